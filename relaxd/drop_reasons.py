@@ -22,6 +22,8 @@ class DropReason(StrEnum):
     RUN_ENDED = "run_ended"
     RUN_FAILED = "run_failed"
     NO_LOGPROBS = "no_logprobs"
+    FILTERED = "filtered"
+    FILTER_FAILED = "filter_failed"
     PAYLOAD_LOST = "payload_lost"
 
 
@@ -31,7 +33,7 @@ WARN_SHARE = 0.1
 
 MEANINGS: dict[str, str] = {
     DropReason.ZERO_VARIANCE: "all answers to a prompt got the same reward, so there is nothing to learn from them: "
-    "is the task too easy or too hard?",
+    "is the task too easy or too hard? (data.curriculum leaves such prompts out)",
     DropReason.REWARD_FAILED: "the reward raised, hung or returned no finite number: `relaxd reward test` shows how",
     DropReason.TOO_LONG: "answers are longer than the trainer's micro-batch takes (trainer.micro_batch_tokens)",
     DropReason.STALE: "answers were older than board.max_staleness allows: engines are slower than the trainer",
@@ -42,6 +44,8 @@ MEANINGS: dict[str, str] = {
     DropReason.TOO_LARGE: "they exceed board.max_group_bytes",
     DropReason.MALFORMED: "their columns are not as a stage should write them",
     DropReason.NO_LOGPROBS: "the teacher or the reference gave some of their tokens no finite log-prob: see its logs",
+    DropReason.FILTERED: "the run's own filter (data.curriculum.filter) keeps them from being trained on",
+    DropReason.FILTER_FAILED: "the run's own filter (data.curriculum.filter) failed on them",
     DropReason.DAMAGED: "their entries in Redis could not be read",
     DropReason.MEMORY: "Redis was full; their prompts are tried again",
     DropReason.PAYLOAD_LOST: "some of their columns are gone from Redis; their prompts are tried again: does another "

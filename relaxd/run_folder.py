@@ -14,6 +14,8 @@ LEDGER = "ledger.jsonl"
 """One line per committed step, with its plan."""
 GROUPS = "groups.jsonl"
 """One line per closed group: trained in which step, or why it was dropped."""
+CURRICULUM = "curriculum.bin"
+"""Pass rates of prompts, so that GROUPS needn't be read from its beginning; see relaxd.data.curriculum.history."""
 METRICS = "metrics.jsonl"
 """One line per step, and one for an evaluation before the first."""
 SAMPLES = "samples.jsonl"
@@ -53,10 +55,14 @@ def is_run(folder: Path) -> bool:
     return (folder / RECORD).is_file() and (folder / CONFIG).is_file()
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSONL file, oldest first; nothing if there is no file. Skips an incomplete last line."""
+def read_lines(path: Path, start: int = 0) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a JSONL file, oldest first; nothing if there is no file. Skips an incomplete last line.
+
+    `start` is the byte at which to begin: the start of a line.
+    """
     if path.is_file():
-        with path.open(encoding="utf-8") as file:
+        with path.open("rb") as file:
+            file.seek(start)
             for line in file:
                 if (value := _value(line)) is not None:
                     yield value

@@ -6,7 +6,7 @@ tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -56,7 +56,7 @@ class Needs:
     trained once it is full."""
     values: bool = False
     """Whether a critic is trained. `Algorithm.advantages` then returns rewards of tokens, from which, and from the
-    critic's values, `WithCritic.step_advantages` makes the column "advantages"."""
+    critic's values, `WithCritic.advantages_and_returns` makes the column "advantages"."""
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,8 @@ class WithCritic(Algorithm, Protocol):
     def value_clip(self) -> float:
         """Largest change of a value in a step that lowers the critic's loss, > 0."""
 
-    def step_advantages(self, groups: Sequence[ValuedGroup]) -> list[AdvantagesAndReturns]:
-        """Return the advantages of a whole step's groups, and the returns to which the critic is fitted."""
+    def advantages_and_returns(self, group: ValuedGroup) -> AdvantagesAndReturns:
+        """Return a group's advantages, not yet normalised, and the returns to which the critic is fitted."""
 
 
 @dataclass(frozen=True)

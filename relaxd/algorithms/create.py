@@ -1,9 +1,5 @@
 """Making of the algorithm that a configuration names: one of relaxd's, or a user's own class."""
 
-import difflib
-import importlib
-import os
-import sys
 from typing import Any
 
 from pydantic import ValidationError
@@ -22,6 +18,7 @@ from relaxd.algorithms.rloo import RLOO
 from relaxd.algorithms.sapo import SAPO
 from relaxd.config import AlgorithmConfig
 from relaxd.config.algorithm import OwnConfig
+from relaxd.importing import ImportProblem, import_own
 
 ALGORITHMS: dict[str, type[PolicyGradient]] = {
     algorithm.Config.model_fields["name"].default: algorithm
@@ -44,9 +41,6 @@ ALGORITHMS: dict[str, type[PolicyGradient]] = {
 METHODS = ("advantages", "token_weights", "normalizer", "loss")
 ATTRIBUTES = ("needs", "needs_entropy")
 """Names of the methods and properties of `Algorithm`."""
-
-_changed_at: dict[str, float] = {}
-"""When the file of a user's module that is imported was changed."""
 
 
 class AlgorithmError(ValueError):
@@ -85,29 +79,15 @@ def _create_own(config: OwnConfig) -> Algorithm:
 
 
 def _import(name: str, who: str) -> Any:
-    """Return the class, of the file as it is now: services outlive many runs."""
-    module_name, _, class_name = name.partition(":")
-    folder = os.getcwd()
-    if folder not in sys.path and "" not in sys.path:
-        sys.path.append(folder)
     try:
-        module = importlib.import_module(module_name)
-        changed = os.path.getmtime(module.__file__) if module.__file__ else 0.0
-        if _changed_at.setdefault(module_name, changed) != changed:
-            importlib.invalidate_caches()
-            module = importlib.reload(module)
-            _changed_at[module_name] = changed
-    except Exception as error:  # a user's module may raise anything
+        kind = import_own(name)
+    except ImportProblem as error:
         hint = ""
-        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+        cause = error.__cause__
+        if isinstance(cause, ModuleNotFoundError) and cause.name == "torch":
             hint = " (coordinator and advantage service have none: use the methods of tensors, or import it in loss())"
-        raise AlgorithmError(
-            f"{who}: module {module_name} can't be imported: {type(error).__name__}: {error}{hint}"
-        ) from error
-    kind = getattr(module, class_name, None)
+        raise AlgorithmError(f"{who}: {error}{hint}") from error
     if not isinstance(kind, type):
-        near = difflib.get_close_matches(class_name, [n for n, v in vars(module).items() if isinstance(v, type)], n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        what = f"has no class {class_name}" if kind is None else f"has {class_name}, which isn't a class"
-        raise AlgorithmError(f"{who}: module {module_name} {what}{hint}")
+        module_name, _, class_name = name.partition(":")
+        raise AlgorithmError(f"{who}: module {module_name} has {class_name}, which isn't a class")
     return kind

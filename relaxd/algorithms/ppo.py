@@ -1,6 +1,6 @@
 """Proximal Policy Optimization with a critic: arXiv 1707.06347, advantages of arXiv 1506.02438."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from relaxd.algorithms.base import AdvantagesAndReturns, Needs, ValuedGroup
 from relaxd.algorithms.policy_gradient import Clipped
 from relaxd.algorithms.terms import returns, shaping
-from relaxd.algorithms.terms.whitening import Whitening
 from relaxd.config.algorithm import PPOConfig
 from relaxd.config.policy_gradient import PolicyGradientConfig
 
@@ -27,9 +26,14 @@ class PPO(Clipped):
 
     @property
     def needs(self) -> Needs:
-        """The mask besides what the settings ask for, and a critic."""
+        """The mask besides what the settings ask for, a critic, and normalised advantages if whiten_advantages."""
         needs = super().needs
-        return replace(needs, advantages=tuple(dict.fromkeys(("loss_mask", *needs.advantages))), values=True)
+        return replace(
+            needs,
+            advantages=tuple(dict.fromkeys(("loss_mask", *needs.advantages))),
+            whitened=needs.whitened or self.config.whiten_advantages,
+            values=True,
+        )
 
     @property
     def value_clip(self) -> float:
@@ -50,19 +54,8 @@ class PPO(Clipped):
             kl = shaping.kl_estimates(columns["rollout_logprobs"], columns["ref_logprobs"], mask)
         return returns.token_rewards(rewards, lengths, mask, kl, kl_coef)
 
-    def step_advantages(self, groups: Sequence[ValuedGroup]) -> list[AdvantagesAndReturns]:
-        """Return the advantages of a step's groups, whitened over all of them if whiten_advantages, and the returns."""
-        found = [self._generalized(group) for group in groups]
-        if self.config.whiten_advantages:
-            masks = [group.mask for group in groups]
-            whitening = Whitening.of([one.advantages for one in found], masks)
-            found = [
-                one._replace(advantages=whitening.apply(one.advantages, mask))
-                for one, mask in zip(found, masks, strict=True)
-            ]
-        return found
-
-    def _generalized(self, group: ValuedGroup) -> AdvantagesAndReturns:
+    def advantages_and_returns(self, group: ValuedGroup) -> AdvantagesAndReturns:
+        """Return generalized advantages, and the returns."""
         rewards, values = group.token_rewards.astype(np.float64), group.values.astype(np.float64)
         gamma, lambda_ = self.config.gamma, self.config.gae_lambda
         advantages, goals = returns.generalized_advantages(rewards, values, group.lengths, group.mask, gamma, lambda_)

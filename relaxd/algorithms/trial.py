@@ -8,11 +8,21 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from relaxd.algorithms.base import Advantages, Algorithm, Filtered, LossInputs, LossOutput, Needs
+from relaxd.algorithms.base import (
+    Advantages,
+    AdvantagesAndReturns,
+    Algorithm,
+    Filtered,
+    LossInputs,
+    LossOutput,
+    Needs,
+    ValuedGroup,
+    WithCritic,
+)
 from relaxd.algorithms.create import AlgorithmError, create
 from relaxd.config import AlgorithmConfig
 from relaxd.config.algorithm import ALGORITHM, OwnConfig
@@ -48,7 +58,9 @@ def try_advantages(algorithm: Algorithm) -> None:
     group = _Group.made_up(needs)
     tokens = len(MASK)
     result = _call("advantages()", lambda: algorithm.advantages(group.rewards, group.lengths, group.columns))
-    check_advantages(result, tokens)
+    judged = check_advantages(result, tokens)
+    if needs.values:
+        _try_critic(cast(WithCritic, algorithm), group, judged)
     weights = _call("token_weights()", lambda: algorithm.token_weights(group.mask, group.lengths))
     _check_array("token_weights() returned", weights, tokens)
     if (weights[group.mask == 0] != 0).any():
@@ -56,6 +68,19 @@ def try_advantages(algorithm: Algorithm) -> None:
     divisor = _call("normalizer()", lambda: algorithm.normalizer(int(group.mask.sum()), len(LENGTHS)))
     if not isinstance(divisor, int | float) or not 0 < divisor < float("inf"):
         raise AlgorithmError(f"normalizer() returned {_shown(divisor)}: it must be a positive number")
+
+
+def _try_critic(algorithm: WithCritic, group: "_Group", judged: Advantages | Filtered) -> None:
+    clip = _call("value_clip", lambda: algorithm.value_clip)
+    if not isinstance(clip, int | float) or not clip > 0:
+        raise AlgorithmError(f"value_clip is {_shown(clip)}: it must be a positive number")
+    rewards = np.zeros(len(MASK), np.float32) if isinstance(judged, Filtered) else judged.values
+    valued = ValuedGroup(rewards, group.logprobs, group.mask, group.lengths)
+    found = _call("advantages_and_returns()", lambda: algorithm.advantages_and_returns(valued))
+    if not isinstance(found, AdvantagesAndReturns):
+        raise AlgorithmError(f"advantages_and_returns() returned {_shown(found)}: it must be AdvantagesAndReturns")
+    for name, values in found._asdict().items():
+        _check_array(f"advantages_and_returns() returned {name}", values, len(MASK))
 
 
 def try_loss(algorithm: Algorithm) -> None:

@@ -130,8 +130,8 @@ COLUMNS: dict[str, ColumnSpec] = {
             "advantage",
             "float32",
             "T",
-            "Advantage of each token. With a critic its reward, from which the trainer computes the advantage that "
-            "step files have.",
+            "Advantage of each token, not yet normalised over the step. With a critic its reward, from which the "
+            "trainer computes the advantage that step files have.",
         ),
         ColumnSpec(
             OLD_LOGPROBS,
@@ -156,7 +156,7 @@ COLUMNS: dict[str, ColumnSpec] = {
             "train",
             "float32",
             "T",
-            "What the critic is fitted to: the advantage before whitening, plus the value.",
+            "What the critic is fitted to: the advantage plus the value.",
             optional=True,
         ),
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from relaxd.algorithms import create
 from relaxd.board import schema
 from relaxd.config import RunConfig
+from relaxd.data.curriculum.group_filter import COLUMNS as FILTER_COLUMNS
 from relaxd.roles import ROLES
 
 PUBLISH = "publish"
@@ -71,7 +72,7 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
     if config.rollout.return_routed_experts:
         asked.add(schema.ROUTED_EXPERTS)
     optional = asked & written
-    own = {"advantage": needs.advantages}
+    own = {"advantage": (*needs.advantages, *(FILTER_COLUMNS if config.data.curriculum.filter else ()))}
     if any(source.sampling for source in config.data.sources):
         own["rollout"] = ("prompt",)  # it says how the answers of its source are sampled
     return tuple(_stage(name, optional, own.get(name, ())) for name in names)

@@ -28,6 +28,7 @@ from relaxd.client.folder_runs import read_run
 from relaxd.config import RunConfig
 from relaxd.config.load import ConfigError
 from relaxd.config.write import dump
+from relaxd.data.files.opening import is_hub_path
 from relaxd.drop_reasons import drop_warnings
 from relaxd.evaluation.answers import shown_name
 from relaxd.local import stack
@@ -310,7 +311,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     """Make paths absolute, as the coordinator may run in another folder."""
 
     def absolute(path: Path | None) -> Path | None:
-        return path.expanduser().resolve() if path is not None else None
+        return path if path is None or is_hub_path(path) else path.expanduser().resolve()
 
     def absolute_model(name: str) -> str:
         folder = Path(name).expanduser()

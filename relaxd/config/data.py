@@ -1,12 +1,18 @@
 """Settings of the data of a run."""
 
+import difflib
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from relaxd.config.base import Section
+from relaxd.config.curriculum import CurriculumConfig
 from relaxd.config.reasoning_gym import ReasoningGymConfig
+from relaxd.importing import OWN_NAME
+
+SOURCES = ("addition", "files", "jsonl", "reasoning_gym")
+"""The sources that relaxd has."""
 
 
 class DataSource(Section):
@@ -38,13 +44,16 @@ class DataSource(Section):
 class DataConfig(Section):
     """The source of prompts (docs/data.md)."""
 
-    source: Literal["addition", "files", "jsonl", "reasoning_gym"]
+    source: str
     """addition: generated sums. files: prompts in files; jsonl is another name for it. reasoning_gym: a task of that
-    package."""
+    package. Or a class of your own, "package.module:Class" or "file.py:Class" (docs/data.md)."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of a source of your own."""
     path: Path | None = None
-    """File with prompts (JSON lines, Parquet, Arrow or CSV, by its ending), or a folder of such files. "PATH@[0:100]"
-    is a part of it. Each row has "prompt" (text or a list of chat messages), optionally "answer", and any other
-    columns, which the reward gets as metadata."""
+    """File with prompts (JSON lines, Parquet, Arrow or CSV, by its ending), a folder of such files, or a data set of
+    the Hugging Face hub, "owner/name" or "owner/name/config:split". "PATH@[0:100]" is a part of it. Each row has
+    "prompt" (text or a list of chat messages), optionally "answer", and any other columns, which the reward gets as
+    metadata."""
     eval_path: Path | None = None
     """Held-out prompts, as path. Without it there is no evaluation."""
     sources: tuple[DataSource, ...] = ()
@@ -56,6 +65,12 @@ class DataConfig(Section):
     """Column of the reference answer, such as "reward_model.ground_truth". Rows may lack it only if it is "answer"."""
     metadata_key: str = ""
     """Column with an object that the reward gets as metadata; empty means all columns but prompt and answer."""
+    tools_key: str = ""
+    """Column with tools for the chat template, which rows may lack: a list of objects, or its JSON text. Empty means
+    that there are none."""
+    prompt_function: str = ""
+    """Your own function "package.module:function" or "file.py:function", which gets a row as a dict and returns the
+    prompt: text, or a list of chat messages. prompt_key isn't read then."""
     system_prompt: str = ""
     """Text of a system message that is put before prompts without one."""
     digits: int = Field(default=2, ge=1, le=6)
@@ -66,13 +81,43 @@ class DataConfig(Section):
     """Maximum length of a prompt."""
     overlong: Literal["error", "skip"] = "error"
     """Longer prompts: error refuses to start and names the prompt; skip leaves them out and counts them."""
+    deduplicate: bool = False
+    """Leave out prompts that are there twice, and those that are in an evaluation set. Case and white space don't
+    count. Reads all prompts before the run, a million in about half a minute."""
     shuffle: bool = True
     """Shuffle prompts in each epoch, seeded by run.seed."""
+    curriculum: CurriculumConfig = CurriculumConfig()
+    """Which prompts are given how often."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether prompts come from a source of the user's own."""
+        return self.source not in SOURCES
 
     @property
     def has_files(self) -> bool:
         """Whether prompts come from files."""
         return self.source in ("files", "jsonl")
+
+    @field_validator("source")
+    @classmethod
+    def _is_known(cls, name: str) -> str:
+        if name in SOURCES or OWN_NAME.fullmatch(name):
+            return name
+        near = difflib.get_close_matches(name, SOURCES, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(SOURCES)}."
+        raise ValueError(
+            f'data.source = "{name}": {hint} A source of your own is named as "package.module:Class" or "file.py:Class"'
+        )
+
+    @field_validator("prompt_function")
+    @classmethod
+    def _is_function(cls, name: str) -> str:
+        if name and not OWN_NAME.fullmatch(name):
+            raise ValueError(
+                f'data.prompt_function = "{name}": name it as "package.module:function" or "file.py:function"'
+            )
+        return name
 
     @model_validator(mode="after")
     def _path_fits_source(self) -> Self:
@@ -82,6 +127,10 @@ class DataConfig(Section):
             raise ValueError("data.path is set, but there are data.sources, too: give one of them")
         if self.sources and not self.has_files:
             raise ValueError(f'data.sources are for source = "files", but it is "{self.source}"')
+        if self.path is not None and self.is_own:
+            raise ValueError(f'data.path is for source = "files", but it is "{self.source}": use data.settings')
+        if self.settings and not self.is_own:
+            raise ValueError(f'data.settings are for a source of your own, but data.source is "{self.source}"')
         if self.source == "reasoning_gym" and not self.reasoning_gym.task:
             raise ValueError(
                 'data.reasoning_gym.task is missing: source = "reasoning_gym" needs the name of a task, such as '

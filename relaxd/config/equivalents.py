@@ -56,6 +56,29 @@ EQUIVALENTS = (
     Equivalent("data.source", "", "", "orchestrator.train.env", "", "answers are scored by reward.name"),
     Equivalent("data.max_prompt_tokens", "max_prompt_length", "data.max_prompt_length", "", "--rollout-max-prompt-len"),
     Equivalent("data.overlong", "", "data.filter_overlong_prompts data.truncation", "", "", "prompts are never cut"),
+    Equivalent("data.tools_key", "", "", "", "--tool-key"),
+    Equivalent(
+        "data.source",
+        "",
+        "data.custom_cls.path data.custom_cls.name",
+        "",
+        "--data-source-path",
+        "a class of your own (docs/data.md)",
+    ),
+    Equivalent(
+        "data.curriculum.sampler",
+        "",
+        "data.sampler.class_path data.sampler.class_name",
+        "",
+        "",
+        "a class of your own has choose(visit, record) (docs/curriculum.md)",
+    ),
+    Equivalent(
+        "data.curriculum.max_pass_rate", "", "", "orchestrator.buffer.easy_threshold", "", "the mean reward of a prompt"
+    ),
+    Equivalent(
+        "data.curriculum.min_pass_rate", "", "", "orchestrator.buffer.hard_threshold", "", "the mean reward of a prompt"
+    ),
     Equivalent("data.shuffle", "shuffle_dataset", "data.shuffle", "", "--rollout-shuffle"),
     Equivalent(
         "reward.name",

@@ -34,6 +34,10 @@ class Limit:
             'data.overlong = "skip"',
         )
 
+    def all_too_long(self) -> DataError:
+        """Return the error of prompts that are all too long."""
+        return DataError(self.field, f"every prompt is longer than data.max_prompt_tokens = {self.tokens}")
+
 
 @dataclass(frozen=True)
 class Checked:
@@ -44,6 +48,8 @@ class Checked:
     """Prompts that were left out because they are too long."""
     limit: Limit | None
     """Set if only some of them were looked at."""
+    has_tools: bool = False
+    """Whether any that was looked at has tools."""
 
 
 def check_source(source: Source, tokenizer: PromptTokenizer, config: RunConfig) -> Checked:
@@ -64,10 +70,11 @@ def check_source(source: Source, tokenizer: PromptTokenizer, config: RunConfig) 
             elif not limit.skip:
                 raise limit.too_long(example.place, len(tokens))
     if examples and not kept:
-        raise DataError(source.field, f"every prompt is longer than data.max_prompt_tokens = {limit.tokens}")
+        raise limit.all_too_long()
+    has_tools = any(example.tools for example in examples)
     if len(places) < count:
-        return Checked(source.examples, 0, limit)
-    return Checked(kept, count - len(kept), None)
+        return Checked(source.examples, 0, limit, has_tools)
+    return Checked(kept, count - len(kept), None, has_tools)
 
 
 def evenly_spread(count: int, most: int) -> range:

@@ -2,13 +2,14 @@
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
 from relaxd.data.examples import Example, Message
 from relaxd.data.files.json_lines import kind_of
 from relaxd.data.files.rows import Rows
+from relaxd.importing import describe_error
 
 ANSWER = "answer"
 """The column of the answer if none is named; rows need not have it."""
@@ -28,10 +29,17 @@ class Columns:
     """Name of the source, which becomes metadata.data_source where a row has none."""
     sampling: Mapping[str, int | float] = field(default_factory=dict)
     """Sampling parameters of the source."""
+    tools: str = ""
+    """Column with tools for the chat template, which rows may lack; empty means none."""
+    make_prompt: Callable[[dict[str, Any]], Any] | None = None
+    """A user's own function that makes the prompt from a row, instead of the column `prompt`."""
 
     def example(self, record: Mapping[str, Any], place: str) -> Example:
         """Return the prompt of a row. Raises ValueError, which names the column and what is wrong."""
-        prompt = _prompt(self.prompt, _find(record, self.prompt, "data.prompt_key"))
+        if self.make_prompt is None:
+            prompt = _prompt(self.prompt, _find(record, self.prompt, "data.prompt_key"))
+        else:
+            prompt = _prompt("data.prompt_function", self._made(dict(record)))
         answer: Any = ""
         if self.answer != ANSWER or ANSWER in record:
             answer = _answer(self.answer, _find(record, self.answer, "data.answer_key"))
@@ -42,7 +50,15 @@ class Columns:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             if messages[0]["role"] != "system":
                 prompt = [{"role": "system", "content": self.system_prompt}, *messages]
-        return Example(prompt=prompt, answer=answer, metadata=metadata, sampling=dict(self.sampling), place=place)
+        tools = _tools(self.tools, _find_optional(record, self.tools)) if self.tools else []
+        return Example(prompt, answer, metadata, dict(self.sampling), tools, place)
+
+    def _made(self, record: dict[str, Any]) -> Any:
+        assert self.make_prompt is not None
+        try:
+            return self.make_prompt(record)
+        except Exception as error:  # a user's function may raise anything
+            raise ValueError(f"data.prompt_function failed: {describe_error(error)}") from error
 
     def _metadata(self, record: Mapping[str, Any]) -> dict[str, Any]:
         if not self.metadata:
@@ -82,6 +98,22 @@ class Examples(Sequence[Example]):
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from error
 
+    def scan(self) -> Iterator[Example | None]:
+        """Yield all, in order, faster than one by one and without their places; None for one that is wrong."""
+        for row in self._rows.scan():
+            try:
+                yield None if row is None else self._columns.example(row, "")
+            except ValueError:
+                yield None
+
+
+def _find_optional(record: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a column, None where the row lacks it."""
+    value: Any = record
+    for part in [key] if key in record else key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
 
 def _find(record: Mapping[str, Any], key: str, setting: str) -> Any:
     """Return the value of a column. Raises ValueError with the nearest name."""
@@ -116,6 +148,32 @@ def _answer(key: str, value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError(f'"{key}" must be text or a number, not {kind_of(value)}')
     return str(value)
+
+
+def _tools(key: str, value: Any) -> list[dict[str, Any]]:
+    """Return tools from a list of objects, or from its JSON text."""
+    if value in (None, "", []):
+        return []
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ValueError(f'"{key}" is text that is not JSON: tools are a list of objects') from error
+    else:
+        value = _without_nulls(value)
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise ValueError(
+            f'"{key}" must be a list of tools such as {{"type": "function", "function": {{"name": "...", ...}}}}, not '
+            f"{kind_of(value) if not isinstance(value, list) else 'a list of something else'}"
+        )
+    return value
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value without null entries of objects: tables give objects every key that any of them has."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def _prompt(key: str, value: Any) -> str | list[Message]:

@@ -1,6 +1,6 @@
 """A prompt data set that can be read from any cursor."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -9,6 +9,7 @@ import numpy as np
 
 from relaxd.config import RunConfig
 from relaxd.data.checking import Limit, check_source
+from relaxd.data.duplicates import Chosen, Seen, keys_of
 from relaxd.data.errors import DataError
 from relaxd.data.evaluation_sets import read_set
 from relaxd.data.examples import Example, Message
@@ -118,6 +119,11 @@ class PromptDataset:
         """Return the number of prompts that an epoch visits."""
         return self._length
 
+    @property
+    def prompts(self) -> int:
+        """Number of different prompts."""
+        return len(self._examples)
+
     def prompt(self, index: int) -> Prompt:
         """Return the prompt at an index. Raises DataError: its row of a large file, not looked at before, is wrong."""
         try:
@@ -128,26 +134,35 @@ class PromptDataset:
         messages = [] if isinstance(example.prompt, str) else example.prompt
         return Prompt(tokens, example.text, example.answer, example.metadata, index, messages, example.sampling)
 
+    def index_at(self, cursor: Cursor) -> int:
+        """Return the index of the next prompt."""
+        epoch, position = cursor.place
+        return int(self.order(epoch)[position])
+
     def at(self, cursor: Cursor) -> Prompt:
         """Return the next prompt. Raises DataError, as `prompt`."""
-        epoch, position = cursor.place
-        return self.prompt(int(self._epoch_order(epoch)[position]))
+        return self.prompt(self.index_at(cursor))
 
-    def fitting(self, cursor: Cursor) -> Cursor:
-        """Return the cursor of the next prompt that isn't too long: this one, or a later one.
+    def fits(self, prompt: Prompt) -> bool:
+        """Return whether a prompt isn't too long. Raises DataError: it is, and may not be left out."""
+        if self._limit is None or len(prompt.tokens) <= self._limit.tokens:
+            return True
+        if not self._limit.skip:
+            raise self._limit.too_long(f"prompt {prompt.index}", len(prompt.tokens))
+        return False
 
-        Raises DataError: a prompt is too long and may not be left out, all are too long, or a row is wrong.
-        """
-        if self._limit is None:
-            return cursor
-        for _ in range(len(self)):
-            prompt = self.at(cursor)
-            if len(prompt.tokens) <= self._limit.tokens:
-                return cursor
-            if not self._limit.skip:
-                raise self._limit.too_long(f"prompt {prompt.index}", len(prompt.tokens))
-            cursor = self.after(cursor)
-        raise DataError(self._limit.field, f"every prompt is longer than data.max_prompt_tokens = {self._limit.tokens}")
+    def all_too_long(self) -> DataError:
+        """Return the error of a data set of which no prompt fits."""
+        assert self._limit is not None
+        return self._limit.all_too_long()
+
+    def order(self, epoch: int) -> np.ndarray:
+        """Return the indices of the prompts that an epoch visits, in its order, int64."""
+        if self._order is None or self._order[0] != epoch:
+            visits = epoch_visits(self._shares, epoch, self._seed)
+            rng = np.random.default_rng((self._seed, epoch))
+            self._order = (epoch, visits[rng.permutation(len(visits))] if self._shuffle else visits)
+        return self._order[1]
 
     def after(self, cursor: Cursor) -> Cursor:
         """Return the cursor after the next prompt."""
@@ -177,13 +192,6 @@ class PromptDataset:
             place, done = self._next(place), done[1:]
         return Cursor(*place, done=done)
 
-    def _epoch_order(self, epoch: int) -> np.ndarray:
-        if self._order is None or self._order[0] != epoch:
-            visits = epoch_visits(self._shares, epoch, self._seed)
-            rng = np.random.default_rng((self._seed, epoch))
-            self._order = (epoch, visits[rng.permutation(len(visits))] if self._shuffle else visits)
-        return self._order[1]
-
 
 @dataclass(frozen=True)
 class RunData:
@@ -197,6 +205,8 @@ class RunData:
     """Number of prompts left out because they are too long."""
     tokenizer: PromptTokenizer
     """The model's tokenizer."""
+    repeated: int = 0
+    """Number of training prompts left out because they are there twice, or in an evaluation set."""
     expert_bytes: int = 0
     """Bytes per token of routed experts, if the run stores them."""
 
@@ -209,8 +219,16 @@ def load_data(config: RunConfig) -> RunData:
     folder = resolve_model(config.model.path, weights=False)
     tokenizer = _tokenizer(config, folder)
     sources, held_out = read_sources(config)
+    sets = {HELD_OUT: held_out} | _named_sets(config)
+    repeated = 0
+    if config.data.deduplicate:
+        sources, repeated = _without_repeats(sources, sets.values())
     checked = [check_source(source, tokenizer, config) for source in sources]
-    evaluation, skipped = _evaluation_sets(config, tokenizer, {HELD_OUT: held_out} | _named_sets(config))
+    if config.data.tools_key and not any(one.has_tools for one in checked):
+        raise DataError(
+            "data.tools_key", f'= "{config.data.tools_key}": no prompt that was looked at has tools in such a column'
+        )
+    evaluation, skipped = _evaluation_sets(config, tokenizer, sets)
     return RunData(
         train=PromptDataset(
             checked[0].examples if len(checked) == 1 else Joined([one.examples for one in checked]),
@@ -222,6 +240,7 @@ def load_data(config: RunConfig) -> RunData:
         ),
         evaluation=evaluation,
         skipped=skipped + sum(one.skipped for one in checked),
+        repeated=repeated,
         tokenizer=tokenizer,
         expert_bytes=routed_expert_bytes(folder) if config.rollout.return_routed_experts else 0,
     )
@@ -232,6 +251,22 @@ def load_evaluation(config: RunConfig, names: Collection[str]) -> dict[str, Prom
     tokenizer = _tokenizer(config, resolve_model(config.model.path, weights=False))
     held_out = {HELD_OUT: read_sources(config)[1]} if HELD_OUT in names else {}
     return _evaluation_sets(config, tokenizer, held_out | _named_sets(config, names))[0]
+
+
+def _without_repeats(sources: Sequence[Source], sets: Iterable[Source]) -> tuple[list[Source], int]:
+    """Return sources without prompts that an evaluation set or an earlier source has, and how many those are."""
+    seen, left, repeated = Seen(), [], 0
+    for one in sets:
+        seen.add(keys_of(one.examples))
+    for source in sources:
+        places = seen.new_places(keys_of(source.examples))
+        if not len(places):
+            raise DataError(
+                source.field, "every prompt is in an evaluation set or an earlier source (data.deduplicate)"
+            )
+        repeated += len(source.examples) - len(places)
+        left.append(replace(source, examples=Chosen(source.examples, places)))
+    return left, repeated
 
 
 def _tokenizer(config: RunConfig, folder: Path) -> PromptTokenizer:

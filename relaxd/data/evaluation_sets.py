@@ -3,12 +3,12 @@
 from relaxd.config import RunConfig
 from relaxd.config.evaluation import EvalSet
 from relaxd.config.reasoning_gym import ReasoningGymConfig
-from relaxd.data.columns import Columns, Examples
+from relaxd.data.columns import Examples
 from relaxd.data.errors import DataError
 from relaxd.data.examples import Example
 from relaxd.data.files.opening import open_rows
 from relaxd.data.reasoning_gym import reasoning_gym
-from relaxd.data.sources import Source
+from relaxd.data.sources import Source, columns_of
 
 TASK_PROMPTS = 100
 """Prompts of a task if eval.sets says nothing."""
@@ -23,14 +23,7 @@ def read_set(config: RunConfig, number: int) -> Source:
     if one.task:
         return Source(_of_task(one, field), field, shown=one.name)
     assert one.path is not None  # checked by EvalSet
-    data = config.data
-    columns = Columns(
-        one.prompt_key or data.prompt_key,
-        one.answer_key or data.answer_key,
-        one.metadata_key or data.metadata_key,
-        data.system_prompt,
-    )
-    examples = Examples(open_rows(one.path, field), columns)
+    examples = Examples(open_rows(one.path, field), columns_of(config.data, one))
     if not len(examples):
         raise DataError(field, f"{one.path} has no prompts")
     return Source(examples, field, shown=one.name)

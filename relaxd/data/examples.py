@@ -19,6 +19,8 @@ class Example:
     """Other fields of the line, for the reward."""
     sampling: dict[str, int | float] = field(default_factory=dict)
     """Sampling parameters of its source that differ from the run's, by name."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """Tools for the chat template."""
     place: str = ""
     """Origin for error messages, such as "train.jsonl line 3"."""
 

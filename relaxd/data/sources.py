@@ -1,13 +1,17 @@
 """The sources of a run's prompts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from relaxd.config import RunConfig
+from relaxd.config import DataConfig, RunConfig
+from relaxd.config.data import DataSource
+from relaxd.config.evaluation import EvalSet
 from relaxd.data.addition import addition
 from relaxd.data.columns import Columns, Examples
 from relaxd.data.examples import Example
 from relaxd.data.files.opening import open_rows
+from relaxd.data.files.rows import Rows
+from relaxd.data.own_code import open_own, prompt_function
 from relaxd.data.reasoning_gym import reasoning_gym
 
 SETTINGS = {
@@ -17,6 +21,8 @@ SETTINGS = {
     "jsonl": ("data.path", "data.eval_path"),
 }
 """The settings that training and held-out prompts of each source come from."""
+GENERATED = ("addition", "reasoning_gym")
+"""Sources whose prompts are made by relaxd."""
 
 
 @dataclass(frozen=True)
@@ -33,32 +39,51 @@ class Source:
     """The source's name or path, for people."""
 
 
+def columns_of(data: DataConfig, own: DataSource | EvalSet | None = None) -> Columns:
+    """Return the columns of the data, or of one of its sources or evaluation sets. Raises DataError."""
+    common = Columns(
+        prompt=data.prompt_key,
+        answer=data.answer_key,
+        metadata=data.metadata_key,
+        system_prompt=data.system_prompt,
+        tools=data.tools_key,
+        make_prompt=prompt_function(data),
+    )
+    if own is None:
+        return common
+    chosen = replace(
+        common,
+        prompt=own.prompt_key or common.prompt,
+        answer=own.answer_key or common.answer,
+        metadata=own.metadata_key or common.metadata,
+    )
+    return replace(chosen, source=own.name, sampling=own.sampling) if isinstance(own, DataSource) else chosen
+
+
 def read_sources(config: RunConfig) -> tuple[list[Source], Source]:
     """Open the sources of a run's training prompts, and that of the held-out ones, without the model.
 
     Raises DataError, which names the setting and the file.
     """
     data = config.data
-    field, held_out_field = SETTINGS[data.source]
-    if not data.has_files:
+    field, held_out_field = SETTINGS.get(data.source, ("data.source", "data.eval_path"))
+    if data.source in GENERATED:
         train, held_out = addition(data.digits) if data.source == "addition" else reasoning_gym(data.reasoning_gym)
         return [Source(train, field, shown=data.source)], Source(held_out, held_out_field, shown="held out")
-    columns = Columns(data.prompt_key, data.answer_key, data.metadata_key, data.system_prompt)
     sources = []
+    held_out_rows: Rows | None = None
+    columns = columns_of(data)
+    if data.is_own:
+        rows, held_out_rows = open_own(data)
+        sources.append(Source(Examples(rows, columns), field, shown=data.source))
     for number, one in enumerate(data.sources):
-        own = Columns(
-            one.prompt_key or columns.prompt,
-            one.answer_key or columns.answer,
-            one.metadata_key or columns.metadata,
-            data.system_prompt,
-            one.name,
-            one.sampling,
-        )
         place = f"data.sources.{number}.path"
-        sources.append(Source(Examples(open_rows(one.path, place), own), place, one.weight, one.name or str(one.path)))
+        examples = Examples(open_rows(one.path, place), columns_of(data, one))
+        sources.append(Source(examples, place, one.weight, one.name or str(one.path)))
     if data.path is not None:
         sources.append(Source(Examples(open_rows(data.path, field), columns), field, shown=str(data.path)))
-    held_out_rows: Sequence[Example] = ()
+    shown = f"{data.source} (held out)"
     if data.eval_path is not None:
-        held_out_rows = Examples(open_rows(data.eval_path, held_out_field), columns)
-    return sources, Source(held_out_rows, held_out_field, shown=f"{data.eval_path} (held out)")
+        held_out_rows, shown = open_rows(data.eval_path, "data.eval_path"), f"{data.eval_path} (held out)"
+    held_out_examples = () if held_out_rows is None else Examples(held_out_rows, columns)
+    return sources, Source(held_out_examples, held_out_field, shown=shown)

@@ -29,19 +29,25 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = _now
         self._variables = {**special_tokens, **(arguments or {})}
+        self._takes_tools = "tools" in source
         self._field = field
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise DataError(field, f"the chat template is invalid in line {error.lineno}: {error.message}") from error
 
-    def render(self, messages: list[Message]) -> str:
-        """Render a conversation up to the start of the assistant's answer.
+    def render(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str:
+        """Render a conversation up to the start of the assistant's answer, with the tools that the model may call.
 
-        Raises DataError if the template rejects these messages.
+        Raises DataError if the template rejects these messages, or knows no tools.
         """
+        if tools and not self._takes_tools:
+            raise DataError(
+                self._field, "there are tools (data.tools_key), but the chat template has no place for tools"
+            )
+        variables = {"add_generation_prompt": True, "tools": tools or None, **self._variables}
         try:
-            return self._template.render(messages=messages, **{"add_generation_prompt": True, **self._variables})
+            return self._template.render(messages=messages, **variables)
         except (jinja2.TemplateError, TypeError) as error:
             raise DataError(self._field, f"the chat template can't render this prompt: {error}") from error
 

@@ -62,13 +62,13 @@ class PromptTokenizer:
     def render(self, example: Example) -> str:
         """Return a prompt as the model gets it. Raises DataError, see `encode`."""
         if self._template is None:
-            if isinstance(example.prompt, str):
+            if isinstance(example.prompt, str) and not example.tools:
                 return example.prompt
+            what = "has tools" if example.tools else "is a list of chat messages"
             raise DataError(
-                "model.chat_template",
-                f"{example.place} is a list of chat messages, but the model has no chat template: set one",
+                "model.chat_template", f"{example.place} {what}, but the model has no chat template: set one"
             )
         try:
-            return self._template.render(example.messages)
+            return self._template.render(example.messages, example.tools)
         except DataError as error:
             raise DataError(error.field, f"{example.place}: {error.message}") from error

@@ -47,6 +47,9 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
         Chart("held-out: answers that the reward couldn't score", ("eval_unscored",), "points"),
         Chart("answers cut off at rollout.max_new_tokens", ("truncated_share",)),
         Chart("dropped groups", ("dropped_groups", "dropped_groups_*")),
+        Chart("prompts tried, and left out by the curriculum", ("prompts_tried", "prompts_solved", "prompts_too_hard")),
+        Chart("prompts by pass rate, in tenths", ("prompts_pass_rate_*",)),
+        Chart("replays and re-tests", ("replayed_groups", "retested_groups")),
     ),
     "Update": (
         Chart("loss", ("loss",)),

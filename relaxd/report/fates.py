@@ -14,7 +14,7 @@ from relaxd.run_folder import GROUPS, newest_lines
 
 FIELDS = (
     *("group", "index", "source", "prompt_tokens", "fate", "step", "reason", "stage", "attempt", "retry", "retried"),
-    *("tokens", "truncated", "reward"),
+    *("tokens", "truncated", "reward", "visit"),
 )
 """What a condition may name."""
 OPERATORS: dict[str, Callable[[Any, Any], bool]] = {

@@ -200,6 +200,24 @@ METRICS: dict[str, Metric] = {
             "{group}",
             "Groups dropped since the last step; also `dropped_groups_<reason>`. Measured by the coordinator.",
         ),
+        Metric(
+            "prompts_tried",
+            "step",
+            "{prompt}",
+            "Prompts of which a group was scored so far. This and the next ones are measured by the coordinator, where "
+            "data.curriculum chooses prompts.",
+        ),
+        Metric("prompts_solved", "step", "{prompt}", "Prompts that are left out because they are solved."),
+        Metric("prompts_too_hard", "step", "{prompt}", "Prompts that are left out because they are too hard."),
+        Metric(
+            "prompts_pass_rate_0",
+            "step",
+            "{prompt}",
+            "Tried prompts with a pass rate from 0 to 0.1; also `prompts_pass_rate_1`, from 0.1 to 0.2, up to "
+            "`prompts_pass_rate_9`.",
+        ),
+        Metric("replayed_groups", "step", "{group}", "Scored groups so far that were replays of hard prompts."),
+        Metric("retested_groups", "step", "{group}", "Scored groups so far that were re-tests of left-out prompts."),
         Metric("step_seconds", "step", "s", "Wall time from the end of the last step to the end of this one."),
         Metric("wait_seconds", "step", "s", "Part of step_seconds in which the trainer waited for groups."),
         Metric("train_seconds", "step", "s", "Part of step_seconds in forward, backward and the optimizer."),

@@ -54,7 +54,11 @@ class _DropReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DropReason
     """It was open when its run failed."""
     DROP_REASON_NO_LOGPROBS: _DropReason.ValueType  # 15
     """The teacher or the reference gives one of its trained tokens no finite log-prob."""
-    DROP_REASON_PAYLOAD_LOST: _DropReason.ValueType  # 16
+    DROP_REASON_FILTERED: _DropReason.ValueType  # 16
+    """The run's own filter (data.curriculum.filter) keeps it from being trained on."""
+    DROP_REASON_FILTER_FAILED: _DropReason.ValueType  # 17
+    """The run's own filter failed on it."""
+    DROP_REASON_PAYLOAD_LOST: _DropReason.ValueType  # 18
     """A part of its columns is gone from Redis. Its prompt is tried again."""
 
 class DropReason(_DropReason, metaclass=_DropReasonEnumTypeWrapper):
@@ -92,6 +96,10 @@ DROP_REASON_RUN_FAILED: DropReason.ValueType  # 14
 """It was open when its run failed."""
 DROP_REASON_NO_LOGPROBS: DropReason.ValueType  # 15
 """The teacher or the reference gives one of its trained tokens no finite log-prob."""
-DROP_REASON_PAYLOAD_LOST: DropReason.ValueType  # 16
+DROP_REASON_FILTERED: DropReason.ValueType  # 16
+"""The run's own filter (data.curriculum.filter) keeps it from being trained on."""
+DROP_REASON_FILTER_FAILED: DropReason.ValueType  # 17
+"""The run's own filter failed on it."""
+DROP_REASON_PAYLOAD_LOST: DropReason.ValueType  # 18
 """A part of its columns is gone from Redis. Its prompt is tried again."""
 Global___DropReason: _TypeAlias = DropReason  # noqa: Y015

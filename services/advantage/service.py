@@ -9,6 +9,7 @@ from relaxd.algorithms.trial import check_advantages, create_tried
 from relaxd.board import COLUMNS, Column, Delivery, Drop, DropReason
 from relaxd.board.worker import Process, Result
 from relaxd.config import RunConfig
+from relaxd.data.curriculum.group_filter import FilterError, GroupFilter
 from relaxd.replica.stage_replica import StageReplica
 from relaxd.roles import ADVANTAGE
 
@@ -44,6 +45,8 @@ class AdvantageService(StageReplica):
     async def prepare(self, config: RunConfig) -> tuple[Process, int]:
         """See StageReplica."""
         algorithm = create_tried(config.algorithm, with_loss=False)
+        own = config.data.curriculum.filter
+        group_filter = GroupFilter(own) if own else None
 
         def process(delivery: Delivery, columns: dict[str, Column]) -> Result:
             rewards = np.asarray(columns["reward"])
@@ -52,6 +55,12 @@ class AdvantageService(StageReplica):
             )
             if problem := column_problem(columns, algorithm.needs.advantages, int(lengths.sum())):
                 return Drop(DropReason.MALFORMED, detail=problem)
+            if group_filter is not None:
+                try:
+                    if not group_filter.keeps(columns):
+                        return Drop(DropReason.FILTERED, filtered=True)
+                except FilterError as error:
+                    return Drop(DropReason.FILTER_FAILED, detail=str(error))
             result = check_advantages(algorithm.advantages(rewards, lengths, columns), int(lengths.sum()))
             if isinstance(result, Filtered):
                 return Drop(result.reason, filtered=True)

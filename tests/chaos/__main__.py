@@ -23,7 +23,7 @@ from tests.chaos.faults import GENTLE, Fault, all_faults, deck
 from tests.chaos.memory import WARM_UP_SECONDS, Memory
 from tests.chaos.plot import plot_memory, plot_recovery
 from tests.chaos.proxy import Loop
-from tests.chaos.stack import ChaosStack
+from tests.chaos.stack import ALGORITHMS, ChaosStack
 
 KEPT = 20
 """Every how many-th sample of memory goes into the results file; the plot has all."""
@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=None, help="seconds between faults (soak: 10)")
     parser.add_argument("--seed", type=int, default=None, help="of the order and the victims")
     parser.add_argument("--only", action="append", default=[], metavar="FAULT", help="only this kind (repeatable)")
+    parser.add_argument("--algorithm", choices=list(ALGORITHMS), default="grpo", help="what the run trains with")
     parser.add_argument("--gentle", action="store_true", help="only faults that end no process: to watch memory")
     parser.add_argument(
         "--warm-up", type=float, default=None, help="seconds of a process's life that don't count (60; gentle: 600)"
@@ -65,7 +66,7 @@ def main() -> None:
         folder = options.folder or Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="relaxd-chaos-")))
         folder.mkdir(parents=True, exist_ok=True)
         loop = resources.enter_context(Loop())
-        stack = resources.enter_context(ChaosStack(folder, loop, seed))
+        stack = resources.enter_context(ChaosStack(folder, loop, seed, options.algorithm))
         memory = resources.enter_context(Memory(stack))
         count = 10**6 if soak else options.faults
 
@@ -96,6 +97,7 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d"),
         "machine": facts,
         "seed": seed,
+        "algorithm": options.algorithm,
         "warm_up_seconds": warm_up,
         "minutes": round((time.monotonic() - begun) / 60, 1),
         "faults": len(campaign.outcomes),

@@ -1,4 +1,4 @@
-"""The books, kept by an auditor who reads Redis and step files only, and believes no counter that can be counted."""
+"""The books of an auditor who reads Redis, step files and checkpoints, and believes no counter that can be counted."""
 
 import json
 from collections import Counter, defaultdict
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import redis
+import torch
 from safetensors import safe_open
 
 # KEYS: prefix. ARGV: last ledger id, last id of dropped. Everything at one moment; nothing is written.
@@ -61,6 +62,8 @@ class Books:
     steps: list[Step] = field(default_factory=list)
     recomputed: int = 0
     """Deliveries beyond a group's first at a stage, so far."""
+    updates: list[int] = field(default_factory=list)
+    """Updates of each step that were applied; one of a run with a critic is of policy and critic."""
     _asked_again: set[str] = field(default_factory=set)
     """Dropped groups whose prompts are to be tried again."""
     _last_dropped: str = "0-0"
@@ -68,6 +71,7 @@ class Books:
     """Of the last step."""
     _polled: list[str] = field(default_factory=list)
     _step_files: set[str] = field(default_factory=set)
+    _checkpoints: set[str] = field(default_factory=set)
 
     def audit(self, *, ended: bool = False) -> list[str]:
         """Read what is new, and say everything that is wrong with the whole.
@@ -122,6 +126,7 @@ class Books:
                 wrong.append(f"the prompt of group {group} is lost: nobody tries it again")
         wrong += _stranded(open_ids, open_fields)
         wrong += self._read_step_files()
+        wrong += self._read_checkpoints()
         return wrong
 
     def poll(self) -> None:
@@ -148,6 +153,10 @@ class Books:
             if skipped == updates and self.steps and checksum != self._weights_checksum:
                 wrong.append(f"all updates of step {number} were skipped, and the weights have changed")
             self._weights_checksum = checksum
+            self.updates.append(updates - skipped)
+            made, due = metrics.get("optimizer_steps"), sum(self.updates)
+            if made is not None and made != due:
+                wrong.append(f"the trainer had made {made:g} updates after step {number}, but the ledger has {due}")
             self.steps.append(Step(number, committed, committed - metrics["step_seconds"], bool(skipped)))
             if len(plan["groups"]) < self.groups_per_step:  # more where more are due (Intake)
                 wrong.append(f"step {number} has {len(plan['groups'])} groups, not {self.groups_per_step}")
@@ -157,6 +166,31 @@ class Books:
                 self.trained[group] = number
             if metrics["staleness_max"] > self.max_staleness:
                 wrong.append(f"step {number} trained tokens that were {metrics['staleness_max']:g} versions old")
+        return wrong
+
+    def _read_checkpoints(self) -> list[str]:
+        """How often policy and critic were trained, from the checkpoints themselves."""
+        wrong = []
+        for path in sorted((self.run_folder / "checkpoints").glob("step-*")):
+            number = int(path.name[5:11])
+            if path.name in self._checkpoints or number > len(self.steps):
+                continue
+            try:
+                state = torch.load(path / "common.pt", weights_only=False)
+            except FileNotFoundError:  # rotated meanwhile
+                continue
+            self._checkpoints.add(path.name)
+            applied = self.updates[:number]
+            found = {"updates": (state["optimizer_steps"], sum(applied))}
+            models = {"policy": state} | ({"critic": state["critic"]} if "critic" in state else {})
+            for model, part in models.items():
+                trained = sum(count > 0 for count in applied)
+                found[f"steps that have trained the {model}"] = (part["schedule"]["num_steps"], trained)
+            if "critic" in state:
+                found["the critic's step"] = (state["critic"]["step"], number)
+            for what, (has, due) in found.items():
+                if has != due:
+                    wrong.append(f"{path.name}: {what}: {has}, but by the ledger {due}")
         return wrong
 
     def _read_step_files(self) -> list[str]:

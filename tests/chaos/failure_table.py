@@ -22,6 +22,8 @@ FAILURES: list[tuple[str, tuple[str, ...], str]] = [
             "kill teacher",
             "kill both *",
             "restart rollout",
+            "restart reference",
+            "restart teacher",
         ),
         "its supervisor starts another; other replicas take its groups as soon as its end is known, at the latest when "
         "their lease ends; after a drain no group is repeated",

@@ -27,6 +27,9 @@ DELAY_SECONDS = 0.2
 NOTICE_SECONDS = 60.0
 """How long a fault waits for the moment that it is meant for."""
 
+UPDATE_SECONDS = 0.3
+"""About as long as a step's updates take with a critic: a rank is killed before, in or after any of them."""
+
 BUSY_SECONDS = 1.0
 """How long a service that holds something is looked for."""
 
@@ -84,8 +87,8 @@ def kill_child(role: str, module: str, index: int, stack: ChaosStack, rng: rando
     return _kill([stack.child(_one(stack, rng, role), module, index)])
 
 
-def kill_rank_when(pattern: str, stack: ChaosStack, rng: random.Random) -> float:
-    """A rank of the trainer, at the moment when a file of the run's folder appears that was not there."""
+def kill_rank_when(pattern: str, within_seconds: float, stack: ChaosStack, rng: random.Random) -> float:
+    """A rank of the trainer, at or soon after the moment when a file of the run's folder appears that was not there."""
     rank = stack.child("trainer", "services.trainer.loop.rank", rng.randrange(2))
     before = set(stack.run_folder.glob(pattern))
     deadline = time.monotonic() + NOTICE_SECONDS
@@ -93,6 +96,7 @@ def kill_rank_when(pattern: str, stack: ChaosStack, rng: random.Random) -> float
         if time.monotonic() > deadline:
             raise MomentMissed(f"no new {pattern} in {NOTICE_SECONDS:g} s")
         time.sleep(0.001)
+    time.sleep(rng.uniform(0.0, within_seconds))
     return _kill([rank])
 
 
@@ -307,12 +311,15 @@ def all_faults() -> list[Fault]:
         *(_named(f"kill {role} rank", kill_child, role, FROZEN_RANK, 0) for role in FROZEN_ROLES),
         _named("kill trainer rank 0", kill_child, "trainer", RANK, 0),
         _named("kill trainer rank 1", kill_child, "trainer", RANK, 1),
-        _named("kill a rank: step file written", kill_rank_when, "steps/step-*.safetensors"),
-        _named("kill a rank: writing a step file", kill_rank_when, "steps/*.partial"),
-        _named("kill a rank: checkpoint", kill_rank_when, "checkpoints/.*.partial"),
+        _named("kill a rank: step file written", kill_rank_when, "steps/step-*.safetensors", 0.0),
+        _named("kill a rank: updates", kill_rank_when, "steps/step-*.safetensors", UPDATE_SECONDS),
+        _named("kill a rank: writing a step file", kill_rank_when, "steps/*.partial", 0.0),
+        _named("kill a rank: checkpoint", kill_rank_when, "checkpoints/.*.partial", 0.0),
+        _named("kill a rank: checkpoint complete", kill_rank_when, "checkpoints/step-*", UPDATE_SECONDS),
         _named("restart coordinator", restart, "coordinator"),
         _named("restart redis", restart, "redis"),
         _named("restart rollout", restart, "rollout"),
+        *(_named(f"restart {role}", restart, role) for role in FROZEN_ROLES),
         *(
             _named(f"stall {role} {length}", stall, role, seconds)
             for role in (*STAGE_ROLES, "trainer", "coordinator", "redis")
@@ -333,6 +340,8 @@ def all_faults() -> list[Fault]:
                 ("rollout", "coordinator"),
                 ("advantage", "coordinator"),
                 ("trainer", "coordinator"),
+                ("reference", "redis"),
+                ("teacher", "coordinator"),
             )
         ),
         _named("reset all connections", reset_everything),

@@ -64,11 +64,7 @@ samples_per_prompt = 2
 max_new_tokens = 24
 threads = 1
 
-[algorithm]
-drop_zero_variance = false
-normalize_std = false
-kl_coef = 0.01
-distill_coef = 0.1
+{algorithm}
 
 [roles.reference]
 placement = "service"
@@ -83,6 +79,8 @@ ranks = 2
 groups_per_step = 4
 threads = 1
 collective_timeout_seconds = 20
+max_skipped_updates = 100
+{updates}
 
 [trainer.optimizer]
 lr = 1e-3
@@ -110,6 +108,31 @@ connect_timeout_seconds = 5
 samples_per_step = 2
 """
 # Faults fall upon the same few groups over and over: limits that are meant for a single bad group would only hide them.
+ALGORITHMS = {
+    "grpo": {
+        "algorithm": """
+[algorithm]
+drop_zero_variance = false
+normalize_std = false
+kl_coef = 0.01
+distill_coef = 0.1
+""",
+        "updates": "",
+    },
+    "ppo": {
+        "algorithm": """
+[algorithm]
+name = "ppo"
+kl_coef = 0.01
+distill_loss_coef = 0.1
+
+[roles.critic.optimizer]
+lr = 1e-3
+""",
+        "updates": "mini_batches = 2\nepochs = 2",
+    },
+}
+"""What the run trains with: one update a step, while the step fills; or a critic, too, and four updates of both."""
 
 
 class ChaosStack:
@@ -118,8 +141,10 @@ class ChaosStack:
     A context manager.
     """
 
-    def __init__(self, folder: Path, loop: Loop, seed: int) -> None:
+    def __init__(self, folder: Path, loop: Loop, seed: int, algorithm: str = "grpo") -> None:
+        """`algorithm` is one of ALGORITHMS."""
         self.folder = folder
+        self.algorithm = algorithm
         self.loop = loop
         self.seed = seed
         self.links: dict[tuple[str, str], Link] = {}
@@ -170,7 +195,13 @@ class ChaosStack:
         self._weights = CoordinatorStub(self._channel)
         self.redis: redis.Redis = redis.Redis.from_url(state.redis, socket_timeout=5.0)
         self.redis_url = state.redis
-        config = CONFIG.format(folder=self.folder, seed=self.seed, lease=LEASE_SECONDS, staleness=MAX_STALENESS)
+        config = CONFIG.format(
+            folder=self.folder,
+            seed=self.seed,
+            lease=LEASE_SECONDS,
+            staleness=MAX_STALENESS,
+            **ALGORITHMS[self.algorithm],
+        )
         self.coordinator.start_run(config, RUN)
 
     def __exit__(self, *error: object) -> None:

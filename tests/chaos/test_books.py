@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import redis
+import torch
 from safetensors.numpy import save_file
 
 from relaxd.board import Board
@@ -144,6 +145,12 @@ def skip_in_secret(client: redis.Redis) -> None:
     skip_an_update(client, skipped=0.0)
 
 
+def train_again(client: redis.Redis) -> None:
+    metrics = '{"staleness_max": 0, "step_seconds": 1, "optimizer_steps": 4}'
+    fields = {"time": 1, "term": 1, "plan": json.dumps({"groups": ["0-000006", "0-000007"]})}
+    client.xadd(f"{PREFIX}ledger", fields | {"metrics": metrics}, id="3-0")
+
+
 def miscount(client: redis.Redis) -> None:
     client.hincrby(f"{PREFIX}drops", "poison", 1)
 
@@ -162,6 +169,7 @@ def miscount(client: redis.Redis) -> None:
         (miscount, "drops by reason"),
         (skip_an_update, "all updates of step 3 were skipped, and the weights have changed"),
         (skip_in_secret, "step 3 has other skipped updates in its metrics than in its plan"),
+        (train_again, "the trainer had made 4 updates after step 3, but the ledger has 3"),
         (give_up, "0-000006 is lost: stale, and not tried again"),
         (forget_a_retry, "0-000004 is lost: nobody tries it again"),
     ],
@@ -179,6 +187,28 @@ def test_step_files_are_believed_rather_than_metrics(board: Board, books: Books)
     tensors = {f"{id}/versions": np.full(3, -1, np.int64) for id in ids}
     save_file(tensors | {f"{id}/loss_mask": np.ones(3, np.uint8) for id in ids}, path)
     assert books.audit() == ["step 2 trained tokens of version -1"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, []),
+        ({"optimizer_steps": 3}, ["step-000002: updates: 3, but by the ledger 2"]),
+        ({"schedule": 1}, ["step-000002: steps that have trained the policy: 1, but by the ledger 2"]),
+        ({"critic_schedule": 3}, ["step-000002: steps that have trained the critic: 3, but by the ledger 2"]),
+        ({"critic_step": 1}, ["step-000002: the critic's step: 1, but by the ledger 2"]),
+    ],
+)
+def test_policy_and_critic_of_a_checkpoint_have_trained_every_step_once(
+    books: Books, change: dict[str, int], said: list[str]
+) -> None:
+    found = {"optimizer_steps": 2, "schedule": 2, "critic_schedule": 2, "critic_step": 2} | change
+    folder = books.run_folder / "checkpoints" / "step-000002"
+    folder.mkdir(parents=True)
+    critic = {"step": found["critic_step"], "schedule": {"num_steps": found["critic_schedule"]}}
+    state = {"optimizer_steps": found["optimizer_steps"], "schedule": {"num_steps": found["schedule"]}}
+    torch.save({**state, "critic": critic}, folder / "common.pt")
+    assert books.audit() == said
 
 
 def _trained(books: Books) -> dict[str, int]:

@@ -178,6 +178,8 @@ def test_the_command(tmp_path, monkeypatch):
     write_lines(folder, LINES)
     shown = run.invoke(app, ["ledger", "one"], catch_exceptions=False).output
     assert "4 groups are closed: 2 trained, 2 dropped (1 bad_prompt, 1 stale); 1 were retries" in shown
+    rates = shown[shown.index("prompts tried") :].splitlines()
+    assert [" ".join(line.split()) for line in rates[2:4]] == ["0.1 to 0.2 1 50.0%", "0.5 to 0.6 1 50.0%"]
     shown = run.invoke(app, ["ledger", "one", "--prompt", "0-2"], catch_exceptions=False).output
     assert "trained in step 5 (try 2)" in shown
     assert "dropped: stale, to be tried again" in shown

@@ -18,6 +18,7 @@ class Whitening:
 
     mean: float
     deviation: float
+    """0 if one of the advantages isn't finite: then no normalised one is, and no update is applied."""
 
     @classmethod
     def of(cls, advantages: Sequence[NDArray[np.float32]], masks: Sequence[NDArray[np.uint8]]) -> "Whitening":
@@ -32,19 +33,22 @@ class Whitening:
 
         def total(term: Callable[[NDArray[np.float64]], NDArray[np.float64]]) -> float:
             # Group by group: a step may have a hundred million tokens. fsum rounds once, in whatever order.
-            sums = (
-                term(values[mask != 0].astype(np.float64)).sum() for values, mask in zip(advantages, masks, strict=True)
-            )
-            return math.fsum(sums)
+            sums = [
+                float(term(values[mask != 0].astype(np.float64)).sum())
+                for values, mask in zip(advantages, masks, strict=True)
+            ]
+            return math.fsum(sums) if all(map(math.isfinite, sums)) else math.nan
 
         count = sum(int(np.count_nonzero(mask)) for mask in masks)
         if count == 0:
             return cls(0.0, 1.0)
         mean = total(lambda values: values) / count
+        if not math.isfinite(mean):
+            return cls(0.0, 0.0)
         variance = total(lambda values: np.square(values - mean)) / count
         return cls(mean, math.sqrt(max(variance, 1e-8)))
 
     def apply(self, advantages: NDArray[np.float32], mask: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Return (A - mean) / deviation of some tokens, float32 [T], 0 where mask is 0."""
-        normalized = (advantages.astype(np.float64) - self.mean) / self.deviation
+        normalized = (advantages.astype(np.float64) - self.mean) / (self.deviation or math.nan)
         return np.where(mask != 0, normalized, 0.0).astype(np.float32)

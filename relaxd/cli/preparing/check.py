@@ -10,6 +10,7 @@ from relaxd.client.errors import CliError
 from relaxd.config import FrozenModelConfig, RunConfig, TrainerConfig
 from relaxd.config.algorithm import OwnConfig
 from relaxd.config.load import Problem
+from relaxd.data.curriculum.curriculum import own_problems
 from relaxd.data.dataset import load_data
 from relaxd.data.errors import DataError
 from relaxd.data.models import frozen_model, resolve_model, routed_expert_bytes
@@ -50,7 +51,8 @@ def check(config: RunConfig, *, call_reward: bool = True) -> list[Problem]:
         data = load_data(config)
     except DataError as error:
         return [*problems, Problem(error.field, error.message)]
-    problems += [Problem(field, message) for field, message in set_problems(config, data.evaluation)]
+    own = own_problems(config, data.train)
+    problems += [Problem(field, message) for field, message in (*set_problems(config, data.evaluation), *own)]
     return problems + (check_reward(config, data.train.prompt(0)) if call_reward else [])
 
 

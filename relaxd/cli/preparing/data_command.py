@@ -1,6 +1,7 @@
 """`relaxd data`: what a run will see of its data."""
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Annotated
 
 import numpy as np
@@ -14,7 +15,9 @@ from relaxd.cli.preparing.models import prepare_model
 from relaxd.config import RunConfig
 from relaxd.config.load import ConfigError, Problem
 from relaxd.data.checking import evenly_spread, read_some
+from relaxd.data.duplicates import Keys, Repeats, keys_of, overlap, repeats
 from relaxd.data.errors import DataError
+from relaxd.data.evaluation_sets import read_set
 from relaxd.data.examples import Example
 from relaxd.data.files.json_lines import kind_of
 from relaxd.data.mixture import Share
@@ -37,15 +40,26 @@ def data(
         folder = resolve_model(config.model.path, weights=False)
         tokenizer = PromptTokenizer(folder, config.model.chat_template, config.model.chat_template_arguments)
         sources, held_out = read_sources(config)
+        sets = [held_out, *(read_set(config, number) for number in range(len(config.eval.sets)))]
+        of_sets = [(one.shown, keys_of(one.examples)) for one in sets if len(one.examples)]
         for source in sources:
-            _show(source, tokenizer, config, prompts, console)
-        if len(held_out.examples):
-            _show(held_out, tokenizer, config, 0, console)
+            _show(source, tokenizer, config, prompts, console, of_sets)
+        for one in sets:
+            if len(one.examples):
+                _show(one, tokenizer, config, 0, console)
     except DataError as error:
         raise ConfigError([Problem(error.field, error.message)]) from error
 
 
-def _show(source: Source, tokenizer: PromptTokenizer, config: RunConfig, prompts: int, console: Console) -> None:
+def _show(
+    source: Source,
+    tokenizer: PromptTokenizer,
+    config: RunConfig,
+    prompts: int,
+    console: Console,
+    evaluation: Sequence[tuple[str, Keys]] = (),
+) -> None:
+    """Print what a source has, and how many of its prompts are there twice or in an evaluation set."""
     places = evenly_spread(len(source.examples), MOST_READ)
     examples = read_some(source, places)
     lengths = np.array([len(tokens) for tokens in tokenizer.encode(examples)])
@@ -61,6 +75,12 @@ def _show(source: Source, tokenizer: PromptTokenizer, config: RunConfig, prompts
     what = "left out" if config.data.overlong == "skip" else 'an error: see data.overlong = "skip"'
     table.add_row(f"above {limit}", f"{too_long}{read}{f' ({what})' if too_long else ''}")
     table.add_row("no answer", f"{sum(not example.answer for example in examples)}{read}")
+    if config.data.tools_key:
+        table.add_row("with tools", f"{sum(bool(example.tools) for example in examples)}{read}")
+    keys = keys_of(source.examples)
+    table.add_row("there twice", _repeated(repeats(keys)))
+    for name, others in evaluation:
+        table.add_row(f"in {name}", f"{overlap(keys, others):,}")
     for name, kinds in _kinds(examples).items():
         table.add_row(f"metadata.{name}", Text(kinds))
     console.print(table)
@@ -68,6 +88,11 @@ def _show(source: Source, tokenizer: PromptTokenizer, config: RunConfig, prompts
         console.print(Text(f"\n{example.place}, answer {example.answer!r}:", style="bold"))
         console.print(Text(tokenizer.render(example)), soft_wrap=True)
     console.print()
+
+
+def _repeated(found: Repeats) -> str:
+    answers = f", {found.other_answers:,} of them with another answer" if found.other_answers else ""
+    return f"{found.exact:,} exactly, {found.normalised:,} but for case and white space{answers}"
 
 
 def _kinds(examples: list[Example]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 import json
 import math
 from itertools import islice
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,8 +13,10 @@ from rich.table import Table
 from relaxd.cli.options import DEFAULT_STATE, CoordinatorOption, FolderOption, RunArgument, StateOption, new_console
 from relaxd.cli.reading.source import open_run
 from relaxd.client.errors import CliError
+from relaxd.config import RunConfig
+from relaxd.data.curriculum.record import BUCKETS, Record
 from relaxd.report.fates import Bucket, ConditionError, Summary, condition, of_prompt, read_fates, summarise_fates
-from relaxd.run_folder import GROUPS
+from relaxd.run_folder import CONFIG, GROUPS, read_lines
 
 MEANS = {
     "prompt_tokens": "tokens of the prompt",
@@ -57,7 +60,9 @@ def ledger(
         elif tests:
             _print_groups(list(islice(found, limit + 1)), limit, new_console())
         else:
-            _print_summary(summarise_fates(found), new_console())
+            console = new_console()
+            _print_summary(summarise_fates(found), console)
+            _print_prompts(source.folder, console)
 
 
 def _print_groups(lines: list[dict[str, Any]], limit: int, console: Console) -> None:
@@ -111,6 +116,28 @@ def _print_summary(summary: Summary, console: Console) -> None:
                 _reasons(bucket),
             )
         console.print(table, "")
+
+
+def _print_prompts(folder: Path, console: Console) -> None:
+    """Print how many prompts have which pass rate."""
+    config = RunConfig.model_validate_json((folder / CONFIG).read_bytes())
+    prompts = 1 + max((line.get("index", -1) for line in read_lines(folder / GROUPS)), default=-1)
+    record = Record(prompts, config.data.curriculum)
+    record.observe(read_lines(folder / GROUPS))
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), title="prompts tried", title_justify="left")
+    for name in ("pass rate", "prompts", "of all tried"):
+        table.add_column(name, justify="left" if name == "pass rate" else "right")
+    for bucket, count in enumerate(record.histogram):
+        if count:
+            rates = f"{bucket / BUCKETS:g} to {(bucket + 1) / BUCKETS:g}"
+            table.add_row(rates, str(count), _share(count, record.tried))
+    console.print(table)
+    if config.data.curriculum.chooses:
+        console.print(
+            f"{record.solved} solved and {record.too_hard} too hard prompts are left out; "
+            f"{record.visits['replay']} groups were replays, {record.visits['retest']} re-tests",
+            soft_wrap=True,
+        )
 
 
 def _split(bucket: Bucket) -> str:

@@ -4,7 +4,7 @@ What is as it should be takes one line, the rest a row each.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 
 from rich.console import Console
@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from relaxd.cli.scale import ENDED, request_line, scaled_table
+from relaxd.client.coordinator import ENDED as RUN_ENDED
 from relaxd.client.coordinator import CoordinatorClient, state_name
 from relaxd.client.errors import CliError
 from relaxd.local.compose import Container
@@ -66,8 +67,18 @@ def print_run(run: pb.Run, console: Console) -> None:
     if run.queues:
         queues = ", ".join(f"{queue.stage} {queue.waiting}+{queue.held}" for queue in run.queues)
         console.print(_titled(f"queues of {run.run_id} (waiting+held)", queues))
+    if "prompts_tried" in run.metrics and run.state not in RUN_ENDED:
+        console.print(_titled(f"curriculum of {run.run_id}", _curriculum(run.metrics)))
     if run.waiting_for:
         console.print(f"run {run.run_id}: {run.waiting_for} (relaxd why says more)", markup=False)
+
+
+def _curriculum(metrics: Mapping[str, float]) -> str:
+    names = ("prompts_tried", "prompts_solved", "prompts_too_hard", "replayed_groups", "retested_groups")
+    words = [f"{metrics[name]:.0f} {name.partition('_')[2].replace('_', ' ')}" for name in names[:3]]
+    visits = [f"{metrics[name]:.0f} groups {name.partition('_')[0]}" for name in names[3:]]
+    rates = [f"{metrics.get(f'prompts_pass_rate_{bucket}', 0):.0f}" for bucket in range(10)]
+    return f"prompts: {', '.join(words)}; {', '.join(visits)}; by pass rate, 0 to 1: {' '.join(rates)}"
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from weakref import finalize
@@ -33,6 +34,14 @@ class JsonLines:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return parse(self._read(self._starts[index], self._ends[index]))
+
+    def scan(self) -> Iterator[dict[str, Any] | None]:
+        """See Rows."""
+        for start, end in zip(self._starts, self._ends, strict=True):
+            try:
+                yield parse(self._read(start, end))
+            except ValueError:
+                yield None
 
     def _read(self, start: np.int64, end: np.int64) -> bytes:
         return os.pread(self._file, int(end - start), int(start))

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from relaxd.data.errors import DataError
+from relaxd.data.files.hub import HubRows, is_hub_name
 from relaxd.data.files.json_lines import JsonLines
 from relaxd.data.files.rows import JoinedRows, Part, Rows
 from relaxd.data.files.tables import Table
@@ -16,7 +17,8 @@ _PART = re.compile(r"(.*)@\[\s*(-?[0-9]*)\s*:\s*(-?[0-9]*)\s*\]")
 def open_rows(path: Path, field: str) -> Rows:
     """Open a file, or all files of a folder with a known ending, those of its folders, too, sorted by name.
 
-    "PATH@[START:END]" is a part of it, as of a Python list. A file with an unknown ending is read as JSON lines.
+    "PATH@[START:END]" is a part of it, as of a Python list. A file with an unknown ending is read as JSON lines. What
+    isn't there and looks like the name of a data set on the hub is loaded from there.
 
     Raises DataError, naming the setting `field`: it can't be read, or has no rows.
     """
@@ -29,7 +31,15 @@ def open_rows(path: Path, field: str) -> Rows:
     return rows
 
 
+def is_hub_path(path: Path) -> bool:
+    """Return whether a path names a data set of the hub, or a part of one."""
+    part = _PART.fullmatch(str(path))
+    return is_hub_name(Path(part[1]) if part else path)
+
+
 def _open(path: Path, field: str) -> Rows:
+    if is_hub_name(path):
+        return HubRows(path, field)
     if path.is_dir():
         known = sorted(file for file in path.rglob("*") if file.suffix in (*TABLES, *LINES) and file.is_file())
         if not known:

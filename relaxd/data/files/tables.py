@@ -33,6 +33,8 @@ class Table:
         self._path = path
         self._starts: list[int] = []
         self._rows = 0
+        self._last: tuple[int, Any] | None = None
+        """The batch that was read last, and its number: a check of evenly spread rows reads several of each."""
         number, copy = tempfile.mkstemp(prefix="relaxd-data-")
         os.close(number)
         try:
@@ -63,9 +65,20 @@ class Table:
         return self._rows
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        batch = bisect_right(self._starts, index) - 1
-        row = self._reader.get_batch(batch).slice(index - self._starts[batch], 1).to_pylist()[0]
-        return {name: _plain(name, value) for name, value in row.items()}
+        number = bisect_right(self._starts, index) - 1
+        last = self._last  # read once: threads may share it
+        if last is None or last[0] != number:
+            last = self._last = (number, self._reader.get_batch(number))
+        return _plain_row(last[1].slice(index - self._starts[number], 1).to_pylist()[0])
+
+    def scan(self) -> Iterator[dict[str, Any] | None]:
+        """See Rows."""
+        for batch in range(len(self._starts)):
+            for row in self._reader.get_batch(batch).to_pylist():
+                try:
+                    yield _plain_row(row)
+                except ValueError:
+                    yield None
 
     def place(self, index: int) -> str:
         """See Rows."""
@@ -111,6 +124,10 @@ def _arrow_batches(path: Path) -> Iterator[Any]:
             yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
         else:
             yield from pa.ipc.open_stream(source)
+
+
+def _plain_row(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: _plain(name, value) for name, value in row.items()}
 
 
 def _plain(name: str, value: Any) -> Any:

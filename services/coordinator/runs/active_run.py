@@ -5,12 +5,15 @@ import contextlib
 import logging
 import time
 from collections import Counter
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from relaxd import telemetry
 from relaxd.board import Counts, DropReason
+from relaxd.board.types import Fate
 from relaxd.config import RunConfig
+from relaxd.data.curriculum.curriculum import Curriculum
 from relaxd.data.dataset import RunData
 from relaxd.drop_reasons import DropWatch
 from relaxd.roles import ROLLOUT, TRAINER
@@ -51,8 +54,9 @@ def too_many_drops(config: RunConfig, *, failed: int, filtered: int) -> str:
         )
     max_filtered = board.max_filtered_steps * per_step
     if 0 < max_filtered < filtered:
+        who = "the algorithm and data.curriculum.filter" if config.data.curriculum.filter else "the algorithm"
         return (
-            f"the algorithm filtered {filtered} groups in a row without a trained step (board.max_filtered_steps = "
+            f"{who} filtered {filtered} groups in a row without a trained step (board.max_filtered_steps = "
             f"{board.max_filtered_steps} allows {max_filtered}): is the task too easy or too hard for the model?"
         )
     return ""
@@ -76,7 +80,10 @@ class ActiveRun:
         """GPU handoff of a colocated run; None if trainer and engines have GPUs of their own."""
         if context.config.run.colocate:
             self.handoff = GpuHandoff(context, self.sync, training=self._wants_groups, evaluating=self._uses_engines)
-        self._publisher = Publisher(context, data, oldest_version=self.oldest_version, wanted=self._wants_groups)
+        self.curriculum = Curriculum(context.config, data.train)
+        self._publisher = Publisher(
+            context, data, self.curriculum.visits, oldest_version=self.oldest_version, wanted=self._wants_groups
+        )
         self.health = HealthManager(self, context, self.sync)
         self._usage = Usage()
         self._drops = DropWatch()
@@ -120,6 +127,7 @@ class ActiveRun:
             "redis": self._publisher.redis,
             "gate": self._publisher.gate if self._wants_groups() else ("", ""),
             "announced": announced.version if announced is not None else None,
+            "curriculum": self.curriculum.describe(),
             "sync_since": self.sync.began,
             "sync_failure": self.sync.last_failure,
             "sync_delay": self.sync.waiting_for,
@@ -183,6 +191,8 @@ class ActiveRun:
             await self._rewrite_metrics()
             self._sampled_step = await asyncio.to_thread(self._files.end_samples)
             self._last_fate = await asyncio.to_thread(self._files.end_groups)
+            with waiting("the groups that the run has closed so far, to be counted"):
+                await asyncio.to_thread(self.curriculum.load, self._files.folder)
             if self.record.phase == Phase.PENDING:
                 await self._wait_for_fleet()
             if self.record.phase == Phase.RUNNING:
@@ -229,6 +239,8 @@ class ActiveRun:
             if self.health.failure:
                 raise RunFailed(self.health.failure)
             await self._check_drops(counts)
+            if reason := self.curriculum.ended:
+                await self.stop(reason)
             self._start_evaluation()
             missing = self.fleet.missing()
             await self._set_reason(f"waiting for {', '.join(missing)}" if missing else "")
@@ -283,7 +295,8 @@ class ActiveRun:
     # --- parts of phases ------------------------------------------------------------------------------------------
 
     def _wants_groups(self) -> bool:
-        return self.record.phase == Phase.RUNNING and self.record.paused is None and not self._stopping()
+        going = self.record.phase == Phase.RUNNING and self.record.paused is None and not self._stopping()
+        return going and self.curriculum.loaded
 
     def _uses_engines(self) -> bool:
         """Start an evaluation that is due; returns whether one uses the engines."""
@@ -475,6 +488,7 @@ class ActiveRun:
         synced, self._reported_sync_seconds = self.sync.seconds - self._reported_sync_seconds, self.sync.seconds
         measured = {**self._usage.take(self.fleet.devices()), "sync_seconds": synced / max(len(ledger), 1)}
         measured |= await self._take_drops(len(ledger))
+        measured |= self.curriculum.metrics()
         steps = [(entry.step, {**entry.metrics, **measured}) for entry in ledger]
         for step, metrics in steps:
             telemetry.record_step(self.record.run_id, step, metrics)
@@ -485,9 +499,13 @@ class ActiveRun:
     async def _append_fates(self) -> None:
         """Move what became of closed groups from the board to the run's folder."""
         while fates := await self._redis.in_thread(self.board.fates, self._last_fate):
-            await asyncio.to_thread(self._files.append_groups, fates)
+            await asyncio.to_thread(self._keep_fates, fates)
             self._last_fate = fates[-1].entry_id
             await self._redis.in_thread(self.board.forget_fates, self._last_fate)
+
+    def _keep_fates(self, fates: Sequence[Fate]) -> None:
+        end = self._files.append_groups(fates)
+        self.curriculum.observe(self._files.folder, [fate.record for fate in fates], end)
 
     async def _append_samples(self) -> None:
         """Copy the samples of new steps to the run's folder. A restored board has none of earlier steps."""

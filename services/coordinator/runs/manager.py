@@ -113,6 +113,8 @@ class RunManager:
                 raise self._busy(str(error)) from error
             if prepared.data.skipped:
                 logger.warning("%d prompts are skipped: they are too long", prepared.data.skipped)
+            if prepared.data.repeated:
+                logger.info("%d prompts are left out: they are there twice", prepared.data.repeated)
             for warning in prepared.warnings:
                 logger.warning("%s", warning)
             self._launch(self._active_run(prepared.record, prepared.config, prepared.data, prepared.files))
@@ -332,6 +334,7 @@ class RunManager:
         if active is not None:
             self._last_active.CopyFrom(run)
             active.waiting.describe(run)
+            run.metrics.update(active.curriculum.metrics())
             run.health.extend(health_messages(active.health.record, active.config.health))
         elif record.phase.ended:
             if len(self._ended_runs) >= MAX_ENDED_RUNS:

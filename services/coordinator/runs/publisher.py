@@ -9,7 +9,8 @@ from contextlib import ExitStack
 from relaxd import telemetry
 from relaxd.board import BoardUnavailable, GateClosed, NewGroup, Retry, worst_bytes
 from relaxd.board.types import JSON
-from relaxd.data.dataset import Cursor, Place, Prompt, RunData
+from relaxd.data.curriculum.visits import Visited, Visits
+from relaxd.data.dataset import Cursor, Place, RunData
 from relaxd.data.errors import DataError
 from services.coordinator.fleet.run_context import RunContext
 
@@ -35,10 +36,12 @@ def place_of(group_id: str) -> Place:
     return int(epoch), int(position)
 
 
-def _facts(prompt: Prompt) -> dict[str, JSON]:
+def _facts(visit: Visited) -> dict[str, JSON]:
     """Return what the fate of a prompt is told with."""
-    source = prompt.metadata.get("data_source")
-    facts: dict[str, JSON] = {"index": prompt.index, "prompt_tokens": len(prompt.tokens)}
+    source = visit.prompt.metadata.get("data_source")
+    facts: dict[str, JSON] = {"index": visit.prompt.index, "prompt_tokens": len(visit.prompt.tokens)}
+    if visit.why:
+        facts["visit"] = visit.why
     return facts if source is None else facts | {"source": str(source)[:SOURCE_LETTERS]}
 
 
@@ -49,13 +52,17 @@ class Publisher:
         self,
         context: RunContext,
         data: RunData,
+        visits: Visits,
         *,
         oldest_version: Callable[[], int | None],
         wanted: Callable[[], bool],
     ) -> None:
-        """`oldest_version`: that of the engines that take prompts; `wanted`: whether the run takes groups."""
+        """`visits` finds the prompts; `oldest_version`: that of the engines that take prompts; `wanted`: whether the
+        run takes groups.
+        """
         self._context = context
         self._prompts = data.train
+        self._visits = visits
         self._expert_bytes = data.expert_bytes
         self._oldest_version = oldest_version
         self._wanted = wanted
@@ -103,9 +110,9 @@ class Publisher:
         with ExitStack() as spans:
             groups = [self._retry_group(spans, retry) for retry in retries]
             for _ in range(room - len(retries)):
-                cursor = self._prompts.fitting(cursor)
-                groups.append(self._new_group(spans, cursor))
-                cursor = self._prompts.after(cursor)
+                visit = self._visits.next(cursor)
+                groups.append(self._new_group(spans, visit))
+                cursor = self._prompts.after(visit.cursor)
             try:
                 self._context.board.publish(term=self._context.term, groups=groups, cursor=cursor.to_json())
             except GateClosed as error:  # another writer used the room since `admission`
@@ -129,16 +136,15 @@ class Publisher:
             if dropped := self._context.board.relieve(term=self._context.term):
                 logger.warning("Redis is full: dropped %d surplus groups, which are retried later", dropped)
 
-    def _new_group(self, spans: ExitStack, cursor: Cursor) -> NewGroup:
-        """Make a group of the prompt at a cursor."""
-        prompt = self._prompts.at(cursor)
-        group_id = group_id_at(cursor.place)
+    def _new_group(self, spans: ExitStack, visit: Visited) -> NewGroup:
+        """Make a group of a visited prompt."""
+        prompt, group_id = visit.prompt, group_id_at(visit.cursor.place)
         return NewGroup(
             group_id=group_id,
             columns={"prompt_tokens": prompt.tokens, "prompt": prompt.to_json()},
             trace=self._trace(spans, group_id),
             worst_bytes=self._worst_bytes(len(prompt.tokens)),
-            facts=_facts(prompt),
+            facts=_facts(visit),
         )
 
     def _retry_group(self, spans: ExitStack, retry: Retry) -> NewGroup:

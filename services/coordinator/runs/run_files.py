@@ -46,8 +46,8 @@ Steps = Iterable[tuple[int, Mapping[str, float]]]
 class RunFiles:
     """The files of one run.
 
-    config.json, config.toml, code.json, run.json, ledger.jsonl, groups.jsonl, metrics.jsonl, samples.jsonl,
-    summary.json, evaluations/step-N.jsonl, evaluations/SET/step-N.jsonl.
+    config.json, config.toml, code.json, run.json, ledger.jsonl, groups.jsonl, curriculum.bin, metrics.jsonl,
+    samples.jsonl, summary.json, evaluations/step-N.jsonl, evaluations/SET/step-N.jsonl.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -122,11 +122,12 @@ class RunFiles:
         _end_line(path)
         return str(next(newest_lines(path), {}).get("entry", ""))
 
-    def append_groups(self, fates: Sequence[Fate]) -> None:
-        """Append what became of groups to groups.jsonl."""
+    def append_groups(self, fates: Sequence[Fate]) -> int:
+        """Append what became of groups to groups.jsonl. Returns the bytes that it has then."""
         lines = [json.dumps({**fate.record, "entry": fate.entry_id}, separators=(",", ":")) + "\n" for fate in fates]
         with (self.folder / GROUPS).open("a") as file:
             file.writelines(lines)
+            return file.tell()
 
     def append_samples(self, samples: Iterable[Mapping[str, Any]]) -> None:
         """Append samples, oldest first, to samples.jsonl."""

@@ -12,6 +12,7 @@ from relaxd.board import Board, BoardUnavailable, size_problems, stages_for
 from relaxd.board.core import RESERVED_RUN_ID, RUN_ID, RUN_ID_RULE
 from relaxd.config import RunConfig
 from relaxd.config.load import ConfigError, load
+from relaxd.data.curriculum.curriculum import own_problems
 from relaxd.data.dataset import RunData, load_data
 from relaxd.data.errors import DataError
 from relaxd.evaluation.checking import set_problems
@@ -67,7 +68,7 @@ def prepare(run_id: str, config_toml: str, request_id: str, redis_url: str) -> P
     except DataError as error:
         violations.add(_field(error.field), error.message)
         raise violations.error() from error
-    for field, message in set_problems(config, data.evaluation):
+    for field, message in [*set_problems(config, data.evaluation), *own_problems(config, data.train)]:
         violations.add(_field(field), message)
     violations.raise_if_any()
     warnings = _check_sizes(config, data, redis_url)

@@ -98,6 +98,8 @@ class Snapshot:
     """Why engines wait for weights that can't be sent now."""
     handoff: str = ""
     """What a colocated run's GPU handoff is at, or why it fails."""
+    curriculum: Sequence[str] = ()
+    """How the curriculum gets on, in lines for people; empty if the run's doesn't choose."""
     waits: Sequence[Named] = ()
     """What the coordinator itself waits for; the longest wait first."""
 
@@ -218,6 +220,8 @@ def _data(run: Snapshot) -> Reason | None:
     if limit != "data":
         return None
     advice = ("repair the file or leave the row out, then stop the run and begin another",)
+    if detail.startswith("data.curriculum.sampler"):
+        advice = ("repair the sampler's file: it is read again by itself",)
     return Reason("data", f"publishing can't go on: {detail}", on="the data", advice=advice, always=True)
 
 
@@ -398,6 +402,7 @@ def evidence(run: Snapshot) -> list[str]:
         lines.append(line)
     if run.gate[1]:
         lines.append(f"gate: {run.gate[1]}")
+    lines += run.curriculum
     for peer in run.peers:
         what = [peer.state, peer.detail, "" if peer.version is None else f"weights of version {peer.version}"]
         silent = f"no heartbeat for {duration(peer.silent_seconds)}" if peer.silent_seconds > LATE_SECONDS / 2 else ""

@@ -48,6 +48,11 @@ class TrainGroup:
         return tokens
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        return sum(column.nbytes for column in self.columns.values() if isinstance(column, np.ndarray))
+
+    @property
     def trained_tokens(self) -> int:
         """Tokens whose mask is 1."""
         return int(np.count_nonzero(self.columns["loss_mask"]))

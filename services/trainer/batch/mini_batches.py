@@ -1,6 +1,6 @@
 """Division of a step's groups into mini-batches, and of mini-batches into micro-batches."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
@@ -54,6 +54,30 @@ def pack_rounds(groups: Sequence[TrainGroup], packer: Packer) -> list[MicroBatch
     if (entry := packer.rest()) is not None:
         rounds.append(entry)
     return rounds
+
+
+def bundles(groups: Sequence[TrainGroup], max_bytes: int) -> Iterator[list[TrainGroup]]:
+    """Divide groups, in order, into bundles of at most `max_bytes`, or of one group that is larger."""
+    bundle: list[TrainGroup] = []
+    size = 0
+    for group in groups:
+        if bundle and size + group.nbytes > max_bytes:
+            yield bundle
+            bundle, size = [], 0
+        bundle.append(group)
+        size += group.nbytes
+    if bundle:
+        yield bundle
+
+
+def dp_ranks_of_groups(mini_batches: Collection[MiniBatch]) -> dict[str, frozenset[int]]:
+    """Return the data-parallel ranks that train on each group of some mini-batches."""
+    found: dict[str, set[int]] = {}
+    for entry in (entry for one in mini_batches for entry in one.rounds):
+        for dp_rank, micro_batches in enumerate(entry.micro_batches):
+            for group_id in (piece.group_id for micro_batch in micro_batches for piece in micro_batch):
+                found.setdefault(group_id, set()).add(dp_rank)
+    return {group_id: frozenset(dp_ranks) for group_id, dp_ranks in found.items()}
 
 
 def mini_batch(groups: Collection[TrainGroup], rounds: Sequence[MicroBatchRound], algorithm: Algorithm) -> MiniBatch:

@@ -10,11 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from relaxd.algorithms.terms.whitening import Whitening
 from relaxd.board import TRAIN, Board, BoardUnavailable, Delivery
 from services.trainer.batch.groups import TrainGroup, check_group
 from services.trainer.batch.step_file import read_committed
-from services.trainer.batch.step_plan import OUTCOME, MicroBatchRound, MiniBatch
+from services.trainer.batch.step_plan import OUTCOME, MicroBatchRound
 from services.trainer.checkpoints.part import CheckpointPart
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.update_stats import UpdateStats
@@ -148,32 +151,28 @@ class Prepare:
 
 @dataclass(frozen=True)
 class Assemble:
-    """Have all groups of a step's mini-batches, with the prepared columns, before its first update.
+    """Have some of a step's groups, with their prepared columns, on the ranks that train on them.
 
-    Afterwards no update depends on the board. Repeating it does no harm.
+    Once all groups of a step are assembled, no update depends on the board. Repeating it does no harm.
     """
 
-    mini_batches: tuple[MiniBatch, ...]
     deliveries: tuple[Delivery, ...]
-    """Deliveries of all their groups."""
+    """Deliveries of the groups."""
+    columns: Mapping[str, Mapping[str, NDArray[np.float32]]]
+    """The prepared columns of each group."""
+    dp_ranks: Mapping[str, frozenset[int]]
+    """The data-parallel ranks that train on each group."""
 
     def execute(self, rank: TrainingRank) -> bool:
         """Return whether all ranks have what they need; if not, groups were closed meanwhile."""
-        rounds = (entry for mini_batch in self.mini_batches for entry in mini_batch.rounds)
-        needed = set[str]().union(*(rank.runner.own_groups(entry) for entry in rounds))
+        world = rank.learner.world
+        needed = {group_id for group_id, dp_ranks in self.dp_ranks.items() if world.dp_rank in dp_ranks}
         rank.load_missing(needed, self.deliveries)
-        all_needed = rank.channel.gather(needed)
-        if rank.learner.world.rank == 0:
-            # Rank 0 writes all columns to the step file. The others get those that they train on.
-            columns = rank.runner.prepared_columns(rank.groups, rank.prepared)
-            rank.channel.scatter([{}, *({group_id: columns[group_id] for group_id in some} for some in all_needed[1:])])
-        else:
-            columns = rank.channel.scatter([])
-        rank.groups = {
-            group_id: rank.groups[group_id].with_columns(of_group)
-            for group_id, of_group in sorted(columns.items())
-            if group_id in rank.groups
-        }
+        kept = self.columns.keys() if world.rank == 0 else needed  # rank 0 writes all of them to the step file
+        for group_id, columns in self.columns.items():
+            group = rank.groups.pop(group_id, None)
+            if group is not None and group_id in kept:
+                rank.groups[group_id] = group.with_columns(columns)
         return rank.channel.all_ranks_agree(needed <= rank.groups.keys())
 
 

@@ -73,39 +73,31 @@ class RoundRunner:
                     prepared.setdefault((group_id, index), {})[name] = row[end - own_tokens : end]
         return prepared
 
-    def prepared_columns(
-        self, groups: Mapping[str, TrainGroup], prepared: PreparedColumns
-    ) -> dict[str, dict[str, NDArray[np.float32]]]:
-        """Return what the trainer adds to each group of a step, which is full: [T] each, by name.
+    def prepared_columns(self, group: TrainGroup, prepared: PreparedColumns) -> dict[str, NDArray[np.float32]]:
+        """Return what the trainer adds to a group of a step: [T] each, by name.
 
         Args:
-            groups: the step's groups as they came.
+            group: the group as it came.
             prepared: what forward passes have computed. What is missing is NaN, as are columns that follow from it.
         """
         columns = {
-            group_id: {
-                name: np.concatenate(
-                    [
-                        prepared.get((group_id, index), {}).get(name, np.full(length, np.nan, np.float32))
-                        for index, length in enumerate(group.lengths.tolist())
-                    ]
-                )
-                for name in self._forward
-            }
-            for group_id, group in groups.items()
+            name: np.concatenate(
+                [
+                    prepared.get((group.group_id, index), {}).get(name, np.full(length, np.nan, np.float32))
+                    for index, length in enumerate(group.lengths.tolist())
+                ]
+            )
+            for name in self._forward
         }
         if VALUES in self._forward:
-            valued = [
-                ValuedGroup(
-                    token_rewards=group.columns[ADVANTAGES],
-                    values=columns[group_id][VALUES],
-                    mask=group.columns[LOSS_MASK],
-                    lengths=group.sample_lengths,
-                )
-                for group_id, group in groups.items()
-            ]
-            for group_id, found in zip(groups, cast(WithCritic, self._algorithm).step_advantages(valued), strict=True):
-                columns[group_id] |= {RETURNS: found.returns, ADVANTAGES: found.advantages}
+            valued = ValuedGroup(
+                token_rewards=group.columns[ADVANTAGES],
+                values=columns[VALUES],
+                mask=group.columns[LOSS_MASK],
+                lengths=group.sample_lengths,
+            )
+            found = cast(WithCritic, self._algorithm).advantages_and_returns(valued)
+            columns |= {RETURNS: found.returns, ADVANTAGES: found.advantages}
         return columns
 
     def run(self, entry: MicroBatchRound, groups: Mapping[str, TrainGroup], whitening: Whitening | None = None) -> None:

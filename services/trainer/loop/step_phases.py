@@ -3,21 +3,31 @@
 Rank 0 drives all ranks through it. With one update a step, and nothing to be known beforehand, micro-batches are
 trained as they come. Otherwise a step has two phases. While it fills, forward passes compute what all its updates need:
 log-probs under the weights at its beginning and under the reference, and the critic's values. Once it is full,
-advantages are computed from these values, or measured if they are to be normalised over the step. Then its groups are
-divided into mini-batches, and each mini-batch makes an update in each epoch.
+advantages are computed from these values, and measured if they are to be normalised over the step. Then its groups are
+divided into mini-batches, and each mini-batch makes an update in each epoch. Advantages are normalised where they are
+packed: a group's column stays as it is, and the plan has the measure.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from relaxd.algorithms import Algorithm
 from relaxd.algorithms.terms.whitening import Whitening
+from relaxd.board import ADVANTAGES, LOSS_MASK
 from relaxd.config import RunConfig
-from services.trainer.batch.mini_batches import mini_batch, pack_rounds, split
+from services.trainer.batch.groups import TrainGroup
+from services.trainer.batch.mini_batches import bundles, dp_ranks_of_groups, mini_batch, pack_rounds, split
 from services.trainer.batch.round_packer import Packer
 from services.trainer.batch.step_plan import MicroBatchRound, MiniBatch
 from services.trainer.loop.commands import Assemble, Prepare, Round, TrainingRank
 from services.trainer.loop.step_builder import StepBuilder
+
+BUNDLE_BYTES = 64 * 2**20
+"""Bytes of the groups that one command assembles. Neither its memory nor the time in which the ranks wait for each
+other in it grows with the step."""
 
 
 class StepPhases(Protocol):
@@ -45,8 +55,6 @@ def packer_for(config: RunConfig) -> Packer:
 def phases_for(config: RunConfig, algorithm: Algorithm, rank: TrainingRank) -> StepPhases:
     """Return the order of work in a run's steps."""
     needs = algorithm.needs
-    if needs.whitened and needs.values:
-        raise ValueError("an algorithm with a critic normalises its advantages itself, in step_advantages")
     at_once = config.trainer.updates_per_step == 1 and not needs.whitened and not needs.values
     return (TrainedWhileFilling if at_once else PreparedThenTrained)(config, algorithm, rank)
 
@@ -92,18 +100,46 @@ class PreparedThenTrained:
     def close(self, opened: StepBuilder) -> bool:
         """Measure the advantages; divide the groups into mini-batches; hand them out with their prepared columns."""
         groups, count = list(opened.groups.values()), self._config.trainer.mini_batches
-        if self._algorithm.needs.whitened:
-            opened.whitening = Whitening.of(
-                [group.columns["advantages"] for group in groups], [group.columns["loss_mask"] for group in groups]
+        # The other ranks don't wait in a collective: with many tokens this takes as long as one may.
+        with self._rank.rank0_only(f"dividing step {opened.number} into mini-batches") as progress:
+            prepared = {}
+            for group in groups:
+                columns = self._rank.runner.prepared_columns(group, self._rank.prepared)
+                prepared[group.group_id] = columns
+                progress(sum(column.nbytes for column in columns.values()))
+            groups = [group.with_columns(prepared[group.group_id]) for group in groups]
+            if self._algorithm.needs.whitened:
+                opened.whitening = Whitening.of(
+                    [group.columns[ADVANTAGES] for group in groups], [group.columns[LOSS_MASK] for group in groups]
+                )
+            parts = split(groups, count, seed=(self._config.run.seed, opened.number))
+            opened.mini_batches = tuple(
+                mini_batch(part, pack_rounds(part, packer_for(self._config)), self._algorithm) for part in parts
             )
-        parts = split(groups, count, seed=(self._config.run.seed, opened.number))
-        opened.mini_batches = tuple(
-            mini_batch(part, pack_rounds(part, packer_for(self._config)), self._algorithm) for part in parts
-        )
         self._rank.groups = opened.groups
-        deliveries = tuple(taken.delivery for taken in opened.members.values())
-        return self._rank.run(Assemble(opened.mini_batches, deliveries))
+        return self._assemble(opened, groups, prepared)
 
     def rounds(self, update: MiniBatch) -> Sequence[MicroBatchRound]:
         """Return all."""
         return update.rounds
+
+    def _assemble(
+        self,
+        opened: StepBuilder,
+        groups: Sequence[TrainGroup],
+        columns: Mapping[str, Mapping[str, NDArray[np.float32]]],
+    ) -> bool:
+        """Hand out the groups, which have their prepared columns. Return whether all ranks have theirs."""
+        dp_ranks, done = dp_ranks_of_groups(opened.mini_batches), 0
+        for bundle in bundles(groups, BUNDLE_BYTES):
+            ids = [group.group_id for group in bundle]
+            command = Assemble(
+                tuple(opened.members[group_id].delivery for group_id in ids),
+                {group_id: columns[group_id] for group_id in ids},
+                {group_id: dp_ranks[group_id] for group_id in ids},
+            )
+            if not self._rank.run(command):
+                return False
+            done += len(bundle)
+            self._rank.channel.disk.report(f"step {opened.number}: {done} of {len(groups)} groups are handed out")
+        return True

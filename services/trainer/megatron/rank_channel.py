@@ -53,18 +53,6 @@ class RankChannel:
         dist.gather_object(value, values, group=self._group)
         return values or []
 
-    def scatter(self, values: list[Any]) -> Any:
-        """Return this rank's one of the values that rank 0 has for all ranks. All call it together.
-
-        Args:
-            values: one for each rank, which can be pickled; on other ranks than 0 nothing.
-        """
-        if self.size == 1:
-            return values[0]
-        own: list[Any] = [None]
-        dist.scatter_object_list(own, values or None, 0, group=self._group)
-        return own[0]
-
     def sum_over_ranks(self, value: int) -> int:
         """Return the sum of all ranks' values. All call it together."""
         values = torch.tensor([value])

@@ -1,4 +1,4 @@
-"""Worlds of two processes that train a critic, too: whole runs, and checkpoints."""
+"""Worlds of two processes that train a critic, too: whole runs, checkpoints, and large steps."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.integration.trainer import trainer_worlds, training_worlds
+from tests.integration.trainer import assembly_worlds, trainer_worlds, training_worlds
+from tests.integration.trainer.assembly_worlds import AssemblyJob
 from tests.integration.trainer.trainer_worlds import Job, copied, make_learner, make_samples, micro_batches
 from tests.integration.trainer.training_worlds import RunJob
 
@@ -55,10 +56,12 @@ def train(learner: Any, steps: int, *, nap: bool = False) -> list[tuple[float, .
     return found
 
 
-def run_job(job: RunJob | CheckpointJob, ranks: int = 1) -> dict[str, Any]:
+def run_job(job: RunJob | CheckpointJob | AssemblyJob, ranks: int = 1) -> dict[str, Any]:
     """Run one job on this rank."""
     if isinstance(job, RunJob):
         return training_worlds.run_job(job, ranks)
+    if isinstance(job, AssemblyJob):
+        return assembly_worlds.run_job(job)
     import torch.distributed as dist
 
     learner = make_learner(Job(job.model, job.parallel, {"name": "ppo"}), ranks)

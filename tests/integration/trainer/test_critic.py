@@ -4,7 +4,7 @@ import contextlib
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -12,7 +12,9 @@ import redis
 import torch
 import transformers
 
+from relaxd.algorithms.ppo import PPO
 from relaxd.config import RunConfig
+from relaxd.config.algorithm import ALGORITHM, PPOConfig
 from services.trainer.batch.row_packing import pack
 from services.trainer.batch.step_file import read_committed
 from services.trainer.learner.checkpoint import CheckpointError
@@ -20,6 +22,7 @@ from services.trainer.learner.learner import Learner
 from services.trainer.model.architecture import ModelError
 from services.trainer.offline.replay import replay
 from tests.integration.trainer import critic_worlds
+from tests.integration.trainer.assembly_worlds import AssemblyJob
 from tests.integration.trainer.critic_worlds import CheckpointJob, train
 from tests.integration.trainer.service_kit import Feeder, make_config
 from tests.integration.trainer.trainer_worlds import Job, make_learner, make_samples, run_world, shut_down_quietly
@@ -126,8 +129,9 @@ class PlainLoop:
         for name, group in groups.items():
             np.testing.assert_allclose(group["values"], old[name][1].numpy(), atol=5e-5)
             np.testing.assert_allclose(group["returns"], returns[name].numpy(), atol=5e-4)
-            np.testing.assert_allclose(group["advantages"], ((advantages[name] - mean) / std).numpy(), atol=5e-4)
+            np.testing.assert_allclose(group["advantages"], advantages[name].numpy(), atol=5e-4)
         seen: dict[str, list[float]] = {name: [] for name in COMPARED[:7] if "epoch" not in name}
+        seen |= {"advantage_mean": [float(mean)], "advantage_std": [float(std)]}
         for _ in range(2):
             for part in parts:
                 terms, ratios, value_terms, clipped, value_clipped = [], [], [], [], []
@@ -276,6 +280,77 @@ def check_checkpoints(results: list[list[dict[str, Any]]]) -> None:
             assert same[rank]["numbers"] == undisturbed[rank]["numbers"]
             assert same[rank]["checksum"] == undisturbed[rank]["checksum"]
             np.testing.assert_allclose(other[rank]["numbers"], undisturbed[rank]["numbers"], rtol=1e-4, atol=1e-6)
+
+
+# --- sizes --------------------------------------------------------------------------------------------------------
+
+IN_BUNDLES: dict[str, Any] = {"bundle_bytes": 1 << 20, "deadline_seconds": 5.0, "slow_seconds": 6.0}
+AT_ONCE: dict[str, Any] = {"bundle_bytes": 1 << 30, "deadline_seconds": 60.0, "slow_seconds": 0.0}
+LARGE_GROUPS, LARGE_ANSWER = 48, 4096
+"""Groups of a large step, and tokens of its answers, two of a group."""
+
+
+def large_step(redis_url: str, number: int, model: Path, folder: Path, **assembly: Any) -> AssemblyJob:
+    """A step of a third of a million tokens, of which both ranks train on all."""
+    config = config_of(
+        model, ranks=2, tensor_parallel=2, groups_per_step=LARGE_GROUPS, micro_batch_tokens=4 * LARGE_ANSWER
+    )
+    url = redis_url.removesuffix("/0") + f"/{number}"
+    feeder = Feeder(url, config)
+    feeder.feed(LARGE_GROUPS, 0, length=LARGE_ANSWER)
+    feeder.board.close()
+    return AssemblyJob(config, url, folder, **assembly)
+
+
+@pytest.mark.slow
+def test_neither_memory_nor_time_of_a_command_grows_with_the_step(
+    session_redis: RedisServer, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    with contextlib.closing(redis.Redis.from_url(session_redis.url)) as client:
+        client.flushall()
+    jobs = [
+        large_step(session_redis.url, number + 1, tiny_qwen3, tmp_path, **assembly)
+        for number, assembly in enumerate((IN_BUNDLES, AT_ONCE))
+    ]
+    # With bundles, the advantages alone take longer than a collective may.
+    in_bundles, at_once = run_world(jobs, 2, tmp_path / "ranks", free_port(), program=critic_worlds.__name__)
+    expected = at_once[0]["checksums"]
+    assert len(expected) == len(set(expected.values())) == LARGE_GROUPS
+    assert all(rank["checksums"] == expected for rank in (*in_bundles, *at_once))
+    first, size = in_bundles[0], in_bundles[0]["bytes"]
+    assert size > 12 * IN_BUNDLES["bundle_bytes"]
+    assert len(first["memory"]) >= size / IN_BUNDLES["bundle_bytes"]
+    assert max(first["memory"]) < 2 * IN_BUNDLES["bundle_bytes"], first["memory"]
+
+
+# --- normalised ---------------------------------------------------------------------------------------------------
+
+
+class WholeStepConfig(PPOConfig):
+    """The settings of an algorithm that always normalises."""
+
+    needs_whole_step: ClassVar[bool] = True
+
+
+class WholeStepPPO(PPO):
+    """PPO that normalises its advantages over the step, as REINFORCE++ does."""
+
+    Config = WholeStepConfig
+
+
+def test_a_subclass_that_normalises_over_the_step_is_trained_as_ppo_that_does(
+    tiny_qwen3: Path, redis_url: str, tmp_path: Path, alone: None
+) -> None:
+    config, results = config_of(tiny_qwen3, mini_batches=1, epochs=1), []
+    settings = config.algorithm.model_dump(exclude={"name"}) | {"whiten_advantages": False}
+    own = ALGORITHM.validate_python({"name": f"{__name__}:WholeStepPPO", "settings": settings})
+    for number, algorithm in enumerate((config.algorithm, own)):
+        shut_down_quietly()
+        changed = config.model_copy(update={"algorithm": algorithm, "run": config.run.model_copy(update={"steps": 1})})
+        results.append(run_job(prepare_run(redis_url, number + 1, changed, tmp_path / str(number))))
+    (ours,), (theirs,) = (result["ledger"] for result in results)
+    assert ours.plan["whitening"] == theirs.plan["whitening"]
+    assert ours.metrics["weights_checksum"] == theirs.metrics["weights_checksum"]
 
 
 # --- skipped, repeated --------------------------------------------------------------------------------------------

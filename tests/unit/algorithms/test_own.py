@@ -76,8 +76,12 @@ def test_a_changed_file_is_read_again(folder: Path) -> None:
 BROKEN = """
 import numpy as np
 from relaxd.algorithms import GRPO, Advantages, LossOutput, Needs
+from relaxd.algorithms.ppo import PPO
 
 class Mine(GRPO):
+    {body}
+
+class WithCritic(PPO):
     {body}
 """
 
@@ -86,7 +90,7 @@ class Mine(GRPO):
     ("name", "body", "message"),
     [
         ("absent:Mine", "", "module absent can't be imported: ModuleNotFoundError"),
-        ("mine:Mien", "pass", "module mine has no class Mien; did you mean Mine?"),
+        ("mine:Mien", "pass", "module mine has no Mien; did you mean Mine?"),
         ("mine:np", "pass", "has np, which isn't a class"),
         ("mine:Advantages", "pass", "no advantages and no token_weights and no normalizer and no loss and no needs"),
         ("mine:Mine", "loss = property()\n    import torch2", "No module named 'torch2'"),
@@ -140,6 +144,19 @@ class Mine(GRPO):
             "mine:Mine",
             "def loss(self, inputs): return LossOutput(inputs.nothing)",
             "'LossInputs' object has no attribute",
+        ),
+        ("mine:WithCritic", "value_clip = 0", "value_clip is int 0: it must be a positive number"),
+        ("mine:WithCritic", "advantages_and_returns = None", r"advantages_and_returns\(\) failed on a made-up group"),
+        (
+            "mine:WithCritic",
+            "def advantages_and_returns(self, group): return group",
+            r"advantages_and_returns\(\) returned ValuedGroup .*: it must be AdvantagesAndReturns",
+        ),
+        (
+            "mine:WithCritic",
+            "def advantages_and_returns(self, group):\n"
+            "        return super().advantages_and_returns(group)._replace(returns=group.values * np.inf)",
+            r"advantages_and_returns\(\) returned returns of which \[0\] is -inf: they must be finite",
         ),
     ],
 )

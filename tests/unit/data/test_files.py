@@ -15,10 +15,13 @@ import pyarrow.parquet
 import pytest
 
 from relaxd.config import RunConfig
+from relaxd.config.curriculum import CurriculumConfig
 from relaxd.config.load import ConfigError, load
 from relaxd.data import checking
 from relaxd.data.columns import Columns, Examples
-from relaxd.data.dataset import Cursor, load_data
+from relaxd.data.curriculum.record import Record
+from relaxd.data.curriculum.visits import Visits
+from relaxd.data.dataset import Cursor, RunData, load_data
 from relaxd.data.errors import DataError
 from relaxd.data.files.opening import open_rows
 from relaxd.data.mixture import Share, epoch_visits
@@ -289,22 +292,26 @@ def test_sources_are_mixed_and_named(tmp_path, model_folder):
 # --- large files --------------------------------------------------------------------------------------------------
 
 
+def visits_of(data: RunData) -> Visits:
+    return Visits(data.train, Record(data.train.prompts, CurriculumConfig()), 0)
+
+
 def test_long_prompts_of_large_files_are_left_out_when_their_turn_comes(tmp_path, model_folder, monkeypatch):
     monkeypatch.setattr(checking, "CHECKED", 4)
     lines = [json.dumps({"prompt": "long " * 100 if i in (1, 5, 6) else f"p{i}"}) for i in range(8)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     loaded = load_data(config(model_folder, path=tmp_path / "a.jsonl", max_prompt_tokens=40, overlong="skip"))
     assert len(loaded.train) == 8
-    cursor, seen = Cursor(), []
+    cursor, seen, visits = Cursor(), [], visits_of(loaded)
     for _ in range(10):
-        cursor = loaded.train.fitting(cursor)
-        seen.append(loaded.train.at(cursor).text)
-        cursor = loaded.train.after(cursor)
+        visit = visits.next(cursor)
+        seen.append(visit.prompt.text)
+        cursor = loaded.train.after(visit.cursor)
     assert sorted(seen[:5]) == sorted(seen[5:]) == ["p0", "p2", "p3", "p4", "p7"]
     (tmp_path / "b.jsonl").write_text("\n".join(lines[:6]))
     strict = load_data(config(model_folder, path=tmp_path / "b.jsonl", max_prompt_tokens=40, shuffle=False))
     with pytest.raises(DataError, match=r"prompt 1 has \d+ tokens, more than data\.max_prompt_tokens = 40"):
-        strict.train.fitting(Cursor(0, 1))
+        visits_of(strict).next(Cursor(0, 1))
     (tmp_path / "a.jsonl").write_text("\n".join(lines).replace('{"prompt": "p3"}', '{"prompt": 3333}'))
     broken = load_data(config(model_folder, path=tmp_path / "a.jsonl", max_prompt_tokens=40, overlong="skip"))
     with pytest.raises(DataError, match=r"line 4: \"prompt\" must be text"):
@@ -315,14 +322,16 @@ MILLION = """
 import re, sys, time
 begun = time.process_time()
 from relaxd.config import RunConfig
+from relaxd.data.curriculum.curriculum import Curriculum
 from relaxd.data.dataset import Cursor, load_data
 config = RunConfig.model_validate({"run": {"steps": 1}, "model": {"path": sys.argv[1]}, "reward": {"name": "math"},
-    "data": {"source": "files", "path": sys.argv[2]}})
+    "data": {"source": "files", "path": sys.argv[2], "curriculum": {"max_pass_rate": 0.9, "replay": 0.1}}})
 data = load_data(config)
-cursor = Cursor()
+curriculum, cursor = Curriculum(config, data.train), Cursor()
 for _ in range(200):
-    data.train.at(cursor)
-    cursor = data.train.after(cursor)
+    visit = curriculum.visits.next(cursor)
+    curriculum.record.observe([{"index": visit.prompt.index, "reward": 0.5}])
+    cursor = data.train.after(visit.cursor)
 peak = re.search(r"VmHWM:\\s*(\\d+) kB", open("/proc/self/status").read())[1]  # ru_maxrss has the parent's, too
 print(len(data.train), time.process_time() - begun, int(peak) // 1024)
 """

@@ -56,10 +56,10 @@ def test_only_what_is_argued_executes_what_it_reads() -> None:
     assert set(ARGUED) <= set(executes), f"no reason needed any more: {set(ARGUED) - set(executes)}"
 
 
-def test_only_rewards_and_algorithms_are_imported_by_a_name_that_is_given() -> None:
+def test_only_code_that_a_configuration_names_is_imported_by_a_name_that_is_given() -> None:
     found = {place.file for place in calls() if place.name == "import_module"}
     assert found == {
-        "relaxd/algorithms/create.py",  # a name in the run's configuration; Compute refuses it
+        "relaxd/importing.py",  # names in the run's configuration; Compute refuses an algorithm's
         "relaxd/rewards/loading.py",  # a name in the run's configuration; Score takes no other
         "services/trainer/model/architectures/__init__.py",  # the files beside it
     }

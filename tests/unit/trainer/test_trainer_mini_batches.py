@@ -10,7 +10,7 @@ from relaxd.algorithms import create
 from relaxd.config import TrainerConfig
 from relaxd.config.algorithm import GRPOConfig
 from services.trainer.batch.groups import TrainGroup
-from services.trainer.batch.mini_batches import mini_batch, pack_rounds, split
+from services.trainer.batch.mini_batches import bundles, dp_ranks_of_groups, mini_batch, pack_rounds, split
 from services.trainer.batch.round_packer import Packer
 
 
@@ -82,3 +82,32 @@ def test_more_mini_batches_than_groups_are_refused() -> None:
         TrainerConfig(groups_per_step=8, mini_batches=9)
     assert TrainerConfig(groups_per_step=8, mini_batches=8, epochs=3).updates_per_step == 24
     assert TrainerConfig().updates_per_step == 1
+
+
+def test_bundles_have_all_groups_in_order_and_at_most_so_many_bytes() -> None:
+    groups = [make_group(i, tokens) for i, tokens in enumerate((100, 100, 900, 100, 100, 100))]
+    limit = 3 * groups[0].nbytes
+    found = list(bundles(groups, limit))
+    assert [[group.group_id for group in bundle] for bundle in found] == [
+        ["g000", "g001"],
+        ["g002"],  # larger than the limit
+        ["g003", "g004", "g005"],
+    ]
+    assert sum(group.nbytes for group in found[2]) == limit
+    assert list(bundles([], limit)) == []
+
+
+def test_every_rank_that_trains_on_a_part_of_a_group_is_known() -> None:
+    groups = [make_group(i, 40) for i in range(5)]
+    rounds = pack_rounds(groups, Packer(24, 2))
+    found = dp_ranks_of_groups([mini_batch(groups, rounds, create(GRPOConfig()))])
+    for group in groups:
+        ranks = {
+            dp_rank
+            for entry in rounds
+            for dp_rank, micro_batches in enumerate(entry.micro_batches)
+            if any(piece.group_id == group.group_id for micro_batch in micro_batches for piece in micro_batch)
+        }
+        assert found[group.group_id] == ranks
+    assert max(map(len, found.values())) == 2, "a group may be divided"
+    assert found.keys() == {group.group_id for group in groups}

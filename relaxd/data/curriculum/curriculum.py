@@ -1,0 +1,124 @@
+"""The curriculum of a run: its record, its visits, and what people are told of them."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from relaxd.config import RunConfig
+from relaxd.data.curriculum import history
+from relaxd.data.curriculum.group_filter import FilterError, GroupFilter
+from relaxd.data.curriculum.own_sampler import make_sampler
+from relaxd.data.curriculum.record import BUCKETS, Record
+from relaxd.data.curriculum.visits import Visits
+from relaxd.data.dataset import PromptDataset
+from relaxd.data.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+
+class Curriculum:
+    """Learns from every closed group, and chooses the prompts that are given next."""
+
+    def __init__(self, config: RunConfig, prompts: PromptDataset) -> None:
+        self._config = config.data.curriculum
+        self._needed = min(config.trainer.groups_per_step, prompts.prompts)
+        self.record = Record(prompts.prompts, self._config, needed=self._needed)
+        self.visits = Visits(prompts, self.record, config.run.seed)
+        self.loaded = False
+        """Whether the record has what the run's folder has."""
+        self._unsaved = 0
+        self._exhausted = False
+
+    def load(self, folder: Path) -> None:
+        """Take in the groups that were closed before the coordinator started."""
+        history.load(self.record, folder)
+        self.loaded = True
+        self._tell()
+
+    def observe(self, folder: Path, lines: Sequence[Mapping[str, Any]], end: int) -> None:
+        """Take in new lines of groups.jsonl in the run's folder, which has `end` bytes with them."""
+        self.record.observe(lines)
+        self._unsaved += len(lines)
+        if self._unsaved >= history.SNAPSHOT_GROUPS:
+            history.save(self.record, folder, end)
+            self._unsaved = 0
+        self._tell()
+
+    @property
+    def ended(self) -> str:
+        """Why the run ends, if every prompt is left out and curriculum.exhausted says so; else empty."""
+        return f"the curriculum is exhausted: {self._left}" if self._ends and self.record.exhausted else ""
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of a run whose curriculum chooses; of another none."""
+        if not self._config.chooses:
+            return {}
+        record = self.record
+        rates = {f"prompts_pass_rate_{bucket}": count for bucket, count in enumerate(record.histogram)}
+        return {
+            "prompts_tried": record.tried,
+            "prompts_solved": record.solved,
+            "prompts_too_hard": record.too_hard,
+            "replayed_groups": record.visits["replay"],
+            "retested_groups": record.visits["retest"],
+            **rates,
+        }
+
+    def describe(self) -> list[str]:
+        """Return lines for people; none if the curriculum doesn't choose."""
+        if not self._config.chooses:
+            return []
+        lines = summary(self.record)
+        if self.record.exhausted:
+            what = "the run ends" if self._ends else "all prompts are given again, until enough have such a pass rate"
+            lines.append(f"the curriculum is exhausted: {self._left}; {what}")
+        return lines
+
+    @property
+    def _ends(self) -> bool:
+        return self._config.exhausted == "end"
+
+    @property
+    def _left(self) -> str:
+        record = self.record
+        count = len(record) - record.solved - record.too_hard
+        return (
+            f"{count} of {len(record)} prompts have a pass rate from {self._config.min_pass_rate} to "
+            f"{self._config.max_pass_rate} or are yet to be tried, fewer than a step's {self._needed} groups "
+            f"({record.solved} are solved, {record.too_hard} too hard)"
+        )
+
+    def _tell(self) -> None:
+        """Log when the curriculum becomes exhausted, and when it no longer is."""
+        if self.record.exhausted != self._exhausted:
+            self._exhausted = self.record.exhausted
+            logger.warning("%s", self.describe()[-1] if self._exhausted else "the curriculum is no longer exhausted")
+
+
+def own_problems(config: RunConfig, prompts: PromptDataset) -> list[tuple[str, str]]:
+    """Return what is wrong with a user's own sampler and filter: settings and messages."""
+    problems, own = [], config.data.curriculum
+    if own.is_own:
+        try:
+            make_sampler(own, prompts.prompts, config.run.seed)
+        except DataError as error:
+            problems.append((error.field, error.message))
+    if own.filter:
+        try:
+            GroupFilter(own.filter)
+        except FilterError as error:
+            problems.append(("data.curriculum.filter", str(error)))
+    return problems
+
+
+def summary(record: Record) -> list[str]:
+    """Return what a record holds, in lines for people."""
+    counts = [(bucket / BUCKETS, count) for bucket, count in enumerate(record.histogram) if count]
+    rates = ", ".join(f"{count} at {rate:g} to {rate + 1 / BUCKETS:g}" for rate, count in counts)
+    left_out = f"{record.solved} solved and {record.too_hard} too hard ones are left out"
+    visits = f"{record.visits['replay']} replays and {record.visits['retest']} re-tests were scored"
+    return [
+        f"curriculum: {record.tried} of {len(record)} prompts tried; {left_out}; {visits}",
+        f"prompts by pass rate: {rates or 'none yet'}",
+    ]

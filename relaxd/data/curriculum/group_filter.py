@@ -1,0 +1,92 @@
+"""A user's own filter of groups: whether a scored group is trained on."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from relaxd.importing import ImportProblem, describe_error, import_own
+
+COLUMNS = ("prompt", "text", "finish", "sample_of_sequence", "lengths", "reward", "reward_parts")
+"""Columns that samples are made from."""
+
+
+@dataclass(frozen=True)
+class ScoredSample:
+    """A sample of a group, as a filter gets it."""
+
+    prompt: str
+    """The text of the prompt's last message."""
+    response: str
+    """The model's answer; of a conversation the last one."""
+    answer: str
+    """The reference answer."""
+    metadata: Mapping[str, Any]
+    """Other fields of the prompt's row."""
+    reward: float
+    """Its reward."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """The parts of its reward that all samples have."""
+    tokens: int = 0
+    """Tokens of the answer; of a conversation those of all its sequences."""
+    truncated: bool = False
+    """It ended at its maximum length."""
+
+
+class FilterError(ValueError):
+    """A user's own filter can't be used, or failed."""
+
+
+class GroupFilter:
+    """Asks a user's own filter. One that fails is loaded anew for the next group, from the file as it is then."""
+
+    def __init__(self, name: str) -> None:
+        """Raises FilterError: it can't be imported, or isn't a function."""
+        self._who = f'the filter "{name}"'
+        self._name = name
+        self._function: Callable[[Sequence[ScoredSample]], Any] | None = self._load()
+
+    def keeps(self, columns: Mapping[str, Any]) -> bool:
+        """Return whether to train on the group with these columns (`COLUMNS`). Raises FilterError: it fails."""
+        function = self._function = self._function or self._load()
+        samples = samples_of(columns)
+        try:
+            kept = function(samples)
+            if not isinstance(kept, bool | np.bool_):
+                raise TypeError(f"it returned {kept!r}: it must be True, to train on the group, or False")
+        except Exception as error:  # a user's function may raise anything
+            self._function = None
+            raise FilterError(f"{self._who} failed: {describe_error(error)}") from error
+        return bool(kept)
+
+    def _load(self) -> Callable[[Sequence[ScoredSample]], Any]:
+        try:
+            function = import_own(self._name)
+        except ImportProblem as error:
+            raise FilterError(f"{self._who} can't be used: {error}") from error
+        if not callable(function):
+            raise FilterError(f"{self._who} is a {type(function).__name__}, not a function")
+        found: Callable[[Sequence[ScoredSample]], Any] = function
+        return found
+
+
+def samples_of(columns: Mapping[str, Any]) -> list[ScoredSample]:
+    """Return the samples of a scored group from its columns (`COLUMNS`)."""
+    prompt, parts, rewards = columns["prompt"], columns["reward_parts"], np.asarray(columns["reward"])
+    sample_of_sequence = np.asarray(columns["sample_of_sequence"])
+    tokens = np.bincount(sample_of_sequence, np.asarray(columns["lengths"]), rewards.size)
+    last = dict(zip(sample_of_sequence.tolist(), zip(columns["text"], columns["finish"], strict=True), strict=True))
+    return [
+        ScoredSample(
+            prompt=prompt["text"],
+            response=last[number][0],
+            answer=prompt["answer"],
+            metadata=prompt["metadata"],
+            reward=float(reward),
+            parts={name: values[number] for name, values in parts.items()},
+            tokens=int(tokens[number]),
+            truncated=last[number][1] == "length",
+        )
+        for number, reward in enumerate(rewards)
+    ]

@@ -1,0 +1,75 @@
+"""A user's own sampler."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from relaxd.config.curriculum import CurriculumConfig
+from relaxd.data.errors import DataError
+from relaxd.importing import ImportProblem, describe_error, import_own
+
+if TYPE_CHECKING:
+    from relaxd.data.curriculum.record import Record
+
+SETTING = "data.curriculum.sampler"
+
+
+class Sampler(Protocol):
+    """What a user's own class must have. It is made with (prompts, seed, **data.curriculum.settings)."""
+
+    def choose(self, visit: int, record: Record) -> int:
+        """Return the index of the prompt for a visit, 0 <= index < prompts.
+
+        It may be asked for the same visit again, and in a restarted coordinator it begins anew, where visits and record
+        go on.
+
+        Args:
+            visit: number of the visit, from 0.
+            record: `tries` [prompts], `pass_rate` [prompts] and `left_out` [prompts]; don't change them.
+        """
+
+
+def make_sampler(config: CurriculumConfig, prompts: int, seed: int) -> Sampler:
+    """Make a user's own sampler. Raises DataError: its class can't be imported or made, or has no `choose`."""
+    try:
+        kind = import_own(config.sampler)
+    except ImportProblem as error:
+        raise DataError(SETTING, f'= "{config.sampler}": {error}') from error
+    if not callable(getattr(kind, "choose", None)):
+        raise DataError(SETTING, f'= "{config.sampler}" has no method choose(visit, record)')
+    try:
+        sampler: Sampler = kind(prompts, seed, **config.settings)
+    except Exception as error:  # a user's class may raise anything
+        reason = describe_error(error)
+        raise DataError(
+            SETTING, f'= "{config.sampler}" can\'t be made with (prompts, seed, **settings): {reason}'
+        ) from error
+    return sampler
+
+
+class OwnSampler:
+    """Asks a user's own sampler. One that fails is made anew at the next visit, from the file as it is then."""
+
+    def __init__(self, config: CurriculumConfig, prompts: int, seed: int) -> None:
+        self._config = config
+        self._prompts = prompts
+        self._seed = seed
+        self._name = config.sampler
+        self._sampler: Sampler | None = None
+
+    def choose(self, visit: int, record: Record) -> int:
+        """Return the index of the prompt for a visit.
+
+        Raises DataError: it can't be made, fails, or chooses none of the prompts.
+        """
+        sampler = self._sampler = self._sampler or make_sampler(self._config, self._prompts, self._seed)
+        try:
+            index = sampler.choose(visit, record)
+            if not isinstance(index, int | np.integer) or isinstance(index, bool) or not 0 <= index < self._prompts:
+                raise ValueError(f"it chose {index!r}: it must be an index of the {self._prompts} prompts")
+        except Exception as error:  # a user's class may raise anything
+            self._sampler = None
+            raise DataError(SETTING, f'= "{self._name}" failed at visit {visit}: {describe_error(error)}') from error
+        return int(index)

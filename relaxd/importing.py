@@ -1,0 +1,86 @@
+"""Import of users' own functions and classes by their names in a configuration."""
+
+import difflib
+import importlib
+import importlib.util
+import os
+import re
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+OWN_NAME = re.compile(r"(?:[^:]*\.py|[^\W\d]\w*(?:\.[^\W\d]\w*)*):[^\W\d]\w*")
+"""A name such as "package.module:Class" or "file.py:function"."""
+_OURS = tuple(f"{Path(__file__).parents[1] / folder}{os.sep}" for folder in ("relaxd", "services"))
+"""Folders whose frames aren't the user's code."""
+
+_changed_at: dict[str, float] = {}
+"""When the file of a user's module that is imported was changed."""
+
+
+class ImportProblem(ValueError):
+    """What a name says can't be imported. The message doesn't name the setting."""
+
+
+def import_own(name: str) -> Any:
+    """Return what a name such as "package.module:Class" or "file.py:function" says.
+
+    It is that of the file as it is now: services outlive many runs. Modules are found in the folder in which the
+    service was started, and on PYTHONPATH.
+
+    Raises:
+        ImportProblem: there is no such module or file, it can't be imported, or doesn't have it.
+    """
+    module_name, _, attribute = name.rpartition(":")
+    what = "file" if module_name.endswith(".py") else "module"
+    try:
+        module = _import_file(module_name) if what == "file" else _import_module(module_name)
+    except Exception as error:  # a user's module may raise anything
+        raise ImportProblem(f"{what} {module_name} can't be imported: {describe_error(error)}") from error
+    if not hasattr(module, attribute):
+        near = difflib.get_close_matches(attribute, vars(module), n=1)
+        raise ImportProblem(f"{what} {module_name} has no {attribute}{f'; did you mean {near[0]}?' if near else ''}")
+    return getattr(module, attribute)
+
+
+def describe_error(error: BaseException) -> str:
+    """Return an exception in one line, with the place in the user's file where it came about."""
+    text = f"{type(error).__name__}: {error}".strip(": ")
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(_OURS) and "importlib" not in frame.filename
+    ]
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
+    return f"{text} ({os.path.basename(own[-1].filename)}:{own[-1].lineno}, in {own[-1].name})" if own else text
+
+
+def _import_module(name: str) -> ModuleType:
+    folder = os.getcwd()
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.append(folder)
+    module = importlib.import_module(name)
+    changed = os.path.getmtime(module.__file__) if module.__file__ else 0.0
+    if _changed_at.setdefault(name, changed) != changed:
+        importlib.invalidate_caches()
+        module = importlib.reload(module)
+        _changed_at[name] = changed
+    return module
+
+
+def _import_file(path: str) -> ModuleType:
+    """Import a file as a module. Like a script, it may import its neighbours."""
+    file = Path(path).expanduser().resolve()
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no file {file}")
+    spec = importlib.util.spec_from_file_location(f"relaxd_own_{file.stem}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    sys.modules[spec.name] = module  # dataclasses look modules up there
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,123 @@
+"""A step of many tokens that is assembled in a world of two processes, whose learners only pretend to compute."""
+
+import time
+import tracemalloc
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from relaxd.config import RunConfig
+from tests.integration.trainer.service_kit import RUN_ID
+
+
+@dataclass(frozen=True)
+class AssemblyJob:
+    """A step whose groups wait on the board."""
+
+    config: RunConfig
+    redis_url: str
+    folder: Path
+    bundle_bytes: int
+    deadline_seconds: float
+    """Of each collective."""
+    slow_seconds: float
+    """What rank 0 takes for the advantages."""
+
+
+class Ended(Exception):
+    """The step is assembled."""
+
+
+@dataclass(frozen=True)
+class End:
+    """End `TrainingRank.follow`, which otherwise ends with its process."""
+
+    def execute(self, rank: Any) -> None:
+        raise Ended
+
+
+def run_job(job: AssemblyJob) -> dict[str, Any]:
+    """Assemble the step on this rank.
+
+    Returns:
+        A checksum of each group's columns, and on rank 0 the memory that each command of the assembly took.
+    """
+    from relaxd.algorithms import create
+    from relaxd.board import Board, stages_for
+    from services.trainer.loop import step_phases
+    from services.trainer.loop.commands import Assemble, TrainingRank
+    from services.trainer.loop.intake import Intake
+    from services.trainer.loop.round_runner import RoundRunner
+    from services.trainer.loop.step_builder import StepBuilder
+    from services.trainer.megatron.parallel import leave_layout
+    from services.trainer.megatron.rank_channel import RankChannel
+    from services.trainer.rehearsal.learner import ScriptedLearner
+
+    class Learner(ScriptedLearner):
+        def values(self, micro_batches: Sequence[Any]) -> list[Any]:
+            return [(batch.tokens * batch.loss_mask).astype(np.float32) for batch in micro_batches]
+
+    class SlowRunner(RoundRunner):
+        def prepared_columns(self, *arguments: Any) -> Any:
+            time.sleep(job.slow_seconds / config.trainer.groups_per_step)
+            return super().prepared_columns(*arguments)
+
+    class MeasuredRank(TrainingRank):
+        def run(self, command: Any) -> Any:
+            if not isinstance(command, Assemble):
+                return super().run(command)
+            tracemalloc.reset_peak()
+            before = tracemalloc.get_traced_memory()[0]
+            result = super().run(command)
+            memory.append(tracemalloc.get_traced_memory()[1] - before)
+            return result
+
+    memory: list[int] = []
+    step_phases.BUNDLE_BYTES = job.bundle_bytes
+    config, nothing = job.config, None
+    learner: Any = Learner(config)
+    board = Board(job.redis_url, RUN_ID, stages_for(config), config.board)
+    channel = RankChannel(job.deadline_seconds, learner.world.disk)
+    checkpoint: Any = nothing
+    rank = MeasuredRank(channel, learner, SlowRunner(learner, config), checkpoint, board, job.folder)
+    trainer, intake = config.trainer, None
+    try:
+        if learner.world.rank != 0:
+            rank.follow()
+        intake = Intake(
+            board,
+            "trainer",
+            groups_per_step=trainer.groups_per_step,
+            max_staleness=config.board.max_staleness,
+            max_sequence_tokens=trainer.micro_batch_tokens,
+            lease_seconds=config.board.lease_seconds,
+        )
+        while intake.held < trainer.groups_per_step:
+            intake.take(1.0)
+            channel.tick()
+        phases = step_phases.PreparedThenTrained(config, create(config.algorithm), rank)
+        opened = StepBuilder(1, step_phases.packer_for(config), {})
+        opened.add(intake.select(1, ()).chosen)
+        while (entry := opened.packer.full_round() or opened.packer.rest()) is not None:
+            phases.take(opened, entry)
+        tracemalloc.start()
+        assert phases.close(opened)
+        tracemalloc.stop()
+        rank.run(End())
+    except Ended:
+        pass
+    finally:
+        if intake is not None:
+            intake.release_all()
+            intake.close()
+        board.close()
+    leave_layout()
+    checksums = {
+        group_id: zlib.crc32(b"".join(group.columns[name].tobytes() for name in ("values", "returns", "advantages")))
+        for group_id, group in rank.groups.items()
+    }
+    return {"checksums": checksums, "memory": memory, "bytes": sum(group.nbytes for group in rank.groups.values())}
