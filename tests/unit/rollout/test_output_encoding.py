@@ -45,10 +45,10 @@ def test_outputs_arrive_as_they_were_sent(output: Output) -> None:
 
 
 def test_outputs_are_divided_over_messages_and_what_fits_none_is_named() -> None:
-    outputs = [encode_output(name, answer(index, 40, 7)) for name in ("a", "b") for index in range(3)]
+    outputs = [encode_output(name, answer(index, 100, 7)) for name in ("a", "b") for index in range(3)]
     (whole,) = pack_messages(outputs, 1 << 20, 1 << 20)
     assert list(whole.outputs) == outputs
-    outputs.insert(5, encode_output("b", answer(9, 4000, 7)))
+    outputs.insert(5, encode_output("b", answer(9, 12_000, 7)))
     messages = pack_messages(outputs, 4500, 100_000)
     (failure,) = [failure for message in messages for failure in message.failures]
     assert (failure.request_id, failure.too_large) == ("b", True)
