@@ -10,6 +10,7 @@ from torch import Tensor
 from benchmarks.gpu_models import make_batch
 from services.trainer.learner import forward
 from services.trainer.learner.learner import Learner
+from services.trainer.learner.logprobs import TokenLogprobs
 
 SEQUENCE = 2048
 """Tokens of each sequence."""
@@ -19,13 +20,12 @@ STEP = 2 * SEQUENCE
 """Precision of the largest size, in tokens."""
 
 
-def whole_logprobs(
-    hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: Tensor, *_: Any
-) -> tuple[Tensor, Tensor]:
+def whole_logprobs(hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: Tensor, *_: Any) -> TokenLogprobs:
     """Reference for `token_logprobs`: log_softmax of all tokens' float32 logits."""
     logprobs = torch.log_softmax((hidden @ weight.t()).float() / temperature.unsqueeze(-1), -1)
     entropies = torch.zeros_like(temperature)  # unused by the loss; computing it would take another copy of the logits
-    return logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), entropies
+    of_tokens = logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    return TokenLogprobs(of_tokens, entropies, of_tokens.new_zeros(len(tokens), 0))
 
 
 def largest(learner: Learner, vocabulary: int, *, chunked: bool) -> dict[str, float]:

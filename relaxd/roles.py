@@ -18,6 +18,7 @@ REWARD = "reward"
 ADVANTAGE = "advantage"
 REFERENCE = "reference"
 TEACHER = "teacher"
+JUDGE = "judge"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +29,14 @@ class Role:
     module: str
     """Module of its service. Nothing else in the library names the services' modules."""
     stage: str = ""
-    """Stage of the board that it works on; a run needs the roles of its stages."""
+    """Stage of the board that it works on; a run needs the roles of its stages. Empty: it works on none."""
+    needed: Callable[[RunConfig], bool] = lambda config: False
+    """Whether a run needs a role that works on no stage."""
     replicas: int = 1
     """Replicas that `relaxd up` starts unless it is told otherwise."""
     scalable: bool = True
     """Whether it may have any number of replicas."""
-    model: Literal["", "policy", "reference", "teacher"] = ""
+    model: Literal["", "policy", "reference", "teacher", "judge"] = ""
     """The model that it holds."""
     weights: Literal["", "sends", "receives"] = ""
     """Its part in weight synchronisations. A role that receives weights works only once it has some."""
@@ -77,7 +80,9 @@ ROLES: dict[str, Role] = {
             name=REWARD,
             module="services.reward",
             stage="reward",
-            timeout_seconds=lambda config: config.reward.timeout_seconds,
+            timeout_seconds=lambda config: (
+                config.reward.timeout_seconds + config.roles.judge.is_there * config.roles.judge.timeout_seconds
+            ),
         ),
         Role(name=ADVANTAGE, module="services.advantage", stage="advantage"),
         Role(
@@ -99,6 +104,14 @@ ROLES: dict[str, Role] = {
             gpus=lambda config: config.roles.teacher.ranks,
             always_busy=True,
             timeout_seconds=lambda config: config.trainer.collective_timeout_seconds,
+        ),
+        Role(
+            name=JUDGE,
+            module="services.rollout.judge",
+            needed=lambda config: config.roles.judge.has_replicas,
+            replicas=0,
+            model="judge",
+            gpus=lambda config: config.roles.judge.tensor_parallel if config.roles.judge.engine == "sglang" else 0,
         ),
     )
 }

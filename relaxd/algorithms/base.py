@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NO_COLUMNS: Mapping[str, Any] = MappingProxyType({})
+OF_CANDIDATES = ("candidates", "teacher_candidate_logprobs")
+"""Columns with several values for each token."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,21 @@ class Filtered:
     """The group is not trained on."""
 
     reason: DropReason
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Tokens of the vocabulary at which student and teacher are compared, in each place."""
+
+    of: Literal["teacher", "student", "union"]
+    """Whose likeliest tokens they are; "student": of the weights at the step's beginning."""
+    top_k: int
+    """How many of each of them, at least 1."""
+
+    @property
+    def width(self) -> int:
+        """Size of the last axis of the columns "candidates" and "teacher_candidate_logprobs"."""
+        return 2 * self.top_k if self.of == "union" else self.top_k
 
 
 @dataclass(frozen=True)
@@ -57,6 +74,8 @@ class Needs:
     values: bool = False
     """Whether a critic is trained. `Algorithm.advantages` then returns rewards of tokens, from which, and from the
     critic's values, `WithCritic.advantages_and_returns` makes the column "advantages"."""
+    candidates: Candidates | None = None
+    """What the columns "candidates" and "teacher_candidate_logprobs" hold, if `loss` names them."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +89,7 @@ class LossInputs:
     logprobs: Tensor
     """Log-probs of the tokens under the weights being trained (and the sampling temperature). Carries the gradient."""
     columns: Mapping[str, Tensor]
-    """The columns of `Needs.loss`, by name."""
+    """The columns of `Needs.loss`, by name. Those of candidates are [T, k], their ids int64."""
     mask: Tensor
     """1 where the token is trained on, else 0."""
     weight: Tensor
@@ -82,6 +101,9 @@ class LossInputs:
     entropy: Tensor | None = None
     """Entropy in nats of the distribution that each token was drawn from, with gradient if
     `Algorithm.needs_entropy`; may also be given for reporting."""
+    candidate_logprobs: Tensor | None = None
+    """[T, k]: log-probs of the column "candidates" under the weights being trained, with gradient; 0 where there is no
+    candidate."""
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None
     """Differentiable sum over the context-parallel ranks; None if this rank has all tokens."""
 
@@ -120,7 +142,8 @@ class LossOutput:
     sums: dict[str, Tensor] = field(default_factory=dict)
     """Detached scalars: sums over the tokens whose mask is 1. Divided by the step's count of such tokens they are the
     reported means: "ratio", "clip_fraction", "veto_fraction", "opsm_fraction", "correction_weight",
-    "correction_fraction", "kl", "teacher_kl", "entropy"."""
+    "correction_fraction", "kl", "teacher_kl", "entropy", "student_candidate_mass", "teacher_candidate_mass",
+    "candidate_overlap"."""
 
 
 class Algorithm(Protocol):
@@ -266,6 +289,12 @@ def check_inputs(inputs: LossInputs, needs: Needs, needs_entropy: bool) -> None:
     if needs_entropy and inputs.entropy is None:
         raise ValueError("entropy is missing: algorithm.entropy_coef > 0 needs it")
     own = {name: getattr(inputs, name) for name in ("mask", "weight", "sequence", "entropy")}
+    wide = {name: tensor for name, tensor in inputs.columns.items() if name in OF_CANDIDATES}
     for name, tensor in {**own, **inputs.columns}.items():
-        if tensor is not None and tensor.shape != inputs.logprobs.shape:
+        if tensor is not None and name not in wide and tensor.shape != inputs.logprobs.shape:
             raise ValueError(f"{name} is {list(tensor.shape)}, but logprobs is {list(inputs.logprobs.shape)}")
+    if wide and inputs.candidate_logprobs is None:
+        raise ValueError("candidate_logprobs is missing: the loss compares candidates")
+    for name, tensor in {**wide, "candidate_logprobs": inputs.candidate_logprobs}.items():
+        if tensor is not None and (tensor.dim() != 2 or len(tensor) != len(inputs.logprobs)):
+            raise ValueError(f"{name} is {list(tensor.shape)}, but it must be [{len(inputs.logprobs)}, candidates]")

@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 
 from relaxd.algorithms.base import (
     NO_COLUMNS,
+    OF_CANDIDATES,
     Advantages,
+    Candidates,
     Filtered,
     LossInputs,
     LossOutput,
@@ -26,7 +28,7 @@ from relaxd.algorithms.terms import aggregation, limits, shaping
 from relaxd.algorithms.terms.baselines import group_relative, rewards_equal
 from relaxd.algorithms.terms.clipping import clipped_loss
 from relaxd.algorithms.terms.correction import MAX_LOG_RATIO, correction_weights
-from relaxd.algorithms.terms.distillation import distilled
+from relaxd.algorithms.terms.distillation import ComparedCandidates, distilled
 from relaxd.algorithms.terms.kl import kl_divergence
 from relaxd.config.policy_gradient import ClippedConfig, NormalizedConfig, PolicyGradientConfig, RatioConfig
 from relaxd.drop_reasons import DropReason
@@ -138,7 +140,10 @@ class PolicyGradient:
     def needs(self) -> Needs:
         """Columns of the board that the settings ask for."""
         reference = ("ref_logprobs",) if self.config.needs_reference else ()
-        teacher = ("teacher_logprobs",) if self.config.needs_teacher else ()
+        teacher: tuple[str, ...] = ("teacher_logprobs",) if self.config.needs_teacher else ()
+        top_k = self.config.distill_top_k
+        if top_k:
+            teacher = OF_CANDIDATES
         advantages: list[str] = []
         if self.config.kl_reward_coef > 0:
             advantages += ["loss_mask", "rollout_logprobs", "ref_logprobs"]
@@ -151,6 +156,7 @@ class PolicyGradient:
             advantages=tuple(dict.fromkeys(advantages)),
             old_logprobs=not self._old_is_engine or self.config.correction != "none",
             whitened=self.config.needs_whole_step,
+            candidates=Candidates(self.config.distill_candidates, top_k) if top_k else None,
         )
 
     @property
@@ -250,6 +256,14 @@ class PolicyGradient:
             if config.distill_loss_coef > 0:
                 kl = kl_divergence(tokens.logprobs, teacher, config.distill_estimator)
                 per_token = per_token + config.distill_loss_coef * kl
+        if "candidates" in inputs.columns:
+            compared = _compared(inputs, trained)
+            sums["teacher_kl"] = compared.divergence("reverse_kl")
+            sums["student_candidate_mass"] = compared.student_mass
+            sums["teacher_candidate_mass"] = compared.teacher_mass
+            if config.distill_candidates == "union":
+                sums["candidate_overlap"] = compared.overlap
+            per_token = per_token + config.distill_loss_coef * compared.divergence(config.distill_divergence)
         if inputs.entropy is not None:
             entropy = _masked(inputs.entropy, trained)
             sums["entropy"] = entropy
@@ -305,3 +319,12 @@ class Clipped(PolicyGradient):
 def _masked(values: Tensor, trained: Tensor) -> Tensor:
     """Return values [T], 0 where not trained [T]."""
     return values.masked_fill(~trained, 0.0)
+
+
+def _compared(inputs: LossInputs, trained: Tensor) -> ComparedCandidates:
+    """Return the candidates of the tokens; none where not trained [T]."""
+    assert inputs.candidate_logprobs is not None
+    present = (inputs.columns["candidates"] >= 0) & trained.unsqueeze(-1)
+    student, teacher = inputs.candidate_logprobs, inputs.columns["teacher_candidate_logprobs"]
+    # Masked before exp, because 0 x inf and its gradient are NaN.
+    return ComparedCandidates(student.masked_fill(~present, 0.0), teacher.masked_fill(~present, 0.0), present)

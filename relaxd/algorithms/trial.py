@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 
 from relaxd.algorithms.base import (
+    OF_CANDIDATES,
     Advantages,
     AdvantagesAndReturns,
     Algorithm,
@@ -99,14 +100,21 @@ def try_loss(algorithm: Algorithm) -> None:
         return torch.from_numpy(np.asarray(values, np.float32)).masked_fill(~trained, float("nan"))
 
     logprobs = column(group.logprobs).requires_grad_()
+    narrow = [name for name in algorithm.needs.loss if name not in OF_CANDIDATES]
+    of_candidates = {
+        name: torch.from_numpy(group.columns[name]) for name in OF_CANDIDATES if name in algorithm.needs.loss
+    }
     inputs = LossInputs(
         logprobs=logprobs,
-        columns={name: column(group.columns[name]) for name in algorithm.needs.loss},
+        columns={**{name: column(group.columns[name]) for name in narrow}, **of_candidates},
         mask=trained.float(),
         weight=torch.from_numpy(algorithm.token_weights(group.mask, group.lengths)),
         sequence=torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)),
         sequences=len(LENGTHS),
         entropy=column(np.ones(len(MASK))).requires_grad_(algorithm.needs_entropy),
+        candidate_logprobs=(
+            torch.full(of_candidates["candidates"].shape, -2.0, requires_grad=True) if of_candidates else None
+        ),
     )
     output = _call("loss()", lambda: algorithm.loss(inputs))
     if not isinstance(output, LossOutput):
@@ -181,6 +189,10 @@ class _Group:
             "spans_weight_update": np.zeros(samples, np.uint8),
             "reward_parts": {},
         }
+        if needs.candidates is not None:
+            width = needs.candidates.width
+            columns["candidates"] = np.tile(np.arange(width), (tokens, 1))
+            columns["teacher_candidate_logprobs"] = np.full((tokens, width), -1.0 - np.log(width), np.float32)
         for name in (*needs.loss, *needs.advantages):
             columns.setdefault(name, (rollout + random.normal(0, 0.1, tokens)).astype(np.float32))
         logprobs = rollout + random.normal(0, 0.1, tokens).astype(np.float32)

@@ -156,6 +156,10 @@ class BoardCore:
         """Return the columns that a stage of the run needs."""
         return self._by_name[stage].needs
 
+    def writes(self, stage: str) -> tuple[str, ...]:
+        """Return the columns that a stage of the run writes."""
+        return self._by_name[stage].writes
+
     def close(self) -> None:
         """Close the connections to Redis."""
         self._connection.close()

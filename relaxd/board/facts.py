@@ -6,13 +6,16 @@ from typing import Any
 
 import numpy as np
 
+from relaxd.board.schema import CONTINUED
 from relaxd.board.types import JSON, Column
 
 
 def facts_of(columns: Mapping[str, Column]) -> dict[str, float]:
     """Return the facts that a stage's columns hold.
 
-    tokens: mean length of the group's samples; truncated: share of samples that ended at max_new_tokens; reward: mean.
+    tokens: mean length of the group's samples; truncated: share of samples that ended at max_new_tokens; continued:
+    number of times that a sample was cut off and continued, of the one with most (where the run counts them); reward:
+    mean.
     """
     facts: dict[str, float] = {}
     lengths, samples, finish = columns.get("lengths"), columns.get("sample_of_sequence"), columns.get("finish")
@@ -20,6 +23,9 @@ def facts_of(columns: Mapping[str, Column]) -> dict[str, float]:
         facts["tokens"] = round(float(lengths.sum()) / max(1, np.unique(samples).size), 1)
     if isinstance(finish, list) and finish:
         facts["truncated"] = round(finish.count("length") / len(finish), 4)
+    continued = columns.get(CONTINUED)
+    if isinstance(continued, np.ndarray) and continued.size:
+        facts["continued"] = int(continued.max())
     reward = columns.get("reward")
     if isinstance(reward, np.ndarray) and reward.size:
         facts["reward"] = round(float(reward.mean()), 6)

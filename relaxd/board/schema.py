@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-Shape = Literal["", "P", "n", "S", "T", "rows, layers, top_k"]
-"""A column's shape, in words: P prompt tokens, n samples, S sequences, T tokens of all sequences, one after the other;
-"" for a value that belongs to the group."""
+Shape = Literal["", "P", "Q", "n", "S", "T", "T, k", "rows, layers, top_k"]
+"""A column's shape, in words: P prompt tokens, Q tokens of the teacher's prompt, n samples, S sequences, T tokens of
+all sequences, one after the other, k candidates for each of them; "" for a value that belongs to the group."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,20 @@ class ColumnSpec:
 
 ROUTED_EXPERTS = "routed_experts"
 """The column that a run has where rollout.return_routed_experts asks for it."""
+CONTINUED = "continued"
+"""The column that a run has where rollout.partial.enabled is set."""
+OFF_POLICY_TOKENS = "off_policy_tokens"
+"""The column that a run has where rollout.partial.mask_off_policy is set."""
 REF_LOGPROBS = "ref_logprobs"
 """The column that a run has where a reference service computes it; otherwise the trainer computes it if it needs it."""
 TEACHER_LOGPROBS = "teacher_logprobs"
 """The column that a run has where a teacher has a part in advantages or loss."""
+CANDIDATES = "candidates"
+"""The column that a run has where the loss compares student and teacher at several tokens in each place."""
+TEACHER_CANDIDATE_LOGPROBS = "teacher_candidate_logprobs"
+"""The column that goes with `CANDIDATES`."""
+TEACHER_PROMPT_TOKENS = "teacher_prompt_tokens"
+"""The column that a run has where the teacher's prompts have more than the student's."""
 OLD_LOGPROBS = "old_logprobs"
 """The column that the trainer computes before the first of a step's several updates, if the loss reads it."""
 VALUES = "values"
@@ -67,6 +77,14 @@ COLUMNS: dict[str, ColumnSpec] = {
     for column in (
         ColumnSpec("prompt_tokens", "publish", "int32", "P", "Token ids of the prompt."),
         ColumnSpec("prompt", "publish", "json", "", "The example: text, messages, answer, and what a reward may want."),
+        ColumnSpec(
+            TEACHER_PROMPT_TOKENS,
+            "publish",
+            "int32",
+            "Q",
+            "Token ids of the teacher's prompt, which sequences that share the prompt continue for the teacher.",
+            optional=True,
+        ),
         ColumnSpec("tokens", "rollout", "int32", "T", "Token ids of the sequences, end tokens included."),
         ColumnSpec("sample_of_sequence", "rollout", "int32", "S", "Index of each sequence's sample, ascending."),
         ColumnSpec("lengths", "rollout", "int32", "S", "Tokens of each sequence, without a shared prompt."),
@@ -77,7 +95,13 @@ COLUMNS: dict[str, ColumnSpec] = {
             "S",
             "1 for sequences that continue prompt_tokens, 0 for those that begin with a prompt of their own.",
         ),
-        ColumnSpec(LOSS_MASK, "rollout", "uint8", "T", "1 for tokens that the model wrote, 0 for all others."),
+        ColumnSpec(
+            LOSS_MASK,
+            "rollout",
+            "uint8",
+            "T",
+            "1 for tokens that the model wrote, 0 for all others and for off_policy_tokens.",
+        ),
         ColumnSpec(
             "rollout_logprobs",
             "rollout",
@@ -108,6 +132,25 @@ COLUMNS: dict[str, ColumnSpec] = {
             optional=True,
         ),
         ColumnSpec(
+            CONTINUED,
+            "rollout",
+            "int32",
+            "S",
+            "Number of times that each sequence was cut off and continued, on this or another engine.",
+            trained=False,
+            optional=True,
+        ),
+        ColumnSpec(
+            OFF_POLICY_TOKENS,
+            "rollout",
+            "int32",
+            "S",
+            "Tokens at each sequence's beginning that the model wrote before it was continued under newer weights: "
+            "their loss_mask is 0.",
+            trained=False,
+            optional=True,
+        ),
+        ColumnSpec(
             REF_LOGPROBS,
             "reference",
             "float32",
@@ -121,6 +164,22 @@ COLUMNS: dict[str, ColumnSpec] = {
             "float32",
             "T",
             "Log-prob of each token under the teacher, under the sampling temperature.",
+            optional=True,
+        ),
+        ColumnSpec(
+            CANDIDATES,
+            "teacher",
+            "int32",
+            "T, k",
+            "Token ids at which student and teacher are compared in each token's place; -1: none.",
+            optional=True,
+        ),
+        ColumnSpec(
+            TEACHER_CANDIDATE_LOGPROBS,
+            "teacher",
+            "float32",
+            "T, k",
+            "Log-prob of each candidate under the teacher, under the sampling temperature.",
             optional=True,
         ),
         ColumnSpec("reward", "reward", "float64", "n", "Reward of each sample."),
@@ -179,6 +238,13 @@ def expert_dtype(experts: int) -> np.dtype[np.unsignedinteger[Any]]:
     return np.dtype(np.uint8 if experts <= 1 << 8 else np.uint16)
 
 
-def token_bytes(columns: Collection[str]) -> int:
-    """Return the bytes that a token takes in those of the columns that have a value for each token."""
-    return sum(np.dtype(COLUMNS[name].dtype).itemsize for name in columns if COLUMNS[name].shape == "T")
+def token_bytes(columns: Collection[str], candidates: int = 0) -> int:
+    """Return the bytes that a token takes in those of the columns that have values for each token.
+
+    Args:
+        columns: names of columns.
+        candidates: values that a column of candidates has for each token.
+    """
+    values = {"T": 1, "T, k": candidates}
+    specs = [COLUMNS[name] for name in columns if COLUMNS[name].shape in values]
+    return sum(np.dtype(spec.dtype).itemsize * values[spec.shape] for spec in specs)

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from relaxd.board.gate_reasons import megabytes
-from relaxd.board.schema import token_bytes
 from relaxd.board.stages import stages_for
 from relaxd.config import RunConfig
 
@@ -49,16 +48,19 @@ def size_problems(config: RunConfig, *, expert_bytes: int = 0, memory: RedisMemo
     rollout, board, trainer = config.rollout, config.board, config.trainer
     problems = []
     answers = rollout.samples_per_prompt * rollout.max_new_tokens
-    generated_bytes = token_bytes(stages_for(config)[0].writes) + expert_bytes
-    generated = generated_bytes * answers
-    if generated > board.max_group_bytes:
+    bytes_of = {stage.name: stage.token_bytes for stage in stages_for(config)}
+    bytes_of["rollout"] += expert_bytes
+    stage = max(bytes_of, key=lambda name: bytes_of[name])
+    if (written := bytes_of[stage] * answers) > board.max_group_bytes:
+        what, less = "a group's answers take", ""
+        if stage != "rollout":
+            what, less = f"for a group stage {stage!r} writes", "algorithm.distill_top_k, "
         problems.append(
             SizeProblem(
                 "board.max_group_bytes",
-                f"= {board.max_group_bytes}, but a group's answers take up to {generated} bytes "
-                f"({rollout.samples_per_prompt} samples x {rollout.max_new_tokens} tokens x "
-                f"{generated_bytes} bytes): groups of long answers would all be dropped. Raise it, or "
-                "lower rollout.max_new_tokens or rollout.samples_per_prompt",
+                f"= {board.max_group_bytes}, but {what} up to {written} bytes ({rollout.samples_per_prompt} samples x "
+                f"{rollout.max_new_tokens} tokens x {bytes_of[stage]} bytes): groups of long answers would all be "
+                f"dropped. Raise it, or lower {less}rollout.max_new_tokens or rollout.samples_per_prompt",
             )
         )
     if memory is None:
@@ -79,7 +81,7 @@ def size_problems(config: RunConfig, *, expert_bytes: int = 0, memory: RedisMemo
                 "unset for four fifths of that, or raise maxmemory",
             )
         )
-    worst = trainer.groups_per_step * worst_bytes(config, config.data.max_prompt_tokens, expert_bytes=expert_bytes)
+    worst = trainer.groups_per_step * worst_bytes(config, config.published_prompt_tokens, expert_bytes=expert_bytes)
     if worst > memory.max_bytes:
         expected = int(worst * EXPECTED_SHARE)
         advice = "If many answers are that long, the run waits until its maxmemory is raised"
@@ -100,4 +102,4 @@ def size_problems(config: RunConfig, *, expert_bytes: int = 0, memory: RedisMemo
 
 def _stored_bytes(config: RunConfig) -> int:
     """Return the upper bound of the bytes per token in the columns of all stages."""
-    return TEXT_BYTES + sum(token_bytes(stage.writes) for stage in stages_for(config))
+    return TEXT_BYTES + sum(stage.token_bytes for stage in stages_for(config))

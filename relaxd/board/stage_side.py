@@ -10,14 +10,14 @@ import numpy as np
 import redis
 
 from relaxd.board.core import WORKERS, BoardCore, GroupAttempt, reading
-from relaxd.board.errors import BoardError
+from relaxd.board.errors import BoardError, ColumnError
 from relaxd.board.facts import facts_json, facts_of
 from relaxd.board.payloads import transfer
-from relaxd.board.payloads.attempt import Attempt, Place, new_names, places
+from relaxd.board.payloads.attempt import Attempt, Place, all_places, new_names, places
 from relaxd.board.payloads.encoding import decode_columns
 from relaxd.board.schema import LOSS_MASK, VERSIONS
 from relaxd.board.stages import PUBLISH
-from relaxd.board.types import Column, Delivery, DropKind, DropReason
+from relaxd.board.types import Column, Delivery, DropKind, DropReason, Saved
 
 MAX_CLAIM_INTERVAL = 5.0
 COMMIT_BYTES = 16 << 20
@@ -82,6 +82,60 @@ class StageSide(BoardCore):
             dropped = self._connection.script("drop_lost", self.prefix, self.limits.max_retries, *lacking)
             logger.error("dropped %d groups whose payloads are gone from Redis, of %s", dropped, lacking[:5])
         return [group if held else None for group, held in zip(loaded, is_open, strict=True)]
+
+    def saved(self, delivery: Delivery) -> Saved:
+        """Load the unfinished work that deliveries of this group have saved at this stage, in order.
+
+        Nothing is saved any more once the stage has committed, or the group is closed. Of damaged work only the
+        pointers are returned, for `forget_saved`.
+        """
+        saved = ("HGET", f"{self.prefix}group:{delivery.group_id}", f"saved:{delivery.stage}")
+        found = self._connection.run(lambda client: client.execute_command(*saved))
+        pointers = found.decode() if found else ""
+        with reading(f"the saved work of group {delivery.group_id}"):
+            placed = [all_places(self.prefix, pointer) for pointer in pointers.split()]
+        every = {place for of_part in placed for place in of_part}
+        payloads, still = transfer.read(self._connection, every, *saved)
+        if still != found or None in payloads.values():  # somebody committed, dropped or forgot it this moment
+            return Saved()
+        try:
+            columns = {place: decode_columns(data) for place, data in payloads.items() if data is not None}
+        except ColumnError as error:
+            logger.error("the saved work of group %s is damaged: %s", delivery.group_id, error)
+            return Saved(pointers)
+        return Saved(pointers, tuple({k: v for place in part for k, v in columns[place].items()} for part in placed))
+
+    def save(
+        self, delivery: Delivery, columns: Mapping[str, Column], *, after: str, forgiven: bool = False
+    ) -> str | None:
+        """Save one more part of a delivery's unfinished work, for whoever takes the group next.
+
+        Commits and the end of the group remove it.
+
+        Args:
+            delivery: the hold.
+            columns: the new part.
+            after: the pointers of the parts before, from `saved` or the last `save`.
+            forgiven: the part is so large that this delivery shall not count towards limits.max_deliveries.
+
+        Returns the pointers of all parts; None if this delivery does not hold the group any more, or others have saved
+        or forgotten something. Raises ColumnError.
+        """
+        attempt = Attempt(self.prefix, new_names([delivery.group_id])[0], columns)
+        self._check_size(delivery.group_id, f"the unfinished work of stage {delivery.stage!r}", attempt)
+        hold = (delivery.group_id, delivery.stage, delivery.entry_id, delivery.consumer, delivery.attempt)
+
+        def script(_: list[int]) -> list[int]:
+            part = (after, attempt.pointer, attempt.shared, int(forgiven))
+            return [int(self._connection.script("save", self.prefix, *hold, *part))]
+
+        done = self._commit_attempts([GroupAttempt(delivery.group_id, delivery.stage, attempt)], script)
+        return f"{after} {attempt.pointer}".strip() if done == [1] else None
+
+    def forget_saved(self, delivery: Delivery, pointers: str) -> bool:
+        """Remove the unfinished work that is saved under these pointers. Returns False as `save` returns None."""
+        hold = (delivery.group_id, delivery.stage, delivery.entry_id, delivery.consumer, delivery.attempt)
+        return bool(self._connection.script("save", self.prefix, *hold, pointers, "", "", 0))
 
     def renew(self, stage: str, consumer: str, deliveries: Sequence[Delivery]) -> set[str]:
         """Renew leases. Returns the ids of the groups still held; other consumers took the rest."""

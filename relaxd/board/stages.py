@@ -23,6 +23,8 @@ class Stage:
     name: str
     needs: tuple[str, ...]
     writes: tuple[str, ...]
+    token_bytes: int
+    """Bytes that a token takes in the columns that it writes."""
 
 
 _NEEDS: dict[str, tuple[str, ...]] = {
@@ -35,10 +37,18 @@ _NEEDS: dict[str, tuple[str, ...]] = {
 """Columns that the stages before the trainer need in every run."""
 
 
-def _stage(name: str, optional: Collection[str], needs: Sequence[str] = ()) -> Stage:
-    """Return a stage of a run with these optional columns; `needs` are columns that only this run's stage needs."""
+def _stage(name: str, optional: Collection[str], needs: Sequence[str] = (), candidates: int = 0) -> Stage:
+    """Return a stage of a run with these optional columns.
+
+    Args:
+        name: the stage.
+        optional: optional columns that the run has.
+        needs: columns that only this run's stage needs.
+        candidates: values that a column of candidates has for each token.
+    """
     common = schema.trained_columns(optional) if name == TRAIN else _NEEDS[name]
-    return Stage(name, tuple(dict.fromkeys((*common, *needs))), schema.written_by(name, optional))
+    writes = schema.written_by(name, optional)
+    return Stage(name, tuple(dict.fromkeys((*common, *needs))), writes, schema.token_bytes(writes, candidates))
 
 
 STAGES: dict[str, Stage] = {name: _stage(name, ()) for name in (*_NEEDS, TRAIN)}
@@ -50,38 +60,56 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
 
     Raises ValueError when the algorithm needs a column that isn't written by then, or its loss one without tokens.
     """
-    absent = {
-        *(() if config.has_reference_service else ("reference",)),
-        *(() if config.has_teacher else ("teacher",)),
-    }
+    absent = {"reference", "teacher"}.difference(config.frozen_roles("service"))
     names = [name for name in (*_NEEDS, TRAIN) if name not in absent]
     needs = create(config.algorithm).needs
     written = {c.name for c in schema.COLUMNS.values() if c.writer in (PUBLISH, *names) and c.writer != TRAIN}
+    of_trainer = {name for role in config.frozen_roles("trainer") for name in schema.written_by(role, schema.COLUMNS)}
     who = f"algorithm.name = {config.algorithm.name!r}"
     for name in needs.loss:
-        if name not in {*written, schema.REF_LOGPROBS} or schema.COLUMNS[name].shape != "T":
+        if name not in {*written, *of_trainer} or schema.COLUMNS[name].shape not in ("T", "T, k"):
             raise ValueError(f"{who}: its loss needs {name!r}, which isn't a column of tokens that the run has")
     for name in needs.advantages:
         if name not in written or schema.COLUMNS[name].writer == "advantage":
             raise ValueError(f"{who}: its advantages need {name!r}, which isn't a column that is there before them")
     asked = {*needs.loss, *needs.advantages}
-    if config.has_reference_service and schema.REF_LOGPROBS not in asked:
+    if "reference" in config.frozen_roles("service") and schema.REF_LOGPROBS not in asked:
         raise ValueError(f'{who}: it needs no reference, but roles.reference.placement is "service": set "trainer"')
-    if config.has_teacher and schema.TEACHER_LOGPROBS not in asked:
+    of_teacher = asked.intersection(schema.written_by("teacher", schema.COLUMNS))
+    if "teacher" in config.frozen_roles() and not of_teacher:
         raise ValueError(f"{who}: it needs no teacher, but roles.teacher.model names one: remove it")
+    candidates = needs.candidates.width if needs.candidates is not None else 0
+    if bool(candidates) != (schema.CANDIDATES in asked):
+        raise ValueError(f"{who}: Needs.candidates says what the column {schema.CANDIDATES!r} has: give both or none")
+    if needs.candidates is not None and needs.candidates.of != "teacher" and schema.CANDIDATES in written:
+        raise ValueError(
+            f"{who}: it compares the likeliest tokens of the student, which only the trainer knows: set "
+            'roles.teacher.placement = "trainer"'
+        )
     if config.rollout.return_routed_experts:
         asked.add(schema.ROUTED_EXPERTS)
+    if config.has_privileged_teacher and "teacher" in config.frozen_roles("trainer"):
+        asked.add(schema.TEACHER_PROMPT_TOKENS)
+    partial = config.rollout.partial
+    asked |= {schema.CONTINUED} if partial.enabled else set()
+    asked |= {schema.OFF_POLICY_TOKENS} if partial.mask_off_policy else set()
     optional = asked & written
     own = {"advantage": (*needs.advantages, *(FILTER_COLUMNS if config.data.curriculum.filter else ()))}
+    if config.has_privileged_teacher:
+        own["teacher"] = (schema.TEACHER_PROMPT_TOKENS,)
+    if config.roles.teacher.models:
+        own["teacher"] = (*own.get("teacher", ()), "prompt")  # it says which source the group is of
+    if partial.mask_off_policy:
+        own["reward"] = (schema.OFF_POLICY_TOKENS,)  # the model wrote them, too
     if any(source.sampling for source in config.data.sources):
         own["rollout"] = ("prompt",)  # it says how the answers of its source are sampled
-    return tuple(_stage(name, optional, own.get(name, ())) for name in names)
+    return tuple(_stage(name, optional, own.get(name, ()), candidates) for name in names)
 
 
 def roles_for(config: RunConfig) -> tuple[str, ...]:
-    """Return the names of the roles that a run needs: those of its stages."""
+    """Return the names of the roles that a run needs: those of its stages, and those that these ask."""
     stages = {stage.name for stage in stages_for(config)}
-    return tuple(role.name for role in ROLES.values() if role.stage in stages)
+    return tuple(role.name for role in ROLES.values() if role.stage in stages or role.needed(config))
 
 
 def producers(stages: Sequence[Stage]) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Arguments and results of the board's operations."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -55,6 +55,16 @@ class Delivery:
     """Pointers to the columns; internal to the board."""
     worked: tuple[int, int] | None = field(default=None, compare=False)
     """Start and end of the work in microseconds of Unix time; stored with the commit (see `relaxd.board.times`)."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The unfinished work that deliveries of a group have saved at a stage."""
+
+    pointers: str = ""
+    """Pointers to the parts; internal to the board."""
+    parts: Sequence[Mapping[str, Column]] = ()
+    """The columns of each part, in the order in which they were saved."""
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,10 @@ class StageWorker:
         """Number of groups held now."""
         return len(self._held)
 
+    def hold(self, group_id: str) -> Delivery | None:
+        """Return the newest hold of a group; None if it isn't held."""
+        return self._held.get(group_id)
+
     @property
     def done(self) -> int:
         """Number of groups that this worker committed or dropped."""

@@ -7,7 +7,14 @@ from relaxd.config.moe import MoEConfig
 from relaxd.config.optimizer import OptimizerConfig
 from relaxd.config.reasoning_gym import ReasoningGymConfig
 from relaxd.config.rehearsal import RehearsalConfig
-from relaxd.config.roles import CriticConfig, FrozenModelConfig, ReferenceConfig, RolesConfig, TeacherConfig
+from relaxd.config.roles import (
+    CriticConfig,
+    FrozenModelConfig,
+    JudgeConfig,
+    ReferenceConfig,
+    RolesConfig,
+    TeacherConfig,
+)
 from relaxd.config.run import (
     BoardConfig,
     DataConfig,
@@ -30,6 +37,7 @@ __all__ = [
     "FrozenModelConfig",
     "GRPOConfig",
     "HealthConfig",
+    "JudgeConfig",
     "MoEConfig",
     "ModelConfig",
     "OptimizerConfig",

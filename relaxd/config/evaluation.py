@@ -27,8 +27,11 @@ class EvalSet(Section):
     """With task: the task's own settings, as data.reasoning_gym.settings."""
     instruction: str = ""
     """With task: text added as a paragraph after the question."""
+    benchmark: str = ""
+    """Instead of path: a benchmark whose prompts come in a Python package: "humaneval" or "ifbench"
+    (docs/evaluation.md)."""
     prompts: int = Field(default=0, ge=0)
-    """Number of prompts: the first ones. 0 means all of a file, 100 of a task."""
+    """Number of prompts: the first ones. 0 means all of a file or benchmark, 100 of a task."""
     prompt_key: str = ""
     """As data.prompt_key; empty means that."""
     answer_key: str = ""
@@ -48,8 +51,8 @@ class EvalSet(Section):
     stop: tuple[str, ...] | None = None
     """Strings that end an answer. Not set, they are those of rollout.stop."""
     reward: str = ""
-    """Name of its reward, as reward.name, without settings. Empty means the run's reward, or reasoning_gym with
-    task."""
+    """Name of its reward, as reward.name, without settings. Empty means the run's reward; with task
+    reasoning_gym, with benchmark the benchmark's."""
     right_from: float = 1.0
     """An answer counts as right for pass@k and maj@k if its reward is at least this."""
 
@@ -65,9 +68,10 @@ class EvalSet(Section):
 
     @model_validator(mode="after")
     def _check_set(self) -> Self:
-        if (self.path is None) == (not self.task):
-            problem = "has neither path nor task" if self.path is None else "has both path and task"
-            raise ValueError(f"the evaluation set {self.name!r} {problem}: give one of them")
+        given = {"path": self.path is not None, "task": bool(self.task), "benchmark": bool(self.benchmark)}
+        if sum(given.values()) != 1:
+            named = " and ".join(name for name, is_given in given.items() if is_given) or "no prompts"
+            raise ValueError(f"the evaluation set {self.name!r} has {named}: give one of path, task and benchmark")
         n = self.samples_per_prompt
         if wrong := [k for k in self.k if not 1 <= k <= n]:
             raise ValueError(

@@ -14,7 +14,8 @@ class HealthConfig(Section):
 
     stuck_seconds: float = Field(default=300.0, gt=0)
     """A replica that holds groups but makes no progress for this long is stuck. Its own deadlines are added
-    (reward.timeout_seconds, trainer.collective_timeout_seconds, weights.timeout_seconds)."""
+    (reward.timeout_seconds and roles.judge.timeout_seconds, trainer.collective_timeout_seconds,
+    weights.timeout_seconds)."""
     start_seconds: float = Field(default=900.0, gt=0)
     """A replica that starts without progress for this long is stuck. Reading its model is progress."""
     failed_seconds: float = Field(default=60.0, gt=0)

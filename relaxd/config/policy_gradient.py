@@ -10,6 +10,8 @@ Aggregation = Literal["token_mean", "sample_mean", "group_mean", "sample_sum", "
 Correction = Literal["none", "tis", "icepop"]
 KLEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
 DistillEstimator = Literal["k2", "k3", "low_var_kl"]
+Candidates = Literal["teacher", "student", "union"]
+Divergence = Literal["reverse_kl", "forward_kl", "jensen_shannon"]
 
 
 class PolicyGradientConfig(Section):
@@ -72,11 +74,20 @@ class PolicyGradientConfig(Section):
     """On-policy distillation (arXiv 2306.13649) in the advantages: subtract this many times log(engine's probability /
     teacher's) from each token's. Needs roles.teacher.model."""
     distill_loss_coef: float = Field(default=0.0, ge=0)
-    """On-policy distillation in the loss: weight of the KL divergence to the teacher, estimated at the sampled tokens.
-    Needs roles.teacher.model."""
+    """On-policy distillation in the loss: weight of the KL divergence to the teacher, estimated at the sampled tokens,
+    or computed over distill_top_k. Needs roles.teacher.model."""
     distill_estimator: DistillEstimator = "k2"
-    """Estimator of distill_loss_coef. The gradient of k2 is that of KL(student || teacher), as with distill_coef; that
-    of k3 is that of KL(teacher || student); low_var_kl is k3, clamped."""
+    """Estimator of distill_loss_coef at the sampled tokens. The gradient of k2 is that of KL(student || teacher), as
+    with distill_coef; that of k3 is that of KL(teacher || student); low_var_kl is k3, clamped."""
+    distill_top_k: int = Field(default=0, ge=0)
+    """Compute the divergence of distill_loss_coef over this many of the likeliest tokens in each place, all others
+    counting as one, instead of estimating it at the sampled token. 0 estimates it."""
+    distill_candidates: Candidates = "teacher"
+    """Whose likeliest tokens distill_top_k takes: the teacher's, the student's at the beginning of the step, or both.
+    student and union need roles.teacher.placement = "trainer"."""
+    distill_divergence: Divergence = "reverse_kl"
+    """The divergence of distill_top_k. reverse_kl: KL(student || teacher). forward_kl: KL(teacher || student).
+    jensen_shannon: half of the KL divergences of both to their mean."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
     loss_aggregation: Aggregation = "token_mean"
@@ -146,6 +157,27 @@ class PolicyGradientConfig(Section):
             raise ValueError(
                 f"algorithm.distill_coef is {self.distill_coef:g} and algorithm.distill_loss_coef is "
                 f"{self.distill_loss_coef:g}: the teacher counts in the advantages or in the loss; set one of them to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _candidates_count(self) -> Self:
+        if self.distill_top_k > 0 and self.distill_loss_coef == 0:
+            raise ValueError(
+                f"algorithm.distill_top_k is {self.distill_top_k}, but algorithm.distill_loss_coef is 0: only the loss "
+                "compares several tokens in a place; set distill_loss_coef, and distill_coef = 0"
+            )
+        if self.distill_top_k == 0:
+            for name in ("distill_candidates", "distill_divergence"):
+                if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                    raise ValueError(
+                        f'algorithm.{name} is "{value}", but algorithm.distill_top_k is 0, which compares the sampled '
+                        "tokens only: set distill_top_k"
+                    )
+        elif self.distill_estimator != type(self).model_fields["distill_estimator"].default:
+            raise ValueError(
+                f'algorithm.distill_estimator is "{self.distill_estimator}", but with algorithm.distill_top_k = '
+                f"{self.distill_top_k} nothing is estimated: set distill_divergence"
             )
         return self
 

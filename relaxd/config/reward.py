@@ -45,6 +45,9 @@ class RewardConfig(Section):
     address: str = ""
     """Instead of a name: a service of your own, in any language. "host:port" speaks relaxd.v1.RemoteReward
     (protos/relaxd/v1/remote_reward.proto); "http://..." is posted JSON (docs/rewards.md)."""
+    address_token: str = ""
+    """With reward.address: environment variable of the reward service, whose value each call has as a bearer token
+    (header authorization). The address itself appears in logs and has no secrets."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """The reward's own settings: arguments of a class, keyword arguments of each call of a function, settings_json of a
     service at reward.address."""
@@ -89,11 +92,15 @@ class RewardConfig(Section):
     @classmethod
     def _check_environment(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         for name in names:
-            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-                raise ValueError(f"{name!r} is not the name of an environment variable")
-            if name.startswith("RELAXD_"):
-                raise ValueError(f"{name} is a setting or secret of relaxd, which rewards don't get")
+            _check_variable(name)
         return names
+
+    @field_validator("address_token")
+    @classmethod
+    def _check_address_token(cls, name: str) -> str:
+        if name:
+            _check_variable(name)
+        return name
 
     @field_validator("address")
     @classmethod
@@ -107,7 +114,9 @@ class RewardConfig(Section):
         except ValueError:  # a port that isn't a number
             found = False
         if found and parts.username is not None:
-            raise ValueError("it has credentials, which logs would show: leave them out")
+            raise ValueError("it has credentials, which logs would show: leave them out, and set reward.address_token")
+        if found and (parts.query or parts.fragment or "?" in address):
+            raise ValueError("it has parameters, which logs would show: leave them out, and set reward.address_token")
         if not found or parts.scheme not in ("", "http", "https"):
             raise ValueError(f'{address!r} must be "host:port" or begin with http:// or https://')
         return address
@@ -118,6 +127,8 @@ class RewardConfig(Section):
             raise ValueError(
                 "reward.address is the whole reward: leave out reward.name, reward.terms and reward.choose_by"
             )
+        if self.address_token and not self.address:
+            raise ValueError("reward.address_token is for a service at reward.address, which is missing")
         if self.name and self.terms:
             raise ValueError(f"reward.name is {self.name!r}, but there are reward.terms, too: give one of them")
         if not (self.name or self.address or self.terms or self.choose_by):
@@ -143,3 +154,10 @@ class RewardConfig(Section):
             if None not in (bounds := (term.minimum, term.maximum)) and bounds[0] > bounds[1]:  # type: ignore[operator]
                 raise ValueError(f"reward.terms: minimum of {term.shown!r} is above its maximum")
         return self
+
+
+def _check_variable(name: str) -> None:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise ValueError(f"{name!r} is not the name of an environment variable")
+    if name.startswith("RELAXD_"):
+        raise ValueError(f"{name} is a setting or secret of relaxd, which rewards don't get")

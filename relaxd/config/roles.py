@@ -1,8 +1,9 @@
 """Placement and sizes of roles that only some runs need."""
 
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from relaxd.config.base import Section
 from relaxd.config.optimizer import OptimizerConfig
@@ -16,6 +17,11 @@ class FrozenModelConfig(Section):
 
     model: str = ""
     """A Hugging Face folder, the name of a fetched model, or a hub name."""
+    placement: Literal["trainer", "service"] = "service"
+    """trainer: in the trainer's ranks, beside the model that they train. service: in replicas of its own."""
+    refresh_every: int = Field(default=0, ge=0)
+    """Take over the trained model's weights after every so many steps, recorded in the ledger; 0: never. Needs
+    placement = "trainer", and the initial model to begin with."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Ranks of a replica that share each layer's matrices."""
     pipeline_parallel: int = Field(default=1, ge=1)
@@ -34,6 +40,20 @@ class FrozenModelConfig(Section):
         """Ranks of a replica. More replicas, not more ranks, work on different groups."""
         return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
 
+    @property
+    def settings(self) -> dict[str, str]:
+        """The models that it holds, by the setting that names them; "" is the initial model."""
+        return {f"{self.section}.model": self.model}
+
+    @model_validator(mode="after")
+    def _weights_are_at_hand(self) -> Self:
+        if self.refresh_every and self.placement != "trainer":
+            raise ValueError(
+                f'{self.section}.refresh_every is {self.refresh_every}, but {self.section}.placement is "service", '
+                'which gets no weights of the trainer: set "trainer"'
+            )
+        return self
+
     @model_validator(mode="after")
     def _experts_divide(self) -> Self:
         sharing = self.tensor_parallel * self.context_parallel
@@ -51,21 +71,91 @@ class ReferenceConfig(FrozenModelConfig):
     section: ClassVar[str] = "roles.reference"
 
     model: str = ""
-    """A Hugging Face folder, the name of a fetched model, or a hub name, with the vocabulary of the trained model, and
-    in the trainer also its architecture. Empty: the initial model."""
+    """A Hugging Face folder, the name of a fetched model, or a hub name: a model of any supported architecture and
+    size, with the vocabulary of the trained model. Empty: the initial model."""
     placement: Literal["trainer", "service"] = "trainer"
     """trainer: in the trainer's ranks, beside the model that they train. service: in reference replicas of their own,
     which write the column ref_logprobs; the trainer then keeps no reference. Sizes and threads are the replicas'."""
 
 
+class TeacherModel(Section):
+    """One of several teachers."""
+
+    model: str = Field(min_length=1)
+    """As roles.teacher.model."""
+    sources: tuple[str, ...] = Field(min_length=1)
+    """Sources whose prompts it judges: their metadata.data_source, such as the name of a data.sources."""
+
+
 class TeacherConfig(FrozenModelConfig):
-    """The teacher of on-policy distillation, in replicas of its own. It has the trainer's dtype and kernels."""
+    """The teacher of on-policy distillation. It has the trainer's dtype and kernels."""
 
     section: ClassVar[str] = "roles.teacher"
 
     model: str = ""
     """A Hugging Face folder, the name of a fetched model, or a hub name: a model of any supported architecture and
-    size, with the vocabulary of the trained model."""
+    size, with the vocabulary of the trained model. With models it judges the prompts of all other sources."""
+    models: tuple[TeacherModel, ...] = ()
+    """Several teachers, each in a table [[roles.teacher.models]] with model and sources, all in each replica. A prompt
+    whose source none of them lists has the teacher model; if that is empty, it is refused."""
+    privileged_key: str = ""
+    """What only the teacher sees: "answer", or a column of the metadata such as "solution". The teacher may then be the
+    trained model itself. Empty: it sees what the student sees."""
+    privileged_template: str = (
+        "{prompt}\n\nA reference solution, which you must neither quote nor mention:\n{privileged}\n\n"
+        "Now solve the problem in your own words."
+    )
+    """The last message of the teacher's prompt, with privileged_key: the student's for {prompt}, and what only the
+    teacher sees for {privileged}."""
+    max_prompt_tokens: int = Field(default=0, ge=0)
+    """Maximum length of the teacher's prompts, with privileged_key; 0 means data.max_prompt_tokens."""
+    placement: Literal["trainer", "service"] = "service"
+    """service: in teacher replicas of its own, which write columns. trainer: in the trainer's ranks, beside the model
+    that they train, which can then also be asked for its own likeliest tokens (algorithm.distill_candidates). Sizes and
+    threads are the replicas'."""
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """See FrozenModelConfig."""
+        several = {f"{self.section}.models.{index}.model": one.model for index, one in enumerate(self.models)}
+        return ({f"{self.section}.model": self.model} if self.model else {}) | several
+
+    def model_of(self, source: object) -> str:
+        """Return the model that judges the prompts of a source (None: of no source); "" if none does."""
+        return next((one.model for one in self.models if source in one.sources), self.model)
+
+    def without(self, source: object, what: str) -> str:
+        """Say that something of a source has no teacher."""
+        listed = ", ".join(name for one in self.models for name in one.sources)
+        of = "no source (metadata.data_source)" if source is None else f'the source "{source}"'
+        return (
+            f"list {listed}, but {what} is of {of}: list it, or set {self.section}.model to the teacher of all other "
+            "prompts"
+        )
+
+    @model_validator(mode="after")
+    def _sources_have_one_teacher(self) -> Self:
+        listed = [source for one in self.models for source in one.sources]
+        if twice := sorted({source for source in listed if listed.count(source) > 1}):
+            raise ValueError(f'{self.section}.models list the source "{twice[0]}" twice: a prompt has one teacher')
+        if self.models and self.placement == "trainer":
+            raise ValueError(
+                f'{self.section}.models are {len(self.models)} teachers, but {self.section}.placement is "trainer", '
+                'where there is room for one: set "service", or use model'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _template_is_filled(self) -> Self:
+        for part in ("{prompt}", "{privileged}"):
+            if self.privileged_key and part not in self.privileged_template:
+                raise ValueError(f"{self.section}.privileged_template has no {part}, for which it is filled in")
+        if self.max_prompt_tokens and not self.privileged_key:
+            raise ValueError(
+                f"{self.section}.max_prompt_tokens is {self.max_prompt_tokens}, but without privileged_key the teacher "
+                "sees the student's prompts: remove it"
+            )
+        return self
 
 
 class CriticOptimizerConfig(OptimizerConfig):
@@ -88,6 +178,110 @@ class CriticConfig(Section):
     """The optimizer of the critic."""
 
 
+class JudgeConfig(Section):
+    """The judge: a model that rewards ask about answers, and that is never trained (docs/judge.md)."""
+
+    model: str = ""
+    """A Hugging Face folder, the name of a fetched model, or a hub name, for replicas of the role judge. With an
+    address: the model's name there. Empty: there is no judge."""
+    address: str = ""
+    """Instead of replicas: base URL of a server that speaks OpenAI's chat completions, such as "https://host/v1". Its
+    key is in the reward service's RELAXD_JUDGE_KEY, or in the file that RELAXD_JUDGE_KEY_FILE names."""
+    chat_template: str | None = None
+    """Jinja chat template to use instead of the model's own."""
+    chat_template_arguments: dict[str, Any] = Field(default_factory=dict)
+    """Variables for the chat template, such as { enable_thinking = false }. With an address, they are sent as
+    chat_template_kwargs."""
+    max_new_tokens: int = Field(default=1024, ge=1)
+    """Maximum length of a reply, in tokens."""
+    temperature: float = Field(default=0.1, ge=0)
+    """Sampling temperature; 0 is greedy. Raise it where several votes are asked for."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling; 1 turns it off."""
+    top_k: int = Field(default=0, ge=0)
+    """Sample from the k likeliest tokens; 0 turns it off."""
+    timeout_seconds: float = Field(default=300.0, gt=0)
+    """A question without a reply for this long fails its sample. The time doesn't count in reward.timeout_seconds."""
+    outage_seconds: float = Field(default=600.0, ge=0)
+    """How long questions wait for a judge that can't be reached. Then their samples fail."""
+    max_in_flight: int = Field(default=64, ge=1)
+    """Questions that a reward replica has open at a time."""
+    questions_per_second: float = Field(default=0.0, ge=0)
+    """Most questions that a reward replica begins in a second; 0: any number."""
+    engine: Literal["transformers", "sglang"] = "transformers"
+    """Inference engine of a replica. transformers: on CPUs. sglang: on GPUs."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Element type of the weights."""
+    max_running_samples: int = Field(default=64, ge=1)
+    """Maximum number of replies in progress per replica; other questions wait there."""
+    threads: int = Field(default=0, ge=0)
+    """CPU threads of a replica; 0 means all cores."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """GPUs of a replica, which share each layer's matrices (sglang)."""
+    memory_fraction: float = Field(default=0.0, ge=0, lt=1)
+    """Share of GPU memory for weights and key-value cache; 0 lets SGLang decide (sglang)."""
+    sglang: dict[str, Any] = Field(default_factory=dict)
+    """SGLang's own options, as in rollout.sglang, such as context_length = 8192."""
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the run has a judge."""
+        return bool(self.model)
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether the judge is the run's own replicas."""
+        return bool(self.model) and not self.address
+
+    @field_validator("address")
+    @classmethod
+    def _check_address(cls, address: str) -> str:
+        if not address:
+            return address
+        try:
+            parts = urlsplit(address)
+            found = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # a port that isn't a number
+            found = False
+        if not found:
+            raise ValueError(f'{address!r} must be a base URL, such as "https://host/v1"')
+        if parts.username is not None or parts.query or parts.fragment:
+            raise ValueError(
+                "it has more than host and path, which logs would show: leave credentials and parameters out; the key "
+                "is RELAXD_JUDGE_KEY in the reward service's environment"
+            )
+        if parts.path.rstrip("/").endswith("/completions"):
+            raise ValueError(f"{address!r} must be the base URL, without /chat/completions")
+        return address.rstrip("/")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        fields = type(self).model_fields.items()
+        given = {one for one, field in fields if getattr(self, one) != field.get_default(call_default_factory=True)}
+        if not self.model and given:
+            raise ValueError(
+                f"roles.judge.{min(given)} is set, but roles.judge.model is empty: name the judge's model"
+                + (", as the server at the address knows it" if self.address else "")
+            )
+        for_replicas = {"chat_template", *ENGINE_SETTINGS} & given
+        if self.address and for_replicas:
+            raise ValueError(
+                f"roles.judge.{min(for_replicas)} is for a judge's replicas, but roles.judge.address is "
+                f'"{self.address}": leave one of them out'
+            )
+        for_sglang = {"tensor_parallel", "memory_fraction", "sglang"} & given
+        if self.engine != "sglang" and for_sglang:
+            raise ValueError(
+                f'roles.judge.{min(for_sglang)} is for roles.judge.engine = "sglang", but roles.judge.engine is '
+                f'"{self.engine}"'
+            )
+        return self
+
+
+ENGINE_SETTINGS = ("engine", "dtype", "max_running_samples", "threads", "tensor_parallel", "memory_fraction", "sglang")
+"""Settings of a judge's engine, which [rollout] has under the same names."""
+
+
 class RolesConfig(Section):
     """Settings of roles that only some runs need."""
 
@@ -97,6 +291,8 @@ class RolesConfig(Section):
     """The teacher of on-policy distillation."""
     critic: CriticConfig = CriticConfig()
     """The critic."""
+    judge: JudgeConfig = JudgeConfig()
+    """The judge that rewards ask."""
 
     @property
     def frozen(self) -> dict[str, FrozenModelConfig]:

@@ -16,6 +16,9 @@ from relaxd.config.rehearsal import RehearsalConfig
 from relaxd.config.reward import RewardConfig
 from relaxd.config.roles import CriticConfig, RolesConfig
 
+JUDGE_REWARDS = ("judge", "judge_pairs", "boxed_judge")
+"""Bundled rewards that ask the judge."""
+
 
 class RunSection(Section):
     """The run as a whole."""
@@ -43,6 +46,24 @@ class ModelConfig(Section):
     """Jinja chat template to use instead of the model's own."""
     chat_template_arguments: dict[str, Any] = Field(default_factory=dict)
     """Variables for the chat template, such as { enable_thinking = false }."""
+
+
+class PartialConfig(Section):
+    """What becomes of unfinished answers when their engine goes (docs/partial-rollout.md)."""
+
+    enabled: bool = False
+    """Keep them on the board, and let another engine continue them. Otherwise they are generated again from their
+    beginning."""
+    save_seconds: float = Field(default=30.0, gt=0)
+    """Save unfinished answers this often, for replicas that die without notice. One that is drained or removed saves
+    them in any case."""
+    save_tokens: int = Field(default=1024, ge=1)
+    """Don't save a group's answers before one of them has this many tokens that aren't saved."""
+    max_staleness: int | None = Field(default=None, ge=0)
+    """Generate a group again if a token that would be trained is more versions than this older than the engine's
+    weights; by default board.max_staleness."""
+    mask_off_policy: bool = False
+    """Don't train on kept tokens that older weights wrote than those of the engine that continues the answer."""
 
 
 class RolloutConfig(Section):
@@ -80,6 +101,8 @@ class RolloutConfig(Section):
     """Share of GPU memory for weights and key-value cache; 0 lets SGLang decide (sglang)."""
     return_routed_experts: bool = False
     """Store each token's experts in the column routed_experts (sglang, mixture-of-experts models)."""
+    partial: PartialConfig = PartialConfig()
+    """Unfinished answers of engines that go."""
     sglang: dict[str, Any] = Field(default_factory=dict)
     """SGLang's own options, named as in its ServerArgs, such as attention_backend = "triton"."""
 
@@ -93,6 +116,18 @@ class RolloutConfig(Section):
             raise ValueError("rollout.stop has an empty string, which would end every answer at once")
         if wrong := [token for token in self.stop_token_ids if token < 0]:
             raise ValueError(f"rollout.stop_token_ids has {wrong[0]}: token ids are not negative")
+        return self
+
+    @model_validator(mode="after")
+    def _partial_fits(self) -> Self:
+        if not self.partial.enabled:
+            if self.partial != PartialConfig():
+                raise ValueError("rollout.partial is set, but rollout.partial.enabled is false: set it to true")
+        elif self.return_routed_experts:
+            raise ValueError(
+                "rollout.partial.enabled and rollout.return_routed_experts are both true: the experts of tokens that "
+                "another engine wrote aren't known, so set one of them to false"
+            )
         return self
 
     @model_validator(mode="after")
@@ -310,15 +345,53 @@ class RunConfig(Section):
         """Return the run's folder if its processes write traces there, else None."""
         return Path(run_folder) if self.telemetry.traces == "file" else None
 
-    @property
-    def has_reference_service(self) -> bool:
-        """Whether reference replicas write the column ref_logprobs."""
-        return self.roles.reference.placement == "service" and self.algorithm.needs_reference
+    def frozen_roles(self, placement: Literal["trainer", "service"] | None = None) -> list[str]:
+        """Return the roles of the frozen models that the run has, in this place or in any."""
+        has = {
+            "reference": self.algorithm.needs_reference,
+            "teacher": self.algorithm.needs_teacher and bool(self.roles.teacher.settings),
+        }
+        return [
+            role
+            for role, own in self.roles.frozen.items()
+            if has[role] and (placement is None or own.placement == placement)
+        ]
+
+    def refreshed_after(self, step: int) -> tuple[str, ...]:
+        """Return the roles whose models take over the trained model's weights after a step."""
+        every = {role: self.roles.frozen[role].refresh_every for role in self.frozen_roles("trainer")}
+        return tuple(role for role, steps in every.items() if steps and step % steps == 0)
 
     @property
-    def has_teacher(self) -> bool:
-        """Whether teacher replicas write the column teacher_logprobs."""
-        return bool(self.roles.teacher.model) and self.algorithm.needs_teacher
+    def has_privileged_teacher(self) -> bool:
+        """Whether the run has a teacher whose prompts have more than the student's."""
+        return "teacher" in self.frozen_roles() and bool(self.roles.teacher.privileged_key)
+
+    @property
+    def teacher_prompt_tokens(self) -> int:
+        """Maximum length of a prompt of the teacher."""
+        return self.roles.teacher.max_prompt_tokens or self.data.max_prompt_tokens
+
+    @property
+    def published_prompt_tokens(self) -> int:
+        """Most tokens that are published of a prompt: the student's, and the teacher's if it has prompts of its own."""
+        return self.data.max_prompt_tokens + (self.teacher_prompt_tokens if self.has_privileged_teacher else 0)
+
+    @model_validator(mode="after")
+    def _refreshed_begin_with_the_initial_model(self) -> Self:
+        for role, own in self.roles.frozen.items():
+            if own.refresh_every and role not in self.frozen_roles():
+                raise ValueError(
+                    f"{own.section}.refresh_every is {own.refresh_every}, but the run has no {role}: remove it, or set "
+                    f"{'algorithm.kl_coef' if role == 'reference' else f'{own.section}.model'}"
+                )
+            others = [name for name in own.settings.values() if name not in ("", self.model.path)]
+            if own.refresh_every and others:
+                raise ValueError(
+                    f'{own.section}.refresh_every is {own.refresh_every}, but {own.section}.model is "{others[0]}": '
+                    f'a model that takes over the trained one\'s weights begins as it does; set "{self.model.path}"'
+                )
+        return self
 
     @model_validator(mode="after")
     def _reference_is_needed(self) -> Self:
@@ -340,19 +413,54 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _teacher_is_needed(self) -> Self:
-        algorithm, model = self.algorithm, self.roles.teacher.model
+        algorithm, models = self.algorithm, self.roles.teacher.settings
         if isinstance(algorithm, OwnConfig):
             return self
-        if model and not algorithm.needs_teacher:
+        if self.roles.teacher.privileged_key and not models:
             raise ValueError(
-                f'roles.teacher.model is "{model}", but algorithm.distill_coef and algorithm.distill_loss_coef are 0, '
+                f'roles.teacher.privileged_key is "{self.roles.teacher.privileged_key}", but no teacher is there to '
+                f'see it: remove it, or set roles.teacher.model, which may be model.path, "{self.model.path}"'
+            )
+        if models and not algorithm.needs_teacher:
+            setting, model = next(iter(models.items()))
+            raise ValueError(
+                f'{setting} is "{model}", but algorithm.distill_coef and algorithm.distill_loss_coef are 0, '
                 "which need no teacher: set one of them, or remove the model"
             )
-        if algorithm.needs_teacher and not model:
+        if algorithm.distill_coef > 0 and self.roles.teacher.placement == "trainer":
+            raise ValueError(
+                f"algorithm.distill_coef is {algorithm.distill_coef:g}, but roles.teacher.placement is "
+                '"trainer": set "service", because advantages are needed before the trainer has a group, or use '
+                "distill_loss_coef, whose k2 has the same expected gradient"
+            )
+        if algorithm.distill_candidates != "teacher" and self.roles.teacher.placement != "trainer":
+            raise ValueError(
+                f'algorithm.distill_candidates is "{algorithm.distill_candidates}", but roles.teacher.placement is '
+                '"service": set "trainer", because only there the student can be asked for its likeliest tokens'
+            )
+        if algorithm.distill_candidates != "teacher" and self.roles.teacher.privileged_key:
+            raise ValueError(
+                f'algorithm.distill_candidates is "{algorithm.distill_candidates}", but roles.teacher.privileged_key '
+                "is set: use \"teacher\", because the teacher's rows have other prompts than the student's"
+            )
+        if algorithm.needs_teacher and not models:
             raise ValueError(
                 "roles.teacher.model is empty: set it to the teacher's model, because algorithm.distill_coef is "
                 f"{algorithm.distill_coef:g} and algorithm.distill_loss_coef {algorithm.distill_loss_coef:g}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _judge_is_there(self) -> Self:
+        named = {
+            "reward.name": self.reward.name,
+            **{f"reward.terms.{number}.name": term.name for number, term in enumerate(self.reward.terms)},
+            **{f"reward.choices.{value}": name for value, name in self.reward.choices.items()},
+            **{f"eval.sets.{number}.reward": one.reward for number, one in enumerate(self.eval.sets)},
+        }
+        asking = [f'{setting} is "{name}"' for setting, name in named.items() if name in JUDGE_REWARDS]
+        if asking and not self.roles.judge.is_there:
+            raise ValueError(f"{asking[0]}, but there is no judge: set roles.judge.model")
         return self
 
     @model_validator(mode="after")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from relaxd.config import RunConfig
 from relaxd.data.errors import DataError
 from relaxd.data.examples import Example
+from relaxd.data.privileged import PrivilegedPrompts
 from relaxd.data.sources import Source
 from relaxd.data.tokenizer import PromptTokenizer
 
@@ -52,8 +53,16 @@ class Checked:
     """Whether any that was looked at has tools."""
 
 
-def check_source(source: Source, tokenizer: PromptTokenizer, config: RunConfig) -> Checked:
+def check_source(
+    source: Source, tokenizer: PromptTokenizer, config: RunConfig, teacher: PrivilegedPrompts | None = None
+) -> Checked:
     """Check the prompts of a source: all of them, or of more than CHECKED some that are evenly spread.
+
+    Args:
+        source: the source.
+        tokenizer: the model's tokenizer.
+        config: the run.
+        teacher: what makes the teacher's prompts, if it has prompts of its own.
 
     Raises DataError: rows are wrong, or prompts are longer than data.max_prompt_tokens and data.overlong forbids it.
     """
@@ -65,10 +74,14 @@ def check_source(source: Source, tokenizer: PromptTokenizer, config: RunConfig) 
     for start in range(0, len(examples), CHECK_BATCH):
         batch = examples[start : start + CHECK_BATCH]
         for example, tokens in zip(batch, tokenizer.encode(batch), strict=True):
-            if len(tokens) <= limit.tokens:
+            if len(tokens) > limit.tokens:
+                if not limit.skip:
+                    raise limit.too_long(example.place, len(tokens))
+            elif teacher is not None and (long := len(*teacher.encode(tokenizer, [example]))) > teacher.limit:
+                if not limit.skip:
+                    raise teacher.too_long(example.place, long)
+            else:
                 kept.append(example)
-            elif not limit.skip:
-                raise limit.too_long(example.place, len(tokens))
     if examples and not kept:
         raise limit.all_too_long()
     has_tools = any(example.tools for example in examples)

@@ -8,7 +8,7 @@ from typing import Any, Self
 import numpy as np
 
 from relaxd.config import RunConfig
-from relaxd.data.checking import Limit, check_source
+from relaxd.data.checking import CHECKED, Limit, check_source, evenly_spread
 from relaxd.data.duplicates import Chosen, Seen, keys_of
 from relaxd.data.errors import DataError
 from relaxd.data.evaluation_sets import read_set
@@ -16,6 +16,7 @@ from relaxd.data.examples import Example, Message
 from relaxd.data.files.rows import Joined
 from relaxd.data.mixture import Share, epoch_visits
 from relaxd.data.models import resolve_model, routed_expert_bytes
+from relaxd.data.privileged import PrivilegedPrompts, check_teachers, privileged_prompts
 from relaxd.data.sources import Source, read_sources
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.run_folder import HELD_OUT
@@ -75,6 +76,8 @@ class Prompt:
     """The conversation, unless it is one message of the user with that text."""
     sampling: dict[str, int | float] = field(default_factory=dict)
     """Sampling parameters of its source that differ from the run's, by name."""
+    teacher_tokens: np.ndarray | None = None
+    """Token ids of the teacher's prompt, int32, if it has one of its own."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the board's `prompt` column."""
@@ -104,14 +107,19 @@ class PromptDataset:
         seed: int,
         shares: Sequence[Share] = (),
         limit: Limit | None = None,
+        teacher: PrivilegedPrompts | None = None,
     ) -> None:
-        """`shares` are the sources in `examples`, by default one. `limit` is for examples that weren't all checked."""
+        """`shares` are the sources in `examples`, by default one. `limit` is for examples that weren't all checked.
+
+        `teacher` makes the teacher's prompts, if it has prompts of its own.
+        """
         self._examples = examples
         self._tokenizer = tokenizer
         self._shuffle = shuffle
         self._seed = seed
         self._shares = shares or (Share(len(examples)),)
         self._limit = limit
+        self._teacher = teacher
         self._length = sum(share.visits for share in self._shares)
         self._order: tuple[int, np.ndarray] | None = None
 
@@ -132,7 +140,10 @@ class PromptDataset:
             raise DataError(self._limit.field if self._limit else "data", str(error)) from error
         (tokens,) = self._tokenizer.encode([example])
         messages = [] if isinstance(example.prompt, str) else example.prompt
-        return Prompt(tokens, example.text, example.answer, example.metadata, index, messages, example.sampling)
+        (teachers,) = [None] if self._teacher is None else self._teacher.encode(self._tokenizer, [example])
+        return Prompt(
+            tokens, example.text, example.answer, example.metadata, index, messages, example.sampling, teachers
+        )
 
     def index_at(self, cursor: Cursor) -> int:
         """Return the index of the next prompt."""
@@ -145,10 +156,17 @@ class PromptDataset:
 
     def fits(self, prompt: Prompt) -> bool:
         """Return whether a prompt isn't too long. Raises DataError: it is, and may not be left out."""
-        if self._limit is None or len(prompt.tokens) <= self._limit.tokens:
+        if self._limit is None:
+            return True
+        fits = len(prompt.tokens) <= self._limit.tokens
+        teachers = 0 if prompt.teacher_tokens is None else len(prompt.teacher_tokens)
+        if fits and (self._teacher is None or teachers <= self._teacher.limit):
             return True
         if not self._limit.skip:
-            raise self._limit.too_long(f"prompt {prompt.index}", len(prompt.tokens))
+            place = f"prompt {prompt.index}"
+            if fits and self._teacher is not None:
+                raise self._teacher.too_long(place, teachers)
+            raise self._limit.too_long(place, len(prompt.tokens))
         return False
 
     def all_too_long(self) -> DataError:
@@ -223,11 +241,14 @@ def load_data(config: RunConfig) -> RunData:
     repeated = 0
     if config.data.deduplicate:
         sources, repeated = _without_repeats(sources, sets.values())
-    checked = [check_source(source, tokenizer, config) for source in sources]
+    teacher = privileged_prompts(config)
+    checked = [check_source(source, tokenizer, config, teacher) for source in sources]
     if config.data.tools_key and not any(one.has_tools for one in checked):
         raise DataError(
             "data.tools_key", f'= "{config.data.tools_key}": no prompt that was looked at has tools in such a column'
         )
+    for one in checked:
+        check_teachers(config, (one.examples[place] for place in evenly_spread(len(one.examples), CHECKED)))
     evaluation, skipped = _evaluation_sets(config, tokenizer, sets)
     return RunData(
         train=PromptDataset(
@@ -237,6 +258,7 @@ def load_data(config: RunConfig) -> RunData:
             seed=config.run.seed,
             shares=[Share(len(one.examples), source.weight) for one, source in zip(checked, sources, strict=True)],
             limit=next((one.limit for one in checked if one.limit), None),
+            teacher=teacher,
         ),
         evaluation=evaluation,
         skipped=skipped + sum(one.skipped for one in checked),

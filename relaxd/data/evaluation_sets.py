@@ -3,6 +3,7 @@
 from relaxd.config import RunConfig
 from relaxd.config.evaluation import EvalSet
 from relaxd.config.reasoning_gym import ReasoningGymConfig
+from relaxd.data.benchmarks import read_benchmark
 from relaxd.data.columns import Examples
 from relaxd.data.errors import DataError
 from relaxd.data.examples import Example
@@ -19,9 +20,12 @@ TASK_SEED = 1_000_000_000
 def read_set(config: RunConfig, number: int) -> Source:
     """Open the prompts of one of eval.sets, all that it has. Raises DataError, which names the setting and the file."""
     one = config.eval.sets[number]
-    field = f"eval.sets.{number}.{'task' if one.task else 'path'}"
+    kind = "task" if one.task else "benchmark" if one.benchmark else "path"
+    field = f"eval.sets.{number}.{kind}"
     if one.task:
         return Source(_of_task(one, field), field, shown=one.name)
+    if one.benchmark:
+        return Source(read_benchmark(one.benchmark, field), field, shown=one.name)
     assert one.path is not None  # checked by EvalSet
     examples = Examples(open_rows(one.path, field), columns_of(config.data, one))
     if not len(examples):

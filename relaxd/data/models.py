@@ -42,11 +42,20 @@ def resolve_model(path_or_name: str, *, weights: bool = True, setting: str = "mo
     )
 
 
-def frozen_model(config: RunConfig, role: str, *, weights: bool = True) -> Path:
-    """Return the folder of the model that a role holds frozen; see `resolve_model`."""
-    own = config.roles.frozen[role]
-    setting = f"{own.section}.model" if own.model else "model.path"
-    return resolve_model(own.model or config.model.path, weights=weights, setting=setting)
+def frozen_models(config: RunConfig, role: str, *, weights: bool = True) -> dict[str, Path]:
+    """Return the folders of the models that a role holds frozen, by their names; "" is the initial model.
+
+    Raises DataError, see `resolve_model`.
+    """
+    return {
+        model: resolve_model(model or config.model.path, weights=weights, setting=setting if model else "model.path")
+        for setting, model in config.roles.frozen[role].settings.items()
+    }
+
+
+def models_in_trainer(config: RunConfig) -> dict[str, Path]:
+    """Return the folders of the frozen models that the trainer's ranks keep, by role; see `resolve_model`."""
+    return {role: folder for role in config.frozen_roles("trainer") for folder in frozen_models(config, role).values()}
 
 
 def routed_expert_bytes(folder: Path) -> int:

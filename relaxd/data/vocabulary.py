@@ -7,30 +7,29 @@ from tokenizers import Tokenizer
 
 from relaxd.config import RunConfig
 from relaxd.data.errors import DataError
-from relaxd.data.models import frozen_model, resolve_model
+from relaxd.data.models import frozen_models, resolve_model
 
 SHOWN = 3
 """Differences that an error names."""
 
 
 def check_vocabularies(config: RunConfig, role: str) -> None:
-    """Check that the model that a role holds frozen has the trained model's vocabulary.
+    """Check that the models that a role holds frozen have the trained model's vocabulary.
 
     Log-probs of the same token ids mean something only then. Reads the folders; downloads no weights.
 
     Raises:
-        DataError: it has another one, or one of the models isn't there.
+        DataError: one has another vocabulary, or one of the models isn't there.
     """
-    own = config.roles.frozen[role]
-    if not own.model:
-        return
-    trained, frozen = resolve_model(config.model.path, weights=False), frozen_model(config, role, weights=False)
-    if problem := vocabulary_problem(trained, frozen):
-        raise DataError(
-            f"{own.section}.model",
-            f"= {own.model!r} has another vocabulary than model.path = {config.model.path!r}: {problem}. The {role} is "
-            "asked for log-probs of the trained model's token ids: choose a model with the same tokenizer",
-        )
+    trained = resolve_model(config.model.path, weights=False)
+    folders = frozen_models(config, role, weights=False)
+    for setting, model in config.roles.frozen[role].settings.items():
+        if model and (problem := vocabulary_problem(trained, folders[model])):
+            raise DataError(
+                setting,
+                f"= {model!r} has another vocabulary than model.path = {config.model.path!r}: {problem}. The {role} is "
+                "asked for log-probs of the trained model's token ids: choose a model with the same tokenizer",
+            )
 
 
 def vocabulary_problem(one: Path, other: Path) -> str:

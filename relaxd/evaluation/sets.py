@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from relaxd.config import RunConfig
+from relaxd.config.evaluation import EvalSet
+from relaxd.data.benchmarks import BENCHMARKS
 from relaxd.run_folder import HELD_OUT
 
 
@@ -76,11 +78,18 @@ def sets_of(config: RunConfig) -> list[ResolvedSet]:
                 stop=rollout.stop if one.stop is None else one.stop,
                 stop_token_ids=rollout.stop_token_ids,
                 seed=config.run.seed,
-                reward=one.reward or ("reasoning_gym" if one.task else ""),
+                reward=one.reward or _reward_of(one),
                 right_from=one.right_from,
             )
         )
     return found
+
+
+def _reward_of(one: EvalSet) -> str:
+    """Return the reward of a set that names none; empty means the run's."""
+    if one.task:
+        return "reasoning_gym"
+    return BENCHMARKS[one.benchmark].reward if one.benchmark in BENCHMARKS else ""
 
 
 def unknown_set(name: str, known: Sequence[str]) -> str:

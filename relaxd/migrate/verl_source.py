@@ -38,7 +38,7 @@ def read_verl(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     try:
         import yaml
     except ImportError as error:
-        raise VerlConfigError(f"{error}: pip install pyyaml") from error
+        raise VerlConfigError(f"{error}: pip install 'relaxd[migrate]'") from error
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

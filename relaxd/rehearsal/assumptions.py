@@ -63,10 +63,12 @@ def obstacle(config: RunConfig) -> str:
     """Say which part of a run can't be rehearsed; "" if all can."""
     if config.run.colocate:
         return "run.colocate is true: trainer and engines that take turns can't be rehearsed"
-    if config.has_reference_service:
+    if "reference" in config.frozen_roles("service"):
         return 'roles.reference.placement is "service": it can\'t be rehearsed; set "trainer" to rehearse the rest'
-    if config.has_teacher:
+    if "teacher" in config.frozen_roles():
         return "roles.teacher.model is set: a teacher can't be rehearsed; leave distillation out to rehearse the rest"
+    if config.roles.judge.is_there:
+        return "roles.judge.model is set: a judge can't be rehearsed; leave roles.judge out to rehearse the rest"
     if config.algorithm.needs_critic:
         return f'algorithm.name is "{config.algorithm.name}": a critic can\'t be rehearsed; "grpo" rehearses the rest'
     if config.rollout.return_routed_experts and not math.prod(config.rehearsal.experts):

@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 import redis
 
-from relaxd.board.schema import token_bytes
 from relaxd.board.stages import stages_for
 from relaxd.client.coordinator import ENDED, CoordinatorClient
 from relaxd.client.errors import CliError
@@ -149,7 +148,7 @@ def _measure(
     metrics = [line for line in read_result(counters.run_folder).steps if first.step < line["step"] <= last.step]
     run = counters.run
     stages = stages_for(config)
-    per_token = token_bytes(stages[0].writes) + expert_bytes(config)
+    per_token = stages[0].token_bytes + expert_bytes(config)
     return Measured(
         scale=scale,
         first=first,

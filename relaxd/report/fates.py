@@ -14,7 +14,7 @@ from relaxd.run_folder import GROUPS, newest_lines
 
 FIELDS = (
     *("group", "index", "source", "prompt_tokens", "fate", "step", "reason", "stage", "attempt", "retry", "retried"),
-    *("tokens", "truncated", "reward", "visit"),
+    *("tokens", "truncated", "continued", "reward", "visit"),
 )
 """What a condition may name."""
 OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
@@ -29,6 +29,36 @@ CONDITION = re.compile(r"\s*(\w+)\s*(<=|>=|!=|=|<|>)\s*(.+?)\s*")
 Test = Callable[[dict[str, Any]], bool]
 
 
+CHUNK = 1 << 15
+"""Places of an epoch whose bits are together."""
+GROUP_ID = re.compile(r"(\d+)-(\d{1,18})(?:~(\d+))?", re.ASCII)
+"""Epoch, place in it, and retry."""
+
+
+class GroupSet:
+    """A set of groups' ids, a bit for each: groups of ten million prompts take about 1.3 MB."""
+
+    def __init__(self) -> None:
+        self._chunks: dict[tuple[int, int, int], bytearray] = {}
+        self._others: set[str] = set()
+
+    def add(self, group: str) -> bool:
+        """Add an id. Returns whether it is new."""
+        match = GROUP_ID.fullmatch(group)
+        if match is None:
+            known = group in self._others
+            self._others.add(group)
+            return not known
+        epoch, place, retry = (int(part or 0) for part in match.groups())
+        bits = self._chunks.setdefault((epoch, retry, place // CHUNK), bytearray())
+        number, bit = divmod(place % CHUNK, 8)
+        if number >= len(bits):
+            bits.extend(bytes(number + 1 - len(bits)))
+        known = bool(bits[number] & 1 << bit)
+        bits[number] |= 1 << bit
+        return not known
+
+
 class ConditionError(ValueError):
     """A condition that can't be read."""
 
@@ -38,12 +68,11 @@ def read_fates(folder: Path) -> Iterator[dict[str, Any]]:
 
     A group whose run was restored may have several lines; the newest counts.
     """
-    seen: set[str] = set()
+    seen = GroupSet()
     for line in newest_lines(folder / GROUPS):
         group = line["group"]
-        if group in seen:
+        if not seen.add(group):
             continue
-        seen.add(group)
         line["fate"] = "trained" if "step" in line else "dropped"
         line["retry"] = int(group.partition("~")[2] or 0)
         yield line
@@ -145,6 +174,8 @@ class Summary:
     all: Bucket = field(default_factory=Bucket)
     retried: int = 0
     """Groups that were retries."""
+    continued: int = 0
+    """Groups with an answer that was cut off and continued."""
     by: dict[str, dict[str, Bucket]] = field(default_factory=lambda: {name: {} for name in DIMENSIONS})
     """Buckets by dimension, then by label."""
     means: dict[str, tuple[Mean, Mean]] = field(
@@ -159,6 +190,7 @@ def summarise_fates(lines: Iterable[dict[str, Any]]) -> Summary:
     for line in lines:
         summary.all.add(line)
         summary.retried += line["retry"] > 0
+        summary.continued += line.get("continued", 0) > 0
         for name, label_of in DIMENSIONS.items():
             summary.by[name].setdefault(label_of(line), Bucket()).add(line)
         for name, (of_all, of_trained) in summary.means.items():

@@ -18,6 +18,13 @@ def takes_group(reward: Callable[..., Any]) -> bool:
     return next(iter(_parameters(reward)), "") == "samples"
 
 
+def awaits(reward: Callable[..., Any]) -> bool:
+    """Return whether a reward is a coroutine function, or a class whose calls are."""
+    function = inspect.unwrap(getattr(reward, "func", reward))
+    function = getattr(function, "reward", function)  # of `adapt`
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
 def boxed(reward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a reward of what is in the reply's last box, or of "" if there is none."""
 

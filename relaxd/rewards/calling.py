@@ -70,32 +70,38 @@ def check_settings(name: str, reward: Callable[..., Any], settings: Mapping[str,
             raise BadRewardError(f'reward.settings.{one.name} is missing: the reward "{name}" needs it')
 
 
-def call(reward: Reward, samples: Sequence[RewardInput], runner: asyncio.Runner, key: str = "") -> list[RewardOutput]:
+Outcome = RewardOutput | BaseException
+"""A sample's score, or what was raised instead."""
+
+
+def call(reward: Reward, samples: Sequence[RewardInput], runner: asyncio.Runner, key: str = "") -> list[Outcome]:
     """Call a reward for samples of a group. Coroutines run in `runner`, all at the same time.
 
     `key` is the key of the reward in mappings, see `check_output`.
 
-    Raises:
-        BadRewardError: its value is no reward, or no list of one for each sample; the message begins with its place.
-        Exception: whatever the reward raises.
+    Returns for each sample its score, or what was raised: whatever the reward raises, or BadRewardError if its value is
+    no reward, or no list of one for each sample; the message of the latter begins with its place.
     """
+    if takes_group(reward):
+        (values,) = _finish([_begin(cast(Callable[..., Any], reward), samples)], runner)
+        outcomes = _of_group(values, len(samples))
+    else:
+        function = cast(Callable[[RewardInput], Any], reward)
+        outcomes = _finish([_begin(function, sample) for sample in samples], runner)
+    return [_checked(reward, outcome, key) for outcome in outcomes]
+
+
+def _begin(function: Callable[[Any], Any], scored: Any) -> Any:
+    """Call a function. Returns its value, which may be awaitable, or what it raised."""
     try:
-        if not takes_group(reward):
-            values = [cast(Callable[[RewardInput], Any], reward)(sample) for sample in samples]
-            if any(map(inspect.isawaitable, values)):
-                values = runner.run(_await_all(values))
-            return [check_output(value, key) for value in values]
-        values = cast(Callable[[Sequence[RewardInput]], Any], reward)(samples)
-        if inspect.isawaitable(values):
-            (values,) = runner.run(_await_all([values]))
-        if not isinstance(values, Sequence) and hasattr(values, "tolist"):
-            values = values.tolist()  # of numpy and torch
-        if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != len(samples):
-            found = f"{len(values)} values" if isinstance(values, Sequence) else type(values).__name__
-            raise BadRewardError(f"it returned {found} for {len(samples)} samples: return a list, one for each sample")
-        return [check_output(value, key) for value in values]
-    except BadRewardError as error:
-        raise BadRewardError(f"{place(reward)}: {error}") from error
+        return function(scored)
+    except BaseException as error:  # SystemExit as well: a reward that calls sys.exit() has only failed
+        return error
+
+
+def _finish(values: list[Any], runner: asyncio.Runner) -> list[Any]:
+    """Await those values that are awaitable, at the same time. Returns the values, or what was raised."""
+    return runner.run(_await_all(values)) if any(map(inspect.isawaitable, values)) else values
 
 
 async def _await_all(values: Sequence[Any]) -> list[Any]:
@@ -103,7 +109,32 @@ async def _await_all(values: Sequence[Any]) -> list[Any]:
 
 
 async def _await(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value
+    try:
+        return await value if inspect.isawaitable(value) else value
+    except BaseException as error:  # as in `_begin`
+        return error
+
+
+def _of_group(values: Any, count: int) -> list[Any]:
+    """Return a group's values one by one, or for each the error of all."""
+    if isinstance(values, BaseException):
+        return [values] * count
+    if not isinstance(values, Sequence) and hasattr(values, "tolist"):
+        values = values.tolist()  # of numpy and torch
+    if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != count:
+        found = f"{len(values)} values" if isinstance(values, Sequence) else type(values).__name__
+        error = BadRewardError(f"it returned {found} for {count} samples: return a list, one for each sample")
+        return [error] * count
+    return list(values)
+
+
+def _checked(reward: Reward, value: Any, key: str) -> Outcome:
+    try:
+        if isinstance(value, BadRewardError):
+            raise value
+        return value if isinstance(value, BaseException) else check_output(value, key)
+    except BadRewardError as error:
+        return BadRewardError(f"{place(reward)}: {error}")
 
 
 def place(reward: Callable[..., Any]) -> str:

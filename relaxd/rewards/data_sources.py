@@ -15,6 +15,10 @@ _REWARDS = {
     "numina_cn_k12": "math",
     "numina_olympiads": "math",
     "hiyouga/geometry3k": "geo3k",
+    "apps": "code",
+    "codecontests": "code",
+    "codeforces": "code",
+    "taco": "code",
 }
 
 

@@ -32,9 +32,7 @@ def resolve(name: str, settings: Mapping[str, Any] | None = None) -> Reward:
     bare = name.removeprefix(BOXED)
     if bare in REWARDS:
         _import_package(bare)
-        reward = _with_settings(name, REWARDS[bare], settings)
-        return reward if bare == name else boxed(reward)
-    function = _find(name)
+    function: Any = REWARDS[bare] if bare in REWARDS else _find(name)
     if inspect.isclass(function):
         check_settings(name, function, settings)
         try:
@@ -44,6 +42,8 @@ def resolve(name: str, settings: Mapping[str, Any] | None = None) -> Reward:
             raise UnknownRewardError(f'reward "{name}" can\'t be made with {settings}: {reason}') from error
     else:
         function = _with_settings(name, function, settings)
+    if bare in REWARDS:
+        return cast(Reward, function if bare == name else boxed(function))
     function = adapt(function)
     check_signature(function)
     return cast(Reward, function)

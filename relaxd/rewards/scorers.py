@@ -6,9 +6,9 @@ from typing import Any, Protocol
 
 from relaxd.config import RewardConfig
 from relaxd.config.reward import RewardTerm
-from relaxd.rewards.adapters import takes_group
+from relaxd.rewards.adapters import awaits, takes_group
 from relaxd.rewards.base import RewardInput, RewardOutput
-from relaxd.rewards.calling import call
+from relaxd.rewards.calling import Outcome, call
 from relaxd.rewards.data_sources import reward_of_data_source
 from relaxd.rewards.loading import resolve
 from relaxd.rewards.table import UnknownRewardError, check_name, is_bundled
@@ -19,9 +19,11 @@ class Scorer(Protocol):
 
     takes_group: bool
     """Whether it must get all samples of a group at once."""
+    awaits: bool
+    """Whether it awaits something, so that it is faster if it gets them at once."""
 
-    def score(self, samples: Sequence[RewardInput], runner: asyncio.Runner) -> list[RewardOutput]:
-        """Score samples of a group. Coroutines run in `runner`. Raises whatever a reward raises."""
+    def score(self, samples: Sequence[RewardInput], runner: asyncio.Runner) -> list[Outcome]:
+        """Score samples of a group. Coroutines run in `runner`. Returns for each its score, or what a reward raised."""
 
 
 class Single:
@@ -32,8 +34,9 @@ class Single:
         self._reward: Callable[..., Any] = resolve(name, settings)
         self._key = key
         self.takes_group = takes_group(self._reward)
+        self.awaits = awaits(self._reward)
 
-    def score(self, samples: Sequence[RewardInput], runner: asyncio.Runner) -> list[RewardOutput]:
+    def score(self, samples: Sequence[RewardInput], runner: asyncio.Runner) -> list[Outcome]:
         """See Scorer."""
         return call(self._reward, samples, runner, self._key)
 
@@ -45,13 +48,17 @@ class Sum:
         """Load the terms. Raises UnknownRewardError and BadRewardError."""
         self._terms = [(term, Single(term.name, term.settings, term.key)) for term in terms]
         self.takes_group = any(scorer.takes_group for _, scorer in self._terms)
+        self.awaits = any(scorer.awaits for _, scorer in self._terms)
 
-    def score(self, samples: Sequence[RewardInput], runner: asyncio.Runner) -> list[RewardOutput]:
+    def score(self, samples: Sequence[RewardInput], runner: asyncio.Runner) -> list[Outcome]:
         """See Scorer."""
         outputs = [scorer.score(samples, runner) for _, scorer in self._terms]
         return [self._sum(of_sample) for of_sample in zip(*outputs, strict=True)]
 
-    def _sum(self, outputs: Sequence[RewardOutput]) -> RewardOutput:
+    def _sum(self, outcomes: Sequence[Outcome]) -> Outcome:
+        outputs = [outcome for outcome in outcomes if isinstance(outcome, RewardOutput)]
+        if len(outputs) < len(outcomes):
+            return next(outcome for outcome in outcomes if isinstance(outcome, BaseException))
         values = {term.shown: _clip(term, output) for (term, _), output in zip(self._terms, outputs, strict=True)}
         parts: dict[str, float] = {}
         total = 0.0
@@ -73,8 +80,9 @@ class Choice:
         self._otherwise = otherwise
         scorers = [*self._scorers.values(), *([otherwise] if otherwise else [])]
         self.takes_group = any(scorer.takes_group for scorer in scorers)
+        self.awaits = any(scorer.awaits for scorer in scorers)
 
-    def score(self, samples: Sequence[RewardInput], runner: asyncio.Runner) -> list[RewardOutput]:
+    def score(self, samples: Sequence[RewardInput], runner: asyncio.Runner) -> list[Outcome]:
         """See Scorer. Samples of a group have the same prompt, and so the same reward."""
         return self._of(samples[0]).score(samples, runner)
 

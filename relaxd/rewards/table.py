@@ -2,38 +2,44 @@
 
 import difflib
 import re
+from collections.abc import Mapping
 
 from relaxd.rewards.base import Reward
+from relaxd.rewards.coding.code import Code
 from relaxd.rewards.hub.addition import addition
 from relaxd.rewards.hub.dummy import dummy
 from relaxd.rewards.hub.exact_match import exact_match
 from relaxd.rewards.hub.f1 import f1
 from relaxd.rewards.hub.gpqa import gpqa
 from relaxd.rewards.hub.gsm8k import gsm8k
-from relaxd.rewards.hub.ifeval import ifeval
+from relaxd.rewards.hub.instructions import ifbench, ifeval
 from relaxd.rewards.hub.json_schema import json_schema
 from relaxd.rewards.hub.multiple_choice import multiple_choice
 from relaxd.rewards.hub.overlong import overlong
 from relaxd.rewards.hub.random import random
 from relaxd.rewards.hub.reasoning_gym import reasoning_gym
 from relaxd.rewards.hub.regex import regex
+from relaxd.rewards.judge.pairs import judge_pairs
+from relaxd.rewards.judge.single import judge
 from relaxd.rewards.mathematics.dapo import dapo
 from relaxd.rewards.mathematics.deepscaler import deepscaler
 from relaxd.rewards.mathematics.geo3k import geo3k
 from relaxd.rewards.mathematics.math import math
 from relaxd.rewards.mathematics.openr1mm import openr1mm
 
-REWARDS: dict[str, Reward] = {
+REWARDS: Mapping[str, Reward | type[Code]] = {
     reward.__name__: reward
     for reward in (
-        addition, dapo, deepscaler, dummy, exact_match, f1, geo3k, gpqa, gsm8k, ifeval, json_schema, math,
-        multiple_choice, openr1mm, overlong, random, reasoning_gym, regex,
+        addition, dapo, deepscaler, dummy, exact_match, f1, geo3k, gpqa, gsm8k, ifbench, ifeval, json_schema, judge,
+        judge_pairs,
+        math, multiple_choice, openr1mm, overlong, random, reasoning_gym, regex,
     )
-}  # fmt: skip
-"""The bundled rewards by name."""
+} | {"code": Code}  # fmt: skip
+"""The bundled rewards by name: functions, and classes that are made with their settings."""
 PACKAGES = {
     "deepscaler": ("sympy", "relaxd[reward]"),
     "geo3k": ("sympy", "relaxd[reward]"),
+    "ifbench": ("if_verifiable", "relaxd[ifeval]"),
     "ifeval": ("if_verifiable", "relaxd[ifeval]"),
     "json_schema": ("jsonschema", "relaxd[reward]"),
     "math": ("sympy", "relaxd[reward]"),
@@ -43,7 +49,7 @@ PACKAGES = {
 """Packages that bundled rewards import on first use, and their requirements."""
 BOXED = "boxed_"
 """Prefix of a bundled reward's name: it scores what is in the reply's last box instead of the reply."""
-NEVER_BOXED = frozenset({"dapo", "deepscaler", "geo3k", "gsm8k", "math", "overlong"})
+NEVER_BOXED = frozenset({"code", "dapo", "deepscaler", "geo3k", "gsm8k", "judge_pairs", "math", "overlong"})
 """Rewards that look for a mark of their own, which a box doesn't hold, or that don't read the reply."""
 _OWN = re.compile(r"(?:[^:]*\.py|[^\W\d]\w*(?:\.[^\W\d]\w*)*):[^\W\d]\w*")
 

@@ -10,6 +10,7 @@ from relaxd.v1 import (
     advantage_pb2,
     coordinator_pb2,
     engine_pb2,
+    judge_pb2,
     launcher_pb2,
     rank_pb2,
     replica_pb2,
@@ -23,6 +24,7 @@ _FILES = (
     advantage_pb2,
     coordinator_pb2,
     engine_pb2,
+    judge_pb2,
     launcher_pb2,
     replica_pb2,
     reward_pb2,
@@ -31,7 +33,10 @@ _FILES = (
     trainer_pb2,
     rank_pb2,
 )
-_WORK = ("/relaxd.v1.Advantage/Compute", "/relaxd.v1.Reward/Score", "/relaxd.v1.Rollout/Generate")
+_WORK = (
+    *("/relaxd.v1.Advantage/Compute", "/relaxd.v1.Judge/Ask", "/relaxd.v1.Reward/Score"),
+    "/relaxd.v1.Rollout/Generate",
+)
 """Calls that anybody may make of a replica: they change nothing but its load."""
 
 

@@ -22,6 +22,8 @@ from relaxd.rpc.tls import TlsFiles
 
 COORDINATOR_PORT = 50050
 """Default port of the coordinator."""
+JUDGE_KEY = "RELAXD_JUDGE_KEY"
+"""Environment variable with the API key of the server at roles.judge.address."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -77,12 +79,14 @@ class ServiceSettings:
     max_message_bytes: int = 64 << 20
     """Maximum size of a message; larger columns go through the board."""
     engine_python: str = ""
-    """Rollout: Python interpreter of the engine's process, with relaxd and the engine installed; empty: the interpreter
-    of this process."""
+    """Rollout, judge: Python interpreter of the engine's process, with relaxd and the engine installed; empty: the
+    interpreter of this process."""
     sglang_url: str = ""
     """Rollout: base URL of the SGLang server for runs with engine sglang_external."""
     sglang_key: str | None = field(default=None, repr=False)
     """Rollout: API key of that server, if it needs one."""
+    judge_key: str | None = field(default=None, repr=False)
+    """Reward: API key of the server at roles.judge.address, if it needs one."""
     token: str | None = field(default=None, repr=False)
     """Bearer token of this process's calls; without `tokens`, also the one that its callers need."""
     tokens: Tokens | None = None
@@ -265,6 +269,8 @@ def parse_settings(
         values["tls"] = read_tls(role, {field: values.pop(f"tls_{field}") for field in TlsFiles.__dataclass_fields__})
         if "sglang_key_file" in values:
             values["sglang_key"] = read_token(values.pop("sglang_key_file"), environment, "RELAXD_SGLANG_KEY")
+        if "judge_key_file" in values:
+            values["judge_key"] = read_token(values.pop("judge_key_file"), environment, JUDGE_KEY)
         if "redis_password_file" in values:
             values["redis"] = with_password(values["redis"], values.pop("redis_password_file"))
             files = {name: values.pop(f"redis_{name}") for name in REDIS_FILES}
@@ -339,14 +345,18 @@ def _flags(role: str) -> list[_Flag]:
         ),
         _Flag("max-message-bytes", _message_bytes, settings.max_message_bytes, "maximum size of a gRPC message"),
     ]
+    if role in ("rollout", "judge"):
+        flags.append(_Flag("engine-python", _program, "", "Python interpreter of the engine; default: this one"))
     if role == "rollout":
         flags += [
-            _Flag("engine-python", _program, "", "Python interpreter of the engine; default: this one"),
             _Flag("sglang-url", _http_url, "", "URL of the SGLang server of runs with engine sglang_external"),
             _Flag("sglang-key-file", str, "", "file with that server's API key"),
         ]
     if role == "reward":
-        flags.append(_Flag("allowed-rewards", _names, (), "comma-separated rewards that Score accepts"))
+        flags += [
+            _Flag("allowed-rewards", _names, (), "comma-separated rewards that Score accepts"),
+            _Flag("judge-key-file", str, "", "file with the API key of the server at roles.judge.address"),
+        ]
     if role == "launcher":
         limits = ("deadline-seconds", "stream-deadline-seconds", "max-message-bytes")
         used = ("host", "port", "project", "replica-id", "log-level", "token-file", "tokens-file", *limits)

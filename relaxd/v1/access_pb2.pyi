@@ -31,7 +31,8 @@ class _AccessEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Access.ValueTy
     ACCESS_SERVICE: _Access.ValueType  # 2
     """Call what the services call on each other. To a replica or a launcher such a call is an order of the coordinator:
     it carries the coordinator's term as metadata `relaxd-term`, and is refused with FAILED_PRECONDITION without one
-    (TERM_MISSING), or when a newer coordinator is known (TERM_SUPERSEDED). Generate, Score and Compute need no term.
+    (TERM_MISSING), or when a newer coordinator is known (TERM_SUPERSEDED). Generate, Score, Compute and Ask need no
+    term.
     """
     ACCESS_ADMIN: _Access.ValueType  # 3
     """Start, change and end runs, replicas and checkpoints."""
@@ -46,7 +47,8 @@ ACCESS_READ: Access.ValueType  # 1
 ACCESS_SERVICE: Access.ValueType  # 2
 """Call what the services call on each other. To a replica or a launcher such a call is an order of the coordinator:
 it carries the coordinator's term as metadata `relaxd-term`, and is refused with FAILED_PRECONDITION without one
-(TERM_MISSING), or when a newer coordinator is known (TERM_SUPERSEDED). Generate, Score and Compute need no term.
+(TERM_MISSING), or when a newer coordinator is known (TERM_SUPERSEDED). Generate, Score, Compute and Ask need no
+term.
 """
 ACCESS_ADMIN: Access.ValueType  # 3
 """Start, change and end runs, replicas and checkpoints."""

@@ -27,7 +27,7 @@ from relaxd.v1 import rollout_pb2 as relaxd_dot_v1_dot_rollout__pb2
 from relaxd.v1 import sample_pb2 as relaxd_dot_v1_dot_sample__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16relaxd/v1/engine.proto\x12\trelaxd.v1\x1a\x16relaxd/v1/access.proto\x1a\x17relaxd/v1/rollout.proto\x1a\x16relaxd/v1/sample.proto\"D\n\x0bLoadRequest\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x02 \x01(\t\x12\x10\n\x08\x63olocate\x18\x03 \x01(\x08\"C\n\x0cLoadResponse\x12\x12\n\nvocabulary\x18\x01 \x01(\x05\x12\x0f\n\x07\x63ontext\x18\x02 \x01(\x05\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\"H\n\rEngineRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12+\n\x07request\x18\x02 \x01(\x0b\x32\x1a.relaxd.v1.GenerateRequest\"Y\n\x0f\x45xchangeRequest\x12\'\n\x05\x62\x65gin\x18\x01 \x03(\x0b\x32\x18.relaxd.v1.EngineRequest\x12\x0e\n\x06\x66orget\x18\x02 \x03(\t\x12\r\n\x05\x61\x62ort\x18\x03 \x03(\t\"\x90\x02\n\x0c\x45ngineOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06sample\x18\x02 \x01(\x05\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x12\x10\n\x08logprobs\x18\x04 \x01(\x0c\x12\x10\n\x08versions\x18\x05 \x03(\x03\x12\x17\n\x0fversion_lengths\x18\x06 \x03(\x05\x12.\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x17.relaxd.v1.FinishReason\x12\x0c\n\x04text\x18\x08 \x01(\t\x12\x1b\n\x13spans_weight_update\x18\t \x01(\x08\x12\x16\n\x0erouted_experts\x18\n \x01(\x0c\x12\x1c\n\x14routed_experts_shape\x18\x0b \x03(\x05\"F\n\rEngineFailure\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x11\n\ttoo_large\x18\x03 \x01(\x08\"h\n\x10\x45xchangeResponse\x12(\n\x07outputs\x18\x01 \x03(\x0b\x32\x17.relaxd.v1.EngineOutput\x12*\n\x08\x66\x61ilures\x18\x02 \x03(\x0b\x32\x18.relaxd.v1.EngineFailure\"\x17\n\x15GetEngineStatsRequest\"\x8c\x01\n\x16GetEngineStatsResponse\x12\x17\n\x0frunning_samples\x18\x01 \x01(\x05\x12\x17\n\x0fwaiting_samples\x18\x02 \x01(\x05\x12\x18\n\x10tokens_generated\x18\x03 \x01(\x03\x12\x13\n\x0bquarantined\x18\x04 \x01(\x08\x12\x11\n\trss_bytes\x18\x05 \x01(\x03\"#\n\x11WaitChangeRequest\x12\x0e\n\x06number\x18\x01 \x01(\x03\"\x14\n\x12WaitChangeResponse\"V\n\x14UpdateWeightsRequest\x12\x31\n\x07receive\x18\x01 \x01(\x0b\x32 .relaxd.v1.ReceiveWeightsRequest\x12\x0b\n\x03key\x18\x02 \x01(\t\"0\n\x0bHeldRequest\x12\x0e\n\x06tokens\x18\x01 \x01(\x05\x12\x11\n\tcontinues\x18\x02 \x01(\x08\"\xcb\x01\n\x15UpdateWeightsResponse\x12\x33\n\x08received\x18\x01 \x01(\x0b\x32!.relaxd.v1.ReceiveWeightsResponse\x12\x38\n\x04held\x18\x02 \x03(\x0b\x32*.relaxd.v1.UpdateWeightsResponse.HeldEntry\x1a\x43\n\tHeldEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12%\n\x05value\x18\x02 \x01(\x0b\x32\x16.relaxd.v1.HeldRequest:\x02\x38\x01\"\x0f\n\rEndAllRequest\"\x1f\n\x0e\x45ndAllResponse\x12\r\n\x05\x65nded\x18\x01 \x01(\x05\"\x1a\n\x18GetSchedulerStatsRequest\"}\n\x19GetSchedulerStatsResponse\x12\x17\n\x0frunning_samples\x18\x01 \x01(\x05\x12\x17\n\x0fwaiting_samples\x18\x02 \x01(\x05\x12\x18\n\x10tokens_generated\x18\x03 \x01(\x03\x12\x14\n\x0cmemory_bytes\x18\x04 \x01(\x03\"\x11\n\x0fWatchEndRequest\"\x12\n\x10WatchEndResponse2\xf6\x01\n\x06\x45ngine\x12=\n\x04Load\x12\x16.relaxd.v1.LoadRequest\x1a\x17.relaxd.v1.LoadResponse\"\x04\x88\x80\x19\x02\x12M\n\x08\x45xchange\x12\x1a.relaxd.v1.ExchangeRequest\x1a\x1b.relaxd.v1.ExchangeResponse\"\x04\x88\x80\x19\x02(\x01\x30\x01\x12^\n\x0eGetEngineStats\x12 .relaxd.v1.GetEngineStatsRequest\x1a!.relaxd.v1.GetEngineStatsResponse\"\x07\x90\x02\x01\x88\x80\x19\x01\x32\xb2\x03\n\tScheduler\x12O\n\nWaitChange\x12\x1c.relaxd.v1.WaitChangeRequest\x1a\x1d.relaxd.v1.WaitChangeResponse\"\x04\x88\x80\x19\x02\x12X\n\rUpdateWeights\x12\x1f.relaxd.v1.UpdateWeightsRequest\x1a .relaxd.v1.UpdateWeightsResponse\"\x04\x88\x80\x19\x02\x12\x43\n\x06\x45ndAll\x12\x18.relaxd.v1.EndAllRequest\x1a\x19.relaxd.v1.EndAllResponse\"\x04\x88\x80\x19\x02\x12g\n\x11GetSchedulerStats\x12#.relaxd.v1.GetSchedulerStatsRequest\x1a$.relaxd.v1.GetSchedulerStatsResponse\"\x07\x90\x02\x01\x88\x80\x19\x01\x12L\n\x08WatchEnd\x12\x1a.relaxd.v1.WatchEndRequest\x1a\x1b.relaxd.v1.WatchEndResponse\"\x07\x90\x02\x01\x88\x80\x19\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16relaxd/v1/engine.proto\x12\trelaxd.v1\x1a\x16relaxd/v1/access.proto\x1a\x17relaxd/v1/rollout.proto\x1a\x16relaxd/v1/sample.proto\"T\n\x0bLoadRequest\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x02 \x01(\t\x12\x10\n\x08\x63olocate\x18\x03 \x01(\x08\x12\x0e\n\x06\x66rozen\x18\x04 \x01(\x08\"C\n\x0cLoadResponse\x12\x12\n\nvocabulary\x18\x01 \x01(\x05\x12\x0f\n\x07\x63ontext\x18\x02 \x01(\x05\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\"\x85\x01\n\rEngineRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12+\n\x07request\x18\x02 \x01(\x0b\x32\x1a.relaxd.v1.GenerateRequest\x12%\n\x05\x62\x65gun\x18\x03 \x03(\x0b\x32\x16.relaxd.v1.BegunSample\x12\x14\n\x0creport_every\x18\x04 \x01(\x05\"-\n\x0b\x42\x65gunSample\x12\x0e\n\x06sample\x18\x01 \x01(\x05\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\"Y\n\x0f\x45xchangeRequest\x12\'\n\x05\x62\x65gin\x18\x01 \x03(\x0b\x32\x18.relaxd.v1.EngineRequest\x12\x0e\n\x06\x66orget\x18\x02 \x03(\t\x12\r\n\x05\x61\x62ort\x18\x03 \x03(\t\"\x90\x02\n\x0c\x45ngineOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06sample\x18\x02 \x01(\x05\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x12\x10\n\x08logprobs\x18\x04 \x01(\x0c\x12\x10\n\x08versions\x18\x05 \x03(\x03\x12\x17\n\x0fversion_lengths\x18\x06 \x03(\x05\x12.\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x17.relaxd.v1.FinishReason\x12\x0c\n\x04text\x18\x08 \x01(\t\x12\x1b\n\x13spans_weight_update\x18\t \x01(\x08\x12\x16\n\x0erouted_experts\x18\n \x01(\x0c\x12\x1c\n\x14routed_experts_shape\x18\x0b \x03(\x05\"F\n\rEngineFailure\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x11\n\ttoo_large\x18\x03 \x01(\x08\"h\n\x10\x45xchangeResponse\x12(\n\x07outputs\x18\x01 \x03(\x0b\x32\x17.relaxd.v1.EngineOutput\x12*\n\x08\x66\x61ilures\x18\x02 \x03(\x0b\x32\x18.relaxd.v1.EngineFailure\"\x17\n\x15GetEngineStatsRequest\"\x8c\x01\n\x16GetEngineStatsResponse\x12\x17\n\x0frunning_samples\x18\x01 \x01(\x05\x12\x17\n\x0fwaiting_samples\x18\x02 \x01(\x05\x12\x18\n\x10tokens_generated\x18\x03 \x01(\x03\x12\x13\n\x0bquarantined\x18\x04 \x01(\x08\x12\x11\n\trss_bytes\x18\x05 \x01(\x03\"#\n\x11WaitChangeRequest\x12\x0e\n\x06number\x18\x01 \x01(\x03\"\x14\n\x12WaitChangeResponse\"V\n\x14UpdateWeightsRequest\x12\x31\n\x07receive\x18\x01 \x01(\x0b\x32 .relaxd.v1.ReceiveWeightsRequest\x12\x0b\n\x03key\x18\x02 \x01(\t\"0\n\x0bHeldRequest\x12\x0e\n\x06tokens\x18\x01 \x01(\x05\x12\x11\n\tcontinues\x18\x02 \x01(\x08\"\xcb\x01\n\x15UpdateWeightsResponse\x12\x33\n\x08received\x18\x01 \x01(\x0b\x32!.relaxd.v1.ReceiveWeightsResponse\x12\x38\n\x04held\x18\x02 \x03(\x0b\x32*.relaxd.v1.UpdateWeightsResponse.HeldEntry\x1a\x43\n\tHeldEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12%\n\x05value\x18\x02 \x01(\x0b\x32\x16.relaxd.v1.HeldRequest:\x02\x38\x01\"\x0f\n\rEndAllRequest\"\x1f\n\x0e\x45ndAllResponse\x12\r\n\x05\x65nded\x18\x01 \x01(\x05\"\x1a\n\x18GetSchedulerStatsRequest\"}\n\x19GetSchedulerStatsResponse\x12\x17\n\x0frunning_samples\x18\x01 \x01(\x05\x12\x17\n\x0fwaiting_samples\x18\x02 \x01(\x05\x12\x18\n\x10tokens_generated\x18\x03 \x01(\x03\x12\x14\n\x0cmemory_bytes\x18\x04 \x01(\x03\"\x11\n\x0fWatchEndRequest\"\x12\n\x10WatchEndResponse2\xf6\x01\n\x06\x45ngine\x12=\n\x04Load\x12\x16.relaxd.v1.LoadRequest\x1a\x17.relaxd.v1.LoadResponse\"\x04\x88\x80\x19\x02\x12M\n\x08\x45xchange\x12\x1a.relaxd.v1.ExchangeRequest\x1a\x1b.relaxd.v1.ExchangeResponse\"\x04\x88\x80\x19\x02(\x01\x30\x01\x12^\n\x0eGetEngineStats\x12 .relaxd.v1.GetEngineStatsRequest\x1a!.relaxd.v1.GetEngineStatsResponse\"\x07\x90\x02\x01\x88\x80\x19\x01\x32\xb2\x03\n\tScheduler\x12O\n\nWaitChange\x12\x1c.relaxd.v1.WaitChangeRequest\x1a\x1d.relaxd.v1.WaitChangeResponse\"\x04\x88\x80\x19\x02\x12X\n\rUpdateWeights\x12\x1f.relaxd.v1.UpdateWeightsRequest\x1a .relaxd.v1.UpdateWeightsResponse\"\x04\x88\x80\x19\x02\x12\x43\n\x06\x45ndAll\x12\x18.relaxd.v1.EndAllRequest\x1a\x19.relaxd.v1.EndAllResponse\"\x04\x88\x80\x19\x02\x12g\n\x11GetSchedulerStats\x12#.relaxd.v1.GetSchedulerStatsRequest\x1a$.relaxd.v1.GetSchedulerStatsResponse\"\x07\x90\x02\x01\x88\x80\x19\x01\x12L\n\x08WatchEnd\x12\x1a.relaxd.v1.WatchEndRequest\x1a\x1b.relaxd.v1.WatchEndResponse\"\x07\x90\x02\x01\x88\x80\x19\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -53,49 +53,51 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SCHEDULER'].methods_by_name['WatchEnd']._loaded_options = None
   _globals['_SCHEDULER'].methods_by_name['WatchEnd']._serialized_options = b'\220\002\001\210\200\031\001'
   _globals['_LOADREQUEST']._serialized_start=110
-  _globals['_LOADREQUEST']._serialized_end=178
-  _globals['_LOADRESPONSE']._serialized_start=180
-  _globals['_LOADRESPONSE']._serialized_end=247
-  _globals['_ENGINEREQUEST']._serialized_start=249
-  _globals['_ENGINEREQUEST']._serialized_end=321
-  _globals['_EXCHANGEREQUEST']._serialized_start=323
-  _globals['_EXCHANGEREQUEST']._serialized_end=412
-  _globals['_ENGINEOUTPUT']._serialized_start=415
-  _globals['_ENGINEOUTPUT']._serialized_end=687
-  _globals['_ENGINEFAILURE']._serialized_start=689
-  _globals['_ENGINEFAILURE']._serialized_end=759
-  _globals['_EXCHANGERESPONSE']._serialized_start=761
-  _globals['_EXCHANGERESPONSE']._serialized_end=865
-  _globals['_GETENGINESTATSREQUEST']._serialized_start=867
-  _globals['_GETENGINESTATSREQUEST']._serialized_end=890
-  _globals['_GETENGINESTATSRESPONSE']._serialized_start=893
-  _globals['_GETENGINESTATSRESPONSE']._serialized_end=1033
-  _globals['_WAITCHANGEREQUEST']._serialized_start=1035
-  _globals['_WAITCHANGEREQUEST']._serialized_end=1070
-  _globals['_WAITCHANGERESPONSE']._serialized_start=1072
-  _globals['_WAITCHANGERESPONSE']._serialized_end=1092
-  _globals['_UPDATEWEIGHTSREQUEST']._serialized_start=1094
-  _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=1180
-  _globals['_HELDREQUEST']._serialized_start=1182
-  _globals['_HELDREQUEST']._serialized_end=1230
-  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=1233
-  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_end=1436
-  _globals['_UPDATEWEIGHTSRESPONSE_HELDENTRY']._serialized_start=1369
-  _globals['_UPDATEWEIGHTSRESPONSE_HELDENTRY']._serialized_end=1436
-  _globals['_ENDALLREQUEST']._serialized_start=1438
-  _globals['_ENDALLREQUEST']._serialized_end=1453
-  _globals['_ENDALLRESPONSE']._serialized_start=1455
-  _globals['_ENDALLRESPONSE']._serialized_end=1486
-  _globals['_GETSCHEDULERSTATSREQUEST']._serialized_start=1488
-  _globals['_GETSCHEDULERSTATSREQUEST']._serialized_end=1514
-  _globals['_GETSCHEDULERSTATSRESPONSE']._serialized_start=1516
-  _globals['_GETSCHEDULERSTATSRESPONSE']._serialized_end=1641
-  _globals['_WATCHENDREQUEST']._serialized_start=1643
-  _globals['_WATCHENDREQUEST']._serialized_end=1660
-  _globals['_WATCHENDRESPONSE']._serialized_start=1662
-  _globals['_WATCHENDRESPONSE']._serialized_end=1680
-  _globals['_ENGINE']._serialized_start=1683
-  _globals['_ENGINE']._serialized_end=1929
-  _globals['_SCHEDULER']._serialized_start=1932
-  _globals['_SCHEDULER']._serialized_end=2366
+  _globals['_LOADREQUEST']._serialized_end=194
+  _globals['_LOADRESPONSE']._serialized_start=196
+  _globals['_LOADRESPONSE']._serialized_end=263
+  _globals['_ENGINEREQUEST']._serialized_start=266
+  _globals['_ENGINEREQUEST']._serialized_end=399
+  _globals['_BEGUNSAMPLE']._serialized_start=401
+  _globals['_BEGUNSAMPLE']._serialized_end=446
+  _globals['_EXCHANGEREQUEST']._serialized_start=448
+  _globals['_EXCHANGEREQUEST']._serialized_end=537
+  _globals['_ENGINEOUTPUT']._serialized_start=540
+  _globals['_ENGINEOUTPUT']._serialized_end=812
+  _globals['_ENGINEFAILURE']._serialized_start=814
+  _globals['_ENGINEFAILURE']._serialized_end=884
+  _globals['_EXCHANGERESPONSE']._serialized_start=886
+  _globals['_EXCHANGERESPONSE']._serialized_end=990
+  _globals['_GETENGINESTATSREQUEST']._serialized_start=992
+  _globals['_GETENGINESTATSREQUEST']._serialized_end=1015
+  _globals['_GETENGINESTATSRESPONSE']._serialized_start=1018
+  _globals['_GETENGINESTATSRESPONSE']._serialized_end=1158
+  _globals['_WAITCHANGEREQUEST']._serialized_start=1160
+  _globals['_WAITCHANGEREQUEST']._serialized_end=1195
+  _globals['_WAITCHANGERESPONSE']._serialized_start=1197
+  _globals['_WAITCHANGERESPONSE']._serialized_end=1217
+  _globals['_UPDATEWEIGHTSREQUEST']._serialized_start=1219
+  _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=1305
+  _globals['_HELDREQUEST']._serialized_start=1307
+  _globals['_HELDREQUEST']._serialized_end=1355
+  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=1358
+  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_end=1561
+  _globals['_UPDATEWEIGHTSRESPONSE_HELDENTRY']._serialized_start=1494
+  _globals['_UPDATEWEIGHTSRESPONSE_HELDENTRY']._serialized_end=1561
+  _globals['_ENDALLREQUEST']._serialized_start=1563
+  _globals['_ENDALLREQUEST']._serialized_end=1578
+  _globals['_ENDALLRESPONSE']._serialized_start=1580
+  _globals['_ENDALLRESPONSE']._serialized_end=1611
+  _globals['_GETSCHEDULERSTATSREQUEST']._serialized_start=1613
+  _globals['_GETSCHEDULERSTATSREQUEST']._serialized_end=1639
+  _globals['_GETSCHEDULERSTATSRESPONSE']._serialized_start=1641
+  _globals['_GETSCHEDULERSTATSRESPONSE']._serialized_end=1766
+  _globals['_WATCHENDREQUEST']._serialized_start=1768
+  _globals['_WATCHENDREQUEST']._serialized_end=1785
+  _globals['_WATCHENDRESPONSE']._serialized_start=1787
+  _globals['_WATCHENDRESPONSE']._serialized_end=1805
+  _globals['_ENGINE']._serialized_start=1808
+  _globals['_ENGINE']._serialized_end=2054
+  _globals['_SCHEDULER']._serialized_start=2057
+  _globals['_SCHEDULER']._serialized_end=2491
 # @@protoc_insertion_point(module_scope)

@@ -29,22 +29,26 @@ class LoadRequest(_message.Message):
     FOLDER_FIELD_NUMBER: _builtins.int
     CONFIG_JSON_FIELD_NUMBER: _builtins.int
     COLOCATE_FIELD_NUMBER: _builtins.int
+    FROZEN_FIELD_NUMBER: _builtins.int
     folder: _builtins.str
     """The model's folder."""
     config_json: _builtins.str
     """The run's [rollout] table, as in Assignment.config_json."""
     colocate: _builtins.bool
     """Whether the engine has to sleep and wake up."""
+    frozen: _builtins.bool
+    """Whether the model generates as it was loaded, as version 0 of term 0: nobody will update it."""
     def __init__(
         self,
         *,
         folder: _builtins.str = ...,
         config_json: _builtins.str = ...,
         colocate: _builtins.bool = ...,
+        frozen: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["colocate", b"colocate", "config_json", b"config_json", "folder", b"folder"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["colocate", b"colocate", "config_json", b"config_json", "folder", b"folder", "frozen", b"frozen"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -88,25 +92,61 @@ class EngineRequest(_message.Message):
 
     ID_FIELD_NUMBER: _builtins.int
     REQUEST_FIELD_NUMBER: _builtins.int
+    BEGUN_FIELD_NUMBER: _builtins.int
+    REPORT_EVERY_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Unique among the engine's requests."""
+    report_every: _builtins.int
+    """Without final_only: least number of tokens in an output of a sample, but for its last one."""
     @_builtins.property
     def request(self) -> _rollout_pb2.GenerateRequest:
         """What to generate. Its outputs come as tokens are made, or, with final_only, as whole samples."""
+
+    @_builtins.property
+    def begun(self) -> _containers.RepeatedCompositeFieldContainer[Global___BegunSample]:
+        """Samples to continue; the others aren't generated. Empty: all n, from their beginning."""
 
     def __init__(
         self,
         *,
         id: _builtins.str = ...,
         request: _rollout_pb2.GenerateRequest | None = ...,
+        begun: _abc.Iterable[Global___BegunSample] | None = ...,
+        report_every: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "id", b"id", "report_every", b"report_every", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EngineRequest: _TypeAlias = EngineRequest  # noqa: Y015
+
+@_typing.final
+class BegunSample(_message.Message):
+    """A sample that another engine has begun."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAMPLE_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    sample: _builtins.int
+    """Which of the n samples."""
+    tokens: _builtins.bytes
+    """The token ids that it has: int32. They count as its own for whatever ends it, and aren't sent back."""
+    def __init__(
+        self,
+        *,
+        sample: _builtins.int = ...,
+        tokens: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sample", b"sample", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BegunSample: _TypeAlias = BegunSample  # noqa: Y015
 
 @_typing.final
 class ExchangeRequest(_message.Message):

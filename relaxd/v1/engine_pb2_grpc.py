@@ -59,7 +59,7 @@ class EngineServicer:
     """
 
     def Load(self, request, context):
-        """Load loads a model, which generates only after a weight update.
+        """Load loads a model, which generates only after a weight update, unless it is frozen.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from relaxd.v1 import judge_pb2 as _judge_pb2
 from relaxd.v1 import reward_pb2 as _reward_pb2
 import builtins as _builtins
 import sys
@@ -54,22 +55,26 @@ class LoadRewardResponse(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     TRACEBACK_FIELD_NUMBER: _builtins.int
     TAKES_GROUP_FIELD_NUMBER: _builtins.int
+    AWAITS_FIELD_NUMBER: _builtins.int
     error: _builtins.str
     """Why the reward can't be used; empty on success."""
     traceback: _builtins.str
     """Where in the reward's code the error was raised, for people; may be empty."""
     takes_group: _builtins.bool
     """Whether the reward scores all samples of a group at once."""
+    awaits: _builtins.bool
+    """Whether it awaits something, so that the samples of a group are scored at the same time."""
     def __init__(
         self,
         *,
         error: _builtins.str = ...,
         traceback: _builtins.str = ...,
         takes_group: _builtins.bool = ...,
+        awaits: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "takes_group", b"takes_group", "traceback", b"traceback"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaits", b"awaits", "error", b"error", "takes_group", b"takes_group", "traceback", b"traceback"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -82,6 +87,9 @@ class ScoreSamplesRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_FIELD_NUMBER: _builtins.int
+    SLOW_SECONDS_FIELD_NUMBER: _builtins.int
+    slow_seconds: _builtins.float
+    """Seconds after which the worker says where the reward is, not counting the time in which it waits for the judge."""
     @_builtins.property
     def request(self) -> _reward_pb2.ScoreRequest:
         """The samples, with the name of the reward; an empty one is the run's."""
@@ -90,10 +98,11 @@ class ScoreSamplesRequest(_message.Message):
         self,
         *,
         request: _reward_pb2.ScoreRequest | None = ...,
+        slow_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "slow_seconds", b"slow_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -122,3 +131,67 @@ class ScoreSamplesResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ScoreSamplesResponse: _TypeAlias = ScoreSamplesResponse  # noqa: Y015
+
+@_typing.final
+class CarryQuestionsRequest(_message.Message):
+    """What became of a question."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    REPLY_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    NO_JUDGE_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """The question's."""
+    error: _builtins.str
+    """Why there is no reply; empty on success."""
+    no_judge: _builtins.bool
+    """Whether that is because there is no judge."""
+    @_builtins.property
+    def reply(self) -> _judge_pb2.AskResponse:
+        """The reply; unset if there is none."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        reply: _judge_pb2.AskResponse | None = ...,
+        error: _builtins.str = ...,
+        no_judge: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["reply", b"reply"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "no_judge", b"no_judge", "number", b"number", "reply", b"reply"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CarryQuestionsRequest: _TypeAlias = CarryQuestionsRequest  # noqa: Y015
+
+@_typing.final
+class CarryQuestionsResponse(_message.Message):
+    """A question, or word of a reply."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    QUESTION_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Unique among the worker's questions."""
+    @_builtins.property
+    def question(self) -> _judge_pb2.AskRequest:
+        """What to ask the judge; unset: a reply could not be read."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        question: _judge_pb2.AskRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["question", b"question"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "question", b"question"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CarryQuestionsResponse: _TypeAlias = CarryQuestionsResponse  # noqa: Y015

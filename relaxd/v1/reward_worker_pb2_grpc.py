@@ -45,6 +45,11 @@ class RewardWorkerStub:
                 request_serializer=relaxd_dot_v1_dot_reward__worker__pb2.ScoreSamplesRequest.SerializeToString,
                 response_deserializer=relaxd_dot_v1_dot_reward__worker__pb2.ScoreSamplesResponse.FromString,
                 _registered_method=True)
+        self.CarryQuestions = channel.stream_stream(
+                '/relaxd.v1.RewardWorker/CarryQuestions',
+                request_serializer=relaxd_dot_v1_dot_reward__worker__pb2.CarryQuestionsRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_reward__worker__pb2.CarryQuestionsResponse.FromString,
+                _registered_method=True)
 
 
 class RewardWorkerServicer:
@@ -65,6 +70,13 @@ class RewardWorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CarryQuestions(self, request_iterator, context):
+        """CarryQuestions carries the questions of rewards to the service, which knows the judge, and the replies back.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RewardWorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +89,11 @@ def add_RewardWorkerServicer_to_server(servicer, server):
                     servicer.ScoreSamples,
                     request_deserializer=relaxd_dot_v1_dot_reward__worker__pb2.ScoreSamplesRequest.FromString,
                     response_serializer=relaxd_dot_v1_dot_reward__worker__pb2.ScoreSamplesResponse.SerializeToString,
+            ),
+            'CarryQuestions': grpc.stream_stream_rpc_method_handler(
+                    servicer.CarryQuestions,
+                    request_deserializer=relaxd_dot_v1_dot_reward__worker__pb2.CarryQuestionsRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_reward__worker__pb2.CarryQuestionsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -134,6 +151,33 @@ class RewardWorker:
             '/relaxd.v1.RewardWorker/ScoreSamples',
             relaxd_dot_v1_dot_reward__worker__pb2.ScoreSamplesRequest.SerializeToString,
             relaxd_dot_v1_dot_reward__worker__pb2.ScoreSamplesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CarryQuestions(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/relaxd.v1.RewardWorker/CarryQuestions',
+            relaxd_dot_v1_dot_reward__worker__pb2.CarryQuestionsRequest.SerializeToString,
+            relaxd_dot_v1_dot_reward__worker__pb2.CarryQuestionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,7 +1,6 @@
 """A pool of worker processes that score samples. A worker that is late or crashes is replaced."""
 
 import asyncio
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -10,10 +9,12 @@ from relaxd.process.child import Child, ChildExited
 from relaxd.rewards import RewardInput, RewardOutput
 from relaxd.rewards.calling import place_in_stacks
 from relaxd.rpc.errors import DeadlineExceeded
-from relaxd.v1.reward_worker_pb2 import LoadRewardRequest, ScoreSamplesRequest
+from relaxd.v1.reward_worker_pb2 import LoadRewardRequest, LoadRewardResponse, ScoreSamplesRequest
 from relaxd.v1.reward_worker_pb2_grpc import RewardWorkerStub
 from relaxd.waiting import duration
+from services.reward.deadline import Deadline
 from services.reward.environment import worker_environment
+from services.reward.questions import Ask, Questions, no_judge
 from services.reward.samples import request_of_samples
 from services.reward.slow import slow_after
 
@@ -49,7 +50,7 @@ class Running:
     slow_after: float
     """Seconds after which they are slow."""
     child: Child
-    since: float = field(default_factory=time.monotonic)
+    deadline: Deadline
     lines_before: int = 0
     """Lines that the child had written before."""
 
@@ -63,8 +64,8 @@ class Running:
 
     @property
     def seconds(self) -> float:
-        """Time that it has taken so far."""
-        return time.monotonic() - self.since
+        """Time that it has taken so far, but for the time in which it waited for the judge."""
+        return self.deadline.seconds
 
     @property
     def where(self) -> str:
@@ -81,6 +82,10 @@ class _Worker:
     """A slot for a process. Empty until it is needed, and after the process has died."""
 
     child: Child | None = None
+    questions: Questions | None = None
+    """Those of the process."""
+    carrying: asyncio.Task[None] | None = None
+    """Carries them until the process ends."""
     loaded: set[str] = field(default_factory=set)
     running: Running | None = None
     outdated: bool = False
@@ -97,15 +102,17 @@ class _Worker:
 class WorkerPool:
     """Scores samples on a fixed number of processes, in the order of the calls. Lives in one event loop."""
 
-    def __init__(self, workers: int, config: RewardConfig | None = None) -> None:
+    def __init__(self, workers: int, config: RewardConfig | None = None, ask: Ask = no_judge) -> None:
         """Make a pool of `workers` processes, which start when they are first needed.
 
         `config` is the run's reward. Workers get its variables of this process's environment besides those that every
-        worker gets. Raises MissingVariableError.
+        worker gets. `ask` asks the judge for them. Raises MissingVariableError.
         """
+        self._ask = ask
         self._environment = worker_environment(config.environment if config else ())
         self._config_json = config.model_dump_json() if config else ""
-        self._takes_group: dict[str, bool] = {}
+        self._forms: dict[str, LoadRewardResponse] = {}
+        """What the workers said of the rewards that they have loaded."""
         self._workers = [_Worker() for _ in range(workers)]
         self._closed = False
         self.scored = 0
@@ -127,12 +134,12 @@ class WorkerPool:
 
     async def load(self, reward: str) -> Failure | None:
         """Have a worker load a reward, "" for the run's. Returns None if it can be used, else the failure."""
-        answer = await self._request(reward, (), LOAD_SECONDS)
+        answer = await self._request_twice(reward, (), LOAD_SECONDS)
         return answer if isinstance(answer, Failure) else None
 
     def takes_group(self, reward: str) -> bool:
         """Return whether a reward that was loaded scores all samples of a group at once."""
-        return self._takes_group.get(reward, False)
+        return reward in self._forms and self._forms[reward].takes_group
 
     def reload(self) -> None:
         """Have every reward loaded again, from its file, before the next sample."""
@@ -150,12 +157,16 @@ class WorkerPool:
             timeout_seconds: deadline of each sample, or of all if the reward scores groups, not counting the wait for a
                 worker or loading the reward. A worker that takes longer is killed, with every process that it started.
 
-        An exception, a value that is not finite, a hang or a crash is a Failure of that sample alone, or of all samples
-        of a group that is scored at once. What died with its worker is retried once, because the worker may have been
-        killed from outside or for lack of memory. Cancelling this coroutine cancels the work. Raises PoolClosedError
-        when the pool is closed meanwhile.
+        The samples of a reward that awaits something go to one worker, at the same time; those of others to any, one
+        by one. An exception, a value that is not finite, a hang or a crash is a Failure of that sample alone, or of all
+        samples of a reward that scores groups. What died with its worker is retried once, because the worker may have
+        been killed from outside or for lack of memory. Cancelling this coroutine cancels the work. Raises
+        PoolClosedError when the pool is closed meanwhile.
         """
-        together = [list(samples)] if self.takes_group(reward) else [[sample] for sample in samples]
+        if reward not in self._forms and (failure := await self.load(reward)):
+            return [failure] * len(samples)
+        form = self._forms[reward]
+        together = [list(samples)] if form.takes_group or form.awaits else [[sample] for sample in samples]
         tasks = [asyncio.create_task(self._score(reward, some, timeout_seconds)) for some in together]
         try:
             return [outcome for outcomes in await asyncio.gather(*tasks) for outcome in outcomes]
@@ -172,11 +183,25 @@ class WorkerPool:
     async def _score(
         self, reward: str, samples: Sequence[RewardInput], timeout_seconds: float
     ) -> list[RewardOutput | Failure]:
+        if len(samples) > 1 and not self.takes_group(reward):
+            answer = await self._request(reward, samples, timeout_seconds)
+            if isinstance(answer, Failure):
+                # One of them was late or ended the process: alone, only that one fails.
+                alone = (self._score(reward, [sample], timeout_seconds) for sample in samples)
+                return [outcome for outcomes in await asyncio.gather(*alone) for outcome in outcomes]
+        else:
+            answer = await self._request_twice(reward, samples, timeout_seconds)
+        self.scored += len(samples)
+        return [answer] * len(samples) if isinstance(answer, Failure) else answer
+
+    async def _request_twice(
+        self, reward: str, samples: Sequence[RewardInput], timeout_seconds: float
+    ) -> list[RewardOutput | Failure] | Failure:
+        """Request, and once more if the worker died."""
         answer = await self._request(reward, samples, timeout_seconds)
         if isinstance(answer, Failure) and answer.died:
             answer = await self._request(reward, samples, timeout_seconds)
-        self.scored += len(samples)
-        return [answer] * len(samples) if isinstance(answer, Failure) else answer
+        return answer
 
     async def _request(
         self, reward: str, samples: Sequence[RewardInput], timeout_seconds: float
@@ -194,15 +219,18 @@ class WorkerPool:
                     answered = True
                     return Failure(loading.error, traceback=loading.traceback)
                 worker.loaded.add(reward)
-                self._takes_group[reward] = loading.takes_group
+                self._forms[reward] = loading
             outcomes: list[RewardOutput | Failure] = []
             if samples:
                 assert worker.child is not None
-                worker.running = Running(
-                    _shorten(samples[0].prompt), len(samples), slow_after(timeout_seconds), worker.child
-                )
-                asked = ScoreSamplesRequest(request=request_of_samples(reward, samples))
-                scores = (await stub.ScoreSamples(asked, timeout=timeout_seconds)).scores
+                assert worker.questions is not None
+                slow = slow_after(timeout_seconds)
+                asked = ScoreSamplesRequest(request=request_of_samples(reward, samples), slow_seconds=slow)
+                async with Deadline(timeout_seconds) as deadline:
+                    prompt = _shorten(samples[0].prompt)
+                    worker.running = Running(prompt, len(samples), slow, worker.child, deadline)
+                    with worker.questions.during(deadline):
+                        scores = (await stub.ScoreSamples(asked, timeout=None)).scores
                 outcomes = [
                     Failure(score.error, traceback=score.traceback)
                     if score.error
@@ -213,8 +241,10 @@ class WorkerPool:
             return outcomes
         except DeadlineExceeded:
             self._raise_if_closed()
-            if worker.running is None:
-                return Failure(f"loading the reward took longer than {LOAD_SECONDS:g} s; its process was killed")
+            return Failure(f"loading the reward took longer than {LOAD_SECONDS:g} s; its process was killed")
+        except TimeoutError:
+            self._raise_if_closed()
+            assert worker.running is not None
             return Failure(
                 f"scoring {worker.running.what} took longer than {timeout_seconds:g} s{worker.running.where}; its "
                 f"process was killed; the prompt: {worker.running.prompt!r}"
@@ -239,6 +269,8 @@ class WorkerPool:
             worker.child = await Child.start(
                 "services.reward.worker", env=self._environment, inherit=False, name="reward worker"
             )
+            worker.questions = Questions(self._ask)
+            worker.carrying = asyncio.create_task(worker.questions.carry(RewardWorkerStub(worker.child.channel)))
         return RewardWorkerStub(worker.child.channel)
 
 

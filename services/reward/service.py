@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from relaxd import telemetry
-from relaxd.board import Column, Delivery, Drop, DropReason
+from relaxd.board import OFF_POLICY_TOKENS, Column, Delivery, Drop, DropReason
 from relaxd.board.worker import Process, Result
 from relaxd.config import RewardConfig, RunConfig
 from relaxd.replica.context import ReplicaContext
@@ -22,9 +22,15 @@ from relaxd.rewards.base import text_message
 from relaxd.rewards.messages import with_parts
 from relaxd.rewards.scorers import check_names
 from relaxd.roles import REWARD
+from relaxd.v1.coordinator_pb2 import Assignment
+from relaxd.v1.judge_pb2 import AskRequest, AskResponse
 from relaxd.waiting import waiting
 from services.reward.cache import ScoreCache
+from services.reward.judge.chat_completions import ChatCompletions
+from services.reward.judge.client import JudgeClient, Judges
+from services.reward.judge.replicas import JudgeReplicas
 from services.reward.pool import Failure, WorkerPool
+from services.reward.questions import no_judge
 from services.reward.remote.errors import MismatchError
 from services.reward.remote.scorer import RemoteScorer
 
@@ -58,23 +64,33 @@ class RewardService(StageReplica):
         """Name of the run's reward; empty without a run."""
         self._remote: RemoteScorer | None = None
         """The run's reward, if it is a service at reward.address."""
+        self._judge: JudgeClient | None = None
+        """The run's judge, if it has one."""
+        self._run_id = ""
         self._cache = ScoreCache(0)
         self._last_frames = ""
         """The place of the traceback that was logged last: it isn't logged for each of the groups that fail there."""
         self.rewards_of_sets: frozenset[str] = frozenset()
         """Names of the rewards of the run's evaluation sets that have one of their own."""
 
+    async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
+        """See ReplicaService."""
+        self._run_id = assignment.run_id
+        await super().start_run(config, assignment)
+
     async def prepare(self, config: RunConfig) -> tuple[Process, int]:
         """See StageReplica. Loads the run's reward, so that a wrong name fails the start instead of every group."""
         check_names(config.reward)
         self.reward_of_run = config.reward.shown
         self.rewards_of_sets = frozenset(one.reward for one in config.eval.sets if one.reward)
-        pool = WorkerPool(config.reward.workers, config.reward)
+        pool = WorkerPool(config.reward.workers, config.reward, self._ask_judge)
         self.pool.close()
         self.pool = pool
         self.timeout_seconds = config.reward.timeout_seconds
         self._cache = ScoreCache(config.reward.cache_samples)
-        await self._close_remote()
+        await self._close_clients()
+        if config.roles.judge.is_there:
+            await self._start_judge(config)
         if config.reward.address:
             self._remote = RemoteScorer(config.reward)
             try:
@@ -111,20 +127,39 @@ class RewardService(StageReplica):
             return await self._remote.score(samples)
         return await self.pool.score(RUNS_REWARD, samples, self.timeout_seconds)
 
-    async def _close_remote(self) -> None:
+    async def _start_judge(self, config: RunConfig) -> None:
+        """Make the client of the run's judge. Raises UnknownRewardError: it can't be asked."""
+        judges: Judges
+        if config.roles.judge.has_replicas:
+            judges = JudgeReplicas(self._context.coordinator, self._settings, self._run_id)
+        else:
+            judges = ChatCompletions(config.roles.judge, self._settings.judge_key)
+        self._judge = JudgeClient(config.roles.judge, judges)
+        try:
+            await self._judge.start()
+        except MismatchError as error:
+            raise UnknownRewardError(str(error)) from error
+
+    async def _ask_judge(self, question: AskRequest) -> AskResponse:
+        return await (no_judge(question) if self._judge is None else self._judge.ask(question))
+
+    async def _close_clients(self) -> None:
         remote, self._remote = self._remote, None
-        if remote is not None:
-            await remote.close()
+        judge, self._judge = self._judge, None
+        for client in (remote, judge):
+            if client is not None:
+                await client.close()
 
     def pieces(self) -> int:
-        """See StageReplica. Counts samples, and probes of a reward service that doesn't answer."""
-        return self.pool.scored + (self._remote.pieces if self._remote is not None else 0)
+        """See StageReplica. Counts samples, replies of the judge, and probes of a service that doesn't answer."""
+        return self.pool.scored + sum(client.pieces for client in (self._remote, self._judge) if client is not None)
 
     def status(self) -> ServiceStatus:
         """See ReplicaService. Names a sample that takes long."""
         status = super().status()
-        if self._remote is not None and (detail := self._remote.detail):
-            return replace(status, detail=detail)
+        for client in (self._remote, self._judge):
+            if client is not None and (detail := client.detail):
+                return replace(status, detail=detail)
         if (slow := self.pool.slowest()) is not None:
             return replace(status, detail=f"{self.reward_of_run} has been scoring {slow}")
         return status
@@ -133,15 +168,16 @@ class RewardService(StageReplica):
         """See ReplicaService. Loads the reward again, because people repair it while the run is paused."""
         self.pool.reload()
         self._cache.clear()
-        if self._remote is not None:
-            self._remote.forgive()
+        for client in (self._remote, self._judge):
+            if client is not None:
+                client.forgive()
         await super().resume_run()
 
     async def stop_run(self) -> None:
         """See ReplicaService."""
         self.reward_of_run, self.rewards_of_sets = "", frozenset()
         await super().stop_run()
-        await self._close_remote()
+        await self._close_clients()
 
     def close(self) -> None:
         """Kill the workers."""
@@ -205,7 +241,7 @@ def _or_zero(outcome: RewardOutput | Failure) -> RewardOutput:
 
 
 def samples_of(columns: dict[str, Column]) -> list[RewardInput]:
-    """Return the samples of a group, from its columns prompt, sample_of_sequence, lengths, loss_mask, text and finish.
+    """Return the samples of a group, from the columns that the stage needs.
 
     The response of a sample with several sequences is the text of the last one; its messages have all of them.
 
@@ -223,6 +259,8 @@ def samples_of(columns: dict[str, Column]) -> list[RewardInput]:
     reasons = dict(zip(samples.tolist(), finish, strict=True))
     of_token = np.repeat(samples, np.asarray(columns["lengths"]))
     tokens = np.bincount(of_token, weights=np.asarray(columns["loss_mask"]) != 0)
+    if OFF_POLICY_TOKENS in columns:
+        tokens += np.bincount(samples, weights=np.asarray(columns[OFF_POLICY_TOKENS]))
     return [
         RewardInput(
             prompt=prompt["text"],

@@ -1,7 +1,8 @@
 """Tries a reward on samples, as reward workers do, without the service: `python -m services.reward.trial --help`.
 
 Reads a sample per line, as JSON with the fields of RewardInput. Prints one JSON object: {"error": reason} if the reward
-can't be loaded, else {"outcomes": [...]} with reward, parts and seconds of each sample, or error and traceback.
+can't be loaded, else {"outcomes": [...]} with reward, parts and seconds of each sample, or error and traceback. A judge
+at an address is asked. One with replicas isn't there: samples whose reward asks it have that error, and "asks_judge".
 """
 
 import argparse
@@ -12,22 +13,47 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from relaxd.config import RewardConfig
+from relaxd.config import JudgeConfig, RewardConfig
 from relaxd.rewards import RewardInput
+from relaxd.rewards.judge import JudgeError, NoJudgeError
+from relaxd.rpc.credentials import read_token
+from relaxd.rpc.settings import JUDGE_KEY
+from relaxd.v1.judge_pb2 import AskRequest, AskResponse
 from services.reward.cache import Score, Scored
 from services.reward.environment import MissingVariableError
+from services.reward.judge.chat_completions import ChatCompletions
 from services.reward.pool import Failure, WorkerPool
+from services.reward.questions import no_judge
 from services.reward.remote.errors import MismatchError, UnreachableError
 from services.reward.remote.scorer import RemoteScorer
 from services.reward.service import RUNS_REWARD
 
+NOT_YET = (
+    "the reward asks the judge, whose replicas are there only in a run; a server at roles.judge.address would be asked"
+)
+"""Error of a sample whose reward asks a judge with replicas."""
 
-async def try_reward(config: RewardConfig, samples: Sequence[RewardInput], workers: int) -> dict[str, Any]:
+
+async def try_reward(
+    config: RewardConfig, samples: Sequence[RewardInput], workers: int, judge: JudgeConfig | None = None
+) -> dict[str, Any]:
     """Score samples, as many at once as there are workers. Returns what the program prints."""
     if config.address:
         return await _try_remote(config, samples, workers)
+    judges = ChatCompletions(judge, read_token(variable=JUDGE_KEY)) if judge is not None and judge.address else None
+
+    async def ask(question: AskRequest) -> AskResponse:
+        if judge is None or not judge.is_there:
+            return await no_judge(question)
+        if judges is None:
+            raise NoJudgeError(NOT_YET)
+        try:
+            return await judges.ask(question, judge.timeout_seconds)
+        except (UnreachableError, MismatchError) as error:
+            raise JudgeError(f"the judge at {judge.address} can't be asked: {error}") from error
+
     try:
-        pool = WorkerPool(workers, config)
+        pool = WorkerPool(workers, config, ask)
     except MissingVariableError as error:
         return {"error": str(error)}
     try:
@@ -40,11 +66,16 @@ async def try_reward(config: RewardConfig, samples: Sequence[RewardInput], worke
         return {"outcomes": await _try_all(score, samples, workers)}
     finally:
         pool.close()
+        if judges is not None:
+            await judges.close()
 
 
 async def _try_remote(config: RewardConfig, samples: Sequence[RewardInput], workers: int) -> dict[str, Any]:
     """See `try_reward`. A service that can't be reached is an error here: nobody waits for it."""
-    remote = RemoteScorer(config)
+    try:
+        remote = RemoteScorer(config)
+    except MissingVariableError as error:
+        return {"error": str(error)}
     try:
         await remote.check()
         return {"outcomes": await _try_all(remote.score, samples, workers)}
@@ -67,7 +98,8 @@ async def _try_sample(score: Score, sample: RewardInput, room: asyncio.Semaphore
         (outcome,) = await score([sample])
         seconds = time.monotonic() - begun
     if isinstance(outcome, Failure):
-        return {"error": outcome.reason, "traceback": outcome.traceback, "seconds": seconds}
+        asks = outcome.reason == NOT_YET
+        return {"error": outcome.reason, "traceback": outcome.traceback, "seconds": seconds, "asks_judge": asks}
     return {"reward": outcome.reward, "parts": outcome.parts, "seconds": seconds}
 
 
@@ -75,11 +107,13 @@ def main() -> None:
     """Run the program."""
     parser = argparse.ArgumentParser(prog="python -m services.reward.trial", description=__doc__)
     parser.add_argument("--config", required=True, help="the run's section [reward] as JSON")
+    parser.add_argument("--judge", default="{}", help="the run's section [roles.judge] as JSON")
     parser.add_argument("--workers", type=int, default=1, help="samples to score at once")
     words = parser.parse_args()
     samples = [RewardInput(**json.loads(line)) for line in sys.stdin if line.strip()]
     try:
-        result = asyncio.run(try_reward(RewardConfig.model_validate_json(words.config), samples, words.workers))
+        reward, judge = RewardConfig.model_validate_json(words.config), JudgeConfig.model_validate_json(words.judge)
+        result = asyncio.run(try_reward(reward, samples, words.workers, judge))
     except KeyboardInterrupt:
         sys.exit(130)
     print(json.dumps(result))

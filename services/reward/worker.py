@@ -4,19 +4,20 @@ import asyncio
 import faulthandler
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from typing import Any, cast
 
 from relaxd.config import RewardConfig
 from relaxd.process.child_server import ChildServer
-from relaxd.rewards import BadRewardError, UnknownRewardError
-from relaxd.rewards.calling import describe_error, user_traceback
+from relaxd.rewards import BadRewardError, RewardOutput, UnknownRewardError
+from relaxd.rewards.calling import Outcome, describe_error, user_traceback
+from relaxd.rewards.judge.asking import JudgeError, connect
 from relaxd.rewards.scorers import Scorer, Single, scorer_of
 from relaxd.v1 import reward_pb2, reward_worker_pb2_grpc
 from relaxd.v1 import reward_worker_pb2 as pb
+from services.reward.judge_line import JudgeLine
 from services.reward.samples import samples_of_request
-from services.reward.slow import slow_after
 
 MAX_REASON = 2000
 """Longest reason of a failure, in characters."""
@@ -30,6 +31,8 @@ class Rewards(reward_worker_pb2_grpc.RewardWorkerServicer):
 
     def __init__(self) -> None:
         self._loaded: dict[str, Scorer] = {}
+        self._judge = JudgeLine()
+        connect(self._judge)
         self._runner = asyncio.Runner()  # one loop for all samples, so that rewards may keep clients
         self._tasks: queue.SimpleQueue[tuple[Callable[[], Answer], Future[Any]]] = queue.SimpleQueue()
 
@@ -39,8 +42,14 @@ class Rewards(reward_worker_pb2_grpc.RewardWorkerServicer):
 
     def ScoreSamples(self, request: pb.ScoreSamplesRequest, context: Any) -> pb.ScoreSamplesResponse:
         """See the proto."""
-        slow_seconds = slow_after(context.time_remaining())
-        return cast(pb.ScoreSamplesResponse, self._in_main_thread(lambda: self._score(request.request, slow_seconds)))
+        return cast(pb.ScoreSamplesResponse, self._in_main_thread(lambda: self._score(request)))
+
+    async def CarryQuestions(
+        self, request_iterator: AsyncIterator[pb.CarryQuestionsRequest], context: Any
+    ) -> AsyncIterator[pb.CarryQuestionsResponse]:
+        """See the proto."""
+        async for question in self._judge.carry(request_iterator):
+            yield question
 
     def work(self) -> None:
         """Do what is asked as long as the process lives."""
@@ -63,27 +72,34 @@ class Rewards(reward_worker_pb2_grpc.RewardWorkerServicer):
             reason, traceback = _explain(error)
             return pb.LoadRewardResponse(error=reason, traceback=traceback)
         self._loaded[request.reward] = scorer
-        return pb.LoadRewardResponse(takes_group=scorer.takes_group)
+        return pb.LoadRewardResponse(takes_group=scorer.takes_group, awaits=scorer.awaits)
 
-    def _score(self, request: reward_pb2.ScoreRequest, slow_seconds: float) -> pb.ScoreSamplesResponse:
+    def _score(self, asked: pb.ScoreSamplesRequest) -> pb.ScoreSamplesResponse:
+        request = asked.request
         # The pool reads from the stacks where a slow reward is. A thread in C writes them: it needs neither the
         # interpreter's lock, which a regular expression may hold, nor a signal, which would wake up a sleep.
-        faulthandler.dump_traceback_later(slow_seconds)
+        self._judge.slow_seconds = asked.slow_seconds
+        faulthandler.dump_traceback_later(asked.slow_seconds)
         try:
-            outputs = self._loaded[request.reward].score(samples_of_request(request), self._runner)
-        except BaseException as error:  # SystemExit as well: a reward that calls sys.exit() has only failed
-            reason, traceback = _explain(error)
-            failed = reward_pb2.Score(error=reason, traceback=traceback)
-            return pb.ScoreSamplesResponse(scores=[failed] * len(request.responses))
+            outcomes = self._loaded[request.reward].score(samples_of_request(request), self._runner)
+        except Exception as error:
+            outcomes = [error] * len(request.responses)
         finally:
+            self._judge.slow_seconds = 0.0
             faulthandler.cancel_dump_traceback_later()
-        scores = [reward_pb2.Score(reward=output.reward, parts=output.parts) for output in outputs]
-        return pb.ScoreSamplesResponse(scores=scores)
+        return pb.ScoreSamplesResponse(scores=map(_to_proto, outcomes))
+
+
+def _to_proto(outcome: Outcome) -> reward_pb2.Score:
+    if isinstance(outcome, RewardOutput):
+        return reward_pb2.Score(reward=outcome.reward, parts=outcome.parts)
+    reason, traceback = _explain(outcome)
+    return reward_pb2.Score(error=reason, traceback=traceback)
 
 
 def _explain(error: BaseException) -> tuple[str, str]:
     """Return the reason of a failure in one line, and the traceback of an exception in the reward's code."""
-    if isinstance(error, BadRewardError | UnknownRewardError):
+    if isinstance(error, BadRewardError | UnknownRewardError | JudgeError):
         return str(error)[:MAX_REASON], ""
     return describe_error(error)[-MAX_REASON:], user_traceback(error)[-MAX_REASON:]
 

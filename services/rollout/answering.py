@@ -1,4 +1,4 @@
-"""Answers prompts with a model on the CPU, as a run's engines do at the start, without the service."""
+"""Answers prompts with a model in this process, as a run's engines do at the start, without the service."""
 
 import queue
 from collections.abc import Iterator, Sequence
@@ -16,11 +16,20 @@ SAMPLE_SECONDS = 600.0
 """Limit of the time between two answers."""
 
 
-def answer_requests(config: RunConfig, requests: Sequence[Request]) -> Iterator[tuple[str, Output]]:
+def answer_requests(
+    config: RunConfig, requests: Sequence[Request], device: str = "cpu"
+) -> Iterator[tuple[str, Output]]:
     """Yield (request id, answer) for each answer when it has ended, with its tokens and its text.
 
-    Raises DataError: the model can't be found; RuntimeError: it fails, or gives no answer for SAMPLE_SECONDS.
+    The model is on `device`: "cpu", "cuda", or "auto": "cuda" if there is a GPU.
+
+    Raises DataError: the model can't be found; RuntimeError: there is no GPU, the model fails, or it gives no answer
+    for SAMPLE_SECONDS.
     """
+    has_gpu = torch.cuda.is_available()
+    if device == "cuda" and not has_gpu:
+        raise RuntimeError("torch finds no GPU here (CUDA_VISIBLE_DEVICES, or a build of torch for CPUs)")
+    place = ("cuda" if has_gpu else "cpu") if device == "auto" else device
     folder = resolve_model(config.model.path)
     reported: queue.Queue[tuple[str, Output | str]] = queue.Queue()
 
@@ -29,7 +38,7 @@ def answer_requests(config: RunConfig, requests: Sequence[Request]) -> Iterator[
             reported.put((name, output))
 
     engine = TransformersEngine(
-        AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, config.rollout.dtype)).eval(),
+        AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, config.rollout.dtype)).to(place).eval(),
         AutoTokenizer.from_pretrained(folder).decode,
         read_model_folder(folder).end_ids,
         max_running_samples=config.rollout.max_running_samples,

@@ -1,8 +1,8 @@
-"""Answers the prompts of an evaluation set with a model, on the CPU: `python -m services.rollout.set_answers`.
+"""Answers the prompts of an evaluation set with a model: `python -m services.rollout.set_answers`.
 
-Reads one JSON object: config (a RunConfig), and questions, each with prompt (token ids), n and sampling (fields of
-Sampling). Prints a JSON object in a line for each answer when it has ended: question and sample (their numbers), text,
-length (tokens) and finish_reason; or {"error": reason}, which is the last.
+Reads one JSON object: config (a RunConfig), device (see `answer_requests`), and questions, each with prompt (token
+ids), n and sampling (fields of Sampling). Prints a JSON object in a line for each answer when it has ended: question
+and sample (their numbers), text, length (tokens) and finish_reason; or {"error": reason}, which is the last.
 """
 
 import json
@@ -26,8 +26,9 @@ def main() -> None:
     """Run the program."""
     asked = json.load(sys.stdin)
     requests = [_request(number, question) for number, question in enumerate(asked["questions"])]
+    config = RunConfig.model_validate(asked["config"])
     try:
-        for name, output in answer_requests(RunConfig.model_validate(asked["config"]), requests):
+        for name, output in answer_requests(config, requests, asked["device"]):
             answer = {
                 "question": int(name),
                 "sample": output.sample,

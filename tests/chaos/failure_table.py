@@ -34,6 +34,12 @@ FAILURES: list[tuple[str, tuple[str, ...], str]] = [
         "its service starts another; the engine's groups are generated again, the worker's sample is tried once more",
     ),
     (
+        "a judge or its engine dies, or its engine hangs for good",
+        ("kill judge", "kill judge engine", "freeze judge engine"),
+        "the judge is started again, if it hangs once it makes no progress (`health.stuck_seconds`); meanwhile rewards "
+        "wait for it (`roles.judge.outage_seconds`), and then ask again",
+    ),
+    (
         "a rank of a reference or a teacher dies",
         ("kill reference rank", "kill teacher rank"),
         "its service ends, too, and its supervisor starts another; others take its groups as soon as that is known",

@@ -301,7 +301,7 @@ def _named(name: str, act: Callable[..., float], *arguments: object) -> Fault:
 def all_faults() -> list[Fault]:
     """Every kind."""
     faults = [
-        *(_named(f"kill {role}", kill_service, role) for role in (*STAGE_ROLES, "trainer")),
+        *(_named(f"kill {role}", kill_service, role) for role in (*STAGE_ROLES, "trainer", "judge")),
         _named("kill coordinator", kill_service, "coordinator"),
         _named("kill redis", kill_service, "redis"),
         _named("kill both rollouts", kill_all, "rollout"),
@@ -327,6 +327,8 @@ def all_faults() -> list[Fault]:
         ),
         _named("stall engine long", stall_child, "rollout", ENGINE, LONG_SECONDS),
         _named("freeze engine", freeze_child, "rollout", ENGINE),
+        _named("kill judge engine", kill_child, "judge", ENGINE, 0),
+        _named("freeze judge engine", freeze_child, "judge", ENGINE),
         *(_named(f"freeze {role} rank", freeze_child, role, FROZEN_RANK) for role in FROZEN_ROLES),
         _named("stall trainer rank long", stall_child, "trainer", RANK, LONG_SECONDS),
         *(

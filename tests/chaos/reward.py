@@ -6,6 +6,8 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from relaxd.rewards import judge
+
 SECONDS = 0.04
 HUGE_VARIABLE = "CHAOS_HUGE_REWARDS"
 """Names a file: while it is there, rewards are huge."""
@@ -13,7 +15,8 @@ HUGE = 1e38
 """Advantages of this size fit float32. The gradient that they make doesn't."""
 
 
-def arbitrary(sample: Any) -> dict[str, float]:
+async def arbitrary(sample: Any) -> dict[str, float]:
     time.sleep(SECONDS)
+    await judge.ask(sample.response)
     reward = zlib.crc32(sample.response.encode()) / 2**32
     return {"reward": reward * (HUGE if Path(os.environ[HUGE_VARIABLE]).exists() else 1.0)}

@@ -35,7 +35,7 @@ LEASE_SECONDS = 2.0
 REPLICA_LEASE_SECONDS = 6.0
 """Of replicas: one that is silent for longer is restarted."""
 MAX_STALENESS = 1
-REPLICAS = {"rollout": 2, "reward": 2, "advantage": 2, "trainer": 1, "reference": 1, "teacher": 1}
+REPLICAS = {"rollout": 2, "reward": 2, "advantage": 2, "trainer": 1, "reference": 1, "teacher": 1, "judge": 1}
 MARGIN_SECONDS = 0.5
 """A heartbeat that came so soon after a fault may have been written before it."""
 RELAYED = ("rollout", "trainer")
@@ -64,6 +64,11 @@ samples_per_prompt = 2
 max_new_tokens = 24
 threads = 1
 
+[rollout.partial]
+enabled = true
+save_seconds = 0.1
+save_tokens = 4
+
 {algorithm}
 
 [roles.reference]
@@ -72,6 +77,12 @@ threads = 1
 
 [roles.teacher]
 model = "{folder}/tiny"
+threads = 1
+
+[roles.judge]
+model = "{folder}/tiny"
+max_new_tokens = 2
+timeout_seconds = 20
 threads = 1
 
 [trainer]
@@ -136,7 +147,7 @@ lr = 1e-3
 
 
 class ChaosStack:
-    """Redis, a coordinator, a trainer of two ranks, a reference, a teacher, two rollout, reward and advantage replicas.
+    """Redis, a coordinator, a trainer of two ranks, a reference, a teacher, a judge, two replicas of all other roles.
 
     A context manager.
     """

@@ -71,7 +71,7 @@ def test_each_combination_of_files_is_valid(files: str) -> None:
         assert service.get("user") != "root" or name == "secrets"
     published = {name for name, service in services.items() if "ports" in service}
     assert published == {"coordinator"} | ({"grafana", "jaeger"} if "observability" in files else set())
-    for name in ("trainer", "rollout", "reference", "teacher"):
+    for name in ("trainer", "rollout", "reference", "teacher", "judge"):
         devices = services[name]["deploy"]["resources"].get("reservations", {}).get("devices", [])
         assert bool(devices) == ("gpu" in files)
         assert (services[name].get("ipc") == "host") == ("gpu" in files)
@@ -124,7 +124,8 @@ def test_docker_waits_longer_than_a_service_drains(files: str) -> None:
         for name, service in services.items()
         if name in ROLES
     }
-    assert drains.pop("rollout") == ((250.5, 265.5) if "gpu" in files else (50, 65))
+    for name in ("rollout", "judge"):
+        assert drains.pop(name) == ((250.5, 265.5) if "gpu" in files else (50, 65))
     assert set(drains.values()) == {(50, 50 + STOP_MARGIN_SECONDS)}
 
 

@@ -55,7 +55,7 @@ class Fleet:
         (folder / "redis").mkdir()
         self.redis = RedisServer(folder / "redis").start()
         self.model = make_tiny_model(folder / "model")
-        ports = {name: free_port() for name in ("coordinator", "rollout", "trainer", "reward", "advantage")}
+        ports = {name: free_port() for name in ("coordinator", "rollout", "trainer", "reward", "advantage", "judge")}
         ports |= {name: free_port() for name in ("victim", "launcher", "standby")}
         self.ports = ports
         try:
@@ -63,6 +63,7 @@ class Fleet:
             for role in ("rollout", "trainer", "reward", "advantage"):
                 to_coordinator = ("--coordinator", f"127.0.0.1:{ports['coordinator']}")
                 self._start(role, f"services.{role}", "--redis", self.redis_url(0), *to_coordinator)
+            self._start("judge", "services.rollout.judge", "--redis", self.redis_url(0), *to_coordinator)
             self._start("launcher", "tests.fuzz.launcher", "--redis", self.redis_url(1))
             to_launcher = ("--launcher", f"127.0.0.1:{ports['launcher']}")
             self._start(
@@ -96,6 +97,7 @@ class Fleet:
                 ("trainer", ("relaxd.v1.Trainer",)),
                 ("reward", ("relaxd.v1.Reward",)),
                 ("advantage", ("relaxd.v1.Advantage",)),
+                ("judge", ("relaxd.v1.Judge",)),
                 ("launcher", ("relaxd.v1.Launcher",)),
                 ("standby", ("relaxd.v1.Replica",)),
             )
@@ -113,6 +115,7 @@ class Fleet:
             "data": {"source": "addition"},
             "rollout": {"samples_per_prompt": 2, "max_new_tokens": 8, "threads": 1, "max_running_samples": 16},
             "reward": {"name": "addition", "workers": 1},
+            "roles": {"judge": {"model": str(self.model), "max_new_tokens": 8, "threads": 1}},
             "algorithm": {"drop_zero_variance": False},
             "trainer": {"groups_per_step": 2, "threads": 1, "checkpoint": {"every": 0}},
             "weights": {"timeout_seconds": 20.0, "bucket_bytes": 1 << 20},

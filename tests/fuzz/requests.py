@@ -10,6 +10,7 @@ from relaxd.roles import REWARD
 from relaxd.v1 import (
     advantage_pb2,
     content_pb2,
+    judge_pb2,
     launcher_pb2,
     replica_pb2,
     reward_pb2,
@@ -35,7 +36,7 @@ def tame(now: int) -> Mapping[str, tuple[Any, ...]]:
     }
 
 
-QUEUED = frozenset({"/relaxd.v1.Reward/Score", "/relaxd.v1.Rollout/Generate"})
+QUEUED = frozenset({"/relaxd.v1.Judge/Ask", "/relaxd.v1.Reward/Score", "/relaxd.v1.Rollout/Generate"})
 """Calls that wait for those before them: no answer in time is no wonder when thousands of responses are ahead."""
 
 TURNS = frozenset(f"/relaxd.v1.{name}" for name in ("Rollout/Sleep", "Rollout/Wake", "Trainer/Sleep", "Trainer/Wake"))
@@ -192,6 +193,7 @@ def good_requests(fleet: Fleet, now: int) -> dict[str, Callable[[int], Message]]
             metadata_json="{}",
             responses=[content_pb2.Conversation(messages=[message(text)]) for text in ("2", "3")],
         ),
+        "/relaxd.v1.Judge/Ask": lambda i: judge_pb2.AskRequest(messages=[message("Is it 2?")], seed=i),
         "/relaxd.v1.Advantage/Compute": lambda i: advantage_pb2.ComputeRequest(
             algorithm_json='{"name": "grpo"}', rewards=[0.0, 1.0], lengths=[2, 3]
         ),

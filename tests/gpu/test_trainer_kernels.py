@@ -102,7 +102,7 @@ def test_log_probs(kept: int, entropy_share: float) -> None:
     factors = torch.linspace(-1, 2, count, device="cuda")
     (expected * factors.double() + entropy_share * entropy).sum().backward()
     shard = VocabShard(0, size, None)
-    ours, our_entropy = token_logprobs(hidden, weight, tokens, temperature, shard, chunk_tokens=256, kept_bytes=kept)
+    ours, our_entropy, _ = token_logprobs(hidden, weight, tokens, temperature, shard, chunk_tokens=256, kept_bytes=kept)
     (ours * factors + entropy_share * our_entropy).sum().backward() if entropy_share else (
         ours * factors
     ).sum().backward()

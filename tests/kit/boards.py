@@ -130,6 +130,7 @@ def audit(board: Board) -> None:
 
     # Every payload that is pointed to is there for good; every other one is garbage, or expires.
     pointers = [value for fields in groups.values() for name, value in fields.items() if name.startswith(b"@")]
+    pointers += [pointer for fields in groups.values() for pointer in _saved(fields)]
     for waiting in ("retries", "unscored"):
         pointers += [value.split(b"|")[1] for value in client.hgetall(prefix + waiting).values()]
     wanted = {key for pointer in pointers for key in payload_keys(prefix, pointer.decode())}
@@ -163,7 +164,12 @@ def bytes_of(pointer: bytes) -> int:
     return int(name.rpartition(":")[2]) + sum(int(part.split(":")[1]) for part in large)
 
 
+def _saved(fields: dict[bytes, bytes]) -> list[bytes]:
+    """The pointers to the saved parts of a group's unfinished work."""
+    return [pointer for name, value in fields.items() if name.startswith(b"saved:") for pointer in value.split()]
+
+
 def _bytes_of(client: Any, prefix: str, fields: dict[bytes, bytes]) -> int:
     """The bytes of what a group's pointers point to."""
-    pointers = [value.decode() for name, value in fields.items() if name.startswith(b"@")]
-    return sum(client.strlen(key) for pointer in pointers for key in payload_keys(prefix, pointer))
+    pointers = [*(value for name, value in fields.items() if name.startswith(b"@")), *_saved(fields)]
+    return sum(client.strlen(key) for pointer in pointers for key in payload_keys(prefix, pointer.decode()))

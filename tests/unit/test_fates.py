@@ -1,6 +1,7 @@
 """The account of every prompt's fate: from the board, through the run's folder, to `relaxd ledger`."""
 
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 from relaxd.board import Board, DropReason, NewGroup, stages_for
 from relaxd.board.facts import facts_of
 from relaxd.cli.main import app
-from relaxd.report.fates import ConditionError, condition, of_prompt, read_fates, summarise_fates
+from relaxd.report.fates import ConditionError, GroupSet, condition, of_prompt, read_fates, summarise_fates
 from services.coordinator.runs.run_files import RunFiles
 from tests.integration.scoring.processes import run_config
 from tests.kit.run_folders import write_run
@@ -153,6 +154,22 @@ def test_the_newest_line_of_a_group_counts(tmp_path):
     assert {line["group"]: line.get("step") for line in read_fates(tmp_path)}["0-2"] == 7
 
 
+def test_ids_are_told_apart():
+    seen = GroupSet()
+    ids = ["0-000007", "0-000008", "0-7~1", "1-000007", "0-32775", "11-1", "1-11", "0-", "x", "0-1~", "-1", "0-1~10"]
+    assert all(seen.add(id) for id in ids)
+    assert not any(seen.add(id) for id in ids)
+    assert not seen.add("0-7"), "the same place, written shorter"
+
+
+def test_ids_of_many_groups_take_little_memory():
+    seen = GroupSet()
+    assert all(seen.add(f"{number % 3}-{number:06d}") for number in range(100_000))
+    assert not any(seen.add(f"{number % 3}-{number:06d}") for number in range(0, 100_000, 97))
+    assert not seen._others
+    assert sum(map(sys.getsizeof, seen._chunks.values())) < 100_000, "as text they take 9 MB"
+
+
 def test_the_summary_shows_whom_training_leaves_out(tmp_path):
     write_lines(tmp_path, LINES)
     summary = summarise_fates(read_fates(tmp_path))
@@ -167,6 +184,21 @@ def test_the_summary_shows_whom_training_leaves_out(tmp_path):
     assert summary.by["source"]["no data_source"].reasons == {"bad_prompt": 1}
     of_all, of_trained = summary.means["tokens"]
     assert (of_all.value, of_trained.value) == (pytest.approx(1170), pytest.approx(755))
+
+
+def test_how_often_answers_were_continued_is_told_counted_and_found(tmp_path, monkeypatch):
+    facts = facts_of({**rollout(3, 5), "continued": np.array([0, 2], dtype=np.int32)})
+    assert (facts["continued"], "continued" in facts_of(rollout(3, 5))) == (2, False)
+    monkeypatch.chdir(tmp_path)
+    folder = write_run("one", steps=2, done=2)
+    write_lines(folder, [{"group": "0-1", "step": 1, **facts}, {"group": "0-2", "step": 1, "continued": 0}])
+    run = CliRunner()
+    shown = run.invoke(app, ["ledger", "one"], catch_exceptions=False).output
+    assert "1 have answers that were cut off and continued" in " ".join(shown.split())
+    shown = run.invoke(app, ["ledger", "one", "--where", "continued > 1"], catch_exceptions=False).output
+    assert "continued" in shown
+    assert "0-1" in shown
+    assert "0-2" not in shown
 
 
 def test_the_command(tmp_path, monkeypatch):

@@ -29,7 +29,7 @@ def test_an_unknown_role_is_refused_with_the_nearest() -> None:
         with pytest.raises(InvalidArgument, match="did you mean 'rollout'") as refused:
             check_registration(registration(wrong))
         assert [field for field, _ in refused.value.violations] == ["registration.role"]
-    with pytest.raises(InvalidArgument, match="must be one of advantage, re"):
+    with pytest.raises(InvalidArgument, match="must be one of advantage, judge, re"):
         check_registration(registration("coordinator"))
 
 
@@ -37,7 +37,7 @@ def test_a_role_without_replicas_to_add_is_not_scaled() -> None:
     assert scale_out_spec(ScaleOutRequest(replicas=2)).role == "rollout"
     with pytest.raises(InvalidArgument, match="did you mean 'reward'"):
         scale_out_spec(ScaleOutRequest(role="rewards", replicas=2))
-    with pytest.raises(InvalidArgument, match="is 'trainer': it must be one of advantage, re"):
+    with pytest.raises(InvalidArgument, match="is 'trainer': it must be one of advantage, judge, re"):
         scale_out_spec(ScaleOutRequest(role="trainer", replicas=2))
 
 
@@ -48,13 +48,15 @@ data.source = "addition"
 reward.name = "addition"
 """
 TEACHER = '\nalgorithm.name = "opd"\nroles.teacher.model = "big"'
+JUDGE = '\nroles.judge.model = "big"'
 SERVICE = '\nalgorithm.kl_coef = 0.1\nroles.reference.placement = "service"'
 
 
-def test_every_role_has_a_module_and_a_stage() -> None:
+def test_every_role_has_a_module_and_all_but_the_judge_a_stage() -> None:
     for role in ROLES.values():
         assert importlib.util.find_spec(f"{role.module}.__main__"), role
-    assert {ROLES[name].stage for name in REPLICA_ROLES} == set(STAGES)
+    assert {ROLES[name].stage for name in REPLICA_ROLES} - {""} == set(STAGES)
+    assert [name for name in REPLICA_ROLES if not ROLES[name].stage] == ["judge"]
 
 
 def test_a_run_needs_the_roles_of_its_stages() -> None:
@@ -62,6 +64,8 @@ def test_a_run_needs_the_roles_of_its_stages() -> None:
     assert roles_for(load(RUN)) == roles_for(load(RUN + "\nalgorithm.kl_coef = 0.1")) == usual
     assert roles_for(load(RUN + SERVICE)) == (*usual, "reference")
     assert roles_for(load(RUN + TEACHER)) == (*usual, "teacher")
+    assert roles_for(load(RUN + JUDGE)) == (*usual, "judge")
+    assert roles_for(load(RUN + JUDGE + '\nroles.judge.address = "https://host/v1"')) == usual
     needs = {stage.name: stage.needs for stage in stages_for(load(RUN + SERVICE))}
     assert "ref_logprobs" in needs["train"]
     assert "ref_logprobs" not in {column for stage in stages_for(load(RUN)) for column in stage.needs}
@@ -80,11 +84,12 @@ def test_what_is_started_follows_the_table(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_run_starts_what_it_needs(tmp_path: Path) -> None:
-    where = Where(StateFolder(tmp_path), replicas={"rollout": 2, "reference": 0, "teacher": 0})
+    where = Where(StateFolder(tmp_path), replicas={"rollout": 2, "reference": 0, "teacher": 0, "judge": 0})
     assert _replicas(where, load(RUN))["reference"] == 0
     needed = {**dict.fromkeys(REPLICA_ROLES, 1), "rollout": 2}
-    assert _replicas(where, load(RUN + SERVICE)) == needed | {"teacher": 0}
-    assert _replicas(where, load(RUN + TEACHER)) == needed | {"reference": 0}
+    assert _replicas(where, load(RUN + SERVICE)) == needed | {"teacher": 0, "judge": 0}
+    assert _replicas(where, load(RUN + TEACHER)) == needed | {"reference": 0, "judge": 0}
+    assert _replicas(where, load(RUN + JUDGE)) == needed | {"reference": 0, "teacher": 0}
 
 
 @pytest.mark.parametrize(
@@ -94,9 +99,21 @@ def test_a_run_starts_what_it_needs(tmp_path: Path) -> None:
         ("roles.reference.expert_parallel = 2", "must divide tensor_parallel x context_parallel = 1"),
         ("roles.teacher.expert_parallel = 2", "roles.teacher.expert_parallel is 2: it must divide"),
         ("roles.referense.threads = 1", "did you mean roles.reference"),
+        (
+            'reward.choose_by = "kind"\nreward.choices = { essay = "judge" }',
+            'reward.choices.essay is "judge", but there is no judge: set roles.judge.model',
+        ),
+        ("roles.judge.temperature = 0.5", "roles.judge.temperature is set, but roles.judge.model is empty"),
+        ('roles.judge.address = "http://x/v1"', "name the judge's model, as the server at the address knows it"),
+        (JUDGE + '\nroles.judge.address = "http://u:p@x/v1"', "it has more than host and path"),
+        (JUDGE + '\nroles.judge.address = "http://x/v1?key=k"', "it has more than host and path"),
+        (JUDGE + '\nroles.judge.address = "x:1"', "must be a base URL"),
+        (JUDGE + '\nroles.judge.address = "http://x/v1/chat/completions"', "without /chat/completions"),
+        (JUDGE + '\nroles.judge.address = "http://x/v1"\nroles.judge.dtype = "bfloat16"', "is for a judge's replicas"),
+        (JUDGE + "\nroles.judge.tensor_parallel = 2", 'is for roles.judge.engine = "sglang"'),
     ],
 )
-def test_a_reference_that_makes_no_sense_is_refused(settings: str, problem: str) -> None:
+def test_a_role_that_makes_no_sense_is_refused(settings: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         load(f"{RUN}\n{settings}")
 

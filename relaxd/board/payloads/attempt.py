@@ -92,10 +92,15 @@ def places(prefix: str, pointer: str, columns: Iterable[str]) -> dict[str, Place
     return {column: large.get(column, shared) for column in columns}
 
 
+def all_places(prefix: str, pointer: str) -> list[Place]:
+    """Return where all payloads of a pointer are. Raises ValueError: the pointer is damaged."""
+    shared, large = _parse(prefix, pointer)
+    return [shared, *large.values()]
+
+
 def payload_keys(prefix: str, pointer: str) -> list[str]:
     """Return all keys of a pointer. Raises ValueError: the pointer is damaged."""
-    shared, large = _parse(prefix, pointer)
-    return [key for place in (shared, *large.values()) for key in place.keys]
+    return [key for place in all_places(prefix, pointer) for key in place.keys]
 
 
 def _parse(prefix: str, pointer: str) -> tuple[Place, dict[str, Place]]:

@@ -13,12 +13,12 @@ from relaxd.config.load import Problem
 from relaxd.data.curriculum.curriculum import own_problems
 from relaxd.data.dataset import load_data
 from relaxd.data.errors import DataError
-from relaxd.data.models import frozen_model, resolve_model, routed_expert_bytes
+from relaxd.data.models import frozen_models, resolve_model, routed_expert_bytes
 from relaxd.data.vocabulary import check_vocabularies
 from relaxd.evaluation.checking import context_problems, set_problems
 from relaxd.local.modules import ALGORITHM_TRIAL
 from relaxd.local.programs import run_program
-from relaxd.roles import REFERENCE, TEACHER
+from relaxd.roles import TEACHER
 
 TRIAL_SECONDS = 90.0
 """Time for loading a user's own algorithm and torch."""
@@ -44,6 +44,8 @@ def check(config: RunConfig, *, call_reward: bool = True) -> list[Problem]:
             problems.append(Problem("roles.critic.model", error.message))
     problems += _check_model(config, folder)
     problems += _check_frozen_models(config)
+    if config.roles.judge.has_replicas:
+        problems += _check_judge(config)
     problems += [Problem(setting, message) for setting, message in context_problems(config, folder)]
     expert_bytes = routed_expert_bytes(folder) if config.rollout.return_routed_experts else 0
     problems += [Problem(one.setting, one.message) for one in size_problems(config, expert_bytes=expert_bytes)]
@@ -85,6 +87,8 @@ def _check_sizes(config: RunConfig) -> list[Problem]:
         "trainer.micro_batch_tokens": trainer.micro_batch_tokens,
         **{f"{own.section}.micro_batch_tokens": own.micro_batch_tokens or longest for own in _frozen(config).values()},
     }
+    if config.has_privileged_teacher:
+        problems += _check_privileged(config)
     problems += [
         Problem(
             setting,
@@ -103,6 +107,24 @@ def _check_sizes(config: RunConfig) -> list[Problem]:
         if optimizer.min_lr > optimizer.lr:
             problems.append(Problem(f"{section}.min_lr", f"= {optimizer.min_lr} is above lr = {optimizer.lr}"))
     return problems
+
+
+def _check_privileged(config: RunConfig) -> list[Problem]:
+    """Check that a micro-batch has room for a sample with the teacher's prompt."""
+    teacher, longest = config.roles.teacher, config.teacher_prompt_tokens + config.rollout.max_new_tokens
+    setting = "trainer.micro_batch_tokens"
+    if teacher.placement == "service" and teacher.micro_batch_tokens:
+        setting = f"{teacher.section}.micro_batch_tokens"
+    tokens = teacher.micro_batch_tokens or config.trainer.micro_batch_tokens
+    if tokens >= longest:
+        return []
+    return [
+        Problem(
+            setting,
+            f"= {tokens} is too small for one sample with the teacher's prompt: roles.teacher.max_prompt_tokens + "
+            f"rollout.max_new_tokens = {longest}",
+        )
+    ]
 
 
 def _check_model(config: RunConfig, folder: Path) -> list[Problem]:
@@ -129,22 +151,54 @@ def _check_frozen_models(config: RunConfig) -> list[Problem]:
     problems = []
     for role, own in _frozen(config).items():
         try:
-            folder = frozen_model(config, role, weights=False)
+            folders = frozen_models(config, role, weights=False)
             check_vocabularies(config, role)
-            model = json.loads((folder / "config.json").read_text())
         except DataError as error:
             problems.append(Problem(error.field, error.message))
-        except (OSError, ValueError) as error:
-            problems.append(Problem(f"{own.section}.model", f"= {own.model!r} is no model folder: {error}"))
-        else:
-            problems += _check_division(own.section, own, model)
+            continue
+        for setting, name in own.settings.items():
+            try:
+                model = json.loads((folders[name] / "config.json").read_text())
+            except (OSError, ValueError) as error:
+                problems.append(Problem(setting, f"= {name!r} is no model folder: {error}"))
+                continue
+            inside = own.placement == "trainer"
+            problems += _check_division("trainer" if inside else own.section, config.trainer if inside else own, model)
+            if role == TEACHER:
+                problems += _check_candidates(config, model)
     return problems
+
+
+def _check_candidates(config: RunConfig, teacher: dict[str, Any]) -> list[Problem]:
+    """Check that the teacher has as many tokens as are to be compared."""
+    top_k, size = getattr(config.algorithm, "distill_top_k", 0), teacher.get("vocab_size")
+    if not isinstance(size, int) or top_k <= size:
+        return []
+    return [Problem("algorithm.distill_top_k", f"= {top_k}, but the teacher has only {size} tokens")]
+
+
+def _check_judge(config: RunConfig) -> list[Problem]:
+    """Check the folder of the judge's model, and that a reply fits into its context."""
+    judge = config.roles.judge
+    try:
+        folder = resolve_model(judge.model, weights=False, setting="roles.judge.model")
+        model = json.loads((folder / "config.json").read_text())
+    except DataError as error:
+        return [Problem(error.field, error.message)]
+    except (OSError, ValueError) as error:
+        return [Problem("roles.judge.model", f"= {judge.model!r} is no model folder: {error}")]
+    context = model.get("max_position_embeddings")
+    if isinstance(context, int) and judge.max_new_tokens >= context:
+        problem = (
+            f"= {judge.max_new_tokens}, but the judge's context has only {context} tokens, the question's included"
+        )
+        return [Problem("roles.judge.max_new_tokens", problem)]
+    return []
 
 
 def _frozen(config: RunConfig) -> dict[str, FrozenModelConfig]:
     """Return the sections of the frozen models that the run has, by role."""
-    has = {REFERENCE: config.algorithm.needs_reference, TEACHER: config.has_teacher}
-    return {role: own for role, own in config.roles.frozen.items() if has[role]}
+    return {role: config.roles.frozen[role] for role in config.frozen_roles()}
 
 
 def _check_division(section: str, sizes: TrainerConfig | FrozenModelConfig, model: dict[str, Any]) -> list[Problem]:

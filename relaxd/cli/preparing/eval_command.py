@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,6 +38,14 @@ PROGRESS_SECONDS = 5.0
 RESULTS = "results.json"
 
 
+class Device(StrEnum):
+    """Where the model is."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
 @dataclass(frozen=True)
 class _Answered:
     """An answer that isn't scored yet."""
@@ -52,9 +61,10 @@ def evaluate(
     words: WordsArgument,
     model: Annotated[str, typer.Option(help="Model to evaluate, as model.path; default: that of FILE.")] = "",
     names: Annotated[list[str] | None, typer.Option("--set", help="Evaluate on this set only; repeatable.")] = None,
+    device: Annotated[Device, typer.Option(help="Where the model is; auto: on a GPU if there is one.")] = Device.AUTO,
     out: Annotated[Path | None, typer.Option(help="Folder for answers and results; default: evaluations/TIME.")] = None,
 ) -> None:
-    """Evaluate a model on the sets of FILE ([eval]), on this machine's CPU, without a run. Starts no service."""
+    """Evaluate a model on the sets of FILE ([eval]), on this machine, without a run. Starts no service."""
     _, config = load_words(words)
     if model:
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
@@ -74,7 +84,7 @@ def evaluate(
     folder.mkdir(parents=True, exist_ok=True)
     line: dict[str, Any] = {"step": 0}
     for one in sets:
-        line |= summarise_set(one, _evaluate_set(config, one, data[one.name], folder, console))
+        line |= summarise_set(one, _evaluate_set(config, one, data[one.name], device, folder, console))
     (folder / RESULTS).write_text(json.dumps({"model": config.model.path} | line, indent=2) + "\n")
     console.print(results_table(set_rows([line])))
     console.print(f"answers and results are in {folder}", style="dim", markup=False, soft_wrap=True)
@@ -92,7 +102,7 @@ def _chosen(config: RunConfig, names: Sequence[str]) -> list[ResolvedSet]:
 
 
 def _evaluate_set(
-    config: RunConfig, one: ResolvedSet, data: PromptDataset, folder: Path, console: Console
+    config: RunConfig, one: ResolvedSet, data: PromptDataset, device: Device, folder: Path, console: Console
 ) -> list[Answer]:
     """Answer and score a set's prompts; writes SET.jsonl and says how far it is."""
     count = min(one.prompts or len(data), len(data))
@@ -108,7 +118,7 @@ def _evaluate_set(
 
     with (folder / f"{one.name}.jsonl").open("w", encoding="utf-8") as file:
         waiting: list[_Answered] = []
-        for answered in _answer(config, one, data, count):
+        for answered in _answer(config, one, data, device, count):
             waiting.append(answered)
             if time.monotonic() - said > PROGRESS_SECONDS:
                 said = time.monotonic()
@@ -127,7 +137,9 @@ def _reward_of(runs: RewardConfig, name: str) -> RewardConfig:
     return RewardConfig(name=name).model_copy(update=same)
 
 
-def _answer(config: RunConfig, one: ResolvedSet, data: PromptDataset, count: int) -> Iterator[_Answered]:
+def _answer(
+    config: RunConfig, one: ResolvedSet, data: PromptDataset, device: Device, count: int
+) -> Iterator[_Answered]:
     """Yield the answers of the model to a set's prompts, as they end. Raises CliError."""
     try:
         prompts = [data.prompt(index) for index in range(count)]
@@ -148,7 +160,7 @@ def _answer(config: RunConfig, one: ResolvedSet, data: PromptDataset, count: int
         }
         for prompt in prompts
     ]
-    asked = json.dumps({"config": config.model_dump(mode="json"), "questions": questions})
+    asked = json.dumps({"config": config.model_dump(mode="json"), "device": device, "questions": questions})
     with closing(stream_program(SET_ANSWERS, asked)) as found:
         for answer in found:
             prompt = prompts[answer["question"]]

@@ -90,7 +90,7 @@ def check_reward(config: RunConfig, prompt: Prompt) -> list[Problem]:
         (outcome,) = try_reward(config, [sample])
     except CliError as error:
         return [Problem("", error.message)]
-    if "error" not in outcome:
+    if "error" not in outcome or outcome["asks_judge"]:
         return []
     told = outcome["traceback"] or outcome["error"]
     return [Problem("reward.name", f'= "{config.reward.shown}" failed for the answer {sample.response!r}: {told}')]
@@ -104,9 +104,10 @@ def try_reward(config: RunConfig, samples: Sequence[RewardInput], workers: int =
     Raises CliError: the reward can't be loaded.
     """
     settings = config.reward
-    words = ["--config", settings.model_dump_json(), "--workers", str(workers)]
+    judge = config.roles.judge
+    words = ["--config", settings.model_dump_json(), "--judge", judge.model_dump_json(), "--workers", str(workers)]
     # A sample whose process dies is tried twice.
-    seconds = LOAD_SECONDS + 2 * len(samples) * settings.timeout_seconds
+    seconds = LOAD_SECONDS + 2 * len(samples) * (settings.timeout_seconds + bool(judge.address) * judge.timeout_seconds)
     lines = "".join(json.dumps(vars(sample)) + "\n" for sample in samples)
     outcomes: list[dict[str, Any]] = run_program(REWARD_TRIAL, words, seconds=seconds, text=lines)["outcomes"]
     return outcomes

@@ -67,7 +67,8 @@ def ledger(
 
 def _print_groups(lines: list[dict[str, Any]], limit: int, console: Console) -> None:
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for name in ("group", "row", "source", "fate", "at", "tokens", "reward"):
+    continued = any("continued" in line for line in lines)  # only runs with partial rollout count it
+    for name in ("group", "row", "source", "fate", "at", "tokens", "reward", *(["continued"] if continued else [])):
         table.add_column(name)
     for line in lines[:limit]:
         table.add_row(
@@ -78,6 +79,7 @@ def _print_groups(lines: list[dict[str, Any]], limit: int, console: Console) -> 
             line.get("stage", ""),
             _shown(line.get("tokens")),
             _shown(line.get("reward")),
+            *([_shown(line.get("continued"))] if continued else []),
         )
     console.print(table if lines else "no group matches")
     if len(lines) > limit:
@@ -93,7 +95,8 @@ def _fate(line: dict[str, Any]) -> str:
 
 def _print_summary(summary: Summary, console: Console) -> None:
     console.print(
-        f"{summary.all.closed} groups are closed: {_split(summary.all)}; {summary.retried} were retries\n",
+        f"{summary.all.closed} groups are closed: {_split(summary.all)}; {summary.retried} were retries; "
+        f"{summary.continued} have answers that were cut off and continued\n",
         soft_wrap=True,
     )
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), title="means", title_justify="left")

@@ -17,6 +17,7 @@ from relaxd.client.coordinator import CoordinatorClient, state_name
 from relaxd.client.errors import CliError
 from relaxd.local.compose import Container
 from relaxd.local.state import StackState
+from relaxd.rpc.enums import words
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.health_pb2 import HEALTH_STATE_HEALTHY, HealthState
 from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, ReplicaState
@@ -144,7 +145,7 @@ def _print_replicas(replicas: Sequence[pb.RegisteredReplica], console: Console) 
 
 
 def _replica_state(replica: pb.RegisteredReplica) -> str:
-    return ReplicaState.Name(replica.status.state).removeprefix("REPLICA_STATE_").lower()
+    return words(ReplicaState).get(replica.status.state, f"unknown ({replica.status.state})") or "unspecified"
 
 
 def _gpus(replica: pb.RegisteredReplica) -> str:

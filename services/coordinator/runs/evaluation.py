@@ -18,6 +18,7 @@ from relaxd.evaluation.sets import ResolvedSet, sets_of
 from relaxd.evaluation.votes import vote_of
 from relaxd.rewards.base import text_message
 from relaxd.rewards.messages import to_proto
+from relaxd.roles import REWARD, ROLES
 from relaxd.rpc.enums import words
 from relaxd.rpc.errors import explain
 from relaxd.v1.content_pb2 import Conversation
@@ -283,7 +284,8 @@ class _Evaluation:
         try:
             call = self._context.peers.reward(reward.registration.address).Score(request, timeout=LONG_CALL_SECONDS)
             # Progress may stall as long as one sample takes, twice if the reward's process dies.
-            stall_seconds = self._context.config.eval.stall_seconds + 2 * self._context.config.reward.timeout_seconds
+            config = self._context.config
+            stall_seconds = config.eval.stall_seconds + 2 * ROLES[REWARD].timeout_seconds(config)
             return list((await self._await_answer(call, reward, stall_seconds)).scores)
         finally:
             self._busy[reward.replica_id] -= 1

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from relaxd import telemetry
-from relaxd.board import BoardUnavailable, GateClosed, NewGroup, Retry, worst_bytes
+from relaxd.board import TEACHER_PROMPT_TOKENS, BoardUnavailable, Column, GateClosed, NewGroup, Retry, worst_bytes
 from relaxd.board.types import JSON
 from relaxd.data.curriculum.visits import Visited, Visits
 from relaxd.data.dataset import Cursor, Place, RunData
@@ -100,7 +100,7 @@ class Publisher:
         if not wanted or oldest_version is None:
             self.gate = ("", "")
             return 0
-        admission = self._context.board.admission(self._worst_bytes(self._context.config.data.max_prompt_tokens))
+        admission = self._context.board.admission(self._worst_bytes(self._context.config.published_prompt_tokens))
         self._report_gate(admission.room, admission.limit, admission.detail)
         room = min(BATCH, admission.room)
         if room <= 0:
@@ -139,11 +139,16 @@ class Publisher:
     def _new_group(self, spans: ExitStack, visit: Visited) -> NewGroup:
         """Make a group of a visited prompt."""
         prompt, group_id = visit.prompt, group_id_at(visit.cursor.place)
+        columns: dict[str, Column] = {"prompt_tokens": prompt.tokens, "prompt": prompt.to_json()}
+        tokens = len(prompt.tokens)
+        if prompt.teacher_tokens is not None:
+            columns[TEACHER_PROMPT_TOKENS] = prompt.teacher_tokens
+            tokens += len(prompt.teacher_tokens)
         return NewGroup(
             group_id=group_id,
-            columns={"prompt_tokens": prompt.tokens, "prompt": prompt.to_json()},
+            columns=columns,
             trace=self._trace(spans, group_id),
-            worst_bytes=self._worst_bytes(len(prompt.tokens)),
+            worst_bytes=self._worst_bytes(tokens),
             facts=_facts(visit),
         )
 
@@ -153,7 +158,7 @@ class Publisher:
         return NewGroup(
             group_id=group_id,
             trace=self._trace(spans, group_id),
-            worst_bytes=self._worst_bytes(self._context.config.data.max_prompt_tokens),
+            worst_bytes=self._worst_bytes(self._context.config.published_prompt_tokens),
             retry_of=retry.group_id,
         )
 

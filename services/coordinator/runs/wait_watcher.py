@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from relaxd.board import BoardError
+from relaxd.rpc.enums import words
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.replica_pb2 import ReplicaState
 from relaxd.waiting import waits
@@ -157,11 +158,12 @@ class WaitWatcher:
 
 
 def _peer(replica: Replica) -> Peer:
-    state = ReplicaState.Name(replica.status.state).removeprefix("REPLICA_STATE_").lower()
+    number = replica.status.state
+    state = words(ReplicaState).get(number, f"in a state that this release doesn't know ({number})")
     return Peer(
         replica_id=replica.replica_id,
         role=replica.registration.role,
-        state="starting" if state == "unspecified" else state,
+        state=state or "starting",
         detail=replica.status.detail,
         silent_seconds=max(0.0, time.monotonic() - replica.seen),
         version=replica.version[1] if replica.version is not None else None,

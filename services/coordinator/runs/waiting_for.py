@@ -378,7 +378,7 @@ def _advice(stage: str, peer: Peer | None, count: int = 1) -> tuple[str, ...]:
     role = _role_of(stage)
     more = (f"relaxd scale {role}={count + 1} adds a replica",) if role in SCALABLE_ROLES else ()
     if role == REWARD and peer is not None and "does not answer" in peer.detail:
-        return ("make the reward service answer again: the run goes on by itself",)
+        return ("make it answer again: the run goes on by itself",)
     if role == REWARD and peer is not None and peer.detail:
         return ("repair the reward's file, then: relaxd pause && relaxd resume, which loads it again", *more)
     return more

@@ -256,11 +256,10 @@ class WeightSync:
 
         Its id needn't be in Redis then: ids are times, so a successor's are larger.
         """
-        changes = {"last_sync_id": sync_id, "running": True}
         if self._recorded_ahead and not self._saving.locked():
-            self.record = self.record.model_copy(update=changes)
+            self.record = self.record.model_copy(update={"last_sync_id": sync_id, "running": True})
         else:
-            await self._save(**changes)
+            await self._save(last_sync_id=sync_id, running=True)
 
     async def _save(self, *, ahead: bool = False, **changes: Any) -> None:
         """Update the record, in Redis first; with `ahead` Redis also gets that a synchronisation is in progress.

@@ -20,9 +20,13 @@ _log = logging.getLogger(__name__)
 class Breaker:
     """Lets calls through while the service answers. Lives in one event loop."""
 
-    def __init__(self, address: str, probe: Callable[[], Awaitable[None]]) -> None:
-        """`probe` raises UnreachableError or MismatchError unless the service works."""
-        self._address = address
+    def __init__(self, who: str, on: str, probe: Callable[[], Awaitable[None]]) -> None:
+        """`who` is the service, for people, and `on` its address or another name.
+
+        `probe` raises UnreachableError or MismatchError unless it works.
+        """
+        self._who = who
+        self._on = on
         self._probe = probe
         self._failures = 0
         self._error = ""
@@ -39,7 +43,7 @@ class Breaker:
         if self._since is None:
             return ""
         seconds = time.monotonic() - self._since
-        return f"the reward service at {self._address} does not answer, for {duration(seconds)} now: {self._error}"
+        return f"{self._who} does not answer, for {duration(seconds)} now: {self._error}"
 
     def succeeded(self) -> None:
         """Report a call that the service answered, whatever it said."""
@@ -58,7 +62,7 @@ class Breaker:
             return
         self._since = time.monotonic()
         self._closed.clear()
-        _log.warning("the reward service at %s does not answer: %s; its samples wait", self._address, error)
+        _log.warning("%s does not answer: %s; its samples wait", self._who, error)
         self._probing = asyncio.create_task(self._probe_until_closed())
 
     def forgive(self) -> None:
@@ -75,7 +79,7 @@ class Breaker:
             return
         left = self._since + seconds - time.monotonic()
         try:
-            with waiting("the reward service to answer", on=self._address):
+            with waiting(f"{self._who} to answer", on=self._on):
                 await asyncio.wait_for(self._closed.wait(), max(0.0, left))
         except TimeoutError:
             raise UnreachableError(self.problem) from None
@@ -87,7 +91,7 @@ class Breaker:
 
     async def _probe_until_closed(self) -> None:
         failures = 1
-        with waiting("the reward service to answer a probe", on=self._address):
+        with waiting(f"{self._who} to answer a probe", on=self._on):
             while True:
                 await asyncio.sleep(PROBE_PAUSE.pause(failures))
                 try:
@@ -98,6 +102,6 @@ class Breaker:
                     failures += 1
                 finally:
                     self.probes += 1
-        _log.warning("the reward service at %s answers again", self._address)
+        _log.warning("%s answers again", self._who)
         self._since, self._failures = None, 0
         self._closed.set()

@@ -1,6 +1,7 @@
 """Calls of a service that speaks relaxd.v1.RemoteReward."""
 
 import json
+import re
 from collections.abc import Sequence
 
 import grpc
@@ -12,6 +13,7 @@ from relaxd.rpc.client import MAX_MESSAGE_BYTES
 from relaxd.v1 import remote_reward_pb2 as pb
 from relaxd.v1.remote_reward_pb2_grpc import RemoteRewardStub
 from services.reward.pool import Failure
+from services.reward.remote.authorization import authorization
 from services.reward.remote.errors import MismatchError, UnreachableError
 
 PROBE_SECONDS = 5.0
@@ -28,6 +30,8 @@ _OPTIONS = [
     # No keep-alive pings: by default, servers of other languages end connections with frequent ones.
 ]
 _AGAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
+_TOO_LARGE = re.compile(r"(message|frame)\b.*\b(larger than|exceeds|too large)", re.IGNORECASE)
+"""What libraries of gRPC say with RESOURCE_EXHAUSTED of a message above a limit: the status alone may mean busy."""
 
 
 class GrpcClient:
@@ -38,13 +42,14 @@ class GrpcClient:
     def __init__(self, config: RewardConfig) -> None:
         self._address = config.address
         self._settings_json = json.dumps(config.settings)
+        self._token = tuple(authorization(config).items())
         self._channel = grpc.aio.insecure_channel(config.address, _OPTIONS)
         self._stub = RemoteRewardStub(self._channel)
 
     async def probe(self) -> None:
         """Ask whether the service works. Raises UnreachableError, MismatchError."""
         try:
-            await self._stub.ScoreAnswers(pb.ScoreAnswersRequest(), timeout=PROBE_SECONDS)
+            await self._stub.ScoreAnswers(pb.ScoreAnswersRequest(), timeout=PROBE_SECONDS, metadata=self._token)
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.UNIMPLEMENTED:
                 raise self._mismatch("it has no call relaxd.v1.RemoteReward/ScoreAnswers") from error
@@ -55,14 +60,21 @@ class GrpcClient:
 
     async def score(self, samples: Sequence[RewardInput], seconds: float) -> list[RewardOutput | Failure]:
         """Score samples of one prompt. Raises UnreachableError, MismatchError."""
+        request = self._request(samples)
         try:
-            answer = await self._stub.ScoreAnswers(self._request(samples), timeout=seconds)
+            answer = await self._stub.ScoreAnswers(request, timeout=seconds, metadata=self._token)
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.UNIMPLEMENTED:
                 raise self._mismatch("it has no call relaxd.v1.RemoteReward/ScoreAnswers") from error
-            if error.code() in _AGAIN:
+            too_large = error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE.search(error.details() or "")
+            if error.code() in _AGAIN and not too_large:
                 raise UnreachableError(_describe(error)) from error
-            if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+            if too_large:
+                what = (
+                    f"the request with {len(samples)} answers has {request.ByteSize()} bytes; a message was above a "
+                    f"limit, so raise the service's limit for what it receives: {_describe(error)}"
+                )
+            elif error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
                 what = f"scoring {len(samples)} answers took longer than {seconds:g} s"
             else:
                 what = _describe(error)

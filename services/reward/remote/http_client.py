@@ -1,10 +1,8 @@
 """Calls of a service over HTTP, in the form of slime's remote_rm."""
 
-import asyncio
 import json
 from collections.abc import Sequence
 from http import HTTPStatus
-from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -12,10 +10,11 @@ from relaxd.config import RewardConfig
 from relaxd.rewards import RewardInput, RewardOutput
 from relaxd.rewards.base import BadRewardError, check_output
 from services.reward.pool import Failure
+from services.reward.remote.authorization import authorization
 from services.reward.remote.errors import UnreachableError
 
 PROBE_SECONDS = 5.0
-"""Deadline of a probe."""
+"""Deadline of a probe, and of each connection."""
 MAX_ANSWER_BYTES = 1 << 20
 SHOWN = 200
 _AGAIN = (
@@ -24,6 +23,7 @@ _AGAIN = (
     HTTPStatus.SERVICE_UNAVAILABLE,
     HTTPStatus.GATEWAY_TIMEOUT,
 )
+"""What a service says that is too busy, and a proxy whose service is away."""
 
 
 class HttpClient:
@@ -33,20 +33,22 @@ class HttpClient:
 
     def __init__(self, config: RewardConfig) -> None:
         self._url = config.address
+        self._headers = authorization(config)
         self._key = config.key
         self._max_in_flight = config.max_in_flight
         self._session: aiohttp.ClientSession | None = None
 
     async def probe(self) -> None:
-        """Ask whether the service accepts connections. Raises UnreachableError."""
-        parts = urlsplit(self._url)
-        port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+        """Ask whether the service answers, whatever it says to a HEAD request. Raises UnreachableError."""
+        limit = aiohttp.ClientTimeout(total=PROBE_SECONDS)
         try:
-            async with asyncio.timeout(PROBE_SECONDS):
-                _, writer = await asyncio.open_connection(parts.hostname, port)
-                writer.close()
-        except (OSError, TimeoutError) as error:
-            raise UnreachableError(str(error) or f"no connection within {PROBE_SECONDS:g} s") from error
+            async with self._connected().head(self._url, timeout=limit, allow_redirects=False) as answer:
+                if answer.status in _AGAIN:
+                    raise UnreachableError(f"HTTP {answer.status}")
+        except TimeoutError as error:
+            raise UnreachableError(str(error) or f"no answer within {PROBE_SECONDS:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise UnreachableError(str(error) or type(error).__name__) from error
 
     async def score(self, samples: Sequence[RewardInput], seconds: float) -> list[RewardOutput | Failure]:
         """Score one sample. Raises UnreachableError."""
@@ -70,11 +72,15 @@ class HttpClient:
         if self._session is not None:
             await self._session.close()
 
-    async def _post(self, body: object, seconds: float) -> RewardOutput | Failure:
+    def _connected(self) -> aiohttp.ClientSession:
         if self._session is None:  # made here, because it belongs to the loop that runs
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=self._max_in_flight))
+            connector = aiohttp.TCPConnector(limit=self._max_in_flight + 1)  # one for the probe
+            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
+        return self._session
+
+    async def _post(self, body: object, seconds: float) -> RewardOutput | Failure:
         limit = aiohttp.ClientTimeout(total=seconds, sock_connect=min(seconds / 2, PROBE_SECONDS))
-        async with self._session.post(self._url, json=body, timeout=limit) as answer:
+        async with self._connected().post(self._url, json=body, timeout=limit) as answer:
             text = (await _read(answer)).decode(errors="replace")
             if answer.status in _AGAIN:
                 raise UnreachableError(f"HTTP {answer.status}: {_shortened(text)}")

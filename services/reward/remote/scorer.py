@@ -1,26 +1,16 @@
 """Scores samples with a service at reward.address."""
 
 import asyncio
-import random
-import time
 from collections.abc import Sequence
 from typing import Protocol
 
 from relaxd.config import RewardConfig
-from relaxd.retry import Backoff
 from relaxd.rewards import RewardInput, RewardOutput
-from relaxd.waiting import duration, waiting
 from services.reward.pool import Failure
-from services.reward.remote.breaker import Breaker
 from services.reward.remote.errors import MismatchError, UnreachableError
 from services.reward.remote.grpc_client import GrpcClient
 from services.reward.remote.http_client import HttpClient
-from services.reward.slow import slow_after
-
-ATTEMPTS = 10
-"""Attempts for the same samples: an answer may be what crashes the service."""
-PAUSE = Backoff(first_seconds=0.5, max_seconds=30.0)
-"""Pauses between them, to which up to a half is added at random."""
+from services.reward.remote.patience import PatientCaller
 
 
 class Client(Protocol):
@@ -43,29 +33,27 @@ class RemoteScorer:
     """Calls a reward service: limits the calls in flight, repeats those that don't reach it, waits while it is down."""
 
     def __init__(self, config: RewardConfig) -> None:
-        self._config = config
+        self._timeout_seconds = config.timeout_seconds
         self._client: Client = HttpClient(config) if "://" in config.address else GrpcClient(config)
-        self._breaker = Breaker(config.address, self._client.probe)
-        self._room = asyncio.Semaphore(config.max_in_flight)
-        self._open_calls: dict[int, float] = {}
-        self._calls = 0
+        self._caller = PatientCaller(
+            f"the reward service at {config.address}",
+            config.address,
+            self._client.probe,
+            max_in_flight=config.max_in_flight,
+            timeout_seconds=config.timeout_seconds,
+            outage_seconds=config.outage_seconds,
+        )
         self._scored = 0
 
     @property
     def pieces(self) -> int:
         """A counter of samples and probes, which shows that the replica isn't stuck."""
-        return self._scored + self._breaker.probes
+        return self._scored + self._caller.probes
 
     @property
     def detail(self) -> str:
         """What takes long, in one sentence; empty if nothing does."""
-        if problem := self._breaker.problem:
-            return problem
-        seconds = time.monotonic() - min(self._open_calls.values(), default=time.monotonic())
-        if seconds <= slow_after(self._config.timeout_seconds):
-            return ""
-        count = len(self._open_calls)
-        return f"the reward service at {self._config.address} has {count} open calls, one for {duration(seconds)}"
+        return self._caller.detail
 
     async def check(self) -> None:
         """Ask whether the service works. Raises UnreachableError, MismatchError."""
@@ -73,14 +61,11 @@ class RemoteScorer:
 
     async def start(self) -> None:
         """Begin with a service that may be away for now. Raises MismatchError: it isn't one of these rewards."""
-        try:
-            await self.check()
-        except UnreachableError as error:
-            self._breaker.open(error)
+        await self._caller.start()
 
     def forgive(self) -> None:
         """Count reward.outage_seconds of a service that is away from now on."""
-        self._breaker.forgive()
+        self._caller.forgive()
 
     async def score(self, samples: Sequence[RewardInput]) -> list[RewardOutput | Failure]:
         """Score samples of one prompt; the outcomes are in their order. Cancelling this cancels its calls."""
@@ -96,35 +81,11 @@ class RemoteScorer:
 
     async def close(self) -> None:
         """End its calls."""
-        self._breaker.close()
+        self._caller.close()
         await self._client.close()
 
     async def _score(self, samples: list[RewardInput]) -> list[RewardOutput | Failure]:
         try:
-            for attempt in range(1, ATTEMPTS + 1):
-                await self._breaker.wait_closed(self._config.outage_seconds)
-                try:
-                    outcomes = await self._call(samples)
-                    self._breaker.succeeded()
-                    return outcomes
-                except UnreachableError as error:
-                    self._breaker.failed(error)
-                    if attempt == ATTEMPTS:
-                        raise UnreachableError(
-                            f"the reward service at {self._config.address} can't be reached: {error} ({ATTEMPTS} tries)"
-                        ) from error
-                with waiting("the next try to reach the reward service", on=self._config.address):
-                    await asyncio.sleep(PAUSE.pause(attempt) * (1 + random.random() / 2))
+            return await self._caller.call(lambda: self._client.score(samples, self._timeout_seconds))
         except (UnreachableError, MismatchError) as error:
             return [Failure(str(error))] * len(samples)
-        raise AssertionError("the last attempt returns or raises")
-
-    async def _call(self, samples: list[RewardInput]) -> list[RewardOutput | Failure]:
-        async with self._room:
-            self._calls += 1
-            number = self._calls
-            self._open_calls[number] = time.monotonic()
-            try:
-                return await self._client.score(samples, self._config.timeout_seconds)
-            finally:
-                del self._open_calls[number]

@@ -2,7 +2,7 @@
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 from relaxd.v1 import rollout_pb2
 from services.rollout.engines.types import MemoryPart, Output, PauseMode, Request, Sampling, Version
@@ -55,16 +55,18 @@ class RolloutEngine(ABC):
         sampling: Sampling,
         *,
         stream: bool = False,
+        report_every: int = 1,
+        begun: Mapping[int, tuple[int, ...]] | None = None,
         request_id: str | None = None,
     ) -> AsyncIterator[Output]:
         """Yield the outputs of n samples until all have ended. Leaving the iteration early cancels the rest.
 
-        `request_id` is for `abort`, and must not be in use.
+        See Request for `stream`, `report_every` and `begun`. `request_id` is for `abort`, and must not be in use.
 
         Raises RequestFailed, ChildExited when the engine exits, or ServerGone when the server is lost.
         """
         request_id = request_id or f"request-{next(self._numbers)}"
-        return self._generate(Request(request_id, prompt_tokens, n, sampling, stream))
+        return self._generate(Request(request_id, prompt_tokens, n, sampling, stream, report_every, begun or {}))
 
     @abstractmethod
     def _generate(self, request: Request) -> AsyncIterator[Output]:

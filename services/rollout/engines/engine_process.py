@@ -13,6 +13,7 @@ from relaxd.process.child_server import ChildServer
 from relaxd.telemetry import setup_logging
 from relaxd.v1 import engine_pb2, engine_pb2_grpc, rollout_pb2, rollout_pb2_grpc, weights_pb2
 from services.rollout.engines.output_stream import OutputStream
+from services.rollout.engines.request_encoding import decode_request
 from services.rollout.engines.types import (
     MARGIN_SECONDS,
     MEMORY_PARTS,
@@ -20,7 +21,6 @@ from services.rollout.engines.types import (
     MemoryPart,
     PauseMode,
     Request,
-    Sampling,
 )
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,9 @@ class LoadedEngine(Protocol):
     @property
     def asleep(self) -> bool:
         """True if the engine has freed memory."""
+
+    def serve_loaded(self) -> None:
+        """Generate with the weights that were loaded, which nobody will update."""
 
     def submit(self, request: Request) -> None:
         """Queue a request."""
@@ -75,7 +78,10 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
 
     def Load(self, request: engine_pb2.LoadRequest, context: Any) -> engine_pb2.LoadResponse:
         """See the proto."""
-        return self.load(request.folder, RolloutConfig.model_validate_json(request.config_json), request.colocate)
+        loaded = self.load(request.folder, RolloutConfig.model_validate_json(request.config_json), request.colocate)
+        if request.frozen:
+            self._loaded().serve_loaded()
+        return loaded
 
     async def Exchange(
         self, requests: AsyncIterator[engine_pb2.ExchangeRequest], context: Any
@@ -169,11 +175,8 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
         engine = self._loaded()
         async for message in requests:
             for each in message.begin:
-                asked = each.request
-                sampling = Sampling.from_proto(asked.sampling)
-                prompt = tuple(asked.prompt_tokens)
                 try:
-                    engine.submit(Request(each.id, prompt, asked.n, sampling, stream=not asked.final_only))
+                    engine.submit(decode_request(each))
                 except Exception as error:  # the others go on
                     logger.exception("a request could not be queued")
                     self.outputs.fail(each.id, f"{type(error).__name__}: {error}")

@@ -87,6 +87,12 @@ class GenerationGate:
                     self.quarantined = True
                 self.changed.notify_all()
 
+    def serve_loaded(self) -> None:
+        """Open the gate for the weights that were loaded, as version 0 of term 0: nobody will update them."""
+        with self.changed:
+            self.weights = Version(0, 0)
+            self.changed.notify_all()
+
     def touch(self) -> None:
         """Mark, inside `update`, that the model changes: a failure from here on means quarantine."""
         self._touched = True

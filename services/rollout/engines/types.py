@@ -1,6 +1,6 @@
 """Requests, outputs and errors that all engines share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -100,6 +100,20 @@ class Request:
     sampling: Sampling
     stream: bool = False
     """Report tokens as they are made instead of each sample when it has ended."""
+    report_every: int = 1
+    """With `stream`: least number of tokens in a report of a sample, but for its last one."""
+    begun: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Samples to continue, by index, and the tokens that each has, which count as its own for whatever ends it and
+    aren't reported; the others aren't generated. Empty: all n, from their beginning."""
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """Indices of the samples to generate."""
+        return tuple(self.begun) or tuple(range(self.n))
+
+    def tokens_of(self, sample: int) -> tuple[int, ...]:
+        """Return the tokens that a sample has already."""
+        return self.begun.get(sample, ())
 
 
 @dataclass
@@ -118,7 +132,7 @@ class Output:
     finish_reason: FinishReason | None = None
     """Set with the sample's last output."""
     text: str = ""
-    """The whole text; set with the last output."""
+    """The whole text, of tokens from before the request, too; set with the last output."""
     spans_weight_update: bool = False
     """True if the sample continued in place across a weight update; set with the last output."""
     routed_experts: "np.ndarray[Any, Any] | None" = None

@@ -14,6 +14,7 @@ from relaxd.rpc.errors import RpcError
 from relaxd.v1 import engine_pb2, engine_pb2_grpc, rollout_pb2, rollout_pb2_grpc, weights_pb2
 from services.rollout.engines.engine import RolloutEngine
 from services.rollout.engines.output_encoding import decode_output
+from services.rollout.engines.request_encoding import encode_request
 from services.rollout.engines.types import (
     MARGIN_SECONDS,
     MEMORY_PARTS,
@@ -75,6 +76,7 @@ class ChildEngine(RolloutEngine):
         on_exit: Callable[[ChildExit], None],
         on_tokens: Callable[[int, float], None],
         colocate: bool = False,
+        frozen: bool = False,
         gpu_lease: GpuLease | None = None,
     ) -> "ChildEngine":
         """Start a process and load the model in `folder`. Raises ChildError.
@@ -89,6 +91,7 @@ class ChildEngine(RolloutEngine):
             on_exit: called when the process ends unexpectedly, before running requests fail.
             on_tokens: called about every second with the number of tokens generated since, and tokens per second.
             colocate: whether the engine has to sleep and wake up.
+            frozen: whether it serves the model as it is loaded, as version 0 of term 0.
             gpu_lease: lease on the engine's GPUs, if it uses any.
         """
         engine = cls(on_exit, on_tokens)
@@ -105,7 +108,9 @@ class ChildEngine(RolloutEngine):
         engine._engine = engine_pb2_grpc.EngineStub(child.channel)
         engine._rollout = rollout_pb2_grpc.RolloutStub(child.channel)
         child.exited.add_done_callback(lambda exited: engine._on_child_exit(exited.result()))
-        model = engine_pb2.LoadRequest(folder=str(folder), config_json=config.model_dump_json(), colocate=colocate)
+        model = engine_pb2.LoadRequest(
+            folder=str(folder), config_json=config.model_dump_json(), colocate=colocate, frozen=frozen
+        )
         try:
             # Without a deadline: the coordinator restarts a replica whose loading makes no progress.
             loaded = await engine._engine.Load(model, timeout=None)
@@ -113,6 +118,7 @@ class ChildEngine(RolloutEngine):
             await engine.stop()
             raise
         engine.vocabulary, engine.context, engine.device = loaded.vocabulary, loaded.context, loaded.device
+        engine.weights = Version(0, 0) if frozen else None
         engine._tasks = [asyncio.create_task(work()) for work in (engine._exchange, engine._watch_stats)]
         return engine
 
@@ -133,28 +139,23 @@ class ChildEngine(RolloutEngine):
 
     async def _generate(self, request: Request) -> AsyncIterator[Output]:
         """See RolloutEngine."""
-        message = rollout_pb2.GenerateRequest(
-            prompt_tokens=request.prompt_tokens,
-            n=request.n,
-            sampling=request.sampling.to_proto(),
-            final_only=not request.stream,
-        )
+        count = len(request.samples)
         queue: asyncio.Queue[Output | Exception] = asyncio.Queue()
         self._queues[request.request_id] = queue
         ended = 0
         try:
             await self._child.wait_connected()
-            self._send(begin=[engine_pb2.EngineRequest(id=request.request_id, request=message)])
-            while ended < request.n:
+            self._send(begin=[encode_request(request)])
+            while ended < count:
                 output = await queue.get()
                 if isinstance(output, Exception):
-                    ended = request.n
+                    ended = count
                     raise output
                 ended += output.finish_reason is not None
                 yield output
         finally:
             del self._queues[request.request_id]
-            if ended < request.n:
+            if ended < count:
                 self._send(forget=[request.request_id])
 
     async def abort(self, request_id: str) -> None:

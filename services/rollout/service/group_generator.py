@@ -2,19 +2,30 @@
 
 import asyncio
 import hashlib
+import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 
 import numpy as np
 
-from relaxd.board import ROUTED_EXPERTS, Board, Column, Delivery, Drop, DropReason
+from relaxd.board import Board, Column, Delivery, Drop, DropReason
 from relaxd.board.worker import Result
 from relaxd.config import RunConfig
+from relaxd.waiting import waiting
 from services.rollout.engines.engine import RolloutEngine
-from services.rollout.engines.types import AnswerTooLarge, Output, Sampling
+from services.rollout.engines.types import AnswerTooLarge, Sampling
+from services.rollout.service.answers import Answers
+from services.rollout.service.kept_answers import KeptAnswers
 from services.rollout.service.occupancy import Occupancy
 from services.rollout.service.requests import run_sampling
+
+CUT_SECONDS = 2.0
+"""Time for an engine to end requests that are cut off; then they are kept as far as it has reported them."""
+KEEP_SECONDS = 15.0
+"""Time for cut-off groups to get onto the board, which may take an attempt as long as Board.retry_seconds."""
+REPORTS_PER_SAVE = 8
+"""Reports of a sample's tokens between two saves that rollout.partial.save_tokens allows."""
 
 logger = logging.getLogger(__name__)
 
@@ -29,19 +40,33 @@ class GroupGenerator:
         engine: Callable[[], RolloutEngine | None],
         on_progress: Callable[[], None],
         occupancy: Occupancy,
+        hold: Callable[[str], Delivery | None],
     ) -> None:
-        """`on_progress` is called in the event loop whenever a sample has ended, as another group may fit."""
+        """`on_progress` is called in the event loop whenever a sample has ended, as another group may fit.
+
+        `hold` returns the worker's newest hold of a group.
+        """
         self._config = config
+        self._partial = config.rollout.partial
         self._board = board
+        self._writes = board.writes("rollout")
         self._engine = engine
         self._on_progress = on_progress
         self._occupancy = occupancy
+        self._hold = hold
         self._loop = asyncio.get_running_loop()
         self._unfinished: dict[str, int] = {}
         self._running: set[Future[Result]] = set()
+        self._tasks: set[asyncio.Task[Result]] = set()
+        self._requests: dict[str, RolloutEngine] = {}
+        """Engines of the running requests, by the requests' ids."""
+        self._numbers = itertools.count()
+        self._cut_off = False
 
     def room(self, held: int) -> int:
         """Return how many groups may be held, given that `held` are now. The engine's limit counts samples."""
+        if self._cut_off:
+            return held
         per_group = self._config.rollout.samples_per_prompt
         unfinished = list(self._unfinished.values())
         samples = sum(unfinished) + per_group * max(0, held - len(unfinished))
@@ -65,77 +90,101 @@ class GroupGenerator:
         for future in list(self._running):
             future.cancel()
 
+    async def cut_off(self) -> None:
+        """End the running groups, keep their answers on the board, and take no more.
+
+        The worker hands them back. Without rollout.partial.enabled this does nothing.
+        """
+        if not self._partial.enabled:
+            return
+        self._cut_off = True
+        tasks = set(self._tasks)
+        if not tasks:
+            return
+        logger.info("keeping the unfinished answers of %d groups for other replicas", len(tasks))
+        for request_id, engine in list(self._requests.items()):
+            if engine.alive:
+                await engine.abort(request_id)
+        with waiting(f"{len(tasks)} groups that are cut off, to keep their answers"):
+            _, late = await asyncio.wait(tasks, timeout=CUT_SECONDS)
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late, timeout=KEEP_SECONDS)
+
     async def _generate(
         self, delivery: Delivery, prompt: tuple[int, ...], own: Mapping[str, int | float] | None
     ) -> Result:
-        n = self._config.rollout.samples_per_prompt
-        sampling = run_sampling(self._config.rollout, group_seed(self._config.run.seed, delivery.group_id), own)
+        """Generate a group, unless it is cut off, which raises CancelledError."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        kept = KeptAnswers(self._config, self._board, delivery, self._hold)
         try:
-            while True:
-                engine = self._engine()
-                weights = engine.weights if engine is not None else None
-                if engine is None or weights is None:
-                    raise asyncio.CancelledError  # taken just before the engine ended: handed back, uncounted
-                if not prompt or max(prompt) >= engine.vocabulary or min(prompt) < 0:
-                    return Drop(DropReason.BAD_PROMPT)
-                if engine.context and len(prompt) + sampling.max_new_tokens > engine.context:
-                    return Drop(DropReason.PROMPT_TOO_LONG)
-                # The engine may start with later weights. The board then has too early a version, which only delays a
-                # step more than needed.
-                if not await asyncio.to_thread(self._board.begin, delivery, weights.version):
-                    raise asyncio.CancelledError  # another replica has it
-                self._unfinished[delivery.group_id] = n
-                try:
-                    samples = await self._generate_samples(engine, delivery.group_id, prompt, sampling)
-                except AnswerTooLarge as error:
-                    logger.error("dropping group %s: %s", delivery.group_id, error)
-                    return Drop(DropReason.TOO_LARGE)
-                # After a pause in mode "abort", start again under the next weights.
-                if all(sample.finish_reason != "abort" for sample in samples):
-                    return group_columns(samples, routed_experts=self._config.rollout.return_routed_experts)
+            await kept.load()
+            async with kept.saving():
+                return await self._answer(delivery, prompt, own, kept)
         finally:
+            self._tasks.discard(task)
             self._unfinished.pop(delivery.group_id, None)
 
+    async def _answer(
+        self, delivery: Delivery, prompt: tuple[int, ...], own: Mapping[str, int | float] | None, kept: KeptAnswers
+    ) -> Result:
+        sampling = run_sampling(self._config.rollout, group_seed(self._config.run.seed, delivery.group_id), own)
+        while not kept.answers.ended:
+            engine = self._engine()
+            weights = engine.weights if engine is not None else None
+            if engine is None or weights is None or self._cut_off:
+                raise asyncio.CancelledError  # taken just before the engine ended: handed back, uncounted
+            if not prompt or max(prompt) >= engine.vocabulary or min(prompt) < 0:
+                return Drop(DropReason.BAD_PROMPT)
+            if engine.context and len(prompt) + sampling.max_new_tokens > engine.context:
+                return Drop(DropReason.PROMPT_TOO_LONG)
+            # The engine may start with later weights. The board then has too early a version, which only delays a
+            # step more than needed.
+            oldest = await kept.go_on(weights.version)
+            if not await asyncio.to_thread(self._board.begin, delivery, oldest):
+                raise asyncio.CancelledError  # another replica has it
+            if self._cut_off:
+                continue
+            try:
+                await self._generate_samples(engine, delivery.group_id, prompt, sampling, kept.answers)
+            except AnswerTooLarge as error:
+                logger.error("dropping group %s: %s", delivery.group_id, error)
+                return Drop(DropReason.TOO_LARGE)
+            # After a pause in mode "abort", go on under the next weights.
+        return kept.answers.columns(self._writes)
+
     async def _generate_samples(
-        self, engine: RolloutEngine, group_id: str, prompt: tuple[int, ...], sampling: Sampling
-    ) -> list[Output]:
-        n = self._config.rollout.samples_per_prompt
-        samples: dict[int, Output] = {}
-        with self._occupancy.working():
-            async for output in engine.generate(prompt, n, sampling):
-                samples[output.sample] = output
-                self._unfinished[group_id] = n - len(samples)
-                self._on_progress()
-        return [samples[index] for index in range(n)]
+        self, engine: RolloutEngine, group_id: str, prompt: tuple[int, ...], sampling: Sampling, answers: Answers
+    ) -> None:
+        """Add what the engine generates to the answers, until all have ended or were cut off."""
+        partial = self._partial
+        request_id = f"group-{next(self._numbers)}"
+        self._unfinished[group_id] = answers.unfinished
+        self._requests[request_id] = engine
+        outputs = engine.generate(
+            prompt,
+            self._config.rollout.samples_per_prompt,
+            sampling,
+            stream=partial.enabled,
+            report_every=max(1, partial.save_tokens // REPORTS_PER_SAVE),
+            begun=answers.begun,
+            request_id=request_id,
+        )
+        try:
+            with self._occupancy.working():
+                async for output in outputs:
+                    answers.take(output)
+                    if output.finish_reason is not None:
+                        self._unfinished[group_id] -= 1
+                        self._on_progress()
+        finally:
+            del self._requests[request_id]
 
 
 def group_seed(run_seed: int, group_id: str) -> int:
     """Return the seed of a group's samples. It depends only on run seed and group id."""
     digest = hashlib.blake2b(f"{run_seed}/{group_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def group_columns(samples: Sequence[Output], *, routed_experts: bool = False) -> dict[str, Column]:
-    """Return the columns that the stage writes, from the n complete samples of a group.
-
-    Raises ValueError when `routed_experts` is set and a sample has none.
-    """
-    columns: dict[str, Column] = {}
-    if routed_experts:
-        found = [sample.routed_experts for sample in samples if sample.routed_experts is not None]
-        if len(found) < len(samples):
-            raise ValueError("rollout.return_routed_experts is true, but the engine returned none")
-        columns[ROUTED_EXPERTS] = np.concatenate(found)
-    tokens = np.concatenate([np.asarray(sample.tokens, dtype=np.int32) for sample in samples])
-    return columns | {
-        "tokens": tokens,
-        "sample_of_sequence": np.arange(len(samples), dtype=np.int32),
-        "lengths": np.array([len(sample.tokens) for sample in samples], dtype=np.int32),
-        "shares_prompt": np.ones(len(samples), dtype=np.uint8),
-        "loss_mask": np.ones(len(tokens), dtype=np.uint8),
-        "rollout_logprobs": np.concatenate([np.asarray(sample.logprobs, dtype=np.float32) for sample in samples]),
-        "versions": np.concatenate([np.asarray(sample.versions, dtype=np.int64) for sample in samples]),
-        "finish": [sample.finish_reason for sample in samples],
-        "text": [sample.text for sample in samples],
-        "spans_weight_update": np.array([sample.spans_weight_update for sample in samples], dtype=np.uint8),
-    }

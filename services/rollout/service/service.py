@@ -90,7 +90,12 @@ class RolloutService(ReplicaService):
         self._engine = await self._start_engine(config)
         self._board = Board(self._settings.redis, assignment.run_id, stages_for(config), config.board)
         self._generator = generator = GroupGenerator(
-            config, self._board, lambda: self.engine, self._update_intake, self.occupancy
+            config,
+            self._board,
+            lambda: self.engine,
+            self._update_intake,
+            self.occupancy,
+            lambda group_id: worker.hold(group_id),
         )
         worker = StageWorker(
             self._board,
@@ -108,6 +113,8 @@ class RolloutService(ReplicaService):
     async def stop_run(self) -> None:
         """See ReplicaService."""
         worker, engine, board, restarting = self._worker, self._engine, self._board, self._restarting
+        if self._generator is not None:
+            await self._generator.cut_off()
         self._worker = self._engine = self._board = self._restarting = self._config = self._generator = None
         self._detail = ""
         if restarting is not None:
@@ -132,10 +139,16 @@ class RolloutService(ReplicaService):
         self._update_intake()
 
     async def drain(self, seconds: float) -> int:
-        """See ReplicaService. Groups not finished in time return to the board, so none is held afterwards."""
+        """See ReplicaService. Groups not finished in time return to the board, so none is held afterwards.
+
+        With rollout.partial.enabled none is finished: others continue them at once.
+        """
         worker = self._worker
         if worker is None:
             return 0
+        worker.pause()
+        if self._generator is not None:
+            await self._generator.cut_off()
         handed_back = await asyncio.to_thread(worker.drain, seconds)
         if self._generator is not None:
             self._generator.cancel()

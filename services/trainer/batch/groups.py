@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaxd.algorithms import Algorithm, sample_lengths
-from relaxd.board import COLUMNS
+from relaxd.board import COLUMNS, TEACHER_PROMPT_TOKENS
 from services.trainer.batch.row_packing import TrainSequence
 
 
@@ -79,6 +79,7 @@ class TrainGroup:
         algorithm: Algorithm,
         temperature: float,
         version: int | None,
+        prompt: str = "prompt_tokens",
     ) -> list[TrainSequence]:
         """Return sequences, ready for packing.
 
@@ -87,19 +88,20 @@ class TrainGroup:
             packed: the group's columns that they carry.
             algorithm: source of the token weights.
             temperature: sampling temperature.
+            prompt: the column with the prompt that sequences share.
             version: version of the weights that compute the log-probs to be compared with the engine's; None if they
                 are of no version. Log-probs of tokens of this version are comparable, unless the sequence spans a
                 weight update with a stale cache.
         """
         columns, bounds = self.columns, bounds_of(self.lengths)
         weights = algorithm.token_weights(columns["loss_mask"], self.sample_lengths)
-        nothing = columns["prompt_tokens"][:0]
+        shared = columns[prompt]
         chosen = []
         for index in indices:
             own = slice(int(bounds[index]), int(bounds[index + 1]))
             chosen.append(
                 TrainSequence.from_response(
-                    columns["prompt_tokens"] if columns["shares_prompt"][index] else nothing,
+                    shared if columns["shares_prompt"][index] else shared[:0],
                     columns["tokens"][own],
                     loss_mask=columns["loss_mask"][own],
                     columns={name: columns[name][own] for name in packed},
@@ -143,6 +145,7 @@ def check_group(group_id: str, columns: Mapping[str, Any], names: Collection[str
         "n": (_array(columns, "reward").size, "samples"),
         "S": (lengths.size, "sequences"),
         "T": (int(lengths.sum()), "response tokens"),
+        "T, k": (int(lengths.sum()), "response tokens"),
     }
     for name in names:
         column = COLUMNS[name]
@@ -152,13 +155,20 @@ def check_group(group_id: str, columns: Mapping[str, Any], names: Collection[str
         if column.dtype == "json":
             if not isinstance(columns[name], list) or len(columns[name]) != count:
                 raise MalformedGroup(f"{name} must be a list of {count} values, one for each of the {what}")
-        elif _array(columns, name).size != count:
-            raise MalformedGroup(f"{name} has {columns[name].size} values for {count} {what}")
+        elif len(_array(columns, name)) != count:
+            raise MalformedGroup(f"{name} has {len(columns[name])} values for {count} {what}")
+    if len(widths := {columns[name].shape[1] for name in names if COLUMNS[name].shape == "T, k"}) > 1:
+        raise MalformedGroup(f"columns of candidates have {sorted(widths)} for each token: they must have as many")
     _check_sequences(columns)
+    if TEACHER_PROMPT_TOKENS in names and not (columns["shares_prompt"].all() and columns[TEACHER_PROMPT_TOKENS].size):
+        raise MalformedGroup(
+            "a sequence begins with a prompt of its own, or the teacher's prompt is empty: the teacher's prompt "
+            "(roles.teacher.privileged_key) can't be put in its place"
+        )
     masked = columns["loss_mask"] != 0
     for name in names:
         column = COLUMNS[name]
-        if column.shape == "T" and column.kinds == "f" and not np.isfinite(columns[name][masked]).all():
+        if column.shape in ("T", "T, k") and column.kinds == "f" and not np.isfinite(columns[name][masked]).all():
             raise MalformedGroup(f"{name} is NaN or infinite at a trained token")
     return TrainGroup(group_id, {name: columns[name] for name in names})
 
@@ -181,8 +191,9 @@ def _check_sequences(columns: Mapping[str, Any]) -> None:
 
 
 def _array(columns: Mapping[str, Any], name: str) -> np.ndarray:
-    value, kinds = columns[name], COLUMNS[name].kinds
-    if not isinstance(value, np.ndarray) or value.ndim != 1 or value.dtype.kind not in kinds:
+    value, kinds, wide = columns[name], COLUMNS[name].kinds, COLUMNS[name].shape == "T, k"
+    if not isinstance(value, np.ndarray) or value.ndim != 1 + wide or value.dtype.kind not in kinds:
         what = f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
-        raise MalformedGroup(f"{name} is {what}: it must be an array [values] of kind {' or '.join(kinds)}")
+        shape = "[values, candidates]" if wide else "[values]"
+        raise MalformedGroup(f"{name} is {what}: it must be an array {shape} of kind {' or '.join(kinds)}")
     return value

@@ -7,6 +7,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from relaxd.board import COLUMNS
+
 
 class PackingError(ValueError):
     """A sequence can't be packed."""
@@ -20,8 +22,9 @@ class TrainSequence:
     """int64 [L]: token ids of prompt and response."""
     loss_mask: NDArray[np.uint8]
     """uint8 [L]: 1 for tokens to train on; 0 for the first token, which nothing predicts."""
-    columns: Mapping[str, NDArray[np.float32]]
-    """float32 [L] each: the board's columns that the loss reads, and "rollout_logprobs"."""
+    columns: Mapping[str, NDArray[Any]]
+    """float32 [L] each: the board's columns that the loss reads, and "rollout_logprobs". Those of candidates are
+    [L, k], their ids int32."""
     weight: NDArray[np.float32]
     """float32 [L]: aggregation weight, from `Algorithm.token_weights`."""
     logprobs_comparable: NDArray[np.uint8]
@@ -49,7 +52,7 @@ class TrainSequence:
             prompt: [P] token ids; empty for a sequence whose response begins with its own prompt.
             response: [R] token ids.
             loss_mask: uint8 [R].
-            columns: [R] each; they become float32.
+            columns: [R] or [R, k] each; floats become float32, ids int32.
             weight: float32 [R].
             logprobs_comparable: [R] or one value: whether the log-prob is comparable with the engine's, because the
                 engine had the same weights and a cache written by them.
@@ -69,12 +72,15 @@ class TrainSequence:
         def padded(name: str, column: NDArray[Any], dtype: type) -> NDArray[Any]:
             if len(column) != len(response):
                 raise PackingError(f"{name} has {len(column)} values for {len(response)} response tokens")
-            return np.concatenate([np.zeros(len(prompt), dtype), np.asarray(column, dtype)])
+            return np.concatenate([np.zeros((len(prompt), *column.shape[1:]), dtype), np.asarray(column, dtype)])
 
         return cls(
             tokens=np.concatenate([np.asarray(prompt, np.int64), np.asarray(response, np.int64)]),
             loss_mask=padded("loss_mask", loss_mask, np.uint8),
-            columns={name: padded(name, column, np.float32) for name, column in columns.items()},
+            columns={
+                name: padded(name, column, np.float32 if column.dtype.kind == "f" else np.int32)
+                for name, column in columns.items()
+            },
             weight=padded("weight", weight, np.float32),
             logprobs_comparable=padded("logprobs_comparable", comparable, np.uint8),
             temperature=temperature,
@@ -101,8 +107,8 @@ class PackedMicroBatch:
     """int64 [T]: index of the previous token in the sequence, which predicts this one; -1 for the first."""
     loss_mask: NDArray[np.uint8]
     """uint8 [T]."""
-    columns: Mapping[str, NDArray[np.float32]]
-    """float32 [T] each."""
+    columns: Mapping[str, NDArray[Any]]
+    """float32 [T] each; those of candidates [T, k], their ids int32."""
     weight: NDArray[np.float32]
     """float32 [T]."""
     logprobs_comparable: NDArray[np.uint8]
@@ -175,7 +181,15 @@ def pack(sequences: Sequence[TrainSequence], *, share_prompts: bool = True) -> P
 def empty_micro_batch(columns: Iterable[str]) -> PackedMicroBatch:
     """Return a micro-batch with these columns and no trained token, for ranks with fewer micro-batches than others."""
     zeros, mask = np.zeros(1, np.float32), np.zeros(1, np.uint8)
-    return pack([TrainSequence(np.zeros(1, np.int64), mask, dict.fromkeys(columns, zeros), zeros, mask)])
+    return pack([TrainSequence(np.zeros(1, np.int64), mask, no_values(columns, 1), zeros, mask)])
+
+
+def no_values(columns: Iterable[str], tokens: int) -> dict[str, NDArray[Any]]:
+    """Return these columns for tokens that aren't trained on: zeros, or no candidates."""
+    return {
+        name: np.zeros((tokens, 0) if COLUMNS[name].shape == "T, k" else tokens, COLUMNS[name].dtype)
+        for name in columns
+    }
 
 
 def with_padding(batch: PackedMicroBatch, multiple: int) -> PackedMicroBatch:
@@ -186,7 +200,8 @@ def with_padding(batch: PackedMicroBatch, multiple: int) -> PackedMicroBatch:
         return batch
 
     def padded(array: NDArray[Any], by: Any = 0) -> NDArray[Any]:
-        return np.concatenate([array, np.broadcast_to(np.asarray(by, array.dtype), missing)])
+        added = np.broadcast_to(np.asarray(by, array.dtype), (missing, *array.shape[1:]))
+        return np.concatenate([array, added])
 
     return PackedMicroBatch(
         tokens=padded(batch.tokens),
@@ -215,7 +230,7 @@ def _check(index: int, sequence: TrainSequence, names: Collection[str]) -> None:
         raise PackingError(f"sequence {index} has columns {list(sequence.columns)}, but the first has {list(names)}")
     arrays = {name: getattr(sequence, name) for name in ("loss_mask", "weight", "logprobs_comparable")}
     for name, value in {**arrays, **sequence.columns}.items():
-        if value.shape != (count,):
+        if value.shape[:1] != (count,):
             raise PackingError(f"sequence {index}: {name} is {list(value.shape)}, but tokens is [{count}]")
     if sequence.loss_mask[: sequence.prompt_length].any():
         raise PackingError(f"sequence {index}: loss_mask is 1 within the prompt, whose tokens aren't trained on")

@@ -121,6 +121,8 @@ class StepPlan:
     """Number of passes over the mini-batches."""
     whitening: Whitening | None = None
     """What the columns' advantages are normalised with before they are trained on; None: they aren't."""
+    refreshed: tuple[str, ...] = ()
+    """Roles whose models take over the weights after the step."""
     skipped_updates: tuple[int, ...] | None = None
     """Indices in `updates` of those that were skipped because their loss or gradient wasn't finite. None if unknown, as
     in a step file, which is written before the updates."""
@@ -147,6 +149,7 @@ class StepPlan:
             "mini_batches": [mini_batch.to_json() for mini_batch in self.mini_batches],
             "epochs": self.epochs,
             **whitening,
+            **({"refreshed": list(self.refreshed)} if self.refreshed else {}),
             **outcome,
         }
 
@@ -167,6 +170,7 @@ class StepPlan:
                 mini_batches=tuple(MiniBatch.from_json(one) for one in value.get("mini_batches", [value])),
                 epochs=int(value.get("epochs", 1)),
                 whitening=Whitening(**value["whitening"]) if "whitening" in value else None,
+                refreshed=tuple(str(role) for role in value.get("refreshed", ())),
                 skipped_updates=tuple(int(update) for update in value[OUTCOME]) if OUTCOME in value else None,
             )
         except (KeyError, TypeError, ValueError) as error:

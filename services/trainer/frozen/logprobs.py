@@ -1,18 +1,18 @@
-"""A frozen model's stage: takes groups from the board, packs several into one forward pass, commits their log-probs."""
+"""A frozen model's stage: takes groups from the board, packs several into one forward pass, commits what it finds."""
 
 import logging
 import queue
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from relaxd.board import (
-    REF_LOGPROBS,
     STAGES,
-    TEACHER_LOGPROBS,
+    TEACHER_PROMPT_TOKENS,
     Board,
     Column,
     Delivery,
@@ -21,12 +21,10 @@ from relaxd.board import (
     StageWorker,
 )
 from relaxd.board.worker import Result
-from relaxd.roles import REFERENCE, ROLES, TEACHER
+from relaxd.roles import ROLES
 from services.trainer.batch.round_packer import Packer
 from services.trainer.batch.row_packing import PackedMicroBatch, TrainSequence, pack
 
-LOGPROBS = {REFERENCE: REF_LOGPROBS, TEACHER: TEACHER_LOGPROBS}
-"""The column that each role writes."""
 BATCHES_PER_STAGE = 20
 """Micro-batches of one pass for each pipeline stage after the first: stages then wait for each other in a twentieth of
 the time."""
@@ -35,8 +33,9 @@ LEAST_GROUPS = 2
 
 logger = logging.getLogger(__name__)
 
-Compute = Callable[[Sequence[PackedMicroBatch]], list[NDArray[np.float32]]]
-"""Computes the log-probs of micro-batches on all ranks: for each float32 [T], aligned with its tokens."""
+Compute = Callable[[str, Sequence[PackedMicroBatch]], list[dict[str, NDArray[Any]]]]
+"""Computes the stage's columns with the model of a name for micro-batches on all ranks: for each [T] or [T, k], aligned
+with its tokens."""
 
 
 @dataclass(frozen=True)
@@ -44,19 +43,25 @@ class _Group:
     """A group that waits for its log-probs."""
 
     group_id: str
+    model: str
+    """Name of the model that is asked."""
     prompt_tokens: int
     """Tokens of the shared prompt."""
     sequences: list[TrainSequence]
     lengths: list[int]
     """Tokens of each sequence, without the shared prompt."""
-    logprobs: NDArray[np.float32]
-    """float32 [T]: the result, filled sequence by sequence."""
+    tokens: int
+    """Tokens of its sequences, with the shared prompt once."""
+    columns: dict[str, NDArray[Any]] = field(default_factory=dict)
+    """The result, filled sequence by sequence: [T] or [T, k] each."""
     answer: "Future[Result]" = field(default_factory=Future)
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of its sequences, with the shared prompt once."""
-        return self.prompt_tokens + len(self.logprobs)
+    def fill(self, index: int, name: str, values: NDArray[Any]) -> None:
+        """Set the values of a column for the tokens of a sequence."""
+        if name not in self.columns:
+            self.columns[name] = np.zeros((sum(self.lengths), *values.shape[1:]), values.dtype)
+        begin = sum(self.lengths[:index])
+        self.columns[name][begin : begin + len(values)] = values
 
 
 class FrozenModelStage:
@@ -69,7 +74,9 @@ class FrozenModelStage:
         consumer: str,
         compute: Compute,
         *,
-        vocab_size: int,
+        vocab_sizes: Mapping[str, int],
+        model_of: Callable[[Mapping[str, Column]], str] = lambda columns: "",
+        prompt: str = "prompt_tokens",
         temperature: float,
         micro_batch_tokens: int,
         pipeline_stages: int = 1,
@@ -82,7 +89,9 @@ class FrozenModelStage:
             role: the role that holds the model.
             consumer: the replica's id.
             compute: runs the model.
-            vocab_size: tokens that the model has. A group with another token is dropped.
+            vocab_sizes: tokens that each model has, by its name. A group with another token is dropped.
+            model_of: chooses the model by a group's columns. Raises ValueError: there is none.
+            prompt: the column with the prompt that the model gets.
             temperature: sampling temperature.
             micro_batch_tokens: maximum tokens of a micro-batch. A group with a longer sequence is dropped.
             pipeline_stages: ranks that share the layers.
@@ -90,7 +99,9 @@ class FrozenModelStage:
         """
         self._role, self._stage = role, ROLES[role].stage
         self._compute = compute
-        self._vocab_size = vocab_size
+        self._vocab_sizes = vocab_sizes
+        self._model_of = model_of
+        self._prompt = prompt
         self._temperature = temperature
         self._budget = micro_batch_tokens
         self._batches = max(1, BATCHES_PER_STAGE * (pipeline_stages - 1))
@@ -104,18 +115,28 @@ class FrozenModelStage:
         )
 
     def run(self, wait_seconds: float) -> bool:
-        """Compute the log-probs of waiting groups, one pass' worth; wait for the first. Returns whether there was one.
+        """Compute the columns of waiting groups, one pass' worth; wait for the first. Returns whether there was one.
 
         Raises whatever `compute` raises.
         """
         groups = self._next(wait_seconds)
+        if not groups:
+            self.turns += 1
+            return False
+        for model in dict.fromkeys(group.model for group in groups.values()):
+            self._run(model, {name: group for name, group in groups.items() if group.model == model})
+        for group in groups.values():
+            group.answer.set_result(self._result(group))
+        return True
+
+    def _run(self, model: str, groups: Mapping[str, _Group]) -> None:
+        """Fill the columns of groups, at least one, that are to be asked of one model."""
         packer = Packer(self._budget, dp_size=1)
         for group in groups.values():
             shares = [one.prompt_length for one in group.sequences]
             packer.add(group.group_id, group.prompt_tokens, group.lengths, shares)
-        if (packed := packer.rest()) is None:
-            self.turns += 1
-            return False
+        packed = packer.rest()
+        assert packed is not None
         (micro_batches,) = packed.micro_batches
         for begin in range(0, len(micro_batches), self._batches):
             members = [
@@ -123,24 +144,23 @@ class FrozenModelStage:
                 for pieces in micro_batches[begin : begin + self._batches]
             ]
             rows = [pack([group.sequences[index] for group, index in row]) for row in members]
-            for row, batch, logprobs in zip(members, rows, self._compute(rows), strict=True):
+            for row, batch, columns in zip(members, rows, self._compute(model, rows), strict=True):
                 for (group, index), end in zip(row, batch.cu_seqlens[1:], strict=True):
-                    offset, length = sum(group.lengths[:index]), group.lengths[index]
-                    group.logprobs[offset : offset + length] = logprobs[end - length : end]
+                    for name, values in columns.items():
+                        group.fill(index, name, values[end - group.lengths[index] : end])
             self.turns += 1
-        for group in groups.values():
-            group.answer.set_result(self._result(group))
-        return True
 
     def _result(self, group: _Group) -> Result:
-        """Return a group's column, or drop it: log-probs that aren't finite say nothing, not that the models agree."""
-        if wrong := int(np.count_nonzero(~np.isfinite(group.logprobs))):
-            return self._drop(
-                DropReason.NO_LOGPROBS,
-                group.group_id,
-                f"the {self._role} gives {wrong} of its {len(group.logprobs)} tokens a log-prob that isn't finite",
-            )
-        return {LOGPROBS[self._role]: group.logprobs}
+        """Return a group's columns, or drop it: log-probs that aren't finite say nothing, not that the models agree."""
+        for values in group.columns.values():
+            finite = np.isfinite(values).reshape(len(values), -1).all(-1)
+            if wrong := int(np.count_nonzero(~finite)):
+                return self._drop(
+                    DropReason.NO_LOGPROBS,
+                    group.group_id,
+                    f"the {self._role} gives {wrong} of its {len(values)} tokens a log-prob that isn't finite",
+                )
+        return group.columns
 
     def _drop(self, reason: DropReason, group_id: str, detail: str) -> Drop:
         logger.error("group %s is dropped: %s", group_id, detail)
@@ -162,15 +182,20 @@ class FrozenModelStage:
     def _process(self, delivery: Delivery, columns: Mapping[str, Column]) -> "Result | Future[Result]":
         """Queue a group. Runs in the worker's threads."""
         try:
-            group = _group(delivery.group_id, columns, STAGES[self._stage].needs, self._temperature)
+            model = self._model_of(columns)
+        except ValueError as error:
+            return self._drop(DropReason.NO_LOGPROBS, delivery.group_id, str(error))
+        needs = tuple(self._prompt if name == "prompt_tokens" else name for name in STAGES[self._stage].needs)
+        try:
+            group = _group(delivery.group_id, model, columns, needs, self._temperature)
         except ValueError as error:
             return self._drop(DropReason.MALFORMED, delivery.group_id, str(error))
         largest = max(int(sequence.tokens.max(initial=0)) for sequence in group.sequences)
-        if largest >= self._vocab_size:
+        if largest >= self._vocab_sizes[model]:
             return self._drop(
                 DropReason.NO_LOGPROBS,
                 group.group_id,
-                f"it has token {largest}, but the {self._role} has only {self._vocab_size} tokens",
+                f"it has token {largest}, but the {self._role} has only {self._vocab_sizes[model]} tokens",
             )
         longest = max(len(sequence.tokens) for sequence in group.sequences)
         if longest > self._budget:
@@ -191,12 +216,14 @@ class FrozenModelStage:
         return max(LEAST_GROUPS, round(2 * self._batches * self._budget / self._group_tokens))
 
 
-def _group(group_id: str, columns: Mapping[str, Column], needs: Sequence[str], temperature: float) -> _Group:
-    """Make a group of the columns that the stage needs. Raises ValueError: they are malformed."""
+def _group(
+    group_id: str, model: str, columns: Mapping[str, Column], needs: Sequence[str], temperature: float
+) -> _Group:
+    """Make a group of columns, of which the first is the prompt. Raises ValueError: they are malformed."""
     arrays = {name: np.asarray(columns[name]) for name in needs}
     if any(array.ndim != 1 or array.dtype.kind not in "iu" for array in arrays.values()):
         raise ValueError(f"{', '.join(needs)} must be arrays [values] of integers")
-    prompt, tokens, lengths = arrays["prompt_tokens"], arrays["tokens"], arrays["lengths"]
+    prompt, tokens, lengths = arrays[needs[0]], arrays["tokens"], arrays["lengths"]
     mask, shares = arrays["loss_mask"], arrays["shares_prompt"]
     if not lengths.size or (lengths < 0).any() or not int(lengths.sum()) == len(tokens) == len(mask):
         raise ValueError(
@@ -204,6 +231,11 @@ def _group(group_id: str, columns: Mapping[str, Column], needs: Sequence[str], t
         )
     if len(shares) != len(lengths):
         raise ValueError(f"shares_prompt has {len(shares)} values for {len(lengths)} sequences")
+    if needs[0] == TEACHER_PROMPT_TOKENS and not shares.all():
+        raise ValueError(
+            f"sequence {int(np.flatnonzero(shares == 0)[0])} begins with a prompt of its own, in whose place the "
+            "teacher's prompt (roles.teacher.privileged_key) can't be put"
+        )
     sequences = []
     for end, length, shared in zip(np.cumsum(lengths), lengths, shares, strict=True):
         own = slice(int(end - length), int(end))
@@ -217,4 +249,4 @@ def _group(group_id: str, columns: Mapping[str, Column], needs: Sequence[str], t
                 temperature=temperature,
             )
         )
-    return _Group(group_id, len(prompt), sequences, lengths.tolist(), np.zeros(len(tokens), np.float32))
+    return _Group(group_id, model, len(prompt), sequences, lengths.tolist(), len(prompt) + len(tokens))

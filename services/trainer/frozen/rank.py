@@ -4,25 +4,30 @@ Rank 0 takes groups from the board and sends their packed tokens to the other ra
 """
 
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from relaxd import telemetry
-from relaxd.board import Board, stages_for
+from relaxd.algorithms import create
+from relaxd.board import TEACHER_PROMPT_TOKENS, Board, Column, stages_for
 from relaxd.config import RunConfig, TrainerConfig
-from relaxd.data.models import frozen_model
+from relaxd.data.models import frozen_models, resolve_model
 from relaxd.process.child_server import ChildServer
+from relaxd.roles import ROLES, TEACHER
 from relaxd.v1 import rank_pb2 as pb
 from relaxd.v1 import rank_pb2_grpc
 from services.trainer.batch.row_packing import PackedMicroBatch
 from services.trainer.frozen.logprobs import FrozenModelStage
+from services.trainer.learner.compared.frozen_model import FrozenModel
 from services.trainer.learner.forward import Forward
 from services.trainer.loop.rank_thread import RankThread
 from services.trainer.megatron.host_memory import freeze_objects
+from services.trainer.megatron.parallel import World
 from services.trainer.megatron.rank_channel import TICK_SECONDS, RankChannel
+from services.trainer.model.architectures import read_architecture
 
 logger = logging.getLogger(__name__)
 
@@ -58,26 +63,38 @@ class FrozenModelRank(rank_pb2_grpc.RankServicer):
         config = RunConfig.model_validate_json(request.config_json)
         trainer = world_config(config, request.role)
         report = self._report_loading if self._thread.number == 0 else None
-        forward = Forward(frozen_model(config, request.role), trainer, seed=config.run.seed, report=report)
-        model = forward.load().requires_grad_(False)
+        stages = {stage.name: stage for stage in stages_for(config)}
+        own_stage = stages[ROLES[request.role].stage]
+        trained = read_architecture(resolve_model(config.model.path, weights=False)).vocab_size
+        needs = create(config.algorithm).needs
+        models: dict[str, FrozenModel] = {}
+        world: World | None = None
+        for name, folder in frozen_models(config, request.role).items():
+            forward = Forward(folder, trainer, seed=config.run.seed, report=report, world=world)
+            world = forward.world
+            models[name] = FrozenModel(request.role, forward, needs, own_stage.writes, trained)
+        assert world is not None
         freeze_objects()
-        channel = RankChannel(trainer.collective_timeout_seconds, forward.world.disk)
+        channel = RankChannel(trainer.collective_timeout_seconds, world.disk)
         if self._thread.number != 0:
             while True:
-                forward.log_probs(model, channel.receive())
+                name, micro_batches = channel.receive()
+                models[name].compute(micro_batches)
 
-        def compute(micro_batches: Sequence[PackedMicroBatch]) -> list[NDArray[np.float32]]:
+        def compute(name: str, micro_batches: Sequence[PackedMicroBatch]) -> list[dict[str, NDArray[Any]]]:
             self._report_progress()
-            channel.send(micro_batches)
-            return forward.log_probs(model, micro_batches)
+            channel.send((name, micro_batches))
+            return models[name].compute(micro_batches)
 
-        board = Board(request.redis, request.run_id, stages_for(config), config.board)
+        board = Board(request.redis, request.run_id, tuple(stages.values()), config.board)
         self._stage = stage = FrozenModelStage(
             board,
             request.role,
             request.replica_id,
             compute,
-            vocab_size=forward.architecture.vocab_size,
+            vocab_sizes={name: model.forward.architecture.vocab_size for name, model in models.items()},
+            model_of=partial(_model_of, config, request.role),
+            prompt=TEACHER_PROMPT_TOKENS if TEACHER_PROMPT_TOKENS in own_stage.needs else "prompt_tokens",
             temperature=config.rollout.temperature,
             micro_batch_tokens=trainer.micro_batch_tokens,
             pipeline_stages=trainer.pipeline_parallel,
@@ -101,6 +118,18 @@ class FrozenModelRank(rank_pb2_grpc.RankServicer):
             if progress != self._reported:
                 self._reported = progress
                 self._thread.events.put(pb.WorkResponse(progress=progress))
+
+
+def _model_of(config: RunConfig, role: str, columns: Mapping[str, Column]) -> str:
+    """Return the name of the model that is asked about a group. Raises ValueError: its source has no teacher."""
+    if role != TEACHER:
+        return config.roles.frozen[role].model
+    teacher = config.roles.teacher
+    prompt = columns.get("prompt")
+    source = prompt["metadata"].get("data_source") if isinstance(prompt, dict) else None
+    if not (model := teacher.model_of(source)):
+        raise ValueError(f"{teacher.section}.models {teacher.without(source, 'the group')}")
+    return model
 
 
 def world_config(config: RunConfig, role: str) -> TrainerConfig:

@@ -1,14 +1,15 @@
 """Snapshots of a learner's state as sharded Megatron checkpoints, which any parallel layout can load.
 
 A checkpoint holds the model, the optimizer's float32 main weights, moments and step, the learning-rate schedule, the
-same of a critic, the number of updates, and each rank's random generators. Loading Megatron's distributed optimizer
+same of a critic, the number of updates, and each rank's random generators. Of frozen models it holds those that have
+taken over the model's weights. Loading Megatron's distributed optimizer
 over torch's AdamW, without Transformer Engine or apex, has three pitfalls, handled by `_fill_optimizer`,
 `_accept_missing_step` and `_separate_steps`.
 """
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from services.trainer.learner.checkpoint_copies import HostCopies
 from services.trainer.learner.checkpoint_reader import ReadCommonStrategy, ReadStrategy
 from services.trainer.learner.checkpoint_writer import ThreadStrategy
+from services.trainer.learner.compared.frozen_model import FrozenModel
 from services.trainer.megatron.disk_work import DiskWork
 from services.trainer.megatron.parallel import World
 from services.trainer.model.model import PolicyModel
@@ -73,6 +75,8 @@ class Stateful:
     """The policy."""
     critic: TrainedModel | None
     """The critic, if the algorithm has one."""
+    frozen: Mapping[str, FrozenModel]
+    """The frozen models of the trainer's ranks, by role."""
     step: int
     """Number of the step whose weights these are."""
     world: World
@@ -99,6 +103,13 @@ class Snapshot:
             content[CRITIC] = self._content(state.critic)
             add_prefix_for_sharding(content[CRITIC], f"{CRITIC}.")
             content[CRITIC]["step"] = state.step
+        for role, model in state.frozen.items():
+            if model.refreshed:
+                content[role] = {
+                    "model": self._copy(model.module.sharded_state_dict(metadata=dict(SHARDING))),
+                    "step": state.step,
+                }
+                add_prefix_for_sharding(content[role], f"{role}.")
         self._strategy = strategy = ThreadStrategy(state.world.disk)
         request = dist_checkpointing.save(content, str(folder), sharded_strategy=strategy, async_sharded_save=True)
         assert request is not None
@@ -114,10 +125,15 @@ class Snapshot:
         with self.copies.of_optimizers(_single_optimizers(state.optimizer)):
             optimizer = state.optimizer.sharded_state_dict(model, metadata=dict(SHARDING))
         _make_plain(optimizer)
+        self._copy(model)
+        return {"model": model, "optimizer": optimizer, "schedule": state.schedule.state_dict()}
+
+    def _copy(self, model: dict[str, Any]) -> dict[str, Any]:
+        """Replace the parameters of a model's sharded state by copies."""
         for part in nested_values(model):
             if isinstance(getattr(part, "data", None), torch.Tensor):
                 part.data = self.copies.of(part.data)
-        return {"model": model, "optimizer": optimizer, "schedule": state.schedule.state_dict()}
+        return model
 
     def write(self) -> None:
         """Write this rank's file and wait until it is on disk. Runs in a thread beside training.
@@ -155,12 +171,20 @@ def load_snapshot(state: Stateful, folder: Path, *, same_layout: bool) -> int:
         _check_critic(state, folder)
         content[CRITIC] = _to_load(state.critic)
         add_prefix_for_sharding(content[CRITIC], f"{CRITIC}.")
+    common = ReadCommonStrategy(state.world.disk).load_common(folder) if state.frozen else {}
+    refreshed = {role: model for role, model in state.frozen.items() if role in common}
+    for role, model in refreshed.items():
+        content[role] = {"model": model.module.sharded_state_dict(metadata=dict(SHARDING))}
+        add_prefix_for_sharding(content[role], f"{role}.")
     if same_layout:
         content["generators"] = _generators(state.world, None)
     loaded = _load(content, folder, state.world.disk)
     _set(state.policy, loaded)
     if state.critic is not None:
         _set(state.critic, loaded[CRITIC])
+    for role, model in refreshed.items():
+        model.module.load_state_dict(loaded[role]["model"])
+        model.refreshed = True
     if same_layout:
         write_generators(loaded["generators"])
     # Checkpoints of earlier releases have none; their steps had one update.

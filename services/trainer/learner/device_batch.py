@@ -31,7 +31,7 @@ class DeviceBatch:
     predicting: Tensor
     """int64 [N]: index in the slice of the token that predicts each of them."""
     columns: dict[str, Tensor]
-    """float32 [N] each: the micro-batch's columns."""
+    """float32 [N] each: the micro-batch's columns. Those of candidates are [N, k], their ids int64."""
     weight: Tensor
     """float32 [N]: aggregation weight."""
     logprobs_comparable: Tensor
@@ -60,8 +60,10 @@ def to_device_batch(batch: PackedMicroBatch, world: World, kernel: AttentionKern
     predicting = batch.previous[trained]
     own = np.flatnonzero((predicting >= begin) & (predicting < begin + slice_tokens))
     trained, predicting = trained[own], predicting[own] - begin
+    narrow = {name: column for name, column in batch.columns.items() if column.ndim == 1}
+    wide = {name: column[trained] for name, column in batch.columns.items() if name not in narrow}
     given: tuple[NDArray[Any], ...] = (
-        *batch.columns.values(),
+        *narrow.values(),
         batch.weight,
         batch.logprobs_comparable,
         batch.temperature,
@@ -78,7 +80,11 @@ def to_device_batch(batch: PackedMicroBatch, world: World, kernel: AttentionKern
         trained_indices=to_device(own, world.device),
         targets=to_device(batch.tokens[trained], world.device),
         predicting=to_device(predicting, world.device),
-        columns=dict(zip(batch.columns, columns, strict=True)),
+        columns=dict(zip(narrow, columns, strict=True))
+        | {
+            name: to_device(column.astype(np.int64) if column.dtype.kind == "i" else column, world.device)
+            for name, column in wide.items()
+        },
         weight=weight,
         logprobs_comparable=comparable,
         temperature=temperature,

@@ -4,7 +4,7 @@ The learner trains the model that it loads here; a reference service only comput
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 from torch import Tensor
 
+from relaxd.board import CANDIDATES, TEACHER_CANDIDATE_LOGPROBS
 from relaxd.config import TrainerConfig
 from services.trainer.attention.attention_kernels import attention_kernel
 from services.trainer.batch.row_packing import PackedMicroBatch
 from services.trainer.learner.device_batch import DeviceBatch, to_device_batch
-from services.trainer.learner.logprobs import VocabShard, token_logprobs
+from services.trainer.learner.logprobs import TokenLogprobs, VocabShard, likeliest_tokens, token_logprobs
 from services.trainer.megatron.parallel import World, initialize
 from services.trainer.model.architecture import ModelError
 from services.trainer.model.architectures import read_architecture
@@ -38,7 +39,7 @@ OutputFunction = Callable[[Tensor, DeviceBatch, Tensor], StageOutput]
 """Computes the last stage's output from the output layer's weight, the micro-batch and the hidden states
 [T / cp_size, 1, hidden] (T over the tensor-parallel ranks under sequence parallelism)."""
 TokenFunction = Callable[[Tensor, DeviceBatch, Tensor], Tensor]
-"""Computes a value for each trained token, [N], from the same."""
+"""Computes a value for each trained token, [N], or several, [N, width], from the same."""
 OUTPUT_LAYER = "output_layer.weight"
 """Name of the parameter that a critic doesn't have."""
 
@@ -47,7 +48,13 @@ class Forward:
     """Forward and backward passes on this rank. All ranks make the same calls in the same order."""
 
     def __init__(
-        self, folder: Path, trainer: TrainerConfig, *, seed: int = 0, report: Callable[[str], None] | None = None
+        self,
+        folder: Path,
+        trainer: TrainerConfig,
+        *,
+        seed: int = 0,
+        report: Callable[[str], None] | None = None,
+        world: World | None = None,
     ) -> None:
         """Join the Megatron world.
 
@@ -56,6 +63,7 @@ class Forward:
             trainer: parallel sizes, dtype, attention, deadlines.
             seed: seed of all random generators.
             report: called about every second with the progress of disk work (`DiskWork.report`).
+            world: the world, for a further model of a process that has joined it.
 
         Raises:
             ModelError: the model isn't supported, or can't be divided among the ranks.
@@ -64,7 +72,7 @@ class Forward:
         self.folder = folder
         self.architecture = read_architecture(folder)
         self.megatron_config = transformer_config(self.architecture, trainer)
-        self.world = initialize(trainer, seed)
+        self.world = initialize(trainer, seed) if world is None else world
         if report is not None:
             self.world.disk.report = report
         self.vocab = _vocab_shard(self.architecture.vocab_size, self.world)
@@ -78,21 +86,10 @@ class Forward:
         rotary = self.architecture.rope.rotary(self.architecture.head_size)
         self._rotary = rotary._replace(frequencies=rotary.frequencies.to(self.world.device))
 
-    def load(self, folder: Path | None = None) -> PolicyModel:
-        """Build this rank's part of the model and load its weights, or those of another folder.
-
-        Raises:
-            ModelError: the other folder has another architecture.
-        """
-        if folder is not None and (other := read_architecture(folder)) != self.architecture:
-            differs = {field.name for field in fields(other)}
-            differs = {name for name in differs if getattr(other, name) != getattr(self.architecture, name)}
-            raise ModelError(
-                f"{folder} has another architecture than {self.folder} ({', '.join(sorted(differs))} differ), so it "
-                'can\'t be a reference in the trainer: set roles.reference.placement = "service"'
-            )
+    def load(self) -> PolicyModel:
+        """Build this rank's part of the model and load its weights."""
         model = build_model(self.architecture, self.megatron_config, self.world)
-        load_hf(model, folder or self.folder, self.architecture, self.world)
+        load_hf(model, self.folder, self.architecture, self.world)
         return model
 
     def load_critic(self, folder: Path) -> CriticModel:
@@ -118,7 +115,47 @@ class Forward:
         Returns:
             For each micro-batch float32 [T], 0 where loss_mask is 0; on all ranks.
         """
-        return self._per_token(model, micro_batches, lambda *last: self.token_logprobs(*last)[0])
+        return self._per_token(model, micro_batches, lambda *last: self.token_logprobs(*last).tokens)
+
+    def likeliest(
+        self, model: Any, micro_batches: Sequence[PackedMicroBatch], count: int, *, ids_below: int
+    ) -> list[dict[str, NDArray[Any]]]:
+        """Find the tokens that a model finds likeliest in the places of the tokens with loss_mask 1.
+
+        Args:
+            model: the model.
+            micro_batches: the micro-batches.
+            count: tokens in each place, k.
+            ids_below: ids to choose from, at least k.
+
+        Returns:
+            For each micro-batch the columns CANDIDATES, int32 [T, k], and TEACHER_CANDIDATE_LOGPROBS, float32 [T, k];
+            -1 and 0 where loss_mask is 0; on all ranks.
+        """
+
+        def compute(weight: Tensor, batch: DeviceBatch, hidden: Tensor) -> Tensor:
+            found = likeliest_tokens(
+                self._rows(batch, hidden), weight, batch.temperature, self.vocab, count, ids_below=ids_below
+            )
+            return torch.cat([found.ids.float(), found.logprobs], -1)  # exact for ids below 2^24
+
+        rows = self._per_token(model, micro_batches, compute, 2 * count)
+        return [
+            {
+                CANDIDATES: np.where(batch.loss_mask[:, None] != 0, row[:, :count], -1).astype(np.int32),
+                TEACHER_CANDIDATE_LOGPROBS: np.ascontiguousarray(row[:, count:]),
+            }
+            for batch, row in zip(micro_batches, rows, strict=True)
+        ]
+
+    def candidate_log_probs(self, model: Any, micro_batches: Sequence[PackedMicroBatch]) -> list[NDArray[np.float32]]:
+        """Compute the log-probs of the micro-batches' column CANDIDATES under a model.
+
+        Returns:
+            For each micro-batch float32 [T, k], 0 where loss_mask is 0 or there is no candidate; on all ranks.
+        """
+        width = max((batch.columns[CANDIDATES].shape[1] for batch in micro_batches), default=0)
+        return self._per_token(model, micro_batches, lambda *last: self.token_logprobs(*last).candidates, width)
 
     def values(self, model: Any, micro_batches: Sequence[PackedMicroBatch]) -> list[NDArray[np.float32]]:
         """Compute the values that a critic gives to the tokens before those with loss_mask 1.
@@ -129,17 +166,24 @@ class Forward:
         return self._per_token(model, micro_batches, self.token_values)
 
     def _per_token(
-        self, model: Any, micro_batches: Sequence[PackedMicroBatch], compute: TokenFunction
+        self,
+        model: Any,
+        micro_batches: Sequence[PackedMicroBatch],
+        compute: TokenFunction,
+        width: int | None = None,
     ) -> list[NDArray[np.float32]]:
-        results = [np.zeros(len(batch.tokens), np.float32) for batch in micro_batches]
+        """Return what `compute` finds for the trained tokens: [T] for each micro-batch, or [T, width], 0 elsewhere."""
+        shape = () if width is None else (width,)
+        results = [np.zeros((len(batch.tokens), *shape), np.float32) for batch in micro_batches]
         if not micro_batches:
             return results
-        flat = torch.zeros(sum(int(b.loss_mask.sum()) for b in micro_batches), device=self.world.device)
+        flat = torch.zeros(sum(int(b.loss_mask.sum()) for b in micro_batches), *shape, device=self.world.device)
         with torch.no_grad():
             outputs = self.run(model, micro_batches, partial(_evaluate, compute), forward_only=True)
         begin = 0
         for batch, output in zip(micro_batches, outputs, strict=False):
-            flat[begin + output["indices"]] = output["values"]
+            if len(output["indices"]):  # padding may have another width
+                flat[begin + output["indices"]] = output["values"]
             begin += int(batch.loss_mask.sum())
         if outputs and self.world.cp_size > 1:
             dist.all_reduce(flat, group=parallel_state.get_context_parallel_group())
@@ -179,18 +223,23 @@ class Forward:
         )
         return reported
 
-    def token_logprobs(self, weight: Tensor, batch: DeviceBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies of the trained tokens. No other position's logits are computed.
+    def token_logprobs(self, weight: Tensor, batch: DeviceBatch, hidden: Tensor) -> TokenLogprobs:
+        """Return log-probs and entropies of the trained tokens, and log-probs of the column CANDIDATES if there is one.
 
-        See `OutputFunction` for the arguments.
+        No other position's logits are computed. See `OutputFunction` for the arguments.
         """
+        rows, candidates = self._rows(batch, hidden), batch.columns.get(CANDIDATES)
+        return token_logprobs(rows, weight, batch.targets, batch.temperature, self.vocab, candidates=candidates)
+
+    def _rows(self, batch: DeviceBatch, hidden: Tensor) -> Tensor:
+        """Return the hidden states that predict the trained tokens, [N, hidden]."""
         sequence_parallel = self.megatron_config.sequence_parallel
         if sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         rows = hidden.squeeze(1).index_select(0, batch.predicting)
         if self.vocab.group is not None and not sequence_parallel:
             rows = tensor_parallel.copy_to_tensor_model_parallel_region(rows)
-        return token_logprobs(rows, weight, batch.targets, batch.temperature, self.vocab)
+        return rows
 
     def token_values(self, weight: Tensor, batch: DeviceBatch, hidden: Tensor) -> Tensor:
         """Return the values of the states from which the trained tokens are predicted, float32 [N].

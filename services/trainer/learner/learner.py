@@ -22,7 +22,7 @@ Between steps the loop may take a `snapshot`, `offload` the state to the host, o
 thread may broadcast the weights meanwhile (`iter_hf_tensors`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,13 +39,14 @@ from torch import Tensor
 
 from relaxd.algorithms import create
 from relaxd.algorithms.base import WithCritic
-from relaxd.board import REF_LOGPROBS
 from relaxd.config import AlgorithmConfig, CriticConfig, TrainerConfig
 from relaxd.data.models import resolve_model
-from services.trainer.batch.row_packing import PackedMicroBatch
+from relaxd.roles import REFERENCE
+from services.trainer.batch.row_packing import PackedMicroBatch, no_values
 from services.trainer.learner import mismatch
 from services.trainer.learner.checkpoint import Snapshot, Stateful, TrainedModel, load_snapshot
 from services.trainer.learner.checkpoint_copies import HostCopies
+from services.trainer.learner.compared.frozen_model import COLUMNS_OF, FrozenModel, Student
 from services.trainer.learner.critic import VALUE_LOSS, Critic
 from services.trainer.learner.data_parallel import DataParallel
 from services.trainer.learner.forward import Forward
@@ -92,8 +93,7 @@ class Learner:
         *,
         steps: int,
         seed: int = 0,
-        own_reference: bool = True,
-        reference_folder: Path | None = None,
+        frozen: Mapping[str, Path] | None = None,
         critic: CriticConfig | None = None,
         report: Callable[[str], None] | None = None,
     ) -> None:
@@ -105,15 +105,14 @@ class Learner:
             algorithm: the algorithm and its settings.
             steps: steps of the whole run, for the learning-rate schedule.
             seed: seed of all random generators.
-            own_reference: keep a reference if the algorithm needs one. Otherwise the micro-batches bring
-                `ref_logprobs`.
-            reference_folder: the reference's model, of the same architecture; None: the initial model.
+            frozen: folders of the models that these ranks keep beside the trained one, by role. Of columns that others
+                make, the micro-batches bring theirs. None: the initial model is the reference, if the algorithm needs
+                one.
             critic: settings of the critic, if the algorithm has one; None: the defaults.
             report: called about every second with the progress of disk work (`DiskWork.report`).
 
         Raises:
-            ModelError: the model isn't supported, or can't be divided among the ranks; or the reference has another
-                architecture.
+            ModelError: a model isn't supported, or can't be divided among the ranks.
             ValueError: the number of processes or the optimizer's settings are wrong.
         """
         self._config = trainer
@@ -126,9 +125,7 @@ class Learner:
         self._routers = routers(self._policy)
         if trainer.moe.freeze_router:
             freeze_routers(self._policy)
-        self._needs_reference = REF_LOGPROBS in self._algorithm.needs.loss
-        keeps = self._needs_reference and own_reference
-        self._reference = self._forward.load(reference_folder).requires_grad_(False) if keeps else None
+        self._frozen = self._load_frozen({REFERENCE: model_folder} if frozen is None else frozen)
         self._model = DataParallel(self._policy)
         self._optimizer = build_optimizer(self._model, trainer)
         self._schedule = build_schedule(self._optimizer, trainer.optimizer, steps)
@@ -176,8 +173,7 @@ class Learner:
         if not micro_batches:
             return
         self._accumulated = True
-        if self._needs_reference:
-            micro_batches = self._with_ref_logprobs(micro_batches)
+        micro_batches = self._with_frozen_columns(micro_batches)
         reported = self._forward.run(self._model, micro_batches, self._loss, forward_only=False)
         if self._critic is not None:
             reported += self._critic.accumulate(micro_batches)
@@ -194,8 +190,15 @@ class Learner:
         self.end_step()
         return stats
 
-    def end_step(self) -> None:
-        """End a step: its updates, of which each may have been skipped, have made the next version."""
+    def end_step(self, refreshed: Collection[str] = ()) -> None:
+        """End a step: its updates, of which each may have been skipped, have made the next version.
+
+        Args:
+            refreshed: roles whose models take over the weights.
+        """
+        for model in self._frozen:
+            if model.role in refreshed:
+                model.refresh(self._policy)
         self._step += 1
         self._changed_in_step = False
         if self._step % TRIM_EVERY_STEPS == 0:
@@ -254,14 +257,26 @@ class Learner:
         """
         return self._forward.log_probs(self._model, micro_batches)
 
-    def ref_log_probs(self, micro_batches: Sequence[PackedMicroBatch]) -> list[NDArray[np.float32]]:
-        """Compute the log-probs of the tokens with loss_mask 1 under the reference that this learner keeps.
+    def frozen_columns(
+        self, micro_batches: Sequence[PackedMicroBatch], roles: Collection[str] = tuple(COLUMNS_OF)
+    ) -> list[dict[str, NDArray[Any]]]:
+        """Compute the columns that the frozen models of these ranks make of the tokens with loss_mask 1.
+
+        Args:
+            micro_batches: the micro-batches.
+            roles: of which models.
 
         Returns:
-            As `log_probs`.
+            For each micro-batch its columns, [T] or [T, k]; on all ranks.
         """
-        assert self._reference is not None
-        return self._forward.log_probs(self._reference, micro_batches)
+        found: list[dict[str, NDArray[Any]]] = [{} for _ in micro_batches]
+        for model in self._frozen:
+            if model.role not in roles:
+                continue
+            own = model.compute(micro_batches, Student(self._forward, self._model))
+            for columns, others in zip(found, own, strict=True):
+                columns |= others
+        return found
 
     def values(self, micro_batches: Sequence[PackedMicroBatch]) -> list[NDArray[np.float32]]:
         """Compute the critic's values of the tokens before those with loss_mask 1.
@@ -306,7 +321,7 @@ class Learner:
         """
         self._wait_for_copies()
         before = memory_in_use(self.world.device)
-        models = [self._policy] if self._reference is None else [self._policy, self._reference]
+        models = [self._policy, *(model.module for model in self._frozen)]
         tensors, gradients = state_tensors(models, self._optimizer), gradient_tensors(self._model)
         if (critic := self._critic) is not None:
             tensors += state_tensors([critic.module], critic.optimizer)
@@ -380,7 +395,8 @@ class Learner:
     def _stateful(self, step: int) -> Stateful:
         policy = TrainedModel(self._policy, self._optimizer, self._schedule)
         critic = None if self._critic is None else self._critic.state
-        return Stateful(policy, critic, step, self.world, self._optimizer_steps)
+        frozen = {model.role: model for model in self._frozen}
+        return Stateful(policy, critic, frozen, step, self.world, self._optimizer_steps)
 
     def _expert_metrics(self) -> dict[str, float]:
         if not self._routers:
@@ -393,18 +409,28 @@ class Learner:
         if self._changed is not None:
             self._changed.record(torch.cuda.current_stream(self.world.device))
 
-    def _with_ref_logprobs(self, micro_batches: Sequence[PackedMicroBatch]) -> list[PackedMicroBatch]:
-        """Add the reference's log-probs to the micro-batches whose groups don't have them."""
-        missing = [batch for batch in micro_batches if REF_LOGPROBS not in batch.columns]
-        if self._reference is not None:
-            computed = iter(self._forward.log_probs(self._reference, missing))
-        elif any(batch.loss_mask.any() for batch in missing):
-            raise ValueError("ref_logprobs is missing, and this learner keeps no reference that could compute it")
-        else:  # padding
-            computed = iter([np.zeros(len(batch.tokens), np.float32) for batch in missing])
+    def _load_frozen(self, folders: Mapping[str, Path]) -> list[FrozenModel]:
+        """Load those of the models that make a column for the loss."""
+        needs, trainer = self._algorithm.needs, self._config.model_copy(update={"recompute": "none"})
+        vocabulary = self._architecture.vocab_size
         return [
-            batch
-            if REF_LOGPROBS in batch.columns
-            else replace(batch, columns={**batch.columns, REF_LOGPROBS: next(computed)})
-            for batch in micro_batches
+            FrozenModel(role, Forward(folder, trainer, world=self.world), needs, needs.loss, vocabulary)
+            for role, folder in folders.items()
+            if set(COLUMNS_OF[role]).intersection(needs.loss)
         ]
+
+    def _with_frozen_columns(self, micro_batches: Sequence[PackedMicroBatch]) -> list[PackedMicroBatch]:
+        """Add the columns of frozen models that the loss needs to the micro-batches that don't have them."""
+        needed = {name for names in COLUMNS_OF.values() for name in names}.intersection(self._algorithm.needs.loss)
+        completed = list(micro_batches)
+        lacking = [index for index, batch in enumerate(completed) if not needed <= batch.columns.keys()]
+        computed = self.frozen_columns([completed[index] for index in lacking])
+        for index, columns in zip(lacking, computed, strict=True):
+            batch = completed[index]
+            columns |= batch.columns
+            if missing := sorted(needed - columns.keys()):
+                if batch.loss_mask.any():
+                    raise ValueError(f"{missing[0]} is missing, and this learner keeps no model that could compute it")
+                columns |= no_values(missing, len(batch.tokens))
+            completed[index] = replace(batch, columns=columns)
+        return completed

@@ -1,7 +1,7 @@
-"""Log-probs and entropies of given tokens from hidden states, computed over chunks of logits."""
+"""Log-probs and entropies of given tokens from hidden states, and the likeliest tokens, over chunks of logits."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,26 @@ class VocabShard:
     """The ranks that share the vocabulary; None if this rank has all of it."""
 
 
+class TokenLogprobs(NamedTuple):
+    """What is computed for N predicted tokens, in float32."""
+
+    tokens: Tensor
+    """[N]: their log-probs."""
+    entropies: Tensor
+    """[N]: the entropies, in nats, of the distributions that they were sampled from."""
+    candidates: Tensor
+    """[N, k]: log-probs of the tokens that stood beside each of them to choose from; 0 where there was none."""
+
+
+class LikeliestTokens(NamedTuple):
+    """The k tokens of the whole vocabulary that a model finds likeliest in N places, the likeliest first."""
+
+    ids: Tensor
+    """int32 [N, k]."""
+    logprobs: Tensor
+    """float32 [N, k]."""
+
+
 def token_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -40,8 +60,9 @@ def token_logprobs(
     shard: VocabShard,
     chunk_tokens: int | None = None,
     kept_bytes: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Compute each token's log-probability, and the entropy of the distribution that it was sampled from.
+    candidates: Tensor | None = None,
+) -> TokenLogprobs:
+    """Compute log-probs of tokens and of candidates in their places, and the entropy of the distributions.
 
     log p(t) = z_t - log(sum_j exp z_j) and H = -sum_j p_j log p_j with z = hidden @ weight.T / temperature, in float32.
     Logits are computed chunk by chunk. For the backward pass the first chunks are kept, up to `kept_bytes`, and the
@@ -58,20 +79,85 @@ def token_logprobs(
         shard: the token ids of this rank's rows.
         chunk_tokens: tokens per chunk; by default chosen for the device.
         kept_bytes: largest size of kept logits; by default chosen for the device.
+        candidates: int64 [N, k], token ids of the whole vocabulary, no id twice in a row; -1 for none.
 
     Returns:
-        Log-probs and entropies in nats, both float32 [N], differentiable, the same on all ranks of the shard's group.
+        Differentiable, the same on all ranks of the shard's group.
     """
     width = shard.size * hidden.element_size()
-    if chunk_tokens is None:
-        chunk_tokens = max(CHUNK_BYTES // width // 256, 1) * 256 if hidden.is_cuda else CPU_CHUNK_TOKENS
+    chunk_tokens = chunk_tokens or _chunk_tokens(hidden, width)
     if not torch.is_grad_enabled():
         kept_bytes = 0
     elif kept_bytes is None:
         memory = torch.cuda.get_device_properties(hidden.device).total_memory if hidden.is_cuda else 0
         kept_bytes = int(memory * KEPT_SHARE) if hidden.is_cuda else CPU_KEPT_BYTES
     chunks = _Chunks(chunk_tokens, kept_bytes // (chunk_tokens * width), shard)
-    return _TokenLogprobs.apply(hidden, weight, tokens, temperature, chunks)
+    if candidates is None:
+        candidates = tokens.new_zeros(len(tokens), 0)
+    return TokenLogprobs(*_TokenLogprobs.apply(hidden, weight, tokens, candidates, temperature, chunks))
+
+
+@torch.no_grad()
+def likeliest_tokens(
+    hidden: Tensor,
+    weight: Tensor,
+    temperature: Tensor,
+    shard: VocabShard,
+    count: int,
+    *,
+    ids_below: int,
+    chunk_tokens: int | None = None,
+) -> LikeliestTokens:
+    """Find the likeliest tokens in each place, and their log-probs. The arguments are those of `token_logprobs`.
+
+    Args:
+        hidden: [N, hidden_size].
+        weight: [rows, hidden_size].
+        temperature: float32 [N].
+        shard: the token ids of this rank's rows.
+        count: k, at most the number of ids from which to choose.
+        ids_below: ids to choose from, which may be fewer than the model has. Log-probs are those of all.
+        chunk_tokens: tokens per chunk; by default chosen for the device.
+
+    Returns:
+        The same on all ranks of the shard's group.
+    """
+    eligible = max(0, min(shard.size, ids_below - shard.start))
+    own = min(count, eligible)
+    values = hidden.new_full((len(hidden), count), float("-inf"), dtype=torch.float32)
+    ids = torch.zeros(len(hidden), count, dtype=torch.int32, device=hidden.device)
+    statistics = hidden.new_empty(4, len(hidden), dtype=torch.float32)
+    no_token = torch.full((len(hidden),), -1, dtype=torch.int64, device=hidden.device)
+    fused = hidden.dtype == torch.bfloat16 and fused_kernels()
+    chunks = _Chunks(chunk_tokens or _chunk_tokens(hidden, shard.size * hidden.element_size()), 0, shard)
+    for rows in chunks.rows(len(hidden)):
+        logits = hidden[rows] @ weight[: shard.size].t()
+        logits = logits if fused else _tempered(logits, temperature[rows])
+        found = logits[:, :eligible].topk(own, dim=-1)
+        ids[rows, :own] = (found.indices + shard.start).int()
+        if fused:
+            from services.trainer.kernels.vocabulary_kernels import vocabulary_statistics
+
+            values[rows, :own] = _tempered(found.values, temperature[rows])
+            statistics[:, rows] = vocabulary_statistics(logits, temperature[rows], no_token[rows])
+        else:
+            values[rows, :own] = found.values
+            statistics[:, rows] = _statistics(logits, no_token[rows], keep=False)
+        del logits  # free it before the next chunk is allocated
+    largest, sums, _, _ = _over_shards(statistics, shard)
+    if shard.group is not None:
+        shards = dist.get_world_size(shard.group)
+        all_values, all_ids = ([torch.empty_like(one) for _ in range(shards)] for one in (values, ids))
+        dist.all_gather(all_values, values, group=shard.group)
+        dist.all_gather(all_ids, ids, group=shard.group)
+        values, places = torch.cat(all_values, -1).topk(count, dim=-1)
+        ids = torch.cat(all_ids, -1).gather(-1, places)
+    return LikeliestTokens(ids, values - (largest + sums.log()).unsqueeze(-1))
+
+
+def _chunk_tokens(hidden: Tensor, width: int) -> int:
+    """Return the tokens of a chunk whose logits take `width` bytes each."""
+    return max(CHUNK_BYTES // width // 256, 1) * 256 if hidden.is_cuda else CPU_CHUNK_TOKENS
 
 
 @dataclass(frozen=True)
@@ -89,13 +175,19 @@ class _Chunks:
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: Tensor, chunks: _Chunks
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        tokens: Tensor,
+        candidates: Tensor,
+        temperature: Tensor,
+        chunks: _Chunks,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         shard = chunks.shard
-        columns = tokens - shard.start
-        columns = columns.masked_fill((columns < 0) | (columns >= shard.size), -1)
+        columns, others = _columns(tokens, shard), _columns(candidates, shard)
         fused = hidden.dtype == torch.bfloat16 and fused_kernels()
         statistics = hidden.new_empty(4, hidden.shape[0], dtype=torch.float32)
+        of_others = hidden.new_empty(others.shape, dtype=torch.float32)
         kept: list[Tensor] = []
         for rows in chunks.rows(hidden.shape[0]):
             logits = hidden[rows] @ weight[: shard.size].t()
@@ -103,27 +195,34 @@ class _TokenLogprobs(torch.autograd.Function):
                 from services.trainer.kernels.vocabulary_kernels import vocabulary_statistics
 
                 statistics[:, rows] = vocabulary_statistics(logits, temperature[rows], columns[rows])
+                of_others[rows] = _tempered(_at(logits, others[rows]), temperature[rows])
             else:
                 logits = _tempered(logits, temperature[rows])
+                of_others[rows] = _at(logits, others[rows])
                 statistics[:, rows] = _statistics(logits, columns[rows], keep=len(kept) < chunks.kept)
             if len(kept) < chunks.kept:
                 kept.append(logits)
             del logits  # free it before the next chunk is allocated
         largest, sums, weighted, of_token = _over_shards(statistics, shard)
+        if shard.group is not None and of_others.shape[1]:
+            dist.all_reduce(of_others, group=shard.group)
         log_sums = sums.log()
         entropies = log_sums - weighted / sums
-        ctx.save_for_backward(hidden, weight, columns, temperature, log_sums + largest, entropies)
+        ctx.save_for_backward(hidden, weight, columns, candidates, temperature, log_sums + largest, entropies)
         ctx.chunks, ctx.kept, ctx.fused, ctx.main_grad = chunks, kept, fused, getattr(weight, "main_grad", None)
         ctx.set_materialize_grads(False)
-        return of_token - largest - log_sums, entropies
+        of_others = (of_others - (largest + log_sums).unsqueeze(-1)).masked_fill_(candidates < 0, 0.0)
+        return of_token - largest - log_sums, entropies, of_others
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        grad_logprobs, grad_entropies = grads
-        hidden, weight, columns, temperature, log_sums, entropies = ctx.saved_tensors
+        grad_logprobs, grad_entropies, grad_others = grads
+        hidden, weight, columns, candidates, temperature, log_sums, entropies = ctx.saved_tensors
         shard: VocabShard = ctx.chunks.shard
         grad_logprobs = torch.zeros_like(log_sums) if grad_logprobs is None else grad_logprobs.contiguous()
         grad_entropies = None if grad_entropies is None else grad_entropies.contiguous()
+        others = _columns(candidates, shard)
+        grad_others = None if grad_others is None else grad_others.masked_fill(candidates < 0, 0.0)
         grad_hidden = torch.empty_like(hidden)
         into: Tensor | None = ctx.main_grad
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if into is None else into
@@ -135,13 +234,18 @@ class _TokenLogprobs(torch.autograd.Function):
             else:
                 logits = hidden[rows] @ weight[: shard.size].t()
                 logits = logits if ctx.fused else _tempered(logits, temperature[rows])
+            through, of_tokens = grad_logprobs[rows], columns[rows]
+            if grad_others is not None:
+                # d logp_v / d z = onehot(v) - p: the second part once for all candidates and the token, the first
+                # below for each.
+                through, of_tokens = through + grad_others[rows].sum(-1), torch.full_like(of_tokens, -1)
             arguments = (
                 logits,
                 temperature[rows],
-                columns[rows],
+                of_tokens,
                 log_sums[rows],
                 entropies[rows],
-                grad_logprobs[rows],
+                through,
                 None if grad_entropies is None else grad_entropies[rows],
             )
             if ctx.fused:
@@ -150,10 +254,31 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_logits = vocabulary_gradient_(*arguments)
             else:
                 grad_logits = _gradient(*arguments).to(hidden.dtype)
+            if grad_others is not None:
+                # In two calls: where a candidate is the token itself, both are added in this order.
+                _add_at_(grad_logits, columns[rows].unsqueeze(-1), grad_logprobs[rows].unsqueeze(-1), temperature[rows])
+                _add_at_(grad_logits, others[rows], grad_others[rows], temperature[rows])
             torch.mm(grad_logits, weight[: shard.size], out=grad_hidden[rows])
             add_product_(grad_weight[: shard.size], grad_logits, hidden[rows])
             del logits, arguments, grad_logits
-        return grad_hidden, grad_weight.to(weight.dtype) if into is None else None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype) if into is None else None, None, None, None, None
+
+
+def _columns(ids: Tensor, shard: VocabShard) -> Tensor:
+    """Return the columns of a shard's logits that are of these token ids; -1 for ids of other shards."""
+    columns = ids - shard.start
+    return columns.masked_fill((columns < 0) | (columns >= shard.size) | (ids < 0), -1)
+
+
+def _at(logits: Tensor, columns: Tensor) -> Tensor:
+    """Return the logits [n, k] in some columns [n, k]; 0 where the column is -1."""
+    return logits.gather(-1, columns.clamp(min=0)).masked_fill_(columns < 0, 0.0)
+
+
+def _add_at_(gradient: Tensor, columns: Tensor, through: Tensor, temperature: Tensor) -> None:
+    """Add to the gradient [n, ids] in some columns [n, k] what comes through them, unless the column is -1."""
+    added = (through * (columns >= 0) / temperature.unsqueeze(-1)).to(gradient.dtype)
+    gradient.scatter_add_(-1, columns.clamp(min=0), added)
 
 
 def _over_shards(statistics: Tensor, shard: VocabShard) -> Tensor:

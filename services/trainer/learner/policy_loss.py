@@ -8,26 +8,27 @@ from torch import Tensor
 from torch.distributed.nn.functional import all_reduce
 
 from relaxd.algorithms import Algorithm, LossInputs
-from relaxd.board import OLD_LOGPROBS
+from relaxd.board import CANDIDATES, OLD_LOGPROBS
 from services.trainer.learner import mismatch
 from services.trainer.learner.device_batch import DeviceBatch
 from services.trainer.learner.forward import StageOutput, no_tokens
+from services.trainer.learner.logprobs import TokenLogprobs
 
-TokenLogprobs = Callable[[Tensor, DeviceBatch, Tensor], tuple[Tensor, Tensor]]
+ComputeLogprobs = Callable[[Tensor, DeviceBatch, Tensor], TokenLogprobs]
 """`Forward.token_logprobs`."""
 
 
 class PolicyLoss:
     """Computes the loss from the hidden states of a micro-batch; an `OutputFunction`."""
 
-    def __init__(self, algorithm: Algorithm, token_logprobs: TokenLogprobs, *, context_parallel: bool) -> None:
+    def __init__(self, algorithm: Algorithm, token_logprobs: ComputeLogprobs, *, context_parallel: bool) -> None:
         self._algorithm = algorithm
         self._token_logprobs = token_logprobs
         self._context_parallel = context_parallel
 
     def __call__(self, weight: Tensor, batch: DeviceBatch, hidden: Tensor) -> StageOutput:
         """Return the summed loss of the trained tokens; report its sums, their number and the mismatch measure."""
-        logprobs, entropy = self._token_logprobs(weight, batch, hidden)
+        logprobs, entropy, of_candidates = self._token_logprobs(weight, batch, hidden)
         output = self._algorithm.loss(
             LossInputs(
                 logprobs=logprobs,
@@ -37,6 +38,7 @@ class PolicyLoss:
                 sequence=batch.sequence,
                 sequences=batch.sequences,
                 entropy=entropy if self._algorithm.needs_entropy else entropy.detach(),
+                candidate_logprobs=of_candidates if CANDIDATES in batch.columns else None,
                 sum_over_ranks=_sum_over_context_ranks if self._context_parallel else None,
             )
         )

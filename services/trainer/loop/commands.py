@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
-import numpy as np
 from numpy.typing import NDArray
 
 from relaxd.algorithms.terms.whitening import Whitening
@@ -158,7 +157,7 @@ class Assemble:
 
     deliveries: tuple[Delivery, ...]
     """Deliveries of the groups."""
-    columns: Mapping[str, Mapping[str, NDArray[np.float32]]]
+    columns: Mapping[str, Mapping[str, NDArray[Any]]]
     """The prepared columns of each group."""
     dp_ranks: Mapping[str, frozenset[int]]
     """The data-parallel ranks that train on each group."""
@@ -191,9 +190,12 @@ class Update:
 class EndStep:
     """Count the step, whose updates are done, and forget its groups."""
 
+    refreshed: tuple[str, ...] = ()
+    """`StepPlan.refreshed`."""
+
     def execute(self, rank: TrainingRank) -> int:
         """Return the checksum of the new weights."""
-        rank.learner.end_step()
+        rank.learner.end_step(self.refreshed)
         rank.forget_step()
         return rank.checksum()
 

@@ -15,10 +15,9 @@ from relaxd import telemetry
 from relaxd.algorithms.trial import create_tried
 from relaxd.board import Board, stages_for
 from relaxd.config import RunConfig
-from relaxd.data.models import frozen_model, resolve_model
+from relaxd.data.models import models_in_trainer, resolve_model
 from relaxd.data.vocabulary import check_vocabularies
 from relaxd.process.child_server import ChildServer
-from relaxd.roles import REFERENCE
 from relaxd.rpc.enums import words
 from relaxd.rpc.errors import Aborted, FailedPrecondition, RpcError, Unavailable
 from relaxd.v1 import rank_pb2 as rank_pb
@@ -136,8 +135,8 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
     def _train(self, request: rank_pb.WorkRequest) -> None:
         config = RunConfig.model_validate_json(request.config_json)
         algorithm = create_tried(config.algorithm, with_loss=True)
-        if not config.has_reference_service:
-            check_vocabularies(config, REFERENCE)
+        for role in config.frozen_roles("trainer"):
+            check_vocabularies(config, role)
         learner, buckets, self._broadcaster = self._load(config)
         freeze_objects()
         board = Board(request.redis, request.run_id, stages_for(config), config.board)
@@ -183,15 +182,13 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
 
     def _load(self, config: RunConfig) -> tuple[Learner, list[Bucket], WeightBroadcaster]:
         """Load the model. Return learner, what a broadcast sends, and this rank's part in it."""
-        own_reference = not config.has_reference_service
         learner = Learner(
             resolve_model(config.model.path),
             config.trainer,
             config.algorithm,
             steps=config.run.steps,
             seed=config.run.seed,
-            own_reference=own_reference,
-            reference_folder=frozen_model(config, REFERENCE) if own_reference else None,
+            frozen=models_in_trainer(config),
             critic=config.roles.critic,
             report=self._report_loading if self._thread.number == 0 else None,
         )

@@ -1,8 +1,9 @@
 """Execution of a step's rounds on one rank, the same for live and replayed steps."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import cast
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,20 +11,42 @@ from numpy.typing import NDArray
 from relaxd.algorithms import create
 from relaxd.algorithms.base import ValuedGroup, WithCritic
 from relaxd.algorithms.terms.whitening import Whitening
-from relaxd.board import ADVANTAGES, LOSS_MASK, OLD_LOGPROBS, REF_LOGPROBS, RETURNS, VALUES, stages_for
+from relaxd.board import (
+    ADVANTAGES,
+    COLUMNS,
+    LOSS_MASK,
+    OLD_LOGPROBS,
+    RETURNS,
+    TEACHER_PROMPT_TOKENS,
+    VALUES,
+    stages_for,
+)
 from relaxd.config import RunConfig
+from relaxd.roles import TEACHER
 from services.trainer.batch.groups import TrainGroup, check_group
 from services.trainer.batch.row_packing import PackedMicroBatch, TrainSequence, empty_micro_batch, pack
 from services.trainer.batch.step_file import StepFile, StepFileError
 from services.trainer.batch.step_plan import MicroBatchRound, MicroBatchSlices
+from services.trainer.learner.compared.frozen_model import COLUMNS_OF
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.update_stats import UpdateStats
 
 ROLLOUT_LOGPROBS = "rollout_logprobs"
 """The column that the learner compares with its own log-probs, whatever the algorithm needs."""
 
-PreparedColumns = dict[tuple[str, int], dict[str, NDArray[np.float32]]]
-"""Prepared columns by group and sequence: [tokens of the sequence without a shared prompt] each."""
+PreparedColumns = dict[tuple[str, int], dict[str, NDArray[Any]]]
+"""Prepared columns by group and sequence: [tokens of the sequence without a shared prompt] each, or [tokens, k]."""
+
+
+class Forward(NamedTuple):
+    """Forward passes that compute columns before a step's updates."""
+
+    columns: tuple[str, ...]
+    """The columns."""
+    compute: Callable[[Sequence[PackedMicroBatch]], list[dict[str, NDArray[Any]]]]
+    """Computes them for micro-batches: [T] each, or [T, k]."""
+    prompt: str = "prompt_tokens"
+    """The column with the prompt of the micro-batches' sequences."""
 
 
 class RoundRunner:
@@ -37,15 +60,25 @@ class RoundRunner:
         needs = self._algorithm.needs
         needed = dict.fromkeys((ROLLOUT_LOGPROBS, *needs.loss))
         self._packed_columns = [name for name in needed if name in self._columns]
-        forward = {
-            OLD_LOGPROBS: (needs.old_logprobs, learner.log_probs),
-            REF_LOGPROBS: (REF_LOGPROBS in needs.loss and not config.has_reference_service, learner.ref_log_probs),
-        }
+        self._forward: list[Forward] = []
+        """Forward passes before a step's updates."""
         several = config.trainer.updates_per_step > 1
-        self._forward = {name: compute for name, (wanted, compute) in forward.items() if wanted and several}
+        if needs.old_logprobs and several:
+            self._forward.append(Forward((OLD_LOGPROBS,), partial(_named, OLD_LOGPROBS, learner.log_probs)))
+        for role, columns in COLUMNS_OF.items():
+            own = tuple(name for name in columns if name in needs.loss and name not in self._columns)
+            # A teacher with prompts of its own has other rows than the student.
+            privileged = role == TEACHER and TEACHER_PROMPT_TOKENS in self._columns
+            if own and (several or privileged):
+                compute = partial(learner.frozen_columns, roles=(role,))
+                self._forward.append(Forward(own, compute, TEACHER_PROMPT_TOKENS if privileged else "prompt_tokens"))
         if needs.values:
-            self._forward[VALUES] = learner.values
-        self._prepared = (*self._forward, *((RETURNS, ADVANTAGES) if needs.values else ()))
+            self._forward.append(Forward((VALUES,), partial(_named, VALUES, learner.values)))
+        self._candidates = needs.candidates.width if needs.candidates is not None else 0
+        names = tuple(name for one in self._forward for name in one.columns)
+        self._computed = names
+        """Columns that the forward passes compute."""
+        self._prepared = (*names, *((RETURNS, ADVANTAGES) if needs.values else ()))
         """Columns that the trainer adds to a group before a step's updates, or replaces."""
 
     @property
@@ -61,35 +94,37 @@ class RoundRunner:
     def prepare(self, entry: MicroBatchRound, groups: Mapping[str, TrainGroup]) -> PreparedColumns:
         """Compute columns with forward passes over this rank's micro-batches. Skip groups that aren't in `groups`."""
         own = entry.micro_batches[self._learner.world.dp_rank]
-        batches = [self._packed(micro_batch, groups, self._packed_columns) for micro_batch in own]
         prepared: PreparedColumns = {}
-        for name, compute in self._forward.items():
-            for micro_batch, batch, row in zip(own, batches, compute(batches), strict=True):
+        for one in self._forward:
+            batches = [self._packed(micro_batch, groups, self._packed_columns, one.prompt) for micro_batch in own]
+            for micro_batch, batch, columns in zip(own, batches, one.compute(batches), strict=True):
                 sequences = ((piece.group_id, i) for piece in micro_batch for i in piece.sequences)
                 loaded = (key for key in sequences if key[0] in groups)
                 for (group_id, index), end in zip(loaded, batch.cu_seqlens[1:].tolist(), strict=False):
                     # A shared prompt may be stored before the sequence's own tokens.
                     own_tokens = int(groups[group_id].lengths[index])
-                    prepared.setdefault((group_id, index), {})[name] = row[end - own_tokens : end]
+                    of_sequence = {name: row[end - own_tokens : end] for name, row in columns.items()}
+                    prepared.setdefault((group_id, index), {}).update(of_sequence)
         return prepared
 
-    def prepared_columns(self, group: TrainGroup, prepared: PreparedColumns) -> dict[str, NDArray[np.float32]]:
+    def prepared_columns(self, group: TrainGroup, prepared: PreparedColumns) -> dict[str, NDArray[Any]]:
         """Return what the trainer adds to a group of a step: [T] each, by name.
 
         Args:
             group: the group as it came.
-            prepared: what forward passes have computed. What is missing is NaN, as are columns that follow from it.
+            prepared: what forward passes have computed. What is missing is NaN, as are columns that follow from it;
+                there are no candidates.
         """
         columns = {
             name: np.concatenate(
                 [
-                    prepared.get((group.group_id, index), {}).get(name, np.full(length, np.nan, np.float32))
+                    prepared.get((group.group_id, index), {}).get(name, self._missing(name, length))
                     for index, length in enumerate(group.lengths.tolist())
                 ]
             )
-            for name in self._forward
+            for name in self._computed
         }
-        if VALUES in self._forward:
+        if VALUES in self._computed:
             valued = ValuedGroup(
                 token_rewards=group.columns[ADVANTAGES],
                 values=columns[VALUES],
@@ -137,7 +172,7 @@ class RoundRunner:
                 self.run(entry, groups, file.plan.whitening)
             skip = None if skipped_updates is None else index in skipped_updates
             updates.append(self._learner.update(mini_batch.normalizer, skip=skip))
-        self._learner.end_step()
+        self._learner.end_step(file.plan.refreshed)
         return updates
 
     def _recorded(self, group_id: str, file: StepFile) -> TrainGroup:
@@ -149,22 +184,40 @@ class RoundRunner:
         return group.with_columns({name: columns[name] for name in self._prepared})
 
     def _packed(
-        self, micro_batch: MicroBatchSlices, groups: Mapping[str, TrainGroup], columns: Sequence[str]
+        self,
+        micro_batch: MicroBatchSlices,
+        groups: Mapping[str, TrainGroup],
+        columns: Sequence[str],
+        prompt: str = "prompt_tokens",
     ) -> PackedMicroBatch:
-        sequences = list(self._sequences(micro_batch, groups, columns))
+        sequences = list(self._sequences(micro_batch, groups, columns, prompt))
         return pack(sequences) if sequences else empty_micro_batch(columns)
 
     def _sequences(
-        self, micro_batch: MicroBatchSlices, groups: Mapping[str, TrainGroup], columns: Sequence[str]
+        self, micro_batch: MicroBatchSlices, groups: Mapping[str, TrainGroup], columns: Sequence[str], prompt: str
     ) -> Iterator[TrainSequence]:
         # Old log-probs are of the step's beginning, whatever the weights are now.
         learner = self._learner
-        version = learner.step if OLD_LOGPROBS in self._forward else learner.weights_version
+        version = learner.step if OLD_LOGPROBS in self._computed else learner.weights_version
         for piece in micro_batch:
             if piece.group_id in groups:
                 yield from groups[piece.group_id].sequences(
-                    piece.sequences, columns, self._algorithm, self._temperature, version
+                    piece.sequences, columns, self._algorithm, self._temperature, version, prompt
                 )
+
+    def _missing(self, name: str, tokens: int) -> NDArray[Any]:
+        """Return a column of tokens for which nothing was computed."""
+        spec = COLUMNS[name]
+        shape = (tokens, self._candidates) if spec.shape == "T, k" else (tokens,)
+        return np.full(shape, np.nan if spec.kinds == "f" else -1, spec.dtype)
+
+
+def _named(
+    name: str,
+    compute: Callable[[Sequence[PackedMicroBatch]], list[NDArray[np.float32]]],
+    micro_batches: Sequence[PackedMicroBatch],
+) -> list[dict[str, NDArray[Any]]]:
+    return [{name: row} for row in compute(micro_batches)]
 
 
 def _whitened(batch: PackedMicroBatch, whitening: Whitening) -> PackedMicroBatch:

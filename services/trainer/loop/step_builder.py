@@ -72,7 +72,7 @@ class StepBuilder:
                 )
             )
 
-    def plan(self, term: int, seed: int, epochs: int) -> StepPlan:
+    def plan(self, term: int, seed: int, epochs: int, refreshed: tuple[str, ...] = ()) -> StepPlan:
         """Return the plan. Call it once the mini-batches are known."""
         return StepPlan(
             step=self.number,
@@ -82,6 +82,7 @@ class StepBuilder:
             mini_batches=self.mini_batches,
             epochs=epochs,
             whitening=self.whitening,
+            refreshed=refreshed,
         )
 
     def end_spans(self, ended: int | None = None) -> None:

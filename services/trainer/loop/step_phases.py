@@ -9,9 +9,8 @@ packed: a group's column stays as it is, and the plan has the measure.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
-import numpy as np
 from numpy.typing import NDArray
 
 from relaxd.algorithms import Algorithm
@@ -55,7 +54,7 @@ def packer_for(config: RunConfig) -> Packer:
 def phases_for(config: RunConfig, algorithm: Algorithm, rank: TrainingRank) -> StepPhases:
     """Return the order of work in a run's steps."""
     needs = algorithm.needs
-    at_once = config.trainer.updates_per_step == 1 and not needs.whitened and not needs.values
+    at_once = config.trainer.updates_per_step == 1 and not needs.whitened and not rank.runner.prepares
     return (TrainedWhileFilling if at_once else PreparedThenTrained)(config, algorithm, rank)
 
 
@@ -127,7 +126,7 @@ class PreparedThenTrained:
         self,
         opened: StepBuilder,
         groups: Sequence[TrainGroup],
-        columns: Mapping[str, Mapping[str, NDArray[np.float32]]],
+        columns: Mapping[str, Mapping[str, NDArray[Any]]],
     ) -> bool:
         """Hand out the groups, which have their prepared columns. Return whether all ranks have theirs."""
         dp_ranks, done = dp_ranks_of_groups(opened.mini_batches), 0

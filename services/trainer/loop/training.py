@@ -87,7 +87,8 @@ class Training:
                 opened = self._fill(StepBuilder(self._learner.step + 1, packer, telemetry.inject(span)))
                 if opened is None:
                     continue
-                plan = opened.plan(self._term, self._config.run.seed, self._epochs)
+                refreshed = self._config.refreshed_after(opened.number)
+                plan = opened.plan(self._term, self._config.run.seed, self._epochs, refreshed)
                 groups = [self.rank.groups[group_id] for group_id in plan.groups]
                 columns = {group.group_id: group.columns for group in groups}
                 began = time.monotonic()
@@ -176,7 +177,7 @@ class Training:
                 )
                 self._check_skipped_updates(opened, plan, groups)
             self._skipped.record(plan.step, groups, skipped=stats.skipped)
-        self._weights_checksum = self.rank.run(EndStep())
+        self._weights_checksum = self.rank.run(EndStep(plan.refreshed))
         return updates
 
     def _abandon_if_draining(self) -> None:

@@ -17,8 +17,7 @@ from typing import Any
 
 from relaxd.config import RunConfig
 from relaxd.data.errors import DataError
-from relaxd.data.models import frozen_model, resolve_model
-from relaxd.roles import REFERENCE
+from relaxd.data.models import models_in_trainer, resolve_model
 from services.trainer.batch.step_file import StepFileError, read_step_file, step_file_path
 from services.trainer.batch.step_plan import OUTCOME
 from services.trainer.checkpoints.folder import CheckpointBroken, checkpoint_path, read_state
@@ -59,15 +58,13 @@ def replay(run_folder: Path, step: int, start: int) -> dict[str, Any] | None:
                 f"{files[number]} is missing, which step {step} needs: it was removed once checkpoints covered it "
                 '(trainer.checkpoint.keep_step_files = "always" keeps all)'
             )
-    own_reference = not config.has_reference_service
     learner = Learner(
         resolve_model(config.model.path),
         config.trainer,
         config.algorithm,
         steps=config.run.steps,
         seed=config.run.seed,
-        own_reference=own_reference,
-        reference_folder=frozen_model(config, REFERENCE) if own_reference else None,
+        frozen=models_in_trainer(config),
         critic=config.roles.critic,
     )
     disk = learner.world.disk

@@ -1,12 +1,13 @@
 """A learner that only needs the time that learning would take."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from relaxd.board import REF_LOGPROBS
 from relaxd.config import RunConfig
 from services.trainer.batch.row_packing import PackedMicroBatch
 from services.trainer.learner.update_stats import UpdateStats
@@ -46,7 +47,11 @@ class ScriptedLearner:
         self._compute(tokens / self._tokens_per_second / FORWARD_SPEED)
         return [np.zeros(len(batch.tokens), np.float32) for batch in micro_batches]
 
-    ref_log_probs = log_probs
+    def frozen_columns(
+        self, micro_batches: Sequence[PackedMicroBatch], roles: Collection[str] = ()
+    ) -> list[dict[str, NDArray[np.float32]]]:
+        """Return the columns of a reference in the ranks, after the time of its forward pass."""
+        return [{REF_LOGPROBS: logprobs} for logprobs in self.log_probs(micro_batches)]
 
     def update(self, normalizer: float, *, skip: bool | None = None) -> UpdateStats:
         """Return an update's statistics, after the time that it takes."""
@@ -55,7 +60,7 @@ class ScriptedLearner:
         self.optimizer_steps += 1
         return UpdateStats(self.step + 1, 0.0, 1.0, False, 0.0, tokens, {})
 
-    def end_step(self) -> None:
+    def end_step(self, refreshed: Collection[str] = ()) -> None:
         """Count the step."""
         self.step += 1
 

@@ -304,6 +304,7 @@ class Stage:
             "finish",
             "text",
             "spans_weight_update",
+            *(["continued"] if self.config.rollout.partial.enabled else []),
         ]
         loaded = self.board.load(deliveries, names)
         self.board.commit([(d, {"reward": np.zeros(3), "reward_parts": {}}) for d in deliveries])

@@ -12,7 +12,7 @@ import grpc
 import numpy as np
 
 from relaxd import PROTOCOL_VERSION
-from relaxd.board import Board, NewGroup, stages_for
+from relaxd.board import TEACHER_PROMPT_TOKENS, Board, NewGroup, stages_for
 from relaxd.config import RunConfig
 from relaxd.roles import TRAINER
 from relaxd.rpc.client import sync_channel
@@ -63,15 +63,19 @@ class Feeder:
         self.board.create(term=1, groups_per_step=config.trainer.groups_per_step, steps=config.run.steps)
         self.board.set_gate(term=1, oldest_version=10_000, open=True)
         self._samples = config.rollout.samples_per_prompt
+        self._privileged = config.has_privileged_teacher
         self._numbers = iter(range(1, 10_000))
 
-    def publish(self, count: int = 1, trace: dict[str, str] | None = None) -> list[str]:
-        """Publish prompts. Returns the groups' ids."""
+    def publish(self, count: int = 1, trace: dict[str, str] | None = None, source: str = "") -> list[str]:
+        """Publish prompts, of a source or of two in turn. Returns the groups' ids."""
         groups = []
         for _ in range(count):
             number = next(self._numbers)
-            prompt = {"text": f"prompt {number}", "answer": str(number), "metadata": {}, "index": number}
+            metadata = {"data_source": source or f"source-{number % 2}"}
+            prompt = {"text": f"prompt {number}", "answer": str(number), "metadata": metadata, "index": number}
             columns = {"prompt_tokens": np.arange(3, 8, dtype=np.int32) + number % 7, "prompt": prompt}
+            if self._privileged:
+                columns[TEACHER_PROMPT_TOKENS] = np.arange(40, 49, dtype=np.int32) + number % 5
             groups.append(NewGroup(f"g{number}", columns, trace or {}))
         return self.board.publish(term=1, groups=groups)
 

@@ -11,15 +11,19 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer, models
 
+from relaxd.board import CANDIDATES, REF_LOGPROBS, TEACHER_CANDIDATE_LOGPROBS, TEACHER_LOGPROBS
 from relaxd.config import ReferenceConfig, RolesConfig, RunConfig
 from relaxd.roles import REFERENCE, ROLES, TEACHER
 from relaxd.v1 import coordinator_pb2, replica_pb2
-from services.trainer.frozen.logprobs import LOGPROBS
 from tests.integration.trainer.service_kit import PATIENCE, Feeder, ScriptedCoordinator, TrainerProcess, make_config
 from tests.integration.trainer.trainer_worlds import make_model
 
 TEMPERATURE = 0.8
+TOP_K = 5
+MASK = np.tile(np.array([1, 1, 0, 1, 1, 1], np.uint8), 3)
+TOKENIZER = Tokenizer(models.WordLevel({str(id): id for id in range(200)}, unk_token="0")).to_str()
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +85,8 @@ def test_log_probs_are_those_of_transformers(model: Path, redis_url: str, tmp_pa
     if role == TEACHER:
         frozen, sizes = make_model(tmp_path / "teacher", "llama", num_hidden_layers=3), {"tensor_parallel": 2}
         config = teacher_config(model, frozen, **sizes)
-    mask = np.tile(np.array([1, 1, 0, 1, 1, 1], np.uint8), 3)
     with frozen_service(config, redis_url, tmp_path, role) as (coordinator, feeder, process):
-        groups = feeder.feed(5, 0, loss_mask=mask)
+        groups = feeder.feed(5, 0, loss_mask=MASK)
         wait_until_ready(coordinator)
         found = trained_columns(feeder, 5)
         coordinator.wait(lambda: coordinator.status.done_groups == 5 and not coordinator.status.held_groups)
@@ -92,15 +95,80 @@ def test_log_probs_are_those_of_transformers(model: Path, redis_url: str, tmp_pa
     exact = transformers.AutoModelForCausalLM.from_pretrained(frozen, dtype=torch.float64)
     assert found.keys() == set(groups)
     for columns in found.values():
-        logprobs = columns[LOGPROBS[role]]
+        logprobs = columns[{REFERENCE: REF_LOGPROBS, TEACHER: TEACHER_LOGPROBS}[role]]
         assert (logprobs.dtype, logprobs.shape) == (np.float32, columns["tokens"].shape)
-        prompt = torch.from_numpy(columns["prompt_tokens"].astype(np.int64))
-        for sample in np.split(np.arange(18), 3):
-            answer = torch.from_numpy(columns["tokens"][sample].astype(np.int64))
-            with torch.no_grad():
-                logits = exact(torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
-            expected = logits.log_softmax(-1).gather(-1, answer[:, None])[:, 0].numpy() * mask[sample]
+        for sample, answer, of_vocabulary in answers(exact, columns, columns["prompt_tokens"]):
+            expected = of_vocabulary.gather(-1, answer[:, None])[:, 0].numpy() * MASK[sample]
             np.testing.assert_allclose(logprobs[sample], expected, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_several_teachers_with_prompts_of_their_own_give_candidates(
+    model: Path, redis_url: str, tmp_path: Path
+) -> None:
+    """Groups of two sources in turn go to two teachers of different sizes. Those of a third source have none."""
+    of_source = {
+        "source-0": make_model(tmp_path / "llama", "llama", num_hidden_layers=3),
+        "source-1": make_model(tmp_path / "qwen3", "qwen3", vocab_size=200),
+    }
+    config = make_config(
+        model,
+        algorithm={"name": "opd", "distill_coef": 0.0, "distill_loss_coef": 1.0, "distill_top_k": TOP_K},
+        rollout={"samples_per_prompt": 3, "temperature": TEMPERATURE},
+        roles={
+            "teacher": {
+                "models": [{"model": str(folder), "sources": [name]} for name, folder in of_source.items()],
+                "privileged_key": "answer",
+                "tensor_parallel": 2,
+                "threads": 1,
+            }
+        },
+    )
+    # The service compares vocabularies by their sizes, as these models have no tokenizer: let them be the same words.
+    for folder in (model, *of_source.values()):
+        (folder / "tokenizer.json").write_text(TOKENIZER)
+    tokens = np.random.default_rng(4).integers(3, 200, 18).astype(np.int32)
+    with frozen_service(config, redis_url, tmp_path, TEACHER) as (coordinator, feeder, process):
+        groups = feeder.feed(4, 0, loss_mask=MASK, tokens=tokens)
+        (stray,) = feeder.publish(source="nowhere")
+        feeder.finish(feeder.begin(1, 0), 0, loss_mask=MASK, tokens=tokens)
+        wait_until_ready(coordinator)
+        found = trained_columns(feeder, 4)
+        coordinator.wait(lambda: coordinator.status.done_groups == 5 and not coordinator.status.held_groups)
+        (dropped,) = feeder.board.dropped()
+        assert process.stop() == 0
+    for folder in (model, *of_source.values()):
+        (folder / "tokenizer.json").unlink()
+    assert found.keys() == set(groups)
+    assert (dropped.group_id, dropped.reason) == (stray, "no_logprobs")
+    assert 'roles.teacher.models list source-0, source-1, but the group is of the source "nowhere"' in dropped.detail
+    exact = {
+        name: transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        for name, folder in of_source.items()
+    }
+    assert {columns["prompt"]["metadata"]["data_source"] for columns in found.values()} == set(exact)
+    for group_id, columns in found.items():
+        teacher = exact[columns["prompt"]["metadata"]["data_source"]]
+        prompt = np.arange(40, 49) + int(group_id[1:]) % 5
+        ids, logprobs = columns[CANDIDATES], columns[TEACHER_CANDIDATE_LOGPROBS]
+        assert (ids.dtype, logprobs.dtype, ids.shape) == (np.int32, np.float32, (18, TOP_K))
+        for sample, _, of_vocabulary in answers(teacher, columns, prompt):
+            likeliest = of_vocabulary.topk(TOP_K)
+            np.testing.assert_array_equal(ids[sample], np.where(MASK[sample, None] != 0, likeliest.indices.numpy(), -1))
+            expected = likeliest.values.numpy() * MASK[sample, None]
+            np.testing.assert_allclose(logprobs[sample], expected, atol=1e-4)
+
+
+def answers(
+    exact: Any, columns: dict[str, Any], prompt_tokens: np.ndarray
+) -> Iterator[tuple[np.ndarray, torch.Tensor, torch.Tensor]]:
+    """The place and the tokens of each answer, and the log-probs of the whole vocabulary for each of them."""
+    prompt = torch.from_numpy(prompt_tokens.astype(np.int64))
+    for sample in np.split(np.arange(18), 3):
+        answer = torch.from_numpy(columns["tokens"][sample].astype(np.int64))
+        with torch.no_grad():
+            logits = exact(torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
+        yield sample, answer, logits.log_softmax(-1)
 
 
 def test_a_rank_that_dies_ends_the_replica_and_its_groups_go_to_the_next(

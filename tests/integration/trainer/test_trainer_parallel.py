@@ -17,6 +17,11 @@ TP, PP, DP, EP = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {}, {"expert_
 CP = {"context_parallel": 2}
 WAYS: dict[str, dict[str, int]] = {"TP2": TP, "PP2": PP, "DP2": DP, "EP2": EP, "CP2": CP}
 
+CANDIDATES: dict[str, Any] = {
+    "candidates": 6,
+    "algorithm": {"distill_loss_coef": 0.5, "distill_top_k": 6, "distill_divergence": "jensen_shannon"},
+}
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
@@ -41,6 +46,9 @@ def jobs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
     made["qwen3_moe", "PP2 one layer"] = Job(
         models["qwen3_moe"], {**PP, "recompute": "full", "recompute_layers": 1}, **train
     )
+    for way in WAYS:
+        if way != "EP2":
+            made["qwen3", f"{way} candidates"] = Job(models["qwen3"], WAYS[way], **{**train, **CANDIDATES})
     bf16 = {"dtype": "bfloat16"}
     made["qwen3", "bf16"] = Job(models["qwen3"], bf16, steps=3)
     made["qwen3", "bf16 offloaded"] = Job(models["qwen3"], {**bf16, "optimizer": {"cpu_offload": True}}, steps=3)
@@ -74,16 +82,22 @@ def two_ranks(
 def one_rank(models: dict[str, Path], jobs: dict[tuple[str, str], Job]) -> dict[str, dict[str, Any]]:
     trained = ("llama_tied", "llama3", "qwen3", "qwen2_moe", "qwen3_moe")
     algorithm = jobs["qwen3", "TP2"].algorithm
-    return {model: run_job(Job(models[model], steps=3, pieces=3, algorithm=algorithm)) for model in trained}
+    made = {model: run_job(Job(models[model], steps=3, pieces=3, algorithm=algorithm)) for model in trained}
+    return made | {"qwen3 candidates": run_job(Job(models["qwen3"], steps=3, pieces=3, **CANDIDATES))}
+
+
+def alone(key: tuple[str, str]) -> str:
+    """The name in `one_rank` of what a world has done."""
+    return f"{key[0]} candidates" if "candidates" in key[1] else key[0]
 
 
 def test_three_steps_are_the_same_however_the_ranks_are_arranged(
     two_ranks: dict[tuple[str, str], list[dict[str, Any]]], one_rank: dict[str, dict[str, Any]]
 ) -> None:
     trained = [key for key, results in two_ranks.items() if results[0]["trajectory"] and "bf16" not in key[1]]
-    assert len(trained) == 21
+    assert len(trained) == 25
     for key in trained:
-        expected = one_rank[key[0]]["trajectory"]
+        expected = one_rank[alone(key)]["trajectory"]
         for rank in two_ranks[key]:
             for ours, theirs in zip(rank["trajectory"], expected, strict=True):
                 assert ours.loss == pytest.approx(theirs.loss, abs=1e-4, rel=1e-4), key
@@ -102,10 +116,44 @@ def test_trained_weights_are_the_same_too(
     for key, results in two_ranks.items():
         if results[0]["trajectory"] and "bf16" not in key[1]:
             gathered = {name: tensor for rank in results for name, tensor in rank["tensors"].items()}
-            expected = one_rank[key[0]]["tensors"]
+            expected = one_rank[alone(key)]["tensors"]
             assert gathered.keys() == expected.keys()
             for name, tensor in gathered.items():
                 np.testing.assert_allclose(tensor, expected[name], atol=2e-3, err_msg=f"{key} {name}")
+
+
+def test_candidates_are_those_of_one_rank_and_of_transformers(
+    models: dict[str, Path], two_ranks: dict[tuple[str, str], list[dict[str, Any]]], one_rank: dict[str, dict[str, Any]]
+) -> None:
+    samples, count = make_samples(candidates=CANDIDATES["candidates"]), CANDIDATES["candidates"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(models["qwen3"], dtype=torch.float64)
+    exact = []
+    for sample in samples:
+        with torch.no_grad():
+            logits = model(torch.from_numpy(sample.tokens)[None]).logits[0] / sample.temperature
+        trained = np.flatnonzero(sample.loss_mask)
+        exact.append((logits.log_softmax(-1)[trained - 1], sample.columns["candidates"][trained]))
+    logprobs, candidates = torch.cat([one for one, _ in exact]), np.concatenate([ids for _, ids in exact])
+    values, ids = logprobs.topk(count)
+    given = logprobs.gather(-1, torch.from_numpy(candidates).long().clamp(min=0)).masked_fill_(
+        torch.from_numpy(candidates) < 0, 0.0
+    )
+    worlds = {key: results for key, results in two_ranks.items() if "candidates" in key[1]} | {
+        ("qwen3", "alone"): [one_rank["qwen3 candidates"]]
+    }
+    assert len(worlds) == 5
+    masks = [pack(part).loss_mask != 0 for part in (samples[:3], samples[3:])]
+    for key, results in worlds.items():
+        for rank in results:
+            found = [
+                {name: values[mask] for name, values in one.items()}
+                for one, mask in zip(rank["likeliest"], masks, strict=True)
+            ]
+            assert np.array_equal(np.concatenate([one["candidates"] for one in found]), ids.numpy()), key
+            ours = np.concatenate([one["teacher_candidate_logprobs"] for one in found])
+            np.testing.assert_allclose(ours, values.numpy(), atol=1e-4, err_msg=str(key))
+            ours = np.concatenate([one[mask] for one, mask in zip(rank["candidates"], masks, strict=True)])
+            np.testing.assert_allclose(ours, given.numpy(), atol=1e-4, err_msg=str(key))
 
 
 def test_an_offloaded_optimizer_makes_the_same_updates(

@@ -87,11 +87,14 @@ def make_model(folder: Path, kind: str, *, tied: bool = False, **changes: int) -
     return folder
 
 
-def make_samples(count: int = 7, seed: int = 0, temperature: float = 1.3) -> list[Any]:
-    """Samples of different lengths, three to a prompt; in every second response a token is the environment's."""
+def make_samples(count: int = 7, seed: int = 0, temperature: float = 1.3, candidates: int = 0) -> list[Any]:
+    """Samples of different lengths, three to a prompt; in every second response a token is the environment's.
+
+    With `candidates`, a teacher gives each token so many, of which some are missing.
+    """
     from services.trainer.batch.row_packing import TrainSequence
 
-    rng = np.random.default_rng(seed)
+    rng, of_teacher = np.random.default_rng(seed), np.random.default_rng(seed + 1)
     samples: list[TrainSequence] = []
     prompt = np.zeros(1, np.int64)
     for i in range(count):
@@ -108,12 +111,20 @@ def make_samples(count: int = 7, seed: int = 0, temperature: float = 1.3) -> lis
                 columns={
                     "rollout_logprobs": rng.normal(-5, 0.5, length).astype(np.float32),
                     "advantages": rng.normal(0, 1, length).astype(np.float32),
+                    **(made_up_candidates(of_teacher, length, candidates) if candidates else {}),
                 },
                 weight=mask.astype(np.float32),
                 temperature=temperature,
             )
         )
     return samples
+
+
+def made_up_candidates(random: np.random.Generator, tokens: int, count: int) -> dict[str, Any]:
+    """The columns of a teacher's candidates: different ids in each place, every fourth of them missing."""
+    ids = np.stack([random.permutation(VOCAB)[:count] for _ in range(tokens)]).astype(np.int32)
+    logprobs = np.log(random.dirichlet(np.ones(count + 1), tokens)[:, :count]).astype(np.float32)
+    return {"candidates": np.where(ids % 4 == 0, -1, ids), "teacher_candidate_logprobs": logprobs}
 
 
 def micro_batches(
@@ -156,8 +167,10 @@ class Job:
     nap: bool = False
     """Move everything to the host's memory and back in the middle of each step."""
     logits: bool = False
-    reference: Path | None = None
-    """Folder of the reference; None: `model`."""
+    candidates: int = 0
+    """Candidates that the samples have; also the number of the likeliest tokens to find."""
+    frozen: dict[str, Path] | None = None
+    """As `Learner`'s."""
     save: Path | None = None
 
 
@@ -190,7 +203,7 @@ def make_learner(job: Job, ranks: int = 1) -> Any:
     wide = {} if "name" in job.algorithm else {"clip_low": 0.5, "clip_high": 5.0}
     algorithm = ALGORITHM.validate_python({**wide, **job.algorithm})
     config = trainer_config(ranks, **job.parallel)
-    return Learner(job.model, config, algorithm, steps=4, seed=3, reference_folder=job.reference)
+    return Learner(job.model, config, algorithm, steps=4, seed=3, frozen=job.frozen)
 
 
 def full_logits(learner: Any, batch: Any) -> np.ndarray:
@@ -218,17 +231,22 @@ def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
     from services.trainer.batch.row_packing import pack
 
     learner = make_learner(job, ranks)
-    samples = make_samples(job.samples)
+    samples = make_samples(job.samples, candidates=job.candidates)
+    columns = samples[0].columns
     result: dict[str, Any] = {"trajectory": [], "stage": learner.world.pp_rank, "source": learner.world.gather.source}
     everything = [pack(samples[:3]), pack(samples[3:])]
     result["logprobs"] = learner.log_probs(everything)
+    if job.candidates:
+        forward, policy = learner._forward, learner._model
+        result["likeliest"] = forward.likeliest(policy, everything, job.candidates, ids_below=VOCAB)
+        result["candidates"] = forward.candidate_log_probs(policy, everything)
     if job.logits:
         result["logits"] = full_logits(learner, pack(samples, share_prompts=False))
     for _ in range(job.steps):
         dp_size = learner.world.dp_size
         total = sum(len(sample.tokens) for sample in samples)
         budget = -(-total // (job.pieces * dp_size)) + 8
-        batches = micro_batches(samples, budget, dp_size)[learner.world.dp_rank]
+        batches = micro_batches(samples, budget, dp_size, columns)[learner.world.dp_rank]
         beside: dict[str, Any] = {}
         thread = threading.Thread(target=lambda into=beside: into.update(copied(learner)))
         if job.gather_beside:

@@ -44,6 +44,7 @@ def run_job(job: RunJob, ranks: int = 1) -> dict[str, Any]:
     """
     from relaxd.algorithms import create
     from relaxd.board import Board, stages_for
+    from relaxd.data.models import models_in_trainer
     from services.trainer.checkpoints.part import CheckpointPart
     from services.trainer.learner.learner import Learner
     from services.trainer.loop.commands import TrainingRank
@@ -63,6 +64,7 @@ def run_job(job: RunJob, ranks: int = 1) -> dict[str, Any]:
         steps=config.run.steps,
         seed=config.run.seed,
         critic=config.roles.critic,
+        frozen=models_in_trainer(config),
     )
     board = Board(job.redis_url, RUN_ID, stages_for(config), config.board)
     rank = TrainingRank(

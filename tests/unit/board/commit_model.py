@@ -37,6 +37,8 @@ class Hold(NamedTuple):
     group: str
     number: int
     attempt: int
+    saved: int = 0
+    """Parts of the unfinished work that it knows to be saved."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class State:
     """Whose columns a group has: "worker/attempt"."""
     wins: tuple[tuple[str, int], ...] = ()
     """How many commits of a group were told that they were the first."""
+    saved: tuple[tuple[str, int], ...] = ()
+    """How many parts of a group's unfinished work are saved."""
     dropped: frozenset[str] = frozenset()
     ledger: tuple[tuple[str, ...], ...] = ()
     """The groups of each step."""
@@ -101,9 +105,11 @@ def _with(pairs: tuple, key: str, value: object) -> tuple:  # type: ignore[type-
 class Model:
     """What each action does to a state, and to whom it is possible."""
 
-    def __init__(self, rules: Rules | None = None, groups: tuple[str, ...] = GROUPS) -> None:
+    def __init__(self, rules: Rules | None = None, groups: tuple[str, ...] = GROUPS, saves: int = 0) -> None:
+        """`saves` is the largest number of parts of a group's unfinished work."""
         self.rules = rules or Rules()
         self.groups = groups
+        self.saves = saves
 
     def actions(self, state: State) -> Iterator[Action]:
         """Everything that may happen next."""
@@ -124,6 +130,8 @@ class Model:
             yield Action("commit", worker)
             yield Action("release", worker)
             yield Action("drop", worker)
+            if holds[worker].saved < self.saves:
+                yield Action("save", worker)
             if not state.dead:
                 yield Action("die", worker)
         terms, taken = dict(state.terms), dict(state.taken)
@@ -154,7 +162,7 @@ class Model:
         if entry.holder and entry.deliveries >= MAX_DELIVERIES:
             return self._close_dropped(state, action.group), None
         held = Entry(entry.number, action.who, entry.deliveries + 1)
-        hold = Hold(action.group, held.number, held.deliveries)
+        hold = Hold(action.group, held.number, held.deliveries, dict(state.saved).get(action.group, 0))
         rollout, holds = _with(state.rollout, action.group, held), _with(state.holds, action.who, hold)
         return replace(state, rollout=rollout, holds=holds), action.group
 
@@ -163,6 +171,14 @@ class Model:
     def _renew(self, state: State, action: Action) -> tuple[State, object]:
         hold = dict(state.holds)[action.who]
         return state, self._holds(state, action.who, hold)
+
+    def _save(self, state: State, action: Action) -> tuple[State, object]:
+        hold = dict(state.holds)[action.who]
+        if not self._holds(state, action.who, hold) or hold.saved != dict(state.saved).get(hold.group, 0):
+            return state, False
+        hold = hold._replace(saved=hold.saved + 1)
+        saved, holds = _with(state.saved, hold.group, hold.saved), _with(state.holds, action.who, hold)
+        return replace(state, saved=saved, holds=holds), True
 
     def _commit(self, state: State, action: Action) -> tuple[State, object]:
         hold = dict(state.holds)[action.who]
@@ -175,6 +191,7 @@ class Model:
             state = replace(state, train=_with(state.train, group, Entry(1)))
         winner = _with(state.winner, group, f"{action.who}/{hold.attempt}")
         wins = _with(state.wins, group, dict(state.wins).get(group, 0) + 1)
+        state = replace(state, saved=_with(state.saved, group, None))
         return replace(state, rollout=_with(state.rollout, group, None), winner=winner, wins=wins), True
 
     def _release(self, state: State, action: Action) -> tuple[State, object]:
@@ -218,6 +235,7 @@ class Model:
             rollout=_with(state.rollout, group, None),
             train=_with(state.train, group, None),
             winner=_with(state.winner, group, None),
+            saved=_with(state.saved, group, None),
         )
 
     # --- a trainer
@@ -282,6 +300,12 @@ def check(state: State) -> None:
     assert rollout | train == state.open, f"an open group is nowhere, or a closed one is somewhere: {state}"
     assert not rollout & train, f"a group is at two stages, one of which needs the other: {state}"
     assert {group for group, _ in state.winner} == train, f"a group without columns, or with two: {state}"
+    assert {group for group, _ in state.saved} <= rollout, f"unfinished work of a group that is finished: {state}"
+    for worker, hold in state.holds:
+        entry = dict(state.rollout).get(hold.group)
+        if entry is not None and (entry.holder, entry.number, entry.deliveries) == (worker, hold.number, hold.attempt):
+            saved = dict(state.saved).get(hold.group, 0)
+            assert saved == hold.saved, f"somebody else saved work of a group that {worker} holds: {state}"
 
 
 class Exploration(NamedTuple):

@@ -8,6 +8,7 @@ every operation is done twice, as it is when its reply doesn't arrive.
 import contextlib
 from typing import Any
 
+import numpy as np
 import pytest
 import redis
 from hypothesis import HealthCheck, settings
@@ -36,7 +37,7 @@ ZOMBIE = st.sampled_from([False, False, False, True])
 ACTIONS = [
     *("publish", "publish_a_retry", "publish_again", "replace_the_coordinator", "sync_weights"),
     *("take", "take", "die_or_stall", "commit", "commit", "work", "die_before_the_commit_script"),
-    *("begin", "release", "renew", "drop", "load"),
+    *("begin", "release", "renew", "drop", "load", "save", "save", "forget"),
     *("train", "replace_the_trainer", "train_some", "sweep"),
 ]
 
@@ -67,6 +68,7 @@ class BoardMachine(RuleBasedStateMachine):
         self.deliveries: dict[str, list[Delivery]] = {name: [] for name in NAMES}
         self.version = 0
         self.committed: dict[tuple[str, str], int] = {}
+        self.known_saves: dict[str, str] = {}
 
     # --- the coordinator
 
@@ -115,7 +117,12 @@ class BoardMachine(RuleBasedStateMachine):
     def take(self, draw: Any) -> None:
         stage = draw(st.sampled_from([d.stage for d in self.board.queues() if d.waiting + d.held] or NAMES))
         for delivery in take(self.board, stage, draw(st.sampled_from(WORKERS)), draw(st.integers(1, 4))):
-            assert 1 <= delivery.attempt <= MAX_DELIVERIES
+            assert delivery.attempt >= 1
+            forgiven = int(
+                self.board._connection.client.hget(f"{self.board.prefix}group:{delivery.group_id}", f"forgiven:{stage}")
+                or 0
+            )
+            assert delivery.attempt - forgiven <= MAX_DELIVERIES
             self.deliveries[stage].append(delivery)
 
     def die_or_stall(self, draw: Any) -> None:
@@ -167,6 +174,31 @@ class BoardMachine(RuleBasedStateMachine):
             if self.board.begin(delivery, version):
                 assert self.board.open_versions()[delivery.group_id] == version
                 assert delivery.attempt == self.newest(delivery).attempt
+
+    def save(self, draw: Any) -> None:
+        """A worker saves more of its unfinished work: one that lives knows all of it, a zombie what it knew."""
+        for delivery in self.choose(draw, ["rollout"])[1]:
+            before = self.board.saved(delivery)
+            after = before.pointers if draw(st.booleans()) else self.known_saves.get(delivery.group_id, "")
+            part = {"tokens": np.arange(draw(st.sampled_from([2, LARGE])), dtype=np.int32)}
+            pointers = self.board.save(delivery, part, after=after, forgiven=draw(st.booleans()))
+            now = self.board.saved(delivery)
+            if pointers is None:
+                assert now.pointers == before.pointers
+                continue
+            assert delivery.attempt == self.newest(delivery).attempt, "a zombie saved what another holds"
+            assert after == before.pointers
+            assert now.pointers == pointers
+            assert len(now.parts) == len(before.parts) + 1
+            assert not self.committed.get((delivery.group_id, "rollout"))
+            self.known_saves[delivery.group_id] = before.pointers
+
+    def forget(self, draw: Any) -> None:
+        for delivery in self.choose(draw, ["rollout"])[1]:
+            before = self.board.saved(delivery).pointers
+            if before and self.board.forget_saved(delivery, before):
+                assert delivery.attempt == self.newest(delivery).attempt
+                assert not self.board.saved(delivery).parts
 
     def release(self, draw: Any) -> None:
         stage, chosen = self.choose(draw)

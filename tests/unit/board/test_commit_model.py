@@ -29,7 +29,7 @@ WALKS = 60
 
 
 def test_every_interleaving_of_one_group_keeps_the_promises() -> None:
-    model = Model(groups=("a",))
+    model = Model(groups=("a",), saves=2)
     found = explore(model)
     assert found.states > 1000
     print(f"one group: {found.states} states, {found.moves} moves, at most {found.deepest} actions apart")
@@ -47,6 +47,11 @@ def test_every_interleaving_of_two_groups_keeps_the_promises() -> None:
     # and the model has no third trainer that would begin anew with the other, as a real one does.
 
 
+def test_nobody_saves_work_of_a_group_that_another_holds() -> None:
+    with pytest.raises(AssertionError, match="somebody else saved"):
+        explore(Model(Rules(hold_is_checked=False), groups=("a",), saves=1), depth=5)
+
+
 @pytest.mark.parametrize("rule", ["first_commit_wins", "hold_is_checked", "trainer_is_fenced", "closed_is_refused"])
 def test_no_check_of_the_scripts_could_be_left_out(rule: str) -> None:
     with pytest.raises(AssertionError):
@@ -62,6 +67,7 @@ class RealBoard:
         self.board.create(term=1, groups_per_step=4, steps=100)
         self.board.set_gate(term=1, oldest_version=0, open=True)
         self.held: dict[str, Delivery] = {}
+        self.saved: dict[str, str] = {}
         self.terms: dict[str, int] = {}
         self.taken: dict[str, set[str]] = {}
 
@@ -73,16 +79,21 @@ class RealBoard:
                 return action, self.board.publish(term=1, groups=[NewGroup(action.group, {"prompt": "?"})])
             case "take":
                 (delivery,) = self.board._read(f"{self.board.prefix}stage:rollout", "rollout", who, 1, None)
-                self.held[who] = delivery
+                self._hold(who, delivery)
                 return action._replace(group=delivery.group_id), delivery.group_id
             case "claim":
                 end_leases(self.board, "rollout", "one" if who == "two" else "two")
                 for delivery in self.board._claim("rollout", who, 1):
-                    self.held[who] = delivery
+                    self._hold(who, delivery)
                     return action, delivery.group_id
                 return action, None
             case "renew":
                 return action, bool(self.board.renew("rollout", who, [self.held[who]]))
+            case "save":
+                part = {"tokens": np.array([len(who)], np.int32)}
+                pointers = self.board.save(self.held[who], part, after=self.saved[who])
+                self.saved[who] = self.saved[who] if pointers is None else pointers
+                return action, pointers is not None
             case "commit":
                 columns: dict[str, Any] = {"tokens": np.array([len(who)], np.int32)}
                 return action, self.board.commit([(self.held.pop(who), columns)])[0]
@@ -104,6 +115,9 @@ class RealBoard:
             case "commit_step":
                 return action, self._commit_step(who)
         raise AssertionError(action)
+
+    def _hold(self, who: str, delivery: Delivery) -> None:
+        self.held[who], self.saved[who] = delivery, self.board.saved(delivery).pointers
 
     def _commit_step(self, who: str) -> str:
         plan = {"groups": sorted(self.taken.pop(who))}
@@ -133,6 +147,9 @@ class RealBoard:
         assert {dropped.group_id for dropped in self.board.dropped()} == state.dropped
         assert tuple(tuple(entry.plan["groups"]) for entry in self.board.ledger()) == state.ledger
         assert self.board.trainer_term() == state.trainer_term
+        client, prefix = self.board._connection.client, self.board.prefix
+        found = {group: client.hget(f"{prefix}group:{group}", "saved:rollout") for group in state.open}
+        assert {group: len(pointers.split()) for group, pointers in found.items() if pointers} == dict(state.saved)
         for stage, expected in (("rollout", state.rollout), ("train", state.train)):
             assert self.holders(stage) == {group: (e.holder, e.deliveries) for group, e in expected}, stage
 
@@ -174,7 +191,7 @@ def test_the_scripts_do_what_the_model_says_in_every_short_interleaving(redis_ur
 
 
 def test_the_scripts_do_what_the_model_says_in_long_walks_with_two_groups(redis_url: str) -> None:
-    model, rng = Model(), random.Random(5)
+    model, rng = Model(saves=3), random.Random(5)
     for number in range(WALKS):
         real, state, done = RealBoard(redis_url, number), State(), []
         for _ in range(30):

@@ -10,7 +10,8 @@ from relaxd.config import RunConfig
 GB = 1 << 30
 
 
-def config(groups: int, n: int, tokens: int, **board: Any) -> RunConfig:
+def config(groups: int, n: int, tokens: int, top_k: int = 0, **board: Any) -> RunConfig:
+    distilled = {"name": "opd", "distill_coef": 0.0, "distill_loss_coef": 1.0, "distill_top_k": top_k}
     return RunConfig.model_validate(
         {
             "run": {"steps": 1},
@@ -20,6 +21,7 @@ def config(groups: int, n: int, tokens: int, **board: Any) -> RunConfig:
             "rollout": {"samples_per_prompt": n, "max_new_tokens": tokens},
             "trainer": {"groups_per_step": groups},
             "board": board,
+            **({"algorithm": distilled, "roles": {"teacher": {"model": "t"}}} if top_k else {}),
         }
     )
 
@@ -60,6 +62,18 @@ def test_groups_that_would_all_be_refused_are_refused_once() -> None:
     assert "8912896 bytes (16 samples x 32768 tokens x 17 bytes)" in problem.message
     (problem,) = size_problems(config(8, 16, 16_384), expert_bytes=1536)  # 48 layers, top 8
     assert "x 1553 bytes" in problem.message
+
+
+def test_candidates_of_a_teacher_count_with_all_their_bytes() -> None:
+    assert worst_bytes(config(128, 16, 16_384, top_k=64), 0) == 4096 + (32 + 64 * 8) * 16 * 16_384
+    assert size_problems(config(8, 16, 16_384, top_k=64)) == []
+    (problem,) = size_problems(config(8, 16, 20_480, top_k=128))
+    assert problem.setting == "board.max_group_bytes"
+    assert "stage 'teacher' writes up to 335544320 bytes (16 samples x 20480 tokens x 1024 bytes)" in problem.message
+    assert "lower algorithm.distill_top_k, rollout.max_new_tokens" in problem.message
+    (problem,) = size_problems(config(512, 16, 16_384, top_k=64), memory=memory(16 * GB))
+    assert problem.fatal
+    assert "16384 tokens x 544 bytes" in problem.message
 
 
 def test_a_redis_that_forgets_groups_is_refused() -> None:

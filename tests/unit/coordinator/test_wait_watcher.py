@@ -94,6 +94,13 @@ async def test_it_sees_replicas_groups_and_steps(redis_url: str, caplog: pytest.
     assert "step 1 of 9 ended 0 s ago; the last steps usually took 2.5 s" in ended.wait.evidence
 
 
+async def test_a_replica_in_a_state_of_another_release_is_named(redis_url: str) -> None:
+    world = World(redis_url)
+    await world.replica("rollout-1", ROLLOUT, 77)
+    run = await world.look()
+    assert "rollout-1: in a state that this release doesn't know (77)" in run.wait.evidence
+
+
 async def test_the_coordinators_own_waits_are_said_while_it_stops(redis_url: str) -> None:
     world = World(redis_url)
     world.run["stopping"] = "by hand"

@@ -117,7 +117,11 @@ def samples(*responses, answer="", tokens=0, **metadata):
 def score(some, **config):
     scorer = scorer_of(RewardConfig.model_validate(config))
     with asyncio.Runner() as runner:
-        return [{"reward": one.reward, **one.parts} for one in scorer.score(some, runner)]
+        outcomes = scorer.score(some, runner)
+    for one in outcomes:
+        if isinstance(one, BaseException):
+            raise one
+    return [{"reward": one.reward, **one.parts} for one in outcomes]
 
 
 @pytest.mark.parametrize(

@@ -282,11 +282,31 @@ def test_ifeval(response, instructions, arguments, followed):
 
 
 @pytest.mark.parametrize(
+    ("response", "names", "arguments", "followed"),
+    [
+        ("onetwothree", ["format:no_whitespace"], [{}], 1),
+        ("one two", ["format:no_whitespace"], [{}], 0),
+        ("<think>one two</think>onetwo", ["format:no_whitespace"], [{"N": None}], 1),
+        ("Sum: 7, 14, 21", ["count:numbers", "format:no_whitespace"], [{"N": 3}, {}], 0.5),
+    ],
+)
+def test_ifbench(response, names, arguments, followed):
+    metadata = {"instruction_id_list": names, "kwargs": arguments}
+    scored = score("ifbench", response, metadata=metadata)
+    assert (scored["reward"], scored["followed"]) == (followed == 1, followed)
+
+
+def test_ifbench_names_what_only_ifeval_knows():
+    with pytest.raises(ValueError, match="'punctuation:no_comma', which ifbench doesn't know"):
+        score("ifbench", "one", metadata={"instruction_id_list": ["punctuation:no_comma"]})
+
+
+@pytest.mark.parametrize(
     ("metadata", "message"),
     [
         ({}, "instruction_id_list is None"),
         ({"instruction_id_list": []}, "needs a list of instructions"),
-        ({"instruction_id_list": ["punctuation:no_coma"]}, "'punctuation:no_coma', which IFEval doesn't know"),
+        ({"instruction_id_list": ["punctuation:no_coma"]}, "'punctuation:no_coma', which ifeval doesn't know"),
         ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}, {}]}, "must be a list of 1 objects"),
     ],
 )

@@ -16,8 +16,9 @@ from relaxd.rewards import RewardInput, RewardOutput
 from relaxd.v1 import remote_reward_pb2 as pb
 from relaxd.v1.remote_reward_pb2_grpc import RemoteRewardServicer, add_RemoteRewardServicer_to_server
 from services.reward.cache import ScoreCache
+from services.reward.environment import MissingVariableError
 from services.reward.pool import Failure
-from services.reward.remote import breaker, grpc_client, scorer
+from services.reward.remote import breaker, grpc_client, patience
 from services.reward.remote.errors import MismatchError
 from services.reward.remote.scorer import RemoteScorer
 from services.reward.trial import try_reward
@@ -92,7 +93,7 @@ class Bench:
 
 @pytest.fixture
 async def bench(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
-    monkeypatch.setattr(scorer, "PAUSE", Backoff(0.01, 0.05))
+    monkeypatch.setattr(patience, "PAUSE", Backoff(0.01, 0.05))
     monkeypatch.setattr(breaker, "PROBE_PAUSE", Backoff(0.01, 0.05))
     monkeypatch.setattr(grpc_client, "_OPTIONS", [*grpc_client._OPTIONS[:-2], ("grpc.min_reconnect_backoff_ms", 50)])
     async with AsyncExitStack() as stack:
@@ -202,7 +203,7 @@ async def test_what_the_service_always_dies_of_is_given_up(bench):
     (outcome,) = await asyncio.wait_for(bench.remote().score(samples("UNAVAILABLE")), 20)
     assert isinstance(outcome, Failure)
     assert "can't be reached: UNAVAILABLE: as the test wants (10 tries)" in outcome.reason
-    assert len(bench.judge.requests) == scorer.ATTEMPTS
+    assert len(bench.judge.requests) == patience.ATTEMPTS
 
 
 async def test_no_more_calls_are_open_than_allowed(bench):
@@ -270,6 +271,91 @@ async def test_remote_rm_over_http(bench):
     assert isinstance(huge, Failure)
 
 
+async def test_a_proxy_without_its_service_is_an_outage_that_is_waited_for(bench):
+    """A proxy accepts connections and answers 503; the service comes back after more tries than a sample has."""
+    away, asked = True, {"HEAD": 0, "POST": 0}
+
+    async def answer(request: web.Request) -> web.Response:
+        asked[request.method] += 1
+        return web.Response(status=503, text="no upstream") if away else web.json_response(1.5)
+
+    app = web.Application()
+    app.router.add_route("*", "/score", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    bench.stack.push_async_callback(runner.cleanup)
+    await web.TCPSite(runner, "127.0.0.1", bench.port).start()
+    remote = bench.remote(address=f"http://127.0.0.1:{bench.port}/score")
+    scoring = asyncio.create_task(remote.score(samples("2", "3")))
+    await eventually(lambda: asked["HEAD"] > patience.ATTEMPTS, "more probes than a sample has tries")
+    assert "does not answer, for 0 s now: HTTP 503" in remote.detail
+    assert asked["POST"] < patience.ATTEMPTS
+    assert not scoring.done()
+    away = False
+    assert await asyncio.wait_for(scoring, 10) == [RewardOutput(1.5), RewardOutput(1.5)]
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "tries", "reason"),
+    [
+        (None, "", 1, "SERVER: Received message larger than max"),
+        ("RESOURCE_EXHAUSTED", "grpc: received message larger than max (99 vs. 9)", 1, "raise the service's limit"),
+        ("RESOURCE_EXHAUSTED", "gRPC message exceeds maximum size 9: 99", 1, "raise the service's limit"),
+        ("RESOURCE_EXHAUSTED", "too many messages, come back later", patience.ATTEMPTS, "can't be reached"),
+    ],
+)
+async def test_a_request_above_a_limit_fails_at_once_and_a_busy_service_does_not(bench, status, text, tries, reason):
+    async def refuse(request, context):
+        if request.answers:
+            bench.judge.requests.append(request)
+            await context.abort(getattr(grpc.StatusCode, status), text)
+        return pb.ScoreAnswersResponse()
+
+    if status:
+        bench.judge.ScoreAnswers = refuse
+    await bench.serve()
+    remote = bench.remote()
+    long, short = samples("x" * (5 << 20) if status is None else "x", "2")
+    (outcome,) = await asyncio.wait_for(remote.score([long]), 20)
+    assert isinstance(outcome, Failure)
+    assert reason in outcome.reason
+    assert len(bench.judge.requests) == (tries if status else 0)
+    assert remote.detail == ""
+    if status is None:
+        assert "the request with 1 answers has 52" in outcome.reason
+        assert await remote.score([short]) == [RewardOutput(1.0, {"length": 1.0})]
+
+
+async def test_the_token_is_sent_and_a_missing_one_is_named(bench, monkeypatch):
+    given = []
+    scored = bench.judge.ScoreAnswers
+
+    async def look(request, context):
+        given.append(dict(context.invocation_metadata()).get("authorization"))
+        return await scored(request, context)
+
+    bench.judge.ScoreAnswers = look
+    await bench.serve()
+    with pytest.raises(MissingVariableError, match=r"reward.address_token names JUDGE_KEY, not set in the reward"):
+        bench.remote(address_token="JUDGE_KEY")
+    tried = await try_reward(bench.config(address_token="JUDGE_KEY"), samples("2"), workers=1)
+    assert "names JUDGE_KEY, not set" in tried["error"]
+    monkeypatch.setenv("JUDGE_KEY", "a-secret\n")
+    remote = bench.remote(address_token="JUDGE_KEY")
+    await remote.check()
+    await remote.score(samples("2"))
+    assert given == ["Bearer a-secret"] * 2
+    app, headers = web.Application(), []
+    app.router.add_post("/", lambda request: headers.append(request.headers["authorization"]) or web.json_response(1))
+    runner = web.AppRunner(app)
+    await runner.setup()
+    bench.stack.push_async_callback(runner.cleanup)
+    port = free_port()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    await bench.remote(address=f"http://127.0.0.1:{port}/", address_token="JUDGE_KEY").score(samples("2"))
+    assert headers == ["Bearer a-secret"]
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
@@ -285,7 +371,12 @@ async def test_remote_rm_over_http(bench):
         ({}, "reward.name is missing"),
         ({"address": "judge:9000"}, None),
         ({"address": "[::1]:9000"}, None),
-        ({"address": "https://judge.example/score?k=1"}, None),
+        ({"address": "https://judge.example/score?key=secret"}, "it has parameters, which logs would show"),
+        ({"address": "https://judge.example/score#top"}, "it has parameters, which logs would show"),
+        ({"address": "judge:9000", "address_token": "a key"}, "'a key' is not the name of an environment variable"),
+        ({"address": "judge:9000", "address_token": "RELAXD_TOKEN"}, "which rewards don't get"),
+        ({"name": "math", "address_token": "JUDGE_KEY"}, "reward.address_token is for a service at reward.address"),
+        ({"address": "https://judge.example/score", "address_token": "JUDGE_KEY"}, None),
     ],
 )
 def test_addresses(settings, reason):

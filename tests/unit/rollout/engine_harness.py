@@ -64,8 +64,20 @@ class Harness:
                 self.engine.touch()
                 self.model.load_state_dict(state)
 
-    def submit(self, request_id: str, prompt: list[int], n: int = 1, *, stream: bool = True, **sampling: Any) -> None:
-        self.engine.submit(Request(request_id, tuple(prompt), n, Sampling(**sampling), stream))
+    def submit(
+        self,
+        request_id: str,
+        prompt: list[int],
+        n: int = 1,
+        *,
+        stream: bool = True,
+        report_every: int = 1,
+        begun: dict[int, tuple[int, ...]] | None = None,
+        **sampling: Any,
+    ) -> None:
+        self.engine.submit(
+            Request(request_id, tuple(prompt), n, Sampling(**sampling), stream, report_every, begun or {})
+        )
 
     def wait(self, request_id: str, n: int = 1) -> list[Answer]:
         with self._heard:

@@ -6,13 +6,14 @@ import time
 import numpy as np
 import pytest
 
-from relaxd.board import expert_dtype, stages_for
+from relaxd.board import Column, expert_dtype, stages_for
+from relaxd.config import RunConfig
 from relaxd.v1 import engine_pb2
 from services.rollout.engines import output_stream
 from services.rollout.engines.output_encoding import decode_output, encode_output, join_outputs, pack_messages
 from services.rollout.engines.output_stream import FLUSH_SECONDS, OutputStream
 from services.rollout.engines.types import Output
-from services.rollout.service.group_generator import group_columns
+from services.rollout.service.answers import Answers
 from tests.unit.rollout.configs import run_config
 
 
@@ -110,11 +111,17 @@ def test_the_stage_writes_routed_experts_only_where_they_are_asked_for() -> None
     for config in (run_config(engine="sglang"), asked):
         wanted = config.rollout.return_routed_experts
         samples = [answer(0, 3, 7 if wanted else None), answer(1, 5, 8 if wanted else None)]
-        columns = group_columns(samples, routed_experts=wanted)
-        assert set(columns) == set(stages_for(config)[0].writes)
+        columns = columns_of(samples, config)
         assert ("routed_experts" in columns) == wanted
     experts = columns["routed_experts"]
     assert isinstance(experts, np.ndarray)
     assert (experts.shape, experts.dtype) == ((4 + 6, 2, 4), np.uint8)
     with pytest.raises(ValueError, match=r"rollout\.return_routed_experts is true"):
-        group_columns([answer(0, 3, 7), answer(1, 5)], routed_experts=True)
+        columns_of([answer(0, 3, 7), answer(1, 5)], asked)
+
+
+def columns_of(samples: list[Output], config: RunConfig) -> dict[str, Column]:
+    answers = Answers(len(samples))
+    for sample in samples:
+        answers.take(sample)
+    return answers.columns(stages_for(config)[0].writes)

@@ -87,3 +87,32 @@ async def test_aborted_answers_say_so() -> None:
     await engine.pause("abort", 10.0, 1.0)
     assert (await first).finish_reason == "abort"
     await engine.stop()
+
+
+async def test_an_answer_that_is_continued_gets_the_length_that_it_would_have_had() -> None:
+    rehearsal = RehearsalConfig(
+        median_tokens=300, spread=0.3, tokens_per_second=8000, sample_tokens_per_second=2000, sync_seconds=0.0
+    )
+    config = RolloutConfig(engine="scripted", max_new_tokens=400)
+    sampling, n = Sampling(max_new_tokens=400, seed=11), 4
+    lengths = draw_lengths(rehearsal, n, 400, seed=11).tolist()
+    got: list[list[int]] = [[] for _ in range(n)]
+    finish: dict[int, str | None] = {}
+    cuts = -1
+    while True:  # cut off over and over
+        cuts += 1
+        begun = {index: tuple(tokens) for index, tokens in enumerate(got) if finish.get(index) in (None, "abort")}
+        if not begun:
+            break
+        engine = ScriptedEngine(config, rehearsal)
+        requests = engine.generate((1,), n, sampling, stream=True, report_every=16, begun=begun, request_id="one")
+        asyncio.get_running_loop().call_later(0.03, lambda engine=engine: asyncio.ensure_future(engine.abort("one")))
+        async for output in requests:
+            got[output.sample] += list(output.tokens)
+            assert len(output.tokens) == len(output.logprobs) == len(output.versions)
+            if output.finish_reason:
+                finish[output.sample] = output.finish_reason
+    assert cuts > 2
+    assert [len(tokens) for tokens in got] == lengths
+    assert [finish[index] for index in range(n)] == ["length" if length == 400 else "stop" for length in lengths]
+    assert all(tokens == got[lengths.index(max(lengths))][: len(tokens)] for tokens in got)

@@ -398,3 +398,55 @@ def test_an_aborted_request_ends_with_what_it_has_and_the_others_go_on(harness: 
     (waiting,) = harness.wait("waiting")
     assert (waiting.tokens, waiting.last and waiting.last.finish_reason) == ([], "abort")
     harness.engine.resume()
+
+
+def test_a_sample_that_is_continued_is_as_if_it_had_not_been_cut_off(folder: Path) -> None:
+    """Tokens, log-probs, numbers drawn and the end: under the same weights nothing differs but what is reported."""
+    harness = Harness(folder)
+    sampling = {"max_new_tokens": 24, "seed": 3, "temperature": 1.3, "stop_token_ids": list(range(2, 22))}
+    whole = harness.generate(PROMPTS[0], 8, **sampling)
+    assert {answer.last.finish_reason for answer in whole if answer.last} == {"stop", "length"}
+    cuts = {index: max(0, len(answer.tokens) - 1 - index) for index, answer in enumerate(whole) if index % 3}
+    begun = {index: tuple(whole[index].tokens[:cut]) for index, cut in cuts.items()}
+    assert any(begun.values())
+    harness.submit("rest", PROMPTS[0], 8, begun=begun, **sampling)
+    with harness._heard:
+        assert harness._heard.wait_for(
+            lambda: sum(answer.last is not None for answer in harness.answers["rest"].values()) == len(begun), 30
+        )
+    assert set(harness.answers["rest"]) == set(begun)
+    for index, cut in cuts.items():
+        rest, answer = harness.answers["rest"][index], whole[index]
+        assert rest.tokens == answer.tokens[cut:]
+        assert rest.logprobs == pytest.approx(answer.logprobs[cut:], abs=1e-4)
+        assert len(rest.versions) == len(rest.tokens)
+        assert rest.last is not None
+        assert answer.last is not None
+        assert (rest.last.finish_reason, rest.last.text) == (answer.last.finish_reason, answer.last.text)
+        assert not rest.last.spans_weight_update
+    harness.engine.stop()
+
+
+def test_what_ends_a_continued_sample_counts_the_tokens_from_before(harness: Harness) -> None:
+    sampling: dict[str, object] = {"max_new_tokens": 30, "ignore_eos": True, "seed": 7}
+    (free,) = harness.generate([5, 9, 17], **sampling)
+    tokens = list(map(str, free.tokens))
+    stop = f"{tokens[11]} {tokens[12]}"  # it lies in two tokens, one from before and one that is new
+    harness.submit("stop", [5, 9, 17], begun={0: tuple(free.tokens[:12])}, stop=(stop,), **sampling)
+    (answer,) = harness.wait("stop")
+    assert answer.tokens == free.tokens[12:13]
+    assert answer.last is not None
+    assert (answer.last.finish_reason, answer.last.text) == ("stop", "".join(f"{token} " for token in tokens[:11]))
+
+    # An end token that comes too early is not chosen before min_new_tokens, tokens from before included.
+    end = {**sampling, "ignore_eos": False, "stop_token_ids": (free.tokens[10],), "min_new_tokens": 15}
+    harness.submit("least", [5, 9, 17], begun={0: tuple(free.tokens[:10])}, **end)
+    (answer,) = harness.wait("least")
+    assert free.tokens[10] not in answer.tokens[:4]
+    assert 5 <= len(answer.tokens) <= 20
+
+
+def test_tokens_are_reported_as_seldom_as_asked_for(harness: Harness) -> None:
+    harness.submit("seldom", PROMPTS[0], 2, report_every=8, max_new_tokens=20, ignore_eos=True)
+    for answer in harness.wait("seldom", 2):
+        assert (answer.outputs, len(answer.tokens), len(answer.logprobs)) == (3, 20, 20)

@@ -8,6 +8,7 @@ from relaxd.v1 import (  # noqa: F401 (their services are in the pool once they 
     advantage_pb2,
     coordinator_pb2,
     engine_pb2,
+    judge_pb2,
     launcher_pb2,
     rank_pb2,
     remote_reward_pb2,
@@ -54,6 +55,7 @@ WITHOUT_DEADLINE = {
         ("services/coordinator/runs/active_run.py", "ActiveRun.main"),
         ("services/coordinator/service.py", "CoordinatorProcess.run"),
         ("services/reward/worker.py", "Rewards.work"),
+        ("services/reward/questions.py", "Questions._sent"),
         ("services/rollout/engines/generation_gate.py", "GenerationGate.rest"),
         ("services/rollout/engines/output_stream.py", "OutputStream.messages"),
         ("services/rollout/engines/sglang/scheduler.py", "ControlHandlers.WatchEnd"),
@@ -93,6 +95,7 @@ WITHOUT_DEADLINE = {
         ("services/coordinator/scaling/scaler.py", "Scaler.close"),  # cancelled
         ("services/reward/pool.py", "WorkerPool._request"),  # each sample before it has reward.timeout_seconds
         ("services/reward/worker.py", "Rewards._in_main_thread"),  # the pool kills it at the deadline
+        ("services/rollout/engines/scripted/engine.py", "ScriptedEngine._generate"),  # each sample takes its time
         (
             "services/rollout/service/child_engine.py",
             "ChildEngine._generate",
@@ -133,6 +136,7 @@ def test_every_call_of_a_service_has_a_timeout() -> None:
     names = (
         "coordinator",
         "engine",
+        "judge",
         "trainer",
         "rank",
         "rollout",

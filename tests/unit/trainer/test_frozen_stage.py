@@ -42,9 +42,10 @@ class Model:
     def __init__(self) -> None:
         self.passes: list[list[int]] = []
 
-    def __call__(self, micro_batches: Sequence[PackedMicroBatch]) -> list[NDArray[np.float32]]:
+    def __call__(self, name: str, micro_batches: Sequence[PackedMicroBatch]) -> list[dict[str, NDArray[np.float32]]]:
         self.passes.append([len(batch.tokens) for batch in micro_batches])
-        return [(-batch.tokens / (1 + batch.positions) * batch.loss_mask).astype(np.float32) for batch in micro_batches]
+        rows = [-batch.tokens / (1 + batch.positions) * batch.loss_mask for batch in micro_batches]
+        return [{REF_LOGPROBS: row.astype(np.float32)} for row in rows]
 
 
 def answer(board: Board, group_id: str, lengths: Sequence[int], prompt: int = 5, **changes: Any) -> dict[str, Any]:
@@ -98,7 +99,7 @@ def trained_columns(board: Board, count: int) -> dict[str, dict[str, Any]]:
 def work(board: Board, model: Compute, groups: int) -> FrozenModelStage:
     """Have a replica work until it has finished so many groups."""
     stage = FrozenModelStage(
-        board, "reference", "reference-1", model, vocab_size=VOCAB, temperature=1.0, micro_batch_tokens=BUDGET
+        board, "reference", "reference-1", model, vocab_sizes={"": VOCAB}, temperature=1.0, micro_batch_tokens=BUDGET
     )
     stage.worker.start()
     deadline = time.monotonic() + 30
@@ -151,10 +152,10 @@ def test_a_log_prob_that_is_not_finite_drops_its_group_and_no_other(board: Board
     answer(board, "broken", [4, 5], tokens=tokens, loss_mask=np.ones(9, np.uint8))
     good = answer(board, "good", [4])
 
-    def model(micro_batches: Sequence[PackedMicroBatch]) -> list[NDArray[np.float32]]:
-        rows = Model()(micro_batches)
+    def model(name: str, micro_batches: Sequence[PackedMicroBatch]) -> list[dict[str, NDArray[np.float32]]]:
+        rows = Model()(name, micro_batches)
         for batch, row in zip(micro_batches, rows, strict=True):
-            row[batch.tokens == 255] = -np.inf
+            row[REF_LOGPROBS][batch.tokens == 255] = -np.inf
         return rows
 
     work(board, model, 2)
@@ -168,7 +169,7 @@ def test_a_replica_holds_two_passes_worth_and_leaves_the_rest_to_others(board: B
     for number in range(20):
         answer(board, f"g{number}", [BUDGET // 2])
     stage = FrozenModelStage(
-        board, "reference", "reference-1", Model(), vocab_size=VOCAB, temperature=1.0, micro_batch_tokens=BUDGET
+        board, "reference", "reference-1", Model(), vocab_sizes={"": VOCAB}, temperature=1.0, micro_batch_tokens=BUDGET
     )
     stage.worker.start()
     wait_until(lambda: stage.worker.held >= 2)

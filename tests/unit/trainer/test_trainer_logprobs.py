@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from services.trainer.learner.logprobs import VocabShard, token_logprobs
+from services.trainer.learner.logprobs import VocabShard, likeliest_tokens, token_logprobs
 
 ROWS, VOCAB, HIDDEN, COUNT = 53, 50, 16, 11
 
@@ -36,7 +36,7 @@ def test_values_and_gradients_equal_the_formula(
         ours_hidden = hidden.float().requires_grad_()
         ours_weight = weight.float().requires_grad_()
         shard = VocabShard(start=0, size=VOCAB, group=None)
-        logprobs, entropy = token_logprobs(ours_hidden, ours_weight, tokens, temperature.float(), shard, chunk)
+        logprobs, entropy, _ = token_logprobs(ours_hidden, ours_weight, tokens, temperature.float(), shard, chunk)
         (logprobs * factors.float() + entropy_share * entropy).sum().backward()
 
         torch.testing.assert_close(logprobs.double(), exact_logprobs, atol=1e-5, rtol=1e-5)
@@ -51,7 +51,7 @@ def test_values_and_gradients_equal_the_formula(
 def test_extreme_logits_stay_finite(inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
     hidden, weight, tokens, temperature = (x.float() if x.is_floating_point() else x for x in inputs)
     hidden = (hidden * 1000).requires_grad_()
-    logprobs, entropy = token_logprobs(hidden, weight, tokens, temperature, VocabShard(0, VOCAB, None))
+    logprobs, entropy, _ = token_logprobs(hidden, weight, tokens, temperature, VocabShard(0, VOCAB, None))
     (logprobs + entropy).sum().backward()
     assert logprobs.isfinite().all()
     assert (entropy >= 0).all()
@@ -64,7 +64,7 @@ def test_bfloat16_gives_float32_results(
     hidden, weight, tokens, temperature = inputs
     ours_hidden = hidden.bfloat16().requires_grad_()
     ours_weight = weight.bfloat16().requires_grad_()
-    logprobs, entropy = token_logprobs(
+    logprobs, entropy, _ = token_logprobs(
         ours_hidden, ours_weight, tokens, temperature.float(), VocabShard(0, VOCAB, None), 4
     )
     logprobs.sum().backward()
@@ -76,7 +76,7 @@ def test_bfloat16_gives_float32_results(
 
 def test_no_tokens_give_no_values_but_a_gradient() -> None:
     hidden, weight = torch.zeros(0, HIDDEN, requires_grad=True), torch.randn(ROWS, HIDDEN, requires_grad=True)
-    logprobs, _ = token_logprobs(
+    logprobs, *_ = token_logprobs(
         hidden, weight, torch.zeros(0, dtype=torch.int64), torch.zeros(0), VocabShard(0, VOCAB, None)
     )
     logprobs.sum().backward()
@@ -92,7 +92,7 @@ def test_logits_that_are_kept_and_those_made_anew_give_the_same_bits(
     for kept_bytes in (0, 2 * 4 * VOCAB * 4, 1 << 20):  # no chunk, two of the three, all
         leaf = hidden.clone().requires_grad_()
         shard = VocabShard(0, VOCAB, None)
-        logprobs, entropy = token_logprobs(leaf, weight, tokens, temperature, shard, 4, kept_bytes)
+        logprobs, entropy, _ = token_logprobs(leaf, weight, tokens, temperature, shard, 4, kept_bytes)
         (logprobs * entropy).sum().backward()
         found.append((logprobs.detach(), entropy.detach(), leaf.grad))
     for others in found[1:]:
@@ -106,7 +106,55 @@ def test_a_gradient_buffer_gets_the_weight_s_gradient(
     plain, buffered = weight.clone().requires_grad_(), weight.clone().requires_grad_()
     buffered.main_grad = torch.ones_like(weight)  # type: ignore[attr-defined]
     for leaf in (plain, buffered):
-        logprobs, _ = token_logprobs(hidden, leaf, tokens, temperature, VocabShard(0, VOCAB, None), 4)
+        logprobs, *_ = token_logprobs(hidden, leaf, tokens, temperature, VocabShard(0, VOCAB, None), 4)
         logprobs.sum().backward()
     assert buffered.grad is None
     torch.testing.assert_close(buffered.main_grad - 1, plain.grad, atol=1e-6, rtol=1e-5)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+def test_candidates_have_their_own_log_probs_and_gradients(
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], chunk: int
+) -> None:
+    """One of them is the token itself, one is missing."""
+    hidden, weight, tokens, temperature = inputs
+    candidates = torch.stack([(tokens + step) % VOCAB for step in (3, 0, 17, 9)], -1)
+    candidates[:, 3] = -1
+    factors = torch.randn(COUNT, 5, dtype=torch.float64)
+
+    exact_hidden, exact_weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    logprobs = torch.log_softmax(exact_hidden @ exact_weight[:VOCAB].T / temperature[:, None], -1)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    exact = torch.cat([logprobs.gather(-1, candidates.clamp(min=0))[:, :3], logprobs.gather(-1, tokens[:, None])], -1)
+    ((exact * factors[:, [0, 1, 2, 4]]).sum(-1) + 0.3 * entropy).sum().backward()
+
+    ours_hidden, ours_weight = hidden.float().requires_grad_(), weight.float().requires_grad_()
+    shard = VocabShard(start=0, size=VOCAB, group=None)
+    found = token_logprobs(
+        ours_hidden, ours_weight, tokens, temperature.float(), shard, chunk, 4 * VOCAB * 4, candidates
+    )
+    assert not found.candidates[:, 3].any()
+    together = torch.cat([found.candidates, found.tokens.unsqueeze(-1)], -1)
+    ((together * factors.float()).sum(-1) + 0.3 * found.entropies).sum().backward()
+    torch.testing.assert_close(together[:, [0, 1, 2, 4]].double(), exact, atol=1e-5, rtol=1e-5)
+    assert exact_hidden.grad is not None
+    assert exact_weight.grad is not None
+    torch.testing.assert_close(ours_hidden.grad.double(), exact_hidden.grad, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(ours_weight.grad[:VOCAB].double(), exact_weight.grad[:VOCAB], atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+def test_the_likeliest_tokens_are_those_of_the_whole_vocabulary(
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], chunk: int
+) -> None:
+    hidden, weight, _, temperature = inputs
+    exact = torch.log_softmax(hidden @ weight[:VOCAB].T / temperature[:, None], -1)
+    shard = VocabShard(0, VOCAB, None)
+    for count, below in ((7, VOCAB), (7, 30), (30, 30)):
+        expected = exact[:, :below].topk(count)
+        found = likeliest_tokens(
+            hidden.float(), weight.float(), temperature.float(), shard, count, ids_below=below, chunk_tokens=chunk
+        )
+        assert found.ids.dtype == torch.int32
+        assert torch.equal(found.ids.long(), expected.indices)
+        torch.testing.assert_close(found.logprobs.double(), expected.values, atol=1e-5, rtol=1e-5)

@@ -13,6 +13,9 @@
 --                      @<writer>          pointer to the columns that a stage (or "publish") wrote
 --                      entry:<stage>      its entry in the stage's stream, once it was offered
 --                      attempts:<stage>   deliveries under earlier entries
+--                      saved:<stage>      pointers to the parts of a stage's unfinished work, separated by spaces
+--                      forgiven:<stage>   deliveries that saved much, which don't count towards max_deliveries;
+--                                         forgiven_attempt:<stage> is the last of them
 --   stage:<name>     stream, consumer group "workers": group, trace, attempts (where there were any), @<writer> ...
 --   columns:<name>:<bytes>[:<column>:<slice>]  payloads of an attempt; its pointer is
 --                    "<name>:<bytes>[,<column>:<bytes>:<slices>]..." (relaxd.board.payloads.attempt). Slices expire until the
@@ -139,11 +142,16 @@ local function accept(pointer, shared)
   return true
 end
 
--- Add to the bytes that a group has stored. The first stage that commits writes nearly all that a group ever stores, so its
--- commit frees the room that was reserved for the group.
-local function account(id, group, bytes)
+-- Add to the bytes that a group has stored.
+local function add_stored(id, bytes)
   call('HINCRBY', STATE, 'stored_bytes', bytes)
   call('HINCRBY', group_key(id), 'stored', bytes)
+end
+
+-- Add what a stage's commit has stored to the bytes of a group. The first stage that commits writes nearly all that a group
+-- ever stores, so its commit frees the room that was reserved for the group.
+local function account(id, group, bytes)
+  add_stored(id, bytes)
   local room = tonumber(group.room)
   if room > 0 then
     call('HINCRBY', STATE, 'reserved_bytes', -room)
@@ -183,6 +191,17 @@ local function offer_ready(id, group, stages, changes)
       end
     end
   end
+end
+
+-- Throw away the saved parts of a stage's unfinished work. Returns their bytes, which the caller subtracts.
+local function release_saved(id, group, stage)
+  local bytes = 0
+  for pointer in string.gmatch(group['saved:' .. stage] or '', '%S+') do
+    bytes = bytes + bytes_of(pointer)
+    throw_away(pointer)
+  end
+  call('HDEL', group_key(id), 'saved:' .. stage)
+  return bytes
 end
 
 local function remove_entry(stage, entry_id)
@@ -227,6 +246,8 @@ local function close(id, group, fate, spare)
   for name, value in pairs(group) do
     if byte(name) == AT then
       if value ~= spare then throw_away(value) end
+    elseif string.sub(name, 1, 6) == 'saved:' then
+      for pointer in string.gmatch(value, '%S+') do throw_away(pointer) end
     elseif string.sub(name, 1, 6) == 'entry:' then
       local stage = string.sub(name, 7)
       if not group['@' .. stage] then remove_entry(stage, value) end
@@ -287,10 +308,16 @@ local function held(id, stage, entry_id, consumer, attempt)
   return holder == consumer and deliveries + tonumber(before or 0) == tonumber(attempt)
 end
 
+-- Return whether a group was delivered too often, without those deliveries that saved much of their unfinished work: their
+-- successors need less time, so that no group of long answers is poison because engines die now and then.
+local function too_often(group, stage, attempt, max_deliveries)
+  return attempt - tonumber(group['forgiven:' .. stage] or 0) >= max_deliveries
+end
+
 -- Put a held group at the end of its stage's queue again, or drop it as poison if it was delivered too often. `attempt` is
 -- the delivery's number; unless `counts`, that delivery is forgotten.
 local function hand_back(id, group, stage, attempt, counts, max_deliveries)
-  if counts and attempt >= max_deliveries then
+  if counts and too_often(group, stage, attempt, max_deliveries) then
     drop(id, group, 'poison', stage, attempt, false, 0, FAILED)
     return
   end

@@ -13,7 +13,7 @@ for _, pending in ipairs(call('XPENDING', stream, WORKERS, 'IDLE', lease, '-', '
     local before = tonumber(fields.attempts or 0)
     if not (group and before) or group['entry:' .. stage] ~= entry_id then
       discard(stage, entry_id)
-    elseif before + deliveries >= max_deliveries then
+    elseif too_often(group, stage, before + deliveries, max_deliveries) then
       drop(fields.group, group, 'poison', stage, before + deliveries, false, 0, FAILED)
     else
       call('HINCRBY', P .. 'redelivered', stage, 1)

@@ -13,7 +13,7 @@ for i = 2, #ARGV, 7 do
   elseif group and group['entry:' .. stage] and not group['@' .. stage] then
     if accept(pointer, shared) then
       result = 1
-      account(id, group, bytes_of(pointer))
+      account(id, group, bytes_of(pointer) - release_saved(id, group, stage))
       remove_entry(stage, group['entry:' .. stage])
       group['@' .. stage] = pointer
       local changes = { '@' .. stage, pointer }

@@ -63,11 +63,12 @@ class Decoder:
         self._paused = paused
         self._plan()
 
-    async def decode(self, length: int) -> None:
-        """Return when a sample of `length` tokens that starts now has ended."""
+    async def decode(self, length: int, begin: float | None = None) -> None:
+        """Return when a sample that started at position `begin` (now) has `length` tokens."""
         end = asyncio.get_running_loop().create_future()
         self._advance()
-        heapq.heappush(self._ends, (self._position + length, next(self._numbers), end))
+        start = self._position if begin is None else begin
+        heapq.heappush(self._ends, (start + length, next(self._numbers), end))
         self._plan()
         try:
             await end

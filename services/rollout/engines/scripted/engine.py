@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -14,7 +15,7 @@ from relaxd.v1 import rollout_pb2
 from services.rollout.engines.engine import RolloutEngine
 from services.rollout.engines.scripted.decoder import Decoder
 from services.rollout.engines.scripted.lengths import draw_lengths
-from services.rollout.engines.types import PAUSE_MODES, FinishReason, Output, PauseMode, Request, Version
+from services.rollout.engines.types import PAUSE_MODES, Output, PauseMode, Request, Version
 
 CHECKSUM = {"scripted": 1}
 """What trainer and engines of a rehearsal report when weights are to be verified."""
@@ -39,6 +40,29 @@ class _Pool:
         return values[:length] if length <= _POOL else np.resize(values, length)
 
 
+@dataclass
+class _Sample:
+    """A sample that is being decoded."""
+
+    request: Request
+    index: int
+    length: int
+    begin: float
+    """Position of the decoder at which the request began."""
+    version: int
+    """Version of the weights then."""
+    reported: int = 0
+    """Number of tokens that were reported, or that it had before the request."""
+
+    def __post_init__(self) -> None:
+        self.reported = self.begun
+
+    @property
+    def begun(self) -> int:
+        """Number of tokens that it had before the request."""
+        return len(self.request.tokens_of(self.index))
+
+
 @cache
 def _pool() -> _Pool:
     """Return the pool of this process, which may have many engines."""
@@ -60,7 +84,7 @@ class ScriptedEngine(RolloutEngine):
         self._changes: list[tuple[float, int]] = []
         """Position of the decoder at which each version began."""
         self._resume: asyncio.TimerHandle | None = None
-        self._tasks: dict[str, set[asyncio.Task[Output]]] = {}
+        self._tasks: dict[str, set[asyncio.Task[None]]] = {}
         self._aborted: set[str] = set()
         """Requests that `abort` has ended."""
         self._alive = True
@@ -76,15 +100,21 @@ class ScriptedEngine(RolloutEngine):
         return self._alive
 
     async def _generate(self, request: Request) -> AsyncIterator[Output]:
-        lengths = draw_lengths(
-            self._rehearsal, request.n, request.sampling.max_new_tokens, request.sampling.seed
-        ).tolist()
-        tasks = {asyncio.create_task(self._sample(request, index, length)) for index, length in enumerate(lengths)}
+        lengths = draw_lengths(self._rehearsal, request.n, request.sampling.max_new_tokens, request.sampling.seed)
+        outputs: asyncio.Queue[Output | None] = asyncio.Queue()
+        tasks = {
+            asyncio.create_task(self._sample(request, index, int(lengths[index]), outputs)) for index in request.samples
+        }
         self._tasks[request.request_id] = tasks
         self._report()
+        ended = 0
         try:
-            for ended in asyncio.as_completed(tasks):
-                yield await ended
+            while ended < len(tasks):
+                output = await outputs.get()
+                if output is None:
+                    raise asyncio.CancelledError  # the engine was stopped
+                ended += output.finish_reason is not None
+                yield output
         finally:
             self._tasks.pop(request.request_id, None)
             self._aborted.discard(request.request_id)
@@ -92,30 +122,44 @@ class ScriptedEngine(RolloutEngine):
                 task.cancel()
             self._report()
 
-    async def _sample(self, request: Request, index: int, length: int) -> Output:
-        begin = self._decoder.position
-        version = self.weights.version if self.weights is not None else 0
+    async def _sample(self, request: Request, index: int, length: int, outputs: "asyncio.Queue[Output | None]") -> None:
+        """Report a sample of `length` tokens, with those that it has already; None if it is cancelled."""
+        sample = _Sample(request, index, length, self._decoder.position, self.weights.version if self.weights else 0)
+        every = request.report_every if request.stream else length
         try:
-            await self._decoder.decode(length)
+            ended = False
+            while not ended:
+                end = min(sample.reported + max(every, 1), length)
+                await self._decoder.decode(end - sample.begun, sample.begin)
+                outputs.put_nowait(output := self._output(sample, end))
+                ended = output.finish_reason is not None
         except asyncio.CancelledError:
             if request.request_id not in self._aborted:
+                outputs.put_nowait(None)
                 raise
-            return Output(index, finish_reason="abort")
-        versions: Any = np.full(length, version, dtype=np.int64)
-        newer = [(position, number) for position, number in self._changes if position > begin]
+            end = min(sample.begun + int(self._decoder.position - sample.begin), length)
+            outputs.put_nowait(self._output(sample, max(end, sample.reported), aborted=True))
+
+    def _output(self, sample: "_Sample", end: int, *, aborted: bool = False) -> Output:
+        """Return the tokens of a sample up to `end` that weren't reported."""
+        start, sample.reported = sample.reported, end
+        versions: Any = np.full(end - start, sample.version, dtype=np.int64)
+        newer = [(position, number) for position, number in self._changes if position > sample.begin]
         for position, number in newer:
-            versions[int(position - begin) :] = number
-        finish: FinishReason = "length" if length == request.sampling.max_new_tokens else "stop"
-        return Output(
-            index,
-            self._pool.array("tokens", length),
-            self._pool.array("logprobs", length),
+            versions[max(0, int(position - sample.begin) + sample.begun - start) :] = number
+        output = Output(
+            sample.index,
+            self._pool.array("tokens", end)[start:],
+            self._pool.array("logprobs", end)[start:],
             versions,
-            finish,
-            (self._pool.text * (1 + TEXT_BYTES * length // _POOL))[: TEXT_BYTES * length],
-            spans_weight_update=bool(newer),
-            routed_experts=self._experts(len(request.prompt_tokens) + length - 1),
         )
+        limit = sample.request.sampling.max_new_tokens
+        if end == sample.length or aborted:
+            output.finish_reason = "abort" if end < sample.length else "length" if end == limit else "stop"
+            output.text = (self._pool.text * (1 + TEXT_BYTES * end // _POOL))[: TEXT_BYTES * end]
+            output.spans_weight_update = bool(newer)
+            output.routed_experts = self._experts(len(sample.request.prompt_tokens) + end - 1)
+        return output
 
     def _experts(self, tokens: int) -> Any:
         """Return experts [tokens, layers, top k], if the run wants them."""
@@ -125,7 +169,7 @@ class ScriptedEngine(RolloutEngine):
         return np.resize(np.arange(EXPERTS, dtype=expert_dtype(EXPERTS)), (tokens, layers, top_k))
 
     async def abort(self, request_id: str) -> None:
-        """See RolloutEngine. Tokens of an aborted sample aren't reported."""
+        """See RolloutEngine."""
         self._aborted.add(request_id)
         for task in self._tasks.get(request_id, ()):
             task.cancel()
@@ -136,7 +180,7 @@ class ScriptedEngine(RolloutEngine):
         if mode == "abort":
             for request_id in list(self._tasks):
                 await self.abort(request_id)
-        elif mode == "drain" and (running := set[asyncio.Task[Output]]().union(*self._tasks.values())):
+        elif mode == "drain" and (running := set[asyncio.Task[None]]().union(*self._tasks.values())):
             await asyncio.wait(running, timeout=timeout)
         self._decoder.pause(True)
         self._resume = asyncio.get_running_loop().call_later(lease_seconds, self._decoder.pause, False)

@@ -91,6 +91,10 @@ class SGLangEngine:
         """See GenerationGate."""
         return self._gate.quarantined
 
+    def serve_loaded(self) -> None:
+        """See GenerationGate."""
+        self._gate.serve_loaded()
+
     def quarantine(self) -> None:
         """See GenerationGate."""
         self._gate.quarantine()
@@ -198,7 +202,7 @@ class SGLangEngine:
         with self._gate.changed:
             for rid, (_, sample) in self._sent.items():
                 if sample is not None and rid in held:  # else it has ended; its last output is yet to come
-                    sample.marks.append((held[rid].tokens, weights.version))
+                    sample.marks.append((sample.begun + held[rid].tokens, weights.version))
                     sample.spans_weight_update = sample.spans_weight_update or held[rid].continues
 
     def touch(self) -> None:
@@ -222,7 +226,7 @@ class SGLangEngine:
         messages = group.messages(self._key(weights), routed_experts=self._experts > 0)
         for sample, (rid, message) in zip(samples, messages, strict=True):
             if sample is not None:
-                sample.marks.append((0, weights.version))
+                sample.marks.append((sample.begun, weights.version))
             self._sent[rid] = (group, sample)
             self._channel.send(message)
 
@@ -323,10 +327,13 @@ class SGLangEngine:
                     reason = message.finished_reasons[row] or {}
                     self._take_prefix(rid, group, reason, outputs, failures)
                     continue
-                failure = add_output(sample, message, row, group.request.sampling.stop, experts=self._experts)
+                sampling = group.request.sampling
+                failure = add_output(sample, message, row, sampling, self._decode, experts=self._experts)
                 if failure:
                     failures[request_id] = failure
                     continue
+                if sample.finish_reason is not None and message.finished_reasons[row] is None:
+                    self._channel.send(AbortReq(rid=rid))  # it ended here, which the scheduler doesn't know
                 output = self._output(rid, group, sample)
                 if output.finish_reason is None:
                     outputs.setdefault(request_id, []).append(output)
@@ -384,7 +391,7 @@ class SGLangEngine:
     def _output(self, rid: str, group: SGLangRequest, sample: SGLangSample) -> Output:
         start, sample.reported = sample.reported, len(sample.tokens)
         versions = sample.versions(start)
-        output = Output(sample.index, sample.tokens[start:], sample.logprobs[start:], versions)
+        output = Output(sample.index, sample.tokens[start:], sample.logprobs[start - sample.begun :], versions)
         if sample.finish_reason is not None:
             output.finish_reason, output.spans_weight_update = sample.finish_reason, sample.spans_weight_update
             output.routed_experts = sample.routed_experts

@@ -2,7 +2,7 @@
 
 import hashlib
 from array import array
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,8 @@ from sglang.srt.managers.io_struct import BatchTokenIDOutput, TokenizedGenerateR
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from relaxd.board import expert_dtype
-from services.rollout.engines.types import FinishReason, Output, Request, cut_at_stop
+from services.rollout.engines.stop_strings import end_across
+from services.rollout.engines.types import FinishReason, Output, Request, Sampling, cut_at_stop
 
 SHARED_PREFIX_TOKENS = 64
 """Shortest prompt that is prefilled once for all samples of a request, before they start."""
@@ -24,8 +25,12 @@ class SGLangSample:
     """A sample that is being generated, or waits to be."""
 
     index: int
+    begun: int = 0
+    """Number of tokens that it had before the request."""
     tokens: list[int] = field(default_factory=list)
+    """All of its tokens."""
     logprobs: list[float] = field(default_factory=list)
+    """Of its new tokens."""
     marks: list[tuple[int, int]] = field(default_factory=list)
     """(number of tokens, version), in order: the version that produces the tokens from there on."""
     spans_weight_update: bool = False
@@ -34,7 +39,13 @@ class SGLangSample:
     """The stop string that ended it, if one did."""
     routed_experts: "np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]] | None" = None
     reported: int = 0
-    """Number of tokens that were reported."""
+    """Number of tokens that were reported, or that it had before the request."""
+
+    @classmethod
+    def of(cls, request: Request, index: int) -> "SGLangSample":
+        """Make a request's sample."""
+        tokens = list(request.tokens_of(index))
+        return cls(index, len(tokens), tokens, reported=len(tokens))
 
     def text(self, decode: Callable[[list[int]], str]) -> str:
         """Return the text of the whole sample, without what ended it."""
@@ -43,7 +54,7 @@ class SGLangSample:
         return decode(self.tokens[:-1] if self.finish_reason == "stop" else self.tokens)
 
     def versions(self, start: int) -> list[int]:
-        """Return the version of each token from `start` on."""
+        """Return the version of each token from `start` on, which is new."""
         versions: list[int] = []
         ends = [first for first, _ in self.marks[1:]] + [len(self.tokens)]
         for (first, version), end in zip(self.marks, ends, strict=True):
@@ -68,9 +79,10 @@ class SGLangRequest:
     @classmethod
     def of(cls, request: Request, end_ids: frozenset[int]) -> "SGLangRequest":
         """Make one that has not started; `end_ids` are the model's end tokens."""
-        shares = request.n > 1 and len(request.prompt_tokens) >= SHARED_PREFIX_TOKENS
+        samples = [SGLangSample.of(request, index) for index in request.samples]
+        shares = len(samples) > 1 and len(request.prompt_tokens) >= SHARED_PREFIX_TOKENS
         stop_ids = frozenset(request.sampling.stop_token_ids) or end_ids
-        return cls(request, [SGLangSample(index) for index in range(request.n)], stop_ids, shares, request.n)
+        return cls(request, samples, stop_ids, shares, len(samples))
 
     def messages(self, key: str, *, routed_experts: bool) -> Iterator[tuple[str, TokenizedGenerateReqInput]]:
         """Yield (id, message) to send to the scheduler now: the prompt alone, or all samples.
@@ -79,32 +91,44 @@ class SGLangRequest:
         """
         if self.shares_prefix:
             params = SamplingParams(max_new_tokens=0)
-            yield self._message(PREFIX, params, key, logprobs=False, routed_experts=False)
+            yield self._message(PREFIX, (), params, key, logprobs=False, routed_experts=False)
             return
         sampling = self.request.sampling
         for sample in self.samples:
             params = SamplingParams(
-                max_new_tokens=sampling.max_new_tokens,
+                max_new_tokens=sampling.max_new_tokens - sample.begun,
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k or -1,
                 stop_token_ids=set(self.end_ids),
                 ignore_eos=sampling.ignore_eos,
                 stop=list(sampling.stop),
-                min_new_tokens=sampling.min_new_tokens,
+                min_new_tokens=max(0, sampling.min_new_tokens - sample.begun),
                 sampling_seed=sample_seed(sampling.seed, sample.index),
+                stream_interval=self.request.report_every if self.request.stream else None,
             )
-            yield self._message(sample.index, params, key, logprobs=True, routed_experts=routed_experts)
+            tokens = sample.tokens[: sample.begun]
+            # Of equal length, because the scheduler's abort matches prefixes.
+            yield self._message(
+                f"{sample.index:04d}", tokens, params, key, logprobs=True, routed_experts=routed_experts
+            )
 
     def _message(
-        self, part: int | str, params: SamplingParams, key: str, *, logprobs: bool, routed_experts: bool
+        self,
+        part: str,
+        begun: Sequence[int],
+        params: SamplingParams,
+        key: str,
+        *,
+        logprobs: bool,
+        routed_experts: bool,
     ) -> tuple[str, TokenizedGenerateReqInput]:
         params.normalize(StopLengths)
         rid = f"{self.request.request_id}:{part}"
         message = TokenizedGenerateReqInput(
             rid=rid,
             input_text=None,
-            input_ids=array("q", self.request.prompt_tokens),
+            input_ids=array("q", (*self.request.prompt_tokens, *begun)),
             input_embeds=None,
             mm_inputs=None,
             token_type_ids=None,
@@ -136,19 +160,31 @@ def sample_seed(seed: int, index: int) -> int:
 
 
 def add_output(
-    sample: SGLangSample, output: BatchTokenIDOutput, row: int, stop: Collection[str], *, experts: int
+    sample: SGLangSample,
+    output: BatchTokenIDOutput,
+    row: int,
+    sampling: Sampling,
+    decode: Callable[[list[int]], str],
+    *,
+    experts: int,
 ) -> str:
-    """Add one row of the scheduler's output to a sample with these stop strings.
+    """Add one row of the scheduler's output to a sample, of a model with so many experts in a layer.
 
-    `experts`: how many a layer of the model has. Returns the reason if the request failed, else "".
+    Returns the reason if the request failed, else "".
     """
     assert output.output_ids is not None
+    stop, checked = sampling.stop, len(sample.tokens)
     sample.tokens += output.output_ids[row]
     if output.output_token_logprobs_val is not None:
         new = output.output_token_logprobs_val[row]
         sample.logprobs += new
         if len(new) and not np.isfinite(np.asarray(new, dtype=np.float64)).all():
             return "the model's logits are not finite: its weights or its input are broken"
+    if found := end_across(sample.tokens, sample.begun, checked, stop, sampling.min_new_tokens, decode):
+        length, sample.stopped_at = found
+        del sample.tokens[length:], sample.logprobs[length - sample.begun :]
+        sample.finish_reason = "stop"
+        return ""
     reason = output.finished_reasons[row]
     if reason is None:
         return ""

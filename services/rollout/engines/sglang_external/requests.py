@@ -18,7 +18,7 @@ from services.rollout.engines.sglang_external.samples import (
     ExternalSample,
     label,
 )
-from services.rollout.engines.types import Output, Request, RequestFailed, Sampling, Version
+from services.rollout.engines.types import Output, Request, RequestFailed, Version
 
 ABORT_SECONDS = 10.0
 SHARED_PROMPT_TOKENS = 64
@@ -28,13 +28,13 @@ logger = logging.getLogger(__name__)
 
 
 class _RunningRequest:
-    """A request for n samples."""
+    """A request and its samples."""
 
-    def __init__(self, n: int, *, stream: bool) -> None:
+    def __init__(self, request: Request) -> None:
         identity = uuid.uuid4().hex
         # Of equal length, because the server's abort matches prefixes.
-        self.sample_ids = [f"{identity}-{index:04d}" for index in range(n)]
-        self.stream = stream
+        self.sample_ids = [f"{identity}-{index:04d}" for index in request.samples]
+        self.request = request
         self.samples: list[ExternalSample] = []
         """Empty until the request is sent."""
         self.outputs: asyncio.Queue[Output | Exception] = asyncio.Queue()
@@ -92,15 +92,13 @@ class ExternalRequests:
                 "sampling.stop and sampling.min_new_tokens need a tokenizer, which the server was started without "
                 "(--skip-tokenizer-init)"
             )
-        running = _RunningRequest(request.n, stream=request.stream)
+        running = _RunningRequest(request)
         self._requests[request.request_id] = running
-        running.reading = asyncio.create_task(
-            self._read(running, request.prompt_tokens, sampling), name="read a request"
-        )
+        running.reading = asyncio.create_task(self._read(running), name="read a request")
         running.reading.add_done_callback(lambda task: self._finish_reading(running, task))
         ended = 0
         try:
-            while ended < request.n:
+            while ended < len(request.samples):
                 output = await running.outputs.get()
                 if isinstance(output, Exception):
                     raise output
@@ -152,9 +150,9 @@ class ExternalRequests:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _read(self, request: _RunningRequest, prompt: tuple[int, ...], sampling: Sampling) -> None:
-        weights = await self._wait_open()
-        n = len(request.sample_ids)
+    async def _read(self, request: _RunningRequest) -> None:
+        asked = request.request
+        weights, prompt, n = await self._wait_open(), asked.prompt_tokens, len(asked.samples)
         while n > 1 and len(prompt) >= SHARED_PROMPT_TOKENS and self._facts.prefix_cache:
             await self._prefill(prompt, weights)
             before, weights = weights, await self._wait_open()
@@ -162,20 +160,24 @@ class ExternalRequests:
                 break
         request.samples = self._samples(request, weights)
         body = {
-            "input_ids": [prompt] * n,
+            "input_ids": [(*prompt, *asked.tokens_of(index)) for index in asked.samples],
             "rid": request.sample_ids,
             "extra_key": label(weights),  # keeps versions apart in the prefix cache
-            "sampling_params": [self._sampling(sampling, index, request.stream) for index in range(n)],
+            "sampling_params": [self._sampling(asked, index) for index in asked.samples],
             "return_logprob": True,
             "stream": True,
         }
         with self._sending():
             async for event in self._client.stream("/generate", body):
                 sample = request.samples[event["index"]]
+                if sample.ended:
+                    continue
                 count = sample.tokens
                 sample.take(event)
                 self.tokens += sample.tokens - count
-                if request.stream or sample.ended:
+                if sample.ended_here:
+                    self._abort_later([request.sample_ids[event["index"]]])
+                if sample.ended or (asked.stream and sample.undelivered_tokens >= asked.report_every):
                     request.outputs.put_nowait(sample.undelivered())
                 if all(sample.ended for sample in request.samples):
                     return
@@ -222,27 +224,33 @@ class ExternalRequests:
             task.add_done_callback(self._aborts.discard)
 
     def _samples(self, request: _RunningRequest, weights: Version) -> list[ExternalSample]:
-        style = EventStyle(self._facts.incremental, self._interval(request.stream), self._facts.late_tokens)
-        return [ExternalSample(index, style, weights, self._decode) for index in range(len(request.sample_ids))]
+        asked = request.request
+        style = EventStyle(self._facts.incremental, self._interval(asked), self._facts.late_tokens)
+        return [
+            ExternalSample(index, style, weights, self._decode, asked.tokens_of(index), asked.sampling)
+            for index in asked.samples
+        ]
 
-    def _sampling(self, sampling: Sampling, index: int, stream: bool) -> dict[str, Any]:
+    def _sampling(self, request: Request, index: int) -> dict[str, Any]:
+        sampling, begun = request.sampling, len(request.tokens_of(index))
         stop_ids = () if sampling.ignore_eos else sampling.stop_token_ids or self._model.end_ids
         return {
-            "max_new_tokens": sampling.max_new_tokens,
+            "max_new_tokens": sampling.max_new_tokens - begun,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
             "stop_token_ids": stop_ids,
             "ignore_eos": sampling.ignore_eos,
             "stop": list(sampling.stop),
-            "min_new_tokens": sampling.min_new_tokens,
+            "min_new_tokens": max(0, sampling.min_new_tokens - begun),
             "sampling_seed": (sampling.seed + index) & 0x7FFFFFFF,
-            "stream_interval": self._interval(stream),
+            "stream_interval": self._interval(request),
         }
 
-    def _interval(self, stream: bool) -> int:
-        if stream:
-            return 1
+    def _interval(self, request: Request) -> int:
+        """Return the tokens per event."""
+        if request.stream:
+            return min(request.report_every, EVENT_TOKENS)
         return EVENT_TOKENS if self._facts.incremental else ONLY_AT_END
 
     def _decode(self, tokens: Sequence[int]) -> str:

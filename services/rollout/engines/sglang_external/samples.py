@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from services.rollout.engines.sglang_external.client import ServerGone
-from services.rollout.engines.types import FinishReason, Output, RequestFailed, Version, cut_at_stop
+from services.rollout.engines.stop_strings import end_across
+from services.rollout.engines.types import FinishReason, Output, RequestFailed, Sampling, Version, cut_at_stop
 
 EVENT_TOKENS = 32
 """Tokens per event of a request that does not stream. Fewer would slow the server down; more would leave the version of
@@ -52,10 +53,19 @@ class ExternalSample:
         style: EventStyle,
         weights: Version,
         decode: Callable[[Sequence[int]], str],
+        begun: Sequence[int] = (),
+        sampling: Sampling | None = None,
     ) -> None:
-        """`weights` are those served when the request was sent."""
+        """`weights` are those served when the request was sent, `begun` the tokens that the sample had before.
+
+        `sampling` says where stop strings end it that begin in those tokens.
+        """
         self.ended = False
-        self._tokens: list[int] = []
+        self.ended_here = False
+        """True if it ended at a stop string that the server didn't notice."""
+        self._begun = len(begun)
+        self._sampling = sampling
+        self._tokens: list[int] = list(begun)
         self._logprobs: list[float] = []
         self._versions: list[int] = []
         self._output = Output(index, self._tokens, self._logprobs, self._versions)
@@ -65,15 +75,21 @@ class ExternalSample:
         self._older = weights
         self._uncertain_until = 0
         self._delivered = 0
+        """Number of new tokens that were delivered."""
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that were reported."""
-        return len(self._output.tokens)
+        """Number of new tokens that were reported."""
+        return len(self._logprobs)
+
+    @property
+    def undelivered_tokens(self) -> int:
+        """Number of new tokens that were not delivered yet."""
+        return len(self._logprobs) - self._delivered
 
     def take(self, event: dict[str, Any]) -> None:
         """Add an event. Raises ServerGone if the server lost its weights, RequestFailed if it failed the sample."""
-        count, output, meta = len(self._output.tokens), self._output, event["meta_info"]
+        count, output, meta = len(self._logprobs), self._output, event["meta_info"]
         tokens: list[int] = event["output_ids"]
         logprobs: list[list[Any]] = meta.get("output_token_logprobs", [])
         if not self._style.incremental:
@@ -91,11 +107,29 @@ class ExternalSample:
             self._tokens.append(token)
             self._logprobs.append(entry[0])
             self._versions.append((self._older if place < self._uncertain_until else weights).version)
+        if self._ends_across(self._begun + count):
+            return
         finish = meta["finish_reason"]
         if finish is not None:
             if finish["type"] == "abort" and finish.get("status_code"):
                 raise RequestFailed(f"the server failed a sample: {finish.get('message')}")
             self.end(cast(FinishReason, finish["type"]), finish.get("matched"))
+
+    def _ends_across(self, checked: int) -> bool:
+        """End the sample if a stop string ends in its new tokens that began before them."""
+        sampling = self._sampling
+        if sampling is None:
+            return False
+        stop, least = sampling.stop, sampling.min_new_tokens
+        found = end_across(self._tokens, self._begun, checked, stop, least, self._decode)
+        if found is None:
+            return False
+        length, matched = found
+        new = length - self._begun
+        del self._tokens[length:], self._logprobs[new:], self._versions[new:]
+        self.ended_here = True
+        self.end("stop", matched)
+        return True
 
     def end(self, reason: FinishReason, matched: int | str | None = None) -> None:
         """End the sample. `matched` is the end token or the stop string that ended it."""
@@ -109,10 +143,10 @@ class ExternalSample:
     def undelivered(self) -> Output:
         """Return what was not delivered yet, and mark it as delivered."""
         start, output = self._delivered, self._output
-        self._delivered = len(output.tokens)
+        self._delivered = len(self._logprobs)
         return Output(
             output.sample,
-            output.tokens[start:],
+            output.tokens[self._begun + start :],
             output.logprobs[start:],
             output.versions[start:],
             output.finish_reason,

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from services.rollout.engines.transformers.key_values import append_rows, empty_cache, take_rows
+from services.rollout.engines.transformers.sampling import sample_generator
 from services.rollout.engines.types import FinishReason, Request
 
 
@@ -19,15 +20,33 @@ class RunningSample:
     index: int
     generator: torch.Generator
     stop_ids: frozenset[int]
-    tokens: list[int] = field(default_factory=list)
+    begun: int
+    """Number of tokens that it had before the request."""
+    tokens: list[int]
+    """All of its tokens."""
     logprobs: list[float] = field(default_factory=list)
+    """Of its new tokens."""
     versions: list[int] = field(default_factory=list)
+    """Of its new tokens."""
     finish_reason: FinishReason | None = None
     at_stop_string: bool = False
     """True if it ended at a stop string, not at an end token."""
     spans_weight_update: bool = False
     reported: int = 0
-    """Number of tokens that were reported."""
+    """Number of new tokens that were reported."""
+
+    @classmethod
+    def of(cls, request: Request, index: int, end_ids: frozenset[int]) -> "RunningSample":
+        """Make a request's sample; `end_ids` are the model's end tokens."""
+        sampling, tokens = request.sampling, list(request.tokens_of(index))
+        stop_ids = frozenset(sampling.stop_token_ids) or end_ids
+        generator = sample_generator(sampling.seed, index, len(tokens))
+        return cls(request, index, generator, frozenset() if sampling.ignore_eos else stop_ids, len(tokens), tokens)
+
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        """What it is generated from: the prompt, and the tokens that it had before the request."""
+        return (*self.request.prompt_tokens, *self.tokens[: self.begun])
 
     @property
     def forbidden(self) -> frozenset[int]:
@@ -60,11 +79,11 @@ class Batch:
     def prefill(
         cls, model: PreTrainedModel, groups: Sequence[Sequence[RunningSample]]
     ) -> tuple["Batch", torch.Tensor]:  # fmt: skip
-        """Run each group's prompt once; its samples share the result.
+        """Run each group's prefix once; its samples share the result.
 
         Returns the batch and the logits [samples, vocabulary] from which each sample's first token is chosen.
         """
-        prompts = [group[0].request.prompt_tokens for group in groups]
+        prompts = [group[0].prefix for group in groups]
         longest = max(map(len, prompts))
         paddings = [longest - len(prompt) for prompt in prompts]
         ids = torch.zeros((len(prompts), longest), dtype=torch.long)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from services.rollout.engines.generation_gate import GenerationGate
 from services.rollout.engines.transformers.batch import Batch, RunningSample
 from services.rollout.engines.transformers.parameter_memory import ParameterMemory
-from services.rollout.engines.transformers.sampling import choose_tokens, sample_generator
+from services.rollout.engines.transformers.sampling import choose_tokens
 from services.rollout.engines.types import (
     EngineError,
     FailureHandler,
@@ -81,6 +81,10 @@ class TransformersEngine:
         """See GenerationGate."""
         return self._gate.quarantined
 
+    def serve_loaded(self) -> None:
+        """See GenerationGate."""
+        self._gate.serve_loaded()
+
     def quarantine(self) -> None:
         """See GenerationGate."""
         self._gate.quarantine()
@@ -103,16 +107,9 @@ class TransformersEngine:
 
     def submit(self, request: Request) -> None:
         """Queue a request, whose id must not be in use."""
-        sampling = request.sampling
-        stop_ids = frozenset(sampling.stop_token_ids) or self._end_ids
-        if sampling.ignore_eos:
-            stop_ids = frozenset()
-        samples = [
-            RunningSample(request, index, sample_generator(sampling.seed, index), stop_ids)
-            for index in range(request.n)
-        ]
+        samples = [RunningSample.of(request, index, self._end_ids) for index in request.samples]
         with self._gate.changed:
-            self._waiting.append(samples)
+            self._waiting += [[sample] for sample in samples] if request.begun else [samples]
             self._gate.changed.notify_all()
 
     def cancel(self, request_id: str) -> None:
@@ -167,7 +164,7 @@ class TransformersEngine:
             yield
             for sample in self._samples():
                 # A sample that has not started has no keys and values of the old weights.
-                sample.spans_weight_update = sample.spans_weight_update or bool(sample.tokens)
+                sample.spans_weight_update = sample.spans_weight_update or bool(sample.logprobs)
 
     def touch(self) -> None:
         """See GenerationGate."""
@@ -223,7 +220,7 @@ class TransformersEngine:
                 samples = self._waiting[0]
                 # A request larger than max_running_samples starts in parts, any other as a whole.
                 wanted = min(len(samples), self._max_running_samples)
-                longest = max(longest, len(samples[0].request.prompt_tokens))
+                longest = max(longest, len(samples[0].request.prompt_tokens) + samples[0].begun)
                 if wanted > free or (groups and longest * (len(groups) + 1) > PREFILL_TOKENS):
                     break
                 groups.append(samples[:wanted])
@@ -271,14 +268,17 @@ class TransformersEngine:
     def _report(self, samples: Sequence[RunningSample]) -> None:
         outputs: dict[str, list[Output]] = {}
         for sample in samples:
-            if sample.request.stream or sample.finish_reason is not None:
-                outputs.setdefault(sample.request.request_id, []).append(self._output(sample))
+            request, new = sample.request, len(sample.logprobs) - sample.reported
+            if sample.finish_reason is not None or (request.stream and new >= request.report_every):
+                outputs.setdefault(request.request_id, []).append(self._output(sample))
         for request_id, of_request in outputs.items():
             self._on_output(request_id, of_request)
 
     def _output(self, sample: RunningSample) -> Output:
-        start, sample.reported = sample.reported, len(sample.tokens)
-        output = Output(sample.index, sample.tokens[start:], sample.logprobs[start:], sample.versions[start:])
+        start, sample.reported = sample.reported, len(sample.logprobs)
+        output = Output(
+            sample.index, sample.tokens[sample.begun + start :], sample.logprobs[start:], sample.versions[start:]
+        )
         if sample.finish_reason is not None:
             output.finish_reason = sample.finish_reason
             output.text = self._text(sample)

@@ -11,10 +11,16 @@ _Choose = Callable[[torch.Tensor, list[Sampling], torch.Tensor], torch.Tensor]
 """(log-probs [rows, vocabulary], the rows' sampling, uniform float64 [rows]) -> token ids [rows]."""
 
 
-def sample_generator(seed: int, sample: int) -> torch.Generator:
-    """Return the random generator of one sample; generators of different (seed, sample) are independent."""
+def sample_generator(seed: int, sample: int, tokens: int = 0) -> torch.Generator:
+    """Return the random generator of one sample; generators of different (seed, sample) are independent.
+
+    It is as it would be after choosing `tokens` tokens, so that a sample that is continued gets the numbers that it
+    would have got.
+    """
     digest = hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    torch.rand(tokens, generator=generator, dtype=torch.float64)
+    return generator
 
 
 def choose_tokens(

@@ -1,4 +1,7 @@
-"""IFEval's reward: verifiable instructions (Zhou et al. 2023, arXiv 2311.07911), checked by if-verifiable."""
+"""Rewards of verifiable instructions, checked by if-verifiable.
+
+IFEval: Zhou et al. 2023, arXiv 2311.07911. IFBench: Pyatkin et al. 2025, arXiv 2507.02833.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,14 +24,33 @@ def ifeval(sample: RewardInput) -> dict[str, float]:
     Raises:
         ValueError: the metadata lack instructions, or have some that IFEval doesn't know.
     """
-    from if_verifiable.common import evaluate_instructions
     from if_verifiable.ifeval import INSTRUCTION_DICT
 
-    names, arguments = _instructions(sample.metadata, INSTRUCTION_DICT)
+    return _followed(sample, "ifeval", INSTRUCTION_DICT)
+
+
+def ifbench(sample: RewardInput) -> dict[str, float]:
+    """1 if the reply follows all of its prompt's instructions of IFBench, to the letter, else 0.
+
+    Metadata, parts and package as `ifeval`; nltk's data are also "stopwords" and "averaged_perceptron_tagger_eng".
+
+    Raises:
+        ValueError: the metadata lack instructions, or have some that IFBench doesn't know.
+        LookupError: an instruction needs data of nltk that isn't installed.
+    """
+    from if_verifiable.ifbench import INSTRUCTION_DICT
+
+    return _followed(sample, "ifbench", INSTRUCTION_DICT)
+
+
+def _followed(sample: RewardInput, name: str, known: Mapping[str, Any]) -> dict[str, float]:
+    from if_verifiable.common import evaluate_instructions
+
+    names, arguments = _instructions(sample.metadata, name, known)
     prompt = str(sample.metadata.get("prompt_text") or sample.prompt)
     try:
         with time_limit(CHECK_SECONDS):
-            _, scores = evaluate_instructions(sample.response, names, arguments, prompt, INSTRUCTION_DICT)
+            _, scores = evaluate_instructions(sample.response, names, arguments, prompt, known)
     except TooSlow:
         return {"reward": 0.0, "accuracy": 0.0, "followed": 0.0, "loose": 0.0}
     return {
@@ -39,12 +61,15 @@ def ifeval(sample: RewardInput) -> dict[str, float]:
     }
 
 
-def _instructions(metadata: Mapping[str, Any], known: Mapping[str, Any]) -> tuple[list[str], list[dict[str, Any]]]:
+def _instructions(
+    metadata: Mapping[str, Any], reward: str, known: Mapping[str, Any]
+) -> tuple[list[str], list[dict[str, Any]]]:
     names = metadata.get("instruction_id_list")
     if not isinstance(names, list) or not names:
-        raise ValueError(f"metadata.instruction_id_list is {names!r}: the reward ifeval needs a list of instructions")
+        raise ValueError(f"metadata.instruction_id_list is {names!r}: the reward {reward} needs a list of instructions")
     if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"metadata.instruction_id_list has {', '.join(map(repr, unknown))}, which IFEval doesn't know")
+        named = ", ".join(map(repr, unknown))
+        raise ValueError(f"metadata.instruction_id_list has {named}, which {reward} doesn't know")
     arguments = metadata.get("kwargs") or [{}] * len(names)
     if not isinstance(arguments, list) or len(arguments) != len(names):
         raise ValueError(f"metadata.kwargs must be a list of {len(names)} objects, one for each instruction")

@@ -1,0 +1,1 @@
+"""The reward `code`: runs the answer's Python code in a sandbox, against tests."""

@@ -1,0 +1,62 @@
+"""What counts as the right output of a program, and the right value of a function."""
+
+import math
+from typing import Any
+
+RELATIVE, ABSOLUTE = 1e-5, 1e-8
+"""Tolerances of numbers, those of numpy.allclose."""
+
+
+def same_output(printed: str, expected: str) -> bool:
+    """Return whether a program printed what is expected.
+
+    Empty lines and white space at the ends of lines don't count. Lines are the same, or have the same words, where
+    numbers with a decimal point or an exponent need only be close.
+    """
+    ours, theirs = _lines(printed), _lines(expected)
+    return len(ours) == len(theirs) and all(map(_same_line, ours, theirs))
+
+
+def same_value(returned: Any, expected: Any) -> bool:
+    """Return whether a function returned what is expected, which comes from JSON.
+
+    Tuples count as lists, keys of a mapping as text. As in verl, a list of one value may stand for the value.
+    """
+    ours = _as_json(returned)
+    if ours == expected:
+        return True
+    return isinstance(expected, list) and bool(expected) and ours == expected[0]
+
+
+def _lines(text: str) -> list[str]:
+    return [line for line in map(str.strip, text.splitlines()) if line]
+
+
+def _same_line(ours: str, theirs: str) -> bool:
+    if ours == theirs:
+        return True
+    words, others = ours.split(), theirs.split()
+    return len(words) == len(others) and all(map(_same_word, words, others))
+
+
+def _same_word(ours: str, theirs: str) -> bool:
+    if ours == theirs:
+        return True
+    if _is_whole(ours) and _is_whole(theirs):
+        return False
+    try:
+        return math.isclose(float(ours), float(theirs), rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+    except ValueError:
+        return False
+
+
+def _is_whole(word: str) -> bool:
+    return word.lstrip("+-").isdigit()
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_as_json(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _as_json(item) for key, item in value.items()}
+    return value

@@ -1,0 +1,176 @@
+"""Runs programs against tests, each in a confined process that never sees what is expected of it."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from relaxd.rewards.coding.cases import Asserts, Call, Cases, Script
+from relaxd.rewards.coding.comparing import same_output, same_value
+from relaxd.sandbox.sandbox import Confined, Ended, Sandbox, Stopped
+from relaxd.sandbox.values import decode, encode
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one test."""
+
+    passed: bool
+    unplain: bool = False
+    """It failed because a value can't pass between the processes of answer and tests."""
+
+
+FAILED = Verdict(False)
+
+
+class BrokenTestError(ValueError):
+    """A test is wrong itself."""
+
+
+def judge(sandbox: Sandbox, code: str, cases: Cases, deadline: float, separate: bool) -> Iterator[Verdict]:
+    """Yield the verdict on each test. After `deadline` (of time.monotonic) all fail.
+
+    `separate` runs tests in Python in another process than the answer's.
+
+    Raises BrokenTestError, and ConfinementError: this machine can't confine a process.
+    """
+    if isinstance(cases, Asserts):
+        # A reply may repeat the beginning that it completes.
+        programs = [f"{cases.prefix}\n{code}", f"{cases.prefix}{code}", code] if cases.prefix else [code]
+        yield from _run_asserts(sandbox, programs, cases, deadline, separate)
+        return
+    functions = _Functions(sandbox, {"programs": [code], "contest": True}, deadline)
+    try:
+        for case in cases:
+            if isinstance(case, Script):
+                yield Verdict(_run_script(sandbox, code, case, deadline))
+            else:
+                yield _run_call(functions, case)
+    finally:
+        functions.end()
+
+
+def _run_script(sandbox: Sandbox, code: str, case: Script, deadline: float) -> bool:
+    stdin, stdout = os.memfd_create("stdin"), os.memfd_create("stdout")
+    try:
+        with os.fdopen(os.dup(stdin), "wb") as file:
+            file.write(case.stdin.encode())
+        os.lseek(stdin, 0, os.SEEK_SET)
+        process = sandbox.start({"kind": "script", "programs": [code], "contest": True}, deadline, stdin, stdout)
+        try:
+            ended = "ended" in process.receive()
+        except Ended as error:  # os._exit is an end, too
+            ended = error.exit_code == 0
+        finally:
+            process.end()
+        printed = os.pread(stdout, sandbox.limits.output_bytes, 0).decode(errors="replace")
+        return ended and same_output(printed, case.stdout)
+    except Stopped:
+        return False
+    finally:
+        os.close(stdin)
+        os.close(stdout)
+
+
+def _run_call(functions: "_Functions", case: Call) -> Verdict:
+    asked = {"call": case.name, "method": True, "arguments": [encode(one) for one in case.arguments]}
+    try:
+        answer = functions.call(asked)
+    except Stopped:
+        return FAILED
+    if "value" not in answer:
+        return Verdict(False, bool(answer.get("unplain")))
+    with suppress(ValueError, RecursionError):
+        return Verdict(same_value(decode(answer["value"]), case.returns))
+    return FAILED
+
+
+class _Functions:
+    """The answer's functions: a confined process, started again after one that ended."""
+
+    def __init__(self, sandbox: Sandbox, program: dict[str, Any], deadline: float) -> None:
+        self._sandbox = sandbox
+        self._job = {"kind": "calls", **program}
+        self._deadline = deadline
+        self._process: Confined | None = None
+        self._names: Any = None
+
+    def names(self) -> Any:
+        """Load the program, and return what it has; None if it can't be loaded. Raises Stopped."""
+        if self._process is None or not self._process.alive:
+            self._process = self._sandbox.start(self._job, self._deadline)
+            self._names = self._process.receive().get("names")
+        return self._names
+
+    def call(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Call a function. Raises Stopped."""
+        if self.names() is None:
+            raise Stopped("it can't be loaded")
+        assert self._process is not None
+        self._process.send(asked)
+        found: dict[str, Any] = self._process.receive()
+        return found
+
+    def end(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.end()
+
+
+def _run_asserts(
+    sandbox: Sandbox, programs: Sequence[str], cases: Asserts, deadline: float, separate: bool
+) -> Iterator[Verdict]:
+    program = {"programs": programs, "contest": False}
+    functions = _Functions(sandbox, program, deadline)
+    tester: Confined | None = None
+    try:
+        for number in range(len(cases.tests)):
+            try:
+                if tester is None or not tester.alive:
+                    tester = _start_tester(sandbox, cases, deadline, functions.names() if separate else program)
+                if tester is None:
+                    yield FAILED
+                    continue
+                tester.send({"test": number})
+                yield _watch(tester, functions)
+            except Stopped:
+                # The tests wait for an answer that doesn't come any more.
+                if tester is not None:
+                    tester.end()
+                yield FAILED
+    finally:
+        functions.end()
+        if tester is not None:
+            tester.end()
+
+
+def _start_tester(sandbox: Sandbox, cases: Asserts, deadline: float, given: Any) -> Confined | None:
+    """Start the process that runs the tests, with the names of the answer's functions, or the answer's program.
+
+    Returns None if the answer can't be loaded, or lacks what the tests begin with. Raises Stopped, BrokenTestError.
+    """
+    if given is None:
+        return None
+    job = {"kind": "tests", "setup": cases.setup, "tests": list(cases.tests)}
+    tester = sandbox.start(job | (given if "programs" in given else {"names": given}), deadline)
+    try:
+        begun = tester.receive()
+    except Stopped:
+        if "programs" in given:
+            raise
+        raise BrokenTestError("the tests' setup doesn't end") from None
+    if "broken" in begun:
+        tester.end()
+        raise BrokenTestError(f"the tests can't be compiled: {begun['broken']}")
+    if "ready" not in begun:
+        tester.end()
+        return None
+    return tester
+
+
+def _watch(tester: Confined, functions: _Functions) -> Verdict:
+    """Pass a test's calls on to the answer's functions, until the test has ended. Raises Stopped."""
+    while "call" in (found := tester.receive()):
+        tester.send(functions.call(found))
+    return Verdict("passed" in found, bool(found.get("unplain")))

@@ -1,0 +1,5 @@
+"""Judges: `await judge.ask(...)` for rewards of your own, and the bundled rewards that ask."""
+
+from relaxd.rewards.judge.asking import JudgeError, NoJudgeError, UnreadableReplyError, ask
+
+__all__ = ["JudgeError", "NoJudgeError", "UnreadableReplyError", "ask"]

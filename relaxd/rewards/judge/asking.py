@@ -1,0 +1,92 @@
+"""How rewards ask the run's judge: their service, which has its address and credentials, does it for them."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar, overload
+
+from relaxd.rewards.messages import to_proto
+from relaxd.v1.judge_pb2 import AskRequest, AskResponse
+
+T = TypeVar("T")
+Messages = str | Sequence[Mapping[str, Any]]
+"""The user's message, or chat messages: {"role": ..., "content": text}."""
+SHOWN = 200
+"""Characters of an unreadable reply in errors."""
+
+
+class JudgeError(Exception):
+    """The judge gave no reply that can be used."""
+
+
+class NoJudgeError(JudgeError):
+    """The run has no judge."""
+
+
+class UnreadableReplyError(JudgeError):
+    """No reply could be read."""
+
+
+class Line(Protocol):
+    """The way to the judge."""
+
+    async def ask(self, question: AskRequest) -> AskResponse:
+        """Return the reply. Raises JudgeError."""
+
+    def count_unreadable(self) -> None:
+        """Count a reply that could not be read."""
+
+
+_line: Line | None = None
+
+
+def connect(line: Line | None) -> None:
+    """Set the way to the judge of this process."""
+    global _line
+    _line = line
+
+
+@overload
+async def ask(messages: Messages, *, read: None = None, retries: int = 2, seed: int = 0) -> str: ...
+@overload
+async def ask(messages: Messages, *, read: Callable[[str], T], retries: int = 2, seed: int = 0) -> T: ...
+async def ask(messages: Messages, *, read: Callable[[str], Any] | None = None, retries: int = 2, seed: int = 0) -> Any:
+    """Ask the judge, and wait for its reply; the time doesn't count in reward.timeout_seconds.
+
+    Args:
+        messages: the user's message, or a conversation.
+        read: reads a reply, and raises ValueError for one that makes no sense. The judge is then asked again, with
+            another seed. Without it, the reply's text is returned.
+        retries: how often it is asked again.
+        seed: a number for each of several votes on the same question.
+
+    Returns what `read` returns. Raises NoJudgeError, UnreadableReplyError, or another JudgeError: the judge refuses the
+    question, takes too long, or was away for too long.
+    """
+    if _line is None:
+        raise NoJudgeError("there is no judge here: the reward service asks it, in a run with roles.judge.model")
+    chat = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+    problem = ""
+    for attempt in range(retries + 1):
+        question = AskRequest(messages=to_proto(chat), seed=_seed(chat, seed, attempt))
+        text = (await _line.ask(question)).text
+        if read is None:
+            return text
+        try:
+            return read(text)
+        except ValueError as error:
+            _line.count_unreadable()
+            problem = f"{error}; the reply: {_shortened(text)!r}"
+    times = f"{retries + 1} replies" if retries else "the reply"
+    raise UnreadableReplyError(f"{times} of the judge could not be read: {problem}")
+
+
+def _seed(chat: Sequence[Mapping[str, Any]], seed: int, attempt: int) -> int:
+    """Return the seed of a question. It depends on nothing else, so that a repeated run asks the same."""
+    text = json.dumps([chat, seed, attempt], sort_keys=True)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 33
+
+
+def _shortened(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= SHOWN else "…" + line[-SHOWN + 1 :]

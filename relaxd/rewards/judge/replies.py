@@ -1,0 +1,77 @@
+"""Reading of a judge's replies. What is not understood is an error, never a guess."""
+
+import json
+import re
+
+_MARK = r"\b(?:score|rating|grade|judge?ment|verdict|answer|result|winner)\s*(?:is\b)?\s*[:=]?\s*"
+_NUMBER = r"[-+]?\d+(?:\.\d+)?(?![\w%])"
+_WORD = r"(?:yes|no|true|false|correct|incorrect|right|wrong|1|0)(?!\w)"
+_SIDE = r"(?:A|B|tie)(?!\w)"
+_YES = frozenset({"yes", "true", "correct", "right", "1"})
+_FORMATTING = re.compile(r"[*_`#\[\]\"]")
+_MAX_OBJECTS = 64
+"""Most braces at which a JSON object is looked for, from the reply's end."""
+
+
+def visible(text: str) -> str:
+    """Return a text without its thinking, which is what comes before the last </think>."""
+    return text.rpartition("</think>")[2]
+
+
+def read_number(reply: str, minimum: float, maximum: float) -> float:
+    """Return the number after the last mark such as "Score:", or that is the last line. Raises ValueError."""
+    return _in_range(float(_stated(reply, _NUMBER, "number", rest=r"\s*(?:/\s*\d+)?")), minimum, maximum)
+
+
+def read_yes_no(reply: str) -> float:
+    """Return 1 for yes and 0 for no, after the last mark such as "Judgement:", or as the last line.
+
+    Also takes true and false, correct and incorrect, right and wrong, 1 and 0. Raises ValueError.
+    """
+    return float(_stated(reply, _WORD, "yes or no").lower() in _YES)
+
+
+def read_side(reply: str) -> str:
+    """Return "A", "B" or "TIE", after the last mark such as "Verdict:", or as the last line. Raises ValueError."""
+    return _stated(reply, _SIDE, "A, B or tie").upper()
+
+
+def read_field(reply: str, field: str, minimum: float, maximum: float) -> float:
+    """Return the number in a field of the last JSON object that has it; true is the maximum, false the minimum.
+
+    Raises ValueError.
+    """
+    text = visible(reply)
+    decoder = json.JSONDecoder()
+    for start in [match.start() for match in re.finditer(r"\{", text)][: -_MAX_OBJECTS - 1 : -1]:
+        try:
+            found, _ = decoder.raw_decode(text, start)
+        except (ValueError, RecursionError):
+            continue
+        if field in found:
+            value = found[field]
+            if isinstance(value, bool):
+                return maximum if value else minimum
+            if isinstance(value, int | float):
+                return _in_range(float(value), minimum, maximum)
+            raise ValueError(f'"{field}" is {value!r}, which is neither a number nor true or false')
+    raise ValueError(f'it has no JSON object with "{field}"')
+
+
+def _stated(reply: str, pattern: str, what: str, rest: str = "") -> str:
+    """Return what a pattern finds after the last mark, or as the last line. Raises ValueError."""
+    text = _FORMATTING.sub("", visible(reply)).strip()
+    marked = re.findall(f"{_MARK}({pattern})", text, re.IGNORECASE)
+    if marked:
+        return str(marked[-1])
+    last = text.rpartition("\n")[2].strip()
+    alone = re.fullmatch(rf"({pattern}){rest}\s*[.!]?", last, re.IGNORECASE)
+    if alone is None:
+        raise ValueError(f'it states no {what}, neither after "Score:" or the like nor as its last line')
+    return alone[1]
+
+
+def _in_range(number: float, minimum: float, maximum: float) -> float:
+    if not minimum <= number <= maximum:
+        raise ValueError(f"it states {number:g}, which is not from {minimum:g} to {maximum:g}")
+    return number

@@ -1,0 +1,76 @@
+"""Confinement of a process: its memory, its output, its files, and what it may ask of the kernel."""
+
+import ctypes
+import math
+import os
+import resource
+import signal
+import sys
+
+from relaxd.sandbox import landlock, seccomp
+from relaxd.sandbox.limits import Limits
+
+CPU_SECONDS = 600
+"""Most computing time of a process in all: it ends even if nobody watches it."""
+OPEN_FILES = 64
+_SET_PARENT_DEATH_SIGNAL = 1
+_CAPABILITIES_VERSION = 0x20080522
+_SYSTEM = (
+    *("/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/lib", "/lib64", "/etc/ld.so.cache"),
+    *("/etc/localtime", "/dev/null", "/dev/urandom"),
+)
+
+
+class ConfinementError(RuntimeError):
+    """This machine can't confine a process."""
+
+
+def check(limits: Limits) -> None:
+    """Check that this machine can confine a process. Raises ConfinementError, which says what it lacks."""
+    if sys.platform != "linux" or not seccomp.supported():
+        raise ConfinementError("confining code needs Linux on x86-64 or arm64")
+    if limits.confine_files and not landlock.version():
+        raise ConfinementError(
+            "this kernel has no Landlock (Linux 5.13 or newer, named in its parameter lsm=), so the code could read "
+            "every file that this user can"
+        )
+
+
+def make_rules(limits: Limits) -> int | None:
+    """Return what `confine` needs in each process: the set of rules for files. Raises OSError."""
+    if not limits.confine_files:
+        return None
+    prefixes = {sys.prefix, sys.base_prefix}
+    python = {os.path.join(prefix, name) for prefix in prefixes for name in ("lib", "lib64")}
+    return landlock.make_ruleset([*sorted(python), *_SYSTEM])
+
+
+def confine(limits: Limits, rules: int | None) -> None:
+    """Confine this process for good, which must have a single thread. Raises OSError.
+
+    It can read Python's own files, write none, reach no network, start no process, and signal only itself.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "PR_SET_PDEATHSIG can't be set")
+    for what, most in (
+        (resource.RLIMIT_AS, limits.memory_bytes),
+        (resource.RLIMIT_FSIZE, limits.output_bytes),
+        (resource.RLIMIT_CPU, max(CPU_SECONDS, math.ceil(limits.seconds))),
+        (resource.RLIMIT_NOFILE, OPEN_FILES),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(what, (most, most))
+    _drop_capabilities(libc)
+    landlock.no_new_privileges()
+    if rules is not None:
+        landlock.restrict(rules)
+        os.close(rules)
+    seccomp.filter_calls(os.getpid())
+
+
+def _drop_capabilities(libc: ctypes.CDLL) -> None:
+    """Give up what root may do; other users have nothing to give up."""
+    header = (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0)
+    if libc.capset(ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)())):
+        raise OSError(ctypes.get_errno(), "capabilities can't be given up")

@@ -1,0 +1,205 @@
+"""Confined processes, from the side that watches them."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from relaxd.sandbox import confinement
+from relaxd.sandbox.channel import Channel, ChannelClosed, TooLong
+from relaxd.sandbox.confinement import ConfinementError
+from relaxd.sandbox.limits import Limits
+
+ZYGOTE_SECONDS = 30.0
+"""Deadline of the zygote's answers. It answers within milliseconds, and starts within a tenth of a second."""
+IDLE_FACTOR = 3.0
+"""A process that waits instead of computing is stopped after this many times its seconds."""
+MESSAGE_ROOM = 1 << 16
+"""Bytes of a message beside what a process returns."""
+_ROOT = str(Path(__file__).parents[2])
+
+
+class Stopped(Exception):
+    """A confined process has ended before it answered, or was stopped. The message says why."""
+
+
+class Sandbox:
+    """Starts confined processes. Lives in one thread; close it after use."""
+
+    def __init__(self, limits: Limits) -> None:
+        """Check that this machine can confine processes. Raises ConfinementError."""
+        confinement.check(limits)
+        self.limits = limits
+        self._zygote: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def start(
+        self, job: dict[str, Any], deadline: float, stdin: int | None = None, stdout: int | None = None
+    ) -> "Confined":
+        """Start a process with a job, see `relaxd.sandbox.program`.
+
+        Args:
+            job: what it has to do.
+            deadline: time (of time.monotonic) at which it is stopped, whatever it does.
+            stdin: descriptor of its standard input; by default empty.
+            stdout: descriptor of its standard output; by default what it prints is lost.
+
+        Raises ConfinementError: the machine can't confine it; Stopped.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            files = [theirs.fileno()] if stdin is None or stdout is None else [theirs.fileno(), stdin, stdout]
+            pid = int(self._ask(b"start", files))
+        process = Confined(self, pid, Channel(ours, self.limits.output_bytes + MESSAGE_ROOM), deadline)
+        try:
+            begun = process.receive()
+            if "ready" not in begun:
+                raise ConfinementError(str(begun.get("unconfined")))
+            process.send(job)
+        except BaseException:
+            process.end()
+            raise
+        return process
+
+    def end(self, pid: int) -> int:
+        """Kill a process that was started, and return its wait status."""
+        return int(self._ask(b"end %d" % pid))
+
+    def close(self) -> None:
+        """Kill every process."""
+        if self._control is not None:
+            self._control.close()
+        if self._zygote is not None:
+            self._zygote.kill()
+            self._zygote.wait(timeout=ZYGOTE_SECONDS)
+        self._zygote = self._control = None
+
+    def _ask(self, order: bytes, files: Sequence[int] = ()) -> bytes:
+        """Ask the zygote, which is started when it is first needed and after it has died. Raises ConfinementError."""
+        try:
+            control = self._control or self._start_zygote()
+            socket.send_fds(control, [order], files)
+            if answer := control.recv(64):
+                return answer
+            reason = "it has ended"
+        except (OSError, TimeoutError) as error:
+            reason = str(error) or type(error).__name__
+        self.close()
+        raise ConfinementError(f"the process that starts confined ones doesn't answer: {reason}")
+
+    def _start_zygote(self) -> socket.socket:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.settimeout(ZYGOTE_SECONDS)
+        environment = {
+            "PATH": os.defpath,
+            "LANG": "C.UTF-8",
+            "PYTHONPATH": _ROOT,
+            "PYTHONHASHSEED": "0",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "MALLOC_ARENA_MAX": "1",  # each arena reserves memory, which is limited
+            **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+        }
+        with theirs:
+            os.set_inheritable(theirs.fileno(), True)
+            command = [sys.executable, "-s", "-P", "-m", "relaxd.sandbox.zygote"]
+            self._zygote = subprocess.Popen(
+                [*command, str(theirs.fileno()), self.limits.to_json()],
+                env=environment,
+                cwd="/",
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+        self._control = ours
+        if not ours.recv(64):
+            raise OSError("it can't start; its log says why")
+        return ours
+
+
+class Confined:
+    """A confined process."""
+
+    def __init__(self, sandbox: Sandbox, pid: int, channel: Channel, deadline: float) -> None:
+        self._sandbox = sandbox
+        self._pid: int | None = pid
+        self._clock = (~pid << 3) | 2  # the process's computing time, as pthread_getcpuclockid has it
+        self._channel = channel
+        self._deadline = deadline
+
+    @property
+    def alive(self) -> bool:
+        """Whether it hasn't been ended."""
+        return self._pid is not None
+
+    def send(self, message: Any) -> None:
+        """Send a message. Raises Stopped."""
+        self._within_limits(lambda left: self._channel.send(message, left))
+
+    def receive(self) -> Any:
+        """Return its next message. The process ends, with Stopped, if it computes or waits for too long meanwhile."""
+        found = self._within_limits(self._channel.receive)
+        if not isinstance(found, dict):
+            self._stop("sent something else than a message")
+        return found
+
+    def end(self) -> int:
+        """Kill it, and return its wait status: its exit code is os.waitstatus_to_exitcode."""
+        if self._pid is None:
+            return 0
+        pid, self._pid = self._pid, None
+        self._channel.close()
+        return self._sandbox.end(pid)
+
+    def _within_limits(self, act: Callable[[Callable[[], float]], Any]) -> Any:
+        if self._pid is None:
+            raise Stopped("it was ended")
+        seconds = self._sandbox.limits.seconds
+        computed = self._computed()
+        latest = min(self._deadline, time.monotonic() + IDLE_FACTOR * seconds)
+
+        def left() -> float:
+            computing = seconds - (self._computed() - computed)
+            waiting = latest - time.monotonic()
+            if computing <= 0:
+                self._stop(f"computed for longer than {seconds:g} s")
+            if waiting <= 0:
+                self._stop("did not end in time")
+            return min(computing, waiting)
+
+        try:
+            return act(left)
+        except TooLong:
+            self._stop(f"returned more than {self._sandbox.limits.output_bytes} bytes")
+        except ChannelClosed:
+            code = os.waitstatus_to_exitcode(self.end())
+            raise Ended(code) from None
+
+    def _computed(self) -> float:
+        return time.clock_gettime(self._clock)
+
+    def _stop(self, reason: str) -> None:
+        self.end()
+        raise Stopped(f"it {reason}")
+
+
+class Ended(Stopped):
+    """A confined process has ended by itself."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(f"it ended with {describe_exit(exit_code)}")
+        self.exit_code = exit_code
+
+
+def describe_exit(exit_code: int) -> str:
+    """Return an exit code for people; negative ones are signals."""
+    return f"exit code {exit_code}" if exit_code >= 0 else signal.Signals(-exit_code).name

@@ -1,0 +1,78 @@
+"""A filter of system calls (seccomp): what it denies fails with EPERM. A process can't take it off again."""
+
+import ctypes
+import errno
+import os
+import platform
+import struct
+
+from relaxd.sandbox.syscalls import ARGUMENTS, DENIED, WRITING
+
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
+"""Offsets in the kernel's struct seccomp_data."""
+_X32 = 0x40000000
+"""Numbers of x86-64's second set of calls begin here."""
+_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+"""By machine: the column of the table of calls, and the kernel's name (AUDIT_ARCH)."""
+_SET_SECCOMP, _MODE_FILTER = 22, 2
+_CLONE_THREAD = 0x00010000
+_SET_PARENT_DEATH_SIGNAL = 1
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("code", ctypes.c_void_p))
+
+
+def supported() -> bool:
+    """Return whether the filter knows this machine's system calls."""
+    return platform.machine() in _ARCHITECTURES
+
+
+def filter_calls(pid: int) -> None:
+    """Deny this process, whose id is `pid`, what the tables of calls say. Raises OSError.
+
+    It may signal only itself, start threads but no processes, and open files only for reading.
+    """
+    column, architecture = _ARCHITECTURES[platform.machine()]
+    code = [_step(_LOAD, _ARCHITECTURE), _step(_EQUAL, architecture, 1, 0), _step(_RETURN, _KILL)]
+    code += [_step(_LOAD, _NUMBER), _step(_AT_LEAST, _X32, 0, 1), _deny(errno.EPERM)]
+    for numbers in (*DENIED.values(), *WRITING.values()):
+        if (number := numbers[column]) is not None:
+            code += [_step(_EQUAL, number, 0, 1), _deny(errno.EPERM)]
+    rules = {
+        "clone": _unless(_step(_ANY_BIT, _CLONE_THREAD, 1, 0)),
+        "clone3": [_deny(errno.ENOSYS)],  # its flags can't be seen; libraries then use clone
+        "kill": _unless(_step(_EQUAL, pid, 1, 0)),
+        "tgkill": _unless(_step(_EQUAL, pid, 1, 0)),
+        "prlimit64": _unless(_step(_EQUAL, 0, 1, 0)),
+        "prctl": _unless(_step(_EQUAL, _SET_PARENT_DEATH_SIGNAL, 0, 1)),
+        "open": _unless(_step(_ANY_BIT, _WRITES, 0, 1), argument=1),
+        "openat": _unless(_step(_ANY_BIT, _WRITES, 0, 1), argument=2),
+    }
+    for name, numbers in ARGUMENTS.items():
+        if (number := numbers[column]) is not None:
+            code += [_step(_EQUAL, number, 0, len(rules[name])), *rules[name]]
+    code.append(_step(_RETURN, _ALLOW))
+    text = ctypes.create_string_buffer(b"".join(code))
+    program = _Program(len(code), ctypes.addressof(text))
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_SET_SECCOMP, _MODE_FILTER, ctypes.byref(program), 0, 0):
+        number = ctypes.get_errno()
+        raise OSError(number, f"the filter of system calls (seccomp) can't be set: {os.strerror(number)}")
+
+
+def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, if_true, if_false, value)
+
+
+def _deny(number: int) -> bytes:
+    return _step(_RETURN, _ERROR | number)
+
+
+def _unless(test: bytes, argument: int = 0) -> list[bytes]:
+    """Return the steps that deny a call unless `test` of its argument (the lower half) skips the denial."""
+    load = _step(_LOAD, _FIRST_ARGUMENT + 8 * argument)
+    return [load, test, _deny(errno.EPERM), _step(_RETURN, _ALLOW)]

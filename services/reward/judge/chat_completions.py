@@ -1,0 +1,138 @@
+"""The judge at roles.judge.address: a server that speaks OpenAI's chat completions."""
+
+import json
+from http import HTTPStatus
+from typing import Any
+
+import aiohttp
+
+from relaxd.config import JudgeConfig
+from relaxd.rewards.judge.asking import JudgeError
+from relaxd.rpc.enums import numbers
+from relaxd.rpc.settings import JUDGE_KEY
+from relaxd.v1.judge_pb2 import AskRequest, AskResponse
+from relaxd.v1.sample_pb2 import FinishReason
+from services.reward.remote.errors import MismatchError, UnreachableError
+
+PROBE_SECONDS = 10.0
+"""Deadline of a probe, and of a connection."""
+MAX_REPLY_BYTES = 16 << 20
+SHOWN = 200
+_REFUSED = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
+_BUSY = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
+
+
+class ChatCompletions:
+    """Asks a server over HTTP. The key is in the header of its requests, and nowhere else."""
+
+    def __init__(self, config: JudgeConfig, key: str | None) -> None:
+        self.who, self.on = f"the judge at {config.address}", config.address
+        self._config = config
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._has_key = bool(key)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def probe(self) -> None:
+        """See Judges. Asks for the server's models, which it may answer with 404."""
+        limit = aiohttp.ClientTimeout(total=PROBE_SECONDS)
+        try:
+            async with self._open().get(f"{self.on}/models", timeout=limit, allow_redirects=False) as answer:
+                self._raise_for(answer.status, await _read(answer))
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:  # also of a server that isn't one
+            raise UnreachableError(str(error) or f"no answer within {PROBE_SECONDS:g} s") from error
+
+    async def ask(self, question: AskRequest, seconds: float) -> AskResponse:
+        """See Judges."""
+        limit = aiohttp.ClientTimeout(total=seconds, sock_connect=min(seconds / 2, PROBE_SECONDS))
+        url = f"{self.on}/chat/completions"
+        try:
+            async with self._open().post(
+                url, json=self._body(question), timeout=limit, allow_redirects=False
+            ) as answer:
+                body = await _read(answer)
+                self._raise_for(answer.status, body)
+                if answer.status != HTTPStatus.OK:
+                    raise self._failure(f"HTTP {answer.status}: {_shortened(body)}")
+        except aiohttp.ServerTimeoutError as error:  # also a TimeoutError, but nobody was reached
+            raise UnreachableError(str(error) or "no connection in time") from error
+        except TimeoutError:
+            raise self._failure(f"no reply within {seconds:g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise UnreachableError(str(error) or type(error).__name__) from error
+        return self._reply(body)
+
+    async def close(self) -> None:
+        """See Judges."""
+        if self._session is not None:
+            await self._session.close()
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:  # made here, because it belongs to the loop that runs
+            connector = aiohttp.TCPConnector(limit=self._config.max_in_flight + 1)
+            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
+        return self._session
+
+    def _body(self, question: AskRequest) -> dict[str, Any]:
+        config = self._config
+        messages = [
+            {"role": message.role, "content": "\n".join(part.text for part in message.content)}
+            for message in question.messages
+        ]
+        body: dict[str, Any] = {
+            "model": config.model,
+            "messages": messages,
+            "max_tokens": config.max_new_tokens,
+            "temperature": config.temperature,
+            "seed": question.seed,
+        }
+        # Not every server knows these.
+        if config.top_p < 1:
+            body["top_p"] = config.top_p
+        if config.top_k:
+            body["top_k"] = config.top_k
+        if config.chat_template_arguments:
+            body["chat_template_kwargs"] = config.chat_template_arguments
+        return body
+
+    def _raise_for(self, status: int, body: bytes) -> None:
+        """Raise MismatchError or UnreachableError for an answer that isn't one to this question."""
+        if status in _REFUSED:
+            how = f"it refuses the key in {JUDGE_KEY}" if self._has_key else f"it wants a key: set {JUDGE_KEY}"
+            raise MismatchError(f"{self.who}: HTTP {status}: {how} in the environment of the reward service")
+        if status in _BUSY or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise UnreachableError(f"HTTP {status}: {_shortened(body)}")
+
+    def _reply(self, body: bytes) -> AskResponse:
+        try:
+            found = json.loads(body)
+            choice = found["choices"][0]
+            text = choice["message"]["content"]
+            usage = found.get("usage") or {}
+            # A model that only thought has said nothing.
+            return AskResponse(
+                text="" if text is None else text,
+                finish_reason=numbers(FinishReason).get(choice.get("finish_reason") or "", 0),
+                prompt_tokens=int(usage.get("prompt_tokens") or 0),
+                tokens=int(usage.get("completion_tokens") or 0),
+            )
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise self._failure(f"its answer is no chat completion: {_shortened(body)}") from error
+
+    def _failure(self, what: str) -> JudgeError:
+        return JudgeError(f"{self.who}: {what}")
+
+
+async def _read(answer: aiohttp.ClientResponse) -> bytes:
+    """Return an answer's body, cut off where no reply is that long."""
+    body = b""
+    async for chunk in answer.content.iter_any():
+        body += chunk
+        if len(body) > MAX_REPLY_BYTES:
+            answer.close()
+            break
+    return body[:MAX_REPLY_BYTES]
+
+
+def _shortened(body: bytes) -> str:
+    line = " ".join(body[: 4 * SHOWN].decode(errors="replace").split())
+    return repr(line if len(line) <= SHOWN else line[: SHOWN - 1] + "…")

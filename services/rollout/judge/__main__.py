@@ -1,0 +1,24 @@
+"""`python -m services.rollout.judge`: the service that answers the questions of rewards."""
+
+import asyncio
+
+from relaxd.replica.context import open_context
+from relaxd.replica.replica import run_replica
+from relaxd.roles import JUDGE
+from relaxd.rpc.server import Service
+from relaxd.rpc.settings import parse_settings
+from relaxd.v1 import judge_pb2_grpc
+from services.rollout.judge.server import JudgeServicer
+from services.rollout.judge.service import JudgeService
+
+
+async def main() -> None:
+    """Run the service until it is told to end."""
+    async with open_context(parse_settings(JUDGE)) as context:
+        service = JudgeService(context)
+        calls = Service(judge_pb2_grpc.add_JudgeServicer_to_server, JudgeServicer(service), "relaxd.v1.Judge")
+        await run_replica(service, context, [calls])
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

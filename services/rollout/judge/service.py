@@ -1,0 +1,169 @@
+"""The judge as a replica: one engine with a model that nobody trains."""
+
+import asyncio
+import logging
+from pathlib import Path
+
+import psutil
+
+from relaxd.board import roles_for
+from relaxd.config import JudgeConfig, RolloutConfig, RunConfig
+from relaxd.config.roles import ENGINE_SETTINGS
+from relaxd.data.errors import DataError
+from relaxd.data.examples import Example, Message
+from relaxd.data.models import resolve_model
+from relaxd.data.tokenizer import PromptTokenizer
+from relaxd.process.child import ChildExit
+from relaxd.replica.context import ReplicaContext
+from relaxd.replica.gpus import gpu_environment
+from relaxd.replica.service import ReplicaService, ServiceStatus
+from relaxd.roles import JUDGE, ROLES
+from relaxd.rpc.errors import FailedPrecondition, InvalidArgument, RpcError, Unavailable
+from relaxd.v1.coordinator_pb2 import Assignment
+from services.rollout.engines.load_progress import loaded_mebibytes
+from services.rollout.engines.types import Output, Sampling
+from services.rollout.service.child_engine import ChildEngine
+
+IDLE_LOOK_SECONDS = 0.1
+"""Interval at which a drain looks whether the open questions are answered."""
+
+logger = logging.getLogger(__name__)
+
+
+class JudgeService(ReplicaService):
+    """Owns the engine. When it exits, so does this replica, and its supervisor starts another."""
+
+    role = JUDGE
+
+    def __init__(self, context: ReplicaContext) -> None:
+        self._context = context
+        self._settings = context.settings
+        self._config = JudgeConfig()
+        self._tokenizer: PromptTokenizer | None = None
+        self._engine: ChildEngine | None = None
+        self._loading = self._draining = False
+        self._detail = ""
+        self._open = self._answered = 0
+        self._process = psutil.Process()
+
+    async def ask(self, messages: list[Message], seed: int) -> tuple[int, Output]:
+        """Continue a conversation. Returns the number of its tokens, and the reply.
+
+        Raises Unavailable without a model and while draining, InvalidArgument for a conversation that the chat template
+        or the model's context can't take, and what the engine raises.
+        """
+        engine, tokenizer, config = self._engine, self._tokenizer, self._config
+        if engine is None or tokenizer is None or not engine.alive:
+            raise Unavailable("there is no model: " + (self._detail or "no run with a judge is assigned"))
+        if self._draining:
+            raise Unavailable("this replica is draining: ask another one")
+        self._open += 1
+        try:
+            (tokens,) = await asyncio.to_thread(tokenizer.encode, [Example(messages, place="the conversation")])
+            length = len(tokens)
+            if engine.context and length + config.max_new_tokens > engine.context:
+                raise _wrong_messages(
+                    f"have {length} tokens: with roles.judge.max_new_tokens = {config.max_new_tokens} that is more "
+                    f"than the judge's context of {engine.context}"
+                )
+            sampling = Sampling(
+                max_new_tokens=config.max_new_tokens,
+                temperature=config.temperature,
+                top_p=config.top_p,
+                top_k=config.top_k,
+                seed=seed,
+            )
+            (output,) = [one async for one in engine.generate(tuple(map(int, tokens)), 1, sampling)]
+            self._answered += 1
+            return length, output
+        except DataError as error:
+            raise _wrong_messages(error.message) from error
+        finally:
+            self._open -= 1
+
+    async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
+        """See ReplicaService. Returns once the model is loaded."""
+        self._draining = False
+        if JUDGE not in roles_for(config):
+            self._detail = "this run needs no judge service"
+            return
+        self._config = judge = config.roles.judge
+        folder = await asyncio.to_thread(resolve_model, judge.model, setting="roles.judge.model")
+        self._tokenizer = await asyncio.to_thread(_read_tokenizer, folder, judge)
+        gpus = await self._context.gpus.lease(ROLES[JUDGE].gpus(config))
+        self._detail, self._loading = f"loading {folder.name}", True
+        try:
+            self._engine = await ChildEngine.start(
+                folder,
+                engine_config(judge),
+                environment=gpu_environment(gpus),
+                name=self._settings.replica_id,
+                log_level=self._settings.log_level,
+                python=self._settings.engine_python,
+                on_exit=self._on_engine_exit,
+                on_tokens=lambda count, per_second: None,
+                frozen=True,
+                gpu_lease=self._context.gpus.child_lease if gpus else None,
+            )
+        except RpcError as error:
+            # The engine knows its settings as those of the table that usually has them.
+            raise FailedPrecondition(str(error).replace("rollout.", "roles.judge.")) from error
+        finally:
+            self._loading = False
+        self._detail = ""
+        logger.info("%s is loaded (process %d)", folder.name, self._engine.pid)
+
+    async def stop_run(self) -> None:
+        """See ReplicaService."""
+        engine, self._engine, self._tokenizer, self._detail = self._engine, None, None, ""
+        if engine is not None:
+            await engine.stop()
+
+    async def pause_run(self) -> None:
+        """See ReplicaService. Rewards that are being computed still ask."""
+
+    async def resume_run(self) -> None:
+        """See ReplicaService."""
+
+    async def drain(self, seconds: float) -> int:
+        """See ReplicaService. Refuses new questions, which are then asked elsewhere, and answers the open ones."""
+        self._draining = True
+        end = asyncio.get_running_loop().time() + seconds
+        while self._open and asyncio.get_running_loop().time() < end:
+            await asyncio.sleep(IDLE_LOOK_SECONDS)  # brief: `seconds`
+        return self._open
+
+    def status(self) -> ServiceStatus:
+        """See ReplicaService. Counts open questions as held groups."""
+        engine = self._engine
+        loaded = loaded_mebibytes(self._process) if self._loading else 0
+        gauges = dict(engine.gauges) if engine is not None else {}
+        return ServiceStatus(
+            held_groups=self._open,
+            done_groups=self._answered,
+            progress=self._answered + (engine.tokens if engine is not None else 0) + loaded,
+            detail=self._detail,
+            gauges={**gauges, "rss_bytes": float(self._process.memory_info().rss)},
+        )
+
+    def _on_engine_exit(self, ended: ChildExit) -> None:
+        code = ended.exit_code
+        how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+        self._context.give_up(f"the judge's engine {how}")
+
+
+def engine_config(judge: JudgeConfig) -> RolloutConfig:
+    """Return the settings of a judge's engine, under the names of [rollout]."""
+    return RolloutConfig(**{name: getattr(judge, name) for name in ENGINE_SETTINGS})
+
+
+def _read_tokenizer(folder: Path, judge: JudgeConfig) -> PromptTokenizer:
+    try:
+        return PromptTokenizer(folder, judge.chat_template, judge.chat_template_arguments)
+    except DataError as error:
+        own = "chat_template" if error.field == "model.chat_template" else "model"
+        raise DataError(f"roles.judge.{own}", error.message) from error
+
+
+def _wrong_messages(problem: str) -> InvalidArgument:
+    return InvalidArgument(f"messages {problem}", [("messages", problem)])

@@ -1,0 +1,209 @@
+"""The answers of a group while they are generated: by one engine, or by several, one after the other."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import numpy as np
+
+from relaxd.board import CONTINUED, OFF_POLICY_TOKENS, ROUTED_EXPERTS, Column
+from services.rollout.engines.types import FinishReason, Output
+
+
+@dataclass
+class Answer:
+    """One sample so far: outputs of the engines that have worked on it, and what became of it between them."""
+
+    outputs: list[Output] = field(default_factory=list)
+    saved: int = 0
+    """Number of the first `outputs` that are on the board."""
+    continued: int = 0
+    """Number of times that it was cut off and continued."""
+    off_policy_tokens: int = 0
+    """Tokens at its beginning that aren't trained on."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is complete."""
+        return bool(self.outputs) and self.outputs[-1].finish_reason is not None
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return sum(len(output.tokens) for output in self.outputs)
+
+    @property
+    def versions(self) -> "np.ndarray[Any, np.dtype[np.int64]]":
+        """Version of the weights that wrote each token."""
+        return _joined((output.versions for output in self.outputs), np.int64)
+
+    def take(self, output: Output) -> None:
+        """Add what an engine reports. One that is cut off can go on."""
+        if output.finish_reason == "abort":
+            output = replace(output, finish_reason=None, text="")
+        if len(output.tokens) or output.finish_reason is not None:
+            self.outputs.append(output)
+
+
+class Answers:
+    """The n answers of a group."""
+
+    def __init__(self, n: int) -> None:
+        self._answers = [Answer() for _ in range(n)]
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    @property
+    def ended(self) -> bool:
+        """Whether all are complete."""
+        return all(answer.ended for answer in self._answers)
+
+    @property
+    def unfinished(self) -> int:
+        """Number of answers that aren't complete."""
+        return sum(not answer.ended for answer in self._answers)
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of all answers."""
+        return sum(answer.length for answer in self._answers)
+
+    @property
+    def unsaved_tokens(self) -> int:
+        """Number of tokens that aren't on the board, of the answer with most."""
+        return max(sum(len(output.tokens) for output in answer.outputs[answer.saved :]) for answer in self._answers)
+
+    @property
+    def begun(self) -> dict[int, tuple[int, ...]]:
+        """The unfinished answers by index, with their tokens; empty if no answer has any."""
+        if not any(answer.outputs for answer in self._answers):
+            return {}
+        return {
+            index: tuple(_joined((output.tokens for output in answer.outputs), np.int32).tolist())
+            for index, answer in enumerate(self._answers)
+            if not answer.ended
+        }
+
+    def take(self, output: Output) -> None:
+        """Add what an engine reports."""
+        self._answers[output.sample].take(output)
+
+    def go_on(self, version: int, *, mask_off_policy: bool) -> None:
+        """Note that the unfinished answers are continued under this version of the weights.
+
+        With `mask_off_policy` the tokens that they have, up to the last one of older weights, will not be trained on.
+        """
+        for answer in self._answers:
+            if answer.ended or not answer.outputs:
+                continue
+            answer.continued += 1
+            if mask_off_policy:
+                older = np.flatnonzero(answer.versions < version)
+                answer.off_policy_tokens = int(older[-1]) + 1 if older.size else 0
+
+    def oldest_version(self) -> int | None:
+        """Return the oldest version of tokens that will be trained on; None if there are none yet."""
+        versions = [answer.versions[answer.off_policy_tokens :] for answer in self._answers]
+        return min((int(each.min()) for each in versions if each.size), default=None)
+
+    def unsaved(self) -> tuple[dict[str, Column], int, list[int]]:
+        """Return what isn't on the board, as columns, the number of its tokens, and a mark for `mark_saved`."""
+        rows = [(answer, output) for answer in self._answers for output in _merged(answer.outputs[answer.saved :])]
+        outputs = [output for _, output in rows]
+        tokens = _joined((output.tokens for output in outputs), np.int32)
+        columns: dict[str, Column] = {
+            "sample": np.array([output.sample for output in outputs], dtype=np.int32),
+            "lengths": np.array([len(output.tokens) for output in outputs], dtype=np.int32),
+            "tokens": tokens,
+            "rollout_logprobs": _joined((output.logprobs for output in outputs), np.float32),
+            "versions": _joined((output.versions for output in outputs), np.int64),
+            "finish": [output.finish_reason for output in outputs],
+            "text": [output.text for output in outputs],
+            "spans_weight_update": np.array([output.spans_weight_update for output in outputs], dtype=np.uint8),
+            CONTINUED: np.array([answer.continued for answer, _ in rows], dtype=np.int32),
+            OFF_POLICY_TOKENS: np.array([answer.off_policy_tokens for answer, _ in rows], dtype=np.int32),
+        }
+        return columns, len(tokens), [len(answer.outputs) for answer in self._answers]
+
+    def mark_saved(self, mark: Sequence[int]) -> None:
+        """Note that what `unsaved` returned with this mark is on the board."""
+        for answer, count in zip(self._answers, mark, strict=True):
+            answer.saved = count
+
+    def take_saved(self, parts: Sequence[Mapping[str, Column]]) -> None:
+        """Add what `unsaved` returned to this group's earlier holders, part by part."""
+        for part in parts:
+            columns = cast(Mapping[str, Any], part)
+            ends = np.cumsum(columns["lengths"])
+            for row, sample in enumerate(columns["sample"].tolist()):
+                own = slice(int(ends[row] - columns["lengths"][row]), int(ends[row]))
+                answer = self._answers[sample]
+                answer.outputs.append(
+                    Output(
+                        sample,
+                        columns["tokens"][own],
+                        columns["rollout_logprobs"][own],
+                        columns["versions"][own],
+                        cast(FinishReason | None, columns["finish"][row]),
+                        columns["text"][row],
+                        bool(columns["spans_weight_update"][row]),
+                    )
+                )
+                answer.saved = len(answer.outputs)
+                answer.continued = int(columns[CONTINUED][row])
+                answer.off_policy_tokens = int(columns[OFF_POLICY_TOKENS][row])
+
+    def columns(self, names: Iterable[str]) -> dict[str, Column]:
+        """Return the columns that the stage writes, once all answers have ended.
+
+        Raises ValueError when `names` has the experts of each token and a sample has none.
+        """
+        ended = [_merged(answer.outputs)[0] for answer in self._answers]
+        lengths = np.array([len(output.tokens) for output in ended], dtype=np.int32)
+        masked = np.array([answer.off_policy_tokens for answer in self._answers], dtype=np.int32)
+        columns: dict[str, Column] = {
+            "tokens": _joined((output.tokens for output in ended), np.int32),
+            "sample_of_sequence": np.arange(len(ended), dtype=np.int32),
+            "lengths": lengths,
+            "shares_prompt": np.ones(len(ended), dtype=np.uint8),
+            "loss_mask": _trained(lengths, masked),
+            "rollout_logprobs": _joined((output.logprobs for output in ended), np.float32),
+            "versions": _joined((output.versions for output in ended), np.int64),
+            "finish": [output.finish_reason for output in ended],
+            "text": [output.text for output in ended],
+            "spans_weight_update": np.array([output.spans_weight_update for output in ended], dtype=np.uint8),
+            CONTINUED: np.array([answer.continued for answer in self._answers], dtype=np.int32),
+            OFF_POLICY_TOKENS: masked,
+        }
+        if ROUTED_EXPERTS in names:
+            found = [output.routed_experts for output in ended if output.routed_experts is not None]
+            if len(found) < len(ended):
+                raise ValueError("rollout.return_routed_experts is true, but the engine returned none")
+            columns[ROUTED_EXPERTS] = np.concatenate(found)
+        return {name: columns[name] for name in names}
+
+
+def _merged(outputs: Sequence[Output]) -> list[Output]:
+    """Return one output that stands for all of a sample's, in order; none for none."""
+    if len(outputs) < 2:
+        return list(outputs)
+    merged = replace(
+        outputs[-1],
+        tokens=_joined((output.tokens for output in outputs), np.int32),
+        logprobs=_joined((output.logprobs for output in outputs), np.float32),
+        versions=_joined((output.versions for output in outputs), np.int64),
+        spans_weight_update=any(output.spans_weight_update for output in outputs),
+    )
+    return [merged]
+
+
+def _joined(arrays: Iterable[Any], dtype: Any) -> Any:
+    """Return arrays one after the other, as one array of this dtype."""
+    return np.concatenate([np.empty(0, dtype), *(np.asarray(array, dtype=dtype) for array in arrays)])
+
+
+def _trained(lengths: Any, masked: Any) -> Any:
+    """Return the loss mask uint8 [T]: 0 for the first `masked` [S] of the `lengths` [S] tokens of each sequence."""
+    places = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return (places >= np.repeat(masked, lengths)).astype(np.uint8)

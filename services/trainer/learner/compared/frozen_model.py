@@ -1,0 +1,140 @@
+"""A model that isn't trained, and the columns of tokens that it makes: a reference or a teacher.
+
+It runs in a replica of its own or in the trainer's ranks. Only there it can be asked for what the student finds
+likeliest, because only there is the student.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
+
+# isort: split
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from relaxd.algorithms.base import Needs
+from relaxd.board import CANDIDATES, REF_LOGPROBS, TEACHER_CANDIDATE_LOGPROBS, TEACHER_LOGPROBS
+from relaxd.roles import REFERENCE, TEACHER
+from services.trainer.batch.row_packing import PackedMicroBatch
+from services.trainer.learner.forward import Forward
+from services.trainer.model.architecture import ModelError
+from services.trainer.model.model import PolicyModel
+
+COLUMNS_OF = {REFERENCE: (REF_LOGPROBS,), TEACHER: (TEACHER_LOGPROBS, CANDIDATES, TEACHER_CANDIDATE_LOGPROBS)}
+"""The columns that each role's model can make."""
+
+
+@dataclass(frozen=True)
+class Student:
+    """The trained model, for teachers beside it."""
+
+    forward: Forward
+    """Its passes."""
+    model: Any
+    """Its weights as they are."""
+
+
+class FrozenModel:
+    """A frozen model of this rank. All ranks make the same calls in the same order."""
+
+    def __init__(
+        self, role: str, forward: Forward, needs: Needs, columns: Collection[str], trained_vocabulary: int
+    ) -> None:
+        """Load the model of `forward`'s folder.
+
+        Args:
+            role: the role that it has.
+            forward: its passes.
+            needs: the algorithm's.
+            columns: the columns that are wanted of it, and others.
+            trained_vocabulary: number of tokens of the trained model.
+
+        Raises:
+            ModelError: there are fewer tokens than candidates.
+        """
+        self.role = role
+        self.forward = forward
+        self.columns = tuple(name for name in COLUMNS_OF[role] if name in columns)
+        """The columns that it makes."""
+        self._candidates = needs.candidates if CANDIDATES in self.columns else None
+        # Models pad their output layers differently: a candidate is a token that both have.
+        self._ids_below = min(trained_vocabulary, forward.architecture.vocab_size)
+        if self._candidates is not None and self._candidates.top_k > self._ids_below:
+            raise ModelError(
+                f"algorithm.distill_top_k is {self._candidates.top_k}, but the {role} and the trained model have only "
+                f"{self._ids_below} tokens in common"
+            )
+        self.module: PolicyModel = forward.load().requires_grad_(False)
+        """Its weights."""
+        self.refreshed = False
+        """Whether it has taken over weights since it was loaded from its folder."""
+
+    @torch.no_grad()
+    def refresh(self, trained: PolicyModel) -> None:
+        """Take over the weights of the trained model, bit for bit; it has the same architecture."""
+        for own, weight in zip(self.module.parameters(), trained.parameters(), strict=True):
+            own.copy_(weight)
+        self.refreshed = True
+
+    def compute(
+        self, micro_batches: Sequence[PackedMicroBatch], student: Student | None = None
+    ) -> list[dict[str, NDArray[Any]]]:
+        """Compute the columns.
+
+        Args:
+            micro_batches: the micro-batches.
+            student: the trained model, whose likeliest tokens may be candidates.
+
+        Returns:
+            For each micro-batch its columns, [T] or [T, k], 0 where loss_mask is 0, or -1 for candidates; on all ranks.
+        """
+        found: list[dict[str, NDArray[Any]]] = [{} for _ in micro_batches]
+        for name in (REF_LOGPROBS, TEACHER_LOGPROBS):
+            if name in self.columns:
+                for columns, logprobs in zip(found, self.forward.log_probs(self.module, micro_batches), strict=True):
+                    columns[name] = logprobs
+        if CANDIDATES in self.columns:
+            for columns, candidates in zip(found, self._compute_candidates(micro_batches, student), strict=True):
+                columns |= candidates
+        return found
+
+    def _compute_candidates(
+        self, micro_batches: Sequence[PackedMicroBatch], student: Student | None
+    ) -> list[dict[str, NDArray[Any]]]:
+        assert self._candidates is not None
+        top_k, below = self._candidates.top_k, self._ids_below
+        own: list[dict[str, NDArray[Any]]] = []
+        if self._candidates.of != "student":
+            own = self.forward.likeliest(self.module, micro_batches, top_k, ids_below=below)
+        if self._candidates.of == "teacher":
+            return own
+        if student is None:
+            raise ValueError(f"the candidates of {self._candidates.of!r} are known in the trainer's ranks only")
+        likeliest = student.forward.likeliest(student.model, micro_batches, top_k, ids_below=below)
+        ids = [columns[CANDIDATES] for columns in likeliest]
+        if own:
+            ids = [_without(mine, theirs[CANDIDATES]) for mine, theirs in zip(ids, own, strict=True)]
+        asked = [
+            replace(batch, columns={**batch.columns, CANDIDATES: mine})
+            for batch, mine in zip(micro_batches, ids, strict=True)
+        ]
+        logprobs = self.forward.candidate_log_probs(self.module, asked)
+        found = [
+            {CANDIDATES: mine, TEACHER_CANDIDATE_LOGPROBS: values} for mine, values in zip(ids, logprobs, strict=True)
+        ]
+        return [_side_by_side(one, other) for one, other in zip(own, found, strict=True)] if own else found
+
+
+def _without(ids: NDArray[np.int32], others: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return candidates [T, k] with -1 for those that are among the others [T, k] of the same token."""
+    repeated = np.zeros(ids.shape, np.bool_)
+    for place in range(others.shape[1]):  # not all pairs at once: they would take k times the memory
+        repeated |= ids == others[:, place : place + 1]
+    return np.where(repeated, np.int32(-1), ids)
+
+
+def _side_by_side(one: Mapping[str, NDArray[Any]], other: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    return {name: np.concatenate([one[name], other[name]], axis=1) for name in one}

@@ -1,0 +1,59 @@
+"""A reward that asks a judge, whose replica is killed in the middle."""
+
+import json
+import re
+import signal
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+
+from relaxd.local.state import StateFolder
+from tests.e2e.conftest import Workplace
+from tests.e2e.test_run import check_books, read_summary
+from tests.kit.models import make_tiny_model
+
+STEPS = 4
+REWARD = """
+import zlib
+from relaxd.rewards import judge
+
+async def asked(sample):
+    word = await judge.ask("How good is this? " + sample.response)
+    return {"reward": zlib.crc32(word.encode()) / 2**32, "length": len(word)}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_killed_judge_loses_nothing_and_every_answer_is_judged(workplace: Workplace, tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "judge", seed=7, num_hidden_layers=1)
+    (workplace.folder / "asking.py").write_text(REWARD)
+    run = workplace.start(
+        *("run", "tiny.toml", "--run.steps", str(STEPS), "--eval.prompts", "0", "--run-id", "judged"),
+        *("--reward.name", "asking:asked", "--roles.judge.model", str(model), "--roles.judge.max_new_tokens", "8"),
+        *("--roles.judge.temperature", "1.0", "--roles.judge.threads", "1"),
+    )
+    state = StateFolder(workplace.folder / ".relaxd")
+    assert run.stdout is not None
+    killed, lines = 0, []
+    for line in run.stdout:
+        lines.append(line)
+        if re.match(r"step +2/", line):
+            (victim,) = [service for service in state.read().services if service.role == "judge"]
+            psutil.Process(victim.pid).send_signal(signal.SIGKILL)
+            killed += 1
+    assert run.wait(timeout=60) == 0, "".join(lines)
+    assert killed == 1
+
+    folder = workplace.folder / "runs" / "judged"
+    summary = read_summary(folder)
+    check_books(summary, STEPS)
+    ledger = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    trained = Counter(group for entry in ledger for group in entry["plan"]["groups"])
+    assert set(trained.values()) == {1}
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
+    assert all(0 < step["reward_length"] <= 8 * 4 for step in steps)
+    assert "reward_failed" not in json.dumps(summary)

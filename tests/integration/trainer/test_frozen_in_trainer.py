@@ -1,0 +1,217 @@
+"""Reference and teacher in the trainer's ranks: candidates of both models, prompts of their own, weights taken over."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from relaxd.config import RunConfig
+from services.trainer.batch.row_packing import pack
+from services.trainer.batch.step_file import read_committed
+from services.trainer.offline.replay import replay
+from tests.integration.trainer.service_kit import Feeder, make_config
+from tests.integration.trainer.trainer_worlds import (
+    Job,
+    make_learner,
+    make_model,
+    make_samples,
+    shut_down_quietly,
+)
+from tests.integration.trainer.training_worlds import RunJob, run_job
+
+pytestmark = pytest.mark.usefixtures("alone")
+TOP_K = 5
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The student, and a teacher of another architecture with fewer tokens."""
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "student": make_model(root / "student", "qwen3", tied=True),
+        "teacher": make_model(root / "teacher", "llama", num_hidden_layers=3, vocab_size=251),
+    }
+
+
+def log_softmax(folder: Path, samples: list[Any], **options: Any) -> torch.Tensor:
+    """The log-probs of the whole vocabulary in the places of all trained tokens, float64."""
+    model, found = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64), []
+    for sample in samples:
+        with torch.no_grad():
+            logits = model(torch.from_numpy(sample.tokens)[None]).logits[0] / sample.temperature
+        found.append(logits.log_softmax(-1)[np.flatnonzero(sample.loss_mask) - 1])
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("of", ["teacher", "student", "union"])
+def test_candidates_and_their_divergence_are_those_of_transformers(models: dict[str, Path], of: str) -> None:
+    samples = [replace(one, tokens=one.tokens % 251) for one in make_samples(7)]
+    batch = pack(samples)
+    settings = {"distill_loss_coef": 0.5, "distill_top_k": TOP_K, "distill_candidates": of}
+    made = make_learner(
+        Job(
+            models["student"],
+            algorithm={**settings, "name": "opd", "distill_coef": 0.0},
+            frozen={"teacher": models["teacher"]},
+        )
+    )
+    student, teacher = (log_softmax(models[name], samples) for name in ("student", "teacher"))
+    likeliest = {
+        "teacher": teacher.topk(TOP_K).indices.numpy(),
+        "student": student[:, :251].topk(TOP_K).indices.numpy(),
+    }
+    sets = [
+        {*(likeliest["teacher"][t] if of != "student" else ()), *(likeliest["student"][t] if of != "teacher" else ())}
+        for t in range(len(student))
+    ]
+
+    (columns,) = made.frozen_columns([batch])
+    trained = batch.loss_mask != 0
+    ids, logprobs = columns["candidates"][trained], columns["teacher_candidate_logprobs"][trained]
+    assert (ids.dtype, ids.shape[1]) == (np.int32, 2 * TOP_K if of == "union" else TOP_K)
+    assert (columns["candidates"][~trained] == -1).all()
+    for t, expected in enumerate(sets):
+        present = ids[t] >= 0
+        assert sorted(ids[t][present]) == sorted(expected)
+        np.testing.assert_allclose(logprobs[t][present], teacher[t][ids[t][present]].numpy(), atol=1e-4)
+        assert not logprobs[t][~present].any()
+
+    made.accumulate([batch])
+    stats = made.finish(float(trained.sum()))
+    reverse = 0.0
+    for t, candidates in enumerate(sets):
+        p, q = (one[t].exp().numpy() for one in (student, teacher))
+        own = sorted(candidates)
+        p, q = np.append(p[own], 1 - p[own].sum()), np.append(q[own], 1 - q[own].sum())
+        reverse += float((p * np.log(p / q)).sum())
+    assert stats.metrics["teacher_kl"] == pytest.approx(reverse / trained.sum(), rel=1e-4)
+    if of == "union":
+        shared = np.mean([2 * TOP_K - len(one) for one in sets]) / TOP_K
+        assert stats.metrics["candidate_overlap"] == pytest.approx(shared)
+
+
+def config_of(student: Path, roles: dict[str, Any], algorithm: dict[str, Any], **trainer: Any) -> RunConfig:
+    """Four steps of one group."""
+    return make_config(
+        student,
+        run={"steps": 4},
+        trainer={"groups_per_step": 1, "optimizer": {"lr": 1e-2}, "checkpoint": {"every": 0}, **trainer},
+        algorithm=algorithm,
+        roles=roles,
+        board={"max_staleness": 8},
+    )
+
+
+def prepare_run(redis_url: str, number: int, config: RunConfig, folder: Path) -> RunJob:
+    """A run whose groups all wait for it, in a database of its own."""
+    folder.mkdir(parents=True)
+    url = redis_url.removesuffix("/0") + f"/{number}"
+    feeder = Feeder(url, config)
+    for length in (6, 9, 4, 11):
+        feeder.feed(1, 0, length=length)
+    feeder.board.close()
+    return RunJob(config, url, folder)
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2], ids=["one update", "two updates"])
+def test_a_teacher_with_prompts_of_its_own_sees_the_same_answers(
+    models: dict[str, Path], redis_url: str, tmp_path: Path, mini_batches: int
+) -> None:
+    """Self-distillation: the teacher is the initial model, and its column is in the step file for every replay."""
+    student = models["student"]
+    config = config_of(
+        student,
+        {"teacher": {"model": str(student), "placement": "trainer", "privileged_key": "answer"}},
+        {"name": "opd", "distill_coef": 0.0, "distill_loss_coef": 1.0, "old_logprobs": "current"},
+        groups_per_step=2,
+        mini_batches=mini_batches,
+    ).model_copy(update={"run": make_config(student, run={"steps": 2}).run})
+    job = prepare_run(redis_url, 1, config, tmp_path / "run")
+    trained = run_job(job)
+    model = transformers.AutoModelForCausalLM.from_pretrained(student, dtype=torch.float64)
+    for entry in trained["ledger"]:
+        for columns in read_committed(tmp_path / "run", entry.step, entry.plan).groups.values():
+            prompt, begin = torch.from_numpy(columns["teacher_prompt_tokens"].astype(np.int64)), 0
+            assert len(prompt) == 9
+            for length in columns["lengths"].tolist():
+                answer = torch.from_numpy(columns["tokens"][begin : begin + length].astype(np.int64))
+                with torch.no_grad():
+                    logits = model(torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1 : -1]
+                expected = logits.log_softmax(-1).gather(-1, answer[:, None])[:, 0].numpy()
+                np.testing.assert_allclose(columns["teacher_logprobs"][begin : begin + length], expected, atol=1e-4)
+                begin += length
+    shut_down_quietly()
+    assert same(run_job(job), trained)
+
+
+REFRESHED = {"reference": {"refresh_every": 2}}
+WITH_KL = {"kl_coef": 0.3, "kl_estimator": "k2"}
+
+
+def test_a_reference_takes_over_the_weights_at_the_same_steps_in_every_replay(
+    models: dict[str, Path], redis_url: str, tmp_path: Path
+) -> None:
+    config, folder = config_of(models["student"], REFRESHED, WITH_KL), tmp_path / "run"
+    job = prepare_run(redis_url, 1, config, folder)
+    trained = run_job(job)
+    kl = [entry.metrics["kl"] for entry in trained["ledger"]]
+    assert [value < 1e-9 for value in kl] == [True, False, True, False], "it is the policy's own after step 2"
+    assert [entry.plan.get("refreshed") for entry in trained["ledger"]] == [None, ["reference"], None, ["reference"]]
+
+    # The next trainer repeats all steps; so does `relaxd replay`. The ledger decides, not the settings.
+    shut_down_quietly()
+    other = config_of(models["student"], {"reference": {"refresh_every": 3}}, WITH_KL)
+    assert same(run_job(replace(job, config=other)), trained)
+    shut_down_quietly()
+    (folder / "config.json").write_text(config.model_dump_json())
+    lines = [json.dumps({"step": entry.step, **entry.metrics}) + "\n" for entry in trained["ledger"]]
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    (folder / "ledger.jsonl").write_text("".join(json.dumps(asdict(entry)) + "\n" for entry in trained["ledger"]))
+    result = replay(folder, 4, 0)
+    assert result is not None
+    assert all(numbers["recorded"] == numbers["replayed"] for numbers in result["numbers"].values()), result
+
+
+def test_a_checkpoint_holds_what_the_reference_has_taken_over(models: dict[str, Path], tmp_path: Path) -> None:
+    """Between two refreshes its weights are neither the initial model's nor the policy's."""
+    job, batch = Job(models["student"], algorithm=WITH_KL), pack(make_samples(6))
+
+    def steps(learner: Any, first: int, last: int) -> list[Any]:
+        found = []
+        for step in range(first, last + 1):
+            learner.accumulate([batch])
+            found.append(learner.update(10.0))
+            learner.end_step(("reference",) if step == 2 else ())
+        return found
+
+    learner = make_learner(job)
+    steps(learner, 1, 1)
+    save(learner, tmp_path / "early")
+    steps(learner, 2, 3)
+    save(learner, tmp_path / "late")
+    expected = steps(learner, 4, 4)
+    weights = learner.checksum()
+    assert expected[0].metrics["kl"] > 1e-6
+    for name, step in (("early", 1), ("late", 3)):
+        shut_down_quietly()
+        restored = make_learner(job)
+        restored.restore(tmp_path / name, step, same_layout=True)
+        assert steps(restored, step + 1, 4)[-1:] == expected, name
+        assert restored.checksum() == weights, name
+
+
+def save(learner: Any, folder: Path) -> None:
+    folder.mkdir()
+    snapshot = learner.snapshot(folder)
+    snapshot.write()
+    snapshot.finish()
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two runs have the same weights, bit for bit."""
+    return all(np.array_equal(one["tensors"][name], tensor) for name, tensor in other["tensors"].items())
