@@ -23,8 +23,8 @@ class Stage:
     name: str
     needs: tuple[str, ...]
     writes: tuple[str, ...]
-    token_bytes: int
-    """Bytes that a token takes in the columns that it writes."""
+    token_bytes: int = 0
+    """Bytes that a token takes in the columns that it writes, which `sizes` counts."""
 
 
 _NEEDS: dict[str, tuple[str, ...]] = {

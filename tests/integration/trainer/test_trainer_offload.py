@@ -50,8 +50,8 @@ def trained(model: Path, dtype: str, *, away: bool) -> tuple[list[float], dict[s
 
 def nap(learner: Learner) -> None:
     learner.offload()
-    models = [learner._policy, learner._reference]
-    tensors = [*state_tensors([m for m in models if m is not None], learner._optimizer)]
+    models = [learner._policy, *(model.module for model in learner._frozen)]
+    tensors = [*state_tensors(models, learner._optimizer)]
     tensors += gradient_tensors(learner._model)
     assert len(tensors) > 20
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors if tensor.numel())
