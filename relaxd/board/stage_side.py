@@ -92,18 +92,16 @@ class StageSide(BoardCore):
         saved = ("HGET", f"{self.prefix}group:{delivery.group_id}", f"saved:{delivery.stage}")
         found = self._connection.run(lambda client: client.execute_command(*saved))
         pointers = found.decode() if found else ""
-        with reading(f"the saved work of group {delivery.group_id}"):
-            placed = [all_places(self.prefix, pointer) for pointer in pointers.split()]
-        every = {place for of_part in placed for place in of_part}
-        payloads, still = transfer.read(self._connection, every, *saved)
-        if still != found or None in payloads.values():  # somebody committed, dropped or forgot it this moment
-            return Saved()
         try:
-            columns = {place: decode_columns(data) for place, data in payloads.items() if data is not None}
-        except ColumnError as error:
+            placed = [all_places(self.prefix, pointer) for pointer in pointers.split()]
+            every = {place for of_part in placed for place in of_part}
+            payloads, still = transfer.read(self._connection, every, *saved)
+            if still != found:  # somebody committed, dropped or forgot it this moment
+                return Saved()
+            return Saved(pointers, tuple(_join(payloads, of_part) for of_part in placed))
+        except (ColumnError, ValueError) as error:
             logger.error("the saved work of group %s is damaged: %s", delivery.group_id, error)
             return Saved(pointers)
-        return Saved(pointers, tuple({k: v for place in part for k, v in columns[place].items()} for part in placed))
 
     def save(
         self, delivery: Delivery, columns: Mapping[str, Column], *, after: str, forgiven: bool = False
@@ -119,7 +117,7 @@ class StageSide(BoardCore):
             forgiven: the part is so large that this delivery shall not count towards limits.max_deliveries.
 
         Returns the pointers of all parts; None if this delivery does not hold the group any more, or others have saved
-        or forgotten something. Raises ColumnError.
+        or forgotten something. Raises ColumnError, TooLate.
         """
         attempt = Attempt(self.prefix, new_names([delivery.group_id])[0], columns)
         self._check_size(delivery.group_id, f"the unfinished work of stage {delivery.stage!r}", attempt)
@@ -305,6 +303,17 @@ def _pick(payloads: Mapping[Place, dict[str, Column] | None], placed: Mapping[st
             raise BoardError(f"column {column!r} is not in the payload {place.keys[0]}")
         result[column] = payload[column]
     return result
+
+
+def _join(payloads: Mapping[Place, bytes | None], places: Sequence[Place]) -> dict[str, Column]:
+    """Return the columns of payloads together. Raises ColumnError for one that is missing or corrupt."""
+    columns: dict[str, Column] = {}
+    for place in places:
+        payload = payloads[place]
+        if payload is None:
+            raise ColumnError(f"payload {place.keys[0]} is gone from Redis")
+        columns |= decode_columns(payload)
+    return columns
 
 
 def _delivery(stage: str, consumer: str, entry_id: Any, fields: Any, deliveries: int) -> Delivery:

@@ -91,6 +91,30 @@ def test_a_stage_that_dies_anywhere_in_its_commit(redis_url: str) -> None:
     everything_ends(board)
 
 
+def test_a_replica_that_dies_anywhere_while_it_saves_unfinished_answers(redis_url: str) -> None:
+    board = make_board(redis_url, max_deliveries=100)
+    board.publish(term=1, groups=[NewGroup("a", {"prompt_tokens": output("rollout")["tokens"], "prompt": "?"})])
+    (delivery,) = take(board, "rollout", "replica")
+    part = output("rollout", tokens=LARGE)
+
+    def work(mine: Board) -> None:
+        pointers = mine.save(delivery, part, after="")
+        assert mine.save(delivery, part, after=str(pointers))
+        assert mine.commit([(delivery, part)]) == [True]
+
+    found = []
+    for _ in deaths(board, work):
+        audit(board)
+        found.append(len(board.saved(delivery).parts))
+        assert board.forget_saved(delivery, board.saved(delivery).pointers)
+        audit(board)
+    assert found == sorted(found)
+    assert set(found) == {0, 1, 2}
+    audit(board)
+    assert board.saved(delivery).parts == ()
+    everything_ends(board)
+
+
 def test_a_coordinator_that_dies_anywhere_in_publishing(redis_url: str) -> None:
     board = make_board(redis_url)
     columns = {"prompt_tokens": output("rollout", tokens=LARGE)["tokens"], "prompt": "x" * LARGE * 4}

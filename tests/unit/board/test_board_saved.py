@@ -92,6 +92,43 @@ def test_a_group_that_closes_takes_its_saved_work_along(redis_url: str, end: str
     audit(board)
 
 
+@pytest.mark.parametrize("end", ["commit", "forget", "drop"])
+def test_nothing_of_saved_work_stays_in_redis(redis_url: str, end: str) -> None:
+    board, delivery = held(redis_url)
+    client, prefix = board._connection.client, board.prefix
+    prompt = client.keys(f"{prefix}columns:*")
+    pointers = ""
+    for number, count in enumerate((3, LARGE, 3, LARGE)):
+        pointers = str(board.save(delivery, part(number, count), after=pointers))
+    assert len(client.keys(f"{prefix}columns:*")) == len(prompt) + 4 + 2
+    if end == "commit":
+        assert board.commit([(delivery, output("rollout"))]) == [True]
+    elif end == "forget":
+        assert board.forget_saved(delivery, pointers)
+    else:
+        board.drop(delivery, reason="by hand")
+    assert {pointer.decode() for pointer in client.smembers(f"{prefix}garbage")} >= set(pointers.split())
+    audit(board)
+    board.sweep(term=1)
+    audit(board)
+    assert not client.exists(f"{prefix}pending", f"{prefix}garbage")
+    assert int(client.hget(f"{prefix}state", "garbage_bytes") or 0) == 0
+    left = client.keys(f"{prefix}columns:*")
+    assert len(left) == {"commit": 2, "forget": 1, "drop": 0}[end], left
+
+
+def test_a_save_that_arrives_again_after_it_was_forgotten_brings_no_garbage_back(redis_url: str) -> None:
+    board, delivery = held(redis_url)
+    run, sent = board._connection.run, []
+    board._connection.run = lambda operation: (sent.append(operation), run(operation))[1]  # type: ignore[method-assign]
+    pointers = board.save(delivery, part(0), after="")
+    save = sent[-1]
+    assert board.forget_saved(delivery, str(pointers))
+    run(save)
+    assert board.saved(delivery).pointers == ""
+    audit(board)
+
+
 def test_a_delivery_that_saved_much_does_not_make_a_group_poison(redis_url: str) -> None:
     """Groups of long answers meet more dying engines than others."""
     board, delivery = held(redis_url, max_deliveries=2)
@@ -113,10 +150,17 @@ def test_a_delivery_that_saved_much_does_not_make_a_group_poison(redis_url: str)
     audit(board)
 
 
-def test_damaged_work_is_named_and_can_be_forgotten(redis_url: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("damage", ["nonsense", "gone"])
+def test_damaged_work_is_named_and_can_be_forgotten(
+    redis_url: str, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
     board, delivery = held(redis_url)
     pointers = str(board.save(delivery, part(0), after=""))
-    board._connection.client.set(f"{board.prefix}columns:{pointers}", b"nonsense")
+    key = f"{board.prefix}columns:{pointers}"
+    if damage == "gone":
+        board._connection.client.delete(key)
+    else:
+        board._connection.client.set(key, b"nonsense")
     saved = board.saved(delivery)
     assert (saved.pointers, saved.parts) == (pointers, ())
     assert "the saved work of group a is damaged" in caplog.text

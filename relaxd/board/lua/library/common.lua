@@ -128,6 +128,7 @@ end
 -- Make an attempt's payloads last: store the shared one and stop the slices from expiring. Return whether it could be done;
 -- otherwise the attempt came too late.
 local function accept(pointer, shared)
+  if call('SISMEMBER', GARBAGE, pointer) == 1 then return false end -- a request that arrived late, for a second time
   local slices = slice_keys(pointer)
   if #slices > 0 then
     if call('ZREM', PENDING, pointer) == 0 then return false end
