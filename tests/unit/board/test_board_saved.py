@@ -117,6 +117,18 @@ def test_nothing_of_saved_work_stays_in_redis(redis_url: str, end: str) -> None:
     assert len(left) == {"commit": 2, "forget": 1, "drop": 0}[end], left
 
 
+def test_a_refused_part_is_garbage_at_once(redis_url: str) -> None:
+    board, delivery = held(redis_url)
+    client, prefix = board._connection.client, board.prefix
+    assert board.save(delivery, part(0), after="") is not None
+    before = client.keys(f"{prefix}columns:*")
+    assert board.save(delivery, part(0, LARGE), after="") is None
+    assert not client.exists(f"{prefix}pending")
+    assert board.sweep(term=1) == 1
+    assert set(client.keys(f"{prefix}columns:*")) == set(before)
+    audit(board)
+
+
 def test_a_save_that_arrives_again_after_it_was_forgotten_brings_no_garbage_back(redis_url: str) -> None:
     board, delivery = held(redis_url)
     run, sent = board._connection.run, []
