@@ -44,7 +44,8 @@ class ColumnSpec:
 
 
 ROUTED_EXPERTS = "routed_experts"
-"""The column that a run has where rollout.return_routed_experts asks for it."""
+"""The column that a run has where rollout.return_routed_experts asks for it. The trainer takes it in, or writes it into
+its step files, as trainer.routing_replay says."""
 CONTINUED = "continued"
 """The column that a run has where rollout.partial.enabled is set."""
 OFF_POLICY_TOKENS = "off_policy_tokens"
@@ -126,8 +127,9 @@ COLUMNS: dict[str, ColumnSpec] = {
             "rollout",
             "int32",
             "rows, layers, top_k",
-            "Experts that each token was sent to: of prompt and answer but the last token, sequence by sequence.",
-            trained=False,
+            "Experts that each token was sent to: of prompt and answer but the last token, sequence by sequence. With "
+            'trainer.routing_replay = "rollout" the trainer uses them; with "none" it leaves them; with "trainer" its '
+            "step files have its own instead.",
             optional=True,
         ),
         ColumnSpec(
@@ -228,7 +230,7 @@ def written_by(stage: str, optional: Collection[str] = ()) -> tuple[str, ...]:
 
 
 def trained_columns(optional: Collection[str] = ()) -> tuple[str, ...]:
-    """Return the columns that the trainer takes in, in a run with these optional columns."""
+    """Return the columns that the trainer takes in, in a run in which it takes these optional columns."""
     return tuple(c.name for c in COLUMNS.values() if c.trained and (not c.optional or c.name in optional))
 
 

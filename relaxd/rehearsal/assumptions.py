@@ -64,8 +64,13 @@ def obstacle(config: RunConfig) -> str:
         return "roles.judge.model is set: a judge can't be rehearsed; leave roles.judge out to rehearse the rest"
     if config.algorithm.needs_critic:
         return f'algorithm.name is "{config.algorithm.name}": a critic can\'t be rehearsed; "grpo" rehearses the rest'
-    if config.rollout.return_routed_experts and not math.prod(config.rehearsal.experts):
-        return "rollout.return_routed_experts is true: say how many with rehearsal.moe_layers and experts_per_token"
+    routed = {
+        "rollout.return_routed_experts is true": config.rollout.return_routed_experts,
+        'trainer.routing_replay is "trainer"': config.trainer.routing_replay == "trainer",
+    }
+    if any(routed.values()) and not math.prod(config.rehearsal.experts):
+        what = next(name for name, holds in routed.items() if holds)
+        return f"{what}: say how many with rehearsal.moe_layers and experts_per_token"
     return ""
 
 

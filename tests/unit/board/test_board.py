@@ -143,6 +143,21 @@ def test_the_projects_own_stages_lead_to_the_trainer():
     assert stages[-1] == STAGES["train"]
 
 
+def test_the_trainer_takes_in_routed_experts_only_to_replay_them():
+    sections = {"run": {"steps": 1}, "model": {"path": "m"}, "data": {"source": "addition"}, "reward": {"name": "math"}}
+    for replay in ("none", "rollout", "trainer"):
+        config = RunConfig.model_validate(
+            {
+                **sections,
+                "rollout": {"engine": "sglang", "return_routed_experts": True},
+                "trainer": {"routing_replay": replay, "epochs": 2},
+            }
+        )
+        first, *_, last = stages_for(config)
+        assert "routed_experts" in first.writes
+        assert ("routed_experts" in last.needs) == (replay == "rollout")
+
+
 def test_columns_that_a_stage_does_not_write_are_refused(redis_url):
     board = make_board(redis_url)
     board.publish(term=1, groups=[group("a")])
