@@ -3,6 +3,7 @@
 import os
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -68,10 +69,14 @@ def prepare_model(shape: str, folder: Path | None) -> Path:
     return folder
 
 
-def make_learner(shape: str, ranks: int, settings: dict[str, object]) -> Learner:
-    """Create the trainer's learner on a bf16 model of a shape, with random weights drawn on the device."""
+def make_learner(shape: str, ranks: int, settings: dict[str, object], keep: Path | None = None) -> Learner:
+    """Create the trainer's learner on a bf16 model of a shape, with random weights drawn on the device.
+
+    `keep` is a folder for the model's configuration, which `Learner.save_hf` needs; without it, none is left.
+    """
     config = TrainerConfig.model_validate({"dtype": "bfloat16", "ranks": ranks, **settings})
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(forward, "load_hf", _draw):
+    place = tempfile.TemporaryDirectory() if keep is None else nullcontext(str(keep))
+    with place as folder, mock.patch.object(forward, "load_hf", _draw):
         make_config(shape).save_pretrained(folder)
         return Learner(Path(folder), config, GRPOConfig(), steps=1000)
 
@@ -87,6 +92,11 @@ def _draw(model: torch.nn.Module, *_: object) -> None:
 
 
 def make_batch(vocabulary: int, tokens: int, sequences: int, seed: int = 0, prompt: int = 0) -> PackedMicroBatch:
+    """Pack the sequences of `make_sequences`."""
+    return pack(make_sequences(vocabulary, tokens, sequences, seed, prompt))
+
+
+def make_sequences(vocabulary: int, tokens: int, sequences: int, seed: int = 0, prompt: int = 0) -> list[TrainSequence]:
     """Make random sequences of equal length, `tokens` in total. All tokens but the first of each sequence are trained.
 
     With `prompt` > 0 the sequences share a prompt of that length, which is packed once and not trained.
@@ -97,19 +107,17 @@ def make_batch(vocabulary: int, tokens: int, sequences: int, seed: int = 0, prom
     mask[: max(prompt, 1)] = 0
     ones = np.ones(length, np.float32)
     shared = rng.integers(0, vocabulary, prompt)
-    return pack(
-        [
-            TrainSequence(
-                np.concatenate([shared, rng.integers(0, vocabulary, length - prompt)]),
-                mask,
-                {"rollout_logprobs": -12 * ones, "advantages": ones},
-                ones * mask,
-                mask,
-                prompt_length=prompt,
-            )
-            for _ in range(sequences)
-        ]
-    )
+    return [
+        TrainSequence(
+            np.concatenate([shared, rng.integers(0, vocabulary, length - prompt)]),
+            mask,
+            {"rollout_logprobs": -12 * ones, "advantages": ones},
+            ones * mask,
+            mask,
+            prompt_length=prompt,
+        )
+        for _ in range(sequences)
+    ]
 
 
 def count_parameters(learner: Learner) -> int:

@@ -94,6 +94,7 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
     asked |= {schema.CONTINUED} if partial.enabled else set()
     asked |= {schema.OFF_POLICY_TOKENS} if partial.mask_off_policy else set()
     optional = asked & written
+    trained = optional if config.trainer.routing_replay == "rollout" else optional - {schema.ROUTED_EXPERTS}
     own = {"advantage": (*needs.advantages, *(FILTER_COLUMNS if config.data.curriculum.filter else ()))}
     if config.has_privileged_teacher:
         own["teacher"] = (schema.TEACHER_PROMPT_TOKENS,)
@@ -103,7 +104,7 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
         own["reward"] = (schema.OFF_POLICY_TOKENS,)  # the model wrote them, too
     if any(source.sampling for source in config.data.sources):
         own["rollout"] = ("prompt",)  # it says how the answers of its source are sampled
-    return tuple(_stage(name, optional, own.get(name, ()), candidates) for name in names)
+    return tuple(_stage(name, trained if name == TRAIN else optional, own.get(name, ()), candidates) for name in names)
 
 
 def roles_for(config: RunConfig) -> tuple[str, ...]:

@@ -135,10 +135,9 @@ EQUIVALENTS = (
     Equivalent(
         "rollout.return_routed_experts",
         "",
-        "",
+        "@rollout.enable_rollout_routing_replay",
         "inference.enable_return_routed_experts",
         "",
-        "they are stored; the trainer does not replay them yet",
     ),
     Equivalent(
         "rollout.partial.enabled",
@@ -317,6 +316,14 @@ EQUIVALENTS = (
     Equivalent("trainer.moe.aux_loss_coef", "", "", "", "--moe-aux-loss-coeff"),
     Equivalent("trainer.moe.z_loss_coef", "", "", "", "--moe-z-loss-coeff"),
     Equivalent("trainer.moe.freeze_router", "", "", "trainer.model.freeze_moe_router", ""),
+    Equivalent(
+        "trainer.routing_replay",
+        "",
+        "@actor.router_replay.mode",
+        "trainer.enable_router_replay",
+        "--use-rollout-routing-replay --use-routing-replay",
+        '"rollout" is R3, "trainer" is R2',
+    ),
     Equivalent("trainer.optimizer.lr", "learning_rate", "@actor.optim.lr", "trainer.optim.lr", "--lr"),
     Equivalent("trainer.optimizer.min_lr", "", "", "trainer.scheduler.min_lr", "--min-lr"),
     Equivalent(

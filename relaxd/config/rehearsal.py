@@ -27,7 +27,7 @@ class RehearsalConfig(Section):
     tensors: int = Field(default=400, ge=1)
     """Tensors of the model, whose list every engine gets when a weight group forms."""
     moe_layers: int = Field(default=0, ge=0)
-    """Layers with experts, for rollout.return_routed_experts."""
+    """Layers with experts, for rollout.return_routed_experts and trainer.routing_replay."""
     experts_per_token: int = Field(default=0, ge=0)
     """Experts that a token is sent to in each of these layers."""
     reward_seconds: float = Field(default=0.0, ge=0)

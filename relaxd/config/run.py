@@ -198,6 +198,10 @@ class TrainerConfig(Section):
     installed. auto: cudnn if it works, else varlen."""
     moe: MoEConfig = MoEConfig()
     """Mixture-of-experts models."""
+    routing_replay: Literal["none", "rollout", "trainer"] = "none"
+    """Experts of the tokens in a mixture-of-experts model (docs/mismatch.md). none: the trainer's routers choose.
+    rollout: those that the engine chose; needs rollout.return_routed_experts. trainer: those that the trainer chose at
+    the beginning of a step of several updates, in all of them. The gates' weights are always the trainer's own."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -240,6 +244,15 @@ class TrainerConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _routing_is_repeated(self) -> Self:
+        if self.routing_replay == "trainer" and self.updates_per_step == 1:
+            raise ValueError(
+                'trainer.routing_replay is "trainer", but a step has one update, whose routing is the first: set '
+                '"none", or several updates with trainer.mini_batches or trainer.epochs'
+            )
+        return self
+
     @property
     def updates_per_step(self) -> int:
         """Number of optimizer updates in a step."""
@@ -274,7 +287,7 @@ class BoardConfig(Section):
     high_water_bytes: int = Field(default=0, ge=0)
     """Maximum bytes of open groups in Redis; above, only groups that the open step needs are published. 0 means four
     fifths of Redis's maxmemory, or a fifth of its machine's memory if it has none."""
-    max_group_bytes: int = Field(default=256 << 20, ge=1 << 10, le=512 << 20)
+    max_group_bytes: int = Field(default=256 << 20, ge=1 << 10, le=16 << 30)
     """Maximum bytes in Redis of a prompt, or of one stage's columns of a group. A larger one fails."""
 
 
@@ -504,6 +517,21 @@ class RunConfig(Section):
             raise ValueError(
                 f"algorithm.kl_reward_coef is {algorithm.kl_reward_coef:g}, but roles.reference.placement is "
                 '"trainer": set "service", because rewards are needed before the trainer has a group, or use kl_coef'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _routing_is_returned(self) -> Self:
+        if self.trainer.routing_replay == "rollout" and not self.rollout.return_routed_experts:
+            able = self.rollout.engine in ("sglang", "scripted")
+            raise ValueError(
+                'trainer.routing_replay is "rollout", but '
+                + (
+                    "rollout.return_routed_experts is false: set true"
+                    if able
+                    else f'rollout.engine is "{self.rollout.engine}", which doesn\'t return the experts: use "sglang" '
+                    "with rollout.return_routed_experts = true"
+                )
             )
         return self
 

@@ -24,6 +24,7 @@ AGGREGATIONS = {
     "seq-mean-token-sum": "sample_sum",
     "seq-mean-token-sum-norm": "constant_length",
 }
+ROUTING_REPLAYS = {"disabled": "none", "R2": "trainer", "R3": "rollout"}
 EVAL_PROMPTS = 512
 """Where verl evaluates a whole file."""
 _NAMES: dict[str, Equivalent] = {name: one for one in reversed(EQUIVALENTS) for name in one.names["verl"]}
@@ -242,6 +243,12 @@ def _eval_prompts(reader: _Reader, value: Any) -> None:
         reader.set("eval.prompts", int(value))
 
 
+def _routing_replay(reader: _Reader, value: Any) -> None:
+    if value not in ROUTING_REPLAYS:
+        raise _Lost(f"there are {', '.join(ROUTING_REPLAYS)}")
+    reader.set("trainer.routing_replay", ROUTING_REPLAYS[value])
+
+
 def _correction(reader: _Reader, value: Any) -> None:
     if value in (None, "null"):
         return
@@ -356,6 +363,7 @@ _CONVERSIONS: dict[str, Callable[[_Reader, Any], None]] = {
     "trainer.test_freq": _interval("eval.interval"),
     "data.val_max_samples": _eval_prompts,
     "algorithm.rollout_correction.rollout_is": _correction,
+    "actor.router_replay.mode": _routing_replay,
     "model.enable_gradient_checkpointing": _recompute,
     "actor.optim.warmup_style": _schedule,
     "actor.optim.lr_scheduler_type": _schedule,

@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from relaxd.board import expert_dtype
 from relaxd.board.sizes import worst_bytes
 from relaxd.config import RehearsalConfig, RunConfig
 from relaxd.config.data import DataSource
 
 REWARD = "relaxd.rehearsal.reward:scripted"
 MANY_STEPS = 1_000_000
+EXPERTS = 128
+"""Experts in a layer of a mixture, of which the scripted engine chooses."""
 STEPS_IN_REDIS = 3
 """Steps whose groups are in Redis at the same time, at most: being generated, waiting, being trained."""
 LONG_TAIL = 1.5
@@ -40,7 +43,11 @@ class Scale:
 
 def expert_bytes(config: RunConfig) -> int:
     """Return the bytes of a token's routed experts; 0 if the run doesn't return them."""
-    return 4 * math.prod(config.rehearsal.experts) if config.rollout.return_routed_experts else 0
+    return (
+        expert_dtype(EXPERTS).itemsize * math.prod(config.rehearsal.experts)
+        if config.rollout.return_routed_experts
+        else 0
+    )
 
 
 def payload_scale(config: RunConfig, memory_bytes: int) -> int:
@@ -64,8 +71,13 @@ def obstacle(config: RunConfig) -> str:
         return "roles.judge.model is set: a judge can't be rehearsed; leave roles.judge out to rehearse the rest"
     if config.algorithm.needs_critic:
         return f'algorithm.name is "{config.algorithm.name}": a critic can\'t be rehearsed; "grpo" rehearses the rest'
-    if config.rollout.return_routed_experts and not math.prod(config.rehearsal.experts):
-        return "rollout.return_routed_experts is true: say how many with rehearsal.moe_layers and experts_per_token"
+    routed = {
+        "rollout.return_routed_experts is true": config.rollout.return_routed_experts,
+        'trainer.routing_replay is "trainer"': config.trainer.routing_replay == "trainer",
+    }
+    if any(routed.values()) and not math.prod(config.rehearsal.experts):
+        what = next(name for name, holds in routed.items() if holds)
+        return f"{what}: say how many with rehearsal.moe_layers and experts_per_token"
     return ""
 
 

@@ -198,6 +198,13 @@ METRICS: dict[str, Metric] = {
         Metric("expert_load_empty", "step", "1", "Share of experts without a token in the step."),
         Metric("expert_dropped", "step", "1", "Share of tokens dropped for an expert's capacity: always 0."),
         Metric(
+            "expert_replaced",
+            "step",
+            "1",
+            "Share of the replayed choices of experts that the trainer's routers would have made differently. With "
+            "trainer.routing_replay only.",
+        ),
+        Metric(
             "expert_balance_loss",
             "step",
             "1",

@@ -183,3 +183,24 @@ def test_what_does_not_fit_turns_is_named(overrides: list[str], expected: str) -
 
 def test_cuda_ipc_is_for_colocated_runs() -> None:
     assert "run.colocate = true" in refusal(GOOD, "--weights.transport=cuda_ipc")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["--rollout.engine=sglang"], "but rollout.return_routed_experts is false: set true"),
+        ([], 'but rollout.engine is "transformers", which doesn\'t return the experts: use "sglang" with'),
+        (
+            ["--rollout.engine=sglang_external"],
+            'but rollout.engine is "sglang_external", which doesn\'t return the exper',
+        ),
+    ],
+)
+def test_routing_that_no_engine_returns_cant_be_replayed(overrides: list[str], expected: str) -> None:
+    message = refusal(GOOD, "--trainer.routing_replay=rollout", *overrides)
+    assert f'trainer.routing_replay is "rollout", {expected}' in message
+
+
+def test_routing_of_the_trainer_is_replayed_in_further_updates() -> None:
+    assert "but a step has one update" in refusal(GOOD, "--trainer.routing_replay=trainer")
+    assert load(GOOD, ["--trainer.routing_replay=trainer", "--trainer.epochs=2"]).trainer.routing_replay == "trainer"

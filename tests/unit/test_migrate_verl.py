@@ -83,6 +83,8 @@ WARMUP = {"trainer.total_training_steps": 9, "actor_rollout_ref.actor.optim.lr_w
         ({"actor_rollout_ref.hybrid_engine": False}, "run.colocate", False),
         ({"actor_rollout_ref.rollout.update_weights_bucket_megabytes": 2}, "weights.bucket_bytes", 2 << 20),
         (WARMUP, "trainer.optimizer.warmup_steps", 3),
+        ({"actor_rollout_ref.actor.router_replay.mode": "R3"}, "trainer.routing_replay", "rollout"),
+        ({"actor_rollout_ref.rollout.enable_rollout_routing_replay": True}, "rollout.return_routed_experts", True),
     ],
 )
 def test_what_means_something_else(given, setting, value):

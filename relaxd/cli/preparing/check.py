@@ -143,6 +143,13 @@ def _check_model(config: RunConfig, folder: Path) -> list[Problem]:
                 f"+ data.max_prompt_tokens = {longest}, but the model's context has only {context} tokens",
             )
         )
+    replay, returned = config.trainer.routing_replay, config.rollout.return_routed_experts
+    for setting, value, asked in (
+        ("trainer.routing_replay", f'"{replay}"', replay != "none"),
+        ("rollout.return_routed_experts", "true", returned),
+    ):
+        if asked and not model.get("num_experts_per_tok"):
+            problems.append(Problem(setting, f"= {value}, but the model ({model.get('model_type')}) has no experts"))
     return problems + _check_division("trainer", config.trainer, model)
 
 

@@ -90,12 +90,7 @@ def sequence_layout(
             one padded block, for one attention call instead of one per sequence.
         router: inputs of the routers, in a mixture of experts.
     """
-    begins, lengths_before = batch.prefixes[:, 0], batch.prefixes[:, 1]
-    members = [
-        np.concatenate((np.arange(prompt, prompt + shared), np.arange(begin, end)))
-        for prompt, shared, (begin, end) in zip(begins, lengths_before, pairwise(batch.cu_seqlens), strict=True)
-        if begin < end
-    ]
+    members = [batch.places_of(i) for i, (begin, end) in enumerate(pairwise(batch.cu_seqlens)) if begin < end]
     lengths = [len(member) for member in members]
     blocks = _blocks(lengths) if kernel == "blocks" else []
     order = [i for block in blocks for i in block] if blocks else list(range(len(members)))

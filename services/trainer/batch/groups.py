@@ -8,12 +8,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaxd.algorithms import Algorithm, sample_lengths
-from relaxd.board import COLUMNS, TEACHER_PROMPT_TOKENS
+from relaxd.board import COLUMNS, ROUTED_EXPERTS, TEACHER_PROMPT_TOKENS
 from services.trainer.batch.row_packing import TrainSequence
 
 
 class MalformedGroup(ValueError):
     """A column of a group is missing or malformed."""
+
+
+@dataclass(frozen=True)
+class RoutingShape:
+    """What the column of routed experts must fit: the model."""
+
+    layers: int
+    """Layers with experts."""
+    top_k: int
+    """Experts of each token."""
+    experts: int
+    """Experts of each layer."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +63,11 @@ class TrainGroup:
     def nbytes(self) -> int:
         """Bytes of its arrays."""
         return sum(column.nbytes for column in self.columns.values() if isinstance(column, np.ndarray))
+
+    @property
+    def routed_tokens(self) -> list[int]:
+        """Rows of each sequence in the column of routed experts: its tokens but the last."""
+        return [max(tokens - 1, 0) for tokens in self.sequence_tokens]
 
     @property
     def trained_tokens(self) -> int:
@@ -95,6 +112,8 @@ class TrainGroup:
         """
         columns, bounds = self.columns, bounds_of(self.lengths)
         weights = algorithm.token_weights(columns["loss_mask"], self.sample_lengths)
+        routed = bounds_of(self.routed_tokens) if ROUTED_EXPERTS in packed else None
+        names = [name for name in packed if name != ROUTED_EXPERTS]
         shared = columns[prompt]
         chosen = []
         for index in indices:
@@ -104,32 +123,36 @@ class TrainGroup:
                     shared if columns["shares_prompt"][index] else shared[:0],
                     columns["tokens"][own],
                     loss_mask=columns["loss_mask"][own],
-                    columns={name: columns[name][own] for name in packed},
+                    columns={name: columns[name][own] for name in names},
                     weight=weights[own],
                     logprobs_comparable=version is not None
                     and (columns["versions"][own] == version) & (columns["spans_weight_update"][index] == 0),
                     temperature=temperature,
+                    experts=None if routed is None else columns[ROUTED_EXPERTS][routed[index] : routed[index + 1]],
                 )
             )
         return chosen
 
 
-def bounds_of(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
+def bounds_of(lengths: NDArray[np.integer] | Sequence[int]) -> NDArray[np.int64]:
     """Return the begin of each of some neighbours in the per-token columns, and their end: [len(lengths) + 1]."""
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
 
-def check_group(group_id: str, columns: Mapping[str, Any], names: Collection[str]) -> TrainGroup:
+def check_group(
+    group_id: str, columns: Mapping[str, Any], names: Collection[str], routing: RoutingShape | None = None
+) -> TrainGroup:
     """Validate a group's columns.
 
     Args:
         group_id: the group.
         columns: its columns.
         names: the columns that the run's train stage needs.
+        routing: what its routed experts must fit; None if they are known to fit, or there are none.
 
     Raises:
         MalformedGroup: a column is missing, has a wrong kind or size, or is NaN or infinite at a trained token; or its
-            sequences don't fit the samples or the prompt.
+            sequences don't fit the samples or the prompt, or its routed experts the model.
     """
     for name in names:
         if name not in columns:
@@ -170,7 +193,33 @@ def check_group(group_id: str, columns: Mapping[str, Any], names: Collection[str
         column = COLUMNS[name]
         if column.shape in ("T", "T, k") and column.kinds == "f" and not np.isfinite(columns[name][masked]).all():
             raise MalformedGroup(f"{name} is NaN or infinite at a trained token")
-    return TrainGroup(group_id, {name: columns[name] for name in names})
+    group = TrainGroup(group_id, {name: columns[name] for name in names})
+    return group.with_columns({ROUTED_EXPERTS: _experts(group, routing)}) if ROUTED_EXPERTS in names else group
+
+
+def _experts(group: TrainGroup, routing: RoutingShape | None) -> NDArray[np.unsignedinteger]:
+    """Return the checked column of routed experts, as narrow as step files should have it."""
+    experts = group.columns[ROUTED_EXPERTS]
+    if not isinstance(experts, np.ndarray) or experts.ndim != 3 or experts.dtype.kind not in "iu":
+        raise MalformedGroup(f"{ROUTED_EXPERTS} must be an array of integers [rows, layers, top_k]")
+    if len(experts) != (rows := sum(group.routed_tokens)):
+        raise MalformedGroup(
+            f"{ROUTED_EXPERTS} has {len(experts)} rows: it must have {rows}, one for each token of prompt and answer "
+            "but the last of each sequence"
+        )
+    if routing is not None:
+        if experts.shape[1:] != (routing.layers, routing.top_k):
+            raise MalformedGroup(
+                f"{ROUTED_EXPERTS} has {list(experts.shape[1:])} experts for each token: the model has "
+                f"[layers, top_k] = [{routing.layers}, {routing.top_k}]"
+            )
+        if experts.size and not 0 <= int(experts.min()) <= int(experts.max()) < routing.experts:
+            raise MalformedGroup(
+                f"{ROUTED_EXPERTS} has numbers from {experts.min()} to {experts.max()}: the model's experts are 0 to "
+                f"{routing.experts - 1}"
+            )
+    fits = experts.dtype == np.uint8 or not experts.size or int(experts.max()) < 256
+    return experts.astype(np.uint8 if fits else np.uint16, copy=False)
 
 
 def _check_sequences(columns: Mapping[str, Any]) -> None:

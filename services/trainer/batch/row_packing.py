@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from relaxd.board import COLUMNS
+
+UNROUTED = -1
+"""In place of the experts of tokens for which none are given."""
 
 
 class PackingError(ValueError):
@@ -33,6 +36,8 @@ class TrainSequence:
     """Sampling temperature."""
     prompt_length: int = 0
     """Number of prompt tokens, which `pack` stores once for neighbours that share them; 0: none to share."""
+    experts: NDArray[np.int16] | None = None
+    """int16 [L, layers, top_k]: experts that the routers are to use; UNROUTED: what they choose. None: so for all."""
 
     @classmethod
     def from_response(
@@ -45,6 +50,7 @@ class TrainSequence:
         weight: NDArray[np.float32],
         logprobs_comparable: NDArray[np.bool_] | bool = True,
         temperature: float = 1.0,
+        experts: NDArray[np.integer] | None = None,
     ) -> Self:
         """Make a sequence from columns without the shared prompt, as on the board.
 
@@ -57,6 +63,7 @@ class TrainSequence:
             logprobs_comparable: [R] or one value: whether the log-prob is comparable with the engine's, because the
                 engine had the same weights and a cache written by them.
             temperature: sampling temperature, > 0.
+            experts: [P + R - 1, layers, top_k]: experts of all tokens but the last, from which nothing is predicted.
 
         Raises:
             PackingError: lengths differ, nothing predicts the first trained token, or the temperature isn't positive.
@@ -85,6 +92,7 @@ class TrainSequence:
             logprobs_comparable=padded("logprobs_comparable", comparable, np.uint8),
             temperature=temperature,
             prompt_length=len(prompt),
+            experts=None if experts is None else _with_last(experts, len(prompt) + len(response)),
         )
 
 
@@ -115,6 +123,8 @@ class PackedMicroBatch:
     """uint8 [T]."""
     temperature: NDArray[np.float32]
     """float32 [T]."""
+    experts: NDArray[np.int16] | None = None
+    """int16 [T, layers, top_k]; see `TrainSequence`."""
 
     @property
     def sequences(self) -> int:
@@ -125,6 +135,12 @@ class PackedMicroBatch:
     def sequence_of_token(self) -> NDArray[np.int64]:
         """int64 [T]: index of the sequence that each token is stored with."""
         return np.repeat(np.arange(self.sequences), np.diff(self.cu_seqlens))
+
+    def places_of(self, sequence: int) -> NDArray[np.int64]:
+        """Return where the tokens of a sequence are, int64 [L], also those of a prompt stored with an earlier one."""
+        prompt, shared = self.prefixes[sequence].tolist()
+        begin, end = self.cu_seqlens[sequence : sequence + 2].tolist()
+        return np.concatenate((np.arange(prompt, prompt + shared), np.arange(begin, end)))
 
 
 def pack(sequences: Sequence[TrainSequence], *, share_prompts: bool = True) -> PackedMicroBatch:
@@ -146,6 +162,8 @@ def pack(sequences: Sequence[TrainSequence], *, share_prompts: bool = True) -> P
     names = sequences[0].columns.keys()
     for i, sequence in enumerate(sequences):
         _check(i, sequence, names)
+        if (sequence.experts is None) != (sequences[0].experts is None):
+            raise PackingError(f"sequences 0 and {i}: one has experts and the other has none")
     starts, prefixes, previous, positions = [0], [], [], []
     owner: int | None = None
     for i, sequence in enumerate(sequences):
@@ -175,11 +193,15 @@ def pack(sequences: Sequence[TrainSequence], *, share_prompts: bool = True) -> P
         weight=row(lambda one: one.weight),
         logprobs_comparable=row(lambda one: one.logprobs_comparable),
         temperature=np.repeat(np.array([one.temperature for one in sequences], np.float32), np.diff(starts)),
+        experts=None if sequences[0].experts is None else row(lambda one: cast(NDArray[np.int16], one.experts)),
     )
 
 
 def empty_micro_batch(columns: Iterable[str]) -> PackedMicroBatch:
-    """Return a micro-batch with these columns and no trained token, for ranks with fewer micro-batches than others."""
+    """Return a micro-batch with these columns and no trained token, for ranks with fewer micro-batches than others.
+
+    It brings no experts: the routers choose those of its token.
+    """
     zeros, mask = np.zeros(1, np.float32), np.zeros(1, np.uint8)
     return pack([TrainSequence(np.zeros(1, np.int64), mask, no_values(columns, 1), zeros, mask)])
 
@@ -214,7 +236,17 @@ def with_padding(batch: PackedMicroBatch, multiple: int) -> PackedMicroBatch:
         weight=padded(batch.weight),
         logprobs_comparable=padded(batch.logprobs_comparable),
         temperature=padded(batch.temperature, 1.0),
+        experts=None if batch.experts is None else padded(batch.experts, UNROUTED),
     )
+
+
+def _with_last(experts: NDArray[np.integer], tokens: int) -> NDArray[np.int16]:
+    """Return the experts of all tokens from those of all but the last, whose experts the router chooses."""
+    if len(experts) != tokens - 1:
+        raise PackingError(f"experts has {len(experts)} rows: it must have {tokens - 1}, for all tokens but the last")
+    found = np.full((tokens, *experts.shape[1:]), UNROUTED, np.int16)
+    found[:-1] = experts
+    return found
 
 
 def _same_prompt(first: TrainSequence, second: TrainSequence) -> bool:
@@ -232,6 +264,8 @@ def _check(index: int, sequence: TrainSequence, names: Collection[str]) -> None:
     for name, value in {**arrays, **sequence.columns}.items():
         if value.shape[:1] != (count,):
             raise PackingError(f"sequence {index}: {name} is {list(value.shape)}, but tokens is [{count}]")
+    if sequence.experts is not None and len(sequence.experts) != count:
+        raise PackingError(f"sequence {index}: experts is {list(sequence.experts.shape)}, but tokens is [{count}]")
     if sequence.loss_mask[: sequence.prompt_length].any():
         raise PackingError(f"sequence {index}: loss_mask is 1 within the prompt, whose tokens aren't trained on")
     if sequence.loss_mask[0]:

@@ -72,7 +72,7 @@ def to_device_batch(batch: PackedMicroBatch, world: World, kernel: AttentionKern
     *columns, weight, comparable, temperature = to_device(
         np.stack([column[trained].astype(np.float32) for column in given]), world.device
     )
-    router = RouterInputs(weight=float(batch.weight[batch.loss_mask == 1].sum()))
+    router = RouterInputs(float(batch.weight[batch.loss_mask == 1].sum()), _own_experts(batch, world))
     return DeviceBatch(
         tokens=to_device(batch.tokens[begin : begin + slice_tokens], world.device).unsqueeze(0),
         rotary=rotary_table(to_device(batch.positions, world.device), rotary),
@@ -91,3 +91,16 @@ def to_device_batch(batch: PackedMicroBatch, world: World, kernel: AttentionKern
         sequence=to_device(batch.sequence_of_token[trained], world.device),
         sequences=batch.sequences,
     )
+
+
+def _own_experts(batch: PackedMicroBatch, world: World) -> Tensor | None:
+    """Return the experts of a padded micro-batch that this rank's routers need: of its tokens, in its stage's layers.
+
+    Under sequence parallelism each tensor-parallel rank routes a part of the slice.
+    """
+    if batch.experts is None:
+        return None
+    tokens, layers = len(batch.tokens) // (world.cp_size * world.tp_size), batch.experts.shape[1] // world.pp_size
+    first, begin = layers * world.pp_rank, tokens * (world.cp_rank * world.tp_size + world.tp_rank)
+    own = batch.experts[begin : begin + tokens, first : first + layers]
+    return to_device(np.ascontiguousarray(own), world.device).transpose(0, 1)

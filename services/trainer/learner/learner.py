@@ -42,6 +42,7 @@ from relaxd.algorithms.base import WithCritic
 from relaxd.config import AlgorithmConfig, CriticConfig, TrainerConfig
 from relaxd.data.models import resolve_model
 from relaxd.roles import REFERENCE
+from services.trainer.batch.groups import RoutingShape
 from services.trainer.batch.row_packing import PackedMicroBatch, no_values
 from services.trainer.learner import mismatch
 from services.trainer.learner.checkpoint import Snapshot, Stateful, TrainedModel, load_snapshot
@@ -58,6 +59,7 @@ from services.trainer.learner.update import PendingUpdate, update_weights
 from services.trainer.learner.update_stats import UpdateStats
 from services.trainer.megatron.host_memory import TRIM_EVERY_STEPS, trim_heap
 from services.trainer.mlp import expert_load
+from services.trainer.mlp.routing_record import recorded_experts, recording
 from services.trainer.model.hf_weights import (
     HFTensorSpec,
     exported_parameters,
@@ -123,6 +125,8 @@ class Learner:
         self._loss = PolicyLoss(self._algorithm, self._forward.token_logprobs, context_parallel=self.world.cp_size > 1)
         self._policy = self._forward.load()
         self._routers = routers(self._policy)
+        for router in self._routers:  # not of the reference and the critic, whose routing is their own
+            router.replays = trainer.routing_replay != "none"
         if trainer.moe.freeze_router:
             freeze_routers(self._policy)
         self._frozen = self._load_frozen({REFERENCE: model_folder} if frozen is None else frozen)
@@ -153,6 +157,14 @@ class Learner:
     def step(self) -> int:
         """Number of completed steps. Between steps it is the weights' version."""
         return self._step
+
+    @property
+    def routing(self) -> RoutingShape | None:
+        """Shape of the routing that is replayed; None if none is."""
+        experts = self._architecture.experts
+        if experts is None or self._config.routing_replay == "none":
+            return None
+        return RoutingShape(self._architecture.layers, experts.per_token, experts.count)
 
     @property
     def optimizer_steps(self) -> int:
@@ -256,6 +268,14 @@ class Learner:
             For each micro-batch float32 [T], 0 where loss_mask is 0; on all ranks.
         """
         return self._forward.log_probs(self._model, micro_batches)
+
+    def log_probs_and_experts(
+        self, micro_batches: Sequence[PackedMicroBatch]
+    ) -> tuple[list[NDArray[np.float32]], list[NDArray[np.unsignedinteger]]]:
+        """Compute `log_probs`, and the experts that this pass sends the tokens to: see `recorded_experts`."""
+        with recording(self._routers):
+            logprobs = self.log_probs(micro_batches)
+            return logprobs, recorded_experts(self._routers, micro_batches, self.world)
 
     def frozen_columns(
         self, micro_batches: Sequence[PackedMicroBatch], roles: Collection[str] = tuple(COLUMNS_OF)

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from relaxd.board import TRAIN, Board, BoardUnavailable, Delivery, DropReason
-from services.trainer.batch.groups import MalformedGroup, TrainGroup, check_group
+from services.trainer.batch.groups import MalformedGroup, RoutingShape, TrainGroup, check_group
 
 logger = logging.getLogger(__name__)
 
@@ -101,14 +101,19 @@ class Intake:
         max_staleness: int,
         max_sequence_tokens: int,
         lease_seconds: float,
+        routing: RoutingShape | None = None,
     ) -> None:
-        """Take groups as `consumer`; drop groups with a sequence longer than `max_sequence_tokens`."""
+        """Take groups as `consumer`; drop groups with a sequence longer than `max_sequence_tokens`.
+
+        `routing` is what their routed experts must fit, if the run has them.
+        """
         self._board = board
         self._columns = board.needs(TRAIN)
         self._consumer = consumer
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
         self._max_sequence_tokens = max_sequence_tokens
+        self._routing = routing
         self._lock = threading.Lock()
         self._held: dict[str, HeldGroup] = {}
         self._arrivals = 0
@@ -135,7 +140,7 @@ class Intake:
             if columns is None:  # closed since it was taken
                 continue
             try:
-                group = check_group(delivery.group_id, columns, self._columns)
+                group = check_group(delivery.group_id, columns, self._columns, self._routing)
             except MalformedGroup as error:
                 logger.error("group %s is dropped: %s", delivery.group_id, error)
                 self._board.drop(delivery, reason=DropReason.MALFORMED)

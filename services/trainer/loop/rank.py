@@ -168,6 +168,7 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
             max_staleness=config.board.max_staleness,
             max_sequence_tokens=config.trainer.micro_batch_tokens,
             lease_seconds=config.board.lease_seconds,
+            routing=learner.routing,
         )
         Training(
             config=config,

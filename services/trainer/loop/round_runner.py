@@ -17,6 +17,7 @@ from relaxd.board import (
     LOSS_MASK,
     OLD_LOGPROBS,
     RETURNS,
+    ROUTED_EXPERTS,
     TEACHER_PROMPT_TOKENS,
     VALUES,
     stages_for,
@@ -35,7 +36,8 @@ ROLLOUT_LOGPROBS = "rollout_logprobs"
 """The column that the learner compares with its own log-probs, whatever the algorithm needs."""
 
 PreparedColumns = dict[tuple[str, int], dict[str, NDArray[Any]]]
-"""Prepared columns by group and sequence: [tokens of the sequence without a shared prompt] each, or [tokens, k]."""
+"""Prepared columns by group and sequence: [tokens of the sequence without a shared prompt] each, or [tokens, k]; for
+ROUTED_EXPERTS [tokens with the prompt - 1, layers, top_k]."""
 
 
 class Forward(NamedTuple):
@@ -44,7 +46,7 @@ class Forward(NamedTuple):
     columns: tuple[str, ...]
     """The columns."""
     compute: Callable[[Sequence[PackedMicroBatch]], list[dict[str, NDArray[Any]]]]
-    """Computes them for micro-batches: [T] each, or [T, k]."""
+    """Computes them for micro-batches: [T] each, [T, k], or [T, layers, top_k]."""
     prompt: str = "prompt_tokens"
     """The column with the prompt of the micro-batches' sequences."""
 
@@ -58,12 +60,14 @@ class RoundRunner:
         self._temperature = config.rollout.temperature
         self._columns = stages_for(config)[-1].needs
         needs = self._algorithm.needs
-        needed = dict.fromkeys((ROLLOUT_LOGPROBS, *needs.loss))
+        needed = dict.fromkeys((ROLLOUT_LOGPROBS, *needs.loss, ROUTED_EXPERTS))
         self._packed_columns = [name for name in needed if name in self._columns]
         self._forward: list[Forward] = []
         """Forward passes before a step's updates."""
         several = config.trainer.updates_per_step > 1
-        if needs.old_logprobs and several:
+        if config.trainer.routing_replay == "trainer":
+            self._forward.append(Forward((OLD_LOGPROBS, ROUTED_EXPERTS), partial(_routed, learner)))
+        elif needs.old_logprobs and several:
             self._forward.append(Forward((OLD_LOGPROBS,), partial(_named, OLD_LOGPROBS, learner.log_probs)))
         for role, columns in COLUMNS_OF.items():
             own = tuple(name for name in columns if name in needs.loss and name not in self._columns)
@@ -96,15 +100,20 @@ class RoundRunner:
         own = entry.micro_batches[self._learner.world.dp_rank]
         prepared: PreparedColumns = {}
         for one in self._forward:
-            batches = [self._packed(micro_batch, groups, self._packed_columns, one.prompt) for micro_batch in own]
+            # The experts are those of the tokens behind the student's prompt.
+            left_out = () if one.prompt == "prompt_tokens" else (ROUTED_EXPERTS,)
+            packed = [name for name in self._packed_columns if name not in left_out]
+            batches = [self._packed(micro_batch, groups, packed, one.prompt) for micro_batch in own]
             for micro_batch, batch, columns in zip(own, batches, one.compute(batches), strict=True):
                 sequences = ((piece.group_id, i) for piece in micro_batch for i in piece.sequences)
                 loaded = (key for key in sequences if key[0] in groups)
-                for (group_id, index), end in zip(loaded, batch.cu_seqlens[1:].tolist(), strict=False):
-                    # A shared prompt may be stored before the sequence's own tokens.
-                    own_tokens = int(groups[group_id].lengths[index])
-                    of_sequence = {name: row[end - own_tokens : end] for name, row in columns.items()}
-                    prepared.setdefault((group_id, index), {}).update(of_sequence)
+                for place, (group_id, index) in enumerate(loaded):
+                    of_sequence = prepared.setdefault((group_id, index), {})
+                    places, own_tokens = batch.places_of(place), int(groups[group_id].lengths[index])
+                    for name, row in columns.items():
+                        # A shared prompt is before the sequence's own tokens.
+                        chosen = places[:-1] if name == ROUTED_EXPERTS else places[len(places) - own_tokens :]
+                        of_sequence[name] = row[chosen]
         return prepared
 
     def prepared_columns(self, group: TrainGroup, prepared: PreparedColumns) -> dict[str, NDArray[Any]]:
@@ -113,7 +122,7 @@ class RoundRunner:
         Args:
             group: the group as it came.
             prepared: what forward passes have computed. What is missing is NaN, as are columns that follow from it;
-                there are no candidates.
+                there are no candidates. Experts that are missing, of a step that can't be trained, are left out.
         """
         columns = {
             name: np.concatenate(
@@ -191,7 +200,7 @@ class RoundRunner:
         prompt: str = "prompt_tokens",
     ) -> PackedMicroBatch:
         sequences = list(self._sequences(micro_batch, groups, columns, prompt))
-        return pack(sequences) if sequences else empty_micro_batch(columns)
+        return pack(sequences) if sequences else empty_micro_batch(name for name in columns if name != ROUTED_EXPERTS)
 
     def _sequences(
         self, micro_batch: MicroBatchSlices, groups: Mapping[str, TrainGroup], columns: Sequence[str], prompt: str
@@ -207,9 +216,16 @@ class RoundRunner:
 
     def _missing(self, name: str, tokens: int) -> NDArray[Any]:
         """Return a column of tokens for which nothing was computed."""
+        if name == ROUTED_EXPERTS and (routing := self._learner.routing) is not None:
+            return np.zeros((0, routing.layers, routing.top_k), np.uint8)
         spec = COLUMNS[name]
         shape = (tokens, self._candidates) if spec.shape == "T, k" else (tokens,)
         return np.full(shape, np.nan if spec.kinds == "f" else -1, spec.dtype)
+
+
+def _routed(learner: Learner, micro_batches: Sequence[PackedMicroBatch]) -> list[dict[str, NDArray[Any]]]:
+    both = zip(*learner.log_probs_and_experts(micro_batches), strict=True)
+    return [{OLD_LOGPROBS: logprobs, ROUTED_EXPERTS: experts} for logprobs, experts in both]
 
 
 def _named(

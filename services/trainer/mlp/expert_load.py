@@ -14,6 +14,7 @@ def reset(routers: Sequence[Router]) -> None:
     for router in routers:
         router.load.zero_()
         router.losses.zero_()
+        router.replaced.zero_()
 
 
 def metrics(routers: Sequence[Router], world: World, *, with_losses: bool) -> dict[str, float]:
@@ -29,18 +30,21 @@ def metrics(routers: Sequence[Router], world: World, *, with_losses: bool) -> di
         expert_load_mean: the same ratio, averaged over layers.
         expert_load_empty: share of the experts without tokens.
         expert_dropped: share of the tokens dropped for lack of capacity: always 0.
+        expert_replaced: share of the choices that were replayed and that the routers would have made differently; with
+            routing replay only.
         expert_balance_loss, expert_z_loss: the losses without their coefficients, averaged over layers.
     """
     layers, begin = len(routers) * world.pp_size, len(routers) * world.pp_rank
     counts = torch.zeros(layers, len(routers[0].load), dtype=torch.float64, device=world.device)
-    losses = torch.zeros(layers, 3, dtype=torch.float64, device=world.device)
+    sums = torch.zeros(layers, 4, dtype=torch.float64, device=world.device)
     counts[begin : begin + len(routers)] = torch.stack([router.load for router in routers]).double()
-    losses[begin : begin + len(routers)] = torch.stack([router.losses for router in routers]).double()
-    everything = torch.cat((counts, losses), 1)
+    sums[begin : begin + len(routers), :3] = torch.stack([router.losses for router in routers]).double()
+    sums[begin : begin + len(routers), 3] = torch.stack([router.replaced for router in routers]).double()
+    everything = torch.cat((counts, sums), 1)
     if world.size > 1:
         dist.all_reduce(everything)
     everything = everything.cpu()
-    counts, losses = everything[:, :-3], everything[:, -3:]
+    counts, losses, replaced = everything[:, :-4], everything[:, -4:-1], everything[:, -1]
     fullest = counts.amax(1) / counts.mean(1).clamp(min=1e-9)
     found = {
         "expert_load_max": float(fullest.max()),
@@ -48,6 +52,8 @@ def metrics(routers: Sequence[Router], world: World, *, with_losses: bool) -> di
         "expert_load_empty": float((counts == 0).double().mean()),
         "expert_dropped": 0.0,
     }
+    if routers[0].replays:
+        found["expert_replaced"] = float(replaced.sum() / counts.sum().clamp(min=1.0))
     if with_losses:
         averages = losses[:, :2] / losses[:, 2:].clamp(min=1e-9)
         found |= {"expert_balance_loss": float(averages[:, 0].mean()), "expert_z_loss": float(averages[:, 1].mean())}

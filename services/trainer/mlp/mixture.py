@@ -43,8 +43,8 @@ class MixtureOfExperts(MegatronModule):
             [T, 1, hidden].
         """
         tokens = x.squeeze(1)
-        chosen = None if inputs.experts is None else inputs.experts[layer]
-        routing = self.router(tokens, inputs.weight, chosen)
+        given = inputs.experts[layer] if inputs.experts is not None and self.router.replays else None
+        routing = self.router(tokens, inputs.weight, given)
         output: Tensor = self.experts(tokens, routing, recompute=recompute.active).unsqueeze(1)
         if self.shared_expert is not None:
             output = output + self.shared_expert_gate(x) * self.shared_expert(x, recompute)

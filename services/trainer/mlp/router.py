@@ -23,6 +23,10 @@ class Router(MegatronModule):
         load: int64 [experts], tokens routed to each expert on this rank since `expert_load.reset`.
         losses: float32 [3], sums since then over micro-batches: weight times load-balancing loss, weight times z-loss,
             and weight.
+        replays: whether it uses the experts that a micro-batch brings.
+        replaced: int64 [], choices since then that were given and that it would have made differently.
+        recorded: uint8 or int16 [T, top_k], the experts of each pass in order, while they are recorded; see
+            `routing_record`.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -36,6 +40,9 @@ class Router(MegatronModule):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.load = torch.zeros(config.num_moe_experts, dtype=torch.int64, device=device)
         self.losses = torch.zeros(3, dtype=torch.float32, device=device)
+        self.replays = False
+        self.replaced = torch.zeros((), dtype=torch.int64, device=device)
+        self.recorded: list[Tensor] | None = None
 
     def forward(self, x: Tensor, weight: float = 0.0, experts: Tensor | None = None) -> Routing:
         """Route this rank's tokens.
@@ -43,24 +50,26 @@ class Router(MegatronModule):
         Args:
             x: [T, hidden].
             weight: `RouterInputs.weight`.
-            experts: int64 [T, top_k], the experts to use; by default those with the highest scores.
+            experts: integers [T, top_k], the experts to use; where they are negative, and by default, those with the
+                highest scores.
         """
-        top_k = self.config.moe_router_topk
         logits = float32_logits(x, self.weight)
-        if experts is None:
-            experts = logits.detach().topk(top_k, dim=-1).indices
-        elif experts.shape != (len(x), top_k):
-            raise ValueError(f"experts is {list(experts.shape)}: it must be [tokens, top_k] = [{len(x)}, {top_k}]")
+        highest = logits.detach().topk(self.config.moe_router_topk, dim=-1)
+        chosen = highest.indices if experts is None else _with_given(experts, highest.indices)
+        if self.recorded is not None:
+            self.recorded.append(chosen.to(torch.uint8 if logits.shape[-1] <= 256 else torch.int16))
         if self.config.moe_router_pre_softmax:
-            weights = logits.softmax(-1).gather(-1, experts)
+            weights = logits.softmax(-1).gather(-1, chosen)
         else:  # equals normalising the chosen experts' part of the whole softmax
-            weights = logits.gather(-1, experts).softmax(-1)
+            weights = logits.gather(-1, chosen).softmax(-1)
         # A pass without gradients is an evaluation, or will be recomputed.
         if torch.is_grad_enabled():
-            counts = torch.zeros_like(self.load).scatter_add_(0, experts.flatten(), torch.ones_like(experts).flatten())
+            counts = torch.zeros_like(self.load).scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
             self.load += counts
+            if experts is not None:
+                self.replaced += (logits.detach().gather(-1, chosen) < highest.values[:, -1:]).sum()
             weights = self._with_losses(weights, logits, counts, weight)
-        return Routing(experts, weights)
+        return Routing(chosen, weights)
 
     def _with_losses(self, weights: Tensor, logits: Tensor, counts: Tensor, weight: float) -> Tensor:
         """Attach the router's own losses to the weights, so that the backward pass includes their gradient.
@@ -84,6 +93,13 @@ class Router(MegatronModule):
         extra: Tensor = balance * balance_loss + z * z_loss
         attached: Tensor = _Attach.apply(weights, extra, weight)
         return attached
+
+
+def _with_given(given: Tensor, own: Tensor) -> Tensor:
+    """Return the given experts, and a router's own where those are negative."""
+    if given.shape != own.shape:
+        raise ValueError(f"experts is {list(given.shape)}: it must be [tokens, top_k] = {list(own.shape)}")
+    return torch.where(given < 0, own, given.long())
 
 
 class _Attach(torch.autograd.Function):

@@ -13,8 +13,8 @@ class RouterInputs:
     """Total weight of the micro-batch's tokens in the step's loss. It scales the routers' own losses, so that they are
     averaged over a step like the tokens' loss."""
     experts: Tensor | None = None
-    """int64 [layers of this stage, T, top_k], T being this rank's tokens: experts reported by the engine, which replace
-    the routers' choice (routing replay). The weights are still the router's."""
+    """int16 [layers of this stage, T, top_k], T being this rank's tokens: experts that were chosen before, for routers
+    that replay them (`Router.replays`). Where they are negative the router chooses. The weights are always its own."""
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,14 @@ def transformer_config(shape: Architecture, config: TrainerConfig) -> PolicyConf
     """Return Megatron's configuration for a model.
 
     Raises:
-        ModelError: a parallel size doesn't divide the model.
+        ModelError: a parallel size doesn't divide the model, or it has no experts whose routing could be replayed.
     """
     _check_divisible(shape, config)
+    if config.routing_replay != "none" and shape.experts is None:
+        raise ModelError(
+            f'trainer.routing_replay is "{config.routing_replay}", but the model ({shape.model_type}) has no experts: '
+            'set "none"'
+        )
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     experts = shape.experts
     # `megatron_gpu` replaces apex for one fusion, with bf16 on a GPU. The others need apex or Transformer Engine.

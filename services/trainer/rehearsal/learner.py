@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from relaxd.board import REF_LOGPROBS
 from relaxd.config import RunConfig
+from services.trainer.batch.groups import RoutingShape
 from services.trainer.batch.row_packing import PackedMicroBatch
 from services.trainer.learner.update_stats import UpdateStats
 from services.trainer.megatron.parallel import initialize
@@ -29,6 +30,7 @@ class ScriptedLearner:
         self._tokens = 0
         self.step = 0
         self.optimizer_steps = 0
+        self.routing = RoutingShape(*config.rehearsal.experts, experts=256)
 
     @property
     def weights_version(self) -> int:
@@ -52,6 +54,13 @@ class ScriptedLearner:
     ) -> list[dict[str, NDArray[np.float32]]]:
         """Return the columns of a reference in the ranks, after the time of its forward pass."""
         return [{REF_LOGPROBS: logprobs} for logprobs in self.log_probs(micro_batches)]
+
+    def log_probs_and_experts(
+        self, micro_batches: Sequence[PackedMicroBatch]
+    ) -> tuple[list[NDArray[np.float32]], list[NDArray[np.unsignedinteger]]]:
+        """Return `log_probs`, and as many experts as a model would have."""
+        experts = [np.zeros((len(batch.tokens), *self._rehearsal.experts), np.uint8) for batch in micro_batches]
+        return self.log_probs(micro_batches), experts
 
     def update(self, normalizer: float, *, skip: bool | None = None) -> UpdateStats:
         """Return an update's statistics, after the time that it takes."""

@@ -109,6 +109,10 @@ def test_config_check_finds_what_does_not_fit(tmp_path: Path, tiny_model: Path) 
         "eval.prompts = 99999, but only",
     ):
         assert expected in done.stderr
+    replay = "--trainer.routing_replay=rollout --rollout.engine=sglang --rollout.return_routed_experts=true"
+    done = relaxd("config", "check", str(path), *replay.split(), cwd=tmp_path)
+    assert 'trainer.routing_replay = "rollout", but the model (llama) has no experts' in done.stderr
+    assert "rollout.return_routed_experts = true, but the model (llama) has no experts" in done.stderr
     done = relaxd("config", "check", str(path), "--model.path", "nothing/here/at-all", cwd=tmp_path)
     assert "model.path" in done.stderr
     done = relaxd("config", "check", str(path), "--data.source", "jsonl", "--data.path", "no.jsonl", cwd=tmp_path)

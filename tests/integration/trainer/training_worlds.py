@@ -88,6 +88,7 @@ def run_job(job: RunJob, ranks: int = 1) -> dict[str, Any]:
             max_staleness=config.board.max_staleness,
             max_sequence_tokens=trainer.micro_batch_tokens,
             lease_seconds=config.board.lease_seconds,
+            routing=learner.routing,
         )
 
         controls = Controls()

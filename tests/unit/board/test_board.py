@@ -22,7 +22,6 @@ from relaxd.board import (
 )
 from relaxd.config import BoardConfig, DataConfig, ModelConfig, RewardConfig, RunConfig, RunSection
 from tests.kit.boards import LARGE, advance, audit, end_leases, group, make_board, output, take
-from tests.kit.waiting import wait_until
 
 
 def held_by_stage(board):
@@ -115,6 +114,9 @@ def test_a_group_goes_from_publish_to_the_ledger(redis_url, tokens):
         assert board.sample_page(step, "1-1") == [("1-0", {"text": "x", "step": 1})]
         assert board.sample_page(step, "1-0") == []
     assert (board.counts().trained, board.counts().open, board.last_step()) == (2, 0, 1)
+    audit(board)
+    assert board.sweep(term=1) == 2 * 5  # each group has the columns of five writers
+    assert board.sweep(term=1) == 0
     assert not board._connection.client.keys(f"{board.prefix}columns:*")
     audit(board)
 
@@ -141,6 +143,21 @@ def test_the_projects_own_stages_lead_to_the_trainer():
         assert set(stage.needs) <= written, f"{stage.name} needs what nobody before it writes"
         written |= set(stage.writes)
     assert stages[-1] == STAGES["train"]
+
+
+def test_the_trainer_takes_in_routed_experts_only_to_replay_them():
+    sections = {"run": {"steps": 1}, "model": {"path": "m"}, "data": {"source": "addition"}, "reward": {"name": "math"}}
+    for replay in ("none", "rollout", "trainer"):
+        config = RunConfig.model_validate(
+            {
+                **sections,
+                "rollout": {"engine": "sglang", "return_routed_experts": True},
+                "trainer": {"routing_replay": replay, "epochs": 2},
+            }
+        )
+        first, *_, last = stages_for(config)
+        assert "routed_experts" in first.writes
+        assert ("routed_experts" in last.needs) == (replay == "rollout")
 
 
 def test_columns_that_a_stage_does_not_write_are_refused(redis_url):
@@ -270,20 +287,6 @@ def test_a_group_that_was_closed_meanwhile_loads_as_none(redis_url):
     assert b is not None
     assert board.load(deliveries[:1], ["prompt", "reward"]) == [None]
     assert board.commit([(d, output("rollout")) for d in deliveries]) == [False, True]
-    audit(board)
-
-
-def test_what_a_worker_wrote_before_it_died_expires(redis_url):
-    board = make_board(redis_url)
-    board.orphan_seconds = 0.05
-    board.publish(term=1, groups=[group("a")])
-    from relaxd.board import payloads
-
-    attempt = payloads.Attempt(board.prefix, "a.1", output("rollout", tokens=LARGE))
-    board._connection.pipeline(lambda pipe: payloads.write(pipe, [attempt], board.orphan_seconds))
-    keys = [key for key, _ in attempt.large]
-    assert len(keys) == 2
-    wait_until(lambda: not board._connection.client.exists(*keys), "they have expired", 5)
     audit(board)
 
 

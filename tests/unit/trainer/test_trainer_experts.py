@@ -118,8 +118,43 @@ def test_given_experts_are_used_with_the_routers_own_weights() -> None:
     assert router.weight.grad.norm() > 0
     again = router(x, experts=router(x).experts)
     assert torch.equal(again.weights, router(x).weights)
+    some = torch.where(torch.arange(40)[:, None] % 3 == 0, -1, experts).to(torch.int16)
+    mixed, own = router(x, experts=some).experts, router(x).experts
+    assert torch.equal(mixed, torch.where(some < 0, own, experts))
     with pytest.raises(ValueError, match=r"experts is \[40, 1\]: it must be \[tokens, top_k\] = \[40, 2\]"):
         router(x, experts=experts[:, :1])
+
+
+def test_gradients_with_given_experts_are_finite_differences() -> None:
+    """Of everything that a token's weights depend on, for experts that are not the best."""
+    router, x = make_router(), leaf(6, HIDDEN)
+    experts, factors = choose("even", 6, seed=5), torch.randn(6, TOP_K).double()
+    (router(x, experts=experts).weights * factors).sum().backward()
+
+    def loss(x: Tensor, weight: Tensor) -> float:
+        return float(((x @ weight.t()).gather(1, experts).softmax(-1) * factors).sum())
+
+    exact = [x.detach().double(), router.weight.detach().double()]
+    for index, found in enumerate((x.grad, router.weight.grad)):
+        for place in ((0, 3), (5, 1), (2, 20)):
+            shifted = [[tensor.clone() for tensor in exact] for _ in range(2)]
+            shifted[0][index][place] += 1e-5
+            shifted[1][index][place] -= 1e-5
+            difference = (loss(*shifted[0]) - loss(*shifted[1])) / 2e-5
+            assert float(found[place]) == pytest.approx(difference, rel=1e-3, abs=1e-6)
+
+
+def test_what_replay_changes_is_counted() -> None:
+    router, x = make_router(), torch.randn(40, HIDDEN)
+    own = router(x).experts
+    router(x, experts=own.flip(-1))
+    assert int(router.replaced) == 0, "the same experts in another order"
+    worst = (x @ router.weight.t()).argmin(-1)
+    router(x, experts=torch.stack((own[:, 0], worst), 1))
+    assert int(router.replaced) == 40
+    with torch.no_grad():
+        router(x, experts=torch.stack((own[:, 0], worst), 1))
+    assert int(router.replaced) == 40, "an evaluation doesn't count"
 
 
 def test_load_counts_passes_with_gradients_only() -> None:

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from relaxd.algorithms import create
 from relaxd.board import STAGES, Delivery
-from relaxd.config import RunConfig
-from services.trainer.batch.groups import MalformedGroup, TrainGroup, check_group
+from relaxd.config import GRPOConfig, RunConfig
+from services.trainer.batch.groups import MalformedGroup, RoutingShape, TrainGroup, check_group
 from services.trainer.loop.intake import HeldGroup, Intake, choose, due_groups, may_close
 from tests.integration.trainer.service_kit import Feeder, make_config
 
@@ -199,6 +200,43 @@ def test_optional_columns_are_checked_where_the_run_has_them() -> None:
     with pytest.raises(MalformedGroup, match="ref_logprobs is NaN or infinite at a trained token"):
         check_group("g", columns() | {"ref_logprobs": np.full(5, np.nan, np.float32)}, names)
     assert "ref_logprobs" not in check_group("g", columns() | {"ref_logprobs": None}, NAMES).columns
+
+
+ROUTING = RoutingShape(layers=2, top_k=3, experts=300)
+
+
+def test_routed_experts_are_those_of_each_sequence_and_kept_narrow() -> None:
+    names = (*NAMES, "routed_experts")
+    experts = np.arange((4 + 5) * 2 * 3, dtype=np.int32).reshape(9, 2, 3)
+    for given, dtype in ((experts, np.uint8), (experts + 240, np.uint16)):
+        group = check_group("g", columns() | {"routed_experts": given}, names, ROUTING)
+        assert group.columns["routed_experts"].dtype == dtype
+        first, second = group.sequences([0, 1], ["advantages", "routed_experts"], create(GRPOConfig()), 1.0, None)
+        for sequence, rows in ((first, given[:4]), (second, given[4:])):
+            assert sequence.experts is not None
+            assert sequence.experts.tolist() == [*rows.tolist(), [[-1] * 3] * 2]
+            assert sequence.columns.keys() == {"advantages"}
+    own_prompt = columns() | {"shares_prompt": np.array([1, 0], np.uint8), "routed_experts": experts[: 4 + 2]}
+    assert check_group("g", own_prompt, names, ROUTING).routed_tokens == [4, 2]
+
+
+@pytest.mark.parametrize(
+    ("experts", "message"),
+    [
+        (np.zeros((8, 2, 3), np.uint8), "routed_experts has 8 rows: it must have 9, one for each token of prompt and"),
+        (
+            np.zeros((9, 4, 3), np.uint8),
+            r"has \[4, 3\] experts for each token: the model has \[layers, top_k\] = \[2, 3\]",
+        ),
+        (np.full((9, 2, 3), 300, np.int32), "numbers from 300 to 300: the model's experts are 0 to 299"),
+        (np.full((9, 2, 3), -1, np.int32), "numbers from -1 to -1: the model's experts are 0 to 299"),
+        (np.zeros((9, 2, 3), np.float32), r"routed_experts must be an array of integers \[rows, layers, top_k\]"),
+        ([], "routed_experts must be an array of integers"),
+    ],
+)
+def test_routed_experts_that_do_not_fit_are_named(experts: Any, message: str) -> None:
+    with pytest.raises(MalformedGroup, match=message):
+        check_group("g", columns() | {"routed_experts": experts}, (*NAMES, "routed_experts"), ROUTING)
 
 
 @pytest.mark.parametrize(

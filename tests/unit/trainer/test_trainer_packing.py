@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from services.trainer.batch.row_packing import (
+    UNROUTED,
     PackingError,
     TrainSequence,
     empty_micro_batch,
@@ -77,6 +78,25 @@ def test_padding_is_a_sequence_of_its_own_without_effect() -> None:
     assert len(batch.tokens) == len(batch.temperature) == len(batch.weight) == 8
     assert with_padding(batch, 4) is batch
     assert empty_micro_batch(["advantages"]).loss_mask.sum() == 0
+
+
+def test_experts_are_stored_with_their_tokens() -> None:
+    first, second = np.arange(4 * 2 * 3).reshape(4, 2, 3), 50 + np.arange(5 * 2 * 3).reshape(5, 2, 3)
+    batch = pack([sample(3, 2, experts=first), sample(3, 3, experts=second)])
+    # Behind the prompt, which comes with the first: its own tokens but the last, then the second's own.
+    assert batch.places_of(1).tolist() == [0, 1, 2, 5, 6, 7]
+    assert batch.experts is not None
+    assert batch.experts[:4].tolist() == first.tolist()
+    assert batch.experts[5:7].tolist() == second[3:].tolist()
+    assert (batch.experts[[4, 7]] == UNROUTED).all()
+    padded = with_padding(batch, 5).experts
+    assert padded is not None
+    assert padded.shape == (10, 2, 3)
+    assert (padded[8:] == UNROUTED).all()
+    with pytest.raises(PackingError, match="experts has 4 rows: it must have 5, for all tokens but the last"):
+        sample(3, 3, experts=first)
+    with pytest.raises(PackingError, match="sequences 0 and 1: one has experts and the other has none"):
+        pack([sample(3, 2, experts=first), sample(3, 2)])
 
 
 @pytest.mark.parametrize(

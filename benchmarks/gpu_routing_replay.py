@@ -1,0 +1,154 @@
+"""Cost and effect of routing replay: the trainer's learner on a mixture of experts, on one GPU.
+
+    python -m benchmarks.gpu_routing_replay
+
+**Cost**: seconds of packing, forward and backward of a micro-batch, without and with replay of the experts that the
+routers choose anyway, so that both compute the same. They alternate; medians. Also of the pass that records experts,
+against one that doesn't.
+
+**Effect**: transformers plays the engine, with the same weights in bf16: it says which experts each token went to, and
+the log-prob of each token. The gap is the trainer's log-prob minus that, without and with replay of these experts.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+
+from benchmarks.gpu_models import make_config, make_learner, make_sequences
+from benchmarks.reporting import report
+from services.trainer.batch.row_packing import TrainSequence, pack
+from services.trainer.learner.learner import Learner
+from services.trainer.megatron.parallel import shut_down
+
+
+def with_experts(sequences: Sequence[TrainSequence], experts: NDArray[Any]) -> list[TrainSequence]:
+    """Return sequences of equal length with their experts, [tokens of all, layers, top_k]."""
+    parts = np.split(experts.astype(np.int16), len(sequences))
+    return [replace(one, experts=part) for one, part in zip(sequences, parts, strict=True)]
+
+
+def seconds_of(calls: Sequence[Callable[[], object]], after: Callable[[], object], rounds: int) -> list[float]:
+    """Return the median seconds of each call. They alternate, and `after` follows each; the first round warms up."""
+    taken: list[list[float]] = [[] for _ in calls]
+    for _ in range(rounds + 1):
+        for call, times in zip(calls, taken, strict=True):
+            synchronize()
+            began = time.perf_counter()
+            call()
+            synchronize()
+            times.append(time.perf_counter() - began)
+            after()
+    return [statistics.median(times[1:]) for times in taken]
+
+
+def synchronize() -> None:
+    """Wait for the GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+@torch.no_grad()
+def ask_engine(
+    learner: Learner, sequences: Sequence[TrainSequence], folder: Path
+) -> tuple[NDArray[Any], NDArray[np.float32]]:
+    """Return transformers' experts [tokens of all, layers, top_k] and log-probs [tokens of all], 0 for first tokens.
+
+    The weights go through `folder`.
+    """
+    learner.save_hf(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    device = learner.world.device
+    model.to(device)
+    chosen: list[torch.Tensor] = []
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda gate, inputs, output: chosen.append(output[-1]))
+    experts, logprobs = [], []
+    for sequence in sequences:
+        tokens = torch.from_numpy(sequence.tokens).to(device)
+        chosen.clear()
+        logits = model(tokens[None]).logits[0].float()
+        found = logits[:-1].log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+        experts.append(torch.stack(chosen, 1).cpu().numpy())
+        logprobs.append(np.concatenate([np.zeros(1, np.float32), found.cpu().numpy()]))
+    return np.concatenate(experts), np.concatenate(logprobs)
+
+
+def gap(learner: Learner, sequences: Sequence[TrainSequence], engine: NDArray[np.float32]) -> dict[str, float]:
+    """Return statistics of the size of the gap over the trained tokens."""
+    batch = pack(sequences)
+    trained = batch.loss_mask != 0
+    difference = np.abs(learner.log_probs([batch])[0] - engine)[trained]
+    return {
+        "gap_mean": float(difference.mean()),
+        "gap_p99": float(np.quantile(difference, 0.99)),
+        "gap_max": float(difference.max()),
+    }
+
+
+def main() -> None:
+    """Parse the command line and measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens of the micro-batch; an H200 takes 16384")
+    parser.add_argument("--sequences", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=10, help="timed rounds; one more is for warming up")
+    parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        measure(options, Path(folder))
+    shut_down()
+
+
+def measure(options: argparse.Namespace, folder: Path) -> None:
+    """Measure and report."""
+    config = make_config("moe")
+    settings = {
+        "micro_batch_tokens": options.tokens,
+        "recompute": options.recompute,
+        "routing_replay": "rollout",  # replays where a micro-batch brings experts
+    }
+    (folder / "config").mkdir()
+    learner = make_learner("moe", 1, settings, folder / "config")
+    plain = make_sequences(config.vocab_size, options.tokens, options.sequences)
+    _, (recorded,) = learner.log_probs_and_experts([pack(plain)])
+    replayed = with_experts(plain, recorded)
+
+    def train(sequences: Sequence[TrainSequence]) -> None:
+        learner.accumulate([pack(sequences)])
+
+    free, replay = seconds_of([partial(train, plain), partial(train, replayed)], learner.discard, options.rounds)
+    batches = [pack(plain)]
+    passes = [partial(learner.log_probs, batches), partial(learner.log_probs_and_experts, batches)]
+    forward, recording = seconds_of(passes, synchronize, options.rounds)
+    learner.discard()
+    experts, engine = ask_engine(learner, plain, folder / "weights")
+    own = np.sort(recorded, -1)
+    facts = {
+        "tokens": options.tokens,
+        "recompute": options.recompute,
+        "replay_cost": replay / free - 1,
+        "recording_cost_of_a_forward_pass": recording / forward - 1,
+        "engines_choices_that_differ": float(1 - (own[..., None] == experts[..., None, :]).any(-1).mean()),
+        "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "torch": torch.__version__,
+    }
+    rows = [
+        {"replay": "none", "forward_backward_seconds": free, **gap(learner, plain, engine)},
+        {"replay": "rollout", "forward_backward_seconds": replay, **gap(learner, with_experts(plain, experts), engine)},
+    ]
+    report("gpu-routing-replay", rows, **facts)
+
+
+if __name__ == "__main__":
+    main()
