@@ -24,6 +24,7 @@ class DropReason(StrEnum):
     NO_LOGPROBS = "no_logprobs"
     FILTERED = "filtered"
     FILTER_FAILED = "filter_failed"
+    PAYLOAD_LOST = "payload_lost"
 
 
 MIN_GROUPS = 16
@@ -47,6 +48,8 @@ MEANINGS: dict[str, str] = {
     DropReason.FILTER_FAILED: "the run's own filter (data.curriculum.filter) failed on them",
     DropReason.DAMAGED: "their entries in Redis could not be read",
     DropReason.MEMORY: "Redis was full; their prompts are tried again",
+    DropReason.PAYLOAD_LOST: "some of their columns are gone from Redis; their prompts are tried again: does another "
+    "program delete keys, or its maxmemory-policy evict them?",
 }
 """Meaning of each reason; the ends of runs drop groups, too, which is no cause for a warning."""
 

@@ -1,7 +1,6 @@
 """The sample board: groups move from stage to stage through Redis, each trained or dropped exactly once."""
 
 from relaxd.board.board import Board
-from relaxd.board.columns import decode_columns, encode_columns
 from relaxd.board.connection import passing
 from relaxd.board.errors import (
     BoardError,
@@ -14,6 +13,7 @@ from relaxd.board.errors import (
     RunMissing,
     StepConflict,
 )
+from relaxd.board.payloads.encoding import decode_columns, encode_columns
 from relaxd.board.schema import (
     ADVANTAGES,
     CANDIDATES,
@@ -30,6 +30,7 @@ from relaxd.board.schema import (
     TEACHER_PROMPT_TOKENS,
     VALUES,
     ColumnSpec,
+    expert_dtype,
     trained_columns,
 )
 from relaxd.board.sizes import RedisMemory, SizeProblem, size_problems, worst_bytes
@@ -102,6 +103,7 @@ __all__ = [
     "StepConflict",
     "decode_columns",
     "encode_columns",
+    "expert_dtype",
     "microseconds",
     "passing",
     "roles_for",

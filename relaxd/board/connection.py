@@ -14,7 +14,16 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, ResponseError
 from redis.retry import Retry
 
-from relaxd.board.errors import BoardError, BoardUnavailable, Fenced, GateClosed, RunExists, RunMissing, StepConflict
+from relaxd.board.errors import (
+    BoardError,
+    BoardUnavailable,
+    Fenced,
+    GateClosed,
+    RunExists,
+    RunMissing,
+    StepConflict,
+    TooLate,
+)
 from relaxd.board.gate_reasons import explain_limit
 from relaxd.board.resp import CommandPacker
 from relaxd.retry import Backoff
@@ -29,6 +38,7 @@ ERRORS: dict[str, type[BoardError]] = {
     "RUNEXISTS": RunExists,
     "NOGROUP": RunMissing,
     "CONFLICT": BoardError,
+    "TOOLATE": TooLate,
 }
 GROWING = {"publish", "create"}
 """Scripts that a full Redis refuses. It must run the others, which free memory."""

@@ -7,16 +7,19 @@ from typing import Any
 
 import redis
 
-from relaxd.board import payloads
-from relaxd.board.core import BoardCore, reading
-from relaxd.board.errors import BoardError, GateClosed
+from relaxd.board.core import BoardCore, GroupAttempt, reading
+from relaxd.board.errors import BoardError, TooLate
 from relaxd.board.facts import facts_json, parse_fate
 from relaxd.board.gate_reasons import explain_limit
+from relaxd.board.payloads import transfer
+from relaxd.board.payloads.attempt import Attempt, new_names, payload_keys
 from relaxd.board.sizes import RedisMemory
-from relaxd.board.stages import TRAIN
+from relaxd.board.stages import PUBLISH, TRAIN
 from relaxd.board.types import JSON, Admission, Fate, LedgerEntry, NewGroup, Retry
 
 GROUP_ID = re.compile(r"[^\s,|]+")
+SWEPT_TOGETHER = 256
+"""Attempts that a sweep frees before it says so."""
 
 
 class CoordinatorSide(BoardCore):
@@ -106,7 +109,25 @@ class CoordinatorSide(BoardCore):
 
         Groups that the open step needs stay. Returns the number of dropped groups. Raises Fenced, RunMissing.
         """
-        return int(self._connection.script("relieve", self.prefix, term))
+        dropped = int(self._connection.script("relieve", self.prefix, term))
+        self.sweep(term=term)
+        return dropped
+
+    def sweep(self, *, term: int) -> int:
+        """Free the payloads of closed groups and of attempts that came too late. Returns the number of attempts.
+
+        Whoever stops in the middle leaves the rest to the next sweep. Raises Fenced, RunMissing.
+        """
+        freed: list[bytes] = []
+        count = 0
+        while True:
+            freed = self._connection.script("sweep", self.prefix, term, SWEPT_TOGETHER, *freed)
+            if not freed:
+                return count
+            count += len(freed)
+            with reading(f"the garbage of run {self.run_id}"):
+                keys = [key for pointer in freed for key in payload_keys(self.prefix, pointer.decode())]
+            transfer.unlink(self._connection, keys)
 
     def publish(self, *, term: int, groups: Sequence[NewGroup], cursor: JSON = None) -> list[str]:
         """Publish groups, all or none, and atomically advance the data cursor (None leaves it).
@@ -114,30 +135,37 @@ class CoordinatorSide(BoardCore):
         Repeating the last publish (same ids) does nothing. Returns the ids. Raises GateClosed, Fenced, RunMissing,
         ColumnError; BoardError for an id that is open already or a retry_of that does not wait.
         """
-        attempts: list[payloads.Attempt] = []
-        arguments: list[str | int | bytes] = []
-        names = payloads.new_names(group.group_id for group in groups)
-        for group, name in zip(groups, names, strict=True):
-            if not GROUP_ID.fullmatch(group.group_id):
-                raise ValueError(f"group_id {group.group_id!r}: it must not be empty or have spaces, ',' or '|'")
-            pointer, shared = "", b""
-            if group.retry_of is None:
-                attempts.append(payloads.Attempt(self.prefix, name, group.columns))
-                self._check_size(group.group_id, "its prompt", attempts[-1])
-                pointer, shared = attempts[-1].pointer, attempts[-1].shared
-            trace = json.dumps(dict(group.trace)) if group.trace else "{}"
-            facts = facts_json(group.facts)
-            arguments += [group.group_id, pointer, trace, group.worst_bytes, group.retry_of or "", shared, facts]
         if not groups:
             raise ValueError("groups is empty: there is nothing to publish")
+        attempts = {}
+        for group, name in zip(groups, new_names(group.group_id for group in groups), strict=True):
+            if not GROUP_ID.fullmatch(group.group_id):
+                raise ValueError(f"group_id {group.group_id!r}: it must not be empty or have spaces, ',' or '|'")
+            if group.retry_of is None:
+                attempt = Attempt(self.prefix, name, group.columns)
+                self._check_size(group.group_id, "its prompt", attempt)
+                attempts[group.group_id] = attempt
         cursor_json = "" if cursor is None else json.dumps(cursor)
-        try:
-            self._write_and_run(attempts, "publish", term, self._routes, cursor_json, *arguments)
-        except GateClosed:
-            keys = [key for attempt in attempts for key, _ in attempt.large]
-            if keys:
-                self._connection.run(lambda client: client.unlink(*keys))
-            raise
+
+        def script(indices: list[int]) -> list[int]:
+            arguments: list[str | int | bytes] = []
+            for group in groups:
+                attempt = attempts.get(group.group_id)
+                pointer, shared = (attempt.pointer, attempt.shared) if attempt is not None else ("", b"")
+                trace = json.dumps(dict(group.trace)) if group.trace else "{}"
+                arguments += [group.group_id, pointer, trace, group.worst_bytes, group.retry_of or "", shared]
+                arguments.append(facts_json(group.facts))
+            try:
+                self._connection.script("publish", self.prefix, term, self._routes, cursor_json, *arguments)
+            except TooLate:
+                return [-1] * len(indices)
+            return [1] * len(indices)
+
+        written = [GroupAttempt(group_id, PUBLISH, attempt) for group_id, attempt in attempts.items()]
+        if written:
+            self._commit_attempts(written, script)
+        else:
+            script([])
         return [group.group_id for group in groups]
 
     def reclaim(self, *, term: int, consumer: str) -> int:
@@ -185,6 +213,7 @@ class CoordinatorSide(BoardCore):
     def purge(self, *, term: int) -> None:
         """Free what a finished run no longer needs. Raises Fenced, RunMissing."""
         self._connection.script("purge", self.prefix, term)
+        self.sweep(term=term)
 
     def measure(self) -> int:
         """Return the bytes that the run takes in Redis."""
@@ -210,7 +239,7 @@ class CoordinatorSide(BoardCore):
             batch: list[bytes] = []
             for key in client.scan_iter(match=pattern, count=1000):
                 batch.append(key)
-                if len(batch) == 1000:
+                if len(batch) == transfer.KEYS_TOGETHER:
                     client.unlink(*batch)
                     batch.clear()
             if batch:

@@ -2,16 +2,17 @@
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import NamedTuple
 
 import redis
 
-from relaxd.board import payloads
-from relaxd.board.columns import decode_columns
-from relaxd.board.connection import RedisConnection, script_hash
-from relaxd.board.errors import BoardError, ColumnsTooLarge, RunMissing
+from relaxd.board.connection import RedisConnection
+from relaxd.board.errors import BoardError, ColumnsTooLarge, RunMissing, TooLate
+from relaxd.board.payloads import transfer
+from relaxd.board.payloads.attempt import Attempt, new_names
+from relaxd.board.payloads.encoding import decode_columns
 from relaxd.board.stages import PUBLISH, Stage, producers
 from relaxd.board.types import Counts, DroppedGroup, HeldGroup, QueueDepth
 from relaxd.config import BoardConfig
@@ -22,7 +23,15 @@ RESERVED_RUN_ID = "coordinator"
 """Keys start with relaxd:RUN_ID: under this name are the coordinator's own."""
 WORKERS = "workers"
 WRITES = 3
-"""Attempts to write payloads that expire before their script runs."""
+"""Attempts to write large payloads before their commit comes too late."""
+
+
+class GroupAttempt(NamedTuple):
+    """What a stage, or "publish", writes for a group."""
+
+    group_id: str
+    stage: str
+    attempt: Attempt
 
 
 @contextmanager
@@ -170,7 +179,7 @@ class BoardCore:
             raise RunMissing(f"run {self.run_id} is not on the board")
         return value
 
-    def _check_size(self, group_id: str, what: str, attempt: payloads.Attempt) -> None:
+    def _check_size(self, group_id: str, what: str, attempt: Attempt) -> None:
         """Raise ColumnsTooLarge if the columns exceed board.max_group_bytes."""
         if attempt.nbytes > self.limits.max_group_bytes:
             raise ColumnsTooLarge(
@@ -178,20 +187,43 @@ class BoardCore:
                 f"{self.limits.max_group_bytes}"
             )
 
-    def _write_and_run(self, attempts: Sequence[payloads.Attempt], script: str, *arguments: Any) -> Any:
-        """Write payloads and run the script that points to them, in one round trip."""
+    def _commit_attempts(self, attempts: Sequence[GroupAttempt], script: Callable[[list[int]], list[int]]) -> list[int]:
+        """Write large payloads and run the script that points to them.
 
-        def commands(pipe: redis.client.Pipeline) -> None:
-            payloads.write(pipe, attempts, self.orphan_seconds)
-            pipe.evalsha(script_hash(script), 1, self.prefix, *arguments)
-
+        `script` gets the indices of the attempts to commit, and returns for each 1 (committed), 0 (nobody wants it) or
+        -1 (it came too late, and is written again under another name). Returns 1 or 0 for each attempt. Raises
+        TooLate for one that came too late again and again.
+        """
+        results = [0] * len(attempts)
+        left = list(range(len(attempts)))
         for _ in range(WRITES):
-            try:
-                reply = self._connection.pipeline(commands)[-1]
-            except BoardError as error:
-                if str(error) != "EXPIRED":
-                    raise
-                continue
-            if not (isinstance(reply, list) and -1 in reply):
-                return reply
-        raise BoardError(f"payloads expired {WRITES} times before their commit: orphan_seconds is too short")
+            milliseconds = transfer.patience(
+                sum(attempts[index].attempt.large_bytes for index in left), self.orphan_seconds
+            )
+            refused = self._register([attempts[index] for index in left], milliseconds)
+            left = [index for index in left if attempts[index].attempt.pointer not in refused]
+            transfer.write(self._connection, [attempts[index].attempt for index in left], milliseconds)
+            replies = dict(zip(left, script(left) if left else [], strict=True))
+            left = [index for index, reply in replies.items() if reply == -1]
+            results = [max(0, replies.get(index, result)) for index, result in enumerate(results)]
+            if not left:
+                return results
+            for index, name in zip(left, new_names(attempts[index].group_id for index in left), strict=True):
+                attempts[index].attempt.rename(name)
+        late = attempts[left[0]]
+        raise TooLate(
+            f"group {late.group_id}: what {late.stage!r} writes came too late {WRITES} times: "
+            f"{late.attempt.large_bytes} bytes took longer than {milliseconds / 1000:.0f} s"
+        )
+
+    def _register(self, attempts: Sequence[GroupAttempt], milliseconds: int) -> set[str]:
+        """Register attempts whose large payloads take at most `milliseconds` to write.
+
+        Returns the pointers of those that nobody wants any more, whose payloads need not be written.
+        """
+        large = [(one.group_id, one.stage, one.attempt.pointer) for one in attempts if one.attempt.large_bytes]
+        if not large:
+            return set()
+        arguments = (part for one in large for part in one)
+        refused = self._connection.script("register", self.prefix, milliseconds, *arguments)
+        return {pointer.decode() for pointer in refused}

@@ -33,6 +33,10 @@ class BoardUnavailable(BoardError):
     """Redis is unavailable, after retries. Repeating the operation is safe."""
 
 
+class TooLate(BoardError):
+    """Large payloads took so long to write that they are given up: they must be written again."""
+
+
 class GateClosed(BoardError):
     """The gate refuses to publish; `limit` and `detail` are those of `relaxd.board.types.Admission`."""
 

@@ -11,7 +11,7 @@ tokens, with loss_mask 0.
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -125,11 +125,11 @@ COLUMNS: dict[str, ColumnSpec] = {
         ColumnSpec(
             ROUTED_EXPERTS,
             "rollout",
-            "int32",
+            "uint8",
             "rows, layers, top_k",
-            "Experts that each token was sent to: of prompt and answer but the last token, sequence by sequence. With "
-            'trainer.routing_replay = "rollout" the trainer uses them; with "none" it leaves them; with "trainer" its '
-            "step files have its own instead.",
+            "Experts that each token was sent to (uint16 for a model of more than 256): of prompt and answer but the "
+            'last token, sequence by sequence. With trainer.routing_replay = "rollout" the trainer uses them; with '
+            '"none" it leaves them; with "trainer" its step files have its own instead.',
             optional=True,
         ),
         ColumnSpec(
@@ -232,6 +232,11 @@ def written_by(stage: str, optional: Collection[str] = ()) -> tuple[str, ...]:
 def trained_columns(optional: Collection[str] = ()) -> tuple[str, ...]:
     """Return the columns that the trainer takes in, in a run in which it takes these optional columns."""
     return tuple(c.name for c in COLUMNS.values() if c.trained and (not c.optional or c.name in optional))
+
+
+def expert_dtype(experts: int) -> np.dtype[np.unsignedinteger[Any]]:
+    """Return the dtype of ROUTED_EXPERTS for a model with so many experts in a layer."""
+    return np.dtype(np.uint8 if experts <= 1 << 8 else np.uint16)
 
 
 def token_bytes(columns: Collection[str], candidates: int = 0) -> int:

@@ -3,22 +3,25 @@
 import json
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import redis
 
-from relaxd.board import payloads
-from relaxd.board.columns import decode_columns
-from relaxd.board.core import WORKERS, BoardCore
+from relaxd.board.core import WORKERS, BoardCore, GroupAttempt, reading
 from relaxd.board.errors import BoardError, ColumnError
 from relaxd.board.facts import facts_json, facts_of
+from relaxd.board.payloads import transfer
+from relaxd.board.payloads.attempt import Attempt, Place, all_places, new_names, places
+from relaxd.board.payloads.encoding import decode_columns
 from relaxd.board.schema import LOSS_MASK, VERSIONS
 from relaxd.board.stages import PUBLISH
 from relaxd.board.types import Column, Delivery, DropKind, DropReason, Saved
 
 MAX_CLAIM_INTERVAL = 5.0
+COMMIT_BYTES = 16 << 20
+"""Most bytes of the groups that are committed together, so that the first doesn't wait for the bytes of all."""
 
 logger = logging.getLogger(__name__)
 
@@ -63,23 +66,22 @@ class StageSide(BoardCore):
     def load(self, deliveries: Sequence[Delivery], columns: Sequence[str]) -> list[dict[str, Column] | None]:
         """Load columns of each delivery's group; None for a group that was closed meanwhile.
 
-        Arrays are read-only views. Raises BoardError for a column that is not written yet, ColumnError for a corrupt
-        one.
+        An open group with a payload that is missing is dropped as "payload_lost", and its prompt retried. Arrays are
+        read-only views. Raises BoardError for a column that is not written yet, ColumnError for a corrupt one.
         """
-        wanted: dict[str, list[str]] = {}
-        for column in columns:
-            wanted.setdefault("@" + self._producers.get(column, PUBLISH), []).append(column)
-        places: list[dict[str, str] | None] = []
-        for pointers in self._pointers(deliveries, list(wanted)):
-            if pointers is None:
-                places.append(None)
-                continue
-            place: dict[str, str] = {}
-            for writer, names in wanted.items():
-                place.update(payloads.place(self.prefix, pointers[writer], names))
-            places.append(place)
-        payload_of = self._read_payloads({key for place in places if place is not None for key in place.values()})
-        return [None if place is None else _pick(payload_of, place) for place in places]
+        if not deliveries:
+            return []
+        placed = self._places(deliveries, columns)
+        every = {place for group in placed if group is not None for place in group.values()}
+        ids = [delivery.group_id for delivery in deliveries]
+        found, is_open = transfer.read(self._connection, every, "SMISMEMBER", f"{self.prefix}open", *ids)
+        payloads = {place: None if data is None else decode_columns(data) for place, data in found.items()}
+        loaded = [None if group is None else _pick(payloads, group) for group in placed]
+        lacking = [id for id, group, held in zip(ids, loaded, is_open, strict=True) if held and group is None]
+        if lacking:
+            dropped = self._connection.script("drop_lost", self.prefix, self.limits.max_retries, *lacking)
+            logger.error("dropped %d groups whose payloads are gone from Redis, of %s", dropped, lacking[:5])
+        return [group if held else None for group, held in zip(loaded, is_open, strict=True)]
 
     def saved(self, delivery: Delivery) -> Saved:
         """Load the unfinished work that deliveries of this group have saved at this stage, in order.
@@ -87,25 +89,21 @@ class StageSide(BoardCore):
         Nothing is saved any more once the stage has committed, or the group is closed. Of damaged work only the
         pointers are returned, for `forget_saved`.
         """
-        field, key = f"saved:{delivery.stage}", f"{self.prefix}group:{delivery.group_id}"
-        found = self._connection.run(lambda client: client.hget(key, field))
-        pointers = found.decode().split() if found else []
-        keys = [list(dict.fromkeys(payloads.keys(self.prefix, pointer))) for pointer in pointers]
+        saved = ("HGET", f"{self.prefix}group:{delivery.group_id}", f"saved:{delivery.stage}")
+        found = self._connection.run(lambda client: client.execute_command(*saved))
+        pointers = found.decode() if found else ""
+        with reading(f"the saved work of group {delivery.group_id}"):
+            placed = [all_places(self.prefix, pointer) for pointer in pointers.split()]
+        every = {place for of_part in placed for place in of_part}
+        payloads, still = transfer.read(self._connection, every, *saved)
+        if still != found or None in payloads.values():  # somebody committed, dropped or forgot it this moment
+            return Saved()
         try:
-            payload_of = self._read_payloads({key for of_part in keys for key in of_part})
+            columns = {place: decode_columns(data) for place, data in payloads.items() if data is not None}
         except ColumnError as error:
             logger.error("the saved work of group %s is damaged: %s", delivery.group_id, error)
-            return Saved(" ".join(pointers))
-        parts: list[dict[str, Column]] = []
-        for of_part in keys:
-            columns: dict[str, Column] = {}
-            for name in of_part:
-                payload = payload_of[name]
-                if payload is None:  # somebody committed, dropped or forgot it this moment
-                    return Saved()
-                columns |= payload
-            parts.append(columns)
-        return Saved(" ".join(pointers), tuple(parts))
+            return Saved(pointers)
+        return Saved(pointers, tuple({k: v for place in part for k, v in columns[place].items()} for part in placed))
 
     def save(
         self, delivery: Delivery, columns: Mapping[str, Column], *, after: str, forgiven: bool = False
@@ -123,12 +121,16 @@ class StageSide(BoardCore):
         Returns the pointers of all parts; None if this delivery does not hold the group any more, or others have saved
         or forgotten something. Raises ColumnError.
         """
-        attempt = payloads.Attempt(self.prefix, payloads.new_names([delivery.group_id])[0], columns)
+        attempt = Attempt(self.prefix, new_names([delivery.group_id])[0], columns)
         self._check_size(delivery.group_id, f"the unfinished work of stage {delivery.stage!r}", attempt)
         hold = (delivery.group_id, delivery.stage, delivery.entry_id, delivery.consumer, delivery.attempt)
-        part = (after, attempt.pointer, attempt.shared, int(forgiven))
-        done = self._write_and_run([attempt], "save", *hold, *part)
-        return f"{after} {attempt.pointer}".strip() if done else None
+
+        def script(_: list[int]) -> list[int]:
+            part = (after, attempt.pointer, attempt.shared, int(forgiven))
+            return [int(self._connection.script("save", self.prefix, *hold, *part))]
+
+        done = self._commit_attempts([GroupAttempt(delivery.group_id, delivery.stage, attempt)], script)
+        return f"{after} {attempt.pointer}".strip() if done == [1] else None
 
     def forget_saved(self, delivery: Delivery, pointers: str) -> bool:
         """Remove the unfinished work that is saved under these pointers. Returns False as `save` returns None."""
@@ -157,39 +159,18 @@ class StageSide(BoardCore):
     def commit(self, items: Sequence[tuple[Delivery, Mapping[str, Column]]]) -> list[bool]:
         """Commit exactly the columns that each delivery's stage writes, and offer the groups to the next stages.
 
-        Takes one round trip. Returns for each delivery True, or False if another attempt was first or the group is
-        closed; both end the hold. Raises ColumnError, and ValueError for missing or unknown columns.
+        Takes one round trip if all columns are small. Returns for each delivery True, or False if another attempt was
+        first or the group is closed; both end the hold. Raises ColumnError, and ValueError for missing or unknown
+        columns.
         """
-        if not items:
-            return []
-        attempts: list[payloads.Attempt] = []
-        arguments: list[str | int | bytes] = []
-        names = payloads.new_names(delivery.group_id for delivery, _ in items)
-        for (delivery, columns), name in zip(items, names, strict=True):
-            writes = self._by_name[delivery.stage].writes
-            if set(columns) != set(writes):
-                raise ValueError(
-                    f"stage {delivery.stage!r} writes columns {', '.join(sorted(writes))}; "
-                    f"got {', '.join(sorted(columns)) or 'none'}"
-                )
-            attempt = payloads.Attempt(self.prefix, name, columns)
-            self._check_size(delivery.group_id, f"the output of stage {delivery.stage!r}", attempt)
-            attempts.append(attempt)
-            versions, mask = columns.get(VERSIONS), columns.get(LOSS_MASK)
-            if isinstance(versions, np.ndarray) and isinstance(mask, np.ndarray) and versions.shape == mask.shape:
-                versions = versions[mask != 0]
-            version = int(versions.min()) if isinstance(versions, np.ndarray) and versions.size else ""
-            arguments += [
-                delivery.group_id,
-                delivery.stage,
-                delivery.entry_id,
-                attempt.pointer,
-                version,
-                attempt.shared,
-                f"{delivery.enqueued_at} {delivery.worked[0]} {delivery.worked[1]}" if delivery.worked else "",
-                facts_json(facts_of(columns)),
-            ]
-        return [result == 1 for result in self._write_and_run(attempts, "commit", self._routes, *arguments)]
+        names = new_names(delivery.group_id for delivery, _ in items)
+        prepared = [
+            self._prepare(delivery, columns, name) for (delivery, columns), name in zip(items, names, strict=True)
+        ]
+        results: list[bool] = []
+        for together in transfer.gather(prepared, lambda one: one[0].attempt.nbytes, COMMIT_BYTES):
+            results += self._commit_together(together)
+        return results
 
     def drop(
         self,
@@ -213,6 +194,33 @@ class StageSide(BoardCore):
             return bool(self._connection.script("drop", self.prefix, target, *settings))
         hold = (target.stage, target.entry_id, target.consumer, target.attempt)
         return bool(self._connection.script("drop", self.prefix, target.group_id, *settings, *hold))
+
+    def _prepare(self, delivery: Delivery, columns: Mapping[str, Column], name: str) -> tuple[GroupAttempt, list[Any]]:
+        """Return an attempt to commit these columns, and what the script is told besides its pointer and bytes."""
+        writes = self._by_name[delivery.stage].writes
+        if set(columns) != set(writes):
+            raise ValueError(
+                f"stage {delivery.stage!r} writes columns {', '.join(sorted(writes))}; "
+                f"got {', '.join(sorted(columns)) or 'none'}"
+            )
+        attempt = Attempt(self.prefix, name, columns)
+        self._check_size(delivery.group_id, f"the output of stage {delivery.stage!r}", attempt)
+        versions, mask = columns.get(VERSIONS), columns.get(LOSS_MASK)
+        if isinstance(versions, np.ndarray) and isinstance(mask, np.ndarray) and versions.shape == mask.shape:
+            versions = versions[mask != 0]
+        version = int(versions.min()) if isinstance(versions, np.ndarray) and versions.size else ""
+        times = f"{delivery.enqueued_at} {delivery.worked[0]} {delivery.worked[1]}" if delivery.worked else ""
+        return GroupAttempt(delivery.group_id, delivery.stage, attempt), [version, times, facts_json(facts_of(columns))]
+
+    def _commit_together(self, prepared: Sequence[tuple[GroupAttempt, list[Any]]]) -> list[bool]:
+        def script(indices: list[int]) -> list[int]:
+            arguments: list[str | int | bytes] = []
+            for (group_id, stage, attempt), told in (prepared[index] for index in indices):
+                arguments += [group_id, stage, attempt.pointer, attempt.shared, *told]
+            replies: list[int] = self._connection.script("commit", self.prefix, self._routes, *arguments)
+            return replies
+
+        return [result == 1 for result in self._commit_attempts([one for one, _ in prepared], script)]
 
     def _claim(self, stage: str, consumer: str, count: int) -> list[Delivery]:
         lease = max(1, int(self.limits.lease_seconds * 1000))
@@ -249,12 +257,20 @@ class StageSide(BoardCore):
             self._connection.script("discard", self.prefix, stage, *damaged)
         return found
 
-    def _read_payloads(self, keys: Collection[str]) -> dict[str, dict[str, Column] | None]:
-        """Load and decode payloads by key in one round trip; None for missing ones."""
-        if not keys:
-            return {}
-        values = self._connection.run(lambda client: client.execute_command("MGET", *keys))
-        return {key: None if value is None else decode_columns(value) for key, value in zip(keys, values, strict=True)}
+    def _places(self, deliveries: Sequence[Delivery], columns: Sequence[str]) -> list[dict[str, Place] | None]:
+        """Return where each group's columns are; None for a group that was closed meanwhile."""
+        wanted: dict[str, list[str]] = {}
+        for column in columns:
+            wanted.setdefault("@" + self._producers.get(column, PUBLISH), []).append(column)
+        result: list[dict[str, Place] | None] = []
+        for delivery, pointers in zip(deliveries, self._pointers(deliveries, list(wanted)), strict=True):
+            if pointers is None:
+                result.append(None)
+                continue
+            with reading(f"a pointer of group {delivery.group_id}"):
+                of_writers = [places(self.prefix, pointers[writer], names) for writer, names in wanted.items()]
+            result.append({column: place for found in of_writers for column, place in found.items()})
+        return result
 
     def _pointers(self, deliveries: Sequence[Delivery], writers: list[str]) -> list[dict[str, str] | None]:
         """Return each group's pointers: the delivery's, or those of the group if some were written later."""
@@ -278,15 +294,15 @@ class StageSide(BoardCore):
         return [looked_up.get(d.group_id, d.pointers) for d in deliveries]
 
 
-def _pick(payloads: Mapping[str, dict[str, Column] | None], place: Mapping[str, str]) -> dict[str, Column] | None:
+def _pick(payloads: Mapping[Place, dict[str, Column] | None], placed: Mapping[str, Place]) -> dict[str, Column] | None:
     """Pick a group's columns from loaded payloads; None if one is missing."""
     result: dict[str, Column] = {}
-    for column, key in place.items():
-        payload = payloads[key]
+    for column, place in placed.items():
+        payload = payloads[place]
         if payload is None:
             return None
         if column not in payload:
-            raise BoardError(f"column {column!r} is not in the payload {key}")
+            raise BoardError(f"column {column!r} is not in the payload {place.keys[0]}")
         result[column] = payload[column]
     return result
 

@@ -14,7 +14,7 @@ from typing import TypeAlias, TypeVar
 from opentelemetry import trace
 
 from relaxd.board.board import Board
-from relaxd.board.errors import BoardError, BoardUnavailable, ColumnError, ColumnsTooLarge, RunMissing
+from relaxd.board.errors import BoardError, BoardUnavailable, ColumnError, ColumnsTooLarge, RunMissing, TooLate
 from relaxd.board.times import MICROSECONDS, StageTime, microseconds
 from relaxd.board.types import Column, Delivery, DropKind, DropReason
 from relaxd.telemetry import open_stage_span, record
@@ -287,7 +287,7 @@ class StageWorker:
         """Commit columns; a group whose columns cannot be stored fails alone. Returns the settled deliveries."""
         try:
             results = self._retry(lambda: self._board.commit(commits))
-        except (ColumnError, ValueError) as error:
+        except (ColumnError, TooLate, ValueError) as error:
             if len(commits) > 1:
                 return [settled for commit in commits for settled in self._commit_columns([commit])]
             delivery = commits[0][0]

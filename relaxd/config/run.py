@@ -287,7 +287,7 @@ class BoardConfig(Section):
     high_water_bytes: int = Field(default=0, ge=0)
     """Maximum bytes of open groups in Redis; above, only groups that the open step needs are published. 0 means four
     fifths of Redis's maxmemory, or a fifth of its machine's memory if it has none."""
-    max_group_bytes: int = Field(default=256 << 20, ge=1 << 10, le=512 << 20)
+    max_group_bytes: int = Field(default=256 << 20, ge=1 << 10, le=16 << 30)
     """Maximum bytes in Redis of a prompt, or of one stage's columns of a group. A larger one fails."""
 
 

@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from relaxd.board import expert_dtype
 from relaxd.board.sizes import worst_bytes
 from relaxd.config import RehearsalConfig, RunConfig
 from relaxd.config.data import DataSource
 
 REWARD = "relaxd.rehearsal.reward:scripted"
 MANY_STEPS = 1_000_000
+EXPERTS = 128
+"""Experts in a layer of a mixture, of which the scripted engine chooses."""
 STEPS_IN_REDIS = 3
 """Steps whose groups are in Redis at the same time, at most: being generated, waiting, being trained."""
 LONG_TAIL = 1.5
@@ -40,7 +43,11 @@ class Scale:
 
 def expert_bytes(config: RunConfig) -> int:
     """Return the bytes of a token's routed experts; 0 if the run doesn't return them."""
-    return 4 * math.prod(config.rehearsal.experts) if config.rollout.return_routed_experts else 0
+    return (
+        expert_dtype(EXPERTS).itemsize * math.prod(config.rehearsal.experts)
+        if config.rollout.return_routed_experts
+        else 0
+    )
 
 
 def payload_scale(config: RunConfig, memory_bytes: int) -> int:

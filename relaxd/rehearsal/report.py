@@ -165,7 +165,7 @@ def limits(found: Measured) -> list[Limit]:
             found.worst_group_bytes,
             found.max_group_bytes,
             "bytes",
-            "raise board.max_group_bytes (up to 512 MiB), or lower rollout.samples_per_prompt or max_new_tokens",
+            "raise board.max_group_bytes (up to 16 GiB), or lower rollout.samples_per_prompt or max_new_tokens",
         ),
         Limit(
             "Redis's thread",

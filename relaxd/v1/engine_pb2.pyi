@@ -216,8 +216,8 @@ class EngineOutput(_message.Message):
     spans_weight_update: _builtins.bool
     """Whether the sample continued in place across a weight update; with its last output."""
     routed_experts: _builtins.bytes
-    """Experts that each token was routed to: int32 [prompt and answer tokens but the last, layers, top_k], with the last
-    output if the run returns them.
+    """Experts that each token was routed to: uint8, or uint16 for a model of more than 256 experts, [prompt and answer
+    tokens but the last, layers, top_k], with the last output if the run returns them.
     """
     @_builtins.property
     def versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15relaxd/v1/group.proto\x12\trelaxd.v1*\x87\x04\n\nDropReason\x12\x1b\n\x17\x44ROP_REASON_UNSPECIFIED\x10\x00\x12\x1d\n\x19\x44ROP_REASON_ZERO_VARIANCE\x10\x01\x12\x1a\n\x16\x44ROP_REASON_BAD_PROMPT\x10\x02\x12\x1f\n\x1b\x44ROP_REASON_PROMPT_TOO_LONG\x10\x03\x12\x19\n\x15\x44ROP_REASON_TOO_LARGE\x10\x04\x12\x1d\n\x19\x44ROP_REASON_REWARD_FAILED\x10\x05\x12\x19\n\x15\x44ROP_REASON_MALFORMED\x10\x06\x12\x18\n\x14\x44ROP_REASON_TOO_LONG\x10\x07\x12\x15\n\x11\x44ROP_REASON_STALE\x10\x08\x12$\n DROP_REASON_NON_FINITE_GRADIENTS\x10\t\x12\x16\n\x12\x44ROP_REASON_POISON\x10\n\x12\x17\n\x13\x44ROP_REASON_DAMAGED\x10\x0b\x12\x16\n\x12\x44ROP_REASON_MEMORY\x10\x0c\x12\x19\n\x15\x44ROP_REASON_RUN_ENDED\x10\r\x12\x1a\n\x16\x44ROP_REASON_RUN_FAILED\x10\x0e\x12\x1b\n\x17\x44ROP_REASON_NO_LOGPROBS\x10\x0f\x12\x18\n\x14\x44ROP_REASON_FILTERED\x10\x10\x12\x1d\n\x19\x44ROP_REASON_FILTER_FAILED\x10\x11\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15relaxd/v1/group.proto\x12\trelaxd.v1*\xa5\x04\n\nDropReason\x12\x1b\n\x17\x44ROP_REASON_UNSPECIFIED\x10\x00\x12\x1d\n\x19\x44ROP_REASON_ZERO_VARIANCE\x10\x01\x12\x1a\n\x16\x44ROP_REASON_BAD_PROMPT\x10\x02\x12\x1f\n\x1b\x44ROP_REASON_PROMPT_TOO_LONG\x10\x03\x12\x19\n\x15\x44ROP_REASON_TOO_LARGE\x10\x04\x12\x1d\n\x19\x44ROP_REASON_REWARD_FAILED\x10\x05\x12\x19\n\x15\x44ROP_REASON_MALFORMED\x10\x06\x12\x18\n\x14\x44ROP_REASON_TOO_LONG\x10\x07\x12\x15\n\x11\x44ROP_REASON_STALE\x10\x08\x12$\n DROP_REASON_NON_FINITE_GRADIENTS\x10\t\x12\x16\n\x12\x44ROP_REASON_POISON\x10\n\x12\x17\n\x13\x44ROP_REASON_DAMAGED\x10\x0b\x12\x16\n\x12\x44ROP_REASON_MEMORY\x10\x0c\x12\x19\n\x15\x44ROP_REASON_RUN_ENDED\x10\r\x12\x1a\n\x16\x44ROP_REASON_RUN_FAILED\x10\x0e\x12\x1b\n\x17\x44ROP_REASON_NO_LOGPROBS\x10\x0f\x12\x18\n\x14\x44ROP_REASON_FILTERED\x10\x10\x12\x1d\n\x19\x44ROP_REASON_FILTER_FAILED\x10\x11\x12\x1c\n\x18\x44ROP_REASON_PAYLOAD_LOST\x10\x12\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,5 +32,5 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'relaxd.v1.group_pb2', _glob
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DROPREASON']._serialized_start=37
-  _globals['_DROPREASON']._serialized_end=556
+  _globals['_DROPREASON']._serialized_end=586
 # @@protoc_insertion_point(module_scope)

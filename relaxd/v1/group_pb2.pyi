@@ -58,6 +58,8 @@ class _DropReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DropReason
     """The run's own filter (data.curriculum.filter) keeps it from being trained on."""
     DROP_REASON_FILTER_FAILED: _DropReason.ValueType  # 17
     """The run's own filter failed on it."""
+    DROP_REASON_PAYLOAD_LOST: _DropReason.ValueType  # 18
+    """A part of its columns is gone from Redis. Its prompt is tried again."""
 
 class DropReason(_DropReason, metaclass=_DropReasonEnumTypeWrapper):
     """Why a group was dropped."""
@@ -98,4 +100,6 @@ DROP_REASON_FILTERED: DropReason.ValueType  # 16
 """The run's own filter (data.curriculum.filter) keeps it from being trained on."""
 DROP_REASON_FILTER_FAILED: DropReason.ValueType  # 17
 """The run's own filter failed on it."""
+DROP_REASON_PAYLOAD_LOST: DropReason.ValueType  # 18
+"""A part of its columns is gone from Redis. Its prompt is tried again."""
 Global___DropReason: _TypeAlias = DropReason  # noqa: Y015

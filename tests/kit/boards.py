@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from relaxd.board import Board, Column, Delivery, NewGroup, Stage
+from relaxd.board.payloads.attempt import payload_keys
 from relaxd.config import BoardConfig
 
 STAGES = (
@@ -20,10 +21,18 @@ LARGE = 20_000
 """Tokens of a sample whose columns are too large to share a payload."""
 
 
-def make_board(url: str, *, run_id: str = "run", groups_per_step: int = 4, steps: int = 100, **settings: Any) -> Board:
+def make_board(
+    url: str,
+    *,
+    run_id: str = "run",
+    stages: Sequence[Stage] = STAGES,
+    groups_per_step: int = 4,
+    steps: int = 100,
+    **settings: Any,
+) -> Board:
     """A board that was created by term 1, its gate open for version 0."""
     timing = {name: settings.pop(name) for name in ("timeout_seconds", "retry_seconds") if name in settings}
-    board = Board(url, run_id, STAGES, BoardConfig(**settings), **timing)
+    board = Board(url, run_id, stages, BoardConfig(**settings), **timing)
     board.create(term=1, groups_per_step=groups_per_step, steps=steps)
     board.set_gate(term=1, oldest_version=0, open=True)
     return board
@@ -63,6 +72,13 @@ def end_leases(board: Board, stage: str, consumer: str | None = None) -> None:
             client.xclaim(stream, "workers", owner, 0, [entry], idle=10**9, justid=True)
 
 
+def make_overdue(board: Board) -> None:
+    """Make every registered attempt overdue, as time would."""
+    client: Any = board._connection.client
+    for pointer in client.zrange(f"{board.prefix}pending", 0, -1):
+        client.zadd(f"{board.prefix}pending", {pointer: 1})
+
+
 def advance(board: Board, stages: Sequence[str], **settings: Any) -> None:
     """Commit what waits at each of these stages."""
     for stage in stages:
@@ -89,7 +105,7 @@ def audit(board: Board) -> None:
         replies[2 * len(stages) :],
     )
     streams = {stage: dict(found) for stage, found in zip(stages, entries, strict=True)}
-    pending = dict(zip(stages, holds, strict=True))
+    held = dict(zip(stages, holds, strict=True))
     groups = dict(zip(open_groups, hashes, strict=True))
 
     # Every open group is somewhere: at each stage it was offered and that has not committed, as exactly one entry.
@@ -102,7 +118,7 @@ def audit(board: Board) -> None:
             expected_entries[stage][fields[f"entry:{stage}".encode()]] = id.encode()
     for stage in stages:
         assert {entry: f[b"group"] for entry, f in streams[stage].items()} == expected_entries[stage]
-        assert {p["message_id"] for p in pending[stage]} <= set(streams[stage]), "a hold on nothing"
+        assert {p["message_id"] for p in held[stage]} <= set(streams[stage]), "a hold on nothing"
 
     # No group in two steps, none both trained and open.
     trained = Counter(id for entry in board.ledger() for id in entry.plan["groups"])
@@ -112,21 +128,24 @@ def audit(board: Board) -> None:
     assert counts.dropped == sum(counts.dropped_by_reason.values())
     assert [entry.step for entry in board.ledger()] == list(range(1, counts.last_step + 1))
 
-    # Every column that is pointed to is there for good; every other one expires.
+    # Every payload that is pointed to is there for good; every other one is garbage, or expires.
     pointers = [value for fields in groups.values() for name, value in fields.items() if name.startswith(b"@")]
     pointers += [pointer for fields in groups.values() for pointer in _saved(fields)]
-    pointers += [value.split(b"|")[1] for value in client.hgetall(f"{prefix}retries").values()]
-    wanted = set()
-    for pointer in pointers:
-        name, *large = pointer.decode().split(",")
-        wanted |= {f"{prefix}columns:{name}", *(f"{prefix}columns:{name}:{column}" for column in large)}
+    for waiting in ("retries", "unscored"):
+        pointers += [value.split(b"|")[1] for value in client.hgetall(prefix + waiting).values()]
+    wanted = {key for pointer in pointers for key in payload_keys(prefix, pointer.decode())}
+    thrown_away = client.smembers(f"{prefix}garbage")
+    garbage = {key for pointer in thrown_away for key in payload_keys(prefix, pointer.decode())}
+    assert not wanted & garbage, f"to be freed, but pointed to: {wanted & garbage}"
+
     keys = [key.decode() for key in client.keys(f"{prefix}*")]
     columns = [key for key in keys if key.startswith(f"{prefix}columns:")]
     with client.pipeline() as pipe:
         for key in columns:
             pipe.ttl(key)
         lasting = {key for key, seconds in zip(columns, pipe.execute(), strict=True) if seconds == -1}
-    assert lasting == wanted, f"lost {wanted - lasting}, leaked {lasting - wanted}"
+    assert wanted <= lasting, f"lost {wanted - lasting}"
+    assert lasting <= wanted | garbage, f"leaked {lasting - wanted - garbage}"
 
     assert set(board.open_versions()) <= open_groups
     state = client.hgetall(f"{prefix}state")
@@ -134,8 +153,15 @@ def audit(board: Board) -> None:
     stored = {id: int(fields[b"stored"]) for id, fields in groups.items()}
     assert stored == {id: _bytes_of(client, prefix, fields) for id, fields in groups.items()}
     assert int(state[b"stored_bytes"]) == sum(stored.values())
+    assert int(state[b"garbage_bytes"]) == sum(bytes_of(pointer) for pointer in thrown_away)
     found_hashes = {key.removeprefix(f"{prefix}group:") for key in keys if key.startswith(f"{prefix}group:")}
     assert found_hashes == open_groups, "a closed group left its hash behind"
+
+
+def bytes_of(pointer: bytes) -> int:
+    """The bytes that a pointer says that its payloads have."""
+    name, *large = pointer.decode().split(",")
+    return int(name.rpartition(":")[2]) + sum(int(part.split(":")[1]) for part in large)
 
 
 def _saved(fields: dict[bytes, bytes]) -> list[bytes]:
@@ -145,9 +171,5 @@ def _saved(fields: dict[bytes, bytes]) -> list[bytes]:
 
 def _bytes_of(client: Any, prefix: str, fields: dict[bytes, bytes]) -> int:
     """The bytes of what a group's pointers point to."""
-    total = 0
-    for pointer in [*(value for name, value in fields.items() if name.startswith(b"@")), *_saved(fields)]:
-        attempt, *large = pointer.decode().split(",")
-        keys = [f"{prefix}columns:{attempt}", *(f"{prefix}columns:{attempt}:{column}" for column in large)]
-        total += sum(client.strlen(key) for key in keys)
-    return total
+    pointers = [*(value for name, value in fields.items() if name.startswith(b"@")), *_saved(fields)]
+    return sum(client.strlen(key) for pointer in pointers for key in payload_keys(prefix, pointer.decode()))

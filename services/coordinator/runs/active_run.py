@@ -233,6 +233,7 @@ class ActiveRun:
             if counts.last_step > self._files.last_step:
                 await self._append_metrics()
             await self._append_fates()
+            await self._redis.in_thread(self.board.sweep, term=self.context.term)
             if counts.last_step >= self.config.run.steps or self._stopping():
                 break
             if self.health.failure:

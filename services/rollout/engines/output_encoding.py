@@ -1,5 +1,6 @@
 """Outputs as messages, whose arrays are bytes."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain, groupby
@@ -30,7 +31,7 @@ def encode_output(request_id: str, output: Output) -> engine_pb2.EngineOutput:
         spans_weight_update=output.spans_weight_update,
     )
     if output.routed_experts is not None:
-        message.routed_experts = np.ascontiguousarray(output.routed_experts, dtype=np.int32).tobytes()
+        message.routed_experts = output.routed_experts.tobytes()
         message.routed_experts_shape.extend(output.routed_experts.shape)
     return message
 
@@ -49,7 +50,8 @@ def decode_output(message: engine_pb2.EngineOutput) -> Output:
     )
     if message.routed_experts_shape:
         shape = tuple(message.routed_experts_shape)
-        output.routed_experts = np.frombuffer(message.routed_experts, dtype=np.int32).reshape(shape)
+        dtype = np.uint16 if len(message.routed_experts) > math.prod(shape) else np.uint8
+        output.routed_experts = np.frombuffer(message.routed_experts, dtype=dtype).reshape(shape)
     return output
 
 

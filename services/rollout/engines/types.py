@@ -136,8 +136,8 @@ class Output:
     spans_weight_update: bool = False
     """True if the sample continued in place across a weight update; set with the last output."""
     routed_experts: "np.ndarray[Any, Any] | None" = None
-    """Experts that each token was routed to, int32 [prompt and answer tokens but the last, layers, top_k]; set with the
-    last output if the run returns them."""
+    """Experts of each token, uint8 or uint16 [prompt and answer tokens but the last, layers, top_k]; set with the last
+    output if the run returns them."""
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def test_they_are_those_of_transformers(
         assert answer.last is not None
         chosen = answer.last.routed_experts
         assert chosen is not None
-        assert (chosen.dtype, chosen.shape) == (np.int32, (len(PROMPT) + NEW - 1, 2, 2))
+        assert (chosen.dtype, chosen.shape) == (np.uint8, (len(PROMPT) + NEW - 1, 2, 2))
         with torch.inference_mode():
             output = reference(torch.tensor([[*PROMPT, *answer.tokens]]), output_router_logits=True)
         expected = torch.stack([logits.topk(2).indices for logits in output.router_logits], dim=1)[:-1]

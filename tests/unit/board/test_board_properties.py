@@ -5,6 +5,7 @@ Every Delivery ever handed out stays in the game: a late one is a zombie's. Whet
 every operation is done twice, as it is when its reply doesn't arrive.
 """
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from relaxd.board import BoardError, Delivery, Fenced, GateClosed, StepConflict, payloads
+from relaxd.board import BoardError, Delivery, Fenced, GateClosed, StepConflict
 from relaxd.board.connection import RedisConnection
-from tests.kit.boards import LARGE, STAGES, audit, end_leases, group, make_board, output, take
+from relaxd.board.core import GroupAttempt
+from relaxd.board.payloads import transfer
+from relaxd.board.payloads.attempt import Attempt, new_names
+from tests.kit.boards import LARGE, STAGES, audit, end_leases, group, make_board, make_overdue, output, take
 
 NAMES = [stage.name for stage in STAGES]
 WORKERS = ["one", "two", "three"]
@@ -34,7 +38,7 @@ ACTIONS = [
     *("publish", "publish_a_retry", "publish_again", "replace_the_coordinator", "sync_weights"),
     *("take", "take", "die_or_stall", "commit", "commit", "work", "die_before_the_commit_script"),
     *("begin", "release", "renew", "drop", "load", "save", "save", "forget"),
-    *("train", "replace_the_trainer", "train_some"),
+    *("train", "replace_the_trainer", "train_some", "sweep"),
 ]
 
 
@@ -147,9 +151,22 @@ class BoardMachine(RuleBasedStateMachine):
     def die_before_the_commit_script(self, draw: Any) -> None:
         stage, chosen = self.choose(draw, NAMES[:-1])
         for delivery in chosen:
-            (name,) = payloads.new_names([delivery.group_id])
-            attempt = payloads.Attempt(self.board.prefix, name, output(stage))
-            self.board._connection.pipeline(lambda pipe, a=attempt: payloads.write(pipe, [a], 60))
+            (name,) = new_names([delivery.group_id])
+            attempt = Attempt(self.board.prefix, name, output(stage, tokens=LARGE))
+            if not self.board._register([GroupAttempt(delivery.group_id, stage, attempt)], 60_000):
+                transfer.write(self.board._connection, [attempt], 60_000)
+
+    def sweep(self, draw: Any) -> None:
+        """The living coordinator sweeps, or one that has been replaced tries to; attempts may be overdue."""
+        client = self.board._connection.client
+        if draw(st.booleans()):
+            make_overdue(self.board)
+        if draw(ZOMBIE):
+            with contextlib.suppress(Fenced):
+                self.board.sweep(term=self.coordinator_term - 1)
+        else:
+            self.board.sweep(term=self.coordinator_term)
+            assert not client.exists(f"{self.board.prefix}garbage")
 
     def begin(self, draw: Any) -> None:
         for delivery in self.choose(draw, ["rollout"])[1]:
@@ -209,8 +226,8 @@ class BoardMachine(RuleBasedStateMachine):
         for delivery, columns in zip(chosen, self.board.load(chosen, needs), strict=True):
             if delivery.group_id in self.board.open_groups():
                 assert columns is not None
-            else:  # the prompt of a dropped group stays while it is tried again
-                assert columns is None or stage == "rollout"
+            else:
+                assert columns is None
 
     # --- the trainer
 
@@ -304,6 +321,7 @@ class BoardMachine(RuleBasedStateMachine):
         assert self.board.counts().open == 0
         assert all(depth.waiting == depth.held == 0 for depth in self.board.queues())
         waiting = {retry.group_id for retry in self.board.retries()}
+        self.board.sweep(term=self.coordinator_term)
         keys = self.board._connection.client.keys(f"{self.board.prefix}columns:*")
         assert sum(self.board._connection.client.ttl(key) == -1 for key in keys) == len(waiting), "columns leaked"
         self.board.close()

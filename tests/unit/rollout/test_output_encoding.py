@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from relaxd.board import Column, stages_for
+from relaxd.board import Column, expert_dtype, stages_for
 from relaxd.config import RunConfig
 from relaxd.v1 import engine_pb2
 from services.rollout.engines import output_stream
@@ -20,7 +20,7 @@ from tests.unit.rollout.configs import run_config
 def answer(index: int, count: int, experts: int | None = None) -> Output:
     output = Output(index, list(range(count)), [-0.5 - token for token in range(count)], [3] * count, "length", "text")
     if experts is not None:
-        output.routed_experts = np.full((count + 1, 2, 4), experts, dtype=np.int32)
+        output.routed_experts = np.full((count + 1, 2, 4), experts, dtype=np.uint8)
     return output
 
 
@@ -46,10 +46,10 @@ def test_outputs_arrive_as_they_were_sent(output: Output) -> None:
 
 
 def test_outputs_are_divided_over_messages_and_what_fits_none_is_named() -> None:
-    outputs = [encode_output(name, answer(index, 40, 7)) for name in ("a", "b") for index in range(3)]
+    outputs = [encode_output(name, answer(index, 100, 7)) for name in ("a", "b") for index in range(3)]
     (whole,) = pack_messages(outputs, 1 << 20, 1 << 20)
     assert list(whole.outputs) == outputs
-    outputs.insert(5, encode_output("b", answer(9, 4000, 7)))
+    outputs.insert(5, encode_output("b", answer(9, 12_000, 7)))
     messages = pack_messages(outputs, 4500, 100_000)
     (failure,) = [failure for message in messages for failure in message.failures]
     assert (failure.request_id, failure.too_large) == ("b", True)
@@ -95,12 +95,14 @@ async def test_tokens_come_several_times_a_second_and_ends_at_once() -> None:
         output_stream.FLUSH_SECONDS = FLUSH_SECONDS
 
 
-def test_routed_experts_arrive_with_their_shape() -> None:
+@pytest.mark.parametrize(("count", "dtype"), [(4, np.uint8), (256, np.uint8), (257, np.uint16), (512, np.uint16)])
+def test_routed_experts_arrive_with_their_shape_and_width(count: int, dtype: type) -> None:
     sent = answer(0, 3)
-    sent.routed_experts = np.arange(4 * 2 * 3, dtype=np.int32).reshape(4, 2, 3)
+    sent.routed_experts = np.linspace(0, count - 1, 4 * 2 * 3).astype(expert_dtype(count)).reshape(4, 2, 3)
     experts = carried(sent).routed_experts
     assert experts is not None
-    assert experts.dtype == np.int32
+    assert experts.dtype == dtype
+    assert experts.max() == count - 1
     np.testing.assert_array_equal(experts, sent.routed_experts)
 
 
@@ -111,7 +113,9 @@ def test_the_stage_writes_routed_experts_only_where_they_are_asked_for() -> None
         samples = [answer(0, 3, 7 if wanted else None), answer(1, 5, 8 if wanted else None)]
         columns = columns_of(samples, config)
         assert ("routed_experts" in columns) == wanted
-    assert columns["routed_experts"].shape == (4 + 6, 2, 4)  # type: ignore[union-attr]
+    experts = columns["routed_experts"]
+    assert isinstance(experts, np.ndarray)
+    assert (experts.shape, experts.dtype) == ((4 + 6, 2, 4), np.uint8)
     with pytest.raises(ValueError, match=r"rollout\.return_routed_experts is true"):
         columns_of([answer(0, 3, 7), answer(1, 5)], asked)
 

@@ -59,5 +59,5 @@ def test_the_scripts_of_the_board_drop_for_known_reasons():
     scripts = "".join(path.read_text() for path in (ROOT / "relaxd" / "board" / "lua").rglob("*.lua"))
     calls = re.findall(r"\bdrop\(((?:[^()]|\([^()]*\))*)\)", scripts)
     given = {reason for call in calls for reason in re.findall(r"'([a-z_]{2,})'", call)}
-    assert given == {"poison", "damaged", "memory"}
+    assert given == {"poison", "damaged", "memory", "payload_lost"}
     assert given <= set(DropReason)

@@ -15,25 +15,35 @@ for i = 4, #ARGV, 7 do
   groups[#groups + 1], ids[#ids + 1] = group, id
   worst_bytes = math.max(worst_bytes, group.worst_bytes)
 end
-if table.concat(ids, ' ') == call('HGET', STATE, 'last_publish') then return 0 end -- repeated: the reply was lost
+-- Refuse to publish: what was written for it is garbage.
+local function refuse(reply)
+  for _, group in ipairs(groups) do give_up(group.pointer) end
+  return finish(reply)
+end
+if table.concat(ids, ' ') == call('HGET', STATE, 'last_publish') then return refuse(0) end -- repeated: the reply was lost
 
 local gate = admission()
 local allowed, reason = gate.admit(worst_bytes)
-if #ids > allowed then return fail('GATE ' .. reason) end
+if #ids > allowed then return refuse(fail('GATE ' .. reason)) end
 
 for i = 1, #ids, 1000 do
   for offset, open in ipairs(call('SMISMEMBER', OPEN, unpack(ids, i, math.min(i + 999, #ids)))) do
-    if open == 1 then return fail('CONFLICT group ' .. ids[i + offset - 1] .. ' is open already') end
+    if open == 1 then return refuse(fail('CONFLICT group ' .. ids[i + offset - 1] .. ' is open already')) end
   end
 end
 for _, group in ipairs(groups) do
-  if group.retry_of ~= '' then
-    if call('HEXISTS', RETRIES, group.retry_of) == 0 then
-      return fail('CONFLICT no retry of group ' .. group.retry_of .. ' is waiting')
+  if group.retry_of ~= '' and call('HEXISTS', RETRIES, group.retry_of) == 0 then
+    return refuse(fail('CONFLICT no retry of group ' .. group.retry_of .. ' is waiting'))
+  end
+end
+local accepted = {}
+for _, group in ipairs(groups) do
+  if group.retry_of == '' then
+    if not accept(group.pointer, group.shared) then
+      for _, pointer in ipairs(accepted) do throw_away(pointer) end
+      return refuse(fail('TOOLATE prompts'))
     end
-  else
-    group.stored = keep(group.pointer, group.shared)
-    if not group.stored then return fail('EXPIRED') end
+    accepted[#accepted + 1] = group.pointer
   end
 end
 
@@ -44,11 +54,11 @@ for _, group in ipairs(groups) do
   if group.retry_of ~= '' then
     local before, pointer, facts = string.match(call('HGET', RETRIES, group.retry_of), '^(%d+)|([^|]*)|?(.*)$')
     call('HDEL', RETRIES, group.retry_of)
-    retries, group.pointer, group.stored, group.facts = tonumber(before) + 1, pointer, 0, facts
-    for _, key in ipairs(payload_keys(pointer)) do group.stored = group.stored + call('STRLEN', key) end
+    retries, group.pointer, group.facts = tonumber(before) + 1, pointer, facts
   end
+  local stored = bytes_of(group.pointer)
   local room = math.max(1, gate.room_for(group.worst_bytes))
-  local fields = { '@publish', group.pointer, 'trace', group.trace, 'published', now, 'stored', group.stored, 'room', room }
+  local fields = { '@publish', group.pointer, 'trace', group.trace, 'published', now, 'stored', stored, 'room', room }
   if retries > 0 then
     fields[#fields + 1] = 'retries'
     fields[#fields + 1] = retries
@@ -59,7 +69,7 @@ for _, group in ipairs(groups) do
   end
   offer_ready(group.id, { ['@publish'] = group.pointer, trace = group.trace }, stages, fields)
   call('HSET', group_key(group.id), unpack(fields))
-  stored_bytes, reserved_bytes = stored_bytes + group.stored, reserved_bytes + room
+  stored_bytes, reserved_bytes = stored_bytes + stored, reserved_bytes + room
 end
 in_batches(ids, function(...) call('SADD', OPEN, ...) end)
 call('HSET', STATE, 'last_publish', table.concat(ids, ' '))

@@ -4,6 +4,7 @@
 --
 -- and Redis has room. An open group counts with the bytes it has stored or, until its first stage commits, with the room
 -- reserved for it: the worst case until a quarter of a step's groups have closed, then the 90th percentile of closed groups.
+-- What closed groups have stored counts until the sweep has freed it.
 -- Groups that the open step still lacks pass as long as Redis accepts writes: without them no step would close and make room.
 
 -- Return the bytes that Redis uses, may use, and that open groups may take. Without a maxmemory, Redis may use a quarter of
@@ -28,17 +29,19 @@ end
 
 local function admission()
   local names = { 'gate_open', 'oldest_version', 'published', 'dropped', 'last_step', 'groups_per_step', 'steps', 'max_staleness',
-    'oversample', 'high_water_bytes', 'stored_bytes', 'reserved_bytes' }
+    'oversample', 'high_water_bytes', 'stored_bytes', 'reserved_bytes',
+    'garbage_bytes' }
   local values = call('HMGET', STATE, unpack(names))
   local state = {}
   for i, name in ipairs(names) do state[name] = tonumber(values[i]) end
   local counted, per_step = state.published - state.dropped, state.groups_per_step
+  local stored = state.stored_bytes + state.garbage_bytes
   local used, max_bytes, high_water = memory(state.high_water_bytes)
   local learned = learned_size(per_step)
   local gate = {
     counted = counted,
     lacking = math.max(0, (state.last_step + 1) * per_step - counted),
-    used = used, max_bytes = max_bytes, high_water = high_water, taken = state.stored_bytes + state.reserved_bytes,
+    used = used, max_bytes = max_bytes, high_water = high_water, taken = stored + state.reserved_bytes,
   }
   function gate.room_for(worst) return learned and math.min(learned, worst) or worst end
   -- Return how many groups of this worst case may be published, and what limits them: a word, then numbers.
@@ -54,7 +57,7 @@ local function admission()
     local each = gate.room_for(worst)
     local by_memory = math.max(gate.lacking, math.floor((high_water - gate.taken) / math.max(each, 1)))
     if by_memory < allowed then
-      allowed, reason = by_memory, 'memory ' .. state.stored_bytes .. ' ' .. state.reserved_bytes .. ' ' .. each .. ' ' .. high_water
+      allowed, reason = by_memory, 'memory ' .. stored .. ' ' .. state.reserved_bytes .. ' ' .. each .. ' ' .. high_water
     end
     return allowed, reason
   end

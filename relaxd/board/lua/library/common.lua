@@ -1,6 +1,6 @@
 -- The start of every script. KEYS[1] is the prefix of the run's keys, "relaxd:<run>:".
 --
---   state            hash: counters, terms, gate, data cursor, bytes stored by and reserved for open groups
+--   state            hash: counters, terms, gate, data cursor, bytes stored by and reserved for open groups, bytes of garbage
 --   open             set: ids of the groups that are neither trained nor dropped
 --   started          hash: group id -> oldest weight version in it, once its generation has started
 --   group:<id>       hash of an open group:
@@ -17,7 +17,11 @@
 --                      forgiven:<stage>   deliveries that saved much, which don't count towards max_deliveries;
 --                                         forgiven_attempt:<stage> is the last of them
 --   stage:<name>     stream, consumer group "workers": group, trace, attempts (where there were any), @<writer> ...
---   columns:<attempt>[:<column>]  payloads; a pointer is "<attempt>[,<large column>...]"
+--   columns:<name>:<bytes>[:<column>:<slice>]  payloads of an attempt; its pointer is
+--                    "<name>:<bytes>[,<column>:<bytes>:<slices>]..." (relaxd.board.payloads.attempt). Slices expire until the
+--                    attempt is accepted.
+--   pending          sorted set: pointers of attempts whose slices are being written -> when they are given up (milliseconds)
+--   garbage          set: pointers that no group has any more, or that came too late; sweep frees what they name
 --   ledger           stream, id "<step>-0"      samples   stream, id "<step>-<i>"
 --   drops            hash: reason -> count      dropped   stream: records of dropped groups
 --   fates            stream: what became of each closed group, until the coordinator has written it to the run's folder
@@ -27,7 +31,7 @@
 --   redelivered      hash: stage -> deliveries that repeated an unfinished one
 local P = KEYS[1]
 local STATE, OPEN, STARTED, RETRIES = P .. 'state', P .. 'open', P .. 'started', P .. 'retries'
-local UNSCORED = P .. 'unscored'
+local UNSCORED, PENDING, GARBAGE = P .. 'unscored', P .. 'pending', P .. 'garbage'
 local WORKERS = 'workers'
 local FAILED, FILTERED = 'consecutive_drops', 'consecutive_filtered' -- fields of the state: drops in a row
 local KEPT_GROUPS, KEPT_BYTES = 256, 65536
@@ -51,7 +55,8 @@ local function refuse_coordinator(term)
   return nil
 end
 
--- Return Redis's clock as text: Unix time in whole microseconds, or in seconds with six digits after the point.
+-- Return Redis's clock: Unix time in whole microseconds or in seconds with six digits after the point, as text, or in whole
+-- milliseconds, as a number.
 local function microseconds()
   local time = call('TIME')
   return time[1] .. string.format('%06d', time[2])
@@ -59,6 +64,11 @@ end
 local function seconds()
   local time = call('TIME')
   return time[1] .. '.' .. string.format('%06d', time[2])
+end
+
+local function milliseconds()
+  local time = call('TIME')
+  return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
 -- Turn a flat list of names and values, as Redis replies, into a table.
@@ -74,26 +84,62 @@ local function read_group(id)
   return #flat > 0 and to_table(flat) or nil
 end
 
--- List the keys of the payloads that a pointer names.
-local function payload_keys(pointer)
+-- Return the key of the payload that an attempt's small columns share.
+local function shared_key(pointer)
   local comma = string.find(pointer, ',', 1, true)
-  if not comma then return { P .. 'columns:' .. pointer } end
-  local shared = P .. 'columns:' .. string.sub(pointer, 1, comma - 1)
-  local keys = { shared }
-  for column in string.gmatch(string.sub(pointer, comma + 1), '[^,]+') do keys[#keys + 1] = shared .. ':' .. column end
+  return P .. 'columns:' .. (comma and string.sub(pointer, 1, comma - 1) or pointer)
+end
+
+-- List the keys of the slices that a pointer names.
+local function slice_keys(pointer)
+  local keys, shared = {}, shared_key(pointer)
+  for column, slices in string.gmatch(pointer, ',([^,:]+):%d+:(%d+)') do
+    for i = 0, tonumber(slices) - 1 do keys[#keys + 1] = shared .. ':' .. column .. ':' .. i end
+  end
   return keys
 end
 
--- Store an attempt's shared payload and stop its large ones from expiring. Returns the bytes of all, or nil if a large one has
--- expired already.
-local function keep(pointer, shared)
-  local keys, bytes = payload_keys(pointer), #shared
-  for i = 2, #keys do
-    if call('PERSIST', keys[i]) == 0 and call('EXISTS', keys[i]) == 0 then return nil end
-    bytes = bytes + call('STRLEN', keys[i])
-  end
-  call('SET', keys[1], shared)
+-- Return the bytes of all payloads that a pointer names.
+local function bytes_of(pointer)
+  local bytes = tonumber(string.match(pointer, '^[^,]*:(%d+)') or 0)
+  for large in string.gmatch(pointer, ',[^,:]+:(%d+):%d+') do bytes = bytes + tonumber(large) end
   return bytes
+end
+
+-- Collected here and removed in batches by finish().
+local removed = { entries = {}, pointers = {}, groups = {} }
+
+-- Leave the payloads of a pointer to the sweep.
+local function throw_away(pointer) removed.pointers[#removed.pointers + 1] = pointer end
+
+-- Give up an attempt whose slices are being, or were, written in vain.
+local function give_up(pointer)
+  if call('ZREM', PENDING, pointer) == 1 and call('SISMEMBER', GARBAGE, pointer) == 0 then throw_away(pointer) end
+end
+
+-- Give up attempts that are overdue. One whose slices last was accepted: its registration arrived late, for a second time.
+local function give_up_pending(pointers)
+  for _, pointer in ipairs(pointers) do
+    local first = slice_keys(pointer)[1]
+    if first and call('PTTL', first) == -1 then call('ZREM', PENDING, pointer) else give_up(pointer) end
+  end
+end
+
+-- Make an attempt's payloads last: store the shared one and stop the slices from expiring. Return whether it could be done;
+-- otherwise the attempt came too late.
+local function accept(pointer, shared)
+  local slices = slice_keys(pointer)
+  if #slices > 0 then
+    if call('ZREM', PENDING, pointer) == 0 then return false end
+    for _, key in ipairs(slices) do
+      if call('PERSIST', key) == 0 then
+        throw_away(pointer)
+        return false
+      end
+    end
+  end
+  call('SET', shared_key(pointer), shared)
+  return true
 end
 
 -- Add to the bytes that a group has stored.
@@ -147,19 +193,12 @@ local function offer_ready(id, group, stages, changes)
   end
 end
 
--- Collected here and removed in batches by finish().
-local removed = { entries = {}, payloads = {}, groups = {} }
-
-local function remove_payloads(pointer)
-  for _, key in ipairs(payload_keys(pointer)) do removed.payloads[#removed.payloads + 1] = key end
-end
-
--- Remove the saved parts of a stage's unfinished work. Returns their bytes, which the caller subtracts.
+-- Throw away the saved parts of a stage's unfinished work. Returns their bytes, which the caller subtracts.
 local function release_saved(id, group, stage)
   local bytes = 0
   for pointer in string.gmatch(group['saved:' .. stage] or '', '%S+') do
-    for _, key in ipairs(payload_keys(pointer)) do bytes = bytes + call('STRLEN', key) end
-    remove_payloads(pointer)
+    bytes = bytes + bytes_of(pointer)
+    throw_away(pointer)
   end
   call('HDEL', group_key(id), 'saved:' .. stage)
   return bytes
@@ -176,20 +215,24 @@ local function in_batches(items, apply)
   for i = 1, #items, 1000 do apply(unpack(items, i, math.min(i + 999, #items))) end
 end
 
--- Remove what was collected and return the script's reply. Every script that removes anything returns through this.
+-- Remove what was collected, make its payloads garbage, and return the script's reply. Every script that removes anything
+-- returns through this.
 local function finish(reply)
   for stage, entries in pairs(removed.entries) do
     local key = stream_key(stage)
     in_batches(entries, function(...) call('XACK', key, WORKERS, ...) end)
     in_batches(entries, function(...) call('XDEL', key, ...) end)
   end
-  in_batches(removed.payloads, function(...) call('UNLINK', ...) end)
+  in_batches(removed.pointers, function(...) call('SADD', GARBAGE, ...) end)
+  local bytes = 0
+  for _, pointer in ipairs(removed.pointers) do bytes = bytes + bytes_of(pointer) end
+  if bytes > 0 then call('HINCRBY', STATE, 'garbage_bytes', bytes) end
   in_batches(removed.groups, function(...) call('SREM', OPEN, ...) end)
   in_batches(removed.groups, function(...) call('HDEL', STARTED, ...) end)
   return reply
 end
 
--- Remove an open group: its payloads (except those of the pointer `spare`), entries and hash. Callers count it. `fate` is a
+-- Close an open group: remove its payloads (except those of the pointer `spare`), entries and hash. Callers count it. `fate` is a
 -- list of fields and values that say what became of it.
 local function close(id, group, fate, spare)
   local record = { 'group', id, unpack(fate) }
@@ -202,9 +245,9 @@ local function close(id, group, fate, spare)
   call('XADD', P .. 'fates', '*', unpack(record))
   for name, value in pairs(group) do
     if byte(name) == AT then
-      if value ~= spare then remove_payloads(value) end
+      if value ~= spare then throw_away(value) end
     elseif string.sub(name, 1, 6) == 'saved:' then
-      for pointer in string.gmatch(value, '%S+') do remove_payloads(pointer) end
+      for pointer in string.gmatch(value, '%S+') do throw_away(pointer) end
     elseif string.sub(name, 1, 6) == 'entry:' then
       local stage = string.sub(name, 7)
       if not group['@' .. stage] then remove_entry(stage, value) end
@@ -232,7 +275,7 @@ local function drop(id, group, reason, stage, attempt, retry, max_retries, count
   if unscored then call('HSET', UNSCORED, id, again) end
   retry = retry == true and pointer and retries < max_retries
   if retry then call('HSET', RETRIES, id, again) end
-  local prompt = pointer and payload_keys(pointer)[1]
+  local prompt = pointer and shared_key(pointer)
   local kept = ''
   if prompt and call('STRLEN', prompt) <= KEPT_BYTES then kept = call('GET', prompt) or '' end
   call('XADD', P .. 'dropped', 'MAXLEN', '~', KEPT_GROUPS, '*', 'group', id, 'reason', reason, 'stage', stage,

@@ -1,20 +1,19 @@
--- Commit the columns of many groups. ARGV: stages (JSON), then for each group: id, stage, entry, pointer, oldest weight version
--- (or empty), payload of the small columns, "<enqueued_at> <started_at> <ended>" (or empty), facts (JSON, or empty).
--- Returns for each 1 (committed), 0 (another attempt was first, or the group is closed) or -1 (its payloads expired and must be
--- written again).
+-- Commit the columns of many groups. ARGV: stages (JSON), then for each group: id, stage, pointer, payload of the small columns,
+-- oldest weight version (or empty), "<enqueued_at> <started_at> <ended>" (or empty), facts (JSON, or empty).
+-- Returns for each 1 (committed), 0 (another attempt was first, or the group is closed) or -1 (it came too late, and must be
+-- written again under another name).
 local stages = cjson.decode(ARGV[1])
 local results = {}
-for i = 2, #ARGV, 8 do
-  local id, stage, _, pointer, version, shared, times, facts = unpack(ARGV, i, i + 7)
+for i = 2, #ARGV, 7 do
+  local id, stage, pointer, shared, version, times, facts = unpack(ARGV, i, i + 6)
   local group = read_group(id)
   local result = 0
   if group and group['@' .. stage] == pointer then
-    result = keep(pointer, shared) and 1 or -1 -- repeated: the reply was lost
+    result = 1 -- repeated: the reply was lost
   elseif group and group['entry:' .. stage] and not group['@' .. stage] then
-    local bytes = keep(pointer, shared)
-    if bytes then
+    if accept(pointer, shared) then
       result = 1
-      account(id, group, bytes - release_saved(id, group, stage))
+      account(id, group, bytes_of(pointer) - release_saved(id, group, stage))
       remove_entry(stage, group['entry:' .. stage])
       group['@' .. stage] = pointer
       local changes = { '@' .. stage, pointer }
@@ -32,7 +31,7 @@ for i = 2, #ARGV, 8 do
       result = -1
     end
   else
-    in_batches(payload_keys(pointer), function(...) call('UNLINK', ...) end)
+    give_up(pointer)
   end
   results[#results + 1] = result
 end

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from relaxd.board import expert_dtype
 from relaxd.config import RehearsalConfig, RolloutConfig
+from relaxd.rehearsal.assumptions import EXPERTS
 from relaxd.v1 import rollout_pb2
 from services.rollout.engines.engine import RolloutEngine
 from services.rollout.engines.scripted.decoder import Decoder
@@ -160,11 +162,11 @@ class ScriptedEngine(RolloutEngine):
         return output
 
     def _experts(self, tokens: int) -> Any:
-        """Return experts int32 [tokens, layers, top k], if the run wants them."""
+        """Return experts [tokens, layers, top k], if the run wants them."""
         if not self._rollout.return_routed_experts:
             return None
         layers, top_k = self._rehearsal.experts
-        return np.resize(np.arange(128, dtype=np.int32), (tokens, layers, top_k))
+        return np.resize(np.arange(EXPERTS, dtype=expert_dtype(EXPERTS)), (tokens, layers, top_k))
 
     async def abort(self, request_id: str) -> None:
         """See RolloutEngine."""

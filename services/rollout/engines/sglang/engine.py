@@ -46,12 +46,14 @@ class SGLangEngine:
         decode: Callable[[list[int]], str],
         end_ids: frozenset[int],
         *,
-        routed_experts: bool,
+        experts: int,
         on_output: Callable[[dict[str, list[Output]]], None],
         on_failure: FailureHandler,
         on_broken: Callable[[str], None],
     ) -> None:
         """`decode` turns token ids into text; `end_ids` are the model's end tokens.
+
+        `experts` is how many experts a layer has if the run wants to know which were chosen, else 0.
 
         `on_output` is called with the new outputs by request; `on_broken` with the reason when the scheduler processes
         don't do what they are told.
@@ -60,7 +62,7 @@ class SGLangEngine:
         self._schedulers = schedulers
         self._decode = decode
         self._end_ids = end_ids
-        self._routed_experts = routed_experts
+        self._experts = experts
         self._on_output = on_output
         self._on_failure = on_failure
         self._on_broken = on_broken
@@ -221,7 +223,7 @@ class SGLangEngine:
 
     def _send(self, group: SGLangRequest, weights: Version) -> None:
         samples: list[SGLangSample | None] = [None] if group.shares_prefix else list(group.samples)
-        messages = group.messages(self._key(weights), routed_experts=self._routed_experts)
+        messages = group.messages(self._key(weights), routed_experts=self._experts > 0)
         for sample, (rid, message) in zip(samples, messages, strict=True):
             if sample is not None:
                 sample.marks.append((sample.begun, weights.version))
@@ -325,7 +327,8 @@ class SGLangEngine:
                     reason = message.finished_reasons[row] or {}
                     self._take_prefix(rid, group, reason, outputs, failures)
                     continue
-                failure = add_output(sample, message, row, group.request.sampling, self._decode)
+                sampling = group.request.sampling
+                failure = add_output(sample, message, row, sampling, self._decode, experts=self._experts)
                 if failure:
                     failures[request_id] = failure
                     continue

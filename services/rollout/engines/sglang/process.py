@@ -17,6 +17,7 @@ import psutil
 from transformers import AutoTokenizer
 
 from relaxd.config import RolloutConfig
+from relaxd.data.models import EXPERT_COUNTS
 from relaxd.rpc.errors import FailedPrecondition, RpcError
 from relaxd.v1 import engine_pb2, rollout_pb2, weights_pb2
 from services.rollout.engines.engine_process import EngineProcess, read_arguments
@@ -76,7 +77,8 @@ class SGLangProcess(EngineProcess):
         try:
             args = server_args(folder, config, colocate=colocate)
             self._on_gpus = args.device == "cuda"
-            if config.return_routed_experts and not has_experts(args.get_model_config().hf_text_config):
+            experts = expert_count(args.get_model_config().hf_text_config) if config.return_routed_experts else 0
+            if config.return_routed_experts and not experts:
                 raise OptionError("rollout.return_routed_experts is true, but the model has no experts")
             channel, info = launch(args, schedulers)
             model = args.get_model_config()
@@ -88,7 +90,7 @@ class SGLangProcess(EngineProcess):
                 schedulers,
                 tokenizer.decode,
                 end_ids,
-                routed_experts=config.return_routed_experts,
+                experts=experts,
                 on_output=self.outputs.put,
                 on_failure=self.outputs.fail,
                 on_broken=self._scheduler_gone,
@@ -211,9 +213,9 @@ class SGLangProcess(EngineProcess):
         os._exit(1)
 
 
-def has_experts(config: Any) -> bool:
-    """Return whether a model is a mixture of experts, from its configuration."""
-    return any(getattr(config, name, None) for name in ("num_experts", "n_routed_experts", "num_local_experts"))
+def expert_count(config: Any) -> int:
+    """Return how many experts a layer of a model has, from its configuration; 0 if it is no mixture of experts."""
+    return max(int(getattr(config, name, None) or 0) for name in EXPERT_COUNTS)
 
 
 def main() -> None:

@@ -4,11 +4,13 @@ import hashlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from sglang.srt.managers.io_struct import BatchTokenIDOutput, TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from relaxd.board import expert_dtype
 from services.rollout.engines.stop_strings import end_across
 from services.rollout.engines.types import FinishReason, Output, Request, Sampling, cut_at_stop
 
@@ -35,7 +37,7 @@ class SGLangSample:
     finish_reason: FinishReason | None = None
     stopped_at: str = ""
     """The stop string that ended it, if one did."""
-    routed_experts: "np.ndarray[tuple[int, ...], np.dtype[np.int32]] | None" = None
+    routed_experts: "np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]] | None" = None
     reported: int = 0
     """Number of tokens that were reported, or that it had before the request."""
 
@@ -163,8 +165,13 @@ def add_output(
     row: int,
     sampling: Sampling,
     decode: Callable[[list[int]], str],
+    *,
+    experts: int,
 ) -> str:
-    """Add one row of the scheduler's output to a sample. Returns the reason if the request failed, else ""."""
+    """Add one row of the scheduler's output to a sample, of a model with so many experts in a layer.
+
+    Returns the reason if the request failed, else "".
+    """
     assert output.output_ids is not None
     stop, checked = sampling.stop, len(sample.tokens)
     sample.tokens += output.output_ids[row]
@@ -188,7 +195,10 @@ def add_output(
     elif isinstance(reason.get("matched"), str):
         return f"the model's output is broken: {reason['matched']}"
     if output.routed_experts is not None and output.routed_experts[row] is not None:
-        sample.routed_experts = output.routed_experts[row].numpy().astype(np.int32)
+        chosen = output.routed_experts[row].numpy()
+        if chosen.size and not 0 <= chosen.min() <= chosen.max() < experts:
+            return f"SGLang routed tokens to experts {chosen.min()} to {chosen.max()}: the model has {experts}"
+        sample.routed_experts = chosen.astype(expert_dtype(experts))
     kinds: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
     sample.finish_reason = kinds[reason["type"]]
     return ""

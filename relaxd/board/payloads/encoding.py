@@ -9,8 +9,9 @@ end is padded with spaces to a multiple of 8.
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,31 +31,45 @@ DTYPES = {
 }
 
 
-def encode_columns(columns: Mapping[str, Column]) -> bytes:
-    """Encode columns as one payload.
+class EncodedColumn(NamedTuple):
+    """A column as its line of a payload's header, and its bytes, which for an array are the array's own."""
+
+    line: str
+    data: bytes | memoryview
+    nbytes: int
+
+
+def encode_column(name: str, value: Column) -> EncodedColumn:
+    """Encode one column.
 
     Raises ColumnError for a dtype that is not a number or boolean, a value that JSON cannot express (such as NaN), or a
     name that is empty or has control characters.
     """
+    if isinstance(value, np.ndarray):
+        array = _storable(name, value)
+        return EncodedColumn(_line(name, array.dtype.str, value.shape, array.nbytes), array.data, array.nbytes)
+    data = _json(name, value)
+    return EncodedColumn(_line(name, JSON_DTYPE, (), len(data)), data, len(data))
+
+
+def payload_parts(columns: Iterable[EncodedColumn]) -> list[bytes | memoryview]:
+    """Return a payload as its parts, in order."""
     lines: list[str] = []
     parts: list[bytes | memoryview] = [b""]
-    for name, value in columns.items():
-        if isinstance(value, np.ndarray):
-            array = _storable(name, value)
-            size = array.nbytes
-            lines.append(_line(name, array.dtype.str, value.shape, size))
-            parts.append(array.data)
-        else:
-            data = _json(name, value)
-            size = len(data)
-            lines.append(_line(name, JSON_DTYPE, (), size))
-            parts.append(data)
+    for line, data, size in columns:
+        lines.append(line)
+        parts.append(data)
         if size % ALIGNMENT:
             parts.append(PADDING[-size % ALIGNMENT])
     header = "\n".join(lines).encode()
     header += b" " * (-len(header) % ALIGNMENT)
     parts[0] = PREFIX.pack(MAGIC, len(header)) + header
-    return b"".join(parts)
+    return parts
+
+
+def encode_columns(columns: Mapping[str, Column]) -> bytes:
+    """Encode columns as one payload. Raises ColumnError, as `encode_column` does."""
+    return b"".join(payload_parts(encode_column(name, value) for name, value in columns.items()))
 
 
 def decode_columns(payload: bytes) -> dict[str, Column]:

@@ -1,0 +1,1 @@
+"""Columns as payloads: their encoding, their keys, their way to Redis and back."""

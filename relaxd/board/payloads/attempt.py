@@ -1,0 +1,133 @@
+"""Attempts: the columns of one commit, as payloads under Redis keys that were never used before.
+
+Small columns share a payload, which the committing script stores. Each large column is a payload of its own, written
+before the script in slices: no script handles its bytes, Redis serves others between two slices, and a stage that needs
+only the text doesn't fetch megabytes. A pointer names an attempt and says what is stored:
+"<name>:<bytes>[,<column>:<bytes>:<slices>]...", where the first bytes are those of the shared payload. Its keys are
+"columns:<name>:<bytes>" and, from 0 on, "columns:<name>:<bytes>:<column>:<slice>".
+"""
+
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from relaxd.board.errors import ColumnError
+from relaxd.board.payloads.encoding import encode_column, payload_parts
+from relaxd.board.types import Column
+
+LARGE_BYTES = 64 * 1024
+"""A column of at least this size gets a payload of its own."""
+SLICE_BYTES = 1 << 20
+"""Most bytes under one key."""
+SEPARATORS = frozenset(",:|")
+"""Characters that a large column's name must not have: pointers, and lists of them, use them."""
+
+
+class LargePayload(NamedTuple):
+    """The payload of one large column."""
+
+    column: str
+    parts: list[bytes | memoryview]
+    nbytes: int
+
+    @property
+    def slices(self) -> int:
+        """Number of keys."""
+        return -(-self.nbytes // SLICE_BYTES)
+
+
+class Attempt:
+    """Columns to write."""
+
+    def __init__(self, prefix: str, name: str, columns: Mapping[str, Column]) -> None:
+        """Encode columns for a run's `prefix`, under a new name. Raises ColumnError."""
+        small, self._large = [], []
+        for column, value in columns.items():
+            encoded = encode_column(column, value)
+            if encoded.nbytes < LARGE_BYTES:
+                small.append(encoded)
+                continue
+            if SEPARATORS & set(column):
+                raise ColumnError(f"column {column!r}: the name of a large column must not have ',', ':' or '|'")
+            parts = payload_parts([encoded])
+            self._large.append(LargePayload(column, parts, sum(memoryview(part).nbytes for part in parts)))
+        self._prefix = prefix
+        self.shared = b"".join(payload_parts(small))
+        """The payload of the small columns, for the script to store."""
+        self.large_bytes = sum(payload.nbytes for payload in self._large)
+        """Bytes to write before the script runs."""
+        self.nbytes = len(self.shared) + self.large_bytes
+        """Bytes of all payloads."""
+        self.rename(name)
+
+    def rename(self, name: str) -> None:
+        """Give the attempt another new name: what was written under the old one is not used."""
+        self._name = f"{name}:{len(self.shared)}"
+        large = (f",{payload.column}:{payload.nbytes}:{payload.slices}" for payload in self._large)
+        self.pointer = self._name + "".join(large)
+
+    def slices(self) -> Iterator[tuple[str, bytes]]:
+        """Yield (key, bytes) of each slice of the large payloads, one at a time."""
+        for payload in self._large:
+            for index, data in enumerate(_cut(payload.parts)):
+                yield f"{self._prefix}columns:{self._name}:{payload.column}:{index}", data
+
+
+def new_names(group_ids: Iterable[str]) -> list[str]:
+    """Make a unique attempt name for each group."""
+    token = secrets.token_hex(6)
+    return [f"{group_id}.{token}{index:x}" for index, group_id in enumerate(group_ids)]
+
+
+class Place(NamedTuple):
+    """Where a payload is."""
+
+    keys: tuple[str, ...]
+    nbytes: int
+
+
+def places(prefix: str, pointer: str, columns: Iterable[str]) -> dict[str, Place]:
+    """Return where each of a writer's columns is. Raises ValueError: the pointer is damaged."""
+    shared, large = _parse(prefix, pointer)
+    return {column: large.get(column, shared) for column in columns}
+
+
+def all_places(prefix: str, pointer: str) -> list[Place]:
+    """Return where all payloads of a pointer are. Raises ValueError: the pointer is damaged."""
+    shared, large = _parse(prefix, pointer)
+    return [shared, *large.values()]
+
+
+def payload_keys(prefix: str, pointer: str) -> list[str]:
+    """Return all keys of a pointer. Raises ValueError: the pointer is damaged."""
+    return [key for place in all_places(prefix, pointer) for key in place.keys]
+
+
+def _parse(prefix: str, pointer: str) -> tuple[Place, dict[str, Place]]:
+    """Return where the shared payload is, and the payload of each large column."""
+    name, *rest = pointer.split(",")
+    key = f"{prefix}columns:{name}"
+    large = {}
+    for part in rest:
+        column, size, count = part.split(":")
+        if int(count) < 1:
+            raise ValueError(f"pointer {pointer!r}: column {column!r} has no slices")
+        large[column] = Place(tuple(f"{key}:{column}:{index}" for index in range(int(count))), int(size))
+    return Place((key,), int(name.rpartition(":")[2])), large
+
+
+def _cut(parts: Iterable[bytes | memoryview]) -> Iterator[bytes]:
+    """Cut parts, joined, into slices; all but the last have SLICE_BYTES."""
+    gathered: list[bytes | memoryview] = []
+    room = SLICE_BYTES
+    for part in parts:
+        rest = memoryview(part).cast("B") if memoryview(part).nbytes else memoryview(b"")
+        while rest:
+            gathered.append(rest[:room])
+            room -= len(gathered[-1])
+            rest = rest[len(gathered[-1]) :]
+            if not room:
+                yield b"".join(gathered)
+                gathered, room = [], SLICE_BYTES
+    if gathered:
+        yield b"".join(gathered)

@@ -1,0 +1,133 @@
+"""Processes that are killed between any two of their commands to Redis, while they write or free large columns."""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from relaxd.board import Board, NewGroup
+from relaxd.board.connection import RedisConnection
+from relaxd.board.payloads import transfer
+from tests.kit.boards import LARGE, advance, audit, end_leases, make_board, make_overdue, output, take
+
+SECONDS = 30.0
+
+
+class DyingConnection(RedisConnection):
+    """Kills its process before its `left`th operation."""
+
+    left = 0
+
+    def run(self, operation: Any) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().run(operation)
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write and free one slice after the other."""
+    monkeypatch.setattr(transfer, "BYTES_TOGETHER", 1)
+    monkeypatch.setattr(transfer, "KEYS_TOGETHER", 1)
+
+
+def deaths(board: Board, work: Callable[[Board], object]) -> Iterator[int]:
+    """Do work in a process of its own, which is killed before its first operation, then before its second, and so on.
+
+    Yields after each death, and ends once the work was done before it could be killed.
+    """
+
+    def run(step: int) -> None:
+        mine = Board(board._connection.url, board.run_id, board.stages, board.limits)
+        mine._connection.__class__ = DyingConnection
+        mine._connection.left = step  # type: ignore[attr-defined]
+        work(mine)
+        os._exit(0)
+
+    for step in range(1, 100):
+        process = multiprocessing.get_context("fork").Process(target=run, args=(step,))
+        process.start()
+        process.join(SECONDS)
+        if process.exitcode == 0:
+            return
+        assert process.exitcode == -signal.SIGKILL
+        yield step
+    raise AssertionError("it never ended")
+
+
+def everything_ends(board: Board) -> None:
+    """Check that nothing is left but what expires, once all groups are closed and what is overdue is given up."""
+    client, prefix = board._connection.client, board.prefix
+    for group_id in board.open_groups():
+        board.drop(group_id, reason="the end")
+    make_overdue(board)
+    board.sweep(term=1)
+    audit(board)
+    assert not client.exists(f"{prefix}pending", f"{prefix}garbage")
+    assert all(client.ttl(key) > 0 for key in client.keys(f"{prefix}columns:*"))
+
+
+def test_a_stage_that_dies_anywhere_in_its_commit(redis_url: str) -> None:
+    board = make_board(redis_url, max_deliveries=100)
+    board.publish(term=1, groups=[NewGroup("a", {"prompt_tokens": output("rollout")["tokens"], "prompt": "?"})])
+
+    def work(mine: Board) -> None:
+        (delivery,) = take(mine, "rollout", "dying")
+        assert mine.commit([(delivery, output("rollout", tokens=LARGE))]) == [True]
+
+    steps = 0
+    for _ in deaths(board, work):
+        steps += 1
+        audit(board)
+        end_leases(board, "rollout")
+    assert steps >= 6  # the two of take, registering, two slices, the script
+    audit(board)
+    (delivery,) = take(board, "critic")
+    assert board.load([delivery], ["tokens"])[0]["tokens"].size == LARGE  # type: ignore[index, union-attr]
+    everything_ends(board)
+
+
+def test_a_coordinator_that_dies_anywhere_in_publishing(redis_url: str) -> None:
+    board = make_board(redis_url)
+    columns = {"prompt_tokens": output("rollout", tokens=LARGE)["tokens"], "prompt": "x" * LARGE * 4}
+
+    def work(mine: Board) -> None:
+        mine.publish(term=1, groups=[NewGroup("a", columns), NewGroup("b", columns)], cursor=2)
+
+    for _ in deaths(board, work):
+        audit(board)
+        assert board.open_groups() == []
+        assert board.cursor() is None
+    assert board.open_groups() == ["a", "b"]
+    audit(board)
+    assert all(found is not None for found in board.load(take(board, "rollout"), ["prompt", "prompt_tokens"]))
+    everything_ends(board)
+
+
+def test_a_coordinator_that_dies_anywhere_in_a_sweep(redis_url: str) -> None:
+    board = make_board(redis_url, groups_per_step=8)
+    names = ["a", "b", "c"]
+    columns = {"prompt_tokens": output("rollout")["tokens"], "prompt": "?"}
+    board.publish(term=1, groups=[NewGroup(name, columns) for name in names])
+    advance(board, ["rollout"], tokens=LARGE)
+    board.drop("a", reason="by hand")
+    board.drop("b", reason="by hand", retry=True)
+    steps = 0
+    for _ in deaths(board, lambda mine: mine.sweep(term=1)):
+        steps += 1
+        audit(board)
+        kept = {
+            delivery.group_id: found
+            for delivery in take(board, "reward")
+            for found in board.load([delivery], ["tokens"])
+        }
+        assert all(found is not None for found in kept.values())
+        end_leases(board, "reward")
+    assert steps >= 8  # a's prompt and columns, b's columns: seven keys, and the script
+    board.publish(term=1, groups=[NewGroup("b~1", retry_of="b")])
+    assert board.load(take(board, "rollout"), ["prompt"]) == [{"prompt": "?"}]
+    everything_ends(board)
