@@ -1,25 +1,42 @@
-"""The SGLang engine's process with its initial weights, for benchmarks without a trainer."""
+"""The SGLang engine's process with its initial weights, for benchmarks and tests without a trainer.
 
+A reception takes up a new version of the same weights: nothing is sent.
+"""
+
+from collections.abc import Callable
 from typing import Any
 
 from relaxd.v1 import rollout_pb2
 from services.rollout.engines.engine_process import read_arguments
+from services.rollout.engines.sglang import launch
 from services.rollout.engines.sglang.process import SGLangProcess
-from services.rollout.engines.types import Version
+from services.rollout.engines.sglang.scheduler import run_scheduler
+from services.rollout.engines.sglang.weights import ReceiveResult, SGLangWeights
 
 
 class UntrainedProcess(SGLangProcess):
     def JoinWeightGroup(self, request: Any, context: Any) -> rollout_pb2.JoinWeightGroupResponse:
-        """Do nothing."""
+        """Join nothing."""
+        self._group = request.group.name
         return rollout_pb2.JoinWeightGroupResponse()
 
-    def _receive_weights(self, request: Any) -> rollout_pb2.ReceiveWeightsResponse:
-        """Commit the current weights."""
-        with self._loaded().update(Version(request.weights.term, request.weights.version)):
-            pass
-        return rollout_pb2.ReceiveWeightsResponse()
+
+def run_untrained_scheduler(*args: Any) -> None:
+    """Run a scheduler process that commits the weights that it has."""
+
+    def receive(
+        self: SGLangWeights, name: str, timeout: float, *, checksum: bool, commit: Callable[[], None] = lambda: None
+    ) -> ReceiveResult:
+        commit()
+        return ReceiveResult(0.0, touched=False)
+
+    SGLangWeights.receive = receive  # type: ignore[method-assign]
+    run_scheduler(*args)
 
 
 if __name__ == "__main__":
     read_arguments()
+    from benchmarks import engine_process  # scheduler processes import it by this name
+
+    launch._Launcher.run_scheduler_process_func = staticmethod(engine_process.run_untrained_scheduler)
     UntrainedProcess().serve()

@@ -64,7 +64,7 @@ def read_benchmark(name: str, field: str) -> list[Example]:
     try:
         raw = path.read_bytes()
         text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode()
-        return [benchmark.example(json.loads(line)) for line in text.splitlines() if line.strip()]
+        return [benchmark.example(json.loads(line)) for line in text.split("\n") if line.strip()]
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise DataError(field, f"= {name!r}: {path} can't be read as the benchmark's prompts: {reason}") from error

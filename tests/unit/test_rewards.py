@@ -152,7 +152,7 @@ def test_an_unknown_name_is_answered_with_the_nearest():
     with pytest.raises(UnknownRewardError, match=r'unknown reward "additon": did you mean addition\?'):
         resolve("additon")
     for name in ("zzz", "", "a:b:c", ":f", "m:", "a..b:f", "a b:f"):
-        with pytest.raises(UnknownRewardError, match="bundled are addition, dapo"):
+        with pytest.raises(UnknownRewardError, match="bundled are addition, code, dapo"):
             check_name(name)
 
 
@@ -175,7 +175,7 @@ def test_a_reward_of_ones_own(tmp_path, monkeypatch):
 def test_every_bundled_reward_describes_itself():
     for name, reward in REWARDS.items():
         assert describe(name).endswith(".") or ":" in describe(name) or "," in describe(name), name
-        assert reward.__name__ == name
+        assert reward.__name__.lower() == name, "a class is named like its reward, but for the capital"
 
 
 # --- messages -----------------------------------------------------------------------------------------------------

@@ -46,6 +46,8 @@ def run_job(job: AssemblyJob) -> dict[str, Any]:
     Returns:
         A checksum of each group's columns, and on rank 0 the memory that each command of the assembly took.
     """
+    import torch.distributed as dist
+
     from relaxd.algorithms import create
     from relaxd.board import Board, stages_for
     from services.trainer.loop import step_phases
@@ -81,13 +83,8 @@ def run_job(job: AssemblyJob) -> dict[str, Any]:
     config, nothing = job.config, None
     learner: Any = Learner(config)
     board = Board(job.redis_url, RUN_ID, stages_for(config), config.board)
-    channel = RankChannel(job.deadline_seconds, learner.world.disk)
-    checkpoint: Any = nothing
-    rank = MeasuredRank(channel, learner, SlowRunner(learner, config), checkpoint, board, job.folder)
     trainer, intake = config.trainer, None
-    try:
-        if learner.world.rank != 0:
-            rank.follow()
+    if learner.world.rank == 0:
         intake = Intake(
             board,
             "trainer",
@@ -98,7 +95,14 @@ def run_job(job: AssemblyJob) -> dict[str, Any]:
         )
         while intake.held < trainer.groups_per_step:
             intake.take(1.0)
-            channel.tick()
+    # The deadline is short: the ranks make the channel together, once rank 0 has read all groups.
+    dist.barrier()
+    channel = RankChannel(job.deadline_seconds, learner.world.disk)
+    checkpoint: Any = nothing
+    rank = MeasuredRank(channel, learner, SlowRunner(learner, config), checkpoint, board, job.folder)
+    try:
+        if intake is None:
+            rank.follow()
         phases = step_phases.PreparedThenTrained(config, create(config.algorithm), rank)
         opened = StepBuilder(1, step_phases.packer_for(config), {})
         opened.add(intake.select(1, ()).chosen)

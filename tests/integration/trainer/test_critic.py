@@ -284,7 +284,7 @@ def check_checkpoints(results: list[list[dict[str, Any]]]) -> None:
 
 # --- sizes --------------------------------------------------------------------------------------------------------
 
-IN_BUNDLES: dict[str, Any] = {"bundle_bytes": 1 << 20, "deadline_seconds": 5.0, "slow_seconds": 6.0}
+IN_BUNDLES: dict[str, Any] = {"bundle_bytes": 1 << 20, "deadline_seconds": 8.0, "slow_seconds": 9.0}
 AT_ONCE: dict[str, Any] = {"bundle_bytes": 1 << 30, "deadline_seconds": 60.0, "slow_seconds": 0.0}
 LARGE_GROUPS, LARGE_ANSWER = 48, 4096
 """Groups of a large step, and tokens of its answers, two of a group."""
