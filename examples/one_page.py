@@ -20,7 +20,8 @@ from relaxd.local.embedded_redis import server_command, url, wait_until_up
 from relaxd.local.ports import free_port
 from services.rollout.engines.transformers.engine import TransformersEngine
 from services.rollout.engines.types import Output, Request, Sampling, Version
-from services.rollout.service.group_generator import group_columns, group_seed
+from services.rollout.service.answers import Answers
+from services.rollout.service.group_generator import group_seed
 from services.trainer.batch.groups import check_group
 from services.trainer.batch.row_packing import pack
 from services.trainer.learner.learner import Learner
@@ -87,8 +88,10 @@ def train(folder: Path, redis_url: str) -> float:
             board.begin(delivery, version)
             sampling = Sampling(NEW_TOKENS, seed=group_seed(0, delivery.group_id))
             engine.submit(Request(delivery.group_id, tuple(prompt.tolist()), SAMPLES, sampling))
-            samples = sorted((outputs.get(timeout=60) for _ in range(SAMPLES)), key=lambda output: output.sample)
-            board.commit([(delivery, group_columns(samples))])
+            samples = Answers(SAMPLES)
+            while not samples.ended:
+                samples.take(outputs.get(timeout=60))
+            board.commit([(delivery, samples.columns(STAGES["rollout"].writes))])
 
         # Reward: judge each answer.
         deliveries = board.take("reward", "me", count=GROUPS, block_seconds=5)
