@@ -171,12 +171,12 @@ def test_an_update_between_tokens_that_gives_the_cache_up(
     engine: EngineRunner, model: Path, source: Source, version: int
 ) -> None:
     asked = [
-        engine.ask(LONG, 4, stream=True, max_new_tokens=FAR, ignore_eos=True),
         engine.ask(SHORT, 2, stream=False, max_new_tokens=FAR, ignore_eos=True),
+        engine.ask(LONG, 4, stream=True, max_new_tokens=FAR, ignore_eos=True),
     ]
-    engine.wait_begun(asked[0])
+    engine.wait_begun(asked[1])  # so the one before, which says nothing until its end, has begun, too
     assert sync(engine, source, version + 1, "retract") == 6
-    for prompt, each in zip((LONG, SHORT), asked, strict=True):
+    for prompt, each in zip((SHORT, LONG), asked, strict=True):
         for answer in engine.wait(each):
             assert set(answer.versions) == {version, version + 1}
             assert not answer.spans_weight_update
