@@ -1,4 +1,4 @@
-"""How long Redis serves nobody else while a group with long answers is committed and closed.
+"""Milliseconds that Redis serves nobody else while a group with long answers is committed and closed.
 
 `python -m benchmarks.board_commit`: one group of 8 samples of 256k tokens goes through rollout, reward, advantage and a
 step. For each of these: the time in scripts, by Redis's own count, and the longest time that another client waited for

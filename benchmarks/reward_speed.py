@@ -86,7 +86,7 @@ def found_score(found: Any) -> float:
 
 
 def math_verify_alone(reply: str, answer: str) -> float:
-    """What verl's math_verify.py calls, without its process pool."""
+    """Score as verl's math_verify.py does, without its process pool."""
     from math_verify import parse, verify
 
     return float(verify(parse(answer, parsing_timeout=None), parse(reply, parsing_timeout=None), timeout_seconds=None))

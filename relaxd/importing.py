@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,6 +25,36 @@ class ImportProblem(ValueError):
     """What a name says can't be imported. The message doesn't name the setting."""
 
 
+def check_own(setting: str, name: str, kind: str) -> str:
+    """Return the name of a user's own class or function. Raises ValueError, which names the setting: it can't be one.
+
+    Args:
+        setting: the setting that has the name.
+        name: the name; may be empty.
+        kind: what the name's last part should be, such as "function".
+    """
+    if name and not OWN_NAME.fullmatch(name):
+        raise ValueError(f'{setting} = "{name}": name it as "package.module:{kind}" or "file.py:{kind}"')
+    return name
+
+
+def check_known_or_own(setting: str, name: str, known: Sequence[str], there_are: str, own: str) -> str:
+    """Return a name that is known, or that of a user's own class. Raises ValueError: it is neither.
+
+    Args:
+        setting: the setting that has the name.
+        name: the name.
+        known: the names that relaxd has.
+        there_are: words before a list of those, such as "there are".
+        own: words for one of the user's own, such as "A source of your own".
+    """
+    if name in known or OWN_NAME.fullmatch(name):
+        return name
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"{there_are} {', '.join(known)}."
+    raise ValueError(f'{setting} = "{name}": {hint} {own} is named as "package.module:Class" or "file.py:Class"')
+
+
 def import_own(name: str) -> Any:
     """Return what a name such as "package.module:Class" or "file.py:function" says.
 
@@ -36,7 +67,7 @@ def import_own(name: str) -> Any:
     module_name, _, attribute = name.rpartition(":")
     what = "file" if module_name.endswith(".py") else "module"
     try:
-        module = _import_file(module_name) if what == "file" else _import_module(module_name)
+        module = import_file(module_name) if what == "file" else _import_module(module_name)
     except Exception as error:  # a user's module may raise anything
         raise ImportProblem(f"{what} {module_name} can't be imported: {describe_error(error)}") from error
     if not hasattr(module, attribute):
@@ -70,17 +101,20 @@ def _import_module(name: str) -> ModuleType:
     return module
 
 
-def _import_file(path: str) -> ModuleType:
-    """Import a file as a module. Like a script, it may import its neighbours."""
+def import_file(path: str, kind: str = "own") -> ModuleType:
+    """Import a file as a module, relaxd_KIND_NAME. Like a script, it may import its neighbours.
+
+    Raises FileNotFoundError, and whatever the file raises.
+    """
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {file}")
-    spec = importlib.util.spec_from_file_location(f"relaxd_own_{file.stem}", file)
+    spec = importlib.util.spec_from_file_location(f"relaxd_{kind}_{file.stem}", file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
-    sys.modules[spec.name] = module  # dataclasses look modules up there
+    sys.modules[spec.name] = module  # dataclasses and pickle look modules up there
     spec.loader.exec_module(module)
     return module

@@ -46,7 +46,7 @@ class Candidates:
     of: Literal["teacher", "student", "union"]
     """Whose likeliest tokens they are; "student": of the weights at the step's beginning."""
     top_k: int
-    """How many of each of them, at least 1."""
+    """Number of candidates that each of them names, at least 1."""
 
     @property
     def width(self) -> int:
@@ -75,7 +75,7 @@ class Needs:
     """Whether a critic is trained. `Algorithm.advantages` then returns rewards of tokens, from which, and from the
     critic's values, `WithCritic.advantages_and_returns` makes the column "advantages"."""
     candidates: Candidates | None = None
-    """What the columns "candidates" and "teacher_candidate_logprobs" hold, if `loss` names them."""
+    """Content of the columns "candidates" and "teacher_candidate_logprobs", if `loss` names them."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ WRITES = 3
 
 
 class GroupAttempt(NamedTuple):
-    """What a stage, or "publish", writes for a group."""
+    """A group's columns that a stage, or "publish", writes."""
 
     group_id: str
     stage: str

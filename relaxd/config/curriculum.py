@@ -1,12 +1,11 @@
 """Settings of the curriculum: which prompts are given how often."""
 
-import difflib
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from relaxd.config.base import Section
-from relaxd.importing import OWN_NAME
+from relaxd.importing import check_known_or_own, check_own
 
 SAMPLERS = ("uniform", "hard", "learnable")
 """relaxd's own samplers."""
@@ -67,22 +66,12 @@ class CurriculumConfig(Section):
     @field_validator("sampler")
     @classmethod
     def _known(cls, name: str) -> str:
-        if name in SAMPLERS or OWN_NAME.fullmatch(name):
-            return name
-        near = difflib.get_close_matches(name, SAMPLERS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"relaxd has {', '.join(SAMPLERS)}."
-        raise ValueError(
-            f'data.curriculum.sampler = "{name}": {hint} Your own is named as "package.module:Class" or "file.py:Class"'
-        )
+        return check_known_or_own("data.curriculum.sampler", name, SAMPLERS, "relaxd has", "Your own")
 
     @field_validator("filter")
     @classmethod
     def _is_function(cls, name: str) -> str:
-        if name and not OWN_NAME.fullmatch(name):
-            raise ValueError(
-                f'data.curriculum.filter = "{name}": name it as "package.module:function" or "file.py:function"'
-            )
-        return name
+        return check_own("data.curriculum.filter", name, "function")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

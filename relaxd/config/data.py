@@ -1,6 +1,5 @@
 """Settings of the data of a run."""
 
-import difflib
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -9,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 from relaxd.config.base import Section
 from relaxd.config.curriculum import CurriculumConfig
 from relaxd.config.reasoning_gym import ReasoningGymConfig
-from relaxd.importing import OWN_NAME
+from relaxd.importing import check_known_or_own, check_own
 
 SOURCES = ("addition", "files", "jsonl", "reasoning_gym")
 """The sources that relaxd has."""
@@ -102,22 +101,12 @@ class DataConfig(Section):
     @field_validator("source")
     @classmethod
     def _is_known(cls, name: str) -> str:
-        if name in SOURCES or OWN_NAME.fullmatch(name):
-            return name
-        near = difflib.get_close_matches(name, SOURCES, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(SOURCES)}."
-        raise ValueError(
-            f'data.source = "{name}": {hint} A source of your own is named as "package.module:Class" or "file.py:Class"'
-        )
+        return check_known_or_own("data.source", name, SOURCES, "there are", "A source of your own")
 
     @field_validator("prompt_function")
     @classmethod
     def _is_function(cls, name: str) -> str:
-        if name and not OWN_NAME.fullmatch(name):
-            raise ValueError(
-                f'data.prompt_function = "{name}": name it as "package.module:function" or "file.py:function"'
-            )
-        return name
+        return check_own("data.prompt_function", name, "function")
 
     @model_validator(mode="after")
     def _path_fits_source(self) -> Self:

@@ -2,13 +2,13 @@
 
 import difflib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any
 
 from relaxd.data.examples import Example, Message
 from relaxd.data.files.json_lines import kind_of
-from relaxd.data.files.rows import Rows
+from relaxd.data.files.rows import OnDemand, Rows
 from relaxd.importing import describe_error
 
 ANSWER = "answer"
@@ -74,7 +74,7 @@ class Columns:
         return dict(found or {})
 
 
-class Examples(Sequence[Example]):
+class Examples(OnDemand[Example]):
     """The prompts of rows, made when they are asked for."""
 
     def __init__(self, rows: Rows, columns: Columns) -> None:
@@ -84,14 +84,8 @@ class Examples(Sequence[Example]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+    def _item(self, index: int) -> Example:
         """Return one. Raises ValueError, which names the row and the column."""
-        if isinstance(index, slice):
-            return [self[place] for place in range(len(self))[index]]
         place = self._rows.place(index)
         try:
             return self._columns.example(self._rows[index], place)

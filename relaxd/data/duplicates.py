@@ -5,12 +5,12 @@ import json
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import overload
 
 import numpy as np
 
 from relaxd.data.columns import Examples
 from relaxd.data.examples import Example
+from relaxd.data.files.rows import OnDemand
 
 _BYTES = 8
 """Length of a hash: of a million prompts, two different ones share one with a probability of 3e-8."""
@@ -92,7 +92,7 @@ class Seen:
         self.keys = np.union1d(self.keys, keys.normalised)
 
 
-class Chosen(Sequence[Example]):
+class Chosen(OnDemand[Example]):
     """Some prompts of a source."""
 
     def __init__(self, examples: Sequence[Example], places: np.ndarray) -> None:
@@ -102,13 +102,7 @@ class Chosen(Sequence[Example]):
     def __len__(self) -> int:
         return len(self._places)
 
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        if isinstance(index, slice):
-            return [self[place] for place in range(len(self))[index]]
+    def _item(self, index: int) -> Example:
         return self._examples[int(self._places[index])]
 
 

@@ -2,15 +2,12 @@
 
 import difflib
 import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
-from types import ModuleType
 from typing import Any, cast
 
+from relaxd.importing import import_file
 from relaxd.rewards.adapters import adapt, boxed
 from relaxd.rewards.base import Reward
 from relaxd.rewards.calling import check_settings, check_signature, describe_error
@@ -69,7 +66,10 @@ def _find(name: str) -> Any:
     """Import a user's module or file and return the function or class that the name says."""
     module_name, _, function_name = name.rpartition(":")
     try:
-        module = _import_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
+        if module_name.endswith(".py"):
+            module = import_file(module_name, "reward")
+        else:
+            module = importlib.import_module(module_name)
     except Exception as error:  # a user's module may raise anything
         reason = describe_error(error)
         raise UnknownRewardError(f'reward "{name}": module {module_name} cannot be imported: {reason}') from error
@@ -81,20 +81,3 @@ def _find(name: str) -> Any:
     if not callable(function):
         raise UnknownRewardError(f'reward "{name}": {function_name} is a {type(function).__name__}, not a function')
     return function
-
-
-def _import_file(path: str) -> ModuleType:
-    """Import a file as a module. Like a script, it may import its neighbours."""
-    file = Path(path).expanduser().resolve()
-    if not file.is_file():
-        raise FileNotFoundError(f"there is no file {file}")
-    name = f"relaxd_reward_{file.stem}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))
-    sys.modules[name] = module  # dataclasses and pickle look modules up there
-    spec.loader.exec_module(module)
-    return module

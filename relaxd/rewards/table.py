@@ -1,9 +1,9 @@
 """The table of bundled rewards, and what counts as a reward's name."""
 
 import difflib
-import re
 from collections.abc import Mapping
 
+from relaxd.importing import OWN_NAME
 from relaxd.rewards.base import Reward
 from relaxd.rewards.coding.code import Code
 from relaxd.rewards.hub.addition import addition
@@ -51,7 +51,6 @@ BOXED = "boxed_"
 """Prefix of a bundled reward's name: it scores what is in the reply's last box instead of the reply."""
 NEVER_BOXED = frozenset({"code", "dapo", "deepscaler", "geo3k", "gsm8k", "judge_pairs", "math", "overlong"})
 """Rewards that look for a mark of their own, which a box doesn't hold, or that don't read the reply."""
-_OWN = re.compile(r"(?:[^:]*\.py|[^\W\d]\w*(?:\.[^\W\d]\w*)*):[^\W\d]\w*")
 
 
 class UnknownRewardError(ValueError):
@@ -71,7 +70,7 @@ def check_name(name: str) -> None:
         if bare != name and bare in NEVER_BOXED:
             raise UnknownRewardError(f'unknown reward "{name}": {bare} finds the answer in the reply by itself: use it')
         return
-    if _OWN.fullmatch(name):
+    if OWN_NAME.fullmatch(name):
         return
     near = [name[: -len(bare)] + one for one in difflib.get_close_matches(bare, REWARDS, n=3)] if bare else []
     hint = f"did you mean {' or '.join(near)}?" if near else f"bundled are {', '.join(sorted(REWARDS))}."

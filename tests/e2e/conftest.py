@@ -1,13 +1,17 @@
 """A tiny run: a random model, a reward of the test's own, and the real command on real services."""
 
 import contextlib
+import re
+import signal
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import pytest
 
+from relaxd.local.state import StateFolder
 from tests.kit.models import make_tiny_model
 from tests.kit.ports import occupy_default_port
 from tests.kit.processes import start_python
@@ -73,6 +77,21 @@ class Workplace:
         )
         self.processes.append(process)
         return process
+
+    def kill_in_step(self, run: "subprocess.Popen[str]", step: int, role: str, replicas: int = 1) -> None:
+        """Kill the first of a role's replicas when a run has taken a step, and wait until the run has succeeded."""
+        state = StateFolder(self.folder / ".relaxd")
+        assert run.stdout is not None
+        killed, lines = 0, []
+        for line in run.stdout:
+            lines.append(line)
+            if re.match(rf"step +{step}/", line):
+                there = [service for service in state.read().services if service.role == role]
+                assert len(there) == replicas
+                psutil.Process(there[0].pid).send_signal(signal.SIGKILL)
+                killed += 1
+        assert run.wait(timeout=60) == 0, "".join(lines)
+        assert killed == 1
 
     def relaxd(self, *words: str, timeout: float = 120, **environment: str) -> tuple[int, str]:
         """Run `relaxd WORDS`; returns its exit code and what it printed."""

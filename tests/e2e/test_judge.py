@@ -1,15 +1,11 @@
 """A reward that asks a judge, whose replica is killed in the middle."""
 
 import json
-import re
-import signal
 from collections import Counter
 from pathlib import Path
 
-import psutil
 import pytest
 
-from relaxd.local.state import StateFolder
 from tests.e2e.conftest import Workplace
 from tests.e2e.test_run import check_books, read_summary
 from tests.kit.models import make_tiny_model
@@ -35,17 +31,7 @@ def test_a_killed_judge_loses_nothing_and_every_answer_is_judged(workplace: Work
         *("--reward.name", "asking:asked", "--roles.judge.model", str(model), "--roles.judge.max_new_tokens", "8"),
         *("--roles.judge.temperature", "1.0", "--roles.judge.threads", "1"),
     )
-    state = StateFolder(workplace.folder / ".relaxd")
-    assert run.stdout is not None
-    killed, lines = 0, []
-    for line in run.stdout:
-        lines.append(line)
-        if re.match(r"step +2/", line):
-            (victim,) = [service for service in state.read().services if service.role == "judge"]
-            psutil.Process(victim.pid).send_signal(signal.SIGKILL)
-            killed += 1
-    assert run.wait(timeout=60) == 0, "".join(lines)
-    assert killed == 1
+    workplace.kill_in_step(run, 2, "judge")
 
     folder = workplace.folder / "runs" / "judged"
     summary = read_summary(folder)

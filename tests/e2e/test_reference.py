@@ -1,13 +1,10 @@
 """The reference model of a KL term, in the trainer and as a service whose replica is killed: the same run."""
 
 import json
-import re
-import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from relaxd.client.coordinator import CoordinatorClient
@@ -42,16 +39,7 @@ def test_a_killed_reference_replica_loses_nothing_and_changes_no_loss(workplace:
         wait_until(lambda: coordinator.run().reason == "waiting for reference", "a run that says what it waits for")
     code, output = workplace.relaxd("scale", "reference=2", "--wait")
     assert code == 0, output
-    assert run.stdout is not None
-    killed, lines = 0, []
-    for line in run.stdout:
-        lines.append(line)
-        if re.match(r"step +2/", line):
-            victim, _ = [service for service in state.read().services if service.role == "reference"]
-            psutil.Process(victim.pid).send_signal(signal.SIGKILL)
-            killed += 1
-    assert run.wait(timeout=60) == 0, "".join(lines)
-    assert killed == 1
+    workplace.kill_in_step(run, 2, "reference", replicas=2)
     code, output = workplace.relaxd("scale", "reference=1", "--wait")
     assert code == 0, output
 

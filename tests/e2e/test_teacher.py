@@ -1,19 +1,15 @@
 """On-policy distillation, with a teacher whose replica is killed in the middle."""
 
 import json
-import re
-import signal
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
-from relaxd.local.state import StateFolder
 from tests.e2e.conftest import Workplace
 from tests.e2e.test_run import check_books, read_summary
 from tests.kit.models import make_tiny_model
@@ -33,17 +29,7 @@ def test_a_killed_teacher_loses_nothing_and_every_token_has_its_word(workplace: 
         *("run", "tiny.toml", "--run.steps", str(STEPS), "--eval.prompts", "0", "--run-id", "taught"),
         *("--algorithm.name", "opd", "--roles.teacher.model", str(teacher), "--trainer.optimizer.lr", "1e-2"),
     )
-    state = StateFolder(workplace.folder / ".relaxd")
-    assert run.stdout is not None
-    killed, lines = 0, []
-    for line in run.stdout:
-        lines.append(line)
-        if re.match(r"step +2/", line):
-            (victim,) = [service for service in state.read().services if service.role == "teacher"]
-            psutil.Process(victim.pid).send_signal(signal.SIGKILL)
-            killed += 1
-    assert run.wait(timeout=60) == 0, "".join(lines)
-    assert killed == 1
+    workplace.kill_in_step(run, 2, "teacher")
 
     folder = workplace.folder / "runs" / "taught"
     check_books(read_summary(folder), STEPS)

@@ -1,5 +1,6 @@
 """Sequences of rows: what every format looks like, and parts and concatenations of them."""
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain, islice
@@ -44,7 +45,24 @@ class Part:
         return self._rows.place(self._range[index])
 
 
-class Joined(Sequence[Item]):
+class OnDemand(Sequence[Item], ABC):
+    """A sequence whose items are made when they are asked for."""
+
+    @abstractmethod
+    def _item(self, index: int) -> Item:
+        """Make one."""
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Item]: ...
+    def __getitem__(self, index: int | slice) -> Item | list[Item]:
+        if isinstance(index, slice):
+            return [self._item(place) for place in range(len(self))[index]]
+        return self._item(index)
+
+
+class Joined(OnDemand[Item]):
     """Sequences one after the other."""
 
     def __init__(self, parts: Sequence[Sequence[Item]]) -> None:
@@ -54,13 +72,7 @@ class Joined(Sequence[Item]):
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    @overload
-    def __getitem__(self, index: int) -> Item: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Item]: ...
-    def __getitem__(self, index: int | slice) -> Item | list[Item]:
-        if isinstance(index, slice):
-            return [self[place] for place in range(len(self))[index]]
+    def _item(self, index: int) -> Item:
         part, inside = _find(self._ends, range(len(self))[index])
         return self._parts[part][inside]
 

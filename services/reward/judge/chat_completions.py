@@ -12,12 +12,13 @@ from relaxd.rpc.enums import numbers
 from relaxd.rpc.settings import JUDGE_KEY
 from relaxd.v1.judge_pb2 import AskRequest, AskResponse
 from relaxd.v1.sample_pb2 import FinishReason
+from services.reward.http_answers import SHOWN, read_at_most, shortened
 from services.reward.remote.errors import MismatchError, UnreachableError
 
 PROBE_SECONDS = 10.0
 """Deadline of a probe, and of a connection."""
 MAX_REPLY_BYTES = 16 << 20
-SHOWN = 200
+"""No reply is that long."""
 _REFUSED = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 _BUSY = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
 
@@ -37,7 +38,7 @@ class ChatCompletions:
         limit = aiohttp.ClientTimeout(total=PROBE_SECONDS)
         try:
             async with self._open().get(f"{self.on}/models", timeout=limit, allow_redirects=False) as answer:
-                self._raise_for(answer.status, await _read(answer))
+                self._raise_for(answer.status, await read_at_most(answer, MAX_REPLY_BYTES))
         except (aiohttp.ClientError, OSError, TimeoutError) as error:  # also of a server that isn't one
             raise UnreachableError(str(error) or f"no answer within {PROBE_SECONDS:g} s") from error
 
@@ -49,7 +50,7 @@ class ChatCompletions:
             async with self._open().post(
                 url, json=self._body(question), timeout=limit, allow_redirects=False
             ) as answer:
-                body = await _read(answer)
+                body = await read_at_most(answer, MAX_REPLY_BYTES)
                 self._raise_for(answer.status, body)
                 if answer.status != HTTPStatus.OK:
                     raise self._failure(f"HTTP {answer.status}: {_shortened(body)}")
@@ -122,17 +123,5 @@ class ChatCompletions:
         return JudgeError(f"{self.who}: {what}")
 
 
-async def _read(answer: aiohttp.ClientResponse) -> bytes:
-    """Return an answer's body, cut off where no reply is that long."""
-    body = b""
-    async for chunk in answer.content.iter_any():
-        body += chunk
-        if len(body) > MAX_REPLY_BYTES:
-            answer.close()
-            break
-    return body[:MAX_REPLY_BYTES]
-
-
 def _shortened(body: bytes) -> str:
-    line = " ".join(body[: 4 * SHOWN].decode(errors="replace").split())
-    return repr(line if len(line) <= SHOWN else line[: SHOWN - 1] + "…")
+    return repr(shortened(body[: 4 * SHOWN].decode(errors="replace")))

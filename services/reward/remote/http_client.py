@@ -9,6 +9,7 @@ import aiohttp
 from relaxd.config import RewardConfig
 from relaxd.rewards import RewardInput, RewardOutput
 from relaxd.rewards.base import BadRewardError, check_output
+from services.reward.http_answers import read_at_most, shortened
 from services.reward.pool import Failure
 from services.reward.remote.authorization import authorization
 from services.reward.remote.errors import UnreachableError
@@ -16,7 +17,7 @@ from services.reward.remote.errors import UnreachableError
 PROBE_SECONDS = 5.0
 """Deadline of a probe, and of each connection."""
 MAX_ANSWER_BYTES = 1 << 20
-SHOWN = 200
+"""No reward is that long."""
 _AGAIN = (
     HTTPStatus.TOO_MANY_REQUESTS,
     HTTPStatus.BAD_GATEWAY,
@@ -81,30 +82,14 @@ class HttpClient:
     async def _post(self, body: object, seconds: float) -> RewardOutput | Failure:
         limit = aiohttp.ClientTimeout(total=seconds, sock_connect=min(seconds / 2, PROBE_SECONDS))
         async with self._connected().post(self._url, json=body, timeout=limit) as answer:
-            text = (await _read(answer)).decode(errors="replace")
+            text = (await read_at_most(answer, MAX_ANSWER_BYTES)).decode(errors="replace")
             if answer.status in _AGAIN:
-                raise UnreachableError(f"HTTP {answer.status}: {_shortened(text)}")
+                raise UnreachableError(f"HTTP {answer.status}: {shortened(text)}")
             if answer.status != HTTPStatus.OK:
-                return Failure(f"the reward service at {self._url}: HTTP {answer.status}: {_shortened(text)}")
+                return Failure(f"the reward service at {self._url}: HTTP {answer.status}: {shortened(text)}")
         try:
             return check_output(json.loads(text), self._key)
         except BadRewardError as error:
             return Failure(f"the reward service at {self._url}: {error}")
         except ValueError:
-            return Failure(f"the reward service at {self._url} answered {_shortened(text)!r}, which is not JSON")
-
-
-async def _read(answer: aiohttp.ClientResponse) -> bytes:
-    """Return an answer's body, cut off where no reward is that long."""
-    body = b""
-    async for chunk in answer.content.iter_any():
-        body += chunk
-        if len(body) > MAX_ANSWER_BYTES:
-            answer.close()
-            break
-    return body[:MAX_ANSWER_BYTES]
-
-
-def _shortened(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= SHOWN else line[: SHOWN - 1] + "…"
+            return Failure(f"the reward service at {self._url} answered {shortened(text)!r}, which is not JSON")

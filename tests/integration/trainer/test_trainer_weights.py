@@ -29,6 +29,7 @@ DYING_RECEIVER = """
 import sys, time
 from relaxd.weights.group import WeightGroup
 host, port, name, rank, size = sys.argv[1:]
+print("imported", flush=True)
 group = WeightGroup("gloo", host, int(port), name, int(rank), int(size))
 group.connect(20.0)
 print("connected", flush=True)
@@ -112,8 +113,9 @@ def test_receiver_killed_in_the_middle_costs_at_most_the_timeout(
             place = (manifest.store_host, str(manifest.store_port), name, "1", "2")
             engine = start_python("-c", DYING_RECEIVER, *place, stdout=subprocess.PIPE, text=True)
             try:
-                process.trainer.JoinWeightGroup(join_request(manifest, name, number), timeout=20)
                 assert engine.stdout is not None
+                assert engine.stdout.readline() == "imported\n"  # which takes a busy machine longer than a join may
+                process.trainer.JoinWeightGroup(join_request(manifest, name, number), timeout=20)
                 assert engine.stdout.readline() == "connected\n"
                 version = replica_pb2.WeightVersion(term=1, version=number - 1)
                 request = trainer_pb2.BroadcastWeightsRequest(
