@@ -1,6 +1,5 @@
 """On a GPU in bf16: what recompute saves, that it changes no gradient, and that kernels are exchangeable."""
 
-import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,8 +36,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture
 def learner() -> Iterator[MakeLearner]:
     def make(folder: Path, **settings: Any) -> Learner:
-        with contextlib.suppress(AssertionError):
-            shut_down()
+        shut_down()
         return make_learner(Job(folder, {"dtype": "bfloat16", **settings}, {"old_logprobs": "current"}))
 
     yield make

@@ -1,6 +1,5 @@
 """Columns and sequences from the board to the loss: nothing between them names a column or counts on S = n."""
 
-import contextlib
 import json
 import subprocess
 import sys
@@ -41,8 +40,7 @@ def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def alone() -> Iterator[None]:
     """A learner is made in this process."""
-    with contextlib.suppress(AssertionError):
-        shut_down()
+    shut_down()
     yield
     shut_down()
 

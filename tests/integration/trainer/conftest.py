@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.trainer.trainer_worlds import shut_down_quietly
 from tests.kit.models import make_tiny_model
 
 
@@ -17,6 +16,10 @@ def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def alone() -> Iterator[None]:
     """Learners are made in this process."""
-    shut_down_quietly()
+    from services.trainer.megatron.parallel import (
+        shut_down,  # Megatron takes seconds, and most tests need other processes
+    )
+
+    shut_down()
     yield
-    shut_down_quietly()
+    shut_down()

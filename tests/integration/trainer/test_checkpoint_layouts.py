@@ -68,8 +68,7 @@ def alone() -> Iterator[Any]:
     """Runs jobs in this process."""
 
     def run(job: CheckpointJob) -> dict[str, Any]:
-        with contextlib.suppress(AssertionError):
-            shut_down()
+        shut_down()
         return run_job(job)
 
     yield run

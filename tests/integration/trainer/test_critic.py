@@ -19,13 +19,14 @@ from services.trainer.batch.row_packing import pack
 from services.trainer.batch.step_file import read_committed
 from services.trainer.learner.checkpoint import CheckpointError
 from services.trainer.learner.learner import Learner
+from services.trainer.megatron.parallel import shut_down
 from services.trainer.model.architecture import ModelError
 from services.trainer.offline.replay import replay
 from tests.integration.trainer import critic_worlds
 from tests.integration.trainer.assembly_worlds import AssemblyJob
 from tests.integration.trainer.critic_worlds import CheckpointJob, train
 from tests.integration.trainer.service_kit import Feeder, make_config
-from tests.integration.trainer.trainer_worlds import Job, make_learner, make_samples, run_world, shut_down_quietly
+from tests.integration.trainer.trainer_worlds import Job, make_learner, make_samples, run_world
 from tests.integration.trainer.training_worlds import RunJob, run_job
 from tests.kit.models import make_tiny_model
 from tests.kit.ports import free_port
@@ -256,7 +257,7 @@ def test_updates_are_the_same_under_every_layout_and_micro_batch_size(
     check_checkpoints(worlds[len(jobs) :])
     found = dict(zip(jobs, worlds, strict=False))
     for number, tokens in enumerate((48, 24)):
-        shut_down_quietly()
+        shut_down()
         config = config_of(tiny_qwen3, micro_batch_tokens=tokens)
         found[f"{tokens} tokens"] = [
             run_job(prepare_run(session_redis.url, 8 + number, config, tmp_path / str(tokens)))
@@ -345,7 +346,7 @@ def test_a_subclass_that_normalises_over_the_step_is_trained_as_ppo_that_does(
     settings = config.algorithm.model_dump(exclude={"name"}) | {"whiten_advantages": False}
     own = ALGORITHM.validate_python({"name": f"{__name__}:WholeStepPPO", "settings": settings})
     for number, algorithm in enumerate((config.algorithm, own)):
-        shut_down_quietly()
+        shut_down()
         changed = config.model_copy(update={"algorithm": algorithm, "run": config.run.model_copy(update={"steps": 1})})
         results.append(run_job(prepare_run(redis_url, number + 1, changed, tmp_path / str(number))))
     (ours,), (theirs,) = (result["ledger"] for result in results)
@@ -371,10 +372,10 @@ def test_what_the_critic_cannot_take_is_skipped_for_both_and_in_every_replay(
     assert np.isfinite(second.metrics["value_loss"])
 
     # The next trainer repeats both steps from their files, and so does `relaxd replay`: bit for bit.
-    shut_down_quietly()
+    shut_down()
     again = run_job(job)
     assert all(np.array_equal(again["tensors"][name], tensor) for name, tensor in trained["tensors"].items())
-    shut_down_quietly()
+    shut_down()
     (folder / "config.json").write_text(config.model_dump_json())
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 2, **second.metrics}) + "\n")
     (folder / "ledger.jsonl").write_text("".join(json.dumps(asdict(entry)) + "\n" for entry in trained["ledger"]))
@@ -402,16 +403,16 @@ def test_policy_and_critic_are_saved_and_restored_together(tiny_qwen3: Path, tmp
     expected, checksum = train(learner, 2, nap=True), learner.checksum()
     assert len({value for step in expected for value in step}) == 8
 
-    shut_down_quietly()
+    shut_down()
     resumed = make_learner(job)
     with pytest.raises(CheckpointError, match="has the policy of step 3, but the critic of step 2: they must be of"):
         resumed.restore(folder, 3, same_layout=True)
     resumed.restore(folder, 2, same_layout=True)
     assert (train(resumed, 2), resumed.checksum()) == (expected, checksum)
 
-    shut_down_quietly()
+    shut_down()
     without = saved(make_learner(Job(tiny_qwen3)), tmp_path / "without")
-    shut_down_quietly()
+    shut_down()
     with pytest.raises(CheckpointError, match="without has no critic, which this run's algorithm trains"):
         make_learner(job).restore(without, 0, same_layout=True)
 
@@ -420,7 +421,7 @@ def test_a_critic_starts_from_the_model_that_is_asked_for(tiny_qwen3: Path, tmp_
     other = make_tiny_model(tmp_path / "other", architecture="qwen3", seed=7)
     found = {}
     for path in ("", str(other)):
-        shut_down_quietly()
+        shut_down()
         config = config_of(tiny_qwen3, {"model": path})
         learner = Learner(tiny_qwen3, config.trainer, config.algorithm, steps=2, critic=config.roles.critic)
         assert learner._critic is not None
@@ -428,7 +429,7 @@ def test_a_critic_starts_from_the_model_that_is_asked_for(tiny_qwen3: Path, tmp_
         (values,) = learner.values([pack(make_samples())])
         assert not values.any(), "the head starts with zeros"
     assert not torch.equal(*found.values())
-    shut_down_quietly()
+    shut_down()
     wide = make_tiny_model(tmp_path / "wide", architecture="qwen3", intermediate_size=192)
     config = config_of(tiny_qwen3, {"model": str(wide)})
     with pytest.raises(

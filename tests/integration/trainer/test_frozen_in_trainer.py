@@ -13,6 +13,7 @@ import transformers
 from relaxd.config import RunConfig
 from services.trainer.batch.row_packing import pack
 from services.trainer.batch.step_file import read_committed
+from services.trainer.megatron.parallel import shut_down
 from services.trainer.offline.replay import replay
 from tests.integration.trainer.service_kit import Feeder, make_config
 from tests.integration.trainer.trainer_worlds import (
@@ -20,7 +21,6 @@ from tests.integration.trainer.trainer_worlds import (
     make_learner,
     make_model,
     make_samples,
-    shut_down_quietly,
 )
 from tests.integration.trainer.training_worlds import RunJob, run_job
 
@@ -145,7 +145,7 @@ def test_a_teacher_with_prompts_of_its_own_sees_the_same_answers(
                 expected = logits.log_softmax(-1).gather(-1, answer[:, None])[:, 0].numpy()
                 np.testing.assert_allclose(columns["teacher_logprobs"][begin : begin + length], expected, atol=1e-4)
                 begin += length
-    shut_down_quietly()
+    shut_down()
     assert same(run_job(job), trained)
 
 
@@ -164,10 +164,10 @@ def test_a_reference_takes_over_the_weights_at_the_same_steps_in_every_replay(
     assert [entry.plan.get("refreshed") for entry in trained["ledger"]] == [None, ["reference"], None, ["reference"]]
 
     # The next trainer repeats all steps; so does `relaxd replay`. The ledger decides, not the settings.
-    shut_down_quietly()
+    shut_down()
     other = config_of(models["student"], {"reference": {"refresh_every": 3}}, WITH_KL)
     assert same(run_job(replace(job, config=other)), trained)
-    shut_down_quietly()
+    shut_down()
     (folder / "config.json").write_text(config.model_dump_json())
     lines = [json.dumps({"step": entry.step, **entry.metrics}) + "\n" for entry in trained["ledger"]]
     (folder / "metrics.jsonl").write_text("".join(lines))
@@ -198,7 +198,7 @@ def test_a_checkpoint_holds_what_the_reference_has_taken_over(models: dict[str, 
     weights = learner.checksum()
     assert expected[0].metrics["kl"] > 1e-6
     for name, step in (("early", 1), ("late", 3)):
-        shut_down_quietly()
+        shut_down()
         restored = make_learner(job)
         restored.restore(tmp_path / name, step, same_layout=True)
         assert steps(restored, step + 1, 4)[-1:] == expected, name

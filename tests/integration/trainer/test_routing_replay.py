@@ -17,6 +17,7 @@ from relaxd.config import RunConfig
 from services.trainer.batch.row_packing import PackedMicroBatch, TrainSequence, pack
 from services.trainer.batch.step_file import read_committed
 from services.trainer.learner.learner import Learner
+from services.trainer.megatron.parallel import shut_down
 from services.trainer.model.architecture import ModelError
 from tests.integration.trainer import training_worlds
 from tests.integration.trainer.service_kit import Feeder, make_config
@@ -26,7 +27,6 @@ from tests.integration.trainer.trainer_worlds import (
     make_model,
     make_samples,
     run_world,
-    shut_down_quietly,
 )
 from tests.integration.trainer.training_worlds import RunJob, run_job
 from tests.kit.ports import free_port
@@ -96,7 +96,7 @@ def theirs(folder: Path, samples: list[TrainSequence], experts: list[np.ndarray]
 
 def learner_of(folder: Path, **trainer: Any) -> Learner:
     """A learner that replays what the micro-batches bring."""
-    shut_down_quietly()
+    shut_down()
     made: Learner = make_learner(Job(folder, {"routing_replay": "rollout", **trainer}, {"old_logprobs": "current"}))
     return made
 
@@ -148,7 +148,7 @@ def test_experts_that_are_not_given_are_the_routers_choice(model: Path) -> None:
 def test_reference_and_critic_keep_their_own_routing(model: Path) -> None:
     samples = make_samples(6)
     given = with_experts(samples, [random_experts(len(one.tokens), 1) for one in samples])
-    shut_down_quietly()
+    shut_down()
     learner = make_learner(Job(model, {"routing_replay": "rollout"}, {"name": "ppo", "kl_coef": 0.1}))
     with torch.no_grad():  # a new critic's values are all zero
         learner._critic.module.output_weight().normal_()
@@ -243,10 +243,10 @@ def test_a_step_and_its_replay_use_the_experts_of_the_step_file(
         else:
             np.testing.assert_array_equal(np.sort(experts, -1), routing_of(model, job, entry.plan, name))
     assert entry.metrics["expert_replaced"] > (0.3 if mode == "rollout" else 0.0)
-    shut_down_quietly()
+    shut_down()
     again = run_job(job)  # the next trainer repeats the step from its file
     assert all(np.array_equal(again["tensors"][name], tensor) for name, tensor in trained["tensors"].items())
-    shut_down_quietly()
+    shut_down()
     free = run_job(prepare_run(redis_url, 2, config_of(model, "none"), tmp_path / "free"))
     assert not np.allclose(free["tensors"]["lm_head.weight"], trained["tensors"]["lm_head.weight"], atol=1e-4)
 
@@ -278,7 +278,7 @@ def test_steps_are_the_same_under_every_layout(
         client.flushall()
     alone_on_one_rank = {}
     for number, mode in enumerate(MODES):
-        shut_down_quietly()
+        shut_down()
         job = prepare_run(redis_url, number + 1, config_of(model, mode), tmp_path / mode / "alone")
         alone_on_one_rank[mode] = job, run_job(job)
     for (key, job), ranks in zip(jobs.items(), results, strict=True):

@@ -20,10 +20,11 @@ from relaxd.config import RunConfig
 from services.trainer.batch.step_file import read_committed
 from services.trainer.batch.step_plan import StepPlan
 from services.trainer.learner.update import NonFiniteGradients
+from services.trainer.megatron.parallel import shut_down
 from services.trainer.offline.replay import replay
 from tests.integration.trainer import training_worlds
 from tests.integration.trainer.service_kit import Feeder, make_config, trainer_service
-from tests.integration.trainer.trainer_worlds import run_world, shut_down_quietly
+from tests.integration.trainer.trainer_worlds import run_world
 from tests.integration.trainer.training_worlds import RunJob, run_job
 from tests.kit.ports import free_port
 from tests.kit.redis_server import RedisServer
@@ -202,7 +203,7 @@ def test_a_step_of_one_update_waits_for_its_advantages_and_is_repeated_exactly(
         assert recorded == pytest.approx((mean, std), rel=1e-12)
         assert entry.plan["whitening"] == dict(zip(("mean", "deviation"), recorded, strict=True))
     # The step files have the advantages as they came, so that the next trainer normalises them once.
-    shut_down_quietly()
+    shut_down()
     again = run_job(job)
     assert same(again, trained)
 
@@ -252,7 +253,7 @@ def test_updates_are_the_same_under_every_layout_and_micro_batch_size(
 ) -> None:
     found = dict(worlds)
     for number, tokens in enumerate((48, 24)):
-        shut_down_quietly()
+        shut_down()
         config = config_of(tiny_qwen3, WITH_KL, micro_batch_tokens=tokens)
         found[f"{tokens} tokens"] = [run_job(prepare_run(redis_url, number + 1, config, tmp_path / str(tokens)))]
     (expected,) = found.pop("48 tokens")
@@ -303,13 +304,13 @@ def test_a_skipped_update_in_the_middle_is_skipped_in_every_replay(
     assert np.isfinite(first.metrics["grad_norm"])
 
     # The next trainer repeats both steps from their files.
-    shut_down_quietly()
+    shut_down()
     again = run_job(job)
     assert same(again, trained)
     assert (again["optimizer_steps"], len(again["ledger"])) == (6, 2)
 
     # So does `relaxd replay`, and what it compares is the same bit for bit.
-    shut_down_quietly()
+    shut_down()
     (folder / "config.json").write_text(config.model_dump_json())
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 2, **second.metrics}) + "\n")
     write_ledger(folder, trained["ledger"])
@@ -318,13 +319,13 @@ def test_a_skipped_update_in_the_middle_is_skipped_in_every_replay(
     assert all(numbers["recorded"] == numbers["replayed"] for numbers in result["numbers"].values()), result
 
     # The ledger decides what is skipped, not the numbers.
-    shut_down_quietly()
+    shut_down()
     write_ledger(folder, [first, replace(second, plan={**second.plan, "skipped_updates": [3]})])
     result = replay(folder, 2, 0)
     assert result is not None
     assert result["numbers"]["weights_checksum"]["replayed"] != second.metrics["weights_checksum"]
     write_ledger(folder, [replace(first, plan={**first.plan, "skipped_updates": []}), second])
-    shut_down_quietly()
+    shut_down()
     with pytest.raises(NonFiniteGradients, match="an update of step 1 was applied before"):
         replay(folder, 2, 0)
 
@@ -337,9 +338,9 @@ def test_updates_are_given_up_where_the_trainer_drains(
     drained = run_job(replace(job, drain_at="step 2: update 3 of 4"))
     assert [entry.step for entry in drained["ledger"]] == [1]
     assert drained["optimizer_steps"] == 6, "the second step was half done"
-    shut_down_quietly()
+    shut_down()
     resumed = run_job(job)
-    shut_down_quietly()
+    shut_down()
     undisturbed = run_job(prepare_run(redis_url, 2, config, tmp_path / "undisturbed"))
     assert same(resumed, undisturbed)
     assert not same(resumed, drained)

@@ -1,6 +1,5 @@
 """Every family of models in one process against transformers: logits, log-probs of packed samples, gradients, names."""
 
-import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -31,8 +30,7 @@ def folder(request: pytest.FixtureRequest, models: Callable[[str], Path]) -> Pat
 
 @pytest.fixture
 def learner(folder: Path) -> Iterator[Learner]:
-    with contextlib.suppress(AssertionError):
-        shut_down()
+    shut_down()
     yield make_learner(Job(folder, algorithm={"old_logprobs": "current"}))
     shut_down()
 

@@ -40,8 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def learner(model: Path) -> Iterator[MakeLearner]:
     def make(folder: Path = model, **changes: Any) -> Learner:
-        with contextlib.suppress(AssertionError):
-            shut_down()
+        shut_down()
         return make_learner(Job(folder, **changes))
 
     yield make
@@ -55,6 +54,22 @@ def cut(samples: list[TrainSequence], pieces: int) -> list[PackedMicroBatch]:
 def gradients(learner: Learner) -> torch.Tensor:
     """The accumulated gradients, flat."""
     return torch.cat([p.main_grad.flatten() for p in learner._model.parameters()]).double().clone()
+
+
+def gloo_threads() -> int:
+    """Threads of this process's gloo groups."""
+    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    return sum("gloo" in name for name in names)
+
+
+def test_worlds_that_were_left_leave_no_threads(learner: MakeLearner) -> None:
+    left = []
+    for _ in range(2):
+        learner()
+        inside = gloo_threads()
+        shut_down()
+        left.append(gloo_threads())
+    assert left[0] == left[1] <= inside / 10  # Megatron keeps two groups until it makes others
 
 
 def test_gradients_do_not_depend_on_the_cut(learner: MakeLearner) -> None:

@@ -1,6 +1,5 @@
 """Mixture-of-experts models in the learner, in one process: gradients, the routers' own losses, freezing, recompute."""
 
-import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture
 def learner() -> Iterator[MakeLearner]:
     def make(folder: Path, **settings: Any) -> Learner:
-        with contextlib.suppress(AssertionError):
-            shut_down()
+        shut_down()
         return make_learner(Job(folder, settings, {"old_logprobs": "current"}))
 
     yield make

@@ -1,6 +1,5 @@
 """Away and back: the learner goes on to the bit, and meanwhile its storages are empty."""
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,14 +24,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def worlds() -> Iterator[None]:
     yield
-    with contextlib.suppress(AssertionError):
-        shut_down()
+    shut_down()
 
 
 def trained(model: Path, dtype: str, *, away: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and weights after three steps, with a nap between any two things that a learner does."""
-    with contextlib.suppress(AssertionError):
-        shut_down()
+    shut_down()
     learner = make_learner(Job(model, algorithm={"kl_coef": 0.1}, parallel={"dtype": dtype}))
     losses = []
     for step in range(3):

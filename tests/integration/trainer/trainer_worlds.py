@@ -3,7 +3,6 @@
 A process costs seconds of imports, so one spawn does a list of jobs, one after the other.
 """
 
-import contextlib
 import os
 import pickle
 import subprocess
@@ -186,14 +185,6 @@ def trainer_config(ranks: int = 1, **parallel: Any) -> TrainerConfig:
         **parallel,
     }
     return TrainerConfig.model_validate(settings)
-
-
-def shut_down_quietly() -> None:
-    """Leave the world of the learner before, if there was one."""
-    from services.trainer.megatron.parallel import shut_down
-
-    with contextlib.suppress(AssertionError):
-        shut_down()
 
 
 def make_learner(job: Job, ranks: int = 1) -> Any:
