@@ -1,8 +1,12 @@
 """The settings of a run as a table, read from the configuration's models and the docstrings below their fields."""
 
+import ast
+import inspect
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -49,7 +53,9 @@ def settings(algorithm: str = "") -> Mapping[Place, Setting]:
     The section "algorithm" is that of `algorithm` (see `tag_of`). Without one it has the settings of all algorithms,
     each as the first that has it declares it.
     """
-    found = {place: _setting(place, field) for place, field in _walk(algorithm) if not _choices(field)}
+    found = {
+        place: _setting(place, field, meaning) for place, field, meaning in _walk(algorithm) if not _choices(field)
+    }
     # Each section allows its own name only.
     names = [*(f'"{name}"' for name in BUILT_IN), '"package.module:Class"']
     default = RunConfig.model_fields["algorithm"].default.name
@@ -64,10 +70,10 @@ def settings(algorithm: str = "") -> Mapping[Place, Setting]:
 def sections(algorithm: str = "") -> Mapping[Place, str]:
     """Return the documentation of every section by its place; for `algorithm` see `settings`."""
     found = {}
-    for place, field in _walk(algorithm):
+    for place, field, meaning in _walk(algorithm):
         if choices := _choices(field):
             chosen = choices.get(algorithm) or (next(iter(choices.values())) if len(choices) == 1 else None)
-            found[place] = _one_line((chosen.__doc__ if chosen else field.description) or "")
+            found[place] = _one_line((chosen.__doc__ or "") if chosen else meaning)
     return found
 
 
@@ -80,21 +86,40 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, tuple) else value
 
 
-def _walk(algorithm: str) -> Iterator[tuple[Place, FieldInfo]]:
-    """Yield every setting and section, each place once."""
+def _walk(algorithm: str) -> Iterator[tuple[Place, FieldInfo, str]]:
+    """Yield every setting and section with its docstring, each place once."""
     seen = set()
-    for place, field in _walk_section(RunConfig, (), algorithm):
+    for place, field, meaning in _walk_section(RunConfig, (), algorithm):
         if place not in seen:
             seen.add(place)
-            yield place, field
+            yield place, field, meaning
 
 
-def _walk_section(section: type[BaseModel], place: Place, algorithm: str) -> Iterator[tuple[Place, FieldInfo]]:
+def _walk_section(section: type[BaseModel], place: Place, algorithm: str) -> Iterator[tuple[Place, FieldInfo, str]]:
     for key, field in section.model_fields.items():
-        yield (*place, key), field
+        yield (*place, key), field, _docstring(section, key)
         choices = _choices(field)
         for inner in [choices[algorithm]] if algorithm in choices else choices.values():
             yield from _walk_section(inner, (*place, key), algorithm)
+
+
+def _docstring(section: type[BaseModel], key: str) -> str:
+    """Return the docstring below a field, which the section or one of its bases declares; "" if there is none."""
+    found = (_docstrings(one.__module__).get((one.__name__, key)) for one in section.__mro__ if one is not object)
+    return next((docstring for docstring in found if docstring), "")
+
+
+@cache
+def _docstrings(module: str) -> Mapping[tuple[str, str], str]:
+    """Return the docstrings below the fields of a module's classes, by class and field."""
+    classes = [one for one in ast.parse(inspect.getsource(sys.modules[module])).body if isinstance(one, ast.ClassDef)]
+    found = {}
+    for defined in classes:
+        for field, below in pairwise(defined.body):
+            match field, below:
+                case ast.AnnAssign(target=ast.Name(id=key)), ast.Expr(value=ast.Constant(value=str(text))):
+                    found[defined.name, key] = text
+    return found
 
 
 def _choices(field: FieldInfo) -> Mapping[str, type[BaseModel]]:
@@ -106,13 +131,11 @@ def _choices(field: FieldInfo) -> Mapping[str, type[BaseModel]]:
     return {one[1].tag: one[0] for one in tagged if isinstance(one[1], Tag)}
 
 
-def _setting(place: Place, field: FieldInfo) -> Setting:
+def _setting(place: Place, field: FieldInfo, meaning: str) -> Setting:
     kinds = [kind for kind in get_args(field.annotation) or (field.annotation,) if kind is not type(None)]
     is_text = get_origin(field.annotation) not in (Literal, tuple, dict) and (str in kinds or Path in kinds)
     default = None if field.is_required() else field.get_default(call_default_factory=True)
-    return Setting(
-        place, _kind(field), field.is_required(), plain(default), _one_line(field.description or ""), is_text
-    )
+    return Setting(place, _kind(field), field.is_required(), plain(default), _one_line(meaning), is_text)
 
 
 def _kind(field: FieldInfo) -> str:
