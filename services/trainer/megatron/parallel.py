@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch.distributed import distributed_c10d
 
 from relaxd.config import TrainerConfig
 from relaxd.weights.group import host_store
@@ -195,20 +196,27 @@ def expert_tensor_parallel(config: TrainerConfig) -> int:
 
 
 def leave_layout() -> None:
-    """Destroy the layout, so that `initialize` can create another with the same processes."""
+    """Destroy the layout and its process groups, so that `initialize` can create another with the same processes.
+
+    All ranks call this. Each gloo group has three threads, one of which wakes up a hundred times a second; they end
+    with the group. A learner's reference cycles would keep its 23 groups until Python looks for garbage by itself.
+    """
     parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.barrier()  # until no rank uses a group any more
+        for group in [group for group in distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
+            dist.destroy_process_group(group)
+    gc.collect()
 
 
 def shut_down() -> None:
     """Leave the world, if there is one, so that this process can initialize another."""
     global _store
-    leave_layout()
+    parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
     _store = None
-    # Each gloo group has three threads, one of which wakes up a hundred times a second; they end with the group.
-    # A learner's reference cycles would keep its 23 groups until Python looks for garbage by itself.
-    gc.collect()
+    gc.collect()  # see `leave_layout`
 
 
 def _gather_groups(timeout: timedelta) -> GatherGroups:

@@ -75,11 +75,12 @@ def run_job(job: CheckpointJob, ranks: int = 1) -> dict[str, Any]:
     result["trajectory"] += train(learner, 1)
     result["step"] = learner.step
     result["tensors"] = copied(learner)
-    from megatron.core import parallel_state  # only now: Megatron is imported after the bridge
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+    from services.trainer.megatron.parallel import leave_layout
+
     result["spawned"] = filesystem_async._results_queue is not None
-    parallel_state.destroy_model_parallel()
+    leave_layout()
     return result
 
 

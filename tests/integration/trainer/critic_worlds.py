@@ -78,9 +78,9 @@ def run_job(job: RunJob | CheckpointJob | AssemblyJob, ranks: int = 1) -> dict[s
         snapshot.finish()
     numbers = train(learner, 2)
     result = {"numbers": numbers, "checksum": learner.checksum(), "tensors": copied(learner)}
-    from megatron.core import parallel_state  # only now: Megatron is imported after the bridge
+    from services.trainer.megatron.parallel import leave_layout
 
-    parallel_state.destroy_model_parallel()
+    leave_layout()
     return result
 
 

@@ -43,9 +43,9 @@ def run_job(job: NaNJob, ranks: int = 1) -> dict[str, Any]:
         "good": learner.finish(20.0),
         "after_good": copied(learner),
     }
-    from megatron.core import parallel_state  # only now: Megatron is imported after the bridge
+    from services.trainer.megatron.parallel import leave_layout
 
-    parallel_state.destroy_model_parallel()
+    leave_layout()
     return result
 
 

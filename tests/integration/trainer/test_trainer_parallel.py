@@ -62,19 +62,11 @@ def jobs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
     return made
 
 
-JOBS_OF_A_WORLD = 20
-"""Jobs that a pair of processes runs, one after the other: what gloo keeps of each slows the next ones down."""
-
-
 @pytest.fixture(scope="module")
 def two_ranks(
     jobs: dict[tuple[str, str], Job], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    todo = list(jobs.values())
-    results = []
-    for begin in range(0, len(todo), JOBS_OF_A_WORLD):
-        part = todo[begin : begin + JOBS_OF_A_WORLD]
-        results += run_world(part, 2, tmp_path_factory.mktemp("world"), free_port())
+    results = run_world(list(jobs.values()), 2, tmp_path_factory.mktemp("world"), free_port(), timeout=240)
     return dict(zip(jobs, results, strict=True))
 
 

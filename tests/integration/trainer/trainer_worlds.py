@@ -263,9 +263,9 @@ def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
         for _ in range(3):
             learner.save_hf(job.save)
         thread.join(60)
-    from megatron.core import parallel_state  # only now: Megatron is imported after the bridge
+    from services.trainer.megatron.parallel import leave_layout
 
-    parallel_state.destroy_model_parallel()
+    leave_layout()
     return result
 
 

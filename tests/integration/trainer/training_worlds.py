@@ -121,9 +121,9 @@ def run_job(job: RunJob, ranks: int = 1) -> dict[str, Any]:
             intake.close()
         board.close()
     result |= {"tensors": copied(learner)}
-    from megatron.core import parallel_state  # only now: Megatron is imported after the bridge
+    from services.trainer.megatron.parallel import leave_layout
 
-    parallel_state.destroy_model_parallel()
+    leave_layout()
     return result
 
 
