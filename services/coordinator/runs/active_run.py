@@ -105,6 +105,8 @@ class ActiveRun:
         """Version of that evaluation."""
         self.assignable = False
         """The board exists, so that replicas can start."""
+        self.step = 0
+        """The last step that was seen on the board."""
 
     def oldest_version(self) -> int | None:
         """Return the oldest version on any engine that takes prompts."""
@@ -230,6 +232,7 @@ class ActiveRun:
         while True:
             self._usage.sample(self.fleet.devices())
             counts = await self._redis.in_thread(self.board.counts)
+            self.step = counts.last_step
             if counts.last_step > self._files.last_step:
                 await self._append_metrics()
             await self._append_fates()
@@ -452,8 +455,8 @@ class ActiveRun:
 
     async def _drop_open(self, reason: DropReason) -> None:
         await self._redis.in_thread(self.board.set_gate, term=self.context.term, oldest_version=None, open=False)
-        for group_id in await self._redis.in_thread(self.board.open_groups):
-            await self._redis.in_thread(self.board.drop, group_id, reason=reason, counts="")
+        groups = await self._redis.in_thread(self.board.open_groups)
+        await self._redis.in_thread(self.board.drop_groups, groups, term=self.context.term, reason=reason, counts="")
         await self._redis.in_thread(self.board.purge, term=self.context.term)
 
     # --- records and metrics --------------------------------------------------------------------------------------
