@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Literal
 
 from relaxd.rpc.errors import Violations
 from relaxd.v1 import coordinator_pb2 as pb
@@ -23,7 +24,7 @@ SILENCE_SECONDS = 1.0
 """Limit of the time between two messages."""
 STEPS_AT_ONCE = 200
 """Limit of steps in one message: a watcher may resume after a long time."""
-SELDOM_NEW = ("config_json", "health")
+SELDOM_NEW: tuple[Literal["config_json", "health"], ...] = ("config_json", "health")
 """Large fields of a run that are left out of a message if they are as in an earlier one."""
 
 
