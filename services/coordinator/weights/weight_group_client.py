@@ -109,16 +109,16 @@ class WeightGroupClient:
             timeout_seconds=seconds,
         )
 
+        # A manifest of thousands of tensors is encoded once for all engines: messages one after the other are merged.
+        common = rollout_pb2.JoinWeightGroupRequest(sync_id=sync_id, group=connect, manifest=manifest.manifest)
+        encoded = common.SerializeToString()
+
         def join(member: Member) -> Call:
             if member == group.trainer:
                 request = trainer_pb2.TrainerJoinWeightGroupRequest(sync_id=sync_id, group=connect)
                 return self._trainer(member).JoinWeightGroup(request, timeout=seconds + MARGIN_SECONDS)
-            return self._rollout(member).JoinWeightGroup(
-                rollout_pb2.JoinWeightGroupRequest(
-                    sync_id=sync_id, group=connect, rank=ranks[member], manifest=manifest.manifest
-                ),
-                timeout=seconds + MARGIN_SECONDS,
-            )
+            own = rollout_pb2.JoinWeightGroupRequest(rank=ranks[member]).SerializeToString()
+            return self._peers.join_weight_group(member.address, encoded + own, seconds + MARGIN_SECONDS)
 
         await self._broadcast("join the weight group", [group.trainer, *group.engines], join)
 
