@@ -38,9 +38,10 @@ class _Read:
 
     def serves(self, glance: Glance, now: float) -> bool:
         """Return whether its message shows what a watcher has seen, and is not old."""
-        failed = self.message.done() and self.message.exception() is not None
-        fresh = not self.message.done() or now - self.began < TICK_SECONDS
-        return self.glance == glance and fresh and not failed
+        if self.glance != glance or not self.message.done():
+            return self.glance == glance
+        failed = self.message.cancelled() or self.message.exception() is not None
+        return not failed and now - self.began < TICK_SECONDS
 
 
 class RunFeed:

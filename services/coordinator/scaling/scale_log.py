@@ -74,8 +74,9 @@ class ScaleLog:
         return record
 
     async def add(self, record: ScaleRecord) -> None:
-        """Add a request and drop the oldest ones beyond MAX_REQUESTS. Raises StoreUnavailable."""
-        forget = list(self._records)[: len(self._records) + 1 - MAX_REQUESTS]
+        """Add a request and drop the oldest ended ones beyond MAX_REQUESTS. Raises StoreUnavailable."""
+        surplus = max(0, len(self._records) + 1 - MAX_REQUESTS)
+        forget = [old.request_id for old in self._records.values() if old.state.ended][:surplus]
         async with self._saving:
             await self._write(record, forget)
 
