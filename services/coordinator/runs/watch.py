@@ -96,7 +96,7 @@ class RunFeed:
                 if run.step > last_step:
                     steps = await read_board(step_messages, board, last_step, STEPS_AT_ONCE)
                     last_step = steps[-1].step if steps else last_step
-                complete = last_step >= run.step
+                complete = last_step >= run.step or not steps  # none: the board is being deleted
                 news, last_event = event_messages(events, last_event), newest_event
                 token = f"{last_step}-{last_event}" if last_event else str(last_step)
                 response = pb.WatchRunResponse(resume_token=token, run=run, steps=steps, events=news)
