@@ -95,7 +95,8 @@ ScaleIn    PENDING -> DRAINING -> REMOVING -> DONE, or FAILED when it could not 
 | `REMOVING` | its process is stopped (SIGTERM, which drains once more, then SIGKILL), or told to leave |
 | `PARTIAL` | the request succeeded for some replicas: they stay as they are, the others are removed |
 
-- **One request at a time.** While a request is in progress, another gets `FAILED_PRECONDITION`, which names it.
+- **One request at a time for each role.** While one is in progress, another of the same role gets `FAILED_PRECONDITION`,
+  which names it. Requests of different roles are carried out at the same time.
 - **Requests are idempotent.** `replicas` is the total number, not the number to add. If there are as many already, the
   request ends at once. Repeating a `request_id` with the same arguments returns that request. Without an id, the same
   arguments return the request in progress.
@@ -176,7 +177,7 @@ disagree in places. This table shows both and what relaxd does, including delibe
 | draining | one fixed sleep (30 s; 0 with `force`) | the same | until no group is held, at most `drain_seconds` (30 s; 0: no drain). Unfinished groups are nacked |
 | a weight update meanwhile | waited for, then ignored | the same | a current one is waited for, at most for its own deadlines; the next one leaves the replica out |
 | cancel | only PENDING and CREATING; running replicas are kept | the same | any state with something to roll back, also of a scale-in; active replicas are kept |
-| a repeated request | as many replicas: NOOP | the same; during another request 409 | as many replicas: ends at once; the same in progress: that request; another in progress: FAILED_PRECONDITION, which names it |
+| a repeated request | as many replicas: NOOP | the same; during another request 409 | as many replicas: ends at once; the same in progress: that request; another of the role in progress: FAILED_PRECONDITION, which names it |
 | fewer than the initial replicas | 400 | 400 | FAILED_PRECONDITION, because it depends on the current replicas |
 | unknown id | 404 | 404 | NOT_FOUND |
 | addresses | scheme stripped, deduplicated | the same | host:port of rollout services; those that have joined already are left out |

@@ -70,10 +70,16 @@ def read_lines(path: Path, start: int = 0) -> Iterator[dict[str, Any]]:
 
 def newest_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Like `read_lines`, but newest first, reading no more of the file than is asked for."""
+    return (value for _, value in newest_lines_with_ends(path))
+
+
+def newest_lines_with_ends(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Like `newest_lines`, each with the byte at which it ends, its line feed included."""
     if not path.is_file():
         return
     with path.open("rb") as file:
-        start = file.seek(0, os.SEEK_END)
+        start = end = file.seek(0, os.SEEK_END)
+        line_feed = 0  # what follows the last one is no line
         pending: list[bytes] = []  # the blocks of a line whose beginning has not been read, last one first
         while start:
             size = min(BLOCK_BYTES, start)
@@ -84,10 +90,12 @@ def newest_lines(path: Path) -> Iterator[dict[str, Any]]:
                 pending = []
                 for line in reversed(others):
                     if (value := _value(line)) is not None:
-                        yield value
+                        yield end, value
+                    end -= len(line) + line_feed
+                    line_feed = 1
             pending.append(first)
         if (value := _value(b"".join(reversed(pending)))) is not None:
-            yield value
+            yield end, value
 
 
 def _value(line: str | bytes) -> dict[str, Any] | None:

@@ -15,11 +15,13 @@ from relaxd.board.payloads import transfer
 from relaxd.board.payloads.attempt import Attempt, new_names, payload_keys
 from relaxd.board.sizes import RedisMemory
 from relaxd.board.stages import PUBLISH, TRAIN
-from relaxd.board.types import JSON, Admission, Fate, LedgerEntry, NewGroup, Retry
+from relaxd.board.types import DROP_COUNTERS, JSON, Admission, DropKind, DropReason, Fate, LedgerEntry, NewGroup, Retry
 
 GROUP_ID = re.compile(r"[^\s,|]+")
 SWEPT_TOGETHER = 256
 """Attempts that a sweep frees before it says so."""
+DROPPED_TOGETHER = 64
+"""Groups that one script drops."""
 
 
 class CoordinatorSide(BoardCore):
@@ -111,6 +113,26 @@ class CoordinatorSide(BoardCore):
         """
         dropped = int(self._connection.script("relieve", self.prefix, term))
         self.sweep(term=term)
+        return dropped
+
+    def drop_groups(
+        self,
+        group_ids: Sequence[str],
+        *,
+        term: int,
+        reason: DropReason,
+        retry: bool = False,
+        counts: DropKind = "failed",
+    ) -> int:
+        """Drop open groups, whoever holds them; otherwise like `drop`.
+
+        Returns the number of dropped groups: those that were open. Raises Fenced, RunMissing.
+        """
+        settings = (term, reason, int(retry), self.limits.max_retries, DROP_COUNTERS[counts])
+        dropped = 0
+        for start in range(0, len(group_ids), DROPPED_TOGETHER):
+            together = group_ids[start : start + DROPPED_TOGETHER]
+            dropped += int(self._connection.script("drop_groups", self.prefix, *settings, *together))
         return dropped
 
     def sweep(self, *, term: int) -> int:

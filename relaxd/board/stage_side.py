@@ -17,7 +17,7 @@ from relaxd.board.payloads.attempt import Attempt, Place, all_places, new_names,
 from relaxd.board.payloads.encoding import decode_columns
 from relaxd.board.schema import LOSS_MASK, VERSIONS
 from relaxd.board.stages import PUBLISH
-from relaxd.board.types import Column, Delivery, DropKind, DropReason, Saved
+from relaxd.board.types import DROP_COUNTERS, Column, Delivery, DropKind, DropReason, Saved
 
 MAX_CLAIM_INTERVAL = 5.0
 COMMIT_BYTES = 16 << 20
@@ -32,6 +32,7 @@ class StageSide(BoardCore):
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self._next_claim: dict[str, float] = {}
+        self._claim_interval = min(self.limits.lease_seconds / 4, MAX_CLAIM_INTERVAL)
 
     def take(self, stage: str, consumer: str, *, count: int, block_seconds: float) -> list[Delivery]:
         """Take up to `count` groups for limits.lease_seconds, waiting at most block_seconds for the first.
@@ -41,12 +42,11 @@ class StageSide(BoardCore):
         """
         deadline = time.monotonic() + block_seconds
         stream = self._stream(stage)
-        interval = min(self.limits.lease_seconds / 4, MAX_CLAIM_INTERVAL)
         while True:
             taken: list[Delivery] = []
             now = time.monotonic()
             if now >= self._next_claim.get(stage, 0.0):
-                self._next_claim[stage] = now + interval
+                self._next_claim[stage] = now + self._claim_interval
                 taken = self._claim(stage, consumer, count)
             if len(taken) < count:
                 wait = min(deadline - now, self._next_claim[stage] - now, self._connection.timeout_seconds / 2)
@@ -172,26 +172,23 @@ class StageSide(BoardCore):
 
     def drop(
         self,
-        target: Delivery | str,
+        delivery: Delivery,
         *,
         reason: DropReason,
         retry: bool = False,
         counts: DropKind = "failed",
         detail: str = "",
     ) -> bool:
-        """Drop the group that a delivery holds, or the group of an id, whether held or not.
+        """Drop the group that a delivery holds.
 
         With `retry`, its prompt waits to be published again, at most limits.max_retries times; one whose reward failed
         waits for `retry_unscored` instead. `counts` selects the count of consecutive drops. `detail` is recorded with
         the group, for people. Returns False if it was closed already or the delivery does not hold it any more.
         """
-        counter = {"failed": "consecutive_drops", "filtered": "consecutive_filtered", "": ""}[counts]
         again = "unscored" if reason == DropReason.REWARD_FAILED else int(retry)
-        settings = (reason, again, self.limits.max_retries, counter, detail)
-        if isinstance(target, str):
-            return bool(self._connection.script("drop", self.prefix, target, *settings))
-        hold = (target.stage, target.entry_id, target.consumer, target.attempt)
-        return bool(self._connection.script("drop", self.prefix, target.group_id, *settings, *hold))
+        settings = (reason, again, self.limits.max_retries, DROP_COUNTERS[counts], detail)
+        hold = (delivery.stage, delivery.entry_id, delivery.consumer, delivery.attempt)
+        return bool(self._connection.script("drop", self.prefix, delivery.group_id, *settings, *hold))
 
     def _prepare(self, delivery: Delivery, columns: Mapping[str, Column], name: str) -> tuple[GroupAttempt, list[Any]]:
         """Return an attempt to commit these columns, and what the script is told besides its pointer and bytes."""
@@ -222,9 +219,10 @@ class StageSide(BoardCore):
 
     def _claim(self, stage: str, consumer: str, count: int) -> list[Delivery]:
         lease = max(1, int(self.limits.lease_seconds * 1000))
-        entries = self._connection.script(
-            "claim_expired", self.prefix, stage, consumer, count, lease, self.limits.max_deliveries
-        )
+        # Half of it, so that a consumer that is alone is never a moment too early.
+        interval = int(self._claim_interval * 500)
+        settings = (count, lease, self.limits.max_deliveries, interval)
+        entries = self._connection.script("claim_expired", self.prefix, stage, consumer, *settings)
         return self._parse_entries(stage, consumer, entries)
 
     def _read(self, stream: str, stage: str, consumer: str, count: int, block: int | None) -> list[Delivery]:

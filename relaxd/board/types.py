@@ -16,6 +16,8 @@ Column: TypeAlias = np.ndarray | JSON
 
 DropKind: TypeAlias = Literal["failed", "filtered", ""]
 """The count of consecutive drops that a drop adds to: failures, groups filtered by the algorithm, or neither."""
+DROP_COUNTERS: dict[DropKind, str] = {"failed": "consecutive_drops", "filtered": "consecutive_filtered", "": ""}
+"""The field of a run's state in Redis with that count."""
 
 
 @dataclass(frozen=True)

@@ -128,8 +128,10 @@ class CoordinatorClient:
         while True:
             request = pb.WatchRunRequest(run_id=run_id, resume_token=token, max_seconds=60)
             try:
+                known = pb.Run()
                 for response in self._stub.WatchRun(request, timeout=75):
                     token, last_heard = response.resume_token, time.monotonic()
+                    _complete(response, known)
                     yield response
                     if response.run.state in ENDED:
                         return
@@ -215,3 +217,12 @@ class CoordinatorClient:
         if code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.ALREADY_EXISTS):
             return CliError(error.details() or explain(error))
         return CliError(f"the coordinator at {self.address} answers: {explain(error)}")
+
+
+def _complete(response: pb.WatchRunResponse, known: pb.Run) -> None:
+    """Fill in the fields that the coordinator left out, from `known`, and note those that it sent there."""
+    if "config_json" in response.unchanged:
+        response.run.config_json = known.config_json
+    if "health" in response.unchanged:
+        response.run.health.MergeFrom(known.health)
+    known.CopyFrom(pb.Run(config_json=response.run.config_json, health=response.run.health))

@@ -6,7 +6,7 @@ from relaxd.v1 import launcher_pb2 as pb
 
 
 class Host(Protocol):
-    """A place where replicas run. Its methods block, are called in threads, and raise RpcError."""
+    """A place where replicas run. Its methods block, are called in threads, several at once, and raise RpcError."""
 
     roles: frozenset[str]
     """Roles that it can start."""

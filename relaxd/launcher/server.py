@@ -9,6 +9,7 @@ the coordinators of a Redis that started empty.
 import asyncio
 import logging
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from relaxd.launcher.host import Host
@@ -24,6 +25,8 @@ from relaxd.v1 import launcher_pb2 as pb
 from relaxd.v1 import launcher_pb2_grpc
 
 LAUNCH_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+THREADS = 32
+"""Threads for the host's calls, which wait for processes to start and end."""
 MAX_GRACE_SECONDS = 600.0
 _NAME_RULE = "must be 1 to 100 letters, digits, dots, dashes and underscores, the first one a letter or digit"
 
@@ -35,7 +38,6 @@ class LauncherServicer(launcher_pb2_grpc.LauncherServicer):
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self._launching = asyncio.Lock()
 
     async def Launch(self, request: pb.LaunchRequest, context: Any) -> pb.LaunchResponse:
         """See the proto."""
@@ -45,9 +47,8 @@ class LauncherServicer(launcher_pb2_grpc.LauncherServicer):
         violations.check(request.role in self._host.roles, "role", f"is {request.role!r}: it must be one of {roles}")
         check_gpu_uuids("gpu_uuids", request.gpu_uuids, violations)
         violations.raise_if_any()
-        async with self._launching:
-            gpus = tuple(request.gpu_uuids)
-            instance = await asyncio.to_thread(self._host.launch, request.launch_id, request.role, gpus)
+        gpus = tuple(request.gpu_uuids)
+        instance = await asyncio.to_thread(self._host.launch, request.launch_id, request.role, gpus)
         _log.info("launched %s: %s", request.launch_id, instance.detail)
         return pb.LaunchResponse(instance=instance)
 
@@ -86,6 +87,7 @@ class LauncherServicer(launcher_pb2_grpc.LauncherServicer):
 async def run_launcher(host: Host, settings: ServiceSettings) -> None:
     """Serve until SIGTERM or SIGINT. Raises SystemExit(1), after logging the reason, when the port is taken."""
     setup_logging(settings.replica_id, settings.log_level)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, thread_name_prefix="host"))
     stop = stop_signals()
     servicer = LauncherServicer(host)
     service = Service(launcher_pb2_grpc.add_LauncherServicer_to_server, servicer, "relaxd.v1.Launcher")

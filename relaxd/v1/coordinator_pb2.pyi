@@ -574,6 +574,7 @@ class WatchRunResponse(_message.Message):
     RUN_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
+    UNCHANGED_FIELD_NUMBER: _builtins.int
     resume_token: _builtins.str
     """Give this to the next WatchRun."""
     @_builtins.property
@@ -588,6 +589,12 @@ class WatchRunResponse(_message.Message):
     def events(self) -> _containers.RepeatedCompositeFieldContainer[_health_pb2.RunEvent]:
         """What happened to the health of its parts since the last message."""
 
+    @_builtins.property
+    def unchanged(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Large fields of `run` that are left out because they are as in the last message of this call that has them: "config_json",
+        "health".
+        """
+
     def __init__(
         self,
         *,
@@ -595,10 +602,11 @@ class WatchRunResponse(_message.Message):
         run: Global___Run | None = ...,
         steps: _abc.Iterable[Global___StepMetrics] | None = ...,
         events: _abc.Iterable[_health_pb2.RunEvent] | None = ...,
+        unchanged: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "resume_token", b"resume_token", "run", b"run", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "resume_token", b"resume_token", "run", b"run", "steps", b"steps", "unchanged", b"unchanged"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -462,7 +462,7 @@ class CancelScaleRequestRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Its id; empty means the one in progress."""
+    """Its id; empty means the one in progress, if it is the only one."""
     def __init__(
         self,
         *,

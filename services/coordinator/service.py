@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from relaxd import PROTOCOL_VERSION, __version__, telemetry
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 HEARTBEATS_PER_LEASE = 6
 HOUSEKEEPING_SECONDS = 1.0
+THREADS = 64
+"""Threads for calls to Redis. A run's loops alone occupy a dozen for seconds while it is away."""
 RETENTION_SECONDS = 60.0
 """Interval at which expired runs are deleted."""
 
@@ -54,6 +57,7 @@ class CoordinatorProcess:
 
     async def run(self) -> None:
         """Serve until a signal. Raises Superseded, Fenced: a newer coordinator has taken over; ServerError."""
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, thread_name_prefix="shared"))
         stop = stop_signals()
         services = [
             Service(

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -38,13 +39,16 @@ class DockerHost:
 
         Raises Unavailable when no engine answers, FailedPrecondition when this process runs in no project's container.
         """
+        self._launching = threading.Lock()
+        self._numbers: dict[str, int] = {}
+        """The highest number of a container of each role."""
         with _translate_errors():
             self._engine = docker.from_env(timeout=ENGINE_SECONDS).api
             self.project = project or self._own_project()
 
     def launch(self, launch_id: str, role: str, gpu_uuids: tuple[str, ...]) -> pb.Instance:
         """See relaxd.launcher.host.Host."""
-        with _translate_errors():
+        with _translate_errors(), self._launching:
             found = self._launched(launch_id)
             if not found:
                 config = container_config(self._template(role), launch_id, role, gpu_uuids, self._next_number(role))
@@ -100,8 +104,13 @@ class DockerHost:
         return inspected
 
     def _next_number(self, role: str) -> int:
-        numbers = [int(one["Labels"][NUMBER]) for one in self._launched() if one["Labels"][ROLE] == role]
-        return max(numbers, default=0) + 1
+        """Return a number that no container of a role has. Only the first time are all looked through."""
+        if not self._numbers:
+            for one in self._launched():
+                number, of_role = int(one["Labels"][NUMBER]), one["Labels"][ROLE]
+                self._numbers[of_role] = max(number, self._numbers.get(of_role, 0))
+        self._numbers[role] = self._numbers.get(role, 0) + 1
+        return self._numbers[role]
 
     def _launched(self, launch_id: str = "") -> list[dict[str, Any]]:
         return self._containers(f"{LAUNCH_ID}={launch_id}" if launch_id else LAUNCH_ID)

@@ -51,7 +51,7 @@ def books(board: Board, redis_url: str, tmp_path: Path) -> Books:
     kept = Books(client, "run", tmp_path, max_staleness=1, groups_per_step=2)
     train(board, 1, tmp_path)
     train(board, 2, tmp_path)
-    board.drop("0-000004", reason="poison", retry=True)
+    board.drop_groups(["0-000004"], term=1, reason="poison", retry=True)
     return kept
 
 

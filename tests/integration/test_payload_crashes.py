@@ -63,7 +63,7 @@ def everything_ends(board: Board) -> None:
     """Check that nothing is left but what expires, once all groups are closed and what is overdue is given up."""
     client, prefix = board._connection.client, board.prefix
     for group_id in board.open_groups():
-        board.drop(group_id, reason="the end")
+        board.drop_groups([group_id], term=1, reason="the end")
     make_overdue(board)
     board.sweep(term=1)
     audit(board)
@@ -138,8 +138,8 @@ def test_a_coordinator_that_dies_anywhere_in_a_sweep(redis_url: str) -> None:
     columns = {"prompt_tokens": output("rollout")["tokens"], "prompt": "?"}
     board.publish(term=1, groups=[NewGroup(name, columns) for name in names])
     advance(board, ["rollout"], tokens=LARGE)
-    board.drop("a", reason="by hand")
-    board.drop("b", reason="by hand", retry=True)
+    board.drop_groups(["a"], term=1, reason="by hand")
+    board.drop_groups(["b"], term=1, reason="by hand", retry=True)
     steps = 0
     for _ in deaths(board, lambda mine: mine.sweep(term=1)):
         steps += 1

@@ -60,6 +60,7 @@ def output(stage: str, *, version: int = 0, tokens: int = 3) -> dict[str, Column
 def take(board: Board, stage: str, consumer: str = "worker", count: int = 100) -> list[Delivery]:
     """What waits, and what any holder let go, now."""
     board._next_claim.clear()
+    board._connection.client.delete(f"{board.prefix}claims")
     return board.take(stage, consumer, count=count, block_seconds=0)
 
 

@@ -50,12 +50,14 @@ def write_run(
         fields |= {"phase": Phase.STOPPED, "end_time": began + timedelta(seconds=90)}
     written = RunRecord(run_id=run_id, config_json=config.model_dump_json(), folder=str(folder.resolve()), **fields)
     files.write_record(written)
+    files.take_over_steps(lambda after, limit: [], lambda: None, ())
     files.append_metrics((step, {"reward_mean": step / 10, "loss": 0.5}) for step in range(1, done + 1))
     files.append_samples(
         {"step": step, "prompt": f"prompt {step}", "response": f"answer {step}{letter}", "reward": 0.5}
         for step in range(1, done + 1)
         for letter in "ab"
     )
+    files.close()
     (folder / "ledger.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, done + 1)))
     if written.phase.ended:
         files.write_summary(summarise(written, COUNTS, "model"))

@@ -60,7 +60,7 @@ def test_a_fate_has_what_each_stage_knew_and_is_told_once(board, tmp_path):
     board.drop(scored[1], reason=DropReason.REWARD_FAILED)
     board.drop(taken[2], reason=DropReason.STALE, retry=True)
     publish(board, "0-3~1", retry_of="0-3")
-    board.drop("0-3~1", reason=DropReason.RUN_ENDED, counts="")
+    board.drop_groups(["0-3~1"], term=1, reason=DropReason.RUN_ENDED, counts="")
     term = board.new_trainer_term()
     board.commit_step(term=term, step=1, plan={"groups": ["0-1"]}, metrics={})
     board.counts().check()

@@ -31,7 +31,7 @@ from services.coordinator.fleet.registry import Registry, Replica
 from services.coordinator.runs.manager import RunManager, read_board
 from services.coordinator.runs.starting import check_run_id
 from services.coordinator.runs.view import sample_message
-from services.coordinator.runs.watch import watch
+from services.coordinator.runs.watch import RunFeed
 from services.coordinator.scaling.scale_log import MAX_REQUESTS
 from services.coordinator.scaling.scaler import Scaler
 from services.coordinator.scaling.view import scale_message
@@ -50,6 +50,7 @@ class CoordinatorService(CoordinatorServicer):
 
     def __init__(self, manager: RunManager, registry: Registry, peers: Peers, scaler: Scaler) -> None:
         self._manager = manager
+        self._feed = RunFeed(manager)
         self._registry = registry
         self._peers = peers
         self._scaler = scaler
@@ -76,7 +77,7 @@ class CoordinatorService(CoordinatorServicer):
 
     async def WatchRun(self, request: pb.WatchRunRequest, context: Any) -> AsyncIterator[pb.WatchRunResponse]:
         """Stream the changes of a run for a limited time."""
-        async for message in watch(self._manager, self._registry.changed, request):
+        async for message in self._feed.watch(self._registry.changed, request):
             yield message
 
     async def PauseRun(self, request: pb.PauseRunRequest, context: Any) -> pb.PauseRunResponse:

@@ -2,16 +2,33 @@
 
 import asyncio
 import contextlib
+import time
+
+GAP_SECONDS = 0.02
+"""Changes within this time after a wake-up wake their waiters together: after a weight synchronisation every engine
+reports another version, and each waiter looks at the whole fleet."""
 
 
 class Signal:
-    """A broadcast without content: wakes all waiters, which then check their own condition."""
+    """A broadcast without content: wakes all waiters, which then check their own condition. Lives in the event loop."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
+        self._woken_at = float("-inf")
+        self._due: asyncio.TimerHandle | None = None
 
     def fire(self) -> None:
-        """Wake all current waiters."""
+        """Wake all waiters: at once, or GAP_SECONDS after the last time."""
+        if self._due is not None:
+            return
+        pause = self._woken_at + GAP_SECONDS - time.monotonic()
+        if pause <= 0:
+            self._wake()
+        else:
+            self._due = asyncio.get_running_loop().call_later(pause, self._wake)
+
+    def _wake(self) -> None:
+        self._due, self._woken_at = None, time.monotonic()
         event, self._event = self._event, asyncio.Event()
         event.set()
 

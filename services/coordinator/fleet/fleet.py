@@ -62,6 +62,12 @@ class Fleet:
         """Return the engines that take prompts under a trainer's term."""
         return [r for r in self.candidates() if r.version is not None and r.version[0] == term]
 
+    def serves(self, replica: Replica, term: int) -> bool:
+        """Return whether `serving` has a replica."""
+        works = replica.registration.role == ROLLOUT and replica.status.run_id == self.run_id
+        able = replica.status.state in ABLE and not replica.draining and replica.replica_id not in self._set_aside
+        return works and able and replica.version is not None and replica.version[0] == term
+
     def devices(self) -> list[Replica]:
         """Return the replicas that hold a model, in any state."""
         return [replica for role in self.roles if ROLES[role].model for replica in self._of(role)]

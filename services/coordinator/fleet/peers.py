@@ -1,6 +1,8 @@
 """gRPC channels to replicas and the launcher."""
 
 import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 import grpc
 
@@ -9,12 +11,16 @@ from relaxd.rpc.tls import TlsFiles
 from relaxd.v1.launcher_pb2_grpc import LauncherStub
 from relaxd.v1.replica_pb2_grpc import ReplicaStub
 from relaxd.v1.reward_pb2_grpc import RewardStub
+from relaxd.v1.rollout_pb2 import JoinWeightGroupResponse
 from relaxd.v1.rollout_pb2_grpc import RolloutStub
 from relaxd.v1.trainer_pb2_grpc import TrainerStub
 
 KEPT_SECONDS = 900.0
 """Lifetime of a channel to a lost replica: longer than any wait for one, because closing a channel cancels its calls,
 and a cancelled call looks like a cancelled caller."""
+
+JOIN_WEIGHT_GROUP = "/relaxd.v1.Rollout/JoinWeightGroup"
+Stub = TypeVar("Stub")
 
 
 class Peers:
@@ -25,28 +31,38 @@ class Peers:
         coordinator's term, which every call carries."""
         self._token, self._tls, self._term = token, tls, term
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._stubs: dict[str, dict[Any, Any]] = {}
+        """Stubs by address and kind."""
         self._needed: dict[str, float] = {}
         """Monotonic time at which an address was last that of a replica."""
 
     def trainer(self, address: str) -> TrainerStub:
         """Return a stub for the trainer at an address."""
-        return TrainerStub(self._channel(address))
+        return self._stub(TrainerStub, address)
 
     def rollout(self, address: str) -> RolloutStub:
         """Return a stub for the rollout replica at an address."""
-        return RolloutStub(self._channel(address))
+        return self._stub(RolloutStub, address)
 
     def reward(self, address: str) -> RewardStub:
         """Return a stub for the reward replica at an address."""
-        return RewardStub(self._channel(address))
+        return self._stub(RewardStub, address)
 
     def replica(self, address: str) -> ReplicaStub:
         """Return a stub for any replica at an address."""
-        return ReplicaStub(self._channel(address))
+        return self._stub(ReplicaStub, address)
 
     def launcher(self, address: str) -> LauncherStub:
         """Return a stub for the launcher at an address."""
-        return LauncherStub(self._channel(address))
+        return self._stub(LauncherStub, address)
+
+    def join_weight_group(self, address: str, request: bytes, timeout: float) -> Awaitable[JoinWeightGroupResponse]:
+        """Call Rollout.JoinWeightGroup with a request that is encoded already."""
+        call = self._channel(address).unary_unary(
+            JOIN_WEIGHT_GROUP, request_serializer=None, response_deserializer=JoinWeightGroupResponse.FromString
+        )
+        answer: Awaitable[JoinWeightGroupResponse] = call(request, timeout=timeout)
+        return answer
 
     async def forget(self, current: set[str]) -> None:
         """Close channels whose replica is long gone; `current`: the addresses in use."""
@@ -54,12 +70,21 @@ class Peers:
         self._needed |= dict.fromkeys(current, now)
         for address in [a for a in self._channels if now - self._needed.setdefault(a, now) > KEPT_SECONDS]:
             del self._needed[address]
+            self._stubs.pop(address, None)
             await self._channels.pop(address).close(None)
 
     async def close(self) -> None:
         """Close every channel."""
+        self._stubs.clear()
         while self._channels:
             await self._channels.popitem()[1].close(None)
+
+    def _stub(self, kind: Callable[[Any], Stub], address: str) -> Stub:
+        stubs = self._stubs.setdefault(address, {})
+        if kind not in stubs:
+            stubs[kind] = kind(self._channel(address))
+        stub: Stub = stubs[kind]
+        return stub
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:

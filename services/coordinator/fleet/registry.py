@@ -16,6 +16,7 @@ from relaxd.v1.replica_pb2 import (
 )
 from services.coordinator.fleet.changes import Signal
 from services.coordinator.fleet.gpu_choice import choose, could_choose, seen_by, suffix_for, uuid_of
+from services.coordinator.fleet.gpu_holders import GpuHolders
 from services.coordinator.state.records import Member, ReplicaRecord
 from services.coordinator.state.store import Store, StoreUnavailable
 
@@ -131,8 +132,11 @@ class Registry:
         self._clock = clock
         self._expired_at = clock()
         self._replicas: dict[str, Replica] = {}
-        self._gpu_holders: dict[str, str] = {}
-        """Replica ids by GPU UUID."""
+        self._by_role: dict[str, dict[str, Replica]] = {}
+        """The replicas of each role by id, oldest first."""
+        self._by_launch: dict[str, dict[str, Replica]] = {}
+        """The same for each launch id."""
+        self._gpu_holders = GpuHolders({})
         self._gone: set[str] = set()
         """Removed replicas that are still in Redis."""
         self._free_gpus_at: dict[str, float] = {}
@@ -154,10 +158,10 @@ class Registry:
 
         The earlier coordinator may have received heartbeats until just now.
         """
-        self._gpu_holders = dict(gpu_holders)
+        self._gpu_holders = GpuHolders(gpu_holders)
         gone = set(gpu_holders.values()) - set(records)
         self._free_gpus_at = dict.fromkeys(gone, self._clock() + self.gpu_lease_seconds)
-        for record in records.values():
+        for record in sorted(records.values(), key=lambda record: record.registered_at):
             registration = json_format.Parse(record.registration_json, Registration())
             self._add(registration, record.registered_at, unheard=True)
             self._replicas[registration.replica_id].draining = record.draining
@@ -215,12 +219,13 @@ class Registry:
 
     async def remove(self, replicas: Iterable[Replica]) -> None:
         """Remove replicas whose processes have ended, and free their GPUs at once."""
-        gone = [r.replica_id for r in replicas if self._replicas.get(r.replica_id) is r]
-        if not gone:
+        there = [replica for replica in replicas if self._replicas.get(replica.replica_id) is replica]
+        if not there:
             return
-        for replica_id in gone:
-            del self._replicas[replica_id]
-            logger.info("%s is gone", replica_id)
+        for replica in there:
+            self._discard(replica)
+            logger.info("%s is gone", replica.replica_id)
+        gone = [replica.replica_id for replica in there]
         self._gone.update(gone)
         self._free_gpus_at |= dict.fromkeys(gone, self._clock())
         self.changed.fire()
@@ -239,7 +244,7 @@ class Registry:
             if replica_id not in self._replicas:
                 raise NotFound(f"no replica {replica_id!r} is registered: register first")
             role = self._replicas[replica_id].registration.role
-            named = {uuid: self._name(holder) for uuid, holder in self._gpu_holders.items()}
+            named = {record: self._name(holder) for record, holder in self._gpu_holders.among(candidates).items()}
             holders, preferred = seen_by(role, named, shared=shared)
             try:
                 granted = choose(replica_id, candidates, count, holders, preferred)
@@ -249,11 +254,8 @@ class Registry:
                     raise Unavailable(str(error)) from error
                 raise
             chosen = [uuid + suffix_for(role, shared=shared) for uuid in granted]
-            before = [uuid for uuid, holder in self._gpu_holders.items() if holder == replica_id]
-            freed = [uuid for uuid in before if uuid not in chosen]
-            for uuid in freed:
-                del self._gpu_holders[uuid]
-            self._gpu_holders |= dict.fromkeys(chosen, replica_id)
+            before = self._gpu_holders.of(replica_id)
+            freed = self._gpu_holders.hold(replica_id, chosen)
             # Written even without a change: an earlier call may have been cancelled before its write.
             if chosen or freed:
                 await asyncio.to_thread(self._store.save_gpus, replica_id, chosen, freed)
@@ -263,7 +265,7 @@ class Registry:
 
     def gpus_of(self, replica_id: str) -> list[str]:
         """Return the UUIDs of the GPUs that a replica holds."""
-        return [uuid_of(record) for record, holder in self._gpu_holders.items() if holder == replica_id]
+        return [uuid_of(record) for record in self._gpu_holders.of(replica_id)]
 
     def get(self, replica_id: str) -> Replica | None:
         """Return a replica by id."""
@@ -276,15 +278,12 @@ class Registry:
 
     def of_launch(self, launch_id: str) -> list[Replica]:
         """Return the replicas of a launch id, oldest first: several while the lease of a dead process holds."""
-        found = (r for r in self._replicas.values() if r.launch_id == launch_id)
-        return sorted(found, key=lambda replica: replica.registered_at)
+        return list(self._by_launch.get(launch_id, {}).values())
 
     def of_role(self, role: str, run_id: str | None = None) -> list[Replica]:
         """Return the replicas of a role, oldest first; with `run_id` only those that work on that run."""
-        found: Iterable[Replica] = (r for r in self._replicas.values() if r.registration.role == role)
-        if run_id is not None:
-            found = (r for r in found if r.status.run_id == run_id)
-        return sorted(found, key=lambda replica: replica.registered_at)
+        found = self._by_role.get(role, {}).values()
+        return [replica for replica in found if run_id is None or replica.status.run_id == run_id]
 
     def all(self) -> list[Replica]:
         """Return all replicas, by role and id."""
@@ -305,7 +304,7 @@ class Registry:
                 replica.seen = now
         for replica in list(self._replicas.values()):
             if now - replica.seen > self.lease_seconds:
-                del self._replicas[replica.replica_id]
+                self._discard(replica)
                 self._gone.add(replica.replica_id)
                 self._free_gpus_at[replica.replica_id] = replica.seen + self.gpu_lease_seconds
                 logger.warning("%s is gone: no heartbeat for %.1f s", replica.replica_id, self.lease_seconds)
@@ -320,7 +319,7 @@ class Registry:
             free = [replica_id for replica_id, at in self._free_gpus_at.items() if at <= now]
             if not gone and not free:
                 return
-            gpus = [uuid for uuid, holder in self._gpu_holders.items() if holder in free]
+            gpus = [record for replica_id in free for record in self._gpu_holders.of(replica_id)]
             try:
                 await asyncio.to_thread(self._store.remove_replicas, gone, gpus)
             except StoreUnavailable:  # logged by the run's loops; retried at the next call
@@ -328,8 +327,9 @@ class Registry:
             self._gone.difference_update(gone)
             for replica_id in free:
                 del self._free_gpus_at[replica_id]
-            for uuid in gpus:
-                logger.info("GPU %s is free: %s is gone", uuid_of(uuid), self._gpu_holders.pop(uuid))
+                for record in self._gpu_holders.of(replica_id):
+                    logger.info("GPU %s is free: %s is gone", uuid_of(record), replica_id)
+            self._gpu_holders.free(gpus)
 
     def _name(self, replica_id: str) -> str:
         """Describe a GPU holder for error messages."""
@@ -349,6 +349,21 @@ class Registry:
         self.changed.fire()
 
     def _add(self, registration: Registration, registered_at: float, *, unheard: bool = False) -> None:
-        self._replicas[registration.replica_id] = Replica(
-            registration, registered_at, seen=self._clock(), status=ReplicaStatus(), unheard=unheard
-        )
+        if (earlier := self._replicas.get(registration.replica_id)) is not None:
+            self._discard(earlier)
+        replica = Replica(registration, registered_at, seen=self._clock(), status=ReplicaStatus(), unheard=unheard)
+        for replicas in self._lists(replica):
+            replicas[replica.replica_id] = replica
+
+    def _discard(self, replica: Replica) -> None:
+        for replicas in self._lists(replica):
+            del replicas[replica.replica_id]
+        if not self._by_launch.get(replica.launch_id, True):
+            del self._by_launch[replica.launch_id]
+
+    def _lists(self, replica: Replica) -> list[dict[str, Replica]]:
+        """Return the dictionaries that a replica is in while its lease holds."""
+        lists = [self._replicas, self._by_role.setdefault(replica.registration.role, {})]
+        if replica.launch_id:
+            lists.append(self._by_launch.setdefault(replica.launch_id, {}))
+        return lists

@@ -105,6 +105,8 @@ class ActiveRun:
         """Version of that evaluation."""
         self.assignable = False
         """The board exists, so that replicas can start."""
+        self.step = 0
+        """The last step that was seen on the board."""
 
     def oldest_version(self) -> int | None:
         """Return the oldest version on any engine that takes prompts."""
@@ -184,11 +186,14 @@ class ActiveRun:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.to_thread(self._files.close)
             await asyncio.to_thread(telemetry.write_traces, None)
 
     async def _phases(self) -> None:
         try:
-            await self._rewrite_metrics()
+            await self._redis.in_thread(
+                self._files.take_over_steps, self.board.ledger, self.context.store.check, self.record.evaluations
+            )
             self._sampled_step = await asyncio.to_thread(self._files.end_samples)
             self._last_fate = await asyncio.to_thread(self._files.end_groups)
             with waiting("the groups that the run has closed so far, to be counted"):
@@ -230,7 +235,8 @@ class ActiveRun:
         while True:
             self._usage.sample(self.fleet.devices())
             counts = await self._redis.in_thread(self.board.counts)
-            if counts.last_step > self._files.last_step:
+            self.step = counts.last_step
+            if counts.last_step != self._files.last_step:
                 await self._append_metrics()
             await self._append_fates()
             await self._redis.in_thread(self.board.sweep, term=self.context.term)
@@ -373,9 +379,10 @@ class ActiveRun:
         """Record an evaluation, whose answers are in the run's folder already."""
         metrics = await self._evaluator.summarise(found)
         logger.info("evaluation of version %d: %s", step, metrics)
-        await self._save(evaluations=(*self.record.evaluations, Evaluation(step=step, metrics=metrics)))
+        evaluation = Evaluation(step=step, metrics=metrics)
+        await self._save(evaluations=(*self.record.evaluations, evaluation))
         telemetry.record_step(self.record.run_id, step, metrics)
-        await self._rewrite_metrics()
+        await asyncio.to_thread(self._files.add_evaluation, evaluation)
 
     async def _last_sync(self, version: int) -> bool:
         """Wait until the engines serve the last version; otherwise adds a note and returns False.
@@ -452,8 +459,8 @@ class ActiveRun:
 
     async def _drop_open(self, reason: DropReason) -> None:
         await self._redis.in_thread(self.board.set_gate, term=self.context.term, oldest_version=None, open=False)
-        for group_id in await self._redis.in_thread(self.board.open_groups):
-            await self._redis.in_thread(self.board.drop, group_id, reason=reason, counts="")
+        groups = await self._redis.in_thread(self.board.open_groups)
+        await self._redis.in_thread(self.board.drop_groups, groups, term=self.context.term, reason=reason, counts="")
         await self._redis.in_thread(self.board.purge, term=self.context.term)
 
     # --- records and metrics --------------------------------------------------------------------------------------
@@ -477,22 +484,16 @@ class ActiveRun:
         self.waiting.refresh()
         self._changed.fire()
 
-    async def _rewrite_metrics(self) -> None:
-        ledger = await self._redis.in_thread(self.board.ledger)
-        steps = [(entry.step, entry.metrics) for entry in ledger]
-        await asyncio.to_thread(self._files.rewrite_ledger, ledger)
-        await asyncio.to_thread(self._files.rewrite_metrics, steps, self.record.evaluations)
-
     async def _append_metrics(self) -> None:
-        ledger = await self._redis.in_thread(self.board.ledger, self._files.last_step)
+        ledger = await self._redis.in_thread(self._files.next_steps, self.board.ledger)
         synced, self._reported_sync_seconds = self.sync.seconds - self._reported_sync_seconds, self.sync.seconds
         measured = {**self._usage.take(self.fleet.devices()), "sync_seconds": synced / max(len(ledger), 1)}
         measured |= await self._take_drops(len(ledger))
         measured |= self.curriculum.metrics()
         steps = [(entry.step, {**entry.metrics, **measured}) for entry in ledger]
+        self._sampled_step = min([self._sampled_step, *(entry.step - 1 for entry in ledger[:1])])  # committed again
         for step, metrics in steps:
             telemetry.record_step(self.record.run_id, step, metrics)
-        await asyncio.to_thread(self._files.append_ledger, ledger)
         await asyncio.to_thread(self._files.append_metrics, steps)
         await self._append_samples()
 

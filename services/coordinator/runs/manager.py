@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,10 +43,25 @@ MAX_BOARDS = 8
 """Boards of ended runs that stay connected."""
 
 
+READERS = ThreadPoolExecutor(8, thread_name_prefix="reader")
+"""Threads of calls that only read. While Redis is away each occupies one for seconds: calls that replicas depend on,
+such as Register, must not wait for them."""
+
+
+@dataclass(frozen=True)
+class Glance:
+    """What is known of a run without asking Redis. When it changes, watchers are told at once."""
+
+    state: "pb.RunState.ValueType"
+    reason: str
+    step: int
+    """The last step that the coordinator has seen; 0 if the run isn't active."""
+
+
 async def read_board(operation: Callable[..., Result], *arguments: Any) -> Result:
     """Run a blocking board operation in a thread. Raises Unavailable: Redis doesn't answer."""
     try:
-        return await asyncio.to_thread(operation, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(READERS, operation, *arguments)
     except BoardUnavailable as error:
         raise Unavailable(str(error)) from error
 
@@ -76,6 +93,8 @@ class RunManager:
         self._last_active = pb.Run()
         """What the board last said of the active run, for the time in which Redis doesn't answer."""
         self.active: ActiveRun | None = None
+        self._assigned: tuple[RunRecord, pb.Assignment] | None = None
+        """The last assignment, which answers to heartbeats repeat, and the record that it is of."""
         self._ended = ""
         """How the last active run ended, for those who still ask for it."""
 
@@ -319,18 +338,27 @@ class RunManager:
         for run_id in [run_id for run_id in self._boards if run_id != active][:-MAX_BOARDS]:
             self._boards.pop(run_id).close()  # a reader in progress reconnects
 
+    def glance(self, record: RunRecord) -> Glance:
+        """Return what is known of a run without asking Redis."""
+        active = self._active(record)
+        return Glance(run_state(record), record.reason_shown, active.step if active is not None else 0)
+
+    def _active(self, record: RunRecord) -> ActiveRun | None:
+        """Return the active run if the record is its."""
+        return self.active if self.active is not None and self.active.record.run_id == record.run_id else None
+
     async def message(self, record: RunRecord) -> pb.Run:
         """Return a run's current message; the active run's last one while Redis doesn't answer. Raises Unavailable."""
         if record.run_id in self._ended_runs:
             return self._ended_runs[record.run_id]
-        steps = RunConfig.model_validate_json(record.config_json).run.steps
-        active = self.active if self.active is not None and self.active.record.run_id == record.run_id else None
+        active = self._active(record)
+        config = active.config if active is not None else RunConfig.model_validate_json(record.config_json)
         run = pb.Run()
         if active is not None and active.waiting.redis_is_away and self._last_active.run_id == record.run_id:
             run.CopyFrom(self._last_active)  # reading would take as long as Redis's timeouts
         else:
             oldest = active.oldest_version() if active is not None else None
-            run = await read_board(run_message, record, steps, self.board(record), oldest)
+            run = await read_board(run_message, record, config.run.steps, self.board(record), oldest)
         if active is not None:
             self._last_active.CopyFrom(run)
             active.waiting.describe(run)
@@ -356,8 +384,8 @@ class RunManager:
 
     async def events(self, record: RunRecord) -> Sequence[Event]:
         """Return the latest health events of a run, oldest first. Raises Unavailable."""
-        if self.active is not None and self.active.record.run_id == record.run_id:
-            return self.active.health.record.events
+        if (active := self._active(record)) is not None:
+            return active.health.record.events
         return (await asyncio.to_thread(self._store.health, record.run_id)).events
 
     def assignment(self) -> pb.Assignment:
@@ -365,8 +393,10 @@ class RunManager:
         if self.active is None or not self.active.assignable:
             return pb.Assignment()
         record = self.active.record
-        assignment = pb.Assignment(
-            run_id=record.run_id, config_json=record.config_json, state=run_state(record), folder=record.folder
-        )
-        assignment.begin_time.FromDatetime(record.begin_time)
-        return assignment
+        if self._assigned is None or self._assigned[0] is not record:
+            assignment = pb.Assignment(
+                run_id=record.run_id, config_json=record.config_json, state=run_state(record), folder=record.folder
+            )
+            assignment.begin_time.FromDatetime(record.begin_time)
+            self._assigned = record, assignment
+        return self._assigned[1]

@@ -5,12 +5,10 @@ survives the loss of all Redis data (see `restoring`).
 """
 
 import json
-import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -29,9 +27,11 @@ from relaxd.run_folder import (
     SUMMARY,
     answers_file,
     newest_lines,
-    read_lines,
 )
 from services.coordinator.runs.code_version import code_version
+from services.coordinator.runs.lines.appended_file import Check
+from services.coordinator.runs.lines.ledger_file import PAGE, LedgerFile, ReadLedger
+from services.coordinator.runs.lines.metrics_file import MetricsFile, Steps, finite, json_line
 from services.coordinator.state.records import Evaluation, RunRecord
 
 NO_REWARDS = ("eval_response_length", "eval_truncated_share", "eval_prompts", "eval_unscored")
@@ -39,8 +39,6 @@ NO_REWARDS = ("eval_response_length", "eval_truncated_share", "eval_prompts", "e
 
 KeepLines = Callable[[str, Sequence[Mapping[str, Any]]], None]
 """Keeps lines about the answers to a set's prompts. Called in threads, in the order in which prompts are done."""
-Steps = Iterable[tuple[int, Mapping[str, float]]]
-"""(step, metrics), in order."""
 
 
 class RunFiles:
@@ -52,8 +50,13 @@ class RunFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.last_step = 0
-        """The last step in metrics.jsonl."""
+        self._ledger = LedgerFile(folder / LEDGER)
+        self._metrics = MetricsFile(folder / METRICS)
+
+    @property
+    def last_step(self) -> int:
+        """The last step in metrics.jsonl, once it was taken over."""
+        return self._metrics.last_step
 
     def create(self, config_toml: str, config: RunConfig) -> None:
         """Create the folder and write the configuration and the version of the code. Raises OSError."""
@@ -68,47 +71,44 @@ class RunFiles:
         _replace(self.folder / CONFIG, config.model_dump_json(indent=2) + "\n")
         (self.folder / SUMMARY).unlink(missing_ok=True)
 
-    def rewrite_metrics(self, steps: Steps, evaluations: Iterable[Evaluation]) -> None:
-        """Rewrite metrics.jsonl: a line per step with its evaluation, and one for step 0.
+    def take_over_steps(self, read: ReadLedger, check: Check, evaluations: Iterable[Evaluation]) -> None:
+        """Take ledger.jsonl and metrics.jsonl over from an earlier coordinator, and complete them from the ledger.
 
-        Called after an evaluation, and after a restart, when the last line may be incomplete. The coordinator's own
-        metrics exist only in this file and are kept.
+        Raises what `read` and `check` raise; then it can be repeated.
         """
-        before = self._read_metrics()
-        lines: dict[int, dict[str, Any]] = {
-            step: {**before.get(step, {}), "step": step, **metrics} for step, metrics in steps
-        }
-        for evaluation in evaluations:
-            lines.setdefault(evaluation.step, {"step": evaluation.step}).update(evaluation.metrics)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        _replace(self.folder / METRICS, "".join(_line(lines[step]) for step in sorted(lines)))
-        self.last_step = max(lines, default=0)
+        self._ledger.take_over(read, check)
+        self._metrics.take_over(read, check, self._ledger.last_step, evaluations)
+
+    def next_steps(self, read: ReadLedger) -> list[LedgerEntry]:
+        """Append the next steps to ledger.jsonl and return them; their metrics are to be appended, too.
+
+        Steps that the ledger has lost, or has with other groups now, are replaced in both files.
+        """
+        entries = self._ledger.follow(read)
+        if self._ledger.rewound_to is not None:
+            self._metrics.rewind(self._ledger.rewound_to)
+            self._ledger.rewound_to = None
+        if not entries or entries[0].step != self.last_step + 1:  # the last call was interrupted
+            entries = read(self.last_step, PAGE)
+        return entries
+
+    def append_metrics(self, steps: Steps) -> None:
+        """Append new steps to metrics.jsonl."""
+        self._metrics.append(steps)
+
+    def add_evaluation(self, evaluation: Evaluation) -> None:
+        """Add an evaluation to its step in metrics.jsonl."""
+        self._metrics.add(evaluation)
+
+    def close(self) -> None:
+        """Close the files that stay open."""
+        self._ledger.close()
+        self._metrics.close()
 
     def write_record(self, record: RunRecord) -> None:
         """Write run.json."""
         self.folder.mkdir(parents=True, exist_ok=True)
         _replace(self.folder / RECORD, record.model_dump_json(indent=2) + "\n")
-
-    def rewrite_ledger(self, entries: Iterable[LedgerEntry]) -> None:
-        """Rewrite ledger.jsonl, whose last line may be incomplete after a restart."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        _replace(self.folder / LEDGER, "".join(json.dumps(asdict(entry)) + "\n" for entry in entries))
-
-    def append_ledger(self, entries: Iterable[LedgerEntry]) -> None:
-        """Append new steps to ledger.jsonl."""
-        with (self.folder / LEDGER).open("a") as file:
-            file.writelines(json.dumps(asdict(entry)) + "\n" for entry in entries)
-
-    def append_metrics(self, steps: Steps) -> None:
-        """Append new steps to metrics.jsonl."""
-        with (self.folder / METRICS).open("a") as file:
-            for step, metrics in steps:
-                file.write(_line({"step": step, **metrics}))
-                self.last_step = step
-
-    def _read_metrics(self) -> dict[int, dict[str, Any]]:
-        """Read the complete lines of metrics.jsonl, by step."""
-        return {line["step"]: line for line in read_lines(self.folder / METRICS)}
 
     def end_samples(self) -> int:
         """End the last line of samples.jsonl if its writer died. Returns the last step in the file."""
@@ -132,7 +132,7 @@ class RunFiles:
     def append_samples(self, samples: Iterable[Mapping[str, Any]]) -> None:
         """Append samples, oldest first, to samples.jsonl."""
         with (self.folder / SAMPLES).open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(_finite(sample), ensure_ascii=False) + "\n" for sample in samples))
+            file.write("".join(json.dumps(finite(sample), ensure_ascii=False) + "\n" for sample in samples))
 
     @contextmanager
     def answers(self, step: int) -> Iterator[KeepLines]:
@@ -152,7 +152,7 @@ class RunFiles:
                         path.parent.mkdir(parents=True, exist_ok=True)
                         stack.callback(path.unlink, missing_ok=True)  # it has another name if all went well
                         files[name] = stack.enter_context(path.open("w", encoding="utf-8"))
-                    files[name].write("".join(map(_line, lines)))
+                    files[name].write("".join(json_line(line).decode() for line in lines))
 
             yield keep
             for file in files.values():
@@ -162,16 +162,7 @@ class RunFiles:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json."""
-        _replace(self.folder / SUMMARY, json.dumps(_finite(summary), indent=2) + "\n")
-
-
-def _line(values: Mapping[str, Any]) -> str:
-    return json.dumps(_finite(values)) + "\n"
-
-
-def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace NaN and infinity, which JSON lacks, by null."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        _replace(self.folder / SUMMARY, json.dumps(finite(summary), indent=2) + "\n")
 
 
 def _end_line(path: Path) -> None:

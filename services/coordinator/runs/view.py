@@ -23,7 +23,7 @@ def run_message(record: RunRecord, steps: int, board: Board, oldest_version: int
         run_id=record.run_id,
         state=run_state(record),
         outcome=pb.RunOutcome.Value(f"RUN_OUTCOME_{record.outcome or 'UNSPECIFIED'}"),
-        reason=record.reason if record.paused is None else record.paused,
+        reason=record.reason_shown,
         steps=steps,
         folder=record.folder,
         oldest_engine_version=oldest_version,
@@ -54,10 +54,10 @@ def _add_board(run: pb.Run, board: Board) -> None:
             run.metrics.update(entry.metrics)
 
 
-def step_messages(board: Board, after_step: int) -> list[pb.StepMetrics]:
-    """Return the steps after a step. Reads Redis: call it from a thread."""
+def step_messages(board: Board, after_step: int, limit: int) -> list[pb.StepMetrics]:
+    """Return the steps after a step, at most `limit`. Reads Redis: call it from a thread."""
     messages = []
-    for entry in board.ledger(after_step):
+    for entry in board.ledger(after_step, limit):
         message = pb.StepMetrics(step=entry.step, metrics=entry.metrics)
         message.commit_time.FromNanoseconds(int(entry.time * 1e9))
         messages.append(message)

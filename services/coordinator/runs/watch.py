@@ -1,16 +1,20 @@
 """The WatchRun stream: limited in time, resumable by token."""
 
+import asyncio
 import re
 import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Literal
 
 from relaxd.rpc.errors import Violations
 from relaxd.v1 import coordinator_pb2 as pb
 from services.coordinator.fleet.changes import Signal
 from services.coordinator.health.view import event_messages
-from services.coordinator.runs.manager import RunManager, read_board
+from services.coordinator.runs.manager import Glance, RunManager, read_board
 from services.coordinator.runs.starting import check_run_id
 from services.coordinator.runs.view import step_messages
+from services.coordinator.state.records import RunRecord
 
 TOKEN = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", re.ASCII)
 MAX_SECONDS = 300.0
@@ -20,49 +24,107 @@ SILENCE_SECONDS = 1.0
 """Limit of the time between two messages."""
 STEPS_AT_ONCE = 200
 """Limit of steps in one message: a watcher may resume after a long time."""
+SELDOM_NEW: tuple[Literal["config_json", "health"], ...] = ("config_json", "health")
+"""Large fields of a run that are left out of a message if they are as in an earlier one."""
 
 
-async def watch(
-    manager: RunManager, changed: Signal, request: pb.WatchRunRequest
-) -> AsyncIterator[pb.WatchRunResponse]:
-    """Yield the run at once, at every visible change and at least every second, until the time or the run ends.
+@dataclass(frozen=True)
+class _Read:
+    """A reading of a run, in progress or done."""
 
-    The resume token contains the last step sent and, if there was one, the last event: "7", "7-2".
-    """
-    violations = Violations()
-    check_run_id(request.run_id, violations)
-    token = request.resume_token
-    valid = not token or TOKEN.fullmatch(token)
-    violations.check(valid, "resume_token", "must be empty or a token from an earlier message")
-    violations.check(0 <= request.max_seconds <= MAX_SECONDS, "max_seconds", f"must be 0 to {MAX_SECONDS:.0f}")
-    violations.raise_if_any()
-    record = await manager.record(request.run_id)
-    board = manager.board(record)
-    end = time.monotonic() + (request.max_seconds or DEFAULT_SECONDS)
-    last_step, last_event = _parts(token)
-    shown, silent_since = None, 0.0
-    while True:
-        record = await manager.record(record.run_id)
-        run = await manager.message(record)
-        if last_step is None:
-            last_step = run.step
-        events = await manager.events(record)
-        newest_event = events[-1].number if events else 0
-        last_event = newest_event if last_event is None else last_event
-        visible = (run.state, run.reason, run.step, newest_event)
-        over = record.phase.ended or time.monotonic() >= end
-        if visible != shown or over or time.monotonic() - silent_since >= SILENCE_SECONDS - TICK_SECONDS:
-            steps = await read_board(step_messages, board, last_step) if run.step > last_step else []
-            steps = steps[:STEPS_AT_ONCE]
-            last_step = steps[-1].step if steps else last_step
-            news, last_event = event_messages(events, last_event), newest_event
-            token = f"{last_step}-{last_event}" if last_event else str(last_step)
-            yield pb.WatchRunResponse(resume_token=token, run=run, steps=steps, events=news)
-            shown, silent_since = visible, time.monotonic()
-            if over and last_step >= run.step:
-                return
-        if last_step >= run.step:
-            await changed.wait(TICK_SECONDS)  # idle: nothing is new
+    glance: Glance
+    began: float
+    message: "asyncio.Task[pb.Run]"
+
+    def serves(self, glance: Glance, now: float) -> bool:
+        """Return whether its message shows what a watcher has seen, and is not old."""
+        if self.glance != glance or not self.message.done():
+            return self.glance == glance
+        failed = self.message.cancelled() or self.message.exception() is not None
+        return not failed and now - self.began < TICK_SECONDS
+
+
+class RunFeed:
+    """Messages of runs for WatchRun: all watchers of a run share one reading of Redis."""
+
+    def __init__(self, manager: RunManager) -> None:
+        self._manager = manager
+        self._reads: dict[str, _Read] = {}
+
+    async def message(self, record: RunRecord, glance: Glance) -> pb.Run:
+        """Return a message that is at most TICK_SECONDS old, and not older than the glance. Raises Unavailable."""
+        now = time.monotonic()
+        self._reads = {run_id: read for run_id, read in self._reads.items() if now - read.began < MAX_SECONDS}
+        read = self._reads.get(record.run_id)
+        if read is None or not read.serves(glance, now):
+            read = _Read(glance, now, asyncio.create_task(self._manager.message(record)))
+            read.message.add_done_callback(_look_at_error)
+            self._reads[record.run_id] = read
+        return await asyncio.shield(read.message)
+
+    async def watch(self, changed: Signal, request: pb.WatchRunRequest) -> AsyncIterator[pb.WatchRunResponse]:
+        """Yield the run at once, at every visible change and at least every second, until the time or the run ends.
+
+        The resume token contains the last step sent and, if there was one, the last event: "7", "7-2".
+        """
+        violations = Violations()
+        check_run_id(request.run_id, violations)
+        token = request.resume_token
+        valid = not token or TOKEN.fullmatch(token)
+        violations.check(valid, "resume_token", "must be empty or a token from an earlier message")
+        violations.check(0 <= request.max_seconds <= MAX_SECONDS, "max_seconds", f"must be 0 to {MAX_SECONDS:.0f}")
+        violations.raise_if_any()
+        manager = self._manager
+        record = await manager.record(request.run_id)
+        board = manager.board(record)
+        end = time.monotonic() + (request.max_seconds or DEFAULT_SECONDS)
+        last_step, last_event = _parts(token)
+        shown, silent_since, sent = None, 0.0, pb.Run()
+        while True:
+            record = await manager.record(record.run_id)
+            glance = manager.glance(record)
+            events = await manager.events(record)
+            newest_event = events[-1].number if events else 0
+            last_event = newest_event if last_event is None else last_event
+            over = record.phase.ended or time.monotonic() >= end
+            silent = time.monotonic() - silent_since >= SILENCE_SECONDS - TICK_SECONDS
+            complete = True
+            if (glance, newest_event) != shown or over or silent:
+                run = await self.message(record, glance)
+                last_step = run.step if last_step is None else last_step
+                steps = []
+                if run.step > last_step:
+                    steps = await read_board(step_messages, board, last_step, STEPS_AT_ONCE)
+                    last_step = steps[-1].step if steps else last_step
+                complete = last_step >= run.step or not steps  # none: the board is being deleted
+                news, last_event = event_messages(events, last_event), newest_event
+                token = f"{last_step}-{last_event}" if last_event else str(last_step)
+                response = pb.WatchRunResponse(resume_token=token, run=run, steps=steps, events=news)
+                _leave_out_unchanged(response, sent)
+                sent = run
+                yield response
+                shown, silent_since = (glance, newest_event), time.monotonic()
+                if over and complete:
+                    return
+                if not complete:
+                    shown = None
+            if complete:
+                await changed.wait(TICK_SECONDS)  # idle: nothing is new
+
+
+def _leave_out_unchanged(response: pb.WatchRunResponse, before: pb.Run) -> None:
+    """Clear large fields that are as in the message before, and name them."""
+    for field in SELDOM_NEW:
+        value = getattr(response.run, field)
+        if value and value == getattr(before, field):
+            response.run.ClearField(field)
+            response.unchanged.append(field)
+
+
+def _look_at_error(task: "asyncio.Task[pb.Run]") -> None:
+    """Look at the error of a reading whose watchers have all left; asyncio logs one that nobody has looked at."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _parts(token: str) -> tuple[int | None, int | None]:

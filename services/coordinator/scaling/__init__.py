@@ -1,1 +1,1 @@
-"""Scale requests: add or remove replicas, one request at a time."""
+"""Scale requests: add or remove replicas, one request at a time for each role."""

@@ -28,7 +28,7 @@ RETRY_SECONDS = 0.5
 REMOVE_GRACE_SECONDS = 15.0
 """Grace period of a removed replica: it is drained already, or was never active."""
 REMOVE_SECONDS = 60.0
-"""Limit of all attempts to remove a replica."""
+"""Limit of all attempts to remove a replica after the first that failed."""
 HAND_BACK_SECONDS = 10.0
 """Time after the drain deadline to hand back unfinished groups."""
 
@@ -146,7 +146,7 @@ class ReplicaDrive:
             ready = status.state == REPLICA_STATE_READY
             return (ScaleState.ACTIVE, "") if ready else (ScaleState.CREATING, status.detail)
         announced = active.sync.announced
-        if announced is not None and replica in active.fleet.serving(announced.term):
+        if announced is not None and active.fleet.serves(replica, announced.term):
             return ScaleState.ACTIVE, ""
         if status.state == REPLICA_STATE_READY:
             return ScaleState.SYNCING, active.sync.last_failure or "it waits for weights"
@@ -217,7 +217,7 @@ class ReplicaDrive:
     async def _remove(self) -> None:
         """Remove the replica; if that fails, let it work again."""
         outcome, detail = self._scaled.outcome or ScaleState.FAILED, self._scaled.detail
-        end = time.monotonic() + REMOVE_SECONDS
+        end = float("inf")
         while True:
             try:
                 await self._launchers.remove(self._scaled, REMOVE_GRACE_SECONDS)
@@ -225,6 +225,7 @@ class ReplicaDrive:
             except LauncherError as error:
                 if external_address(self._scaled) and not self._replicas():
                     break  # its process is gone, or it never joined
+                end = min(end, time.monotonic() + REMOVE_SECONDS)
                 if not error.passing or time.monotonic() > end:
                     await self._undrain()
                     await self._save(state=ScaleState.FAILED, detail=f"{detail}; {error}" if detail else str(error))
@@ -240,7 +241,7 @@ class ReplicaDrive:
 
     @property
     def _scaled(self) -> ScaledReplica:
-        return next(r for r in self._record.scaled if r.launch_id == self._launch_id)
+        return self._log.replica(self._request_id, self._launch_id)
 
     def _replicas(self) -> list[Replica]:
         """Return the registered replicas of the launch id, oldest first."""

@@ -1,10 +1,14 @@
 """Start, drain and removal of replicas: by the launcher, or by Join and Leave for those given by address."""
 
+import asyncio
+import time
+
 import grpc
 
 from relaxd.rpc.errors import explain
 from relaxd.v1.launcher_pb2 import (
     INSTANCE_STATE_FAILED,
+    Instance,
     LaunchRequest,
     ListInstancesRequest,
     RemoveRequest,
@@ -21,6 +25,13 @@ JOIN_SECONDS = 10.0
 DRAIN_MARGIN_SECONDS = 2.0
 ENDING_SECONDS = 5.0
 """Time to remove a replica, beyond its grace period."""
+LISTED_SECONDS = 0.9
+"""Time for which a listing of the launcher's instances is used. Less than the time between a launch and the first look
+at it: the listing began after the launch."""
+LISTED_TOGETHER = 1000
+"""Instances of a page."""
+CALLS_AT_ONCE = 16
+"""Replicas that are started or removed at once: the deadline of a call is not to be spent behind hundreds of others."""
 NO_LAUNCHER = "this coordinator has no launcher: start it with --launcher / RELAXD_LAUNCHER"
 PASSING = (
     *(grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED),
@@ -45,9 +56,16 @@ class Launchers:
         """`address`: that of the launcher; empty: there is none."""
         self._peers = peers
         self.address = address
+        self._calls = asyncio.Semaphore(CALLS_AT_ONCE)
+        self._listing: tuple[float, asyncio.Task[dict[str, Instance]]] | None = None
+        """The last listing, in progress or done, and the monotonic time at which it began."""
 
     async def create(self, replica: ScaledReplica, role: str) -> None:
         """Start a replica, or ask it to join; idempotent. Raises LauncherError."""
+        async with self._calls:
+            await self._create(replica, role)
+
+    async def _create(self, replica: ScaledReplica, role: str) -> None:
         try:
             if address := external_address(replica):
                 await self._join(replica.launch_id, address, role)
@@ -64,14 +82,29 @@ class Launchers:
             return ""
         self._require_launcher()
         try:
-            request = ListInstancesRequest(launch_id=replica.launch_id)
-            answer = await self._peers.launcher(self.address).ListInstances(request, timeout=JOIN_SECONDS)
+            instance = (await self._instances()).get(replica.launch_id)
         except grpc.aio.AioRpcError as error:
             raise self._launcher_error("can't be looked up", replica, error) from error
-        if not answer.instances:
+        if instance is None:
             return "it is gone"
-        (instance,) = answer.instances
         return instance.detail or "it ended" if instance.state == INSTANCE_STATE_FAILED else ""
+
+    async def _instances(self) -> dict[str, Instance]:
+        """Return the launcher's instances by launch id: one listing for all who ask within LISTED_SECONDS."""
+        now = time.monotonic()
+        if self._listing is None or now - self._listing[0] > LISTED_SECONDS:
+            self._listing = now, asyncio.create_task(self._list_instances())
+        return await asyncio.shield(self._listing[1])
+
+    async def _list_instances(self) -> dict[str, Instance]:
+        found: dict[str, Instance] = {}
+        request = ListInstancesRequest(page_size=LISTED_TOGETHER)
+        while True:
+            answer = await self._peers.launcher(self.address).ListInstances(request, timeout=JOIN_SECONDS)
+            found |= {instance.launch_id: instance for instance in answer.instances}
+            if not answer.next_page_token:
+                return found
+            request.page_token = answer.next_page_token
 
     async def drain(self, replica: Replica, seconds: float) -> int:
         """Ask a replica to drain within `seconds`; returns the groups that it still holds. Raises LauncherError."""
@@ -84,6 +117,10 @@ class Launchers:
 
     async def remove(self, replica: ScaledReplica, grace_seconds: float) -> None:
         """Stop a replica, or ask it to leave, and wait until it is gone. Raises LauncherError."""
+        async with self._calls:
+            await self._remove(replica, grace_seconds)
+
+    async def _remove(self, replica: ScaledReplica, grace_seconds: float) -> None:
         seconds = grace_seconds + ENDING_SECONDS
         try:
             if address := external_address(replica):

@@ -2,17 +2,30 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from relaxd.rpc.errors import FailedPrecondition, NotFound
 from services.coordinator.fleet.changes import Signal
 from services.coordinator.state.retry import RedisRetry
-from services.coordinator.state.scale_records import ScaleRecord
+from services.coordinator.state.scale_records import ScaledReplica, ScaleRecord
 from services.coordinator.state.store import Store
 
 MAX_REQUESTS = 100
 """Requests that are kept."""
+
+
+@dataclass
+class _Change:
+    """A change of one replica of a request. Those that come while Redis is written to are saved together."""
+
+    launch_id: str
+    changes: dict[str, Any]
+    unless_cancelled: bool
+    done: bool = False
+    made: bool = False
+    """It was not prevented by a cancellation."""
 
 
 class ScaleLog:
@@ -23,16 +36,21 @@ class ScaleLog:
         self._store = store
         self._changed = changed
         self._records: dict[str, ScaleRecord] = {}
+        self._replicas: dict[str, dict[str, ScaledReplica]] = {}
+        """The replicas of each request by launch id."""
+        self._changes: dict[str, list[_Change]] = {}
+        """Changes of each request that wait to be saved."""
         self._saving = asyncio.Lock()
 
     async def load(self) -> None:
         """Load the requests of earlier coordinators."""
         records = await asyncio.to_thread(self._store.scaling)
-        self._records = {record.request_id: record for record in records}
+        for record in records:
+            self._keep(record)
 
-    def in_progress(self) -> ScaleRecord | None:
-        """Return the request that has not ended; there is at most one."""
-        return next((record for record in self._records.values() if not record.state.ended), None)
+    def in_progress(self) -> list[ScaleRecord]:
+        """Return the requests that have not ended, oldest first; there is at most one for each role."""
+        return [record for record in self._records.values() if not record.state.ended]
 
     def all(self) -> list[ScaleRecord]:
         """Return the requests, newest first."""
@@ -41,6 +59,10 @@ class ScaleLog:
     def find(self, request_id: str) -> ScaleRecord | None:
         """Return a request by id."""
         return self._records.get(request_id)
+
+    def replica(self, request_id: str, launch_id: str) -> ScaledReplica:
+        """Return one replica of a request."""
+        return self._replicas[request_id][launch_id]
 
     def get(self, request_id: str) -> ScaleRecord:
         """Return a request; without an id, the newest. Raises NotFound."""
@@ -52,21 +74,26 @@ class ScaleLog:
         return record
 
     async def add(self, record: ScaleRecord) -> None:
-        """Add a request and drop the oldest ones beyond MAX_REQUESTS. Raises StoreUnavailable."""
-        forget = list(self._records)[: len(self._records) + 1 - MAX_REQUESTS]
+        """Add a request and drop the oldest ended ones beyond MAX_REQUESTS. Raises StoreUnavailable."""
+        surplus = max(0, len(self._records) + 1 - MAX_REQUESTS)
+        forget = [old.request_id for old in self._records.values() if old.state.ended][:surplus]
         async with self._saving:
             await self._write(record, forget)
 
     async def cancel(self, request_id: str) -> ScaleRecord:
         """Cancel a request; without an id, the one in progress.
 
-        Raises NotFound; FailedPrecondition: nothing can be rolled back; StoreUnavailable.
+        Raises NotFound; FailedPrecondition: nothing can be rolled back, or several are in progress; StoreUnavailable.
         """
         async with self._saving:
-            current = self.in_progress()
-            if not request_id and current is None:
-                raise FailedPrecondition("no scale request is in progress")
-            record = self.get(request_id or (current.request_id if current else ""))
+            if not request_id:
+                current = [record.request_id for record in self.in_progress()]
+                if not current:
+                    raise FailedPrecondition("no scale request is in progress")
+                if len(current) > 1:
+                    raise FailedPrecondition(f"scale requests {', '.join(current)} are in progress: name one")
+                request_id = current[0]
+            record = self.get(request_id)
             if record.cancelled:
                 return record
             if not any(replica.state.can_go_back for replica in record.scaled):
@@ -85,22 +112,39 @@ class ScaleLog:
 
         Returns False without a change if the request is cancelled and `unless_cancelled` is set.
         """
+        change = _Change(launch_id, changes, unless_cancelled)
+        self._changes.setdefault(request_id, []).append(change)
         async with self._saving:
-            record = self._records[request_id]
-            if unless_cancelled and record.cancelled:
-                return False
-            scaled = tuple(
-                replica.model_copy(update=changes) if replica.launch_id == launch_id else replica
-                for replica in record.scaled
-            )
-            record = record.model_copy(update={"scaled": scaled, "update_time": datetime.now(UTC)})
-            await RedisRetry(f"scale request {request_id}").call(self._write, record)
+            if not change.done:  # else it was saved together with another
+                await self._save_changes(request_id)
+        return change.made
+
+    async def _save_changes(self, request_id: str) -> None:
+        """Save all changes of a request that wait. Hold `_saving`."""
+        together = self._changes.pop(request_id)
+        try:
+            record, replicas = self._records[request_id], dict(self._replicas[request_id])
+            for change in together:
+                change.made = not (change.unless_cancelled and record.cancelled)
+                if change.made:
+                    replicas[change.launch_id] = replicas[change.launch_id].model_copy(update=change.changes)
+            if any(change.made for change in together):
+                update = {"scaled": tuple(replicas.values()), "update_time": datetime.now(UTC)}
+                await RedisRetry(f"scale request {request_id}").call(self._write, record.model_copy(update=update))
+        except BaseException:
+            self._changes[request_id] = [*together, *self._changes.get(request_id, ())]
+            raise
+        for change in together:
+            change.done = True
         self._changed.fire()
-        return True
 
     async def _write(self, record: ScaleRecord, forget: Sequence[str] = ()) -> None:
         """Save a record, in Redis first. Hold `_saving`. Raises StoreUnavailable."""
         await asyncio.to_thread(self._store.save_scaling, record, forget)
-        self._records[record.request_id] = record
+        self._keep(record)
         for request_id in forget:
-            del self._records[request_id]
+            del self._records[request_id], self._replicas[request_id]
+
+    def _keep(self, record: ScaleRecord) -> None:
+        self._records[record.request_id] = record
+        self._replicas[record.request_id] = {replica.launch_id: replica for replica in record.scaled}

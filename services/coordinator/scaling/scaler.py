@@ -1,4 +1,4 @@
-"""Scale requests: accepted one at a time, carried out replica by replica."""
+"""Scale requests: accepted one at a time for each role, carried out replica by replica."""
 
 import asyncio
 import logging
@@ -37,32 +37,33 @@ class Scaler:
         self._on_error = on_error
         self.log = ScaleLog(store, registry.changed)
         self._accepting = asyncio.Lock()
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def resume(self) -> None:
-        """Load the requests, and resume the one that an earlier coordinator left in progress."""
+        """Load the requests, and resume those that an earlier coordinator left in progress."""
         await self.log.load()
-        if (record := self.log.in_progress()) is not None:
+        for record in self.log.in_progress():
             logger.info("resuming scale request %s (%s)", record.request_id, record.state.lower())
             self._start(record.request_id)
 
     async def close(self) -> None:
-        """Stop working; the next coordinator resumes the request in progress."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        """Stop working; the next coordinator resumes the requests in progress."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def accept(self, request_id: str, spec: ScaleSpec) -> ScaleRecord:
         """Start a request, or return the existing one if this repeats it.
 
-        Raises AlreadyExists: the id belongs to a different request; FailedPrecondition: another request is in progress,
-        or this one is impossible; NotFound: no such replica.
+        Raises AlreadyExists: the id belongs to a different request; FailedPrecondition: another request of the role is
+        in progress, or this one is impossible; NotFound: no such replica.
         """
         return await finish(self._accept(request_id, spec), "a scale request")
 
     async def _accept(self, request_id: str, spec: ScaleSpec) -> ScaleRecord:
         async with self._accepting:
-            current = self.log.in_progress()
+            current = next((record for record in self.log.in_progress() if record.spec.role == spec.role), None)
             known = self.log.find(request_id) if request_id else current
             if known is not None and known.spec == spec:
                 return known
@@ -70,8 +71,8 @@ class Scaler:
                 raise AlreadyExists(f"scale request {request_id!r} asked for something else: choose another request_id")
             if current is not None:
                 raise FailedPrecondition(
-                    f"scale request {current.request_id!r} is in progress ({current.state.lower()}), and only one may "
-                    "be: wait for it, or cancel it",
+                    f"scale request {current.request_id!r} is in progress ({current.state.lower()}), and only one of "
+                    f"role {spec.role} may be: wait for it, or cancel it",
                     reason="SCALE_REQUEST_IN_PROGRESS",
                     subject=current.request_id,
                 )
@@ -153,10 +154,12 @@ class Scaler:
         return sorted(newest.values(), key=lambda replica: replica.registered_at)
 
     def _start(self, request_id: str) -> None:
-        self._task = asyncio.create_task(self._carry_out(request_id))
-        self._task.add_done_callback(self._on_end)
+        task = asyncio.create_task(self._carry_out(request_id))
+        self._tasks.add(task)
+        task.add_done_callback(self._on_end)
 
     def _on_end(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._on_error(error)
 

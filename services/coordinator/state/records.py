@@ -83,6 +83,11 @@ class RunRecord(Record):
     notes: tuple[str, ...] = ()
     """Problems that did not end the run."""
 
+    @property
+    def reason_shown(self) -> str:
+        """Reason for the run's state: that of its pause, or else of its phase."""
+        return self.reason if self.paused is None else self.paused
+
 
 class ReplicaRecord(Record):
     """One registration."""

@@ -38,6 +38,8 @@ MARGIN_SECONDS = 1.0
 """Added to the deadline that the callee enforces itself."""
 ECHO_SECONDS = 0.2
 """Time for the other calls to end after the first failure, so that the error names every culprit."""
+CALLS_TOGETHER = 16
+"""Calls of a broadcast that are begun without a pause."""
 TO_BLAME = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 """Statuses of a member that is dead or late; any other status is an answer."""
 
@@ -109,16 +111,16 @@ class WeightGroupClient:
             timeout_seconds=seconds,
         )
 
+        # A manifest of thousands of tensors is encoded once for all engines: messages one after the other are merged.
+        common = rollout_pb2.JoinWeightGroupRequest(sync_id=sync_id, group=connect, manifest=manifest.manifest)
+        encoded = common.SerializeToString()
+
         def join(member: Member) -> Call:
             if member == group.trainer:
                 request = trainer_pb2.TrainerJoinWeightGroupRequest(sync_id=sync_id, group=connect)
                 return self._trainer(member).JoinWeightGroup(request, timeout=seconds + MARGIN_SECONDS)
-            return self._rollout(member).JoinWeightGroup(
-                rollout_pb2.JoinWeightGroupRequest(
-                    sync_id=sync_id, group=connect, rank=ranks[member], manifest=manifest.manifest
-                ),
-                timeout=seconds + MARGIN_SECONDS,
-            )
+            own = rollout_pb2.JoinWeightGroupRequest(rank=ranks[member]).SerializeToString()
+            return self._peers.join_weight_group(member.address, encoded + own, seconds + MARGIN_SECONDS)
 
         await self._broadcast("join the weight group", [group.trainer, *group.engines], join)
 
@@ -255,9 +257,13 @@ class WeightGroupClient:
 
         Raises SyncFailed soon after the first failure or lost lease, and cancels the calls in progress.
         """
-        tasks = {member: asyncio.create_task(_await(call(member))) for member in members}
-        pending = set(tasks.values())
+        tasks: dict[Member, asyncio.Task[Any]] = {}
         try:
+            for number, member in enumerate(members, 1):
+                tasks[member] = asyncio.create_task(_await(call(member)))
+                if number % CALLS_TOGETHER == 0:
+                    await asyncio.sleep(0)  # brief: a turn for heartbeats, which hundreds of calls would hold up
+            pending = set(tasks.values())
             while pending and not any(task.done() and task.exception() for task in tasks.values()):
                 if any(not task.done() and not self._registry.holds(member) for member, task in tasks.items()):
                     break
@@ -266,7 +272,7 @@ class WeightGroupClient:
             if pending:
                 _, pending = await asyncio.wait(pending, timeout=ECHO_SECONDS)
         finally:
-            for task in pending:
+            for task in tasks.values():
                 task.cancel()
         problems: list[str] = []
         blamed: list[Member] = []

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 
 from relaxd import telemetry
@@ -19,6 +19,7 @@ from services.coordinator.fleet.registry import Replica
 from services.coordinator.fleet.run_context import RunContext
 from services.coordinator.state.records import Announcement, GroupRecord, Member, WeightsRecord
 from services.coordinator.state.store import StoreUnavailable
+from services.coordinator.weights.newcomers import Newcomers
 from services.coordinator.weights.set_aside import SetAside
 from services.coordinator.weights.weight_group_client import SyncFailed, WeightGroupClient
 
@@ -40,6 +41,7 @@ class WeightSync:
         self._recorded_ahead = False
         """Whether Redis says already that a synchronisation may be in progress."""
         self._set_aside = SetAside()
+        self._newcomers = Newcomers()
         self._verified: set[tuple[Member, Member]] = set()
         """Pairs of trainer and engine whose checksums matched."""
         self.record = record
@@ -78,6 +80,14 @@ class WeightSync:
             return False
         return all(engine.version == (announced.term, announced.version) for engine in engines)
 
+    def _serve_announced(self, engines: Sequence[Replica], members: Collection[Member]) -> bool:
+        """Return whether all of these members, and at least one, serve the announced version."""
+        announced = self.announced
+        if announced is None or not members:
+            return False
+        chosen = engines if len(members) == len(engines) else [one for one in engines if one.member in members]
+        return all(engine.version == (announced.term, announced.version) for engine in chosen)
+
     def failures(self, replica: Replica) -> int:
         """Return the consecutive synchronisations that failed, most likely because of this replica."""
         return self._set_aside.failures(replica.member)
@@ -93,20 +103,24 @@ class WeightSync:
         while True:
             engines = self.candidates()
             trainer, announced = self._fleet.trainer(), self.announced
+            admitted = [engine.member for engine in engines]
+            if trainer is not None:
+                admitted = self._newcomers.admit(trainer.member, admitted, self.record.group)
             # A lost trainer's version can't be fetched any more; its successor announces it again after its replay.
             able = trainer is not None and announced is not None and announced.replica_id == trainer.replica_id
             # An interrupted synchronisation may have left engines paused even if they are up to date.
-            done = self.up_to_date() and not self.record.running
+            done = self._serve_announced(engines, admitted) and not self.record.running
             self.waiting_for = ""
             if trainer is not None and announced is not None and able and not done:
                 self.waiting_for = waits_for_updates(trainer, announced, engines)
             if not able or done or not engines or self.waiting_for:
                 self.began = (self.began or time.time()) if self.waiting_for else None
-                await self._registry.changed.wait(IDLE_SECONDS)  # named: Run.waiting_for has `waiting_for`
+                pause = min(IDLE_SECONDS, self._newcomers.due_seconds)
+                await self._registry.changed.wait(pause)  # named: Run.waiting_for has `waiting_for`
             else:
                 assert trainer is not None  # `able` says so, but not to mypy
                 assert announced is not None
-                delay = await self._attempt(trainer.member, [engine.member for engine in engines], announced, delay)
+                delay = await self._attempt(trainer.member, admitted, announced, delay)
                 await asyncio.sleep(delay)  # idle: `last_failure` says why
 
     def candidates(self) -> list[Replica]:
@@ -221,6 +235,7 @@ class WeightSync:
 
     async def _connect(self, sync_id: int, trainer: Member, engines: list[Member]) -> GroupRecord:
         """Connect a new weight group and leave the old one."""
+        began = time.monotonic()
         old = self.record.group
         if old is not None:
             await self._client.leave(sync_id, old)
@@ -229,6 +244,7 @@ class WeightSync:
         group = GroupRecord(name=name, trainer=trainer, engines=tuple(engines))
         await self._save(group=group)
         await self._client.join(sync_id, group, manifest)
+        self._newcomers.connect_seconds = time.monotonic() - began
         return group
 
     async def _abort_recorded(self) -> None:

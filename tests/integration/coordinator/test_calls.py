@@ -3,6 +3,7 @@
 import contextlib
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -313,6 +314,19 @@ def test_a_watch_speaks_every_second_and_ends_in_time(up: Cluster) -> None:
     ]
     assert 2.0 < time.monotonic() - begun < 4.5
     assert len(times) >= 3
+
+    # Many watchers ask Redis no more often than one, and large fields come once.
+    with redis.Redis.from_url(up.redis_url) as client, ThreadPoolExecutor(12) as watchers:
+        client.config_resetstat()
+        request = pb.WatchRunRequest(run_id="watched", max_seconds=2)
+        asked = [watchers.submit(lambda: list(up.stub.WatchRun(request, timeout=10))) for _ in range(12)]
+        heard = [future.result() for future in asked]
+        assert client.info("commandstats")["cmdstat_scard"]["calls"] < 30
+    for messages in heard:
+        assert [message.run.config_json != "" for message in messages] == [True] + [False] * (len(messages) - 1)
+        assert all("config_json" in message.unchanged for message in messages[1:])
+        assert {message.run.run_id for message in messages} == {"watched"}
+
     up.stub.StopRun(pb.StopRunRequest(), timeout=5)
     last = list(up.stub.WatchRun(pb.WatchRunRequest(max_seconds=60), timeout=30))[-1]
     assert last.run.state == pb.RUN_STATE_STOPPED  # an ended run ends the watch

@@ -280,8 +280,8 @@ def test_a_group_that_was_closed_meanwhile_loads_as_none(redis_url):
     board = make_board(redis_url)
     board.publish(term=1, groups=[group("a"), group("b")])
     deliveries = take(board, "rollout")
-    assert board.drop("a", reason="by_hand")
-    assert not board.drop("a", reason="by_hand")
+    assert board.drop_groups(["a"], term=1, reason="by_hand")
+    assert not board.drop_groups(["a"], term=1, reason="by_hand")
     a, b = board.load(deliveries, ["prompt"])
     assert a is None
     assert b is not None
@@ -315,8 +315,8 @@ def test_a_dropped_prompt_is_tried_again_as_often_as_allowed(redis_url):
     )
     for number in range(3):
         name = f"a~{number}" if number else "a"
-        assert board.drop(name, reason="stale", retry=True)
-        assert not board.drop(name, reason="stale", retry=True)
+        assert board.drop_groups([name], term=1, reason="stale", retry=True)
+        assert not board.drop_groups([name], term=1, reason="stale", retry=True)
         if number < 2:
             assert board.retries() == [Retry(name, number)]
             for _ in range(2):
@@ -334,7 +334,7 @@ def test_a_retried_prompt_keeps_its_columns(redis_url):
     board = make_board(redis_url)
     columns = {"prompt_tokens": np.arange(LARGE, dtype=np.int32), "prompt": "long"}
     board.publish(term=1, groups=[NewGroup("a", columns)])
-    board.drop("a", reason="stale", retry=True)
+    board.drop_groups(["a"], term=1, reason="stale", retry=True)
     board.publish(term=1, groups=[NewGroup("a~1", retry_of="a")])
     loaded = board.load(take(board, "rollout"), ["prompt_tokens", "prompt"])[0]
     np.testing.assert_array_equal(loaded["prompt_tokens"], columns["prompt_tokens"])
@@ -347,7 +347,7 @@ def test_prompts_whose_reward_failed_wait_for_a_repaired_reward(redis_url):
     held = take(board, "rollout", count=2)
     assert board.drop(held[0], reason=DropReason.REWARD_FAILED)
     assert board.drop(held[1], reason=DropReason.REWARD_FAILED)
-    assert board.drop("c", reason=DropReason.BAD_PROMPT)
+    assert board.drop_groups(["c"], term=1, reason=DropReason.BAD_PROMPT)
     assert board.retries() == []
     with pytest.raises(Fenced):
         board.retry_unscored(term=0)
@@ -379,11 +379,11 @@ def test_the_group_that_has_been_at_a_stage_for_the_longest_is_known(redis_url):
     board.nack("rollout", first.consumer, [first], failed=True)
     assert board.oldest_held()["rollout"].group_id == "b"
     for name in ("b", "c"):
-        assert board.drop(name, reason=DropReason.BAD_PROMPT)
+        assert board.drop_groups([name], term=1, reason=DropReason.BAD_PROMPT)
     (again,) = take(board, "rollout", "another")
     oldest = board.oldest_held()["rollout"]
     assert (oldest.group_id, oldest.holder, oldest.deliveries) == ("a", "another", again.attempt) == ("a", "another", 2)
-    assert board.drop("a", reason=DropReason.BAD_PROMPT)
+    assert board.drop_groups(["a"], term=1, reason=DropReason.BAD_PROMPT)
     assert board.oldest_held() == {}
 
 
@@ -453,8 +453,8 @@ def test_steps_follow_one_another_and_train_only_open_groups_once(redis_url):
 def test_a_step_ends_a_row_of_drops(redis_url):
     board = make_board(redis_url)
     board.publish(term=1, groups=[group(f"g{i}") for i in range(3)])
-    board.drop("g0", reason="x")
-    board.drop("g1", reason="y")
+    board.drop_groups(["g0"], term=1, reason="x")
+    board.drop_groups(["g1"], term=1, reason="y")
     assert board.counts().consecutive_drops == 2
     board.commit_step(term=board.new_trainer_term(), step=1, plan={"groups": ["g2"]}, metrics={})
     assert board.counts().consecutive_drops == 0

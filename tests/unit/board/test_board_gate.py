@@ -25,7 +25,7 @@ def test_the_gate_bounds_staleness(redis_url):
         board.publish(term=1, groups=[group("more")], cursor=99)
     assert caught.value.limit == "staleness"
     assert board.cursor() is None
-    assert board.drop("g0", reason="by_hand")
+    assert board.drop_groups(["g0"], term=1, reason="by_hand")
     assert room(board) == 1
     board.set_gate(term=1, oldest_version=3, open=True)
     assert room(board) == 3  # the run needs 8 in all
@@ -69,9 +69,9 @@ def test_what_is_expected_is_learned_from_a_quarter_of_a_step(redis_url):
     board.publish(term=1, groups=[large(f"g{i}") for i in range(8)])
     advance(board, ["rollout"])
     assert room(board, WORST) == 7
-    board.drop("g0", reason="by_hand")
+    board.drop_groups(["g0"], term=1, reason="by_hand")
     assert room(board, WORST) == 7  # of which one for the step
-    board.drop("g1", reason="by_hand")
+    board.drop_groups(["g1"], term=1, reason="by_hand")
     assert room(board, WORST) == 74  # all that staleness allows
     (sizes,) = {int(size) for size in board._connection.client.lrange(f"{board.prefix}sizes", 0, -1)}
     board.publish(term=1, groups=[large("next")])
@@ -113,7 +113,7 @@ def test_a_full_redis_takes_no_more_but_lets_go(redis_server):
             write()
     assert board.commit([(b, output("rollout"))]) == [True]
     board.commit_step(term=term, step=1, plan={"groups": ["a"]}, metrics={})
-    assert board.drop("b", reason="by_hand")
+    assert board.drop_groups(["b"], term=1, reason="by_hand")
     audit(board)
 
 
@@ -147,7 +147,7 @@ def test_a_run_that_ended_leaves_no_prompts_behind(redis_url):
     board = make_board(redis_url)
     board.publish(term=1, groups=[group("a")])
     before = board.measure()
-    board.drop("a", reason="stale", retry=True)
+    board.drop_groups(["a"], term=1, reason="stale", retry=True)
     assert board.retries()
     board.purge(term=1)
     assert board.retries() == []

@@ -87,7 +87,7 @@ def test_bytes_that_nobody_wants_are_not_written(redis_url):
     first, second = take(board, "rollout")
     large = output("rollout", tokens=LARGE)
     assert board.commit([(first, large)]) == [True]
-    board.drop("b", reason="by_hand")
+    board.drop_groups(["b"], term=1, reason="by_hand")
     keys = payload_keys(board)
     assert board.commit([(first, large), (second, large)]) == [False, False]
     assert payload_keys(board) == keys
@@ -241,8 +241,8 @@ def test_the_gate_counts_payloads_until_they_are_freed(redis_url):
     board.publish(term=1, groups=[group("b")])
     advance(board, ["rollout"], tokens=LARGE)
     assert board.admission(200_000).limit == "memory"
-    board.drop("a", reason="by_hand")
-    board.drop("b", reason="by_hand")
+    board.drop_groups(["a"], term=1, reason="by_hand")
+    board.drop_groups(["b"], term=1, reason="by_hand")
     # The open step lacks a group, which passes; a second one doesn't while the payloads are there.
     assert board.admission(200_000).room == 1
     board.sweep(term=1)
@@ -255,7 +255,7 @@ def test_a_sweep_frees_many_attempts_in_pieces(redis_url, monkeypatch):
     board.publish(term=1, groups=[group(f"g{i}") for i in range(10)])
     advance(board, ["rollout"], tokens=LARGE)
     for group_id in board.open_groups():
-        board.drop(group_id, reason="by_hand")
+        board.drop_groups([group_id], term=1, reason="by_hand")
     assert board.sweep(term=1) == 20
     assert not payload_keys(board)
     assert json.loads(board._state("garbage_bytes")) == 0

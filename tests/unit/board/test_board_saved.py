@@ -87,7 +87,7 @@ def test_a_group_that_closes_takes_its_saved_work_along(redis_url: str, end: str
         finally:
             client.config_set("maxmemory", before)
         if "a" in board.open_groups():  # the newest went first
-            board.drop("a", reason="memory")
+            board.drop_groups(["a"], term=1, reason="memory")
     assert "a" not in board.open_groups()
     audit(board)
 

@@ -93,7 +93,7 @@ class RealBoard:
                 assert self.client.ttl(key) > 0
                 self.client.delete(key)
             case "close":
-                assert self.board.drop("g", reason="test")
+                assert self.board.drop_groups(["g"], term=1, reason="test")
             case "sweep":
                 self.sweeping[who] = (attempt, 0)
             case "free":

@@ -19,6 +19,7 @@ from relaxd.v1.coordinator_pb2 import Registration
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry
 from services.coordinator.scaling import drive as module
+from services.coordinator.scaling import launchers
 from services.coordinator.scaling.drive import HAND_BACK_SECONDS, ReplicaDrive
 from services.coordinator.scaling.launchers import Launchers
 from services.coordinator.scaling.scale_log import ScaleLog
@@ -108,6 +109,7 @@ class Desk:
 async def desk(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Desk]:
     monkeypatch.setattr(module, "POLL_SECONDS", 0.0)
     monkeypatch.setattr(module, "RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(launchers, "LISTED_SECONDS", 0.0)
     host, holder = Host(), Holder()
     launcher = LauncherServicer(host)
     services = [

@@ -128,7 +128,7 @@ def test_holds_are_renewed_and_lost_groups_noticed(trainer: Trainer) -> None:
     while time.monotonic() < end:
         assert not trainer.board.take("train", "another", count=5, block_seconds=0.1)
     assert trainer.intake.lost(["g1", "g2"]) == []
-    assert trainer.board.drop("g2", reason="stopped")
+    assert trainer.board.drop_groups(["g2"], term=1, reason="stopped")
     assert trainer.intake.lost(["g1", "g2"]) == ["g2"]
     trainer.intake.release_all()
     assert [d.group_id for d in trainer.board.take("train", "another", count=5, block_seconds=1.0)] == ["g1"]

@@ -29,9 +29,10 @@
 --   unscored         hash: the same, of prompts whose reward failed; retry_unscored moves them to retries
 --   sizes            list: bytes of the groups closed last, newest first
 --   redelivered      hash: stage -> deliveries that repeated an unfinished one
+--   claims           hash: stage -> when its holds are next looked through for expired ones (milliseconds)
 local P = KEYS[1]
 local STATE, OPEN, STARTED, RETRIES = P .. 'state', P .. 'open', P .. 'started', P .. 'retries'
-local UNSCORED, PENDING, GARBAGE = P .. 'unscored', P .. 'pending', P .. 'garbage'
+local UNSCORED, PENDING, GARBAGE, CLAIMS = P .. 'unscored', P .. 'pending', P .. 'garbage', P .. 'claims'
 local WORKERS = 'workers'
 local FAILED, FILTERED = 'consecutive_drops', 'consecutive_filtered' -- fields of the state: drops in a row
 local KEPT_GROUPS, KEPT_BYTES = 256, 65536

@@ -1,10 +1,16 @@
--- Take over groups whose consumers died or stalled. ARGV: stage, consumer, count, lease in ms, max_deliveries.
--- Returns entries: id, fields, deliveries under this entry.
-local stage, consumer, count, lease, max_deliveries = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
+-- Take over groups whose consumers died or stalled. ARGV: stage, consumer, count, lease in ms, max_deliveries, interval in ms.
+-- However many consumers ask, all holds of a stage are looked through at most once in an interval, unless more was found than
+-- one of them takes. Returns entries: id, fields, deliveries under this entry.
+local stage, consumer, count, lease, max_deliveries = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
+local interval = tonumber(ARGV[6])
 local stream = stream_key(stage)
 if call('EXISTS', stream) == 0 then return run_missing() end
+local now, due = milliseconds(), tonumber(call('HGET', CLAIMS, stage) or 0)
+if now < due and due - now <= interval then return {} end -- else it was set before the clock went back
+local expired = call('XPENDING', stream, WORKERS, 'IDLE', lease, '-', '+', count)
+if #expired < count then call('HSET', CLAIMS, stage, now + interval) end
 local taken = {}
-for _, pending in ipairs(call('XPENDING', stream, WORKERS, 'IDLE', lease, '-', '+', count)) do
+for _, pending in ipairs(expired) do
   local entry_id, _, _, deliveries = unpack(pending)
   local entry = call('XCLAIM', stream, WORKERS, consumer, lease, entry_id)[1]
   if entry then -- else it was deleted

@@ -1,0 +1,1 @@
+"""Files of a run with a line per step, which one coordinator at a time appends to."""

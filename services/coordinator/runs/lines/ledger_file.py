@@ -1,0 +1,99 @@
+"""ledger.jsonl: the steps of the board's ledger, in order, so that the run survives the loss of all Redis data."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import BinaryIO
+
+from relaxd.board import LedgerEntry
+from relaxd.run_folder import newest_lines_with_ends
+from services.coordinator.runs.lines.appended_file import AppendedFile, Check
+
+ReadLedger = Callable[[int, int], list[LedgerEntry]]
+"""Returns the steps of the board's ledger after one, at most so many."""
+PAGE = 256
+"""Steps that are read at once."""
+COPIED_BYTES = 1 << 20
+Identity = tuple[int, int, float]
+"""Step, trainer term and time of a commit."""
+
+
+class LedgerFile:
+    """Keeps ledger.jsonl as the board's ledger is.
+
+    Redis may lose its newest writes, and a step be committed again with other groups. So each look at the ledger begins
+    with the last step that the file has, and lines that the ledger doesn't have are replaced.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = AppendedFile(path)
+        self._check: Check = lambda: None
+        self._last: Identity = (0, 0, 0.0)
+        self.rewound_to: int | None = None
+        """The step after which lines were replaced, until somebody who has seen it sets None."""
+
+    @property
+    def last_step(self) -> int:
+        """The last step in the file."""
+        return self._last[0]
+
+    def take_over(self, read: ReadLedger, check: Check) -> None:
+        """Take the file over, and bring it up to date. `check` is asked before the file is replaced, now and later."""
+        self._check = check
+        self._rewind(read)
+        self.rewound_to = None
+        while self.follow(read):
+            pass
+
+    def follow(self, read: ReadLedger) -> list[LedgerEntry]:
+        """Append the next steps, at most PAGE, after replacing lines that the ledger doesn't have. Returns the steps.
+
+        If `read` raises, it can be repeated.
+        """
+        before = 1 if self.last_step else 0
+        entries = read(self.last_step - before, PAGE + before)
+        if before and (not entries or _identity(entries[0]) != self._last):
+            self._rewind(read)
+            self.rewound_to = self.last_step
+            entries = read(self.last_step, PAGE)
+        elif before:
+            entries = entries[1:]
+        if entries:
+            self._file.append([json.dumps(asdict(entry)).encode() + b"\n" for entry in entries])
+            self._last = _identity(entries[-1])
+        return entries
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _rewind(self, read: ReadLedger) -> None:
+        """Replace the file by its lines up to the last one that the ledger has, too."""
+        end, last = 0, (0, 0, 0.0)
+        for found_end, line in newest_lines_with_ends(self._path):
+            found = (line.get("step", 0), line.get("term", 0), line.get("time", 0.0))
+            if found[0] and [_identity(entry) for entry in read(found[0] - 1, 1)] == [found]:
+                end, last = found_end, found
+                break
+        if not end:
+            self._file.replace((), self._check)
+        else:
+            with self._path.open("rb") as file:
+                self._file.replace(_lines_until(file, end), self._check)
+        self._last = last
+
+
+def _identity(entry: LedgerEntry) -> Identity:
+    return entry.step, entry.term, entry.time
+
+
+def _lines_until(file: BinaryIO, end: int) -> Iterator[bytes]:
+    """Yield the bytes before `end`, and the line feed that the last line may lack."""
+    last = b""
+    while end > 0 and (part := file.read(min(COPIED_BYTES, end))):
+        yield part
+        last, end = part, end - len(part)
+    if not last.endswith(b"\n"):
+        yield b"\n"

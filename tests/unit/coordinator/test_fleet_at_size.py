@@ -1,0 +1,71 @@
+"""What must not grow with the fleet: wake-ups by many changes, threads of readers, the search for who holds a GPU."""
+
+import asyncio
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from services.coordinator.fleet.changes import GAP_SECONDS, Signal
+from services.coordinator.fleet.gpu_choice import OWN, SHARED, uuid_of
+from services.coordinator.fleet.gpu_holders import GpuHolders
+from services.coordinator.runs.manager import READERS, read_board
+
+
+async def test_many_changes_wake_their_waiters_a_few_times_and_none_is_missed() -> None:
+    signal, woken = Signal(), []
+
+    async def look() -> None:
+        while True:
+            await signal.wait(10.0)
+            woken.append(time.monotonic())
+
+    waiter = asyncio.create_task(look())
+    await asyncio.sleep(0)
+    begun = time.monotonic()
+    for _ in range(500):
+        signal.fire()
+        await asyncio.sleep(0)
+    last = time.monotonic()
+    while not woken or woken[-1] < last:
+        await asyncio.sleep(0)
+        assert time.monotonic() < last + 5.0, "the last change was missed"
+    assert woken[0] - begun < 10 * GAP_SECONDS  # a change that comes alone is told at once
+    assert len(woken) <= (woken[-1] - begun) / GAP_SECONDS + 2
+    waiter.cancel()
+
+
+async def test_readers_of_a_redis_that_does_not_answer_take_no_thread_from_others() -> None:
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+    answers = threading.Event()
+    readers = [asyncio.create_task(read_board(answers.wait, 30.0)) for _ in range(4 * READERS._max_workers)]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(5.0):
+        assert await asyncio.to_thread(lambda: "registered") == "registered"
+    assert not any(reader.done() for reader in readers)
+    answers.set()
+    assert all(await asyncio.gather(*readers))
+
+
+def test_holders_of_gpus_are_those_of_a_plain_table() -> None:
+    chance = random.Random(1)
+    uuids = [f"GPU-{number}" for number in range(20)]
+    table = {uuids[0]: "replica-0", uuids[1] + SHARED: "replica-1", uuids[2] + OWN: "replica-1"}
+    holders = GpuHolders(table)
+    for _ in range(400):
+        replica_id = f"replica-{chance.randrange(6)}"
+        mine = [record for record, holder in table.items() if holder == replica_id]
+        free = [uuid + suffix for uuid in uuids for suffix in ("", OWN, SHARED) if uuid + suffix not in table]
+        if chance.random() < 0.7:
+            wanted = chance.sample(mine, min(1, len(mine))) + chance.sample(free, min(3, len(free)))
+            assert sorted(holders.hold(replica_id, wanted)) == sorted(set(mine) - set(wanted))
+            table = {record: holder for record, holder in table.items() if holder != replica_id}
+            table |= dict.fromkeys(wanted, replica_id)
+        else:
+            holders.free(mine)
+            table = {record: holder for record, holder in table.items() if holder != replica_id}
+        for number in range(6):
+            held = {record for record, holder in table.items() if holder == f"replica-{number}"}
+            assert set(holders.of(f"replica-{number}")) == held
+        asked = chance.sample(uuids, 5)
+        assert holders.among(asked) == {r: holder for r, holder in table.items() if uuid_of(r) in asked}

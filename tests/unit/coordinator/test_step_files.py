@@ -1,0 +1,180 @@
+"""ledger.jsonl and metrics.jsonl: one line per committed step, whoever commits again, dies or was replaced."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relaxd.board import LedgerEntry
+from relaxd.run_folder import read_lines
+from services.coordinator.runs.lines.ledger_file import PAGE
+from services.coordinator.runs.run_files import RunFiles
+from services.coordinator.state.records import Evaluation
+from services.coordinator.state.store import Superseded
+
+
+class Ledger:
+    """The board's ledger, and how much of it was read."""
+
+    def __init__(self) -> None:
+        self.entries: list[LedgerEntry] = []
+        self.read_entries = 0
+        self.away = False
+
+    def commit(self, *steps: int, term: int = 1) -> None:
+        """Commit steps; one that is there, and all after it, were lost."""
+        for step in steps:
+            del self.entries[step - 1 :]
+            plan = {"groups": [f"{term}-{step}"]}
+            self.entries.append(LedgerEntry(step, 100.0 * term + step, term, plan, {"loss": step / term}))
+
+    def read(self, after: int, limit: int) -> list[LedgerEntry]:
+        if self.away:
+            raise ConnectionError("away")
+        found = self.entries[after : after + limit]
+        self.read_entries += len(found)
+        return found
+
+
+def nothing() -> None:
+    """This coordinator was not replaced."""
+
+
+def open_files(folder: Path, ledger: Ledger, *evaluations: Evaluation) -> RunFiles:
+    files = RunFiles(folder)
+    files.take_over_steps(ledger.read, nothing, evaluations)
+    return files
+
+
+def follow(files: RunFiles, ledger: Ledger, **measured: float) -> None:
+    """What the run does at each new step."""
+    while entries := files.next_steps(ledger.read):
+        files.append_metrics((entry.step, {**entry.metrics, **measured}) for entry in entries)
+
+
+def lines(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def check(folder: Path, ledger: Ledger) -> None:
+    assert [(line["step"], line["plan"]["groups"]) for line in lines(folder, "ledger.jsonl")] == [
+        (entry.step, entry.plan["groups"]) for entry in ledger.entries
+    ]
+    steps = [line for line in lines(folder, "metrics.jsonl") if line["step"]]
+    assert [(line["step"], line["loss"]) for line in steps] == [
+        (entry.step, entry.metrics["loss"]) for entry in ledger.entries
+    ]
+
+
+def test_a_step_that_is_committed_again_replaces_its_line(tmp_path: Path) -> None:
+    ledger = Ledger()
+    files = open_files(tmp_path, ledger)
+    ledger.commit(1, 2, 3, 4)
+    follow(files, ledger, measured=1.0)
+    ledger.commit(3, 4, 5, term=2)  # Redis failed over, and had lost steps 3 and 4
+    follow(files, ledger, measured=2.0)
+    check(tmp_path, ledger)
+    assert [line["measured"] for line in lines(tmp_path, "metrics.jsonl")] == [1.0, 1.0, 2.0, 2.0, 2.0]
+    ledger.commit(2, term=3)  # fewer steps than before: as soon as the run looks
+    follow(files, ledger)
+    check(tmp_path, ledger)
+    ledger.commit(1, term=4)
+    del ledger.entries[:]
+    follow(files, ledger)
+    check(tmp_path, ledger)
+
+
+def test_a_coordinator_that_was_replaced_changes_nothing(tmp_path: Path) -> None:
+    ledger = Ledger()
+    old = open_files(tmp_path, ledger)
+    ledger.commit(1, 2)
+    follow(old, ledger, measured=1.0)
+    new = open_files(tmp_path, ledger)
+    ledger.commit(3)
+    follow(old, ledger, measured=1.0)
+    follow(new, ledger, measured=2.0)
+    check(tmp_path, ledger)
+    assert [line["measured"] for line in lines(tmp_path, "metrics.jsonl")] == [1.0, 1.0, 2.0]
+
+    def replaced() -> None:
+        raise Superseded("by another")
+
+    with pytest.raises(Superseded):
+        RunFiles(tmp_path).take_over_steps(ledger.read, replaced, ())
+    check(tmp_path, ledger)
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("cut", [1, 20, 60])
+def test_what_a_dead_coordinator_left_is_completed(tmp_path: Path, cut: int) -> None:
+    ledger = Ledger()
+    ledger.commit(1, 2)
+    evaluations = [Evaluation(step=0, metrics={"eval_reward": 0.1}), Evaluation(step=2, metrics={"eval_reward": 0.2})]
+    follow(open_files(tmp_path, ledger), ledger)
+    for name in ("ledger.jsonl", "metrics.jsonl"):
+        path = tmp_path / name
+        path.write_bytes(path.read_bytes()[:-cut])  # it died while it wrote, and before it added the evaluations
+    ledger.commit(3)
+    files = open_files(tmp_path, ledger, *evaluations)
+    check(tmp_path, ledger)
+    assert [line.get("eval_reward") for line in lines(tmp_path, "metrics.jsonl")] == [0.1, None, 0.2, None]
+    ledger.commit(4)
+    follow(files, ledger)
+    check(tmp_path, ledger)
+
+
+def test_a_line_that_somebody_removed_is_written_again(tmp_path: Path) -> None:
+    ledger = Ledger()
+    ledger.commit(*range(1, 6))
+    open_files(tmp_path, ledger)
+    path = tmp_path / "metrics.jsonl"
+    kept = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([kept[0], "damaged\n", *kept[3:]]))
+    open_files(tmp_path, ledger)
+    check(tmp_path, ledger)
+
+
+def test_an_evaluation_is_in_its_steps_line_whichever_comes_first(tmp_path: Path) -> None:
+    ledger = Ledger()
+    files = open_files(tmp_path, ledger)
+    files.add_evaluation(Evaluation(step=0, metrics={"eval_reward": 0.0}))
+    ledger.commit(1, 2)
+    follow(files, ledger, measured=1.0)
+    files.add_evaluation(Evaluation(step=1, metrics={"eval_reward": 0.1}))
+    files.add_evaluation(Evaluation(step=3, metrics={"eval_reward": float("nan")}))
+    ledger.commit(3)
+    follow(files, ledger, measured=1.0)
+    check(tmp_path, ledger)
+    found = [
+        (line["step"], line.get("measured"), line.get("eval_reward")) for line in read_lines(tmp_path / "metrics.jsonl")
+    ]
+    assert found == [(0, None, 0.0), (1, 1.0, 0.1), (2, 1.0, None), (3, 1.0, None)]
+
+
+def test_an_outage_of_redis_in_the_middle_loses_no_line(tmp_path: Path) -> None:
+    ledger = Ledger()
+    files = open_files(tmp_path, ledger)
+    ledger.commit(1, 2)
+    entries = files.next_steps(ledger.read)  # whose metrics are not appended: the coordinator was interrupted
+    assert [entry.step for entry in entries] == [1, 2]
+    ledger.away = True
+    with pytest.raises(ConnectionError):
+        files.next_steps(ledger.read)
+    ledger.away = False
+    follow(files, ledger)
+    check(tmp_path, ledger)
+
+
+def test_a_long_run_is_read_from_where_its_files_end(tmp_path: Path) -> None:
+    ledger = Ledger()
+    ledger.commit(*range(1, 2 * PAGE + 10))
+    files = open_files(tmp_path, ledger)
+    check(tmp_path, ledger)
+    ledger.read_entries = 0
+    ledger.commit(2 * PAGE + 10)
+    follow(files, ledger)
+    files.add_evaluation(Evaluation(step=2 * PAGE, metrics={"eval_reward": 1.0}))
+    follow(open_files(tmp_path, ledger), ledger)
+    check(tmp_path, ledger)
+    assert ledger.read_entries < 10
