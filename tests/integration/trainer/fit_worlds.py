@@ -22,24 +22,22 @@ LENGTH = 64
 
 @dataclass(frozen=True)
 class Job:
-    """What to measure with one learner."""
+    """What to measure under one layout."""
 
-    kind: str
-    folder: Path
+    folders: tuple[Path, ...]
+    """Models whose parameters are counted; or one of which a learner trains a step."""
     settings: dict[str, Any] = field(default_factory=dict)
     """The trainer's."""
-    tied: bool = False
+    micro_batches: int = 0
+    """Micro-batches of the step; 0: none is trained."""
     prompt: int = 0
     """Tokens that the four sequences of a micro-batch share."""
-    micro_batches: int = 0
-    """Micro-batches of a step whose activations are measured, on a model of SIZES."""
 
-    def write_model(self) -> Path:
-        """Write the model, unless it is there."""
-        if not self.folder.exists():
-            sizes = {**SIZES, **(EXPERTS if "moe" in self.kind else {})} if self.micro_batches else {}
-            make_model(self.folder, self.kind, tied=self.tied, **sizes)
-        return self.folder
+
+def write_model(folder: Path, kind: str, *, tied: bool = False, wide: bool = False) -> Path:
+    """Write a model; a wide one has SIZES."""
+    sizes = {**SIZES, **(EXPERTS if "moe" in kind else {})} if wide else {}
+    return make_model(folder, kind, tied=tied, **sizes)
 
 
 def micro_batch(prompt: int, seed: int) -> Any:
@@ -69,33 +67,37 @@ def micro_batch(prompt: int, seed: int) -> Any:
 
 def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
     """Measure on this rank."""
-    found = _learner(job, ranks) if job.micro_batches else _models(job, ranks)
+    found = _step(job, ranks) if job.micro_batches else _parameters(job, ranks)
     from megatron.core import parallel_state  # only now: Megatron is imported after the bridge
 
     parallel_state.destroy_model_parallel()
     return found
 
 
-def _models(job: Job, ranks: int) -> dict[str, Any]:
-    """Build policy and critic, and count their parameters."""
+def _parameters(job: Job, ranks: int) -> dict[str, Any]:
+    """Count the parameters of each model as policy and as critic."""
     from services.trainer.megatron.parallel import initialize
     from services.trainer.model.architectures import read_architecture
     from services.trainer.model.critic import build_critic
     from services.trainer.model.model import build_model, transformer_config
 
-    config, shape = trainer_config(ranks, **job.settings), read_architecture(job.folder)
-    world, megatron = initialize(config, 0), transformer_config(shape, config)
-    models = [build(shape, megatron, world) for build in (build_model, build_critic)]
-    return {"stage": world.pp_rank, "parameters": [sum(p.numel() for p in model.parameters()) for model in models]}
+    config = trainer_config(ranks, **job.settings)
+    world = initialize(config, 0)
+    counts = []
+    for folder in job.folders:
+        shape = read_architecture(folder)
+        models = [build(shape, transformer_config(shape, config), world) for build in (build_model, build_critic)]
+        counts.append([sum(parameter.numel() for parameter in model.parameters()) for model in models])
+    return {"stage": world.pp_rank, "parameters": counts}
 
 
-def _learner(job: Job, ranks: int) -> dict[str, Any]:
+def _step(job: Job, ranks: int) -> dict[str, Any]:
     """Train a step, and measure what that keeps."""
     import torch
 
     from tests.integration.trainer.saved_tensors import saved_bytes
 
-    learner = make_learner(LearnerJob(job.folder, parallel=job.settings), ranks)
+    learner = make_learner(LearnerJob(job.folders[0], parallel=job.settings), ranks)
     batches = [micro_batch(job.prompt, seed) for seed in range(job.micro_batches)]
     with saved_bytes(learner._policy) as counted:
         learner.accumulate(batches)
