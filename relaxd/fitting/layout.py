@@ -101,9 +101,6 @@ class Layout:
 def problem(layout: Layout, shape: ModelShape, section: str = "trainer") -> str:
     """Say which size of a layout doesn't divide the model, and what would; "" if all do."""
     experts = shape.experts
-    model_ranks = layout.tensor * layout.pipeline * layout.context
-    if layout.ranks % model_ranks:
-        return f"{section}.ranks is {layout.ranks}: it must be a multiple of {model_ranks}, the ranks of a replica"
     head_ranks = f"tensor_parallel x {section}.context_parallel" if layout.context > 1 else "tensor_parallel"
     divided = [
         (head_ranks, layout.slices, "query heads", shape.heads),

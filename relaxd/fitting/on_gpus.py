@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from relaxd.config import RunConfig
+from relaxd.config import JudgeConfig, RolloutConfig, RunConfig
 from relaxd.data.models import frozen_models, resolve_model
 from relaxd.fitting.engine import EngineMemory, engine_memory
 from relaxd.fitting.held import FitError, Hardware, Held
@@ -22,7 +22,8 @@ def check_layout(layout: Layout, shapes: Sequence[ModelShape], section: str, har
     for shape in shapes:
         if wrong := problem(layout, shape, section):
             raise FitError(wrong)
-    hardware.check(f"{section}.ranks" if section == TRAINER else section, layout.ranks)
+    sizes = "tensor_parallel x pipeline_parallel x context_parallel"
+    hardware.check(f"{section}.{'ranks' if section == TRAINER else sizes}", layout.ranks)
 
 
 def on_trainer(config: RunConfig, models: Models, layout: Layout, hardware: Hardware) -> list[Held]:
@@ -57,16 +58,17 @@ def on_frozen(config: RunConfig, role: str, hardware: Hardware) -> list[Held]:
 
 def engines(config: RunConfig, hardware: Hardware) -> dict[str, EngineMemory]:
     """Return the engines that hold GPUs of the run's own, by role."""
-    sections = {"rollout": (config.rollout, config.model.path)}
-    if config.roles.judge.has_replicas:
-        sections["judge"] = (config.roles.judge, config.roles.judge.model)  # type: ignore[assignment]
+    judge = config.roles.judge
+    sections: list[tuple[str, str, RolloutConfig | JudgeConfig, str, str]] = [
+        ("rollout", "rollout", config.rollout, "model.path", config.model.path)
+    ]
+    if judge.has_replicas:
+        sections.append(("judge", "roles.judge", judge, "roles.judge.model", judge.model))
     found = {}
-    for role, (section, model) in sections.items():
+    for role, setting, section, where, model in sections:
         if section.engine != "sglang":
             continue
-        setting = "rollout" if role == "rollout" else "roles.judge"
         hardware.check(f"{setting}.tensor_parallel", section.tensor_parallel)
-        where = "model.path" if role == "rollout" else "roles.judge.model"
         shape = read_shape(resolve_model(model, weights=False, setting=where), where)
         if shape.heads % section.tensor_parallel:
             raise FitError(

@@ -28,6 +28,8 @@ UPDATE_BYTES = 30
 """Bytes of a parameter that it reads and writes."""
 OFFLOAD_SECONDS = 0.7e-9
 """Seconds for each parameter of an update in the host's memory, of all ranks of a host together."""
+SCHEDULE = 20
+"""Micro-batches of a pipeline's schedule for each stage but the last, as in services/trainer/batch/pipeline.py."""
 FULLNESS = 0.9
 """Tokens of a micro-batch over its budget, on average."""
 
@@ -45,8 +47,8 @@ class Work:
     """Optimizer updates."""
     passes: float = 1.0
     """Times that it trains on its tokens."""
-    schedule: int = 0
-    """Micro-batches of a pipeline's schedule on each rank; 0: those of the whole step."""
+    mini_batches: int = 1
+    """Parts of the step, of which each has pipeline schedules of its own."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,8 @@ def predict(shape: ModelShape, layout: Layout, work: Work, element: int = 2) -> 
     compute = (of_layers + of_output) / speed
     # All wait for the last stage, which has the output layer besides its layers.
     slowest = (of_layers / stages + of_output) * stages / speed
-    micro_batches = max(1.0, work.tokens / (FULLNESS * work.micro_batch_tokens) / layout.data)
-    schedule = min(micro_batches, float(work.schedule or micro_batches))
+    per_update = work.tokens / work.mini_batches / (FULLNESS * work.micro_batch_tokens) / layout.data
+    schedule = max(1.0, min(per_update, float(SCHEDULE * (stages - 1))))
     bubble = slowest * (1 + (stages - 1) / schedule) - compute
     return Seconds(
         compute * work.passes,

@@ -60,12 +60,14 @@ def test_ranges_that_are_refused(ports: str, wrong: str) -> None:
         config({"ports": ports})
 
 
-def test_the_first_free_port_of_the_range() -> None:
+def test_a_free_port_of_the_range() -> None:
     first = own_port()
     with socket.create_server(("127.0.0.1", first)):
-        assert free_port("127.0.0.1", range(first, first + 1000)) > first
+        assert free_port("127.0.0.1", range(first, first + 1000)) in range(first + 1, first + 1000)
+        with listen("127.0.0.1", range(first, first + 1000)) as listener:
+            assert first < listener.getsockname()[1] < first + 1000
         with pytest.raises(NoFreePort, match=f'weights.ports is "{first}-{first}", but something listens on each'):
-            listen("127.0.0.1", range(first, first + 1))
+            free_port("127.0.0.1", range(first, first + 1))
     assert free_port("127.0.0.1", range(first, first + 1)) == first
 
 

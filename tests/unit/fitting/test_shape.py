@@ -8,9 +8,9 @@ import pytest
 import transformers
 
 from relaxd.data.errors import DataError
-from relaxd.fitting import logits, sizing
+from relaxd.fitting import logits, sizing, speed
 from relaxd.fitting.shape import FAMILIES, read_shape
-from services.trainer.batch import round_packer
+from services.trainer.batch import pipeline, round_packer
 from services.trainer.learner import logprobs
 from services.trainer.model import architectures
 from services.trainer.model.architectures import read_architecture
@@ -71,6 +71,7 @@ def test_every_family_of_the_trainer_is_known() -> None:
 def test_constants_are_those_of_the_trainer() -> None:
     assert (logits.CHUNK_BYTES, logits.KEPT_SHARE) == (logprobs.CHUNK_BYTES, logprobs.KEPT_SHARE)
     assert sizing.MAX_REPEAT == round_packer.MAX_REPEAT
+    assert speed.SCHEDULE == pipeline.SCHEDULE
 
 
 @pytest.mark.parametrize(
