@@ -114,13 +114,13 @@ def _layouts(found: Fit) -> Table:
     title = "layouts of the trainer that fit" if found.layouts else "no layout of the trainer fits on a machine"
     if ranks - {found.layout.ranks}:
         title = f"no layout of {found.layout.ranks} ranks fits; with {min(ranks)}"
-    table = Table(title=f"{title} (seconds are a prediction, to rank them by)", title_justify="left")
-    for name in ("layout", "GiB", "seconds a step"):
+    table = Table(title=title, title_justify="left")
+    for name in ("layout", "GiB", "seconds of a step, a prediction"):
         table.add_column(name, justify="left" if name == "layout" else "right")
-    table.add_row(f"{found.layout.name} (configured)", _gib(_fullest(found)), f"{found.seconds.total:.3g}")
+    table.add_row(f"{found.layout.name} (configured)", _gib(_fullest(found)), f"{found.seconds.total:,.2f}")
     table.add_section()
     for one in found.layouts[:SHOWN_LAYOUTS]:
-        table.add_row(one.layout.name, _gib(one.bytes), f"{one.seconds:.3g}")
+        table.add_row(one.layout.name, _gib(one.bytes), f"{one.seconds:,.2f}")
     return table
 
 
