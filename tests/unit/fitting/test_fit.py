@@ -132,7 +132,7 @@ def test_the_cache_in_answers(small: Path) -> None:
     token = 2 * 28 * 8 * 128 * 2
     assert engine.memory.token_bytes == token
     assert engine.answers == (int(0.8 * H200.gpu_bytes) - engine.memory.weights) // token // 9216
-    tiny = make(small, rollout={**make(small).rollout.model_dump(), "memory_fraction": 0.03})
+    tiny = make(small, rollout={**make(small).rollout.model_dump(), "memory_fraction": 0.02})
     assert fit(tiny, H200).engines["rollout"].answers == 0
     assert not fit(tiny, H200).fits
     assert (
