@@ -31,6 +31,7 @@ from relaxd.cli.preparing.config_command import config_app
 from relaxd.cli.preparing.data_command import data
 from relaxd.cli.preparing.eval_command import evaluate
 from relaxd.cli.preparing.examples import demo_overrides, example, init
+from relaxd.cli.preparing.fit_command import fit
 from relaxd.cli.preparing.migrate_command import migrate_app
 from relaxd.cli.preparing.models import model_app
 from relaxd.cli.preparing.rehearse_command import rehearse
@@ -70,6 +71,8 @@ Start here:
     relaxd config show my.toml       print every setting with its value
 
     relaxd reward test my.toml       try the reward on three prompts
+
+    relaxd fit my.toml               what each GPU will hold, and which layouts fit
 
     relaxd rehearse my.toml          run it at its real size without GPUs, and see its first limit
 
@@ -149,6 +152,7 @@ def _root(
 
 app.command()(init)
 app.command(context_settings=PASS_ON)(data)
+app.command(context_settings=PASS_ON)(fit)
 app.command(context_settings=PASS_ON)(rehearse)
 
 

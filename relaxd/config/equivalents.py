@@ -378,6 +378,7 @@ EQUIVALENTS = (
         "--over-sampling-batch-size",
         "a factor of the groups that a step needs",
     ),
+    Equivalent("weights.interval", "", "", "", "--update-weights-interval"),
     Equivalent("weights.transport", "", "", "weight_broadcast.type", "--checkpoint-engine-backend"),
     Equivalent(
         "weights.bucket_bytes",

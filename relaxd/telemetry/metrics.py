@@ -263,6 +263,13 @@ METRICS: dict[str, Metric] = {
             "1 - train_seconds / step_seconds: the share of time in which the trainer's devices did not compute.",
         ),
         Metric(
+            "pipeline_bubble_share",
+            "step",
+            "1",
+            "Share of a pipeline stage's time in which it waits for the pipeline to fill and drain, by the numbers of "
+            "micro-batches in the step's schedules. With trainer.pipeline_parallel only.",
+        ),
+        Metric(
             "group_seconds", "step", "s", "From a group's publish to the end of its step; mean of the step's groups."
         ),
         Metric(

@@ -22,6 +22,7 @@ from relaxd.weights.cuda_ipc import IpcConnection
 from relaxd.weights.cuda_memory import CudaMemory
 from relaxd.weights.gloo import GlooConnection
 from relaxd.weights.nccl import NcclConnection
+from relaxd.weights.ports import listen
 
 logger = logging.getLogger(__name__)
 
@@ -42,17 +43,21 @@ class WeightGroupError(Aborted):
     """Connecting a weight group or a broadcast failed. The group is unusable."""
 
 
-def host_store(host: str = "127.0.0.1", port: int = 0, seconds: float = _STORE_SECONDS) -> dist.TCPStore:
+def host_store(
+    host: str = "127.0.0.1", port: int = 0, seconds: float = _STORE_SECONDS, ports: range | None = None
+) -> dist.TCPStore:
     """Host the rendezvous store, for the life of a trainer's first rank; `.port` has its port.
 
     The store has no authentication, so it listens on `host` only, unlike a plain TCPStore ("", "0.0.0.0" and "::"
-    listen on all addresses). `seconds` limits each wait for a key. Raises OSError if the address is not available.
+    listen on all addresses). It takes `port`, or 0 any free one: the first of `ports`, if they are given. `seconds`
+    limits each wait for a key. Raises OSError if the address is not available, NoFreePort if no port is.
     """
     timeout = timedelta(seconds=seconds)
-    if host in _EVERYWHERE:
+    if host in _EVERYWHERE and (port or ports is None):
         return dist.TCPStore("127.0.0.1", port, None, is_master=True, timeout=timeout, wait_for_workers=False)
-    listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    port = listener.getsockname()[1]
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family) if port else listen(host, ports)
+    host, port = "127.0.0.1" if host in _EVERYWHERE else host, listener.getsockname()[1]
     return dist.TCPStore(
         host, port, None, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
     )

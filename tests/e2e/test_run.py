@@ -12,6 +12,7 @@ import pytest
 
 from relaxd.local.state import StateFolder
 from tests.e2e.conftest import Workplace
+from tests.kit.ports import free_port
 from tests.kit.waiting import wait_until
 
 
@@ -29,7 +30,10 @@ def check_books(summary: dict[str, Any], steps: int, groups_per_step: int = 2) -
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_run_survives_the_death_of_services(workplace: Workplace) -> None:
-    process = workplace.start("run", "tiny.toml", "--run-id", "deaths", "--run.steps", "40")
+    first = free_port()
+    ports = f"{first}-{first + 20}"
+    seldom = ("--weights.interval", "3", "--board.max_staleness", "2", "--weights.ports", ports)
+    process = workplace.start("run", "tiny.toml", "--run-id", "deaths", "--run.steps", "40", *seldom)
     state = StateFolder(workplace.folder / ".relaxd")
     assert process.stdout is not None
     output = []
@@ -48,6 +52,7 @@ def test_a_run_survives_the_death_of_services(workplace: Workplace) -> None:
     check_books(read_summary(folder), steps=40)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(41))
+    assert max(line["staleness_max"] for line in lines[1:]) == 2
     # The steps after the last death take longer than two heartbeats.
     assert max(line.get("engine_busy_share", 0.0) for line in lines) > 0
     supervisor_log = (folder / "logs" / "supervisor.log").read_text()

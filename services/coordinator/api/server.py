@@ -255,14 +255,14 @@ class CoordinatorService(CoordinatorServicer):
         started = time.monotonic()
         if active.sync.announced is None:
             raise FailedPrecondition("the trainer has not announced any version yet")
-        while not active.sync.up_to_date():
-            remaining = context.time_remaining()
-            if remaining is not None and remaining < 1.0:
-                raise Unavailable(
-                    f"not every engine serves the newest version yet: {active.sync.last_failure or 'still under way'}"
-                )
-            self._manager.require_active(active.record.run_id)
-            await self._registry.changed.wait(0.5)  # named: Run.waiting_for has the synchronisation
+        with active.sync.without_interval():
+            while not active.sync.up_to_date():
+                remaining = context.time_remaining()
+                if remaining is not None and remaining < 1.0:
+                    failure = active.sync.last_failure or "still under way"
+                    raise Unavailable(f"not every engine serves the newest version yet: {failure}")
+                self._manager.require_active(active.record.run_id)
+                await self._registry.changed.wait(0.5)  # named: Run.waiting_for has the synchronisation
         announced = active.sync.announced
         return pb.SyncWeightsResponse(
             weights=WeightVersion(term=announced.term, version=announced.version),

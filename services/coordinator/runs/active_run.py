@@ -389,7 +389,7 @@ class ActiveRun:
 
         The time limit does not run while a trainer or engine starts.
         """
-        with waiting(f"the engines to serve the last version, {version}"):
+        with waiting(f"the engines to serve the last version, {version}"), self.sync.without_interval():
             return await self._serves_last(version)
 
     async def _serves_last(self, version: int) -> bool:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from relaxd import telemetry
@@ -19,6 +19,7 @@ from services.coordinator.fleet.registry import Replica
 from services.coordinator.fleet.run_context import RunContext
 from services.coordinator.state.records import Announcement, GroupRecord, Member, WeightsRecord
 from services.coordinator.state.store import StoreUnavailable
+from services.coordinator.weights.due import is_due
 from services.coordinator.weights.newcomers import Newcomers
 from services.coordinator.weights.set_aside import SetAside
 from services.coordinator.weights.weight_group_client import SyncFailed, WeightGroupClient
@@ -42,6 +43,8 @@ class WeightSync:
         """Whether Redis says already that a synchronisation may be in progress."""
         self._set_aside = SetAside()
         self._newcomers = Newcomers()
+        self._waiting_for_newest = 0
+        """Callers that wait until the engines serve the newest version, whatever weights.interval is."""
         self._verified: set[tuple[Member, Member]] = set()
         """Pairs of trainer and engine whose checksums matched."""
         self.record = record
@@ -69,7 +72,7 @@ class WeightSync:
                 f"version {announcement.version} of term {announcement.term} is older than the announced version "
                 f"{before.version} of term {before.term}"
             )
-        await self._save(announced=announcement, ahead=True)
+        await self._save(announced=announcement, ahead=self._is_due(announcement, self._fleet.candidates()))
         self._registry.changed.fire()
 
     def up_to_date(self) -> bool:
@@ -80,13 +83,21 @@ class WeightSync:
             return False
         return all(engine.version == (announced.term, announced.version) for engine in engines)
 
-    def _serve_announced(self, engines: Sequence[Replica], members: Collection[Member]) -> bool:
-        """Return whether all of these members, and at least one, serve the announced version."""
-        announced = self.announced
-        if announced is None or not members:
-            return False
-        chosen = engines if len(members) == len(engines) else [one for one in engines if one.member in members]
-        return all(engine.version == (announced.term, announced.version) for engine in chosen)
+    @contextlib.contextmanager
+    def without_interval(self) -> Iterator[None]:
+        """Send each new version at once while the context lasts."""
+        self._waiting_for_newest += 1
+        self._registry.changed.fire()
+        try:
+            yield
+        finally:
+            self._waiting_for_newest -= 1
+
+    def _is_due(self, announced: Announcement, engines: Sequence[Replica]) -> bool:
+        """Return whether these engines are to get the announced version now."""
+        config, served = self._context.config, [engine.version for engine in engines]
+        interval = 1 if self._waiting_for_newest else config.weights.interval
+        return is_due((announced.term, announced.version), served, interval=interval, last=config.run.steps)
 
     def failures(self, replica: Replica) -> int:
         """Return the consecutive synchronisations that failed, most likely because of this replica."""
@@ -98,7 +109,7 @@ class WeightSync:
         return self.record.running and (group is None or any(e.replica_id == replica_id for e in group.engines))
 
     async def run_forever(self) -> None:
-        """Synchronise whenever an engine doesn't serve the announced version."""
+        """Synchronise whenever engines are to get the announced version."""
         delay = 0.0
         while True:
             engines = self.candidates()
@@ -106,10 +117,12 @@ class WeightSync:
             admitted = [engine.member for engine in engines]
             if trainer is not None:
                 admitted = self._newcomers.admit(trainer.member, admitted, self.record.group)
+            members = set(admitted)
+            receivers = [engine for engine in engines if engine.member in members]
             # A lost trainer's version can't be fetched any more; its successor announces it again after its replay.
             able = trainer is not None and announced is not None and announced.replica_id == trainer.replica_id
             # An interrupted synchronisation may have left engines paused even if they are up to date.
-            done = self._serve_announced(engines, admitted) and not self.record.running
+            done = announced is not None and not self._is_due(announced, receivers) and not self.record.running
             self.waiting_for = ""
             if trainer is not None and announced is not None and able and not done:
                 self.waiting_for = waits_for_updates(trainer, announced, engines)

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 from services.trainer.batch.step_plan import MicroBatchRound, MicroBatchSlices, SequenceSlice
 
-LOOKAHEAD = 2
-"""Rounds' worth of tokens that are packed together, of which the fullest micro-batches become the next round: with one
-round alone the last micro-batches would stay half empty."""
+LOOKAHEAD = 1
+"""Micro-batches on each rank that are packed in addition to a round's, which then gets the fullest of them: with the
+round's alone the last ones would stay half empty."""
 MAX_REPEAT = 2
 """Tokens that attention sees, over those of the budget. It repeats a prompt for each sequence that shares it, and its
 memory grows with that."""
@@ -76,12 +76,12 @@ class _Bin:
 class Packer:
     """Packs sequences into rounds: for each data-parallel rank the same number of micro-batches.
 
-    While groups arrive, a round is taken as soon as LOOKAHEAD rounds' worth of tokens is there. What is left when the
-    step's last group is in is divided so that all ranks have about the same work.
+    While groups arrive, a round is taken as soon as there are tokens for it and LOOKAHEAD. What is left when the step's
+    last group is in is divided so that all ranks have about the same work.
     """
 
     def __init__(self, budget_tokens: int, dp_size: int, per_rank: int = 1) -> None:
-        """Pack for `dp_size` ranks, each of which takes `per_rank` micro-batches a round (one per stage)."""
+        """Pack for `dp_size` ranks, each of which takes `per_rank` micro-batches a round."""
         self._budget = budget_tokens
         self._dp_size = dp_size
         self._per_rank = per_rank
@@ -107,7 +107,7 @@ class Packer:
     def full_round(self) -> MicroBatchRound | None:
         """Return a round of the fullest micro-batches, if enough sequences are there."""
         count = self._dp_size * self._per_rank
-        if _row_tokens(self._sequences) < LOOKAHEAD * count * self._budget:
+        if _row_tokens(self._sequences) < (count + LOOKAHEAD * self._dp_size) * self._budget:
             return None
         bins = pack_bins(self._sequences, self._budget)
         bins.sort(key=lambda each: -each.tokens)

@@ -198,9 +198,22 @@ class Forward:
         return results
 
     def run(
-        self, model: Any, micro_batches: Sequence[PackedMicroBatch], output: OutputFunction, *, forward_only: bool
+        self,
+        model: Any,
+        micro_batches: Sequence[PackedMicroBatch],
+        output: OutputFunction,
+        *,
+        forward_only: bool,
+        report: Callable[[str], None] | None = None,
     ) -> list[dict[str, Tensor]]:
         """Run Megatron's schedule over micro-batches, with a backward pass unless `forward_only`.
+
+        Args:
+            model: the model.
+            micro_batches: the micro-batches.
+            output: computes what the last stage reports.
+            forward_only: whether there is no backward pass.
+            report: called as each of several micro-batches begins.
 
         Returns:
             The values that `output` reports for each micro-batch; nothing on stages other than the last.
@@ -214,7 +227,7 @@ class Forward:
 
         reported: list[dict[str, Tensor]] = get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=map(self._to_device, micro_batches),
+            data_iterator=self._fed(micro_batches, report),
             model=[model],
             num_microbatches=len(micro_batches),
             seq_length=0,  # unused: stages exchange the shapes
@@ -222,6 +235,14 @@ class Forward:
             forward_only=forward_only,
         )
         return reported
+
+    def _fed(
+        self, micro_batches: Sequence[PackedMicroBatch], report: Callable[[str], None] | None
+    ) -> Iterator[DeviceBatch]:
+        for number, batch in enumerate(micro_batches, 1):
+            if report is not None and len(micro_batches) > 1:
+                report(f"micro-batch {number} of {len(micro_batches)}")
+            yield self._to_device(batch)
 
     def token_logprobs(self, weight: Tensor, batch: DeviceBatch, hidden: Tensor) -> TokenLogprobs:
         """Return log-probs and entropies of the trained tokens, and log-probs of the column CANDIDATES if there is one.

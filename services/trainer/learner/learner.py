@@ -118,6 +118,8 @@ class Learner:
             ValueError: the number of processes or the optimizer's settings are wrong.
         """
         self._config = trainer
+        self.report: Callable[[str], None] = lambda text: None
+        """Called as each of several micro-batches begins: a schedule of many takes minutes."""
         self._forward = Forward(model_folder, trainer, seed=seed, report=report)
         self._architecture = self._forward.architecture
         self.world = self._forward.world
@@ -186,9 +188,10 @@ class Learner:
             return
         self._accumulated = True
         micro_batches = self._with_frozen_columns(micro_batches)
-        reported = self._forward.run(self._model, micro_batches, self._loss, forward_only=False)
+        report = self.report
+        reported = self._forward.run(self._model, micro_batches, self._loss, forward_only=False, report=report)
         if self._critic is not None:
-            reported += self._critic.accumulate(micro_batches)
+            reported += self._critic.accumulate(micro_batches, report)
         for sums in reported:
             for name, value in sums.items():
                 # Tensors, not floats: converting would wait for the GPU.

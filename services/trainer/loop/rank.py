@@ -155,7 +155,7 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
         self._thread.events.put(rank_pb.WorkResponse(loaded=loaded))
         if self._thread.number != 0:
             rank.follow()
-        store = host_store(request.store_host)
+        store = host_store(request.store_host, ports=config.weights.port_range)
         self._weights = WeightReadLock(board.new_trainer_term())
         manifest = pb.GetWeightManifestResponse(
             manifest=to_proto(buckets), source_ranks=learner.world.pp_size, store_port=store.port

@@ -19,6 +19,7 @@ from relaxd.board import ADVANTAGES, LOSS_MASK
 from relaxd.config import RunConfig
 from services.trainer.batch.groups import TrainGroup
 from services.trainer.batch.mini_batches import bundles, dp_ranks_of_groups, mini_batch, pack_rounds, split
+from services.trainer.batch.pipeline import schedule_length
 from services.trainer.batch.round_packer import Packer
 from services.trainer.batch.step_plan import MicroBatchRound, MiniBatch
 from services.trainer.loop.commands import Assemble, Prepare, Round, TrainingRank
@@ -31,6 +32,9 @@ other in it grows with the step."""
 
 class StepPhases(Protocol):
     """The order of work in a step."""
+
+    def packer(self) -> Packer:
+        """Return an empty packer of what is worked on while the step fills."""
 
     def take(self, opened: StepBuilder, entry: MicroBatchRound) -> None:
         """Work on the step's next round of micro-batches, while it fills."""
@@ -45,10 +49,10 @@ class StepPhases(Protocol):
         """Return the rounds that are still to be trained before an update."""
 
 
-def packer_for(config: RunConfig) -> Packer:
-    """Return an empty packer."""
+def training_packer(config: RunConfig) -> Packer:
+    """Return an empty packer of micro-batches to train on. A round is one schedule of the pipeline."""
     trainer = config.trainer
-    return Packer(trainer.micro_batch_tokens, trainer.data_parallel, trainer.pipeline_parallel)
+    return Packer(trainer.micro_batch_tokens, trainer.data_parallel, schedule_length(trainer.pipeline_parallel))
 
 
 def phases_for(config: RunConfig, algorithm: Algorithm, rank: TrainingRank) -> StepPhases:
@@ -62,8 +66,13 @@ class TrainedWhileFilling:
     """Gradients of micro-batches are added up as they come. A step is one update."""
 
     def __init__(self, config: RunConfig, algorithm: Algorithm, rank: TrainingRank) -> None:
+        self._config = config
         self._algorithm = algorithm
         self._rank = rank
+
+    def packer(self) -> Packer:
+        """Return that of what is trained."""
+        return training_packer(self._config)
 
     def take(self, opened: StepBuilder, entry: MicroBatchRound) -> None:
         """Run forward and backward."""
@@ -90,6 +99,11 @@ class PreparedThenTrained:
         self._algorithm = algorithm
         self._rank = rank
 
+    def packer(self) -> Packer:
+        """Return one with rounds as short as can be: rank 0 gets the columns of a round at once, from all ranks."""
+        trainer = self._config.trainer
+        return Packer(trainer.micro_batch_tokens, trainer.data_parallel, trainer.pipeline_parallel)
+
     def take(self, opened: StepBuilder, entry: MicroBatchRound) -> None:
         """Run the forward passes."""
         self._rank.groups = opened.groups
@@ -113,7 +127,7 @@ class PreparedThenTrained:
                 )
             parts = split(groups, count, seed=(self._config.run.seed, opened.number))
             opened.mini_batches = tuple(
-                mini_batch(part, pack_rounds(part, packer_for(self._config)), self._algorithm) for part in parts
+                mini_batch(part, pack_rounds(part, training_packer(self._config)), self._algorithm) for part in parts
             )
         self._rank.groups = opened.groups
         return self._assemble(opened, groups, prepared)

@@ -13,6 +13,7 @@ from relaxd.config import RunConfig
 from relaxd.v1.rank_pb2 import RankProgress, VersionCommitted, WorkResponse
 from relaxd.v1.replica_pb2 import WeightVersion
 from services.trainer.batch.groups import TrainGroup
+from services.trainer.batch.pipeline import bubble_share
 from services.trainer.batch.step_file import step_file_path, write_step_file
 from services.trainer.batch.step_plan import MicroBatchRound, StepPlan
 from services.trainer.learner.update_stats import UpdateStats, step_metrics
@@ -24,7 +25,7 @@ from services.trainer.loop.skip_limit import SkippedUpdates, TooManySkippedUpdat
 from services.trainer.loop.sleep_controller import SleepController
 from services.trainer.loop.step_builder import StepBuilder
 from services.trainer.loop.step_metrics import group_metrics, record_samples, shown_samples
-from services.trainer.loop.step_phases import packer_for, phases_for
+from services.trainer.loop.step_phases import phases_for
 from services.trainer.loop.step_times import group_times, trainer_times
 from services.trainer.loop.weight_read_lock import WeightReadLock
 from services.trainer.megatron.rank_channel import TICK_SECONDS
@@ -71,6 +72,8 @@ class Training:
         # In a colocated run every wait of this thread delays the engines' turn.
         self._take_seconds = IDLE_SECONDS if config.run.colocate else TICK_SECONDS
         rank.learner.world.disk.report = self._report
+        rank.learner.report = self._report_part
+        self._place = ""
         self._reported = RankProgress()
         self._done_groups = 0
         self._iterations = 0
@@ -83,7 +86,7 @@ class Training:
         self._announce({})
         while self._learner.step < self._config.run.steps:
             with telemetry.root_span("step", attributes={"relaxd.step": self._learner.step + 1}) as span:
-                packer = packer_for(self._config)
+                packer = self._phases.packer()
                 opened = self._fill(StepBuilder(self._learner.step + 1, packer, telemetry.inject(span)))
                 if opened is None:
                     continue
@@ -228,6 +231,7 @@ class Training:
             "optimizer_steps": float(self._learner.optimizer_steps),
             **trainer_times(opened, seconds, self.checkpoints.take_stall()),
             **group_times(opened, ended),
+            **self._bubble(plan),
             "tokens_per_second": metrics["tokens"] / max(seconds, 1e-9),
             "weights_checksum": float(self._weights_checksum),
             **self.sleeping.take_metrics(),
@@ -254,6 +258,12 @@ class Training:
             *(metrics.get(name, math.nan) for name in ("reward_mean", "loss", "grad_norm")),
             *(len(groups), seconds),
         )
+
+    def _bubble(self, plan: StepPlan) -> dict[str, float]:
+        """Return the pipeline's bubble over the step's updates; nothing without a pipeline."""
+        stages = self._config.trainer.pipeline_parallel
+        rounds = [entry for mini_batch in plan.mini_batches for entry in mini_batch.rounds]
+        return {"pipeline_bubble_share": bubble_share(rounds, stages)} if stages > 1 else {}
 
     def _announce(self, trace: dict[str, str]) -> None:
         """Allow broadcasts of the new version and announce it to the coordinator."""
@@ -308,6 +318,14 @@ class Training:
 
     def _report(self, detail: str) -> None:
         """Report progress to the parent if it changed, and every second to show that this thread is alive."""
+        self._place = detail
+        self._emit_progress(detail)
+
+    def _report_part(self, part: str) -> None:
+        """Report progress within what was reported last."""
+        self._emit_progress(f"{self._place}, {part}")
+
+    def _emit_progress(self, detail: str) -> None:
         self._iterations += 1
         now = time.monotonic()
         progress = RankProgress(

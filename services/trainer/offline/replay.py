@@ -7,7 +7,6 @@ compares the results with the recorded ones. It has the run's parallel layout an
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import Any
 from relaxd.config import RunConfig
 from relaxd.data.errors import DataError
 from relaxd.data.models import models_in_trainer, resolve_model
+from relaxd.weights.ports import NoFreePort, free_port
 from services.trainer.batch.step_file import StepFileError, read_step_file, step_file_path
 from services.trainer.batch.step_plan import OUTCOME
 from services.trainer.checkpoints.folder import CheckpointBroken, checkpoint_path, read_state
@@ -117,9 +117,7 @@ def start_ranks(config: RunConfig, words: list[str]) -> int:
 
     When a rank fails, the others are killed, as they would wait for it.
     """
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port("127.0.0.1", config.weights.port_range)
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(config.trainer.ranks)}
     ranks = [
         subprocess.Popen(
@@ -159,11 +157,11 @@ def main() -> int:
     if "RANK" not in os.environ:
         try:
             config = read_config(given.run_folder)
-        except OfflineError as error:
+            if config.trainer.ranks > 1:
+                return start_ranks(config, [*sys.argv[1:], "--start", str(start)])
+        except (OfflineError, NoFreePort) as error:
             print(json.dumps({"error": str(error)}))
             return 1
-        if config.trainer.ranks > 1:
-            return start_ranks(config, [*sys.argv[1:], "--start", str(start)])
     return print_result(lambda: replay(given.run_folder, given.step, start), expected)
 
 

@@ -2,22 +2,25 @@
 
 import asyncio
 import os
-import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from relaxd.config import RunConfig
 from relaxd.process.child import Child, ChildError
 from relaxd.process.gpu_lease import GpuLease
 from relaxd.rpc.errors import RpcError
 from relaxd.v1 import rank_pb2, rank_pb2_grpc, trainer_pb2_grpc
+from relaxd.weights.ports import NoFreePort, free_port
 
 RankEvent = Callable[["RankProcess", rank_pb2.WorkResponse], None]
 """Callback with the rank and its event."""
 
 RANK = "services.trainer.loop.rank"
 """The program of a rank that trains."""
+LOOPBACK = "127.0.0.1"
+"""All ranks are on this machine, and meet here."""
 START_SECONDS = 60.0
 """Deadline for a child to serve; importing torch and Megatron takes seconds."""
 
@@ -60,9 +63,14 @@ class RankProcesses:
         """Start every rank and have it train.
 
         Raises:
-            ChildError: a rank didn't start.
+            ChildError: a rank didn't start, or there is no port for the ranks to meet on.
         """
-        rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(self._count)}
+        ports = RunConfig.model_validate_json(request.config_json).weights.port_range
+        try:
+            port = free_port(LOOPBACK, ports)
+        except NoFreePort as error:
+            raise ChildError(str(error)) from error
+        rendezvous = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "WORLD_SIZE": str(self._count)}
         if sys.platform == "linux":
             # All ranks are on this machine, and gloo has no authentication: bind it to the loopback interface.
             rendezvous["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
@@ -119,9 +127,3 @@ class RankProcesses:
     def _fail(self, reason: str) -> None:
         if not self._reason.done():
             self._reason.set_result(reason)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

@@ -37,10 +37,10 @@ def first_call(cluster: Cluster, name: str, method: str, number: int) -> float:
     return cluster.calls(name, method)[number - 1]["time"]
 
 
-def check_the_sequence(cluster: Cluster) -> None:
+def check_the_sequence(cluster: Cluster, members: tuple[str, ...] = ("trainer", "sound", "other")) -> None:
     """Ids ascend on every member; a group is joined before it is used; engines generate while they join, and are paused
     before they receive."""
-    for name in ("trainer", "sound", "other"):
+    for name in members:
         calls = [call for call in cluster.calls(name) if "sync_id" in call]
         ids = [call["sync_id"] for call in calls]
         assert ids == sorted(ids), name
@@ -128,6 +128,38 @@ def test_a_joiner_gets_weights_before_prompts(cluster: Cluster) -> None:
     assert cluster.processes["other"].wait(timeout=15) == 0
     step = cluster.run().step
     cluster.until_step(step + 3)
+
+
+@pytest.mark.slow
+def test_weights_are_sent_after_every_third_step_and_after_the_last(cluster: Cluster) -> None:
+    """With the smallest max_staleness that an interval allows; the double refuses groups that are older."""
+    cluster.judges()
+    cluster.trainer(PEER_STEP_SECONDS="0.05")
+    cluster.rollout("sound")
+    cluster.start_when_up("run", run__steps=8, weights__interval=3, board__max_staleness=2)
+    run = cluster.until_state(STOPPED)
+    assert (run.step, run.groups.trained, run.groups.open) == (8, 32, 0)
+    assert [call["version"] for call in cluster.calls("sound", "ReceiveWeights")] == [0, 3, 6, 8]
+    check_the_sequence(cluster, ("trainer", "sound"))
+
+
+@pytest.mark.slow
+def test_a_joiner_does_not_wait_for_the_interval(cluster: Cluster) -> None:
+    cluster.judges()
+    cluster.trainer(PEER_STEP_SECONDS="0.2")
+    cluster.rollout("sound")
+    cluster.start_when_up("run", run__steps=2000, weights__interval=1000, board__max_staleness=999)
+    cluster.until_step(2)
+    cluster.rollout("other")
+    first = cluster.until("other has weights", lambda: cluster.calls("other", "ReceiveWeights"))[0]["version"]
+    assert first >= 2
+    assert [call["version"] for call in cluster.calls("sound", "ReceiveWeights")][:2] == [0, first]
+    answer = cluster.stub.SyncWeights(pb.SyncWeightsRequest(), timeout=20)  # an operator doesn't wait for it, either
+    assert answer.weights.version > first
+    cluster.stub.StopRun(pb.StopRunRequest(reason="enough"), timeout=20)
+    run = cluster.until_state(STOPPED)
+    # The last step's weights are sent whatever the interval is.
+    assert cluster.calls("sound", "ReceiveWeights")[-1]["version"] == run.step
 
 
 def done_groups(cluster: Cluster, name: str) -> int:

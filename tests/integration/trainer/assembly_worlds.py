@@ -104,7 +104,7 @@ def run_job(job: AssemblyJob) -> dict[str, Any]:
         if intake is None:
             rank.follow()
         phases = step_phases.PreparedThenTrained(config, create(config.algorithm), rank)
-        opened = StepBuilder(1, step_phases.packer_for(config), {})
+        opened = StepBuilder(1, step_phases.training_packer(config), {})
         opened.add(intake.select(1, ()).chosen)
         while (entry := opened.packer.full_round() or opened.packer.rest()) is not None:
             phases.take(opened, entry)

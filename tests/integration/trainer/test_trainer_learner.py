@@ -76,8 +76,12 @@ def test_gradients_do_not_depend_on_the_cut(learner: MakeLearner) -> None:
     samples = make_samples(28)
     made = learner(algorithm={"kl_coef": 0.1, "entropy_coef": 0.01})
     found = {}
+    said: list[str] = []
+    made.report = said.append
     for pieces in (1, 2, 7):
+        said.clear()
         made.accumulate(cut(samples, pieces))
+        assert said == [f"micro-batch {number} of {pieces}" for number in range(1, pieces + 1) if pieces > 1]
         found[pieces] = gradients(made)
         made._model.zero_grad_buffer()
     for pieces in (2, 7):

@@ -46,6 +46,8 @@ def jobs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
     made["qwen3_moe", "PP2 one layer"] = Job(
         models["qwen3_moe"], {**PP, "recompute": "full", "recompute_layers": 1}, **train
     )
+    for model in ("qwen3", "qwen2_moe"):
+        made[model, "PP2 one schedule"] = Job(models[model], PP, **train, one_schedule=True)
     for way in WAYS:
         if way != "EP2":
             made["qwen3", f"{way} candidates"] = Job(models["qwen3"], WAYS[way], **{**train, **CANDIDATES})
@@ -83,11 +85,23 @@ def alone(key: tuple[str, str]) -> str:
     return f"{key[0]} candidates" if "candidates" in key[1] else key[0]
 
 
+@pytest.mark.parametrize("model", ["qwen3", "qwen2_moe"])
+def test_one_long_schedule_is_several_short_ones_bit_for_bit(
+    two_ranks: dict[tuple[str, str], list[dict[str, Any]]], model: str
+) -> None:
+    for one, several in zip(two_ranks[model, "PP2 one schedule"], two_ranks[model, "PP2"], strict=True):
+        assert [stats.loss for stats in one["trajectory"]] == [stats.loss for stats in several["trajectory"]]
+        assert [stats.grad_norm for stats in one["trajectory"]] == [stats.grad_norm for stats in several["trajectory"]]
+        assert one["tensors"].keys() == several["tensors"].keys()
+        for name, tensor in one["tensors"].items():
+            np.testing.assert_array_equal(tensor, several["tensors"][name], err_msg=name)
+
+
 def test_three_steps_are_the_same_however_the_ranks_are_arranged(
     two_ranks: dict[tuple[str, str], list[dict[str, Any]]], one_rank: dict[str, dict[str, Any]]
 ) -> None:
     trained = [key for key, results in two_ranks.items() if results[0]["trajectory"] and "bf16" not in key[1]]
-    assert len(trained) == 25
+    assert len(trained) == 27
     for key in trained:
         expected = one_rank[alone(key)]["trajectory"]
         for rank in two_ranks[key]:

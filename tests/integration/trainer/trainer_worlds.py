@@ -161,6 +161,8 @@ class Job:
     samples: int = 7
     pieces: int = 1
     """Micro-batches per data-parallel rank and step."""
+    one_schedule: bool = False
+    """Train a step's micro-batches in one schedule, instead of the first one alone and then the others."""
     gather_beside: bool = False
     """Gather weights in a thread while the gradients are accumulated."""
     nap: bool = False
@@ -243,11 +245,12 @@ def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
         if job.gather_beside:
             thread.start()
         # In two calls, as micro-batches of a stream come.
-        learner.accumulate(batches[:1])
+        first = len(batches) if job.one_schedule else 1
+        learner.accumulate(batches[:first])
         if job.nap:
             learner.offload()
             learner.onload()
-        learner.accumulate(batches[1:])
+        learner.accumulate(batches[first:])
         if job.gather_beside:
             thread.join(60)
             result["beside"] = beside

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.trainer.batch.pipeline import bubble_share, schedule_length
 from services.trainer.batch.round_packer import MAX_REPEAT, Packer, SequenceSize, pack_bins, spread_bins
 from services.trainer.batch.step_plan import MicroBatchRound, MicroBatchSlices, SequenceSlice
 
@@ -91,7 +92,22 @@ def test_micro_batches_of_a_long_tailed_step_are_97_percent_full(ranks: int, per
     *full, rest = packed(step, budget, ranks, per_rank)
     found = micro_batches(full)
     assert sum(row_tokens(micro_batch, step) for micro_batch in found) >= 0.97 * budget * len(found)
-    assert len(micro_batches([rest])) <= 3 * ranks * per_rank, "the rest is what doesn't fill two rounds"
+    assert len(micro_batches([rest])) <= 3 * ranks * per_rank, "the rest is what doesn't fill a round and LOOKAHEAD"
+
+
+@pytest.mark.parametrize(("stages", "ranks"), [(2, 4), (8, 1)])
+def test_pipelines_of_large_steps_hardly_idle(stages: int, ranks: int) -> None:
+    step, budget = long_tailed(128, 16, prompt=300), 32_768
+    found = packed(step, budget, ranks, schedule_length(stages))
+    assert len(found) > 1, "training begins before the step is full"
+    assert bubble_share(found, stages) < 0.08
+
+
+def test_a_small_step_is_one_schedule() -> None:
+    (entry,) = packed(long_tailed(4, 4, prompt=300), 16_384, 1, schedule_length(4))
+    count = len(entry.micro_batches[0])
+    assert bubble_share([entry], 4) == 3 / (count + 3)
+    assert (bubble_share([entry], 1), bubble_share([], 4), schedule_length(1)) == (0.0, 0.0, 1)
 
 
 def test_long_prompts_are_shared() -> None:

@@ -1,0 +1,144 @@
+"""`relaxd fit`: what each GPU of a run will hold, before it starts."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from relaxd.cli.options import WordsArgument, load_words, new_console
+from relaxd.client.errors import CliError
+from relaxd.config.load import ConfigError, Problem
+from relaxd.data.errors import DataError
+from relaxd.fitting.fit import Fit
+from relaxd.fitting.fit import fit as compute
+from relaxd.fitting.held import FitError, Hardware, Held
+
+SHOWN_LAYOUTS = 5
+SHOWN_STAGES = 3
+"""Stages of a pipeline to show: the first ones and the last."""
+GIB = 1 << 30
+
+
+def fit(
+    words: WordsArgument,
+    gpu_gib: Annotated[float, typer.Option(min=1, help="Memory of a GPU in GiB: 80 (H100), 141 (H200).")] = 80,
+    gpus_per_node: Annotated[int, typer.Option(min=1, max=64, help="GPUs of a machine.")] = 8,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False,
+) -> None:
+    """Say what each GPU will hold, whether it fits, and which layout of the trainer would be the fastest that does."""
+    path, config = load_words(words)
+    try:
+        found = compute(config, Hardware(int(gpu_gib * GIB), gpus_per_node))
+    except DataError as error:
+        raise ConfigError([Problem(error.field, error.message)]) from error
+    except FitError as error:
+        raise CliError(str(error)) from error
+    if as_json:
+        print(json.dumps(as_dictionary(found), indent=2))
+    else:
+        _print(path, found, gpu_gib, new_console())
+    if not found.fits:
+        raise typer.Exit(1)
+
+
+def as_dictionary(found: Fit) -> dict[str, Any]:
+    """Return the answer as JSON has it: bytes and seconds."""
+    return {
+        "fits": found.fits,
+        "gpus": [
+            {"role": one.role, "place": one.place, "bytes": one.bytes, "total": one.total, "room": one.room}
+            for one in found.held
+        ],
+        "engines": {
+            role: {
+                "cached_tokens": one.memory.cached_tokens,
+                "longest_sequence": one.longest,
+                "longest_sequences": one.answers,
+                "max_running_samples": one.running,
+            }
+            for role, one in found.engines.items()
+        },
+        "predicted_seconds": found.seconds.total,
+        "layouts": [
+            {"settings": one.layout.settings, "bytes": one.bytes, "predicted_seconds": one.seconds}
+            for one in found.layouts
+        ],
+        "host": found.host,
+        "disk": found.disk,
+    }
+
+
+def _print(path: Path, found: Fit, gpu_gib: float, console: Console) -> None:
+    verdict = "it fits" if found.fits else "it does not fit"
+    console.print(f"{path.name} on GPUs of {gpu_gib:g} GiB: {verdict}\n")
+    console.print(_gpus(_shown(found.held)))
+    for role, one in found.engines.items():
+        share = "" if not one.memory.assumed else ", if SGLang takes 0.85 of the GPU (set memory_fraction)"
+        console.print(
+            f"{role}: its cache has room for {one.memory.cached_tokens:,} tokens, or {one.answers:,} sequences of "
+            f"{one.longest:,} tokens; at most {one.running:,} are in progress{share}",
+            soft_wrap=True,
+        )
+    console.print(_layouts(found))
+    console.print(_amounts("the trainer's host, about", found.host))
+    console.print(_amounts("the run's folder, about", found.disk))
+
+
+def _shown(held: list[Held]) -> list[Held]:
+    """Leave out the inner stages of a long pipeline, which hold less than the first."""
+    stages = [one for one in held if one.place.startswith("stage")]
+    hidden = {id(one) for one in stages[SHOWN_STAGES - 1 : -1]} if len(stages) > SHOWN_STAGES else set()
+    return [one for one in held if id(one) not in hidden]
+
+
+def _gpus(held: list[Held]) -> Table:
+    table = Table(title="what a GPU holds at most, in GiB", title_justify="left")
+    table.add_column(style="dim")
+    for one in held:
+        table.add_column(f"{one.role}\n{one.place}", justify="right")
+    for name in dict.fromkeys(name for one in held for name, size in one.bytes.items() if size):
+        table.add_row(name, *(_gib(one.bytes.get(name, 0)) for one in held))
+    table.add_section()
+    table.add_row("all", *(_gib(one.total) for one in held))
+    table.add_row("room", *(_gib(one.room) for one in held))
+    table.add_row("", *("fits" if one.fits else "too much" for one in held))
+    return table
+
+
+def _layouts(found: Fit) -> Table:
+    ranks = {one.layout.ranks for one in found.layouts}
+    title = "layouts of the trainer that fit" if found.layouts else "no layout of the trainer fits on a machine"
+    if ranks - {found.layout.ranks}:
+        title = f"no layout of {found.layout.ranks} ranks fits; with {min(ranks)}"
+    table = Table(title=title, title_justify="left")
+    for name in ("layout", "GiB", "seconds of a step, a prediction"):
+        table.add_column(name, justify="left" if name == "layout" else "right")
+    table.add_row(f"{found.layout.name} (configured)", _gib(_fullest(found)), f"{found.seconds.total:,.2f}")
+    table.add_section()
+    for one in found.layouts[:SHOWN_LAYOUTS]:
+        table.add_row(one.layout.name, _gib(one.bytes), f"{one.seconds:,.2f}")
+    return table
+
+
+def _fullest(found: Fit) -> int:
+    """Return what the fullest of the trainer's GPUs holds while it trains."""
+    return max(one.total for one in found.held if one.role == "trainer" or one.place == "train")
+
+
+def _amounts(title: str, amounts: Mapping[str, int]) -> Table:
+    table = Table(title=f"{title}, in GiB", title_justify="left", show_header=False)
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    for name, size in amounts.items():
+        table.add_row(name, _gib(size))
+    table.add_section()
+    table.add_row("all", _gib(sum(amounts.values())))
+    return table
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:,.1f}" if size else ""

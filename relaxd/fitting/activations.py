@@ -1,0 +1,127 @@
+"""Activations: the tensors that a forward pass keeps for the backward pass, as the trainer's layers save them.
+
+Every tensor of a layer is a row of a table. What Triton's kernels compute in one pass (bfloat16 on GPUs) keeps fewer
+tensors than torch's own operations (float32); `selective` recomputes some in the backward pass, `full` all but a
+layer's input.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from relaxd.fitting.layout import Layout
+from relaxd.fitting.shape import ModelShape
+
+Part = Literal["attention", "MLP", "experts", "norms"]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The largest micro-batch, on all ranks that share it."""
+
+    tokens: int
+    """Tokens of the row."""
+    slots: int
+    """Tokens that attention sees: a prompt that samples share is repeated for each."""
+    fused: bool
+    """Whether the fused kernels run."""
+    element: int
+    """Bytes of an element."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One saved tensor of a layer."""
+
+    name: str
+    part: Part
+    size: int
+    """Bytes of all ranks that share the micro-batch, together."""
+    recomputed: bool = False
+    """Whether "selective" recomputes it."""
+
+
+def layer_tensors(shape: ModelShape, layout: Layout, batch: MicroBatch) -> list[Saved]:
+    """Return the tensors that a layer saves without recomputation."""
+    return [*_attention(shape, batch), *_mlp(shape, layout, batch)]
+
+
+def _attention(shape: ModelShape, batch: MicroBatch) -> Iterator[Saved]:
+    tokens, slots = batch.tokens * batch.element, batch.slots * batch.element
+    yield from _norm(shape, batch, "attention")
+    yield Saved("projection", "attention", (shape.query + 2 * shape.kv) * tokens)
+    if shape.qk_norm and not batch.fused:
+        yield Saved("queries and keys before their norms' weights", "attention", (2 * shape.query + shape.kv) * tokens)
+    separate = batch.fused or batch.slots > batch.tokens  # otherwise values are a view of the projection
+    yield Saved("rotated heads", "attention", (shape.query + (1 + separate) * shape.kv) * slots, recomputed=True)
+    yield Saved("output", "attention", shape.query * slots)
+    yield Saved("softmax statistics", "attention", 4 * shape.heads * batch.slots)
+    if batch.slots > batch.tokens:
+        yield Saved("output in the row's order", "attention", shape.query * tokens, recomputed=True)
+
+
+def _norm(shape: ModelShape, batch: MicroBatch, of: str) -> Iterator[Saved]:
+    size = shape.hidden * batch.tokens * batch.element
+    yield Saved(f"residual before {of}", "norms", size)
+    if not batch.fused:
+        yield Saved(f"norm before {of}, without its weight", "norms", size)
+    yield Saved(f"norm before {of}", "norms", size, recomputed=True)
+
+
+def _mlp(shape: ModelShape, layout: Layout, batch: MicroBatch) -> Iterator[Saved]:
+    yield from _norm(shape, batch, "MLP")
+    experts = shape.experts
+    if experts is None:
+        yield from _swiglu(shape.ffn, batch)
+        return
+    rows = batch.tokens * experts.per_token
+    yield Saved("router", "experts", 4 * experts.count * batch.tokens + 32 * rows)
+    if layout.expert > 1:
+        yield Saved("rows from other ranks", "experts", rows * shape.hidden * batch.element)
+    elif layout.expert_tensor > 1:
+        gathered = layout.expert_tensor * batch.tokens * shape.hidden * batch.element
+        yield Saved("tokens of all tensor-parallel ranks", "experts", gathered)
+    yield Saved("gate and up", "experts", 2 * rows * experts.ffn * batch.element, recomputed=True)
+    if experts.shared_ffn:
+        yield from _swiglu(experts.shared_ffn, batch)
+        yield Saved("shared expert's output", "experts", batch.tokens * shape.hidden * batch.element)
+
+
+def _swiglu(ffn: int, batch: MicroBatch) -> Iterator[Saved]:
+    size = batch.tokens * ffn * batch.element
+    yield Saved("gate and up", "MLP", 2 * size, recomputed=True)
+    if not batch.fused:
+        yield Saved("silu(gate)", "MLP", size)
+    yield Saved("input of the second product", "MLP", size, recomputed=True)
+
+
+def saved_by_part(shape: ModelShape, layout: Layout, batch: MicroBatch) -> dict[str, int]:
+    """Return the bytes that a rank of a stage keeps of one micro-batch in all its layers, by part.
+
+    The part "recomputed layer" is what the backward pass makes of one layer at a time, with `full`.
+    """
+    tensors, layers = layer_tensors(shape, layout, batch), layout.stage_layers(shape)
+    recomputed = layout.recomputed_layers(shape)
+    found: dict[str, int] = {}
+    for tensor in tensors:
+        again = layout.recompute == "full" or tensor.recomputed
+        kept = layers - recomputed if again else layers
+        found[tensor.part] = found.get(tensor.part, 0) + kept * tensor.size
+    if layout.recompute == "full" and recomputed:
+        layer_input = shape.hidden * batch.tokens * batch.element
+        found["norms"] = found.get("norms", 0) + recomputed * layer_input
+        found["recomputed layer"] = sum(tensor.size for tensor in tensors) - layer_input
+    return {part: size // layout.slices for part, size in found.items()}
+
+
+def backward_work(shape: ModelShape, layout: Layout, batch: MicroBatch) -> int:
+    """Return the bytes of the gradients within one layer's backward pass, at most."""
+    hidden, experts = shape.hidden, shape.experts
+    attention = 2 * hidden + 2 * (shape.query + 2 * shape.kv)
+    if experts is None:
+        mlp = 3 * hidden + 3 * shape.ffn
+    else:
+        mlp = 3 * hidden + experts.per_token * (2 * hidden + 4 * experts.ffn) + 3 * experts.shared_ffn
+    if layout.recompute == "selective":
+        mlp += hidden + (3 * shape.ffn if experts is None else 2 * experts.per_token * experts.ffn)
+    return max(attention * batch.slots, mlp * batch.tokens) * batch.element // layout.slices

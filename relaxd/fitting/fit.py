@@ -1,0 +1,93 @@
+"""The whole answer: what each role of a run holds, whether it fits, and which layouts of the trainer would."""
+
+from dataclasses import dataclass
+
+from relaxd.config import RunConfig
+from relaxd.data.models import resolve_model, routed_expert_bytes
+from relaxd.fitting.engine import EngineMemory
+from relaxd.fitting.held import Hardware, Held
+from relaxd.fitting.host import disk_bytes, host_bytes
+from relaxd.fitting.layout import Layout
+from relaxd.fitting.on_gpus import ASLEEP, check_layout, engines, in_turns, on_engine, on_frozen, on_trainer
+from relaxd.fitting.ranking import Candidate, rank_layouts
+from relaxd.fitting.sizing import longest_sequence, micro_batch, read_models, step_work
+from relaxd.fitting.speed import Seconds, predict
+from relaxd.fitting.trainer import Bytes
+from relaxd.roles import TRAINER
+
+
+@dataclass(frozen=True)
+class EngineFit:
+    """An engine's key-value cache in the numbers that a run cares about."""
+
+    memory: EngineMemory
+    longest: int
+    """Tokens of the longest sequence that it gets."""
+    running: int
+    """Sequences that it may have in progress."""
+
+    @property
+    def answers(self) -> int:
+        """Sequences of maximal length that fit at once."""
+        return self.memory.answers(self.longest)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The answer."""
+
+    held: list[Held]
+    engines: dict[str, EngineFit]
+    layout: Layout
+    """The trainer's."""
+    seconds: Seconds
+    """Predicted, of the trainer's part in a step."""
+    layouts: list[Candidate]
+    """Layouts of the trainer that fit, the fastest predicted first."""
+    host: Bytes
+    disk: Bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether every GPU has room, and every engine for at least one sequence of maximal length."""
+        return all(one.fits for one in self.held) and all(one.answers for one in self.engines.values())
+
+
+def fit(config: RunConfig, hardware: Hardware) -> Fit:
+    """Compute what a run will hold.
+
+    Raises:
+        DataError: a model has no usable config.json.
+        FitError: a model can't be divided as configured, or a node has too few GPUs.
+    """
+    models, layout = read_models(config), Layout.of_trainer(config.trainer)
+    check_layout(layout, (models.policy, *models.frozen), TRAINER, hardware)
+    trainer, own_engines = on_trainer(config, models, layout, hardware), engines(config, hardware)
+    taken = 0
+    if config.run.colocate and "rollout" in own_engines:
+        held = in_turns(trainer, own_engines["rollout"], hardware, config.weights.bucket_bytes)
+        taken = ASLEEP["rollout"]
+    else:
+        held = trainer + [on_engine(role, one, hardware) for role, one in own_engines.items() if role == "rollout"]
+    held += [on_engine(role, one, hardware) for role, one in own_engines.items() if role != "rollout"]
+    for role in config.frozen_roles("service"):
+        held += on_frozen(config, role, hardware)
+    element = micro_batch(config, config.trainer.micro_batch_tokens).element
+    folder = resolve_model(config.model.path, weights=False)
+    expert_bytes = routed_expert_bytes(folder) if config.rollout.return_routed_experts else 0
+    return Fit(
+        held=held,
+        engines={role: _engine(config, role, memory) for role, memory in own_engines.items()},
+        layout=layout,
+        seconds=predict(models.policy, layout, step_work(config, models), element),
+        layouts=rank_layouts(config, models, hardware, taken),
+        host=host_bytes(config, models, element, expert_bytes),
+        disk=disk_bytes(config, models, element, expert_bytes),
+    )
+
+
+def _engine(config: RunConfig, role: str, memory: EngineMemory) -> EngineFit:
+    if role == "rollout":
+        return EngineFit(memory, longest_sequence(config), config.rollout.max_running_samples)
+    judge = config.roles.judge
+    return EngineFit(memory, longest_sequence(config) + judge.max_new_tokens, judge.max_running_samples)

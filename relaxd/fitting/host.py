@@ -1,0 +1,85 @@
+"""What a run needs of the trainer's host and of the disk."""
+
+from dataclasses import dataclass
+
+from relaxd.board import worst_bytes
+from relaxd.config import RunConfig
+from relaxd.fitting.layout import Layout
+from relaxd.fitting.parameters import stage_parameters
+from relaxd.fitting.shape import ModelShape
+from relaxd.fitting.trainer import Bytes
+
+RANK_BYTES = 4 << 30
+"""Resident memory of a rank's process without tensors: torch, CUDA's libraries, Megatron. Assumed."""
+MEAN_OF_MEDIAN = 1.5
+"""Mean length of an answer over the median, as rehearsals assume."""
+
+
+@dataclass(frozen=True)
+class Models:
+    """The models in the trainer's ranks."""
+
+    policy: ModelShape
+    critic: bool
+    """Whether there is a critic, which has the policy's architecture."""
+    frozen: tuple[ModelShape, ...]
+
+    @property
+    def trained(self) -> list[int]:
+        """Parameters of the policy, and of the critic if there is one."""
+        return [
+            stage_parameters(self.policy, Layout(1), 0, critic=critic).all
+            for critic in ((False, True) if self.critic else (False,))
+        ]
+
+
+def mean_answer(config: RunConfig) -> float:
+    """Return the tokens of an answer on average, from rehearsal.median_tokens or its default."""
+    most = config.rollout.max_new_tokens
+    return float(min(most, MEAN_OF_MEDIAN * (config.rehearsal.median_tokens or max(1.0, most / 8))))
+
+
+def step_bytes(config: RunConfig, expert_bytes: int) -> int:
+    """Return the bytes of a step's groups, with answers of mean length. `expert_bytes` are a token's routed experts."""
+    prompt, samples = config.published_prompt_tokens, config.rollout.samples_per_prompt
+    worst = worst_bytes(config, prompt, expert_bytes=expert_bytes)
+    mean_share = (prompt + samples * mean_answer(config)) / (prompt + samples * config.rollout.max_new_tokens)
+    return int(config.trainer.groups_per_step * worst * mean_share)
+
+
+def checkpoint_bytes(models: Models, element: int) -> int:
+    """Return the bytes of a checkpoint: weights, float32 main weights and two moments, also for float32 weights."""
+    return (element + 12) * sum(models.trained)
+
+
+def host_bytes(config: RunConfig, models: Models, element: int, expert_bytes: int) -> Bytes:
+    """Return the memory that the trainer's host needs."""
+    trainer = config.trainer
+    found = {
+        "the ranks' processes": trainer.ranks * RANK_BYTES,
+        "groups of two steps": 2 * step_bytes(config, expert_bytes),
+    }
+    offloads = (trainer.optimizer.cpu_offload, config.roles.critic.optimizer.cpu_offload)
+    if offloaded := sum(count for count, offload in zip(models.trained, offloads, strict=False) if offload):
+        found["offloaded optimizer"] = 16 * offloaded  # main weights, moments, gradients
+    if trainer.checkpoint.every:
+        found["a checkpoint being written"] = checkpoint_bytes(models, element)
+    if config.run.colocate:
+        state = sum(models.trained) * (element + (12 if element < 4 else 8))
+        weights = element * sum(stage_parameters(shape, Layout(1), 0).all for shape in models.frozen)
+        found["the sleeping trainer"] = state + weights
+    return found
+
+
+def disk_bytes(config: RunConfig, models: Models, element: int, expert_bytes: int) -> Bytes:
+    """Return the disk that the run's folder needs."""
+    checkpoint, steps = config.trainer.checkpoint, config.run.steps
+    files = steps
+    if checkpoint.keep_step_files == "until_checkpoint" and checkpoint.every:
+        files = min(steps, checkpoint.every * (checkpoint.keep + 1))
+    return {
+        f"{checkpoint.keep} checkpoints, and one being written": (checkpoint.keep + 1)
+        * checkpoint_bytes(models, element),
+        f"step files of {files} steps": files * step_bytes(config, expert_bytes),
+        "the trained model": element * models.trained[0],
+    }

@@ -1,0 +1,158 @@
+"""How a model is divided among ranks, and which layouts a model and a run allow."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from relaxd.config import FrozenModelConfig, TrainerConfig
+from relaxd.fitting.shape import ModelShape
+
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Parallel sizes, and what saves memory."""
+
+    ranks: int
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    recompute: Recompute = "none"
+    recompute_layers: int = 0
+    """Layers of each stage that recompute; 0: all."""
+    offload: bool = False
+    """Whether the optimizer's state is in the host's memory."""
+
+    @classmethod
+    def of_trainer(cls, config: TrainerConfig) -> "Layout":
+        """Return the trainer's."""
+        return cls(
+            config.ranks,
+            config.tensor_parallel,
+            config.pipeline_parallel,
+            config.context_parallel,
+            config.expert_parallel,
+            config.recompute,
+            config.recompute_layers,
+            config.optimizer.cpu_offload,
+        )
+
+    @classmethod
+    def of_frozen(cls, config: FrozenModelConfig) -> "Layout":
+        """Return that of a frozen model's replica."""
+        sizes = config.tensor_parallel, config.pipeline_parallel, config.context_parallel, config.expert_parallel
+        return cls(config.ranks, *sizes)
+
+    @property
+    def data(self) -> int:
+        """Ranks that work on different groups."""
+        return self.ranks // (self.tensor * self.pipeline * self.context)
+
+    @property
+    def expert_tensor(self) -> int:
+        """Ranks that share each expert's matrices: ranks divide either whole experts or each expert."""
+        return self.tensor if self.expert == 1 else 1
+
+    @property
+    def expert_data(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.ranks // (self.pipeline * self.expert * self.expert_tensor)
+
+    @property
+    def slices(self) -> int:
+        """Ranks that share a micro-batch's tokens: under tensor parallelism by sequence parallelism."""
+        return self.tensor * self.context
+
+    @property
+    def name(self) -> str:
+        """Its sizes in short, such as "TP2 PP2 DP2, selective"."""
+        sizes = {"TP": self.tensor, "PP": self.pipeline, "CP": self.context, "EP": self.expert, "DP": self.data}
+        words = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "1 rank"
+        if self.recompute != "none":
+            words += f", {self.recompute} recompute" + (f" of {self.recompute_layers}" if self.recompute_layers else "")
+        return words + (", offload" if self.offload else "")
+
+    @property
+    def settings(self) -> dict[str, int | str | bool]:
+        """The trainer's settings that make it."""
+        return {
+            "trainer.ranks": self.ranks,
+            "trainer.tensor_parallel": self.tensor,
+            "trainer.pipeline_parallel": self.pipeline,
+            "trainer.context_parallel": self.context,
+            "trainer.expert_parallel": self.expert,
+            "trainer.recompute": self.recompute,
+            "trainer.recompute_layers": self.recompute_layers,
+            "trainer.optimizer.cpu_offload": self.offload,
+        }
+
+    def stage_layers(self, shape: ModelShape) -> int:
+        """Return the layers of a pipeline stage."""
+        return shape.layers // self.pipeline
+
+    def recomputed_layers(self, shape: ModelShape) -> int:
+        """Return the layers of a stage whose activations are recomputed."""
+        if self.recompute == "none":
+            return 0
+        return min(self.recompute_layers or shape.layers, self.stage_layers(shape))
+
+
+def problem(layout: Layout, shape: ModelShape, section: str = "trainer") -> str:
+    """Say which size of a layout doesn't divide the model, and what would; "" if all do."""
+    experts = shape.experts
+    head_ranks = f"tensor_parallel x {section}.context_parallel" if layout.context > 1 else "tensor_parallel"
+    divided = [
+        (head_ranks, layout.slices, "query heads", shape.heads),
+        (head_ranks, layout.slices, "key-value heads", shape.kv_heads),
+        ("pipeline_parallel", layout.pipeline, "layers", shape.layers),
+    ]
+    if experts is None:
+        divided.append(("tensor_parallel", layout.tensor, "MLP columns", shape.ffn))
+        divided.append(("expert_parallel", layout.expert, "expert (it is a dense model)", 1))
+    else:
+        divided.append(("expert_parallel", layout.expert, "experts", experts.count))
+        divided.append(("tensor_parallel", layout.expert_tensor, "expert columns", experts.ffn))
+        divided.append(("tensor_parallel", layout.tensor, "columns of the shared expert", experts.shared_ffn))
+        holding = layout.ranks // layout.pipeline
+        if holding % layout.expert:
+            return (
+                f"{section}.expert_parallel is {layout.expert}: it must divide the {holding} ranks of a pipeline stage"
+            )
+    for field, size, what, count in divided:
+        if count % size:
+            fitting = [str(other) for other in range(1, layout.ranks + 1) if count % other == 0]
+            return (
+                f"{section}.{field} is {size}: it must divide the model's {count} {what}; sizes that do: "
+                f"{', '.join(fitting)}"
+            )
+    return ""
+
+
+def possible_layouts(shape: ModelShape, ranks: int, groups: int, *, offload: bool) -> list[Layout]:
+    """Return every layout of so many ranks that divides the model and a step's groups.
+
+    Args:
+        shape: the model.
+        ranks: number of ranks.
+        groups: groups of a step.
+        offload: whether the optimizer's state may be in the host's memory.
+    """
+    sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
+    found = []
+    for tensor in sizes:
+        for pipeline in sizes:
+            for context in sizes:
+                if ranks % (tensor * pipeline * context):
+                    continue
+                for expert in sizes if shape.experts is not None else [1]:
+                    bare = Layout(ranks, tensor, pipeline, context, expert)
+                    if problem(bare, shape) or groups % bare.data:
+                        continue
+                    kinds: tuple[Recompute, ...] = ("none", "selective", "full")
+                    found += [
+                        replace(bare, recompute=recompute, offload=offloaded)
+                        for recompute in kinds
+                        for offloaded in ((False, True) if offload else (False,))
+                    ]
+    return found

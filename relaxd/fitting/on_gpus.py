@@ -1,0 +1,112 @@
+"""What the GPUs of each role hold."""
+
+from collections.abc import Sequence
+
+from relaxd.config import JudgeConfig, RolloutConfig, RunConfig
+from relaxd.data.models import frozen_models, resolve_model
+from relaxd.fitting.engine import EngineMemory, engine_memory
+from relaxd.fitting.held import FitError, Hardware, Held
+from relaxd.fitting.host import Models
+from relaxd.fitting.layout import Layout, problem
+from relaxd.fitting.shape import ModelShape, read_shape
+from relaxd.fitting.sizing import micro_batch
+from relaxd.fitting.trainer import PROCESS_BYTES, TrainedModel, frozen_stage, trainer_stage
+from relaxd.roles import TRAINER
+
+ASLEEP = {TRAINER: 7_500_000_000, "rollout": 5_600_000_000}
+"""Bytes that a process keeps while it sleeps in a colocated run. Measured: 4.4 to 7.5 GB and 3.6 to 5.6 GB."""
+
+
+def check_layout(layout: Layout, shapes: Sequence[ModelShape], section: str, hardware: Hardware) -> None:
+    """Raise FitError if a layout can't be, for one of the models or on a node."""
+    for shape in shapes:
+        if wrong := problem(layout, shape, section):
+            raise FitError(wrong)
+    sizes = "tensor_parallel x pipeline_parallel x context_parallel"
+    hardware.check(f"{section}.{'ranks' if section == TRAINER else sizes}", layout.ranks)
+
+
+def on_trainer(config: RunConfig, models: Models, layout: Layout, hardware: Hardware) -> list[Held]:
+    """Return what the ranks of the trainer's pipeline stages hold."""
+    critic = config.roles.critic.optimizer.cpu_offload
+    trained = [TrainedModel("", models.policy, layout.offload)]
+    trained += [TrainedModel("critic", models.policy, critic)] if models.critic else []
+    batch = micro_batch(config, config.trainer.micro_batch_tokens)
+    bucket = 0 if config.weights.transport == "gloo" else config.weights.bucket_bytes
+    found = []
+    for stage in range(layout.pipeline):
+        own = trainer_stage(trained, models.frozen, layout, stage, batch, hardware.gpu_bytes, bucket_bytes=bucket)
+        place = f"stage {stage}" if layout.pipeline > 1 else ""
+        found.append(Held(TRAINER, place, {**own, "process": PROCESS_BYTES}, hardware.room))
+    return found
+
+
+def on_frozen(config: RunConfig, role: str, hardware: Hardware) -> list[Held]:
+    """Return what the ranks of a frozen model's replica hold, by pipeline stage."""
+    own = config.roles.frozen[role]
+    layout, folders = Layout.of_frozen(own), frozen_models(config, role, weights=False)
+    shapes = [read_shape(folder, f"{own.section}.model") for folder in folders.values()]
+    check_layout(layout, shapes, own.section, hardware)
+    batch = micro_batch(config, own.micro_batch_tokens or config.trainer.micro_batch_tokens)
+    found = []
+    for stage in range(layout.pipeline):
+        place = f"stage {stage}" if layout.pipeline > 1 else ""
+        of_stage = {**frozen_stage(shapes, layout, stage, batch), "process": PROCESS_BYTES}
+        found.append(Held(role, place, of_stage, hardware.room))
+    return found
+
+
+def engines(config: RunConfig, hardware: Hardware) -> dict[str, EngineMemory]:
+    """Return the engines that hold GPUs of the run's own, by role."""
+    judge = config.roles.judge
+    sections: list[tuple[str, str, RolloutConfig | JudgeConfig, str, str]] = [
+        ("rollout", "rollout", config.rollout, "model.path", config.model.path)
+    ]
+    if judge.has_replicas:
+        sections.append(("judge", "roles.judge", judge, "roles.judge.model", judge.model))
+    found = {}
+    for role, setting, section, where, model in sections:
+        if section.engine != "sglang":
+            continue
+        hardware.check(f"{setting}.tensor_parallel", section.tensor_parallel)
+        shape = read_shape(resolve_model(model, weights=False, setting=where), where)
+        if shape.heads % section.tensor_parallel:
+            raise FitError(
+                f"{setting}.tensor_parallel is {section.tensor_parallel}: it must divide the model's {shape.heads} "
+                "query heads"
+            )
+        element = 2 if section.dtype == "bfloat16" else 4
+        found[role] = engine_memory(
+            shape, section.tensor_parallel, element, section.memory_fraction, hardware.gpu_bytes
+        )
+    return found
+
+
+def on_engine(role: str, engine: EngineMemory, hardware: Hardware) -> Held:
+    """Return what an engine's GPU holds. Its cache takes what the other parts leave of its share, up to the last GB."""
+    return Held(role, "", engine.bytes, hardware.gpu_bytes)
+
+
+def in_turns(trainer: Sequence[Held], engine: EngineMemory, hardware: Hardware, bucket_bytes: int) -> list[Held]:
+    """Return what a GPU holds that trainer and engine share, in each turn."""
+    worst = max(trainer, key=lambda held: held.total)
+    waiting = {name: size for name, size in worst.bytes.items() if name.split(":")[0] not in _OF_A_PASS}
+    return [
+        Held("both", "generate", {**engine.bytes, "sleeping trainer": ASLEEP[TRAINER]}, hardware.gpu_bytes),
+        Held("both", "train", {**worst.bytes, "sleeping engine": ASLEEP["rollout"]}, hardware.room),
+        Held(
+            "both",
+            "synchronise",
+            {
+                **waiting,
+                "engine's weights": engine.weights,
+                "sleeping engine": ASLEEP["rollout"],
+                "buckets of weights": 2 * bucket_bytes,
+            },
+            hardware.room,
+        ),
+    ]
+
+
+_OF_A_PASS = ("activations", "recomputed layer", "logits", "work space")
+"""What a rank holds only while it trains."""

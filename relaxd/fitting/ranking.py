@@ -1,0 +1,53 @@
+"""The layouts of the trainer that would fit, ranked by a predicted step time."""
+
+from dataclasses import dataclass
+
+from relaxd.config import RunConfig
+from relaxd.fitting.held import Hardware
+from relaxd.fitting.host import Models
+from relaxd.fitting.layout import Layout, possible_layouts, problem
+from relaxd.fitting.on_gpus import on_trainer
+from relaxd.fitting.sizing import micro_batch, step_work
+from relaxd.fitting.speed import predict
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that fits."""
+
+    layout: Layout
+    bytes: int
+    """What its fullest GPU holds."""
+    seconds: float
+    """Predicted, for the trainer's part in a step."""
+
+
+def rank_layouts(config: RunConfig, models: Models, hardware: Hardware, taken: int) -> list[Candidate]:
+    """Return the layouts that fit, the fastest predicted first: of trainer.ranks, or of the fewest ranks above.
+
+    Args:
+        config: the run.
+        models: the models in the trainer's ranks.
+        hardware: the GPUs.
+        taken: bytes of a GPU that another process holds.
+    """
+    ranks = config.trainer.ranks
+    while ranks <= hardware.gpus_per_node:
+        if found := _fitting(config, models, hardware, ranks, taken):
+            return sorted(found, key=lambda one: (one.seconds, one.bytes))
+        if config.run.colocate:  # as many ranks as the engines have GPUs
+            break
+        ranks += 1
+    return []
+
+
+def _fitting(config: RunConfig, models: Models, hardware: Hardware, ranks: int, taken: int) -> list[Candidate]:
+    work, trainer = step_work(config, models), config.trainer
+    element, found = micro_batch(config, trainer.micro_batch_tokens).element, []
+    for layout in possible_layouts(models.policy, ranks, trainer.groups_per_step, offload=element < 4):
+        if any(problem(layout, shape) for shape in models.frozen):
+            continue
+        size = taken + max(held.total for held in on_trainer(config, models, layout, hardware))
+        if size <= hardware.room:
+            found.append(Candidate(layout, size, predict(models.policy, layout, work, element).total))
+    return found

@@ -1,0 +1,122 @@
+"""A prediction of a step's seconds, to rank layouts by. It is no measurement.
+
+Its constants were fitted to ten layouts of a 1.7 B model on H200s (docs/benchmarks.md, "Training on GPUs"); experts'
+exchange and offloading several models weren't measured.
+"""
+
+from dataclasses import dataclass
+
+from relaxd.fitting.layout import Layout
+from relaxd.fitting.parameters import stage_parameters, used_parameters
+from relaxd.fitting.shape import ModelShape
+
+PEAK_FLOPS = 989e12
+"""Dense bf16 FLOP/s of an H100 or H200."""
+EFFICIENCY = 0.52
+"""Share of it that one rank reaches alone."""
+EXTRA_WORK = {"none": 1.0, "selective": 1.06, "full": 4 / 3}
+"""Work with recomputation over work without."""
+TENSOR_BYTES_PER_SECOND = 2.2e11
+"""Of collectives within a layer over NVLink."""
+EXCHANGE_BYTES_PER_SECOND = 1.0e11
+"""Of all-to-all, with the copies before and after it."""
+GRADIENT_BYTES_PER_SECOND = 3.0e11
+"""Of sums of gradients and gathering of weights."""
+OPTIMIZER_BYTES_PER_SECOND = 1.4e12
+"""Memory that an update reads and writes."""
+UPDATE_BYTES = 30
+"""Bytes of a parameter that it reads and writes."""
+OFFLOAD_SECONDS = 0.7e-9
+"""Seconds for each parameter of an update in the host's memory, of all ranks of a host together."""
+SCHEDULE = 20
+"""Micro-batches of a pipeline's schedule for each stage but the last, as in services/trainer/batch/pipeline.py."""
+FULLNESS = 0.9
+"""Tokens of a micro-batch over its budget, on average."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A step's work."""
+
+    tokens: float
+    """Tokens of its rows."""
+    attended: float
+    """Pairs of tokens of which one attends to the other."""
+    micro_batch_tokens: int
+    updates: int = 1
+    """Optimizer updates."""
+    passes: float = 1.0
+    """Times that it trains on its tokens."""
+    mini_batches: int = 1
+    """Parts of the step, of which each has pipeline schedules of its own."""
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """A step's seconds, by what they are for."""
+
+    compute: float
+    bubble: float
+    """A pipeline's filling and draining, and its slowest stage's lead."""
+    communication: float
+    update: float
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.compute + self.bubble + self.communication + self.update
+
+
+def predict(shape: ModelShape, layout: Layout, work: Work, element: int = 2) -> Seconds:
+    """Predict the seconds in which the trainer works on a step, its groups being there.
+
+    FLOPs are 6 for each parameter that a token uses, and 12 x heads x head size for each layer and pair of tokens.
+    """
+    ranks, stages = layout.ranks, layout.pipeline
+    extra = 1 + (EXTRA_WORK[layout.recompute] - 1) * layout.recomputed_layers(shape) / layout.stage_layers(shape)
+    of_output = 6.0 * shape.vocabulary * shape.hidden * work.tokens
+    attention = 12.0 * shape.layers * shape.query * work.attended
+    of_layers = (6.0 * used_parameters(shape) * work.tokens - of_output + attention) * extra
+    speed = PEAK_FLOPS * EFFICIENCY * ranks * (1 if element == 2 else 0.1)
+    compute = (of_layers + of_output) / speed
+    # All wait for the last stage, which has the output layer besides its layers.
+    slowest = (of_layers / stages + of_output) * stages / speed
+    per_update = work.tokens / work.mini_batches / (FULLNESS * work.micro_batch_tokens) / layout.data
+    schedule = max(1.0, min(per_update, float(SCHEDULE * (stages - 1))))
+    bubble = slowest * (1 + (stages - 1) / schedule) - compute
+    return Seconds(
+        compute * work.passes,
+        bubble * work.passes,
+        _communication(shape, layout, work.tokens, element) * work.passes,
+        _update(shape, layout, element) * work.updates,
+    )
+
+
+def _communication(shape: ModelShape, layout: Layout, tokens: float, element: int) -> float:
+    """Return the seconds of collectives within layers: bytes of one rank over the speed of the links."""
+    layers = layout.stage_layers(shape)
+    here = tokens * element / layout.data  # bytes of one channel of the rows of one replica
+    seconds = 0.0
+    if layout.tensor > 1:  # four gathers or reductions forward, six backward
+        bytes_ = 10 * layers * shape.hidden * here / layout.context * (layout.tensor - 1) / layout.tensor
+        seconds += bytes_ / TENSOR_BYTES_PER_SECOND
+    if layout.context > 1:  # queries, keys, values and outputs, forward and backward
+        width = 4 * (shape.query + shape.kv) / layout.slices
+        seconds += layers * width * here * (layout.context - 1) / layout.context / EXCHANGE_BYTES_PER_SECOND
+    if shape.experts is not None and layout.expert > 1:  # to the experts and back, forward and backward
+        width = 4 * shape.experts.per_token * shape.hidden / layout.slices
+        seconds += layers * width * here * (layout.expert - 1) / layout.expert / EXCHANGE_BYTES_PER_SECOND
+    if layout.pipeline > 1:  # hidden states to the next stage, their gradients back
+        seconds += 2 * shape.hidden * here / layout.slices / TENSOR_BYTES_PER_SECOND
+    return seconds
+
+
+def _update(shape: ModelShape, layout: Layout, element: int) -> float:
+    own = stage_parameters(shape, layout, 0)
+    sharing, expert_sharing = layout.data * layout.context, layout.expert_data
+    sharded = own.dense / sharing + own.experts / expert_sharing
+    moved = own.dense * (1 - 1 / sharing) + own.experts * (1 - 1 / expert_sharing)
+    seconds = moved * (4 + element) / GRADIENT_BYTES_PER_SECOND
+    if layout.offload:
+        return seconds + sharded * layout.ranks * OFFLOAD_SECONDS
+    return seconds + sharded * UPDATE_BYTES / OPTIMIZER_BYTES_PER_SECOND

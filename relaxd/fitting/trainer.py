@@ -1,0 +1,111 @@
+"""What each pipeline stage of a trained or a frozen model holds on a GPU."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from relaxd.fitting.activations import MicroBatch, backward_work, saved_by_part
+from relaxd.fitting.layout import Layout
+from relaxd.fitting.logits import LogitBytes, forward_work, logit_bytes
+from relaxd.fitting.parameters import Parameters, stage_parameters
+from relaxd.fitting.shape import ModelShape
+
+PROCESS_BYTES = 2 << 30
+"""What a process holds beside its tensors: CUDA's context, cuBLAS's and cuDNN's workspaces, kernels, NCCL. Assumed."""
+USABLE_SHARE = 0.95
+"""Share of a GPU's memory that tensors can fill: the allocator leaves gaps. A run that needed 0.955 of an H200 failed
+(docs/benchmarks.md, 4 B without recompute), and one that needed as much succeeded (1.7 B, 57,344 tokens)."""
+
+Bytes = dict[str, int]
+"""Bytes by what they are for."""
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model that a rank trains."""
+
+    name: str
+    """"" for the policy, or "critic"."""
+    shape: ModelShape
+    offload: bool
+    """Whether its optimizer's state is in the host's memory."""
+
+
+def weights_and_state(model: TrainedModel, layout: Layout, stage: int, element: int) -> Bytes:
+    """Return the bytes that a rank holds of a trained model all the time.
+
+    Gradients are in float32 on each rank. The optimizer's state is divided among the ranks that have the same
+    parameters: float32 main weights, if the model computes in bfloat16, and two float32 moments.
+    """
+    own = stage_parameters(model.shape, layout, stage, critic=model.name == "critic")
+    prefix = f"{model.name} " if model.name else ""
+    found = {f"{prefix}weights": own.all * element, f"{prefix}gradients": 4 * own.all}
+    if not model.offload:
+        sharded = sharded_parameters(own, layout)
+        if element < 4:
+            found[f"{prefix}main weights"] = 4 * sharded
+        found[f"{prefix}moments"] = 8 * sharded
+    return found
+
+
+def sharded_parameters(own: Parameters, layout: Layout) -> int:
+    """Return the parameters whose optimizer state a rank holds."""
+    return own.dense // (layout.data * layout.context) + own.experts // layout.expert_data
+
+
+def in_flight(layout: Layout, stage: int) -> int:
+    """Return the micro-batches whose activations a stage holds at once, in Megatron's one-forward-one-backward."""
+    return layout.pipeline - stage
+
+
+def training_bytes(shape: ModelShape, layout: Layout, stage: int, batch: MicroBatch, gpu_bytes: int) -> Bytes:
+    """Return the bytes of activations and of the backward pass on a rank of a stage, when they are the most."""
+    parts = saved_by_part(shape, layout, batch)
+    of_one_layer = parts.pop("recomputed layer", 0)
+    found = {f"activations: {part}": size * in_flight(layout, stage) for part, size in parts.items()}
+    in_layers = of_one_layer + backward_work(shape, layout, batch)
+    logits = LogitBytes(0, 0)
+    if stage == layout.pipeline - 1:
+        logits = logit_bytes(shape, layout, batch, gpu_bytes)
+    # Logits are freed before the layers' backward pass needs the room.
+    if logits.kept + logits.work >= in_layers:
+        return {**found, "logits": logits.kept, "work space": logits.work}
+    return {**found, "recomputed layer": of_one_layer, "work space": in_layers - of_one_layer}
+
+
+def trainer_stage(
+    models: Sequence[TrainedModel],
+    frozen: Sequence[ModelShape],
+    layout: Layout,
+    stage: int,
+    batch: MicroBatch,
+    gpu_bytes: int,
+    *,
+    bucket_bytes: int = 0,
+) -> Bytes:
+    """Return what a rank of a stage holds when it holds the most, tensors only.
+
+    Args:
+        models: the policy, and a critic if there is one, which take turns: each has the activations of its own pass.
+        frozen: models beside them that aren't trained.
+        layout: the division of each model.
+        stage: the stage.
+        batch: the largest micro-batch.
+        gpu_bytes: memory of the GPU.
+        bucket_bytes: bytes of a bucket in which weights are sent; one is sent while the next is gathered.
+    """
+    found: Bytes = {}
+    for model in models:
+        found |= weights_and_state(model, layout, stage, batch.element)
+    if frozen:
+        found["frozen models"] = sum(stage_parameters(shape, layout, stage).all for shape in frozen) * batch.element
+    if bucket_bytes:
+        found["buckets of weights"] = 2 * bucket_bytes
+    return found | training_bytes(models[0].shape, layout, stage, batch, gpu_bytes)
+
+
+def frozen_stage(shapes: Sequence[ModelShape], layout: Layout, stage: int, batch: MicroBatch) -> Bytes:
+    """Return what a rank of a frozen model's replica holds; with several models, all of them."""
+    return {
+        "weights": sum(stage_parameters(shape, layout, stage).all for shape in shapes) * batch.element,
+        "work space": max(forward_work(shape, layout, batch) for shape in shapes),
+    }
