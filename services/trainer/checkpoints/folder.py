@@ -7,6 +7,7 @@ checkpoints/step-000020/           complete: renamed to this once everything in 
     kept                           only in one that was requested: it is never removed
 checkpoints/.step-000040.3.partial being written by the trainer of term 3
 checkpoints/step-000040.broken     found damaged, renamed
+critic/checkpoints/...             the same, of a critic service
 """
 
 import hashlib
@@ -89,6 +90,11 @@ class CheckpointState(BaseModel):
     """`Learner.checksum`, summed over all ranks."""
     versions: dict[str, str]
     """Releases of relaxd, torch and megatron-core."""
+
+
+def critic_folder(run_folder: Path) -> Path:
+    """Return the folder of a critic service in a run's folder. It has checkpoints of its own, of the same steps."""
+    return run_folder / "critic"
 
 
 def checkpoints_folder(run_folder: Path) -> Path:
@@ -232,6 +238,12 @@ def keep(path: Path) -> None:
     """Mark a checkpoint as one that is never removed. Raises OSError."""
     (path / KEPT).touch()
     sync(path)
+
+
+def oldest_kept(run_folder: Path, keep: int) -> int:
+    """Return the step of the oldest of the newest `keep` checkpoints; 0 if there are fewer."""
+    steps = checkpoint_steps(run_folder)
+    return steps[keep - 1] if len(steps) >= keep else 0
 
 
 def rotate(run_folder: Path, keep: int) -> int | None:
