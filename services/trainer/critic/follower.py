@@ -8,6 +8,7 @@ the steps after it from their files, as a trainer does.
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from relaxd.board import BoardUnavailable, Column, LedgerEntry
 from relaxd.config import RunConfig
@@ -56,6 +57,7 @@ class Follower:
         rank.progress = self._between_rounds
         self._steps = config.run.steps
         self._detail = ""
+        self._unavailable = False
 
     def run(self) -> None:
         """Restore the critic and follow the run. Never returns.
@@ -97,10 +99,14 @@ class Follower:
             following = self._board.ledger(after_step=self._rank.learner.step, limit=1)
             last = following[0].step if following else self._board.last_step()
         except BoardUnavailable as error:
-            logger.warning("the critic can't read the ledger: %s", error)
+            if not self._unavailable:
+                logger.warning("the critic waits for the board, which is unavailable: %s", error)
+            self._unavailable = True
+            self._tell("waiting for the board")
             self._rank.channel.tick()
-            time.sleep(TICK_SECONDS)  # named: by the warning
+            time.sleep(TICK_SECONDS)
             return True
+        self._unavailable = False
         if not following:
             if last < self._rank.learner.step:
                 raise LedgerShorter(
@@ -118,27 +124,16 @@ class Follower:
 
     def _train(self, entry: LedgerEntry) -> None:
         self._tell(f"training on step {entry.step}")
-        self._await_file(entry.step)
+        await_step_file(self._rank.steps_of, entry.step, self._still_waiting)
         self._checkpoints.wait_for_copies()
         began = time.monotonic()
         self._rank.run(TrainStep(entry.step, entry.plan))
         numbers = {name: float(f"{value:.4g}") for name, value in self._rank.learner.metrics.items()}
         logger.info("step %d: %s, in %.1f s", entry.step, numbers, time.monotonic() - began)
 
-    def _await_file(self, step: int) -> None:
-        """Wait until the file of a committed step is there. Raises StepFileError."""
-        path, deadline = step_file_path(self._rank.steps_of, step), time.monotonic() + FILE_SECONDS
-        with waiting(f"the file of step {step}, {path}", on="the file system"):
-            while not path.is_file():
-                if time.monotonic() > deadline:
-                    raise StepFileError(
-                        f"{path} isn't there, {FILE_SECONDS:g} s after its step was committed: either this critic "
-                        "doesn't see the run's folder as the trainer does, which needs the same folder mounted at the "
-                        "same path, or the file was removed"
-                    )
-                self._tell(f"waiting for {path}")
-                self._rank.channel.tick()
-                time.sleep(TICK_SECONDS)  # named: above
+    def _still_waiting(self, path: Path) -> None:
+        self._tell(f"waiting for {path}")
+        self._rank.channel.tick()
 
     def _between_rounds(self) -> None:
         self._tell(self._detail)
@@ -148,3 +143,22 @@ class Follower:
         self._detail = detail
         self._stage.turns += 1
         self._report(detail)
+
+
+def await_step_file(run_folder: Path, step: int, still_waiting: Callable[[Path], None]) -> None:
+    """Wait until the file of a committed step is there; call `still_waiting` with its path every TICK_SECONDS.
+
+    Raises:
+        StepFileError: it isn't there after FILE_SECONDS.
+    """
+    path, deadline = step_file_path(run_folder, step), time.monotonic() + FILE_SECONDS
+    with waiting(f"the file of step {step}, {path}", on="the file system"):
+        while not path.is_file():
+            if time.monotonic() > deadline:
+                raise StepFileError(
+                    f"{path} isn't there, {FILE_SECONDS:g} s after its step was committed: either this critic doesn't "
+                    "see the run's folder as the trainer does, which needs the same folder mounted at the same path, "
+                    "or the file was removed"
+                )
+            still_waiting(path)
+            time.sleep(TICK_SECONDS)  # named: above
