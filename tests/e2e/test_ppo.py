@@ -53,7 +53,7 @@ def test_a_critic_service_goes_on_after_everything_was_killed(workplace: Workpla
     assert [line["critic_step"] for line in lines] == list(range(9))
     assert all(line["value_staleness_max"] == 0 for line in lines)
     assert "queue_critic_seconds" in lines[-1]
-    assert sorted(path.name for path in (folder / "critic" / "checkpoints").glob("step-*"))[0] == "step-000003"
+    assert (folder / "critic" / "checkpoints" / "step-000006").is_dir()
     code, output = workplace.relaxd("replay", "r", "--step", "5")
     assert code == 0, output
     assert output.count("the same") == 4, output

@@ -93,8 +93,8 @@ def train(job: RunJob, loop: PlainLoop, *, killed_after: int = 0) -> dict[int, d
     return {entry.step: entry.metrics for entry in result["ledger"]}
 
 
-def service_config(model: Path, max_value_staleness: int) -> RunConfig:
-    own = {"placement": "service", "threads": 1, "max_value_staleness": max_value_staleness}
+def service_config(model: Path, max_value_staleness: int, **sizes: int) -> RunConfig:
+    own = {"placement": "service", "threads": 1, "max_value_staleness": max_value_staleness, **sizes}
     return config_of(model, own, checkpoint={"every": 1})
 
 
@@ -161,8 +161,8 @@ def test_a_killed_critic_goes_on_with_the_numbers_of_a_plain_loop(
 def test_values_of_the_critic_before_are_accepted_where_they_may_be(
     tiny_qwen3: Path, redis_url: str, tmp_path: Path, alone: None
 ) -> None:
-    """One step of delay: step 2 has the values that the critic gave before step 1."""
-    config = service_config(tiny_qwen3, 1)
+    """One step of delay: step 2 has the values that the critic gave before step 1. It has two ranks."""
+    config = service_config(tiny_qwen3, 1, tensor_parallel=2, micro_batch_tokens=96)
     job, loop = prepare_run(redis_url, 1, config, tmp_path / "run"), PlainLoop(config)
     metrics = train(job, loop)
     assert (metrics[1]["critic_step"], metrics[2]["critic_step"]) == (0, 0)
