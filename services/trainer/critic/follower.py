@@ -16,7 +16,7 @@ from relaxd.roles import CRITIC
 from relaxd.waiting import waiting
 from services.trainer.batch.step_file import StepFileError, step_file_path
 from services.trainer.critic.commands import CriticRank, TrainStep
-from services.trainer.frozen.logprobs import FrozenModelStage
+from services.trainer.frozen.logprobs import ModelStage
 from services.trainer.frozen.stage_rank import world_config
 from services.trainer.loop.checkpoints import Checkpoints
 from services.trainer.megatron.rank_channel import TICK_SECONDS
@@ -43,7 +43,7 @@ class Follower:
         config: RunConfig,
         run_id: str,
         rank: CriticRank,
-        stage: FrozenModelStage,
+        stage: ModelStage,
         report: Callable[[str], None],
     ) -> None:
         """Begin a critic term. `report` tells the service what goes on. Raises RunMissing, BoardUnavailable."""

@@ -18,7 +18,7 @@ from services.trainer.checkpoints.part import CheckpointPart
 from services.trainer.critic.commands import CriticRank, Value
 from services.trainer.critic.follower import Follower
 from services.trainer.critic.learner import CriticLearner
-from services.trainer.frozen.logprobs import FrozenModelStage
+from services.trainer.frozen.logprobs import ModelStage
 from services.trainer.frozen.stage_rank import StageRank, world_config
 from services.trainer.megatron.host_memory import freeze_objects
 from services.trainer.megatron.rank_channel import RankChannel
@@ -48,7 +48,7 @@ class CriticServiceRank(StageRank):
             self._report_progress()
             return rank.run(Value(micro_batches))
 
-        self._stage = FrozenModelStage(
+        self._stage = ModelStage(
             rank.board,
             request.role,
             request.replica_id,

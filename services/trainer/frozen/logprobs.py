@@ -64,7 +64,7 @@ class _Group:
         self.columns[name][begin : begin + len(values)] = values
 
 
-class FrozenModelStage:
+class ModelStage:
     """Works on the stage. The worker takes, holds and commits groups; `run` computes, in the caller's thread."""
 
     def __init__(

@@ -19,7 +19,7 @@ from relaxd.roles import ROLES, TEACHER
 from relaxd.v1 import rank_pb2 as pb
 from relaxd.v1 import rank_pb2_grpc
 from services.trainer.batch.row_packing import PackedMicroBatch
-from services.trainer.frozen.logprobs import FrozenModelStage
+from services.trainer.frozen.logprobs import ModelStage
 from services.trainer.frozen.stage_rank import StageRank, world_config
 from services.trainer.learner.compared.frozen_model import FrozenModel
 from services.trainer.learner.forward import Forward
@@ -62,7 +62,7 @@ class FrozenModelRank(StageRank):
             return models[name].compute(micro_batches)
 
         board = Board(request.redis, request.run_id, tuple(stages.values()), config.board)
-        self._stage = stage = FrozenModelStage(
+        self._stage = stage = ModelStage(
             board,
             request.role,
             request.replica_id,

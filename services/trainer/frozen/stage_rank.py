@@ -8,7 +8,7 @@ from relaxd import telemetry
 from relaxd.config import RunConfig, TrainerConfig
 from relaxd.v1 import rank_pb2 as pb
 from relaxd.v1 import rank_pb2_grpc
-from services.trainer.frozen.logprobs import FrozenModelStage
+from services.trainer.frozen.logprobs import ModelStage
 from services.trainer.loop.rank_thread import RankThread
 
 
@@ -20,7 +20,7 @@ class StageRank(rank_pb2_grpc.RankServicer):
 
     def __init__(self) -> None:
         self._thread = RankThread()
-        self._stage: FrozenModelStage | None = None
+        self._stage: ModelStage | None = None
         self._reported = pb.RankProgress()
 
     async def Work(self, request: pb.WorkRequest, context: Any) -> AsyncIterator[pb.WorkResponse]:
