@@ -1,6 +1,7 @@
 """The critic of one rank of its service: values, training on a step's file, snapshots."""
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -100,7 +101,9 @@ class CriticLearner:
             self._check_skipped(updates[-1])
         self.step += 1
         found = step_metrics(updates, 1)
-        self.metrics = {name: value for name, value in found.items() if name.startswith("value_")}
+        # A column of JSON has no NaN, which the numbers of a skipped update may be.
+        of_critic = {name: value for name, value in found.items() if name.startswith("value_")}
+        self.metrics = {name: value for name, value in of_critic.items() if math.isfinite(value)}
         self.metrics["value_skipped_updates"] = found["skipped_updates"]
         if self.step % TRIM_EVERY_STEPS == 0:
             trim_heap()
