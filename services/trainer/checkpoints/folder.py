@@ -240,18 +240,20 @@ def keep(path: Path) -> None:
     sync(path)
 
 
-def oldest_kept(run_folder: Path, keep: int) -> int:
-    """Return the step of the oldest of the newest `keep` checkpoints; 0 if there are fewer."""
+def oldest_kept(run_folder: Path, keep: int) -> int | None:
+    """Return the step of the oldest of the newest `keep` checkpoints, None if there are fewer.
+
+    Earlier steps are no longer needed to restore the weights, even if newer checkpoints are broken.
+    """
     steps = checkpoint_steps(run_folder)
-    return steps[keep - 1] if len(steps) >= keep else 0
+    return steps[keep - 1] if len(steps) >= keep else None
 
 
 def rotate(run_folder: Path, keep: int) -> int | None:
     """Rename checkpoints beyond the newest `keep` unless they are marked; `remove_rotated` removes them.
 
     Returns:
-        The step of the oldest of these `keep` checkpoints, None if there are fewer. Earlier steps are then no longer
-        needed to restore the weights, even if newer checkpoints are broken.
+        `oldest_kept`.
     """
     steps = checkpoint_steps(run_folder)
     for step in steps[keep:]:
@@ -263,4 +265,4 @@ def rotate(run_folder: Path, keep: int) -> int | None:
     for path in checkpoints_folder(run_folder).glob("step-*.broken"):
         if steps and int(path.name.split("-")[1].split(".")[0]) < steps[:keep][-1]:
             shutil.rmtree(path, ignore_errors=True)
-    return steps[keep - 1] if len(steps) >= keep else None
+    return oldest_kept(run_folder, keep)

@@ -174,10 +174,10 @@ class Checkpoints:
             answer.set_result((str(saving.final), step))
 
     def _followed(self) -> float:
-        """Return the step up to which a follower needs no step file, as `folders.rotate` does."""
+        """Return the step up to which a critic service needs no step file."""
         if self._config.roles.critic.placement != "service":
             return math.inf
-        return folders.oldest_kept(folders.critic_folder(self._run_folder), self._settings.keep)
+        return folders.oldest_kept(folders.critic_folder(self._run_folder), self._settings.keep) or 0
 
     def _abandon(self, saving: "_Saving", reason: str) -> None:
         self._saving = None
