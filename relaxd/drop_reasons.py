@@ -25,6 +25,7 @@ class DropReason(StrEnum):
     FILTERED = "filtered"
     FILTER_FAILED = "filter_failed"
     PAYLOAD_LOST = "payload_lost"
+    NO_VALUES = "no_values"
 
 
 MIN_GROUPS = 16
@@ -44,6 +45,7 @@ MEANINGS: dict[str, str] = {
     DropReason.TOO_LARGE: "they exceed board.max_group_bytes",
     DropReason.MALFORMED: "their columns are not as a stage should write them",
     DropReason.NO_LOGPROBS: "the teacher or the reference gave some of their tokens no finite log-prob: see its logs",
+    DropReason.NO_VALUES: "the critic service gave some of their tokens no finite value: see its logs",
     DropReason.FILTERED: "the run's own filter (data.curriculum.filter) keeps them from being trained on",
     DropReason.FILTER_FAILED: "the run's own filter (data.curriculum.filter) failed on them",
     DropReason.DAMAGED: "their entries in Redis could not be read",

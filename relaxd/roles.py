@@ -18,6 +18,7 @@ REWARD = "reward"
 ADVANTAGE = "advantage"
 REFERENCE = "reference"
 TEACHER = "teacher"
+CRITIC = "critic"
 JUDGE = "judge"
 
 
@@ -35,8 +36,10 @@ class Role:
     replicas: int = 1
     """Replicas that `relaxd up` starts unless it is told otherwise."""
     scalable: bool = True
-    """Whether it may have any number of replicas."""
-    model: Literal["", "policy", "reference", "teacher", "judge"] = ""
+    """Whether replicas may be added and removed."""
+    most: int = 0
+    """Largest number of replicas; 0: any."""
+    model: Literal["", "policy", "reference", "teacher", "critic", "judge"] = ""
     """The model that it holds."""
     weights: Literal["", "sends", "receives"] = ""
     """Its part in weight synchronisations. A role that receives weights works only once it has some."""
@@ -106,6 +109,17 @@ ROLES: dict[str, Role] = {
             timeout_seconds=lambda config: config.trainer.collective_timeout_seconds,
         ),
         Role(
+            name=CRITIC,
+            module="services.trainer.critic",
+            stage="critic",
+            replicas=0,
+            most=1,  # it trains: two would be two models
+            model="critic",
+            gpus=lambda config: config.roles.critic.ranks,
+            always_busy=True,
+            timeout_seconds=lambda config: config.trainer.collective_timeout_seconds,
+        ),
+        Role(
             name=JUDGE,
             module="services.rollout.judge",
             needed=lambda config: config.roles.judge.has_replicas,
@@ -120,7 +134,7 @@ ROLES: dict[str, Role] = {
 REPLICA_ROLES = tuple(role for role in ROLES if role != COORDINATOR)
 """Roles whose processes register with the coordinator."""
 SCALABLE_ROLES = tuple(role.name for role in ROLES.values() if role.scalable)
-"""Roles that may have any number of replicas."""
+"""Roles whose replicas may be added and removed."""
 
 
 def unknown_role(role: str, known: Iterable[str]) -> str:

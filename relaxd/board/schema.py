@@ -63,7 +63,10 @@ TEACHER_PROMPT_TOKENS = "teacher_prompt_tokens"
 OLD_LOGPROBS = "old_logprobs"
 """The column that the trainer computes before the first of a step's several updates, if the loss reads it."""
 VALUES = "values"
-"""The column that the trainer's critic computes before a step's first update."""
+"""The column that a run has where a critic service computes it; otherwise the trainer's critic computes it before a
+step's first update, if the algorithm has one."""
+CRITIC_STATE = "critic_state"
+"""The column that goes with `VALUES` of a critic service."""
 RETURNS = "returns"
 """The column to which the critic is fitted."""
 ADVANTAGES = "advantages"
@@ -183,6 +186,24 @@ COLUMNS: dict[str, ColumnSpec] = {
             "Log-prob of each candidate under the teacher, under the sampling temperature.",
             optional=True,
         ),
+        ColumnSpec(
+            VALUES,
+            "critic",
+            "float32",
+            "T",
+            "The critic's value of the tokens before each token, at the step's beginning or, of a critic service, when "
+            "the answers were there; 0 for tokens that aren't trained on.",
+            optional=True,
+        ),
+        ColumnSpec(
+            CRITIC_STATE,
+            "critic",
+            "json",
+            "",
+            'What the critic service was when it gave the values: {"step": the last step on which it was trained, '
+            '"metrics": its numbers in that step}.',
+            optional=True,
+        ),
         ColumnSpec("reward", "reward", "float64", "n", "Reward of each sample."),
         ColumnSpec("reward_parts", "reward", "json", "", "The parts that all rewards have: {name: [n values]}."),
         ColumnSpec(
@@ -200,15 +221,6 @@ COLUMNS: dict[str, ColumnSpec] = {
             "T",
             "Log-prob of each token under the weights at the step's beginning, for steps of several updates; 0 for "
             "tokens that aren't trained on.",
-            optional=True,
-        ),
-        ColumnSpec(
-            VALUES,
-            "train",
-            "float32",
-            "T",
-            "The critic's value of the tokens before each token, at the step's beginning; 0 for tokens that aren't "
-            "trained on.",
             optional=True,
         ),
         ColumnSpec(

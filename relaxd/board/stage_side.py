@@ -154,6 +154,17 @@ class StageSide(BoardCore):
         settings = (stage, consumer, int(failed), self.limits.max_deliveries)
         return int(self._connection.script("nack", self.prefix, *settings, *arguments))
 
+    def redo(self, stage: str, consumer: str, deliveries: Sequence[Delivery], *, again: str) -> int:
+        """Have another stage write its columns of held groups again. Returns how many were still held.
+
+        The hold ends. Once `again` has committed, the groups are offered to this stage anew; until then they lack
+        its columns. The deliveries don't count towards limits.max_deliveries.
+        """
+        if not deliveries:
+            return 0
+        arguments = [part for d in deliveries for part in (d.group_id, d.entry_id, d.attempt)]
+        return int(self._connection.script("redo", self.prefix, stage, consumer, again, *arguments))
+
     def commit(self, items: Sequence[tuple[Delivery, Mapping[str, Column]]]) -> list[bool]:
         """Commit exactly the columns that each delivery's stage writes, and offer the groups to the next stages.
 

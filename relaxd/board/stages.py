@@ -32,6 +32,7 @@ _NEEDS: dict[str, tuple[str, ...]] = {
     "reward": ("prompt", "sample_of_sequence", "lengths", "loss_mask", "text", "finish"),
     "reference": ("prompt_tokens", "tokens", "lengths", "loss_mask", "shares_prompt"),
     "teacher": ("prompt_tokens", "tokens", "lengths", "loss_mask", "shares_prompt"),
+    "critic": ("prompt_tokens", "tokens", "lengths", "loss_mask", "shares_prompt"),
     "advantage": ("reward", "sample_of_sequence", "lengths"),
 }
 """Columns that the stages before the trainer need in every run."""
@@ -60,9 +61,10 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
 
     Raises ValueError when the algorithm needs a column that isn't written by then, or its loss one without tokens.
     """
-    absent = {"reference", "teacher"}.difference(config.frozen_roles("service"))
-    names = [name for name in (*_NEEDS, TRAIN) if name not in absent]
     needs = create(config.algorithm).needs
+    valued = config.roles.critic.placement == "service"
+    absent = {"reference", "teacher"}.difference(config.frozen_roles("service")) | (set() if valued else {"critic"})
+    names = [name for name in (*_NEEDS, TRAIN) if name not in absent]
     written = {c.name for c in schema.COLUMNS.values() if c.writer in (PUBLISH, *names) and c.writer != TRAIN}
     of_trainer = {name for role in config.frozen_roles("trainer") for name in schema.written_by(role, schema.COLUMNS)}
     who = f"algorithm.name = {config.algorithm.name!r}"
@@ -75,6 +77,8 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
     asked = {*needs.loss, *needs.advantages}
     if "reference" in config.frozen_roles("service") and schema.REF_LOGPROBS not in asked:
         raise ValueError(f'{who}: it needs no reference, but roles.reference.placement is "service": set "trainer"')
+    if valued and not needs.values:
+        raise ValueError(f'{who}: it trains no critic, but roles.critic.placement is "service": set "trainer"')
     of_teacher = asked.intersection(schema.written_by("teacher", schema.COLUMNS))
     if "teacher" in config.frozen_roles() and not of_teacher:
         raise ValueError(f"{who}: it needs no teacher, but roles.teacher.model names one: remove it")
@@ -90,6 +94,7 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
         asked.add(schema.ROUTED_EXPERTS)
     if config.has_privileged_teacher and "teacher" in config.frozen_roles("trainer"):
         asked.add(schema.TEACHER_PROMPT_TOKENS)
+    asked |= set(schema.written_by("critic", schema.COLUMNS)) if valued else set()
     partial = config.rollout.partial
     asked |= {schema.CONTINUED} if partial.enabled else set()
     asked |= {schema.OFF_POLICY_TOKENS} if partial.mask_off_policy else set()

@@ -23,6 +23,14 @@ class TrainerSide(BoardCore):
         """Return the current trainer term; 0 before the first. Raises RunMissing."""
         return int(self._state("trainer_term"))
 
+    def new_critic_term(self) -> int:
+        """Start the next critic term (from 1): an earlier critic, which asks for it, gives up. Raises RunMissing."""
+        return int(self._connection.script("start_critic", self.prefix))
+
+    def critic_term(self) -> int:
+        """Return the current critic term; 0 before the first. Raises RunMissing."""
+        return int(self._state("critic_term"))
+
     def open_versions(self) -> dict[str, int]:
         """Return the oldest weight version by id, for open groups whose generation has started.
 

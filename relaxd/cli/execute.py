@@ -318,7 +318,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         return str(folder.resolve()) if name and folder.is_dir() else name
 
     roles = {
-        role: own.model_copy(update={"model": absolute_model(own.model)}) for role, own in config.roles.frozen.items()
+        role: own.model_copy(update={"model": absolute_model(own.model)}) for role, own in config.roles.sizes.items()
     }
     sources = tuple(one.model_copy(update={"path": absolute(one.path)}) for one in config.data.sources)
     sets = tuple(one.model_copy(update={"path": absolute(one.path)}) for one in config.eval.sets)
@@ -346,18 +346,19 @@ def _replicas(where: Where, config: RunConfig) -> dict[str, int]:
 
 
 def _with_shared_cores(config: RunConfig, replicas: Mapping[str, int]) -> RunConfig:
-    """Divide this machine's cores among the trainer's ranks, the engines and the ranks of frozen models.
+    """Divide this machine's cores among the trainer's ranks, the engines and the ranks of other models.
 
     They work at the same time.
     """
-    frozen = config.roles.frozen
+    needed = roles_for(config)
+    sizes = {role: own for role, own in config.roles.sizes.items() if role in needed}
     ranks = config.trainer.ranks + max(1, replicas.get(ROLLOUT, 0))
-    ranks += sum(replicas.get(role, 0) * own.ranks for role, own in frozen.items())
+    ranks += sum(replicas.get(role, 0) * own.ranks for role, own in sizes.items())
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
     trainer = config.trainer.model_copy(update={"threads": config.trainer.threads or threads})
     rollout = config.rollout.model_copy(update={"threads": config.rollout.threads or threads})
     roles = config.roles.model_copy(
-        update={role: own.model_copy(update={"threads": own.threads or threads}) for role, own in frozen.items()}
+        update={role: own.model_copy(update={"threads": own.threads or threads}) for role, own in sizes.items()}
     )
     return config.model_copy(update={"trainer": trainer, "rollout": rollout, "roles": roles})
 

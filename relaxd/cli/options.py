@@ -73,7 +73,8 @@ def with_replica_options(command: Callable[..., None]) -> Callable[..., None]:
     del parameters["replicas"]
     for role in SCALABLE_ROLES:
         least = ROLES[role].replicas
-        option = typer.Option(f"--{role}", min=least, help=f"{role.capitalize()} replicas to start.")
+        most = ROLES[role].most or None
+        option = typer.Option(f"--{role}", min=least, max=most, help=f"{role.capitalize()} replicas to start.")
         parameters[role] = inspect.Parameter(
             role, inspect.Parameter.KEYWORD_ONLY, default=least, annotation=Annotated[int, option]
         )

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
-from relaxd.roles import SCALABLE_ROLES
+from relaxd.roles import ROLES, SCALABLE_ROLES
 from relaxd.v1 import scaling_pb2 as pb
 from relaxd.v1.replica_pb2 import REPLICA_STATE_DRAINING
 
@@ -36,6 +36,8 @@ def scale_to(
             "relaxd scale rollout=3",
         )
     wanted = int(number)
+    if (most := ROLES[role].most) and wanted > most:
+        raise CliError(f"{target!r} asks for too many: a run has at most {most} {role}", f"relaxd scale {role}={most}")
     current = sum(
         replica.registration.role == role and replica.status.state != REPLICA_STATE_DRAINING
         for replica in coordinator.replicas()

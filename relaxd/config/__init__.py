@@ -12,6 +12,7 @@ from relaxd.config.roles import (
     FrozenModelConfig,
     JudgeConfig,
     ReferenceConfig,
+    ReplicaSizes,
     RolesConfig,
     TeacherConfig,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "ReasoningGymConfig",
     "ReferenceConfig",
     "RehearsalConfig",
+    "ReplicaSizes",
     "RewardConfig",
     "RolesConfig",
     "RolloutConfig",

@@ -9,19 +9,12 @@ from relaxd.config.base import Section
 from relaxd.config.optimizer import OptimizerConfig
 
 
-class FrozenModelConfig(Section):
-    """A model that isn't trained and gives log-probs of the policy's tokens. It has the trainer's dtype and kernels."""
+class ReplicaSizes(Section):
+    """Sizes of the replicas of a role that holds a model in ranks of its own, with the trainer's dtype and kernels."""
 
     section: ClassVar[str]
     """Name of the section, for errors."""
 
-    model: str = ""
-    """A Hugging Face folder, the name of a fetched model, or a hub name."""
-    placement: Literal["trainer", "service"] = "service"
-    """trainer: in the trainer's ranks, beside the model that they train. service: in replicas of its own."""
-    refresh_every: int = Field(default=0, ge=0)
-    """Take over the trained model's weights after every so many steps, recorded in the ledger; 0: never. Needs
-    placement = "trainer", and the initial model to begin with."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Ranks of a replica that share each layer's matrices."""
     pipeline_parallel: int = Field(default=1, ge=1)
@@ -40,6 +33,28 @@ class FrozenModelConfig(Section):
         """Ranks of a replica. More replicas, not more ranks, work on different groups."""
         return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
 
+    @model_validator(mode="after")
+    def _experts_divide(self) -> Self:
+        sharing = self.tensor_parallel * self.context_parallel
+        if sharing % self.expert_parallel:
+            raise ValueError(
+                f"{self.section}.expert_parallel is {self.expert_parallel}: it must divide tensor_parallel x "
+                f"context_parallel = {sharing}"
+            )
+        return self
+
+
+class FrozenModelConfig(ReplicaSizes):
+    """A model that isn't trained and gives log-probs of the policy's tokens. It has the trainer's dtype and kernels."""
+
+    model: str = ""
+    """A Hugging Face folder, the name of a fetched model, or a hub name."""
+    placement: Literal["trainer", "service"] = "service"
+    """trainer: in the trainer's ranks, beside the model that they train. service: in replicas of its own."""
+    refresh_every: int = Field(default=0, ge=0)
+    """Take over the trained model's weights after every so many steps, recorded in the ledger; 0: never. Needs
+    placement = "trainer", and the initial model to begin with."""
+
     @property
     def settings(self) -> dict[str, str]:
         """The models that it holds, by the setting that names them; "" is the initial model."""
@@ -51,16 +66,6 @@ class FrozenModelConfig(Section):
             raise ValueError(
                 f'{self.section}.refresh_every is {self.refresh_every}, but {self.section}.placement is "service", '
                 'which gets no weights of the trainer: set "trainer"'
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _experts_divide(self) -> Self:
-        sharing = self.tensor_parallel * self.context_parallel
-        if sharing % self.expert_parallel:
-            raise ValueError(
-                f"{self.section}.expert_parallel is {self.expert_parallel}: it must divide tensor_parallel x "
-                f"context_parallel = {sharing}"
             )
         return self
 
@@ -165,17 +170,35 @@ class CriticOptimizerConfig(OptimizerConfig):
     """Peak learning rate; usually above the policy's, because the critic has to keep up with it."""
 
 
-class CriticConfig(Section):
+class CriticConfig(ReplicaSizes):
     """The critic of algorithm.name = "ppo": a model like the trained one, with one value instead of logits. It has the
-    trainer's parallel sizes, dtype and kernels."""
+    trainer's dtype and kernels."""
 
-    placement: Literal["trainer"] = "trainer"
-    """trainer: in the trainer's ranks, beside the model that they train. There is no other place yet."""
+    section: ClassVar[str] = "roles.critic"
+
+    placement: Literal["trainer", "service"] = "trainer"
+    """trainer: in the trainer's ranks, with their sizes, beside the model that they train. service: in one critic
+    replica of its own, which writes the column values and trains on each step once it is committed (docs/critic.md).
+    Sizes and threads are the replica's."""
+    max_value_staleness: int = Field(default=1, ge=0)
+    """Maximum steps that the critic hasn't seen, of those before the one in which its values are used; groups with
+    older values are valued again. 0: values are those of the critic after the step before. With placement =
+    "service"."""
     model: str = ""
     """Folder or name of the model from which it starts, which must have the architecture of model.path; empty: that
     model. Its value head starts with zeros."""
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
     """The optimizer of the critic."""
+
+    @model_validator(mode="after")
+    def _staleness_is_of_a_service(self) -> Self:
+        default = type(self).model_fields["max_value_staleness"].default
+        if self.placement == "trainer" and self.max_value_staleness != default:
+            raise ValueError(
+                f"{self.section}.max_value_staleness is {self.max_value_staleness}, but {self.section}.placement is "
+                '"trainer", where values are never stale: remove it, or set "service"'
+            )
+        return self
 
 
 class JudgeConfig(Section):
@@ -298,3 +321,8 @@ class RolesConfig(Section):
     def frozen(self) -> dict[str, FrozenModelConfig]:
         """The sections of frozen models, by the role that holds the model."""
         return {"reference": self.reference, "teacher": self.teacher}
+
+    @property
+    def sizes(self) -> dict[str, ReferenceConfig | TeacherConfig | CriticConfig]:
+        """The sections of roles that hold a model in ranks of their own, by role."""
+        return {"reference": self.reference, "teacher": self.teacher, "critic": self.critic}

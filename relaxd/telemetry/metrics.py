@@ -77,7 +77,8 @@ METRICS: dict[str, Metric] = {
             "step",
             "1",
             "Loss of the critic, after the normaliser of the step's loss; mean of its updates. These and the "
-            "next ones only with a critic.",
+            "next ones only with a critic. With a critic service value_loss, value_grad_norm, value_lr, "
+            "value_clip_fraction and value_skipped_updates are those of the critic's step `critic_step`.",
         ),
         Metric("value_grad_norm", "step", "1", "Global L2 norm of the critic's gradients before clipping."),
         Metric("value_lr", "step", "1", "Learning rate of the critic."),
@@ -96,6 +97,31 @@ METRICS: dict[str, Metric] = {
             "below 0 is worse than a constant. Absent where all returns are equal.",
         ),
         Metric("value_mean", "step", "1", "Mean of the critic's values at the step's beginning."),
+        Metric(
+            "critic_step",
+            "step",
+            "{step}",
+            "The last step on which a critic service was trained when it gave the newest of the step's values.",
+        ),
+        Metric(
+            "value_skipped_updates",
+            "step",
+            "{update}",
+            "Updates that the critic service skipped because its loss or gradient wasn't finite.",
+        ),
+        Metric(
+            "value_staleness_mean",
+            "step",
+            "{step}",
+            "Mean over the groups of (step - 1) - the critic service's step when it gave their values.",
+        ),
+        Metric("value_staleness_max", "step", "{step}", "Largest such staleness of a group of the step."),
+        Metric(
+            "revalued_groups",
+            "step",
+            "{group}",
+            "Groups that went back to the critic service since the step before, because their values were too old.",
+        ),
         Metric("return_mean", "step", "1", "Mean of the returns to which the critic is fitted."),
         Metric("lr", "step", "1", "Learning rate of the step; for a skipped update, that of the step before."),
         Metric("reward_mean", "step", "1", "Mean reward of the step's samples."),

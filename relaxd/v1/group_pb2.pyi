@@ -60,6 +60,8 @@ class _DropReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DropReason
     """The run's own filter failed on it."""
     DROP_REASON_PAYLOAD_LOST: _DropReason.ValueType  # 18
     """A part of its columns is gone from Redis. Its prompt is tried again."""
+    DROP_REASON_NO_VALUES: _DropReason.ValueType  # 19
+    """The critic service gives one of its trained tokens no finite value."""
 
 class DropReason(_DropReason, metaclass=_DropReasonEnumTypeWrapper):
     """Why a group was dropped."""
@@ -102,4 +104,6 @@ DROP_REASON_FILTER_FAILED: DropReason.ValueType  # 17
 """The run's own filter failed on it."""
 DROP_REASON_PAYLOAD_LOST: DropReason.ValueType  # 18
 """A part of its columns is gone from Redis. Its prompt is tried again."""
+DROP_REASON_NO_VALUES: DropReason.ValueType  # 19
+"""The critic service gives one of its trained tokens no finite value."""
 Global___DropReason: _TypeAlias = DropReason  # noqa: Y015

@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--result", default="", help="name of the results file (chaos, or soak)")
     options = parser.parse_args()
     if options.list:
-        print("\n".join(fault.name for fault in all_faults()))
+        print("\n".join(fault.name for fault in all_faults(options.algorithm)))
         return
     soak = options.minutes > 0
     pause = options.pause if options.pause is not None else (10.0 if soak else 0.0)
@@ -77,7 +77,8 @@ def main() -> None:
         total = "" if soak else f" of {count}"
         campaign = Campaign(stack, rng, options.logs, pause, say=say, total=total)
         campaign.begin()
-        faults = iter(deck(min(count, 10**4), rng, tuple(options.only) or (GENTLE if options.gentle else ())))
+        names = tuple(options.only) or (GENTLE if options.gentle else ())
+        faults = iter(deck(min(count, 10**4), rng, names, options.algorithm))
         last: list[str] = []
         try:
             campaign.run(until(time.monotonic() + options.minutes * 60, faults) if soak else faults)

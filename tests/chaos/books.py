@@ -191,6 +191,24 @@ class Books:
             for what, (has, due) in found.items():
                 if has != due:
                     wrong.append(f"{path.name}: {what}: {has}, but by the ledger {due}")
+        return wrong + self._read_critic()
+
+    def _read_critic(self) -> list[str]:
+        """How often a critic service was trained. It skips updates by itself: then less often than there are steps."""
+        wrong = []
+        for path in sorted((self.run_folder / "critic" / "checkpoints").glob("step-*")):
+            number, name = int(path.name[5:11]), f"critic/{path.name}"
+            if name in self._checkpoints or number > len(self.steps):
+                continue
+            try:
+                state = torch.load(path / "common.pt", weights_only=False)
+            except FileNotFoundError:  # rotated meanwhile
+                continue
+            self._checkpoints.add(name)
+            has, applied = state["schedule"]["num_steps"], self.updates[:number]
+            skipped = any(count < max(applied) for count in applied)
+            if has > number or (has < number and not skipped):
+                wrong.append(f"{name}: steps that have trained the critic: {has}, but by the ledger {number}")
         return wrong
 
     def _read_step_files(self) -> list[str]:

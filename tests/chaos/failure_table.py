@@ -45,6 +45,12 @@ FAILURES: list[tuple[str, tuple[str, ...], str]] = [
         "its service ends, too, and its supervisor starts another; others take its groups as soon as that is known",
     ),
     (
+        "a critic service or its rank dies, is stopped or hangs, also together with a rank of the trainer",
+        ("*critic*",),
+        "it is started again, loads its newest checkpoint and repeats the steps after it from their files; meanwhile "
+        "groups wait for their values",
+    ),
+    (
         "a replica is stopped (SIGSTOP), for less and for more than its leases",
         (
             "stall rollout *",

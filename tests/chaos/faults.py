@@ -34,7 +34,7 @@ BUSY_SECONDS = 1.0
 """How long a service that holds something is looked for."""
 
 STAGE_ROLES = ("rollout", "reward", "advantage", "reference", "teacher")
-"""Roles with a stage of the same name."""
+"""Roles with a stage of the same name; a run with the algorithm "critic" also has the critic's."""
 
 Act = Callable[[ChaosStack, random.Random], float]
 """Does it; returns the Unix time at which it was over (of a kill: at which it was done)."""
@@ -66,7 +66,7 @@ def _kill(processes: list[psutil.Process]) -> float:
 def _one(stack: ChaosStack, rng: random.Random, role: str) -> str:
     """A service of a role, if possible one that holds groups at this moment."""
     deadline = time.monotonic() + BUSY_SECONDS
-    while role in STAGE_ROLES and time.monotonic() < deadline:
+    while role in (*STAGE_ROLES, "critic") and time.monotonic() < deadline:
         if holding := stack.holding(role):
             return rng.choice(holding)
         time.sleep(0.001)
@@ -102,6 +102,11 @@ def kill_rank_when(pattern: str, within_seconds: float, stack: ChaosStack, rng: 
 
 def _new(folder: Path, pattern: str, before: set[Path]) -> bool:
     return not before.issuperset(folder.glob(pattern))
+
+
+def kill_critic_and_trainer(stack: ChaosStack, rng: random.Random) -> float:
+    """A rank of each: both go on from their own checkpoints."""
+    return _kill([stack.child("critic", CRITIC_RANK), stack.child("trainer", RANK, rng.randrange(2))])
 
 
 def restart(role: str, stack: ChaosStack, rng: random.Random) -> float:
@@ -286,11 +291,12 @@ def kill_engine_in_join(stack: ChaosStack, rng: random.Random) -> float:
     return _await(done, second, stack)
 
 
-ENGINE, RANK, WORKER, FROZEN_RANK = (
+ENGINE, RANK, WORKER, FROZEN_RANK, CRITIC_RANK = (
     "services.rollout.engines.transformers.process",
     "services.trainer.loop.rank",
     "services.reward.worker",
     "services.trainer.frozen.rank",
+    "services.trainer.critic.rank",
 )
 
 
@@ -298,8 +304,21 @@ def _named(name: str, act: Callable[..., float], *arguments: object) -> Fault:
     return Fault(name, partial(act, *arguments))
 
 
-def all_faults() -> list[Fault]:
-    """Every kind."""
+def critic_faults() -> list[Fault]:
+    """What only happens to a run with the algorithm "critic"."""
+    return [
+        _named("kill critic", kill_service, "critic"),
+        _named("kill critic rank", kill_child, "critic", CRITIC_RANK, 0),
+        _named("kill critic and trainer rank", kill_critic_and_trainer),
+        _named("freeze critic rank", freeze_child, "critic", CRITIC_RANK),
+        _named("restart critic", restart, "critic"),
+        *(_named(f"stall critic {length}", stall, "critic", seconds) for length, seconds in LENGTHS.items()),
+        _named("cut: critic - redis", network, "cut", "critic", "redis"),
+    ]
+
+
+def all_faults(algorithm: str = "grpo") -> list[Fault]:
+    """Every kind, for a run with an algorithm of the stack."""
     faults = [
         *(_named(f"kill {role}", kill_service, role) for role in (*STAGE_ROLES, "trainer", "judge")),
         _named("kill coordinator", kill_service, "coordinator"),
@@ -367,7 +386,7 @@ def all_faults() -> list[Fault]:
         ("coordinator dies after commit", "rollout", "ReceiveWeights", "answered", "coordinator", ""),
     ]
     faults += [_named(f"sync: {name}", kill_in_sync, *rest) for name, *rest in sync]
-    return faults
+    return faults + (critic_faults() if algorithm == "critic" else [])
 
 
 SHORT_SUITE = (
@@ -394,9 +413,9 @@ GENTLE = tuple(
 """What ends no process: memory can be watched for as long as one likes."""
 
 
-def deck(count: int, rng: random.Random, names: tuple[str, ...] = ()) -> list[Fault]:
+def deck(count: int, rng: random.Random, names: tuple[str, ...] = (), algorithm: str = "grpo") -> list[Fault]:
     """`count` faults in random order, each kind (or each of `names`) equally often. Raises KeyError: no such fault."""
-    kinds = {fault.name: fault for fault in all_faults()}
+    kinds = {fault.name: fault for fault in all_faults(algorithm)}
     chosen = [kinds[name] for name in names] or list(kinds.values())
     faults: list[Fault] = []
     while len(faults) < count:

@@ -36,6 +36,8 @@ REPLICA_LEASE_SECONDS = 6.0
 """Of replicas: one that is silent for longer is restarted."""
 MAX_STALENESS = 1
 REPLICAS = {"rollout": 2, "reward": 2, "advantage": 2, "trainer": 1, "reference": 1, "teacher": 1, "judge": 1}
+CRITIC_REPLICAS = {"critic": 1}
+"""Besides, with the algorithm "critic"."""
 MARGIN_SECONDS = 0.5
 """A heartbeat that came so soon after a fault may have been written before it."""
 RELAYED = ("rollout", "trainer")
@@ -143,7 +145,14 @@ lr = 1e-3
         "updates": "mini_batches = 2\nepochs = 2",
     },
 }
-"""What the run trains with: one update a step, while the step fills; or a critic, too, and four updates of both."""
+ALGORITHMS["critic"] = {
+    "algorithm": ALGORITHMS["ppo"]["algorithm"].replace(
+        "[roles.critic.optimizer]", '[roles.critic]\nplacement = "service"\nthreads = 1\n\n[roles.critic.optimizer]'
+    ),
+    "updates": ALGORITHMS["ppo"]["updates"],
+}
+"""What the run trains with: one update a step, while the step fills; or a critic, too, and four updates of both; or the
+same with the critic as a service."""
 
 
 class ChaosStack:
@@ -156,6 +165,7 @@ class ChaosStack:
         """`algorithm` is one of ALGORITHMS."""
         self.folder = folder
         self.algorithm = algorithm
+        self.replicas = REPLICAS | (CRITIC_REPLICAS if algorithm == "critic" else {})
         self.loop = loop
         self.seed = seed
         self.links: dict[tuple[str, str], Link] = {}
@@ -177,7 +187,7 @@ class ChaosStack:
     def _start(self) -> None:
         make_tiny_model(self.folder / "tiny")
         os.environ.pop("REDIS_URL", None)
-        plan = stack.make_plan(self.state, port=0, replicas=REPLICAS, stop_with_parent=True, grace_seconds=3.0)
+        plan = stack.make_plan(self.state, port=0, replicas=self.replicas, stop_with_parent=True, grace_seconds=3.0)
         plan.max_restarts = 1000  # it is we who kill them
         coordinator, redis_port = _port(plan.coordinator), _port(plan.redis.rpartition("/")[0])
         for spec in plan.services:
@@ -321,7 +331,7 @@ class ChaosStack:
         wanted = {
             f"{service.name}-r{service.restarts}" if service.restarts else service.name
             for service in state.services
-            if service.role in REPLICAS
+            if service.role in self.replicas
         }
         if wanted != ready:
             return f"not ready: {', '.join(sorted(wanted - ready))}; not gone: {', '.join(sorted(ready - wanted))}"

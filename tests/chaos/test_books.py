@@ -211,6 +211,15 @@ def test_policy_and_critic_of_a_checkpoint_have_trained_every_step_once(
     assert books.audit() == said
 
 
+@pytest.mark.parametrize(("steps", "said"), [(2, []), (1, ["1, but by the ledger 2"]), (3, ["3, but by the ledger 2"])])
+def test_a_critic_service_has_trained_every_step_once(books: Books, steps: int, said: list[str]) -> None:
+    folder = books.run_folder / "critic" / "checkpoints" / "step-000002"
+    folder.mkdir(parents=True)
+    torch.save({"schedule": {"num_steps": steps}}, folder / "common.pt")
+    wrong = "critic/step-000002: steps that have trained the critic: "
+    assert books.audit() == [wrong + text for text in said]
+
+
 def _trained(books: Books) -> dict[str, int]:
     other = Books(books.client, "run", books.run_folder, 8, 2)
     other.audit()

@@ -71,7 +71,7 @@ def test_each_combination_of_files_is_valid(files: str) -> None:
         assert service.get("user") != "root" or name == "secrets"
     published = {name for name, service in services.items() if "ports" in service}
     assert published == {"coordinator"} | ({"grafana", "jaeger"} if "observability" in files else set())
-    for name in ("trainer", "rollout", "reference", "teacher", "judge"):
+    for name in ("trainer", "rollout", "reference", "teacher", "critic", "judge"):
         devices = services[name]["deploy"]["resources"].get("reservations", {}).get("devices", [])
         assert bool(devices) == ("gpu" in files)
         assert (services[name].get("ipc") == "host") == ("gpu" in files)

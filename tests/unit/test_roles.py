@@ -29,7 +29,7 @@ def test_an_unknown_role_is_refused_with_the_nearest() -> None:
         with pytest.raises(InvalidArgument, match="did you mean 'rollout'") as refused:
             check_registration(registration(wrong))
         assert [field for field, _ in refused.value.violations] == ["registration.role"]
-    with pytest.raises(InvalidArgument, match="must be one of advantage, judge, re"):
+    with pytest.raises(InvalidArgument, match="must be one of advantage, critic, judge, re"):
         check_registration(registration("coordinator"))
 
 
@@ -37,8 +37,14 @@ def test_a_role_without_replicas_to_add_is_not_scaled() -> None:
     assert scale_out_spec(ScaleOutRequest(replicas=2)).role == "rollout"
     with pytest.raises(InvalidArgument, match="did you mean 'reward'"):
         scale_out_spec(ScaleOutRequest(role="rewards", replicas=2))
-    with pytest.raises(InvalidArgument, match="is 'trainer': it must be one of advantage, judge, re"):
+    with pytest.raises(InvalidArgument, match="is 'trainer': it must be one of advantage, critic, judge, re"):
         scale_out_spec(ScaleOutRequest(role="trainer", replicas=2))
+
+
+def test_a_run_has_one_critic() -> None:
+    with pytest.raises(InvalidArgument, match="replicas: is 2: a run has at most 1 critic"):
+        scale_out_spec(ScaleOutRequest(role="critic", replicas=2))
+    assert scale_out_spec(ScaleOutRequest(role="critic", replicas=1)).replicas == 1
 
 
 RUN = """
@@ -49,6 +55,7 @@ reward.name = "addition"
 """
 TEACHER = '\nalgorithm.name = "opd"\nroles.teacher.model = "big"'
 JUDGE = '\nroles.judge.model = "big"'
+CRITIC = '\nalgorithm.name = "ppo"\nroles.critic.placement = "service"'
 SERVICE = '\nalgorithm.kl_coef = 0.1\nroles.reference.placement = "service"'
 
 
@@ -65,10 +72,15 @@ def test_a_run_needs_the_roles_of_its_stages() -> None:
     assert roles_for(load(RUN + SERVICE)) == (*usual, "reference")
     assert roles_for(load(RUN + TEACHER)) == (*usual, "teacher")
     assert roles_for(load(RUN + JUDGE)) == (*usual, "judge")
+    assert roles_for(load(RUN + '\nalgorithm.name = "ppo"')) == usual
+    assert roles_for(load(RUN + CRITIC)) == (*usual, "critic")
     assert roles_for(load(RUN + JUDGE + '\nroles.judge.address = "https://host/v1"')) == usual
     needs = {stage.name: stage.needs for stage in stages_for(load(RUN + SERVICE))}
     assert "ref_logprobs" in needs["train"]
     assert "ref_logprobs" not in {column for stage in stages_for(load(RUN)) for column in stage.needs}
+    stages = {stage.name: stage for stage in stages_for(load(RUN + CRITIC))}
+    assert stages["critic"].writes == ("values", "critic_state")
+    assert {"values", "critic_state"} <= set(stages["train"].needs)
 
 
 def test_what_is_started_follows_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,12 +96,12 @@ def test_what_is_started_follows_the_table(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_run_starts_what_it_needs(tmp_path: Path) -> None:
-    where = Where(StateFolder(tmp_path), replicas={"rollout": 2, "reference": 0, "teacher": 0, "judge": 0})
+    where = Where(StateFolder(tmp_path), replicas={"rollout": 2, "reference": 0, "teacher": 0, "critic": 0, "judge": 0})
     assert _replicas(where, load(RUN))["reference"] == 0
     needed = {**dict.fromkeys(REPLICA_ROLES, 1), "rollout": 2}
-    assert _replicas(where, load(RUN + SERVICE)) == needed | {"teacher": 0, "judge": 0}
-    assert _replicas(where, load(RUN + TEACHER)) == needed | {"reference": 0, "judge": 0}
-    assert _replicas(where, load(RUN + JUDGE)) == needed | {"reference": 0, "teacher": 0}
+    assert _replicas(where, load(RUN + SERVICE)) == needed | {"teacher": 0, "critic": 0, "judge": 0}
+    assert _replicas(where, load(RUN + TEACHER)) == needed | {"reference": 0, "critic": 0, "judge": 0}
+    assert _replicas(where, load(RUN + JUDGE)) == needed | {"reference": 0, "teacher": 0, "critic": 0}
 
 
 @pytest.mark.parametrize(
@@ -97,6 +109,7 @@ def test_a_run_starts_what_it_needs(tmp_path: Path) -> None:
     [
         ('roles.reference.placement = "service"', "algorithm.kl_coef is 0"),
         ("roles.reference.expert_parallel = 2", "must divide tensor_parallel x context_parallel = 1"),
+        ("roles.critic.expert_parallel = 2", "roles.critic.expert_parallel is 2: it must divide"),
         ("roles.teacher.expert_parallel = 2", "roles.teacher.expert_parallel is 2: it must divide"),
         ("roles.referense.threads = 1", "did you mean roles.reference"),
         (

@@ -142,7 +142,12 @@ def test_an_algorithms_example_is_its_demo(name: str) -> None:
         ("name=ppo mask_truncated=true", "use overlong_buffer instead"),
         ("name=ppo distill_coef=0.5", "ppo would sum it over the tokens that follow: use distill_loss_coef instead"),
         ("name=ppo gae_lambda=1.1", "algorithm.gae_lambda = 1.1: must be at most 1"),
-        ("name=ppo placement=service", "roles.critic.placement = \"service\" is not allowed: one of 'trainer'"),
+        (
+            "name=ppo placement=beside",
+            "roles.critic.placement = \"beside\" is not allowed: one of 'trainer', 'service'",
+        ),
+        ("name=ppo max_value_staleness=2", 'but roles.critic.placement is "trainer", where values are never stale'),
+        ("name=grpo placement=service", 'roles.critic is set, but algorithm.name is "grpo", which trains no critic'),
         ("name=grpo critic_lr=1e-4", 'roles.critic is set, but algorithm.name is "grpo", which trains no critic'),
         ("name=ppo critic_offload=true", 'roles.critic.optimizer.cpu_offload needs trainer.dtype = "bfloat16"'),
     ],
@@ -150,7 +155,12 @@ def test_an_algorithms_example_is_its_demo(name: str) -> None:
 def test_what_does_not_fit_an_algorithm_is_refused(overrides: str, expected: str) -> None:
     words = [f"--algorithm.{word}" for word in overrides.split()]
     places = {"samples": "rollout.samples_per_prompt", "staleness": "board.max_staleness", "epochs": "trainer.epochs"}
-    critic = {"placement": "placement", "critic_lr": "optimizer.lr", "critic_offload": "optimizer.cpu_offload"}
+    critic = {
+        "placement": "placement",
+        "max_value_staleness": "max_value_staleness",
+        "critic_lr": "optimizer.lr",
+        "critic_offload": "optimizer.cpu_offload",
+    }
     places |= {name: f"roles.critic.{place}" for name, place in critic.items()}
     for name, place in places.items():
         words = [word.replace(f"algorithm.{name}=", f"{place}=") for word in words]

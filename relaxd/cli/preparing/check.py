@@ -7,7 +7,7 @@ from typing import Any
 from relaxd.board import size_problems, stages_for
 from relaxd.cli.preparing.reward_command import check_reward
 from relaxd.client.errors import CliError
-from relaxd.config import FrozenModelConfig, RunConfig, TrainerConfig
+from relaxd.config import FrozenModelConfig, ReplicaSizes, RunConfig, TrainerConfig
 from relaxd.config.algorithm import OwnConfig
 from relaxd.config.load import Problem
 from relaxd.data.curriculum.curriculum import own_problems
@@ -87,6 +87,8 @@ def _check_sizes(config: RunConfig) -> list[Problem]:
         "trainer.micro_batch_tokens": trainer.micro_batch_tokens,
         **{f"{own.section}.micro_batch_tokens": own.micro_batch_tokens or longest for own in _frozen(config).values()},
     }
+    if (critic := config.roles.critic).placement == "service":
+        rows[f"{critic.section}.micro_batch_tokens"] = critic.micro_batch_tokens or longest
     if config.has_privileged_teacher:
         problems += _check_privileged(config)
     problems += [
@@ -150,6 +152,8 @@ def _check_model(config: RunConfig, folder: Path) -> list[Problem]:
     ):
         if asked and not model.get("num_experts_per_tok"):
             problems.append(Problem(setting, f"= {value}, but the model ({model.get('model_type')}) has no experts"))
+    if (critic := config.roles.critic).placement == "service":
+        problems += _check_division(critic.section, critic, model)
     return problems + _check_division("trainer", config.trainer, model)
 
 
@@ -208,7 +212,7 @@ def _frozen(config: RunConfig) -> dict[str, FrozenModelConfig]:
     return {role: config.roles.frozen[role] for role in config.frozen_roles()}
 
 
-def _check_division(section: str, sizes: TrainerConfig | FrozenModelConfig, model: dict[str, Any]) -> list[Problem]:
+def _check_division(section: str, sizes: TrainerConfig | ReplicaSizes, model: dict[str, Any]) -> list[Problem]:
     """Check that a model's heads and layers divide among the ranks of a section."""
     divided = {
         "num_attention_heads": "tensor_parallel",

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from relaxd.board.core import RUN_ID, RUN_ID_RULE
-from relaxd.roles import REPLICA_ROLES, ROLLOUT, SCALABLE_ROLES, unknown_role
+from relaxd.roles import REPLICA_ROLES, ROLES, ROLLOUT, SCALABLE_ROLES, unknown_role
 from relaxd.rpc.errors import InvalidArgument, Violations
 from relaxd.rpc.gpu_uuids import GPU_UUID, GPU_UUID_RULE, MAX_GPUS, check_gpu_uuids
 from relaxd.v1 import coordinator_pb2 as pb
@@ -134,6 +134,8 @@ def scale_in_spec(request: scaling_pb2.ScaleInRequest) -> ScaleSpec:
 def _check_common(request_id: str, role: str, replicas: int, violations: Violations) -> None:
     violations.check(not request_id or RUN_ID.fullmatch(request_id), "request_id", RUN_ID_RULE)
     check_role(role or ROLLOUT, SCALABLE_ROLES, violations)
+    most = ROLES[role].most if role in ROLES else 0
+    violations.check(not most or replicas <= most, "replicas", f"is {replicas}: a run has at most {most} {role}")
     violations.check(0 <= replicas <= MAX_REPLICAS, "replicas", f"is {replicas}: it must be 1 to {MAX_REPLICAS}")
 
 

@@ -87,7 +87,7 @@ def read_run(folder_name: str, steps: int = 0) -> Restored:
         raise FailedPrecondition(f"run {record.run_id!r} can't be restored: {error.field}: {error.message}") from error
     ledger = read_ledger(folder)
     checkpoint = _newest_checkpoint(folder, len(ledger))
-    config = _extended(config, steps, len(ledger), int(checkpoint.get("step", 0))) if steps else config
+    config = _extended(config, steps, len(ledger), folder) if steps else config
     board = checkpoint.get("board", {})
     terms = [entry.term for entry in ledger] + [int(checkpoint.get("term", 0))]
     return Restored(
@@ -114,16 +114,21 @@ def _continued(record: RunRecord, begun: bool) -> RunRecord:
     return record.model_copy(update=changes)
 
 
-def _extended(config: RunConfig, steps: int, done: int, checkpoint: int) -> RunConfig:
+def _extended(config: RunConfig, steps: int, done: int, folder: Path) -> RunConfig:
     """Return the configuration with a new number of steps."""
     if steps <= done:
         raise InvalidArgument(f"steps is {steps}: the run has done {done}", [("steps", f"must be above {done}")])
-    schedule = config.trainer.optimizer.schedule
-    if schedule != "constant" and steps != config.run.steps and checkpoint < done:
-        raise FailedPrecondition(
-            f'the learning rate decays over run.steps (schedule = "{schedule}"), and there is no checkpoint of step '
-            f"{done}: the steps after the one of step {checkpoint} can't be repeated with another number of steps"
-        )
+    learners = [("", config.trainer.optimizer.schedule, folder)]
+    if config.roles.critic.placement == "service":
+        learners.append((" of the critic", config.roles.critic.optimizer.schedule, folder / "critic"))
+    for of, schedule, where in learners:
+        checkpoint = int(_newest_checkpoint(where, done).get("step", 0))
+        if schedule != "constant" and steps != config.run.steps and checkpoint < done:
+            raise FailedPrecondition(
+                f'the learning rate{of} decays over run.steps (schedule = "{schedule}"), and there is no checkpoint'
+                f"{of} of step {done}: the steps after the one of step {checkpoint} can't be repeated with another "
+                "number of steps"
+            )
     return config.model_copy(update={"run": config.run.model_copy(update={"steps": steps})})
 
 

@@ -376,7 +376,8 @@ def _delivery(group: HeldGroup) -> str:
 
 def _advice(stage: str, peer: Peer | None, count: int = 1) -> tuple[str, ...]:
     role = _role_of(stage)
-    more = (f"relaxd scale {role}={count + 1} adds a replica",) if role in SCALABLE_ROLES else ()
+    scalable = role in SCALABLE_ROLES and not 0 < ROLES[role].most <= count
+    more = (f"relaxd scale {role}={count + 1} adds a replica",) if scalable else ()
     if role == REWARD and peer is not None and "does not answer" in peer.detail:
         return ("make it answer again: the run goes on by itself",)
     if role == REWARD and peer is not None and peer.detail:

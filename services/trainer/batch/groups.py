@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaxd.algorithms import Algorithm, sample_lengths
-from relaxd.board import COLUMNS, ROUTED_EXPERTS, TEACHER_PROMPT_TOKENS
+from relaxd.board import COLUMNS, CRITIC_STATE, ROUTED_EXPERTS, TEACHER_PROMPT_TOKENS
 from services.trainer.batch.row_packing import TrainSequence
 
 
@@ -188,6 +188,8 @@ def check_group(
             "a sequence begins with a prompt of its own, or the teacher's prompt is empty: the teacher's prompt "
             "(roles.teacher.privileged_key) can't be put in its place"
         )
+    if CRITIC_STATE in names:
+        _check_critic_state(columns[CRITIC_STATE])
     masked = columns["loss_mask"] != 0
     for name in names:
         column = COLUMNS[name]
@@ -220,6 +222,12 @@ def _experts(group: TrainGroup, routing: RoutingShape | None) -> NDArray[np.unsi
             )
     fits = experts.dtype == np.uint8 or not experts.size or int(experts.max()) < 256
     return experts.astype(np.uint8 if fits else np.uint16, copy=False)
+
+
+def _check_critic_state(state: Any) -> None:
+    fits = isinstance(state, dict) and isinstance(state.get("step"), int) and isinstance(state.get("metrics"), dict)
+    if not fits:
+        raise MalformedGroup(f'{CRITIC_STATE} is {state!r}: it must be {{"step": a number, "metrics": an object}}')
 
 
 def _check_sequences(columns: Mapping[str, Any]) -> None:

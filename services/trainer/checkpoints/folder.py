@@ -7,6 +7,7 @@ checkpoints/step-000020/           complete: renamed to this once everything in 
     kept                           only in one that was requested: it is never removed
 checkpoints/.step-000040.3.partial being written by the trainer of term 3
 checkpoints/step-000040.broken     found damaged, renamed
+critic/checkpoints/...             the same, of a critic service
 """
 
 import hashlib
@@ -89,6 +90,11 @@ class CheckpointState(BaseModel):
     """`Learner.checksum`, summed over all ranks."""
     versions: dict[str, str]
     """Releases of relaxd, torch and megatron-core."""
+
+
+def critic_folder(run_folder: Path) -> Path:
+    """Return the folder of a critic service in a run's folder. It has checkpoints of its own, of the same steps."""
+    return run_folder / "critic"
 
 
 def checkpoints_folder(run_folder: Path) -> Path:
@@ -234,12 +240,20 @@ def keep(path: Path) -> None:
     sync(path)
 
 
+def oldest_kept(run_folder: Path, keep: int) -> int | None:
+    """Return the step of the oldest of the newest `keep` checkpoints, None if there are fewer.
+
+    Earlier steps are no longer needed to restore the weights, even if newer checkpoints are broken.
+    """
+    steps = checkpoint_steps(run_folder)
+    return steps[keep - 1] if len(steps) >= keep else None
+
+
 def rotate(run_folder: Path, keep: int) -> int | None:
     """Rename checkpoints beyond the newest `keep` unless they are marked; `remove_rotated` removes them.
 
     Returns:
-        The step of the oldest of these `keep` checkpoints, None if there are fewer. Earlier steps are then no longer
-        needed to restore the weights, even if newer checkpoints are broken.
+        `oldest_kept`.
     """
     steps = checkpoint_steps(run_folder)
     for step in steps[keep:]:
@@ -251,4 +265,4 @@ def rotate(run_folder: Path, keep: int) -> int | None:
     for path in checkpoints_folder(run_folder).glob("step-*.broken"):
         if steps and int(path.name.split("-")[1].split(".")[0]) < steps[:keep][-1]:
             shutil.rmtree(path, ignore_errors=True)
-    return steps[keep - 1] if len(steps) >= keep else None
+    return oldest_kept(run_folder, keep)

@@ -5,8 +5,7 @@ import threading
 from pathlib import Path
 
 from services.trainer.checkpoints.folder import CheckpointBroken, describe, verify, write_report
-from services.trainer.learner.checkpoint import Snapshot
-from services.trainer.learner.learner import Learner
+from services.trainer.learner.checkpoint import Checkpointed, Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -14,7 +13,7 @@ logger = logging.getLogger(__name__)
 class CheckpointPart:
     """Takes, writes and verifies this rank's part. All ranks call begin, end and intact together."""
 
-    def __init__(self, learner: Learner) -> None:
+    def __init__(self, learner: Checkpointed) -> None:
         self._learner = learner
         self._snapshot: Snapshot | None = None
 

@@ -1,4 +1,4 @@
-"""A frozen model's stage: takes groups from the board, packs several into one forward pass, commits what it finds."""
+"""The stage of a model in ranks of its own: packs several groups into one forward pass, and commits what it finds."""
 
 import logging
 import queue
@@ -64,7 +64,7 @@ class _Group:
         self.columns[name][begin : begin + len(values)] = values
 
 
-class FrozenModelStage:
+class ModelStage:
     """Works on the stage. The worker takes, holds and commits groups; `run` computes, in the caller's thread."""
 
     def __init__(
@@ -80,6 +80,9 @@ class FrozenModelStage:
         temperature: float,
         micro_batch_tokens: int,
         pipeline_stages: int = 1,
+        of_each: Callable[[], Mapping[str, Column]] = dict,
+        what: str = "log-prob",
+        reason: DropReason = DropReason.NO_LOGPROBS,
         on_failure: Callable[[str], None] = lambda reason: None,
     ) -> None:
         """Prepare; `worker.start` begins to take groups.
@@ -95,6 +98,9 @@ class FrozenModelStage:
             temperature: sampling temperature.
             micro_batch_tokens: maximum tokens of a micro-batch. A group with a longer sequence is dropped.
             pipeline_stages: ranks that share the layers.
+            of_each: further columns, the same for all groups of a pass.
+            what: what the model gives each token, for errors.
+            reason: why a group is dropped to whose tokens it gives none.
             on_failure: called with the reason when the worker fails.
         """
         self._role, self._stage = role, ROLES[role].stage
@@ -104,6 +110,8 @@ class FrozenModelStage:
         self._prompt = prompt
         self._temperature = temperature
         self._budget = micro_batch_tokens
+        self._of_each = of_each
+        self._what, self._reason = what, reason
         self._batches = max(1, BATCHES_PER_STAGE * (pipeline_stages - 1))
         self._waiting: queue.SimpleQueue[_Group] = queue.SimpleQueue()
         self._group_tokens = 0.0
@@ -151,16 +159,16 @@ class FrozenModelStage:
             self.turns += 1
 
     def _result(self, group: _Group) -> Result:
-        """Return a group's columns, or drop it: log-probs that aren't finite say nothing, not that the models agree."""
+        """Return a group's columns, or drop it: numbers that aren't finite say nothing, not that the models agree."""
         for values in group.columns.values():
             finite = np.isfinite(values).reshape(len(values), -1).all(-1)
             if wrong := int(np.count_nonzero(~finite)):
                 return self._drop(
-                    DropReason.NO_LOGPROBS,
+                    self._reason,
                     group.group_id,
-                    f"the {self._role} gives {wrong} of its {len(values)} tokens a log-prob that isn't finite",
+                    f"the {self._role} gives {wrong} of its {len(values)} tokens a {self._what} that isn't finite",
                 )
-        return group.columns
+        return {**group.columns, **self._of_each()}
 
     def _drop(self, reason: DropReason, group_id: str, detail: str) -> Drop:
         logger.error("group %s is dropped: %s", group_id, detail)
@@ -193,7 +201,7 @@ class FrozenModelStage:
         largest = max(int(sequence.tokens.max(initial=0)) for sequence in group.sequences)
         if largest >= self._vocab_sizes[model]:
             return self._drop(
-                DropReason.NO_LOGPROBS,
+                self._reason,
                 group.group_id,
                 f"it has token {largest}, but the {self._role} has only {self._vocab_sizes[model]} tokens",
             )

@@ -1,18 +1,18 @@
-"""The program of a role that holds a frozen model."""
+"""The program of a role that holds a model in ranks of its own."""
 
 import asyncio
 
 from relaxd.replica.context import open_context
 from relaxd.replica.replica import run_replica
 from relaxd.rpc.settings import parse_settings
-from services.trainer.frozen.service import FrozenModelService
+from services.trainer.frozen.service import StageService
 
 
-def main(role: str) -> None:
+def main(role: str, service: type[StageService] = StageService) -> None:
     """Run the service of a role until it is told to end."""
-    asyncio.run(_run(role))
+    asyncio.run(_run(role, service))
 
 
-async def _run(role: str) -> None:
+async def _run(role: str, service: type[StageService]) -> None:
     async with open_context(parse_settings(role)) as context:
-        await run_replica(FrozenModelService(context, role), context)
+        await run_replica(service(context, role), context)

@@ -4,26 +4,25 @@ Rank 0 takes groups from the board and sends their packed tokens to the other ra
 """
 
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from numpy.typing import NDArray
 
-from relaxd import telemetry
 from relaxd.algorithms import create
 from relaxd.board import TEACHER_PROMPT_TOKENS, Board, Column, stages_for
-from relaxd.config import RunConfig, TrainerConfig
+from relaxd.config import RunConfig
 from relaxd.data.models import frozen_models, resolve_model
 from relaxd.process.child_server import ChildServer
 from relaxd.roles import ROLES, TEACHER
 from relaxd.v1 import rank_pb2 as pb
 from relaxd.v1 import rank_pb2_grpc
 from services.trainer.batch.row_packing import PackedMicroBatch
-from services.trainer.frozen.logprobs import FrozenModelStage
+from services.trainer.frozen.logprobs import ModelStage
+from services.trainer.frozen.stage_rank import StageRank, world_config
 from services.trainer.learner.compared.frozen_model import FrozenModel
 from services.trainer.learner.forward import Forward
-from services.trainer.loop.rank_thread import RankThread
 from services.trainer.megatron.host_memory import freeze_objects
 from services.trainer.megatron.parallel import World
 from services.trainer.megatron.rank_channel import TICK_SECONDS, RankChannel
@@ -32,32 +31,8 @@ from services.trainer.model.architectures import read_architecture
 logger = logging.getLogger(__name__)
 
 
-class FrozenModelRank(rank_pb2_grpc.RankServicer):
-    """The rank's handlers, and the thread that computes. It has no weights to hold or send: those calls are refused."""
-
-    def __init__(self) -> None:
-        self._thread = RankThread()
-        self._stage: FrozenModelStage | None = None
-        self._reported = pb.RankProgress()
-
-    async def Work(self, request: pb.WorkRequest, context: Any) -> AsyncIterator[pb.WorkResponse]:
-        """Start the thread that computes and stream its events."""
-        self._thread.start(request, self._compute)
-        async for event in self._thread.events:
-            yield event
-
-    def SetPaused(self, request: pb.SetPausedRequest, context: Any) -> pb.SetPausedResponse:
-        """Take no more groups, or take them again."""
-        if self._stage is not None:
-            (self._stage.worker.pause if request.paused else self._stage.worker.resume)()
-        return pb.SetPausedResponse()
-
-    def HandBackGroups(self, request: pb.HandBackGroupsRequest, context: Any) -> pb.HandBackGroupsResponse:
-        """Finish held groups in time and hand back the others."""
-        if self._stage is not None:
-            self._stage.worker.drain(request.seconds)
-            telemetry.flush()  # the parent kills the ranks next
-        return pb.HandBackGroupsResponse(done=self._stage is None or not self._stage.worker.held)
+class FrozenModelRank(StageRank):
+    """A rank of the reference or the teacher."""
 
     def _compute(self, request: pb.WorkRequest) -> None:
         config = RunConfig.model_validate_json(request.config_json)
@@ -87,7 +62,7 @@ class FrozenModelRank(rank_pb2_grpc.RankServicer):
             return models[name].compute(micro_batches)
 
         board = Board(request.redis, request.run_id, tuple(stages.values()), config.board)
-        self._stage = stage = FrozenModelStage(
+        self._stage = stage = ModelStage(
             board,
             request.role,
             request.replica_id,
@@ -107,18 +82,6 @@ class FrozenModelRank(rank_pb2_grpc.RankServicer):
             channel.tick()
             self._report_progress()
 
-    def _report_loading(self, detail: str) -> None:
-        self._thread.events.put(pb.WorkResponse(progress=pb.RankProgress(detail=detail)))
-
-    def _report_progress(self) -> None:
-        if (stage := self._stage) is not None:
-            progress = pb.RankProgress(
-                held_groups=stage.worker.held, done_groups=stage.worker.done, iterations=stage.turns
-            )
-            if progress != self._reported:
-                self._reported = progress
-                self._thread.events.put(pb.WorkResponse(progress=progress))
-
 
 def _model_of(config: RunConfig, role: str, columns: Mapping[str, Column]) -> str:
     """Return the name of the model that is asked about a group. Raises ValueError: its source has no teacher."""
@@ -130,23 +93,6 @@ def _model_of(config: RunConfig, role: str, columns: Mapping[str, Column]) -> st
     if not (model := teacher.model_of(source)):
         raise ValueError(f"{teacher.section}.models {teacher.without(source, 'the group')}")
     return model
-
-
-def world_config(config: RunConfig, role: str) -> TrainerConfig:
-    """Return the trainer's configuration with the parallel sizes of a replica of this role."""
-    own = config.roles.frozen[role]
-    return config.trainer.model_copy(
-        update={
-            "ranks": own.ranks,
-            "tensor_parallel": own.tensor_parallel,
-            "pipeline_parallel": own.pipeline_parallel,
-            "context_parallel": own.context_parallel,
-            "expert_parallel": own.expert_parallel,
-            "micro_batch_tokens": own.micro_batch_tokens or config.trainer.micro_batch_tokens,
-            "threads": own.threads,
-            "recompute": "none",
-        }
-    )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.weights.environment import NCCL_ENVIRONMENT
 from services.trainer.service.rank_processes import RankProcess, RankProcesses
 
-RANK_MODULE = "services.trainer.frozen.rank"
 REQUEST_SECONDS = 10.0
 """Deadline of a request that rank 0 answers at once."""
 DRAIN_MARGIN_SECONDS = 2.0
@@ -26,12 +25,15 @@ DRAIN_MARGIN_SECONDS = 2.0
 logger = logging.getLogger(__name__)
 
 
-class FrozenModelService(ReplicaService):
-    """Works on the stage of its role, the reference's or the teacher's, in runs that have one.
+class StageService(ReplicaService):
+    """Works on the stage of its role, in runs that have one.
 
     A replica whose ranks fail ends, and its supervisor starts another: others get its groups at once, because the
     coordinator sees that the process is gone.
     """
+
+    rank_module = "services.trainer.frozen.rank"
+    """The program of its ranks."""
 
     def __init__(self, context: ReplicaContext, role: str) -> None:
         self.role = role
@@ -49,18 +51,19 @@ class FrozenModelService(ReplicaService):
         if self.role not in roles_for(config):
             self._detail = f"this run needs no {self.role} service"
             return
-        sizes = config.roles.frozen[self.role]
-        await asyncio.to_thread(check_vocabularies, config, self.role)
+        sizes = config.roles.sizes[self.role]
+        await asyncio.to_thread(self._check, config, assignment)
         gpus = await self._context.gpus.lease(sizes.ranks)
         self._detail = "starting the ranks"
         environment = gpu_environment(gpus) | NCCL_ENVIRONMENT
         gpu_lease = self._context.gpus.child_lease if gpus else None
         self._loaded.clear()
-        self._ranks = ranks = RankProcesses(sizes.ranks, self._on_event, environment, gpu_lease, RANK_MODULE)
+        self._ranks = ranks = RankProcesses(sizes.ranks, self._on_event, environment, gpu_lease, self.rank_module)
         await ranks.start(
             pb.WorkRequest(
                 config_json=config.model_dump_json(),
                 run_id=assignment.run_id,
+                folder=self._folder(assignment),
                 redis=self._settings.redis,
                 replica_id=self._settings.replica_id,
                 role=self.role,
@@ -121,6 +124,14 @@ class FrozenModelService(ReplicaService):
             detail=self._detail,
             gauges={"ranks": float(len(pids)), **{f"rank{i}_pid": float(pid) for i, pid in enumerate(pids)}},
         )
+
+    def _check(self, config: RunConfig, assignment: Assignment) -> None:
+        """Check that this replica can work on a run. Slow. Raises DataError, RpcError: it can't."""
+        check_vocabularies(config, self.role)
+
+    def _folder(self, assignment: Assignment) -> str:
+        """Return the run's folder, if the ranks need it."""
+        return ""
 
     async def _set_paused(self, paused: bool) -> None:
         if self._ranks is not None and self._ranks.ranks:

@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
 
@@ -72,7 +72,7 @@ class Stateful:
     """The parts of a learner that a checkpoint holds."""
 
     policy: TrainedModel
-    """The policy."""
+    """The policy; the critic, of a critic service."""
     critic: TrainedModel | None
     """The critic, if the algorithm has one."""
     frozen: Mapping[str, FrozenModel]
@@ -83,6 +83,22 @@ class Stateful:
     """This rank's place in the world."""
     optimizer_steps: int
     """Number of updates that have changed the weights."""
+
+
+class Checkpointed(Protocol):
+    """What has checkpoints: a learner, or the critic's."""
+
+    world: World
+    """This rank's place in the world."""
+
+    def checksum(self) -> int:
+        """Return the `bit_sum` of this rank's weights."""
+
+    def snapshot(self, folder: Path) -> "Snapshot":
+        """Start a snapshot of the state, to be written to an empty folder. All ranks call it together."""
+
+    def restore(self, folder: Path, step: int, *, same_layout: bool) -> None:
+        """Load the snapshot of a step. All ranks call it together. Raises CheckpointError: it doesn't fit."""
 
 
 class Snapshot:

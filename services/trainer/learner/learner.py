@@ -110,7 +110,8 @@ class Learner:
             frozen: folders of the models that these ranks keep beside the trained one, by role. Of columns that others
                 make, the micro-batches bring theirs. None: the initial model is the reference, if the algorithm needs
                 one.
-            critic: settings of the critic, if the algorithm has one; None: the defaults.
+            critic: settings of the critic, if the algorithm has one; None: the defaults. One with placement = "service"
+                isn't here.
             report: called about every second with the progress of disk work (`DiskWork.report`).
 
         Raises:
@@ -136,8 +137,8 @@ class Learner:
         self._optimizer = build_optimizer(self._model, trainer)
         self._schedule = build_schedule(self._optimizer, trainer.optimizer, steps)
         self._critic: Critic | None = None
-        if self._algorithm.needs.values:
-            critic = critic or CriticConfig()
+        critic = critic or CriticConfig()
+        if self._algorithm.needs.values and critic.placement == "trainer":
             folder = resolve_model(critic.model) if critic.model else model_folder
             algorithm_with_critic = cast(WithCritic, self._algorithm)
             self._critic = Critic(self._forward, algorithm_with_critic, trainer, critic, folder, steps=steps)

@@ -1,6 +1,7 @@
 """Rank 0's control of a run's checkpoints: when to take one, when it is complete, which one to load."""
 
 import logging
+import math
 import os
 import shutil
 import time
@@ -15,11 +16,11 @@ from relaxd.config import RunConfig
 from services.trainer.batch.step_file import step_file_path
 from services.trainer.checkpoints import folder as folders
 from services.trainer.checkpoints.folder import BoardState, CheckpointBroken, CheckpointState, Ledger
-from services.trainer.loop.commands import (
+from services.trainer.loop.commanded_rank import (
     BeginCheckpoint,
+    CommandedRank,
     EndCheckpoint,
     Restore,
-    TrainingRank,
     VerifyCheckpoint,
 )
 from services.trainer.megatron.rank_channel import TICK_SECONDS
@@ -37,7 +38,7 @@ class CheckpointFailed(Exception):
 class Checkpoints:
     """Takes, completes, removes and loads checkpoints. Used by rank 0's training thread only."""
 
-    def __init__(self, config: RunConfig, run_id: str, term: int, rank: TrainingRank) -> None:
+    def __init__(self, config: RunConfig, run_id: str, term: int, rank: CommandedRank) -> None:
         self._config = config
         self._settings = config.trainer.checkpoint
         self._run_id = run_id
@@ -161,7 +162,7 @@ class Checkpoints:
             except OSError as error:
                 problem = str(error)
             if oldest is not None and self._settings.keep_step_files == "until_checkpoint":
-                remove_step_files(self._run_folder, up_to=oldest)
+                remove_step_files(self._run_folder, up_to=min(oldest, self._followed()))
         if problem:
             self._fail(saving.answers, problem)
             return
@@ -171,6 +172,12 @@ class Checkpoints:
         logger.info("checkpoint of step %d is on disk, after %.1f s", step, seconds)
         for answer in saving.answers:
             answer.set_result((str(saving.final), step))
+
+    def _followed(self) -> float:
+        """Return the step up to which a critic service needs no step file."""
+        if self._config.roles.critic.placement != "service":
+            return math.inf
+        return folders.oldest_kept(folders.critic_folder(self._run_folder), self._settings.keep) or 0
 
     def _abandon(self, saving: "_Saving", reason: str) -> None:
         self._saving = None
@@ -289,7 +296,7 @@ def same_layout(state: CheckpointState, config: RunConfig) -> bool:
     return all(state.trainer.get(name) == getattr(config.trainer, name) for name in names)
 
 
-def remove_step_files(run_folder: Path, up_to: int) -> None:
+def remove_step_files(run_folder: Path, up_to: float) -> None:
     """Remove the step files up to a step, which checkpoints cover."""
     for path in step_file_path(run_folder, 1).parent.glob("step-*.safetensors"):
         if int(path.name.removeprefix("step-").removesuffix(".safetensors")) <= up_to:

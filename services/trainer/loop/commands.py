@@ -1,84 +1,40 @@
-"""Training commands: rank 0 sends them over the rank channel, and all ranks, rank 0 included, execute them.
-
-All ranks execute the same commands in the same order, so a command may contain collectives. Rank 0 gets the results.
-"""
+"""Training commands, which the ranks execute together."""
 
 import time
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any
 
 from numpy.typing import NDArray
 
 from relaxd.algorithms.terms.whitening import Whitening
-from relaxd.board import TRAIN, Board, BoardUnavailable, Delivery
+from relaxd.board import TRAIN, BoardUnavailable, Delivery
 from services.trainer.batch.groups import TrainGroup, check_group
 from services.trainer.batch.step_file import read_committed
 from services.trainer.batch.step_plan import OUTCOME, MicroBatchRound
-from services.trainer.checkpoints.part import CheckpointPart
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.update_stats import UpdateStats
+from services.trainer.loop.commanded_rank import CommandedRank
 from services.trainer.loop.round_runner import PreparedColumns, RoundRunner
-from services.trainer.megatron.disk_work import Progress
-from services.trainer.megatron.rank_channel import TICK_SECONDS, RankChannel
+from services.trainer.megatron.rank_channel import TICK_SECONDS
 
 LOADED_TOGETHER = 8
 """Groups in one call to Redis, whose answer it holds in its memory until it is sent."""
 
-T_co = TypeVar("T_co", covariant=True)
-
-
-class Command(Protocol[T_co]):
-    """A training command."""
-
-    def execute(self, rank: "TrainingRank") -> T_co:
-        """Do this rank's part, in its training thread. All ranks call it together."""
-
 
 @dataclass
-class TrainingRank:
-    """State on which one rank's commands work. Used by its training thread only."""
+class TrainingRank(CommandedRank):
+    """The state of a rank that trains the policy."""
 
-    channel: RankChannel
-    """The channel from rank 0 to the other ranks."""
     learner: Learner
     """Model and optimizer."""
     runner: RoundRunner
     """Runs rounds on the learner."""
-    checkpoint: CheckpointPart
-    """This rank's part of the checkpoint that is being written."""
-    board: Board
-    """Source of the groups' columns."""
-    run_folder: Path
-    """The run's folder, for step files."""
     groups: dict[str, TrainGroup] = field(default_factory=dict)
     """Groups of the open step, by id. Rank 0 sets them; the other ranks load those that their micro-batches need."""
     prepared: PreparedColumns = field(default_factory=dict)
     """Rank 0: columns of the open step that forward passes have computed, on whichever rank."""
-
-    def run(self, command: Command[T_co]) -> T_co:
-        """Rank 0: execute a command on all ranks. Return this rank's result."""
-        self.channel.send(command)
-        return command.execute(self)
-
-    def follow(self) -> NoReturn:
-        """Other ranks: execute rank 0's commands.
-
-        Raises:
-            RuntimeError: rank 0 is gone, or was silent for longer than the channel's deadline.
-            BoardUnavailable: the board was unavailable for longer than half of that deadline.
-        """
-        while True:
-            self.channel.receive().execute(self)
-
-    @contextmanager
-    def rank0_only(self, work: str) -> Iterator[Progress]:
-        """Rank 0: do disk work in the block while the other ranks wait; see `DiskWork.all_ranks`."""
-        self.channel.send(WaitForDisk(work))
-        with self.channel.disk.all_ranks(work) as progress:
-            yield progress
 
     def load(self, deliveries: Collection[Delivery]) -> None:
         """Add groups to `groups`, except those that were closed meanwhile: rank 0 then discards the step."""
@@ -108,10 +64,6 @@ class TrainingRank:
         """Forget the open step's groups."""
         self.groups.clear()
         self.prepared.clear()
-
-    def checksum(self) -> int:
-        """Return `Learner.checksum`, summed over all ranks, which call it together."""
-        return self.channel.sum_over_ranks(self.learner.checksum())
 
 
 @dataclass(frozen=True)
@@ -227,18 +179,6 @@ class Replay:
 
 
 @dataclass(frozen=True)
-class WaitForDisk:
-    """Wait for disk work of rank 0, which sends this in `TrainingRank.rank0_only`."""
-
-    work: str
-
-    def execute(self, rank: TrainingRank) -> None:
-        """Wait."""
-        with rank.channel.disk.all_ranks(self.work):
-            pass
-
-
-@dataclass(frozen=True)
 class Export:
     """Write the weights as a Hugging Face folder."""
 
@@ -260,51 +200,3 @@ class Move:
         """Return the bytes in use on all devices before and after."""
         before, after = rank.learner.offload() if self.to_host else rank.learner.onload()
         return rank.channel.sum_over_ranks(before), rank.channel.sum_over_ranks(after)
-
-
-@dataclass(frozen=True)
-class BeginCheckpoint:
-    """Take a snapshot and start writing it to an empty folder."""
-
-    folder: Path
-
-    def execute(self, rank: TrainingRank) -> int:
-        """Return the checksum of the weights."""
-        checksum = rank.checksum()
-        rank.checkpoint.begin(self.folder)
-        return checksum
-
-
-@dataclass(frozen=True)
-class EndCheckpoint:
-    """Complete the snapshot if every rank has written its part; otherwise drop it."""
-
-    written: bool
-
-    def execute(self, rank: TrainingRank) -> None:
-        """Write the metadata, or nothing."""
-        rank.checkpoint.end(self.written)
-
-
-@dataclass(frozen=True)
-class VerifyCheckpoint:
-    """Compare a checkpoint's files with its manifest."""
-
-    folder: Path
-
-    def execute(self, rank: TrainingRank) -> bool:
-        """Return whether all files are intact; each rank reads a share of them."""
-        return rank.channel.all_ranks_agree(rank.checkpoint.intact(self.folder))
-
-
-@dataclass(frozen=True)
-class Restore:
-    """Load a checkpoint; see `Learner.restore`."""
-
-    folder: Path
-    step: int
-    same_layout: bool
-
-    def execute(self, rank: TrainingRank) -> None:
-        """Load this rank's part. Raises CheckpointError if it doesn't fit this model."""
-        rank.learner.restore(self.folder, self.step, same_layout=self.same_layout)

@@ -8,14 +8,19 @@ The staleness of a token in step s is (s - 1) - version and must not exceed max_
 
 A step takes groups until it has groups_per_step of them and no open group is due. Places are reserved for due groups,
 so a step exceeds groups_per_step only if more groups than that are due.
+
+With a critic service, a group's values are those of a critic that has seen some steps. At step s those of a critic that
+lacks more than roles.critic.max_value_staleness of the steps before s are too old: the group goes back to the critic's
+stage, and comes again with new values.
 """
 
 import logging
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from relaxd.board import TRAIN, Board, BoardUnavailable, Delivery, DropReason
+from relaxd.board import CRITIC_STATE, TRAIN, Board, BoardUnavailable, Delivery, DropReason
+from relaxd.roles import CRITIC, ROLES
 from services.trainer.batch.groups import MalformedGroup, RoutingShape, TrainGroup, check_group
 
 logger = logging.getLogger(__name__)
@@ -36,6 +41,11 @@ class HeldGroup:
     """Number of the group in the order of arrival."""
     oldest_version: int | None = None
     """`TrainGroup.oldest_version`, which reads all tokens: found out once, not whenever the trainer chooses groups."""
+
+    @property
+    def critic_step(self) -> int:
+        """The last step on which the critic was trained that gave the values, in a run with a critic service."""
+        return int(self.group.columns[CRITIC_STATE]["step"])
 
 
 @dataclass(frozen=True)
@@ -102,10 +112,12 @@ class Intake:
         max_sequence_tokens: int,
         lease_seconds: float,
         routing: RoutingShape | None = None,
+        max_value_staleness: int | None = None,
     ) -> None:
         """Take groups as `consumer`; drop groups with a sequence longer than `max_sequence_tokens`.
 
-        `routing` is what their routed experts must fit, if the run has them.
+        `routing` is what their routed experts must fit, if the run has them; `max_value_staleness` is that of a critic
+        service, if the run has one.
         """
         self._board = board
         self._columns = board.needs(TRAIN)
@@ -114,6 +126,8 @@ class Intake:
         self._max_staleness = max_staleness
         self._max_sequence_tokens = max_sequence_tokens
         self._routing = routing
+        self._max_value_staleness = max_value_staleness
+        self._revalued = 0
         self._lock = threading.Lock()
         self._held: dict[str, HeldGroup] = {}
         self._arrivals = 0
@@ -164,14 +178,15 @@ class Intake:
     def select(self, step: int, members: Collection[str]) -> Selection:
         """Choose the groups that a step takes now, and decide whether it may then close.
 
-        Groups that are too old for the step are dropped and their prompts retried.
+        Groups that are too old for the step are dropped and their prompts retried. Those with values that are too old
+        go back to the critic.
 
         Args:
             step: the step.
             members: ids of the groups that it already has.
         """
         oldest = oldest_allowed(step, self._max_staleness)
-        ready = []
+        ready, outdated = [], []
         for taken in self._held_except(members):
             version = taken.oldest_version
             if version is not None and version < oldest:
@@ -184,12 +199,21 @@ class Intake:
                 )
                 self._board.drop(taken.delivery, reason=DropReason.STALE, retry=True)
                 self.forget([taken.group.group_id])
+            elif self._has_old_values(taken, step):
+                outdated.append(taken)
             else:
                 ready.append(taken)
+        if outdated:
+            self._value_again(outdated, step)
         due = due_groups(step, self._max_staleness, self._board.open_versions())
         chosen = choose(ready, members, due, self._groups_per_step)
         everyone = {*members, *(taken.group.group_id for taken in chosen)}
         return Selection(chosen, may_close(everyone, due, self._groups_per_step))
+
+    def take_revalued(self) -> int:
+        """Return and reset the number of groups that went back to the critic."""
+        revalued, self._revalued = self._revalued, 0
+        return revalued
 
     def lost(self, members: Collection[str]) -> list[str]:
         """Ask the board which of a step's groups are no longer held; the step can't be committed with them."""
@@ -216,6 +240,23 @@ class Intake:
         """Stop renewing leases."""
         self._stopped.set()
         self._renewer.join(timeout=10.0)
+
+    def _has_old_values(self, taken: HeldGroup, step: int) -> bool:
+        limit = self._max_value_staleness
+        return limit is not None and taken.critic_step < oldest_allowed(step, limit)
+
+    def _value_again(self, outdated: Sequence[HeldGroup], step: int) -> None:
+        logger.info(
+            "%d groups go back to the critic: their values are of its step %d, but step %d accepts values from %d on",
+            len(outdated),
+            min(taken.critic_step for taken in outdated),
+            step,
+            oldest_allowed(step, self._max_value_staleness or 0),
+        )
+        deliveries = [taken.delivery for taken in outdated]
+        self._board.redo(TRAIN, self._consumer, deliveries, again=ROLES[CRITIC].stage)
+        self._revalued += len(outdated)
+        self.forget([taken.group.group_id for taken in outdated])
 
     def _held_except(self, members: Collection[str]) -> list[HeldGroup]:
         with self._lock:

@@ -161,6 +161,7 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
             manifest=to_proto(buckets), source_ranks=learner.world.pp_size, store_port=store.port
         )
         self._thread.events.put(rank_pb.WorkResponse(manifest=manifest))
+        critic = config.roles.critic
         intake = Intake(
             board,
             request.replica_id,
@@ -169,6 +170,7 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
             max_sequence_tokens=config.trainer.micro_batch_tokens,
             lease_seconds=config.board.lease_seconds,
             routing=learner.routing,
+            max_value_staleness=critic.max_value_staleness if critic.placement == "service" else None,
         )
         Training(
             config=config,

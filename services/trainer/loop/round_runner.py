@@ -76,7 +76,7 @@ class RoundRunner:
             if own and (several or privileged):
                 compute = partial(learner.frozen_columns, roles=(role,))
                 self._forward.append(Forward(own, compute, TEACHER_PROMPT_TOKENS if privileged else "prompt_tokens"))
-        if needs.values:
+        if needs.values and VALUES not in self._columns:
             self._forward.append(Forward((VALUES,), partial(_named, VALUES, learner.values)))
         self._candidates = needs.candidates.width if needs.candidates is not None else 0
         names = tuple(name for one in self._forward for name in one.columns)
@@ -133,10 +133,10 @@ class RoundRunner:
             )
             for name in self._computed
         }
-        if VALUES in self._computed:
+        if self._algorithm.needs.values:
             valued = ValuedGroup(
                 token_rewards=group.columns[ADVANTAGES],
-                values=columns[VALUES],
+                values=columns[VALUES] if VALUES in columns else group.columns[VALUES],
                 mask=group.columns[LOSS_MASK],
                 lengths=group.sample_lengths,
             )

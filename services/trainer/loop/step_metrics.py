@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from relaxd import telemetry
 from relaxd.algorithms.terms.whitening import Whitening
-from relaxd.board import LOSS_MASK, RETURNS, VALUES
+from relaxd.board import CRITIC_STATE, LOSS_MASK, RETURNS, VALUES
 from services.trainer.batch.groups import TrainGroup, bounds_of
 
 
@@ -35,6 +35,8 @@ def group_metrics(groups: Sequence[TrainGroup], step: int) -> dict[str, float]:
     }
     if all(RETURNS in group.columns for group in groups):
         metrics |= _value_metrics(groups)
+    if all(CRITIC_STATE in group.columns for group in groups):
+        metrics |= _critic_metrics(groups, step)
     parts: dict[str, list[float]] = {}
     for group in groups:
         for name, values in (group.columns["reward_parts"] or {}).items():
@@ -56,6 +58,19 @@ def _value_metrics(groups: Sequence[TrainGroup]) -> dict[str, float]:
     unexplained = float((returns - values).var(dtype=np.float64))
     metrics = {"value_mean": float(values.mean()), "return_mean": float(returns.mean())}
     return metrics | ({"explained_variance": 1.0 - unexplained / variance} if variance > 0 else {})
+
+
+def _critic_metrics(groups: Sequence[TrainGroup], step: int) -> dict[str, float]:
+    """Return how old the values of a critic service are, and the numbers of the newest critic that gave some."""
+    states = [group.columns[CRITIC_STATE] for group in groups]
+    staleness = step - 1 - np.array([state["step"] for state in states])
+    newest = max(states, key=lambda state: int(state["step"]))
+    return {
+        "critic_step": float(newest["step"]),
+        "value_staleness_mean": float(staleness.mean()),
+        "value_staleness_max": float(staleness.max()),
+        **{name: float(value) for name, value in newest["metrics"].items()},
+    }
 
 
 def record_samples(run_id: str, groups: Sequence[TrainGroup], step: int) -> None:

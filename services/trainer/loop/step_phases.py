@@ -58,7 +58,8 @@ def training_packer(config: RunConfig) -> Packer:
 def phases_for(config: RunConfig, algorithm: Algorithm, rank: TrainingRank) -> StepPhases:
     """Return the order of work in a run's steps."""
     needs = algorithm.needs
-    at_once = config.trainer.updates_per_step == 1 and not needs.whitened and not rank.runner.prepares
+    waits = needs.whitened or needs.values or rank.runner.prepares
+    at_once = config.trainer.updates_per_step == 1 and not waits
     return (TrainedWhileFilling if at_once else PreparedThenTrained)(config, algorithm, rank)
 
 

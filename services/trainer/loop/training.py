@@ -227,6 +227,8 @@ class Training:
         metrics |= step_metrics(updates, plan.epochs)
         if plan.whitening is not None:
             metrics |= {"advantage_mean": plan.whitening.mean, "advantage_std": plan.whitening.deviation}
+        if self._config.roles.critic.placement == "service":
+            metrics["revalued_groups"] = float(self._intake.take_revalued())
         metrics |= {
             "optimizer_steps": float(self._learner.optimizer_steps),
             **trainer_times(opened, seconds, self.checkpoints.take_stall()),

@@ -48,7 +48,7 @@ def run_job(job: CommandJob, ranks: int = 1) -> dict[str, Any]:
     learner = make_learner(Job(job.model, {"tensor_parallel": 2}), ranks)
     channel = RankChannel(60.0, learner.world.disk)
     nothing: Any = None
-    rank = TrainingRank(channel, learner, nothing, CheckpointPart(learner), nothing, job.folder)
+    rank = TrainingRank(channel, learner, CheckpointPart(learner), nothing, job.folder, runner=nothing)
     result: dict[str, Any] = {}
     try:
         if learner.world.rank == 0:
@@ -67,7 +67,7 @@ def run_job(job: CommandJob, ranks: int = 1) -> dict[str, Any]:
 
 def command(rank: Any, folder: Path) -> dict[str, Any]:
     """Rank 0's part."""
-    from services.trainer.loop import commands
+    from services.trainer.loop import commanded_rank, commands
     from services.trainer.megatron.rank_channel import TICK
 
     rank.run(Accumulate())
@@ -78,16 +78,16 @@ def command(rank: Any, folder: Path) -> dict[str, Any]:
     checkpoint, abandoned = folder / "checkpoint", folder / "abandoned"
     checkpoint.mkdir()
     abandoned.mkdir()
-    saved = rank.run(commands.BeginCheckpoint(checkpoint))
+    saved = rank.run(commanded_rank.BeginCheckpoint(checkpoint))
     wait_until(lambda: len(list(checkpoint.glob("written-*.json"))) == rank.channel.size, "both ranks have written")
-    rank.run(commands.EndCheckpoint(written=True))
+    rank.run(commanded_rank.EndCheckpoint(written=True))
     rank.run(Accumulate())
     slept = rank.run(commands.Move(to_host=True))
     woken = rank.run(commands.Move(to_host=False))
     second, at_2 = rank.run(commands.Update(20.0)), rank.run(commands.EndStep())
-    rank.run(commands.Restore(checkpoint, 1, same_layout=True))
-    restored = rank.run(commands.BeginCheckpoint(abandoned))
-    rank.run(commands.EndCheckpoint(written=False))
+    rank.run(commanded_rank.Restore(checkpoint, 1, same_layout=True))
+    restored = rank.run(commanded_rank.BeginCheckpoint(abandoned))
+    rank.run(commanded_rank.EndCheckpoint(written=False))
     return {
         "steps": [first.step, second.step],
         "checksums": [at_1, saved, at_2, restored],

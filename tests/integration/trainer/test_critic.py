@@ -1,6 +1,7 @@
 """PPO with a critic: the numbers of a plain torch loop, under every layout, and again in every replay and resume."""
 
 import contextlib
+import copy
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -99,10 +100,16 @@ class PlainLoop:
         self.policy_optimizer = adamw(self.policy.named_parameters(), config.trainer.optimizer)
         critic = [*self.critic.named_parameters(), ("head", self.head)]
         self.critic_optimizer = adamw(critic, config.roles.critic.optimizer)
+        self.critics: dict[int, Any] = {}
+        """What the critic and its head were after each step."""
 
-    def of_answers(self, group: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs of a group's answers, one after the other, and the values of the tokens before each token."""
+    def of_answers(self, group: dict[str, Any], critic_step: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs of a group's answers, one after the other, and the values of the tokens before each token.
+
+        The values are those of the critic as it is, or as it was after a step.
+        """
         logprobs, values, begin = [], [], 0
+        critic, head = (self.critic, self.head) if critic_step is None else self.critics[critic_step]
         prompt = torch.from_numpy(group["prompt_tokens"].astype(np.int64))
         for length in group["lengths"].tolist():
             answer = torch.from_numpy(group["tokens"][begin : begin + length].astype(np.int64))
@@ -110,7 +117,7 @@ class PlainLoop:
             row, predicting = torch.cat([prompt, answer])[None], slice(len(prompt) - 1, -1)
             logits = self.policy(row).logits[0, predicting]
             logprobs.append(logits.log_softmax(-1).gather(-1, answer[:, None])[:, 0])
-            values.append(self.critic(row).last_hidden_state[0, predicting] @ self.head)
+            values.append(critic(row).last_hidden_state[0, predicting] @ head)
         return torch.cat(logprobs), torch.cat(values)
 
     def step(
@@ -120,8 +127,11 @@ class PlainLoop:
         for optimizer, rate in zip((self.policy_optimizer, self.critic_optimizer), RATES[number], strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = rate
+        self.critics[number - 1] = copy.deepcopy((self.critic, self.head))
         with torch.no_grad():
-            old = {name: self.of_answers(group) for name, group in groups.items()}
+            # A critic service says which critic gave the values.
+            of_step = {name: group.get("critic_state", {"step": number - 1})["step"] for name, group in groups.items()}
+            old = {name: self.of_answers(group, of_step[name]) for name, group in groups.items()}
         advantages, returns = {}, {}
         for name, group in groups.items():
             advantages[name], returns[name] = generalized(rewards[name], old[name][1], group["lengths"].tolist())

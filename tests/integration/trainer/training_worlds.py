@@ -70,16 +70,16 @@ def run_job(job: RunJob, ranks: int = 1) -> dict[str, Any]:
     rank = TrainingRank(
         RankChannel(60.0, learner.world.disk),
         learner,
-        RoundRunner(learner, config),
         CheckpointPart(learner),
         board,
         job.folder,
+        runner=RoundRunner(learner, config),
     )
     intake, result = None, {}
     try:
         if learner.world.rank != 0:
             rank.follow()
-        trainer = config.trainer
+        trainer, critic = config.trainer, config.roles.critic
         weights = WeightReadLock(board.new_trainer_term())
         intake = Intake(
             board,
@@ -89,6 +89,7 @@ def run_job(job: RunJob, ranks: int = 1) -> dict[str, Any]:
             max_sequence_tokens=trainer.micro_batch_tokens,
             lease_seconds=config.board.lease_seconds,
             routing=learner.routing,
+            max_value_staleness=critic.max_value_staleness if critic.placement == "service" else None,
         )
 
         controls = Controls()

@@ -523,3 +523,40 @@ def test_runs_do_not_mix_and_one_can_be_deleted(redis_url):
 def test_a_run_id_that_could_clash_is_refused(name):
     with pytest.raises(ValueError, match="run id"):
         Board("redis://localhost", name, STAGES.values(), BoardConfig())
+
+
+# --- done again -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [3, LARGE])
+def test_a_stage_does_its_work_again_and_the_next_gets_what_is_new(redis_url, tokens):
+    board = make_board(redis_url, max_deliveries=2)
+    board.publish(term=1, groups=[group("a"), group("b")])
+    advance(board, ["rollout", "reward", "critic", "advantage"], tokens=tokens)
+    (first, second) = take(board, "train", "trainer")
+    for _ in range(3):  # more often than a group may fail
+        assert board.redo("train", "trainer", [first], again="critic") == 1
+        audit(board)
+        assert board.redo("train", "trainer", [first], again="critic") == 0  # repeated: the reply was lost
+        assert held_by_stage(board)["train"] == (0, 1)
+        assert board.open_groups() == ["a", "b"]
+        (again,) = take(board, "critic")
+        assert (again.group_id, again.attempt) == ("a", 1)
+        new = {"values": np.full(tokens, 7, np.float32)}
+        assert board.commit([(again, new)]) == [True]
+        audit(board)
+        (first,) = take(board, "train", "trainer")
+        assert (first.group_id, first.attempt) == ("a", 1)
+        (columns,) = board.load([first], ["values", "advantages"])
+        np.testing.assert_array_equal(columns["values"], new["values"])
+    assert take(board, "advantage") == []  # what it wrote stays
+    board.commit_step(term=board.new_trainer_term(), step=1, plan={"groups": ["a", "b"]}, metrics={})
+    audit(board)
+    board.sweep(term=1)
+    assert not board._connection.client.keys(f"{board.prefix}columns:*")
+    assert board.redo("train", "trainer", [first, second], again="critic") == 0  # both are closed
+
+
+def test_a_new_critic_term_supersedes_the_last(redis_url):
+    board = make_board(redis_url)
+    assert (board.new_critic_term(), board.new_critic_term(), board.critic_term()) == (1, 2, 2)

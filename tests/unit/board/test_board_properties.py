@@ -38,7 +38,7 @@ ACTIONS = [
     *("publish", "publish_a_retry", "publish_again", "replace_the_coordinator", "sync_weights"),
     *("take", "take", "die_or_stall", "commit", "commit", "work", "die_before_the_commit_script"),
     *("begin", "release", "renew", "drop", "load", "save", "save", "forget"),
-    *("train", "replace_the_trainer", "train_some", "sweep"),
+    *("train", "replace_the_trainer", "train_some", "sweep", "redo"),
 ]
 
 
@@ -241,6 +241,17 @@ class BoardMachine(RuleBasedStateMachine):
     def replace_the_trainer(self, draw: Any) -> None:
         self.trainer_terms.append(self.board.new_trainer_term())
 
+    def redo(self, draw: Any) -> None:
+        """The trainer, or a zombie, has the critic do its work on a group again."""
+        stage, chosen = self.choose(draw, ["train"])
+        for delivery in chosen:
+            held = delivery.group_id in self.board.renew(stage, delivery.consumer, [delivery])
+            self.board.redo(stage, delivery.consumer, [delivery], again="critic")
+            key = f"{self.board.prefix}group:{delivery.group_id}"
+            if held:
+                assert not self.board._connection.client.hexists(key, "@critic")
+                self.committed[delivery.group_id, "critic"] = 0
+
     def train_some(self, draw: Any) -> None:
         """The next step or a wrong one, by the trainer or a zombie, with groups that may have been closed."""
         known = list(self.published)
@@ -284,9 +295,8 @@ class BoardMachine(RuleBasedStateMachine):
         return stage, draw(st.lists(st.sampled_from(known), min_size=1, max_size=most, unique_by=lambda d: d.group_id))
 
     def newest(self, delivery: Delivery) -> Delivery:
-        """The last delivery of the same group at the same stage."""
-        same = [d for d in self.deliveries[delivery.stage] if d.group_id == delivery.group_id]
-        return max(same, key=lambda d: d.attempt)
+        """The last delivery of the same group at the same stage. (Attempts begin anew once a stage was redone.)"""
+        return [d for d in self.deliveries[delivery.stage] if d.group_id == delivery.group_id][-1]
 
     # --- what always holds
 

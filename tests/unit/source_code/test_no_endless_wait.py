@@ -108,7 +108,7 @@ WITHOUT_DEADLINE = {
         ("services/trainer/learner/checkpoint_copies.py", "HostCopies.check"),  # copies within this process
         ("services/trainer/service/rank_processes.py", "RankProcesses.kill"),  # SIGKILL was sent
         ("services/trainer/service/server.py", "TrainerService.stop_run"),  # cancelled
-        ("services/trainer/frozen/service.py", "FrozenModelService.start_run"),  # see health.start_seconds
+        ("services/trainer/frozen/service.py", "StageService.start_run"),  # see health.start_seconds
     },
 }
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from relaxd.board import REF_LOGPROBS, Board, NewGroup, stages_for
 from relaxd.config import RunConfig
 from services.trainer.batch.row_packing import PackedMicroBatch
-from services.trainer.frozen.logprobs import Compute, FrozenModelStage
+from services.trainer.frozen.logprobs import Compute, ModelStage
 from tests.kit.waiting import wait_until
 
 BUDGET, VOCAB = 64, 260
@@ -96,9 +96,9 @@ def trained_columns(board: Board, count: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-def work(board: Board, model: Compute, groups: int) -> FrozenModelStage:
+def work(board: Board, model: Compute, groups: int) -> ModelStage:
     """Have a replica work until it has finished so many groups."""
-    stage = FrozenModelStage(
+    stage = ModelStage(
         board, "reference", "reference-1", model, vocab_sizes={"": VOCAB}, temperature=1.0, micro_batch_tokens=BUDGET
     )
     stage.worker.start()
@@ -168,7 +168,7 @@ def test_a_log_prob_that_is_not_finite_drops_its_group_and_no_other(board: Board
 def test_a_replica_holds_two_passes_worth_and_leaves_the_rest_to_others(board: Board) -> None:
     for number in range(20):
         answer(board, f"g{number}", [BUDGET // 2])
-    stage = FrozenModelStage(
+    stage = ModelStage(
         board, "reference", "reference-1", Model(), vocab_sizes={"": VOCAB}, temperature=1.0, micro_batch_tokens=BUDGET
     )
     stage.worker.start()

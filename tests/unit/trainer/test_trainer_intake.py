@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from relaxd.algorithms import create
-from relaxd.board import STAGES, Delivery
+from relaxd.board import STAGES, Board, Delivery
 from relaxd.config import GRPOConfig, RunConfig
 from services.trainer.batch.groups import MalformedGroup, RoutingShape, TrainGroup, check_group
 from services.trainer.loop.intake import HeldGroup, Intake, choose, due_groups, may_close
@@ -63,6 +63,7 @@ class Trainer:
             max_staleness=config.board.max_staleness,
             max_sequence_tokens=config.trainer.micro_batch_tokens,
             lease_seconds=config.board.lease_seconds,
+            max_value_staleness=1 if config.roles.critic.placement == "service" else None,
         )
 
     def take_all(self) -> None:
@@ -281,3 +282,60 @@ def test_choosing_groups_doesnt_read_their_tokens_again(trainer: Trainer, monkey
 
     monkeypatch.setattr(TrainGroup, "trained_versions", property(read))
     assert ids(trainer.intake.select(1, []).chosen) == ["g1", "g2"]
+
+
+# --- values of a critic service -------------------------------------------------------------------------------------
+
+
+def value(board: Board, step: int) -> int:
+    """Give values to what waits for the critic, as one that has seen `step` steps. Returns the number of groups."""
+    waiting = board.take("critic", "critic", count=9, block_seconds=0.1)
+    state = {"step": step, "metrics": {}}
+    for delivery, columns in zip(waiting, board.load(waiting, ["tokens"]), strict=True):
+        assert columns is not None
+        values = np.full(len(columns["tokens"]), step, np.float32)
+        assert board.commit([(delivery, {"values": values, "critic_state": state})]) == [True]
+    return len(waiting)
+
+
+def test_groups_with_old_values_go_back_to_the_critic_and_come_again(redis_url: str) -> None:
+    config = make_config(
+        Path("model"), algorithm={"name": "ppo"}, roles={"critic": {"placement": "service"}}, board={"max_staleness": 9}
+    )
+    trainer = Trainer(redis_url, config)
+    trainer.feeder.feed(3, 0)
+    assert value(trainer.board, 0) == 3
+    trainer.take_all()
+    assert ids(trainer.intake.select(1, []).chosen) == ["g1", "g2"]
+    assert ids(trainer.intake.select(2, ["g1"]).chosen) == ["g2"]  # one step old: as it may be
+    assert trainer.intake.take_revalued() == 0
+
+    assert not trainer.intake.select(3, ["g1"]).chosen  # what the step has already stays
+    assert trainer.intake.take_revalued() == 2
+    assert trainer.intake.take_revalued() == 0
+    assert trainer.intake.held == 1
+    assert value(trainer.board, 2) == 2
+    trainer.take_all()
+    chosen = trainer.intake.select(3, ["g1"]).chosen
+    assert ids(chosen) == ["g2"]
+    assert [(one.critic_step, set(one.group.columns["values"])) for one in chosen] == [(2, {2.0})]
+    assert trainer.board.counts().dropped == 0
+    trainer.intake.close()
+    trainer.board.close()
+
+
+@pytest.mark.parametrize("state", [None, {"metrics": {}}, {"step": "1", "metrics": {}}, {"step": 1, "metrics": []}])
+def test_a_critic_that_does_not_say_what_it_is_gives_no_values(state: Any) -> None:
+    with pytest.raises(MalformedGroup, match=r"critic_state is .*: it must be"):
+        check_group("g", columns_of_a_group() | {"critic_state": state}, ("critic_state",))
+
+
+def columns_of_a_group() -> dict[str, Any]:
+    return {
+        "prompt_tokens": np.arange(2),
+        "lengths": np.array([3]),
+        "reward": np.ones(1),
+        "sample_of_sequence": np.zeros(1, np.int32),
+        "shares_prompt": np.ones(1, np.uint8),
+        "loss_mask": np.ones(3, np.uint8),
+    }

@@ -8,8 +8,8 @@ end
 if current_settings and current_settings ~= settings then return fail('RUNEXISTS with other settings: ' .. current_settings) end
 if not current_settings then
   call('HSET', STATE, 'published', 0, 'trained', 0, 'dropped', 0, FAILED, 0, FILTERED, 0, 'stored_bytes', 0,
-    'reserved_bytes', 0, 'garbage_bytes', 0, 'last_step', 0, 'trainer_term', 0, 'gate_open', 0, 'oldest_version', '',
-    'cursor', 'null', 'last_publish', '', 'settings', settings)
+    'reserved_bytes', 0, 'garbage_bytes', 0, 'last_step', 0, 'trainer_term', 0, 'critic_term', 0, 'gate_open', 0,
+    'oldest_version', '', 'cursor', 'null', 'last_publish', '', 'settings', settings)
 end
 call('HSET', STATE, 'coordinator_term', term, unpack(ARGV, 4))
 for _, stage in ipairs(cjson.decode(stage_names)) do

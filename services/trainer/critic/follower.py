@@ -1,0 +1,164 @@
+"""Rank 0 of a critic: trains on each step once it is committed, in order and once, and gives values meanwhile.
+
+Steps come first, so that values are of a critic that has seen every step there was when they were computed. The ledger
+says what is committed, and the weights are those of a step: a critic that dies loads its newest checkpoint and repeats
+the steps after it from their files, as a trainer does.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from relaxd.board import BoardUnavailable, Column, LedgerEntry
+from relaxd.config import RunConfig
+from relaxd.roles import CRITIC
+from relaxd.waiting import waiting
+from services.trainer.batch.step_file import StepFileError, step_file_path
+from services.trainer.critic.commands import CriticRank, TrainStep
+from services.trainer.frozen.logprobs import ModelStage
+from services.trainer.frozen.stage_rank import world_config
+from services.trainer.loop.checkpoints import Checkpoints
+from services.trainer.megatron.rank_channel import TICK_SECONDS
+
+FILE_SECONDS = 60.0
+"""How long the file of a committed step may take to appear: a network file system shows new files late."""
+
+logger = logging.getLogger(__name__)
+
+
+class Superseded(RuntimeError):
+    """Another critic follows the run."""
+
+
+class LedgerShorter(RuntimeError):
+    """The ledger lacks a step on which the critic has been trained: it was restored from older files."""
+
+
+class Follower:
+    """Follows the ledger of a run."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_id: str,
+        rank: CriticRank,
+        stage: ModelStage,
+        report: Callable[[str], None],
+    ) -> None:
+        """Begin a critic term. `report` tells the service what goes on. Raises RunMissing, BoardUnavailable."""
+        self._rank = rank
+        self._board = rank.board
+        self._stage = stage
+        self._report = report
+        self._term = self._board.new_critic_term()
+        own = config.model_copy(update={"trainer": world_config(config, CRITIC)})
+        self._checkpoints = Checkpoints(own, run_id, self._term, rank)
+        rank.progress = self._between_rounds
+        self._steps = config.run.steps
+        self._detail = ""
+        self._unavailable = False
+
+    def run(self) -> None:
+        """Restore the critic and follow the run. Never returns.
+
+        Raises:
+            Superseded: another critic has begun to follow it.
+            LedgerShorter: the ledger has lost steps.
+            TooManySkippedUpdates: too many updates in a row weren't finite.
+            StepFileError: a step's file isn't there, or is another than the ledger says.
+            CheckpointError: the newest checkpoint doesn't fit this critic.
+        """
+        self._tell("looking for a checkpoint")
+        self._checkpoints.restore(self._board.ledger())
+        started = False
+        while True:
+            if self._train_next():
+                continue
+            if not started:
+                self._stage.worker.start()
+                started = True
+            self._tell("")
+            self._stage.run(TICK_SECONDS)
+            self._rank.channel.tick()
+
+    def state(self) -> dict[str, Column]:
+        """Return what the critic is, for the column CRITIC_STATE."""
+        learner = self._rank.learner
+        return {"step": learner.step, "metrics": learner.metrics}
+
+    def _train_next(self) -> bool:
+        """Train on the next step, if it is committed. Return whether there was anything to do."""
+        self._checkpoints.complete_if_written()
+        try:
+            if (term := self._board.critic_term()) > self._term:
+                raise Superseded(
+                    f"this critic, of term {self._term}, ends: another one, of term {term}, follows the run. A run has "
+                    "one critic: don't start a second"
+                )
+            following = self._board.ledger(after_step=self._rank.learner.step, limit=1)
+            last = following[0].step if following else self._board.last_step()
+        except BoardUnavailable as error:
+            if not self._unavailable:
+                logger.warning("the critic waits for the board, which is unavailable: %s", error)
+            self._unavailable = True
+            self._tell("waiting for the board")
+            self._rank.channel.tick()
+            time.sleep(TICK_SECONDS)
+            return True
+        self._unavailable = False
+        if not following:
+            if last < self._rank.learner.step:
+                raise LedgerShorter(
+                    f"the ledger ends at step {last}, but this critic has trained on step {self._rank.learner.step}: "
+                    "the next one starts from a checkpoint of a step in the ledger"
+                )
+            return False
+        (entry,) = following
+        self._train(entry)
+        self._checkpoints.after_step(entry.step)
+        if entry.step == self._steps:
+            self._checkpoints.request(rotate=True)
+        self._checkpoints.begin_if_wanted(entry.step)
+        return True
+
+    def _train(self, entry: LedgerEntry) -> None:
+        self._tell(f"training on step {entry.step}")
+        await_step_file(self._rank.steps_of, entry.step, self._still_waiting)
+        self._checkpoints.wait_for_copies()
+        began = time.monotonic()
+        self._rank.run(TrainStep(entry.step, entry.plan))
+        numbers = {name: float(f"{value:.4g}") for name, value in self._rank.learner.metrics.items()}
+        logger.info("step %d: %s, in %.1f s", entry.step, numbers, time.monotonic() - began)
+
+    def _still_waiting(self, path: Path) -> None:
+        self._tell(f"waiting for {path}")
+        self._rank.channel.tick()
+
+    def _between_rounds(self) -> None:
+        self._tell(self._detail)
+
+    def _tell(self, detail: str) -> None:
+        """Report that something goes on."""
+        self._detail = detail
+        self._stage.turns += 1
+        self._report(detail)
+
+
+def await_step_file(run_folder: Path, step: int, still_waiting: Callable[[Path], None]) -> None:
+    """Wait until the file of a committed step is there; call `still_waiting` with its path every TICK_SECONDS.
+
+    Raises:
+        StepFileError: it isn't there after FILE_SECONDS.
+    """
+    path, deadline = step_file_path(run_folder, step), time.monotonic() + FILE_SECONDS
+    with waiting(f"the file of step {step}, {path}", on="the file system"):
+        while not path.is_file():
+            if time.monotonic() > deadline:
+                raise StepFileError(
+                    f"{path} isn't there, {FILE_SECONDS:g} s after its step was committed: either this critic doesn't "
+                    "see the run's folder as the trainer does, which needs the same folder mounted at the same path, "
+                    "or the file was removed"
+                )
+            still_waiting(path)
+            time.sleep(TICK_SECONDS)  # named: above

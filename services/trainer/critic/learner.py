@@ -1,0 +1,196 @@
+"""The critic of one rank of its service: values, training on a step's file, snapshots."""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
+
+# isort: split
+from megatron.core.distributed import finalize_model_grads
+from numpy.typing import NDArray
+from torch import Tensor
+
+from relaxd.algorithms import create
+from relaxd.algorithms.base import WithCritic
+from relaxd.board import RETURNS, VALUES
+from relaxd.config import RunConfig
+from relaxd.data.models import resolve_model
+from relaxd.roles import CRITIC
+from services.trainer.batch.groups import TrainGroup, check_group
+from services.trainer.batch.mini_batches import pack_rounds
+from services.trainer.batch.round_packer import Packer
+from services.trainer.batch.row_packing import PackedMicroBatch, pack
+from services.trainer.batch.step_file import StepFile, StepFileError
+from services.trainer.batch.step_plan import MicroBatchRound, MiniBatch
+from services.trainer.frozen.stage_rank import world_config
+from services.trainer.learner.checkpoint import Snapshot, Stateful, load_snapshot
+from services.trainer.learner.checkpoint_copies import HostCopies
+from services.trainer.learner.critic import VALUE_LOSS, Critic
+from services.trainer.learner.forward import Forward
+from services.trainer.learner.sums import bit_sum, merge, reduce_over_ranks
+from services.trainer.learner.update import update_weights
+from services.trainer.learner.update_stats import UpdateStats, step_metrics
+from services.trainer.loop.skip_limit import TooManySkippedUpdates
+from services.trainer.megatron.host_memory import TRIM_EVERY_STEPS, trim_heap
+
+COLUMNS = ("prompt_tokens", "tokens", "lengths", "sample_of_sequence", "shares_prompt", "loss_mask", "reward", VALUES)
+"""Columns of a step file that it reads, besides RETURNS, which needn't be finite."""
+
+logger = logging.getLogger(__name__)
+
+
+class CriticLearner:
+    """The critic, its gradients and its optimizer. All ranks make the same calls in the same order.
+
+    A step has the updates of the policy's, on the same groups and with the same normalisers. Micro-batches are its own.
+    """
+
+    def __init__(self, config: RunConfig, report: Callable[[str], None] | None = None) -> None:
+        """Join the Megatron world and load the critic.
+
+        Args:
+            config: the run's configuration.
+            report: called about every second with the progress of disk work (`DiskWork.report`).
+
+        Raises:
+            ModelError: the model isn't supported, can't be divided among the ranks, or isn't of the policy's
+                architecture.
+            ValueError: the number of processes or the optimizer's settings are wrong.
+        """
+        self._trainer = trainer = world_config(config, CRITIC)
+        self._algorithm = cast(WithCritic, create(config.algorithm))
+        self._temperature = config.rollout.temperature
+        folder, own = resolve_model(config.model.path), config.roles.critic
+        self.forward = Forward(folder, trainer, seed=config.run.seed, report=report)
+        self.world = self.forward.world
+        start = resolve_model(own.model, setting="roles.critic.model") if own.model else folder
+        self._critic = Critic(self.forward, self._algorithm, trainer, own, start, steps=config.run.steps)
+        self.step = 0
+        """The last step on which it was trained; 0 before the first."""
+        self.metrics: dict[str, float] = {}
+        """Its numbers in that step; none right after a checkpoint was loaded."""
+        self._optimizer_steps = self._skipped_in_a_row = 0
+        self._copies: HostCopies | None = None
+        self._sums: dict[str, Tensor] = {}
+
+    def values(self, micro_batches: Sequence[PackedMicroBatch]) -> list[dict[str, NDArray[Any]]]:
+        """Compute the column VALUES of the tokens with loss_mask 1: [T], on all ranks."""
+        return [{VALUES: row} for row in self._critic.values(micro_batches)]
+
+    def train(self, file: StepFile, progress: Callable[[], None] = lambda: None) -> None:
+        """Train on the next step, and call `progress` after each round of micro-batches.
+
+        An update that isn't finite is skipped, whatever became of the policy's.
+
+        Raises:
+            StepFileError: the file has no values or returns, or its groups are malformed.
+            TooManySkippedUpdates: this update and too many before weren't finite.
+        """
+        groups = {group_id: self._group(group_id, file) for group_id in file.plan.groups}
+        updates: list[UpdateStats] = []
+        for mini_batch in file.plan.updates:
+            members = [groups[group_id] for group_id in file.plan.groups_of(mini_batch)]
+            packer = Packer(self._trainer.micro_batch_tokens, 1, self._trainer.pipeline_parallel)
+            for entry in pack_rounds(members, packer):
+                self._accumulate(entry, groups)
+                progress()
+            updates.append(self._update(mini_batch, first=all(update.skipped for update in updates)))
+            self._check_skipped(updates[-1])
+        self.step += 1
+        found = step_metrics(updates, 1)
+        # A column of JSON has no NaN, which the numbers of a skipped update may be.
+        of_critic = {name: value for name, value in found.items() if name.startswith("value_")}
+        self.metrics = {name: value for name, value in of_critic.items() if math.isfinite(value)}
+        self.metrics["value_skipped_updates"] = found["skipped_updates"]
+        if self.step % TRIM_EVERY_STEPS == 0:
+            trim_heap()
+
+    def checksum(self) -> int:
+        """Return the `bit_sum` of this rank's weights."""
+        return bit_sum(self._critic.module.parameters(), self.world.device)
+
+    def snapshot(self, folder: Path) -> Snapshot:
+        """See `Checkpointed`. The next update waits until the snapshot's copies are complete."""
+        self._wait_for_copies()
+        snapshot = Snapshot(self._stateful(self.step), folder)
+        self._copies = snapshot.copies
+        return snapshot
+
+    def restore(self, folder: Path, step: int, *, same_layout: bool) -> None:
+        """See `Checkpointed`."""
+        self._wait_for_copies()
+        self._optimizer_steps = load_snapshot(self._stateful(step), folder, same_layout=same_layout)
+        self.step, self.metrics = step, {}
+        self._discard()
+
+    def _group(self, group_id: str, file: StepFile) -> TrainGroup:
+        columns = file.groups[group_id]
+        try:
+            return check_group(group_id, columns, COLUMNS).with_columns({RETURNS: columns[RETURNS]})
+        except (KeyError, ValueError) as error:
+            raise StepFileError(
+                f"the file of step {file.plan.step} can't train a critic: group {group_id}: {error}"
+            ) from error
+
+    def _accumulate(self, entry: MicroBatchRound, groups: dict[str, TrainGroup]) -> None:
+        (micro_batches,) = entry.micro_batches
+        rows = [
+            [
+                sequence
+                for piece in micro_batch
+                for sequence in groups[piece.group_id].sequences(
+                    piece.sequences, (VALUES, RETURNS), self._algorithm, self._temperature, None
+                )
+            ]
+            for micro_batch in micro_batches
+        ]
+        for sums in self._critic.accumulate([pack(row) for row in rows]):
+            for name, value in sums.items():
+                self._sums[name] = merge(name, self._sums[name], value) if name in self._sums else value
+
+    def _update(self, mini_batch: MiniBatch, *, first: bool) -> UpdateStats:
+        """Update the weights with the accumulated gradients, unless loss or gradient isn't finite."""
+        sums, self._sums = reduce_over_ranks(self._sums, self.world), {}
+        values = {name: float(value) for name, value in sums.items()}
+        loss = values.pop(VALUE_LOSS, 0.0) / mini_batch.normalizer
+        try:
+            finalize_model_grads([self._critic.model])
+            if mini_batch.normalizer != 1.0:
+                self._critic.model.scale_gradients(1.0 / mini_batch.normalizer)
+            self._wait_for_copies()
+            pending = self._critic.pending(loss)
+            (norm,), skipped = update_weights([pending], step=self.step + 1, first=first, skip=None)
+        finally:
+            self._discard()
+        self._optimizer_steps += not skipped
+        tokens, lr = mini_batch.trained_tokens, self._critic.lr
+        metrics = {name: value / max(tokens, 1) for name, value in values.items()}
+        metrics |= {VALUE_LOSS: loss, "value_grad_norm": norm, "value_lr": lr}
+        return UpdateStats(self.step + 1, loss, norm, skipped, lr, tokens, metrics)
+
+    def _check_skipped(self, update: UpdateStats) -> None:
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if update.skipped else 0
+        if not update.skipped:
+            return
+        logger.warning("an update of step %d is skipped: critic: %s", update.step, update.shown)
+        if self._skipped_in_a_row > (most := self._trainer.max_skipped_updates):
+            raise TooManySkippedUpdates(
+                f"{self._skipped_in_a_row} updates of the critic in a row had a loss or a gradient that isn't finite, "
+                f"more than trainer.max_skipped_updates = {most}; the last one is of step {update.step}: {update.shown}"
+                ". Check the rewards; if they are right, start a run with a lower roles.critic.optimizer.lr"
+            )
+
+    def _discard(self) -> None:
+        self._sums = {}
+        self._critic.discard()
+
+    def _wait_for_copies(self) -> None:
+        copies, self._copies = self._copies, None
+        if copies is not None:
+            copies.wait_or_raise(self._trainer.collective_timeout_seconds)
+
+    def _stateful(self, step: int) -> Stateful:
+        return Stateful(self._critic.state, None, {}, step, self.world, self._optimizer_steps)

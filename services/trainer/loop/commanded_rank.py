@@ -1,0 +1,130 @@
+"""A rank that executes what rank 0 commands, and the commands of every world that learns: disk work, checkpoints.
+
+Rank 0 sends a command over the rank channel, and all ranks, rank 0 included, execute it. All ranks execute the same
+commands in the same order, so a command may contain collectives. Rank 0 gets the results.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, Protocol, TypeVar
+
+from relaxd.board import Board
+from services.trainer.checkpoints.part import CheckpointPart
+from services.trainer.learner.checkpoint import Checkpointed
+from services.trainer.megatron.disk_work import Progress
+from services.trainer.megatron.rank_channel import RankChannel
+
+T_co = TypeVar("T_co", covariant=True)
+R_contra = TypeVar("R_contra", contravariant=True)
+R = TypeVar("R", bound="CommandedRank")
+
+
+class Command(Protocol[R_contra, T_co]):
+    """A command."""
+
+    def execute(self, rank: R_contra) -> T_co:
+        """Do this rank's part, in its training thread. All ranks call it together."""
+
+
+@dataclass
+class CommandedRank:
+    """State on which one rank's commands work. Used by its training thread only."""
+
+    channel: RankChannel
+    """The channel from rank 0 to the other ranks."""
+    learner: Checkpointed
+    """What learns."""
+    checkpoint: CheckpointPart
+    """This rank's part of the checkpoint that is being written."""
+    board: Board
+    """Source of the groups' columns."""
+    run_folder: Path
+    """The folder of the run, or of a follower in it, for checkpoints."""
+
+    def run(self: R, command: Command[R, T_co]) -> T_co:
+        """Rank 0: execute a command on all ranks. Return this rank's result."""
+        self.channel.send(command)
+        return command.execute(self)
+
+    def follow(self) -> NoReturn:
+        """Other ranks: execute rank 0's commands.
+
+        Raises:
+            RuntimeError: rank 0 is gone, or was silent for longer than the channel's deadline.
+            BoardUnavailable: the board was unavailable for longer than half of that deadline.
+        """
+        while True:
+            self.channel.receive().execute(self)
+
+    @contextmanager
+    def rank0_only(self, work: str) -> Iterator[Progress]:
+        """Rank 0: do disk work in the block while the other ranks wait; see `DiskWork.all_ranks`."""
+        self.channel.send(WaitForDisk(work))
+        with self.channel.disk.all_ranks(work) as progress:
+            yield progress
+
+    def checksum(self) -> int:
+        """Return `Learner.checksum`, summed over all ranks, which call it together."""
+        return self.channel.sum_over_ranks(self.learner.checksum())
+
+
+@dataclass(frozen=True)
+class WaitForDisk:
+    """Wait for disk work of rank 0, which sends this in `CommandedRank.rank0_only`."""
+
+    work: str
+
+    def execute(self, rank: CommandedRank) -> None:
+        """Wait."""
+        with rank.channel.disk.all_ranks(self.work):
+            pass
+
+
+@dataclass(frozen=True)
+class BeginCheckpoint:
+    """Take a snapshot and start writing it to an empty folder."""
+
+    folder: Path
+
+    def execute(self, rank: CommandedRank) -> int:
+        """Return the checksum of the weights."""
+        checksum = rank.checksum()
+        rank.checkpoint.begin(self.folder)
+        return checksum
+
+
+@dataclass(frozen=True)
+class EndCheckpoint:
+    """Complete the snapshot if every rank has written its part; otherwise drop it."""
+
+    written: bool
+
+    def execute(self, rank: CommandedRank) -> None:
+        """Write the metadata, or nothing."""
+        rank.checkpoint.end(self.written)
+
+
+@dataclass(frozen=True)
+class VerifyCheckpoint:
+    """Compare a checkpoint's files with its manifest."""
+
+    folder: Path
+
+    def execute(self, rank: CommandedRank) -> bool:
+        """Return whether all files are intact; each rank reads a share of them."""
+        return rank.channel.all_ranks_agree(rank.checkpoint.intact(self.folder))
+
+
+@dataclass(frozen=True)
+class Restore:
+    """Load a checkpoint; see `Learner.restore`."""
+
+    folder: Path
+    step: int
+    same_layout: bool
+
+    def execute(self, rank: CommandedRank) -> None:
+        """Load this rank's part. Raises CheckpointError if it doesn't fit this model."""
+        rank.learner.restore(self.folder, self.step, same_layout=self.same_layout)
