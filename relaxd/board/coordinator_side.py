@@ -71,17 +71,18 @@ class CoordinatorSide(BoardCore):
         }
 
         def commands(pipe: redis.client.Pipeline) -> None:
+            pipe.unlink(*(f"{self.prefix}{name}" for name in ("ledger", "drops")))  # of a try whose reply was lost
             for entry in ledger:
                 texts = {"plan": json.dumps(entry.plan, sort_keys=True), "metrics": json.dumps(entry.metrics)}
                 fields = {"time": f"{entry.time:.6f}", "term": entry.term, **texts}
                 pipe.xadd(f"{self.prefix}ledger", fields, id=f"{entry.step}-0")  # type: ignore[arg-type]
             if drops:
                 pipe.hset(f"{self.prefix}drops", mapping=drops)
-            pipe.hset(f"{self.prefix}state", mapping=state)
+            pipe.hset(f"{self.prefix}state", mapping=state)  # last: until then the run counts as new
 
         if self._state("published") != b"0":
             raise BoardError(f"run {self.run_id} has published groups already: only a new run can be restored")
-        self._connection.pipeline(commands, atomic=True)
+        self._connection.write(commands)
 
     def set_gate(self, *, term: int, oldest_version: int | None, open: bool) -> None:
         """Open or close the gate, and set the oldest version on any engine that takes prompts (None: none has weights).
@@ -208,7 +209,7 @@ class CoordinatorSide(BoardCore):
         """Remove the fates up to the entry `last`, once they are written elsewhere."""
         milliseconds, number = last.split("-")
         first_kept = f"{milliseconds}-{int(number) + 1}"
-        self._connection.run(lambda client: client.xtrim(f"{self.prefix}fates", minid=first_kept, approximate=False))
+        self._connection.write(lambda pipe: pipe.xtrim(f"{self.prefix}fates", minid=first_kept, approximate=False))
 
     def purge(self, *, term: int) -> None:
         """Free what a finished run no longer needs. Raises Fenced, RunMissing."""
@@ -232,17 +233,11 @@ class CoordinatorSide(BoardCore):
 
     def delete(self) -> None:
         """Delete everything under the run's prefix. Workers of the run get RunMissing from then on."""
+        transfer.unlink(self._connection, [f"{self.prefix}state"])
         pattern = f"{self.prefix}*"  # run ids have no wildcards
 
         def operation(client: redis.Redis) -> None:
-            client.unlink(f"{self.prefix}state")
-            batch: list[bytes] = []
-            for key in client.scan_iter(match=pattern, count=1000):
-                batch.append(key)
-                if len(batch) == transfer.KEYS_TOGETHER:
-                    client.unlink(*batch)
-                    batch.clear()
-            if batch:
-                client.unlink(*batch)
+            keys = (key.decode() for key in client.scan_iter(match=pattern, count=1000))
+            transfer.unlink(self._connection, keys)
 
         self._connection.run(operation)

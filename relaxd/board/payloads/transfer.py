@@ -50,10 +50,10 @@ def read(connection: RedisConnection, places: Collection[Place], *last: Any) -> 
     return {place: _joined([found[key] for key in place.keys]) for place in places}, reply
 
 
-def unlink(connection: RedisConnection, keys: Collection[str]) -> None:
-    """Free payloads."""
+def unlink(connection: RedisConnection, keys: Iterable[str]) -> None:
+    """Free keys."""
     for together in gather(keys, lambda key: 1, KEYS_TOGETHER):
-        connection.pipeline(partial(_queue, commands=[("UNLINK", *together)]))
+        connection.write(partial(_queue, commands=[("UNLINK", *together)]))
 
 
 def gather(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
