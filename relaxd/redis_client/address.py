@@ -82,6 +82,18 @@ def where(url: str) -> str:
     return parts.path if parts.scheme == "unix" else f"{parts.hostname or 'localhost'}:{parts.port or 6379}"
 
 
+def with_access_of(url: str, other: str) -> str:
+    """Return a URL with the user, the password and the certificates of another one, for what it doesn't have itself."""
+    parts, lender = urlsplit(url), urlsplit(other)
+    credentials, at, _ = lender.netloc.rpartition("@")
+    if "@" not in parts.netloc and parts.scheme != "unix":
+        parts = parts._replace(netloc=f"{credentials}{at}{parts.netloc}")
+    if parts.scheme.startswith("rediss"):
+        lent = {name: value for name, value in parse_qsl(lender.query) if name.startswith("ssl_")}
+        parts = parts._replace(query=urlencode(lent | dict(parse_qsl(parts.query)), safe="/"))
+    return parts.geturl() if parts.scheme != "unix" else url
+
+
 def _with_options(url: str, options: Mapping[str, str]) -> str:
     return f"{url}?{urlencode(options, safe='/')}" if options else url
 

@@ -46,8 +46,8 @@ async def test_everybody_leaves_a_demoted_primary(watched: WatchedRedis) -> None
 
 
 def test_a_server_that_says_readonly_is_left_for_the_one_that_the_sentinels_name(watched: WatchedRedis) -> None:
-    board = make_board(watched.url, run_id="readonly", retry_seconds=0.0)
-    (pool,) = [board._connection.client.connection_pool]
+    board = make_board(watched.url, run_id="readonly", retry_seconds=PATIENCE)
+    pool = board._connection.client.connection_pool
     connection = pool.get_connection()
     with redis.Redis.from_url(watched.primary.url) as primary, redis.Redis.from_url(watched.replica.url) as replica:
         replica.replicaof("NO", "ONE")
@@ -61,27 +61,25 @@ def test_a_server_that_says_readonly_is_left_for_the_one_that_the_sentinels_name
         replica.replicaof("127.0.0.1", watched.primary.port)
     pool.release(connection)
     watched.await_replica()
-    board._connection.retry_seconds = PATIENCE
     board.publish(term=1, groups=[group("after")])
 
 
 def test_a_write_counts_only_once_a_replica_has_it(watched: WatchedRedis) -> None:
-    board = make_board(watched.url, run_id="waits", timeout_seconds=0.4, retry_seconds=0.0)
-    store = Store(watched.url, timeout_seconds=0.4)
-    store.take_over()
+    board = make_board(watched.url, run_id="waits", timeout_seconds=1.0, retry_seconds=PATIENCE)
+    off = make_board(watched.url + "?wait_replicas=0", run_id="off")
+    store = Store(watched.url, timeout_seconds=1.0)
+    wait_until(store.take_over, forgive=(StoreUnavailable,))
     with watched.lag(0.0):
+        board._connection.retry_seconds = 0.0
         for _ in range(2):  # the second finds the work done and writes nothing, but doesn't count either
             with pytest.raises(BoardUnavailable, match="too few replicas to take writes: NOREPLICAS 0 of 1 replicas"):
                 board.publish(term=1, groups=[group("a")])
         with pytest.raises(StoreUnavailable, match="too few replicas to take writes"):
             store.check()
         assert board.open_groups() == ["a"]
+        off.publish(term=1, groups=[group("a")])
     board._connection.retry_seconds = PATIENCE
     assert board.publish(term=1, groups=[group("a")]) == ["a"]
-    off = make_board(watched.url + "?wait_replicas=0", run_id="off", timeout_seconds=0.4, retry_seconds=0.0)
-    with watched.lag(0.0):
-        off.publish(term=1, groups=[group("a")])
-    watched.await_replica()
     audit(board)
 
 

@@ -22,8 +22,8 @@ class DyingConnection(RedisConnection):
     left = 0
 
     def run(self, operation: Any) -> Any:
-        self.left -= 1
-        if self.left == 0:
+        DyingConnection.left -= 1
+        if DyingConnection.left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().run(operation)
 
@@ -43,8 +43,10 @@ def deaths(board: Board, work: Callable[[Board], object]) -> Iterator[int]:
 
     def run(step: int) -> None:
         mine = Board(board._connection.url, board.run_id, board.stages, board.limits)
-        mine._connection.__class__ = DyingConnection
-        mine._connection.left = step  # type: ignore[attr-defined]
+        # All of them together die at the same command.
+        DyingConnection.left = step
+        for connection in mine._nodes.every:
+            connection.__class__ = DyingConnection
         work(mine)
         os._exit(0)
 

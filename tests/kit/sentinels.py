@@ -146,7 +146,7 @@ class WatchedRedis:
         for found in self.ask("REPLICAS", SERVICE):
             facts = found if isinstance(found, dict) else dict(zip(found[::2], found[1::2], strict=True))
             if int(facts["port"]) == self.replica.port:
-                return facts["flags"] == "slave" and facts["master-link-status"] == "ok"
+                return facts["flags"] == "slave"
         return False
 
     def _start_as_replica(self, server: RedisServer, primary: RedisServer) -> None:
