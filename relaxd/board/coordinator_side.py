@@ -11,7 +11,7 @@ import redis
 
 from relaxd.board.connection import RedisConnection
 from relaxd.board.core import BoardCore, GroupAttempt, reading
-from relaxd.board.errors import BoardError, TooLate
+from relaxd.board.errors import BoardError, BoardUnavailable, TooLate
 from relaxd.board.facts import facts_json, parse_fate
 from relaxd.board.gate_reasons import explain_limit
 from relaxd.board.payloads import transfer
@@ -250,16 +250,22 @@ class CoordinatorSide(BoardCore):
     def delete(self) -> None:
         """Delete everything under the run's prefix. Workers of the run get RunMissing from then on.
 
-        The run's data nodes are those that it was created with. Raises BoardUnavailable for one that is away: repeat it
-        then.
+        The run's data nodes are those that it was created with. Raises BoardUnavailable for one that is away, after the
+        rest is deleted: repeat it when that is back.
         """
         record = f"{self.prefix}data_nodes"
         text = self._connection.run(lambda client: client.get(record))
         nodes = [self._connect_node(url) for url in json.loads(text or "[]")]
         try:
             transfer.unlink_keys(self._connection, [f"{self.prefix}state"])
-            for connection in (*nodes, self._connection):
-                connection.run(partial(self._unlink_all, connection, record))
+            away = None
+            for connection in (self._connection, *nodes):
+                try:
+                    connection.run(partial(self._unlink_all, connection, record))
+                except BoardUnavailable as error:
+                    away = error
+            if away is not None:
+                raise away
             transfer.unlink_keys(self._connection, [record])
         finally:
             for connection in nodes:

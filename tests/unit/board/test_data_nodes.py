@@ -169,10 +169,19 @@ def test_a_data_node_that_is_away_is_waited_for_by_name(redis_url, urls, redis_s
     with pytest.raises(BoardUnavailable, match=away):
         board.sweep(term=1)
     server.start()
-    board._connection.retry_seconds = 10.0
     board.sweep(term=1)
     board.publish(term=1, groups=[group("b")])
     audit(board)
+    advance(board, ["rollout"], tokens=LARGE)
+    server.kill()
+    with pytest.raises(BoardUnavailable, match=away):
+        board.delete()
+    assert board._connection.client.keys(f"{board.prefix}*") == [f"{board.prefix}data_nodes".encode()]
+    server.start()
+    board.delete()
+    with redis.Redis.from_url(server.url) as client:
+        assert client.keys("relaxd:*:columns:*") == []
+    assert board._connection.client.keys(f"{board.prefix}*") == []
 
 
 def test_the_gate_knows_the_room_on_data_nodes(redis_url, urls, clients):
