@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from relaxd.redis_client.address import RedisAddress
 
@@ -48,8 +50,9 @@ class PrimaryLookup:
     def _ask(self, host: str, port: int) -> list[str] | None:
         password = Path(self._password_file).read_text(encoding="utf-8").strip() if self._password_file else None
         seconds: dict[str, Any] = {"socket_timeout": SENTINEL_SECONDS, "socket_connect_timeout": SENTINEL_SECONDS}
+        once = Retry(NoBackoff(), 0)  # the next one may know; redis-py would ask this one again for seconds
         with redis.Redis(
-            host, port, protocol=2, decode_responses=True, password=password, **seconds, **self._settings
+            host, port, protocol=2, decode_responses=True, password=password, retry=once, **seconds, **self._settings
         ) as sentinel:
             found: list[str] | None = sentinel.execute_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service)
             return found
