@@ -119,7 +119,7 @@ def wait_until_up(redis_url: str, *, seconds: float = float("inf"), ended: Calla
 
     Raises CliError when it doesn't answer within `seconds`, or as soon as `ended()` returns True.
     """
-    client = connect(redis_url, socket_timeout=2.0, socket_connect_timeout=2.0)
+    client = connect(redis_url, seconds=2.0)
     deadline = time.monotonic() + seconds
     try:
         while True:

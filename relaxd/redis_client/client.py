@@ -15,25 +15,27 @@ MARK = "#!lua flags=allow-oom\nreturn redis.call('INCR', KEYS[1])"
 work done, by another connection, and write nothing."""
 
 
-def connect(url: str, **settings: Any) -> redis.Redis:
+def connect(url: str, *, seconds: float, **settings: Any) -> redis.Redis:
     """Return a client of the server that a URL names or, with Sentinels, of whichever server is the primary.
 
     Args:
         url: see relaxd.redis_client.address.
+        seconds: deadline of each connect and each read.
         settings: those of redis.Redis.
 
     Raises ValueError: the URL is wrong.
     """
     address = parse(url)
     if not address.sentinels:
-        return redis.Redis.from_url(address.url, **settings)
+        return redis.Redis.from_url(address.url, socket_timeout=seconds, socket_connect_timeout=seconds, **settings)
     given: dict[str, Any] = dict(parse_url(address.url))
     for name in ("host", "port", "connection_class"):
         given.pop(name, None)
     tls = {name: value for name, value in given.items() if name.startswith("ssl_")}
+    given |= settings | {"socket_timeout": seconds, "socket_connect_timeout": seconds}
     lookup = PrimaryLookup(address, {**tls, "ssl": True} if address.tls else {})
     pool = redis.ConnectionPool(
-        connection_class=PrimaryTlsConnection if address.tls else PrimaryConnection, lookup=lookup, **given, **settings
+        connection_class=PrimaryTlsConnection if address.tls else PrimaryConnection, lookup=lookup, **given
     )
     return redis.Redis.from_pool(pool)
 

@@ -74,8 +74,7 @@ class RedisTerm:
     def __init__(self, redis_url: str) -> None:
         self._redis = connect(
             redis_url,
-            socket_timeout=TIMEOUT_SECONDS,
-            socket_connect_timeout=TIMEOUT_SECONDS,
+            seconds=TIMEOUT_SECONDS,
             retry=Retry(ExponentialBackoff(cap=0.2, base=0.02), retries=2),
             health_check_interval=15,
         )

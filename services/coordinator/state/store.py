@@ -88,8 +88,7 @@ class Store:
         self._redis = connect(
             redis_url,
             decode_responses=True,
-            socket_timeout=timeout_seconds,
-            socket_connect_timeout=timeout_seconds,
+            seconds=timeout_seconds,
             retry=Retry(ExponentialBackoff(cap=0.2, base=0.02), retries=2),
             health_check_interval=15,
         )
