@@ -1,7 +1,6 @@
 """The sample board: groups move from stage to stage through Redis, each trained or dropped exactly once."""
 
 from relaxd.board.board import Board
-from relaxd.board.connection import passing
 from relaxd.board.errors import (
     BoardError,
     BoardUnavailable,
@@ -107,7 +106,6 @@ __all__ = [
     "encode_columns",
     "expert_dtype",
     "microseconds",
-    "passing",
     "roles_for",
     "size_problems",
     "stages_for",

@@ -26,6 +26,7 @@ from relaxd.board.errors import (
 )
 from relaxd.board.gate_reasons import explain_limit
 from relaxd.board.resp import CommandPacker
+from relaxd.redis_client import acknowledged, connect, parse, passing, where
 from relaxd.retry import Backoff
 
 logger = logging.getLogger(__name__)
@@ -46,19 +47,6 @@ LIBRARY, SIDES = "library", ("coordinator", "stage", "trainer")
 """Folders of lua: what scripts include, and the scripts of each side of the board."""
 SHARED = dict.fromkeys(("publish", "room", "relieve", "memory"), ("admission",))
 """Files of lua/library that a script includes besides common.lua."""
-PASSING = {
-    "OOM": "is full (maxmemory)",
-    "READONLY": "is a replica now, not the primary",
-    "NOREPLICAS": "has too few replicas to take writes (min-replicas-to-write)",
-    "MISCONF": "can't write to its disk",
-    "LOADING": "is loading its data",
-    "BUSY": "is busy with a script",
-    "MASTERDOWN": "has lost its primary",
-    "CLUSTERDOWN": "is a cluster that is down",
-    "TRYAGAIN": "is moving keys to another node",
-    "UNBLOCKED": "is becoming a replica",
-}
-"""Transient errors by their first word, and the state of Redis that each means."""
 BACKOFF = Backoff(first_seconds=0.02, max_seconds=1.0)
 
 
@@ -94,36 +82,24 @@ def script_hash(name: str) -> str:
     return sha1(script_text(name).encode(), usedforsecurity=False).hexdigest()
 
 
-def passing(error: redis.RedisError) -> str:
-    """Explain why Redis is unavailable, as the end of a sentence; "" if the error is not transient."""
-    if isinstance(error, redis.AuthenticationError):
-        return f"refuses the password: {error}"
-    # redis-py cuts the first word off where it has a class for it.
-    word = error.status_code or str(error).split(" ", 1)[0]
-    if word in PASSING:
-        return f"{PASSING[word]}: {error}"
-    if isinstance(error, redis.ConnectionError | redis.TimeoutError):
-        return f"doesn't answer: {error}"
-    return ""
-
-
 class RedisConnection:
     """A thread-safe connection pool that retries operations while Redis is unavailable.
 
-    Operations must be idempotent: one whose reply was lost runs again. `timeout_seconds` limits connecting and each
-    read; `retry_seconds` limits all attempts together, after which BoardUnavailable is raised.
+    Operations must be idempotent: one whose reply was lost, or that too few replicas have, runs again.
+    `timeout_seconds` limits connecting and each read; `retry_seconds` limits all attempts together, after which
+    BoardUnavailable is raised. What `script` and `write` did survives the primary, if the URL has `wait_replicas`.
     """
 
     def __init__(self, url: str, *, timeout_seconds: float, retry_seconds: float) -> None:
         self.url = url
         self.timeout_seconds = timeout_seconds
         self.retry_seconds = retry_seconds
-        self.client: redis.Redis = redis.Redis.from_url(
+        self._replicas = parse(url).wait_replicas
+        self.client: redis.Redis = connect(
             url,
             protocol=2,
             decode_responses=False,
-            socket_timeout=timeout_seconds,
-            socket_connect_timeout=timeout_seconds,
+            seconds=timeout_seconds,
             socket_keepalive=True,
             retry=Retry(NoBackoff(), 0),
             command_packer=CommandPacker(),
@@ -149,12 +125,17 @@ class RedisConnection:
                 failures += 1
                 pause = BACKOFF.pause(failures)
                 if time.monotonic() + pause > deadline:
-                    raise BoardUnavailable(f"Redis at {self._address()} {why}") from error
+                    raise BoardUnavailable(f"Redis at {where(self.url)} {why}") from error
                 time.sleep(pause)  # brief: at most retry_seconds in all
 
     def script(self, name: str, prefix: str, *arguments: Any) -> Any:
         """Run one script."""
-        return self.run(lambda client: client.evalsha(script_hash(name), 1, prefix, *arguments))
+        return self.write(lambda pipe: pipe.evalsha(script_hash(name), 1, prefix, *arguments))[0]
+
+    def write(self, commands: Callable[[redis.client.Pipeline], object]) -> list[Any]:
+        """Send commands in one round trip and return their replies, once replicas have what they wrote."""
+        seconds = self.timeout_seconds / 2  # so that its reply comes before a read gives up
+        return self.run(lambda client: acknowledged(client, commands, replicas=self._replicas, seconds=seconds))
 
     def pipeline(self, commands: Callable[[redis.client.Pipeline], None], *, atomic: bool = False) -> list[Any]:
         """Send commands in one round trip and return their replies. Raises the first error among them."""
@@ -185,11 +166,6 @@ class RedisConnection:
             logger.debug(
                 "Redis became unavailable while scripts were loaded: %s", error
             )  # `run` retries and loads again
-
-    def _address(self) -> str:
-        """Return the address of Redis, without the password."""
-        settings = self.client.connection_pool.connection_kwargs
-        return str(settings.get("path") or f"{settings.get('host')}:{settings.get('port')}")
 
 
 def _translate(error: ResponseError) -> BoardError:

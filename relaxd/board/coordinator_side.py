@@ -3,17 +3,20 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import redis
 
+from relaxd.board.connection import RedisConnection
 from relaxd.board.core import BoardCore, GroupAttempt, reading
-from relaxd.board.errors import BoardError, TooLate
+from relaxd.board.errors import BoardError, BoardUnavailable, TooLate
 from relaxd.board.facts import facts_json, parse_fate
 from relaxd.board.gate_reasons import explain_limit
 from relaxd.board.payloads import transfer
-from relaxd.board.payloads.attempt import Attempt, new_names, payload_keys
-from relaxd.board.sizes import RedisMemory
+from relaxd.board.payloads.attempt import all_places, new_names
+from relaxd.board.sizes import NO_EVICTION, RedisMemory
 from relaxd.board.stages import PUBLISH, TRAIN
 from relaxd.board.types import DROP_COUNTERS, JSON, Admission, DropKind, DropReason, Fate, LedgerEntry, NewGroup, Retry
 
@@ -30,10 +33,11 @@ class CoordinatorSide(BoardCore):
     def create(self, *, term: int, groups_per_step: int, steps: int) -> None:
         """Create the run with its gate closed, or take over an existing run under the new term.
 
-        `groups_per_step` and `steps` are for the gate. Raises RunExists when the run exists with other stages or
-        another groups_per_step, Fenced when a later term coordinates.
+        `groups_per_step` and `steps` are for the gate. Raises RunExists when the run exists with other stages,
+        another groups_per_step or other data nodes, Fenced when a later term coordinates.
         """
         settings = json.dumps({"groups_per_step": groups_per_step, "stages": [stage.name for stage in self.stages]})
+        data_urls = json.dumps(self.limits.data_urls) if self.limits.data_urls else ""
         gate = {
             "groups_per_step": groups_per_step,
             "steps": steps,
@@ -43,7 +47,7 @@ class CoordinatorSide(BoardCore):
         }
         names = json.dumps([stage.name for stage in self.stages])
         fields = [part for item in gate.items() for part in item]
-        self._connection.script("create", self.prefix, term, settings, names, *fields)
+        self._connection.script("create", self.prefix, term, settings, names, data_urls, *fields)
 
     def restore(
         self, *, ledger: Sequence[LedgerEntry], cursor: JSON, dropped: Mapping[str, int], trainer_term: int
@@ -73,17 +77,18 @@ class CoordinatorSide(BoardCore):
         }
 
         def commands(pipe: redis.client.Pipeline) -> None:
+            pipe.unlink(*(f"{self.prefix}{name}" for name in ("ledger", "drops")))  # of a try whose reply was lost
             for entry in ledger:
                 texts = {"plan": json.dumps(entry.plan, sort_keys=True), "metrics": json.dumps(entry.metrics)}
                 fields = {"time": f"{entry.time:.6f}", "term": entry.term, **texts}
                 pipe.xadd(f"{self.prefix}ledger", fields, id=f"{entry.step}-0")  # type: ignore[arg-type]
             if drops:
                 pipe.hset(f"{self.prefix}drops", mapping=drops)
-            pipe.hset(f"{self.prefix}state", mapping=state)
+            pipe.hset(f"{self.prefix}state", mapping=state)  # last: until then the run counts as new
 
         if self._state("published") != b"0":
             raise BoardError(f"run {self.run_id} has published groups already: only a new run can be restored")
-        self._connection.pipeline(commands, atomic=True)
+        self._connection.write(commands)
 
     def set_gate(self, *, term: int, oldest_version: int | None, open: bool) -> None:
         """Open or close the gate, and set the oldest version on any engine that takes prompts (None: none has weights).
@@ -98,20 +103,31 @@ class CoordinatorSide(BoardCore):
 
         Raises RunMissing.
         """
-        room, answer = self._connection.script("room", self.prefix, worst_bytes)
+        room, answer = self._connection.script("room", self.prefix, *self._node_bytes(), worst_bytes)
         return Admission(int(room), *explain_limit(answer.decode()))
 
     def memory(self) -> RedisMemory:
-        """Return the memory of the board's Redis. The run need not exist."""
+        """Return the memory for large payloads: of the board's Redis or, if there are any, of all data nodes.
+
+        The run need not exist.
+        """
         used, most, high_water, policy = self._connection.script("memory", self.prefix, self.limits.high_water_bytes)
-        return RedisMemory(int(used), int(most), int(high_water), policy.decode())
+        own = RedisMemory(int(used), int(most), int(high_water), policy.decode())
+        nodes = self._nodes.memory()
+        if nodes is None or nodes.policy != NO_EVICTION:
+            return nodes or own
+        return replace(nodes, policy=own.policy)
+
+    def data_node_problems(self) -> list[str]:
+        """Say which data nodes can't be used. Raises BoardUnavailable for one that doesn't answer."""
+        return self._nodes.problems()
 
     def relieve(self, *, term: int) -> int:
         """Drop surplus groups, the newest first, if Redis is full; their prompts wait to be retried.
 
         Groups that the open step needs stay. Returns the number of dropped groups. Raises Fenced, RunMissing.
         """
-        dropped = int(self._connection.script("relieve", self.prefix, term))
+        dropped = int(self._connection.script("relieve", self.prefix, *self._node_bytes(), term))
         self.sweep(term=term)
         return dropped
 
@@ -148,8 +164,8 @@ class CoordinatorSide(BoardCore):
                 return count
             count += len(freed)
             with reading(f"the garbage of run {self.run_id}"):
-                keys = [key for pointer in freed for key in payload_keys(self.prefix, pointer.decode())]
-            transfer.unlink(self._connection, keys)
+                places = [place for pointer in freed for place in all_places(self.prefix, pointer.decode())]
+            transfer.unlink(self._nodes, places)
 
     def publish(self, *, term: int, groups: Sequence[NewGroup], cursor: JSON = None) -> list[str]:
         """Publish groups, all or none, and atomically advance the data cursor (None leaves it).
@@ -164,7 +180,7 @@ class CoordinatorSide(BoardCore):
             if not GROUP_ID.fullmatch(group.group_id):
                 raise ValueError(f"group_id {group.group_id!r}: it must not be empty or have spaces, ',' or '|'")
             if group.retry_of is None:
-                attempt = Attempt(self.prefix, name, group.columns)
+                attempt = self._attempt(name, group.columns)
                 self._check_size(group.group_id, "its prompt", attempt)
                 attempts[group.group_id] = attempt
         cursor_json = "" if cursor is None else json.dumps(cursor)
@@ -178,7 +194,8 @@ class CoordinatorSide(BoardCore):
                 arguments += [group.group_id, pointer, trace, group.worst_bytes, group.retry_of or "", shared]
                 arguments.append(facts_json(group.facts))
             try:
-                self._connection.script("publish", self.prefix, term, self._routes, cursor_json, *arguments)
+                before = (*self._node_bytes(), term, self._routes, cursor_json)
+                self._connection.script("publish", self.prefix, *before, *arguments)
             except TooLate:
                 return [-1] * len(indices)
             return [1] * len(indices)
@@ -230,7 +247,7 @@ class CoordinatorSide(BoardCore):
         """Remove the fates up to the entry `last`, once they are written elsewhere."""
         milliseconds, number = last.split("-")
         first_kept = f"{milliseconds}-{int(number) + 1}"
-        self._connection.run(lambda client: client.xtrim(f"{self.prefix}fates", minid=first_kept, approximate=False))
+        self._connection.write(lambda pipe: pipe.xtrim(f"{self.prefix}fates", minid=first_kept, approximate=False))
 
     def purge(self, *, term: int) -> None:
         """Free what a finished run no longer needs. Raises Fenced, RunMissing."""
@@ -238,7 +255,7 @@ class CoordinatorSide(BoardCore):
         self.sweep(term=term)
 
     def measure(self) -> int:
-        """Return the bytes that the run takes in Redis."""
+        """Return the bytes that the run takes in Redis, data nodes included."""
 
         def operation(client: redis.Redis) -> int:
             total = 0
@@ -250,21 +267,38 @@ class CoordinatorSide(BoardCore):
                     total += sum(size or 0 for size in pipe.execute())
             return total
 
-        return self._connection.run(operation)
+        return sum(connection.run(operation) for connection in self._nodes.every)
 
     def delete(self) -> None:
-        """Delete everything under the run's prefix. Workers of the run get RunMissing from then on."""
-        pattern = f"{self.prefix}*"  # run ids have no wildcards
+        """Delete everything under the run's prefix. Workers of the run get RunMissing from then on.
 
-        def operation(client: redis.Redis) -> None:
-            client.unlink(f"{self.prefix}state")
-            batch: list[bytes] = []
-            for key in client.scan_iter(match=pattern, count=1000):
-                batch.append(key)
-                if len(batch) == transfer.KEYS_TOGETHER:
-                    client.unlink(*batch)
-                    batch.clear()
-            if batch:
-                client.unlink(*batch)
+        The run's data nodes are those that it was created with. Raises BoardUnavailable for one that is away, after the
+        rest is deleted: repeat it when that is back.
+        """
+        record = f"{self.prefix}data_nodes"
+        text = self._connection.run(lambda client: client.get(record))
+        nodes = [self._connect_node(url) for url in json.loads(text or "[]")]
+        try:
+            transfer.unlink_keys(self._connection, [f"{self.prefix}state"])
+            away = None
+            for connection in (self._connection, *nodes):
+                try:
+                    connection.run(partial(self._unlink_all, connection, record))
+                except BoardUnavailable as error:
+                    away = error
+            if away is not None:
+                raise away
+            transfer.unlink_keys(self._connection, [record])
+        finally:
+            for connection in nodes:
+                connection.close()
 
-        self._connection.run(operation)
+    def _unlink_all(self, connection: RedisConnection, spared: str, client: redis.Redis) -> None:
+        """Remove all keys of the run from one server, but one."""
+        found = client.scan_iter(match=f"{self.prefix}*", count=1000)  # run ids have no wildcards
+        transfer.unlink_keys(connection, (key.decode() for key in found if key.decode() != spared))
+
+    def _node_bytes(self) -> tuple[int, int, int]:
+        """Return the bytes that data nodes use, may use, and may use for surplus groups, together; zeros for none."""
+        memory = self._nodes.memory()
+        return (0, 0, 0) if memory is None else (memory.used, memory.max_bytes, memory.high_water)

@@ -2,8 +2,9 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import redis
@@ -11,11 +12,13 @@ import redis
 from relaxd.board.connection import RedisConnection
 from relaxd.board.errors import BoardError, ColumnsTooLarge, RunMissing, TooLate
 from relaxd.board.payloads import transfer
-from relaxd.board.payloads.attempt import Attempt, new_names
+from relaxd.board.payloads.attempt import Attempt, all_places, new_names
 from relaxd.board.payloads.encoding import decode_columns
+from relaxd.board.payloads.nodes import PayloadNodes
 from relaxd.board.stages import PUBLISH, Stage, producers
-from relaxd.board.types import Counts, DroppedGroup, HeldGroup, QueueDepth
+from relaxd.board.types import Column, Counts, DroppedGroup, HeldGroup, QueueDepth
 from relaxd.config import BoardConfig
+from relaxd.redis_client import with_access_of
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 RUN_ID_RULE = "must be 1 to 64 letters, digits, dots, dashes and underscores, the first one a letter or digit"
@@ -64,7 +67,10 @@ class BoardCore:
         self.stages = tuple(stages)
         self.limits = limits
         self.orphan_seconds = orphan_seconds
-        self._connection = RedisConnection(redis_url, timeout_seconds=timeout_seconds, retry_seconds=retry_seconds)
+        connect = partial(RedisConnection, timeout_seconds=timeout_seconds, retry_seconds=retry_seconds)
+        self._connect_node = lambda url: connect(with_access_of(url, redis_url))
+        self._connection = connect(redis_url)
+        self._nodes = PayloadNodes(self._connection, limits.data_urls, self._connect_node)
         self._by_name = {stage.name: stage for stage in self.stages}
         self._producers = producers(self.stages)
         self._routes = json.dumps([[stage.name, self._writers(stage)] for stage in self.stages])
@@ -162,7 +168,11 @@ class BoardCore:
 
     def close(self) -> None:
         """Close the connections to Redis."""
-        self._connection.close()
+        self._nodes.close()
+
+    def _attempt(self, name: str, columns: Mapping[str, Column]) -> Attempt:
+        """Encode columns under a new name. Raises ColumnError."""
+        return Attempt(self.prefix, name, columns, nodes=len(self._nodes.data))
 
     def _stream(self, stage: str) -> str:
         if stage not in self._by_name:
@@ -200,10 +210,8 @@ class BoardCore:
             milliseconds = transfer.patience(
                 sum(attempts[index].attempt.large_bytes for index in left), self.orphan_seconds
             )
-            refused = self._register([attempts[index] for index in left], milliseconds)
-            left = [index for index in left if attempts[index].attempt.pointer not in refused]
-            transfer.write(self._connection, [attempts[index].attempt for index in left], milliseconds)
-            replies = dict(zip(left, script(left) if left else [], strict=True))
+            left, lasting = self._write(attempts, left, milliseconds)
+            replies = dict(zip(left, script(left), strict=True)) if left and lasting else dict.fromkeys(left, -1)
             left = [index for index, reply in replies.items() if reply == -1]
             results = [max(0, replies.get(index, result)) for index, result in enumerate(results)]
             if not left:
@@ -215,6 +223,29 @@ class BoardCore:
             f"group {late.group_id}: what {late.stage!r} writes came too late {WRITES} times: "
             f"{late.attempt.large_bytes} bytes took longer than {milliseconds / 1000:.0f} s"
         )
+
+    def _write(
+        self, attempts: Sequence[GroupAttempt], indices: Sequence[int], milliseconds: int
+    ) -> tuple[list[int], bool]:
+        """Register attempts and write their large payloads; those on data nodes last from then on.
+
+        Returns the indices of those that somebody still wants, and whether all that should last does.
+        """
+        left = self._wanted(attempts, indices, milliseconds)
+        transfer.write(self._nodes, [attempts[index].attempt for index in left], milliseconds)
+        placed = [index for index in left if attempts[index].attempt.on_nodes]
+        # They are registered a second time: since the first one, a sweep may have freed what was written before it, but
+        # not what was written after it. So what lasts is registered, garbage, or pointed to.
+        wanted = self._wanted(attempts, placed, milliseconds)
+        pointers = [attempts[index].attempt.pointer for index in wanted]
+        places = [place for pointer in pointers for place in all_places(self.prefix, pointer)]
+        left = [index for index in left if index in wanted or index not in placed]
+        return left, not transfer.keep(self._nodes, places)
+
+    def _wanted(self, attempts: Sequence[GroupAttempt], indices: Sequence[int], milliseconds: int) -> list[int]:
+        """Register attempts; returns the indices of those that somebody wants."""
+        refused = self._register([attempts[index] for index in indices], milliseconds)
+        return [index for index in indices if attempts[index].attempt.pointer not in refused]
 
     def _register(self, attempts: Sequence[GroupAttempt], milliseconds: int) -> set[str]:
         """Register attempts whose large payloads take at most `milliseconds` to write.

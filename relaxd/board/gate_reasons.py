@@ -35,13 +35,14 @@ def _memory(stored: int, reserved: int, each: int, high_water: int) -> str:
     return (
         f"open groups have stored {megabytes(stored)} in Redis and may need {megabytes(reserved)} more; another group "
         f"of up to {megabytes(each)} would exceed the high-water mark of {megabytes(high_water)} "
-        "(board.high_water_bytes; unless set, four fifths of Redis's maxmemory)"
+        "(board.high_water_bytes; unless set, four fifths of the maxmemory of Redis, or of the data nodes)"
     )
 
 
-def _full(used: int, most: int) -> str:
+def _full(used: int, most: int, on_nodes: int = 0) -> str:
+    what = "the fullest data node is full (all count like it): they use" if on_nodes else "Redis is full: it uses"
     return (
-        f"Redis is full: it uses {megabytes(used)} of {megabytes(most)}. If no step makes room, raise its maxmemory "
+        f"{what} {megabytes(used)} of {megabytes(most)}. If no step makes room, raise its maxmemory "
         "(redis-cli CONFIG SET maxmemory ...)"
     )
 

@@ -6,6 +6,8 @@ from relaxd.board.gate_reasons import megabytes
 from relaxd.board.stages import stages_for
 from relaxd.config import RunConfig
 
+NO_EVICTION = "noeviction"
+"""The maxmemory-policy with which Redis forgets nothing."""
 TEXT_BYTES = 11
 """Upper bound of a token's text."""
 GROUP_BYTES = 4096
@@ -65,11 +67,14 @@ def size_problems(config: RunConfig, *, expert_bytes: int = 0, memory: RedisMemo
         )
     if memory is None:
         return problems
-    if memory.policy != "noeviction":
+    place, any_of = "Redis", "Redis"
+    if board.data_urls:
+        place, any_of = "all data nodes (board.data_urls)", "Redis or a data node"
+    if memory.policy != NO_EVICTION:
         problems.append(
             SizeProblem(
                 "",
-                f"Redis has maxmemory-policy {memory.policy}, with which it forgets groups when it is full: set "
+                f"{any_of} has maxmemory-policy {memory.policy}, with which it forgets groups when it is full: set "
                 "maxmemory-policy noeviction",
             )
         )
@@ -77,8 +82,8 @@ def size_problems(config: RunConfig, *, expert_bytes: int = 0, memory: RedisMemo
         problems.append(
             SizeProblem(
                 "board.high_water_bytes",
-                f"= {board.high_water_bytes}, but Redis takes only {memory.max_bytes} bytes (its maxmemory): leave it "
-                "unset for four fifths of that, or raise maxmemory",
+                f"= {board.high_water_bytes}, but {place} takes only {memory.max_bytes} bytes (its maxmemory): leave "
+                "it unset for four fifths of that, or raise maxmemory",
             )
         )
     worst = trainer.groups_per_step * worst_bytes(config, config.published_prompt_tokens, expert_bytes=expert_bytes)
@@ -90,7 +95,7 @@ def size_problems(config: RunConfig, *, expert_bytes: int = 0, memory: RedisMemo
         problems.append(
             SizeProblem(
                 "trainer.groups_per_step",
-                f"= {trainer.groups_per_step}: a step takes up to {megabytes(worst)} in Redis "
+                f"= {trainer.groups_per_step}: a step takes up to {megabytes(worst)} in {place} "
                 f"({trainer.groups_per_step} groups x {rollout.samples_per_prompt} samples x {rollout.max_new_tokens} "
                 f"tokens x {_stored_bytes(config) + expert_bytes} bytes), which has room for "
                 f"{megabytes(memory.max_bytes)}. {advice}",

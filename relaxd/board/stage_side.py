@@ -13,7 +13,7 @@ from relaxd.board.core import WORKERS, BoardCore, GroupAttempt, reading
 from relaxd.board.errors import BoardError, ColumnError
 from relaxd.board.facts import facts_json, facts_of
 from relaxd.board.payloads import transfer
-from relaxd.board.payloads.attempt import Attempt, Place, all_places, new_names, places
+from relaxd.board.payloads.attempt import Place, all_places, new_names, places
 from relaxd.board.payloads.encoding import decode_columns
 from relaxd.board.schema import LOSS_MASK, VERSIONS
 from relaxd.board.stages import PUBLISH
@@ -74,13 +74,16 @@ class StageSide(BoardCore):
         placed = self._places(deliveries, columns)
         every = {place for group in placed if group is not None for place in group.values()}
         ids = [delivery.group_id for delivery in deliveries]
-        found, is_open = transfer.read(self._connection, every, "SMISMEMBER", f"{self.prefix}open", *ids)
+        found, is_open = transfer.read(self._nodes, every, "SMISMEMBER", f"{self.prefix}open", *ids)
         payloads = {place: None if data is None else decode_columns(data) for place, data in found.items()}
         loaded = [None if group is None else _pick(payloads, group) for group in placed]
-        lacking = [id for id, group, held in zip(ids, loaded, is_open, strict=True) if held and group is None]
+        lacking: list[str] = []
+        for group_id, group, held in zip(ids, placed, is_open, strict=True):
+            missing = next((place.keys[0] for place in (group or {}).values() if payloads[place] is None), None)
+            lacking += [group_id, missing] if held and missing is not None else []
         if lacking:
             dropped = self._connection.script("drop_lost", self.prefix, self.limits.max_retries, *lacking)
-            logger.error("dropped %d groups whose payloads are gone from Redis, of %s", dropped, lacking[:5])
+            logger.error("dropped %d groups whose payloads are gone from Redis, of %s", dropped, lacking[:10:2])
         return [group if held else None for group, held in zip(loaded, is_open, strict=True)]
 
     def saved(self, delivery: Delivery) -> Saved:
@@ -95,7 +98,7 @@ class StageSide(BoardCore):
         try:
             placed = [all_places(self.prefix, pointer) for pointer in pointers.split()]
             every = {place for of_part in placed for place in of_part}
-            payloads, still = transfer.read(self._connection, every, *saved)
+            payloads, still = transfer.read(self._nodes, every, *saved)
             if still != found:  # somebody committed, dropped or forgot it this moment
                 return Saved()
             return Saved(pointers, tuple(_join(payloads, of_part) for of_part in placed))
@@ -119,7 +122,7 @@ class StageSide(BoardCore):
         Returns the pointers of all parts; None if this delivery does not hold the group any more, or others have saved
         or forgotten something. Raises ColumnError, TooLate.
         """
-        attempt = Attempt(self.prefix, new_names([delivery.group_id])[0], columns)
+        attempt = self._attempt(new_names([delivery.group_id])[0], columns)
         self._check_size(delivery.group_id, f"the unfinished work of stage {delivery.stage!r}", attempt)
         hold = (delivery.group_id, delivery.stage, delivery.entry_id, delivery.consumer, delivery.attempt)
 
@@ -209,7 +212,7 @@ class StageSide(BoardCore):
                 f"stage {delivery.stage!r} writes columns {', '.join(sorted(writes))}; "
                 f"got {', '.join(sorted(columns)) or 'none'}"
             )
-        attempt = Attempt(self.prefix, name, columns)
+        attempt = self._attempt(name, columns)
         self._check_size(delivery.group_id, f"the output of stage {delivery.stage!r}", attempt)
         versions, mask = columns.get(VERSIONS), columns.get(LOSS_MASK)
         if isinstance(versions, np.ndarray) and isinstance(mask, np.ndarray) and versions.shape == mask.shape:

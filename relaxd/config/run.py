@@ -1,9 +1,11 @@
 """The configuration of a run: one TOML file, one model."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from relaxd.config.algorithm import AlgorithmConfig, GRPOConfig, OwnConfig
 from relaxd.config.base import Section
@@ -15,6 +17,8 @@ from relaxd.config.optimizer import OptimizerConfig
 from relaxd.config.rehearsal import RehearsalConfig
 from relaxd.config.reward import RewardConfig
 from relaxd.config.roles import CriticConfig, RolesConfig
+from relaxd.redis_client import parse as parse_redis_url
+from relaxd.redis_client import where
 
 FEWEST_PORTS = 2
 """Ports on which a trainer listens besides its service's: its ranks' and the weight group's rendezvous."""
@@ -291,6 +295,22 @@ class BoardConfig(Section):
     fifths of Redis's maxmemory, or a fifth of its machine's memory if it has none."""
     max_group_bytes: int = Field(default=256 << 20, ge=1 << 10, le=16 << 30)
     """Maximum bytes in Redis of a prompt, or of one stage's columns of a group. A larger one fails."""
+    data_urls: tuple[str, ...] = Field(default=(), max_length=64)
+    """Redis servers for large columns, such as ["redis://data-1:6379/0", "redis://data-2:6379/0"]; empty: they are on
+    the board's Redis. User, password and certificates are those of the board's Redis."""
+
+    @field_validator("data_urls")
+    @classmethod
+    def _data_nodes_differ(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            if urlsplit(url).password:
+                raise ValueError("a URL has a password, which the run's records would show: leave it out")
+            parse_redis_url(url)
+        places = [where(url) for url in urls]
+        twice = [place for place, times in Counter(places).items() if times > 1]
+        if twice:
+            raise ValueError(f"{twice[0]} is named twice: each data node must be a server of its own")
+        return urls
 
 
 class WeightsConfig(Section):

@@ -15,6 +15,7 @@ import redis
 from relaxd.client.errors import CliError
 from relaxd.local.ports import LOOPBACK
 from relaxd.local.redis_address import without_password, write_private
+from relaxd.redis_client import connect, parse, where
 from relaxd.rpc.credentials import REDIS_FILES, with_certificates, with_password
 
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -26,7 +27,7 @@ MIN_VERSION = (7, 0)
 def given_url() -> str | None:
     """Return REDIS_URL, if set, with password and certificates from files.
 
-    Raises CliError when those can't be read.
+    Raises CliError when those can't be read, or the URL is wrong.
     """
     url = os.environ.get("REDIS_URL")
     if not url:
@@ -35,7 +36,9 @@ def given_url() -> str | None:
         if (file := os.environ.get("RELAXD_REDIS_PASSWORD_FILE")) and not without_password(url)[1]:
             url = with_password(url, file)
         files = {name: os.environ.get(f"RELAXD_REDIS_{name.upper()}", "") for name in REDIS_FILES}
-        return with_certificates(url, files)
+        url = with_certificates(url, files)
+        parse(url)
+        return url
     except (OSError, ValueError) as error:
         raise CliError(f"REDIS_URL cannot be used: {error}") from error
 
@@ -116,7 +119,7 @@ def wait_until_up(redis_url: str, *, seconds: float = float("inf"), ended: Calla
 
     Raises CliError when it doesn't answer within `seconds`, or as soon as `ended()` returns True.
     """
-    client = redis.Redis.from_url(redis_url, socket_timeout=2.0, socket_connect_timeout=2.0)
+    client = connect(redis_url, seconds=2.0)
     deadline = time.monotonic() + seconds
     try:
         while True:
@@ -124,11 +127,11 @@ def wait_until_up(redis_url: str, *, seconds: float = float("inf"), ended: Calla
                 client.ping()
                 return
             except redis.AuthenticationError as error:
-                raise CliError(f"Redis at {without_password(redis_url)[0]} refuses the password: {error}") from error
+                raise CliError(f"Redis at {where(redis_url)} refuses the password: {error}") from error
             except redis.RedisError as error:
                 if ended() or time.monotonic() >= deadline:
                     raise CliError(
-                        f"Redis at {without_password(redis_url)[0]} does not answer: {error}",
+                        f"Redis at {where(redis_url)} does not answer: {error}",
                         "check that it runs and that REDIS_URL is right" if given_url() else "see redis.log",
                     ) from error
             time.sleep(0.05)  # named: by the callers

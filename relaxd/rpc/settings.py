@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from relaxd import __version__
+from relaxd.redis_client import parse as parse_redis_url
 from relaxd.roles import ROLES
 from relaxd.rpc.access import Tokens
 from relaxd.rpc.container_id import container_id
@@ -198,8 +199,10 @@ _level.__name__ = f"log level ({', '.join(LOG_LEVELS)})"
 
 
 def _redis_url(text: str) -> str:
-    if not text.startswith(("redis://", "rediss://", "unix://")):
-        raise ValueError
+    try:
+        parse_redis_url(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
     return text
 
 
@@ -214,9 +217,6 @@ _http_url.__name__ = "URL (http://host:port)"
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(filter(None, (name.strip() for name in text.split(","))))
-
-
-_redis_url.__name__ = "Redis URL (redis://host:port/database)"
 
 
 def _program(text: str) -> str:
@@ -292,6 +292,8 @@ def _from_environment(parser: argparse.ArgumentParser, flag: _Flag, environment:
         return flag.default
     try:
         return flag.kind(text)
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"environment variable {flag.variable}: {error}")
     except ValueError:
         shown = re.sub(r"//.*@", "//...@", text)  # a URL's password
         parser.error(f"environment variable {flag.variable}: invalid {flag.kind.__name__} value: {shown!r}")
@@ -305,7 +307,7 @@ def _flags(role: str) -> list[_Flag]:
         _Flag("port", _port, COORDINATOR_PORT if is_coordinator else 0, "port to listen on; 0 picks a free one"),
         _Flag("advertise", _address, "", "host:port at which others reach this process"),
         _Flag("coordinator", _address, settings.coordinator, "host:port of the coordinator"),
-        _Flag("redis", _redis_url, settings.redis, "URL of the board's Redis"),
+        _Flag("redis", _redis_url, settings.redis, "URL of the board's Redis, or of its Sentinels"),
         _Flag("redis-password-file", str, "", "file with that Redis's password"),
         _Flag("redis-ca", str, "", "file with the CA of that Redis's certificate (rediss://)"),
         _Flag("redis-certificate", str, "", "file with the client certificate for that Redis"),

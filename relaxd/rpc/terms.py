@@ -12,6 +12,7 @@ import redis
 from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
+from relaxd.redis_client import connect
 from relaxd.rpc.errors import FailedPrecondition, InvalidArgument, Unavailable
 from relaxd.rpc.methods import needs_term
 
@@ -71,10 +72,9 @@ class RedisTerm:
     """The newest coordinator's term in Redis, read at each check."""
 
     def __init__(self, redis_url: str) -> None:
-        self._redis = redis.Redis.from_url(
+        self._redis = connect(
             redis_url,
-            socket_timeout=TIMEOUT_SECONDS,
-            socket_connect_timeout=TIMEOUT_SECONDS,
+            seconds=TIMEOUT_SECONDS,
             retry=Retry(ExponentialBackoff(cap=0.2, base=0.02), retries=2),
             health_check_interval=15,
         )

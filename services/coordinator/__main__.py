@@ -9,6 +9,7 @@ import redis
 
 from relaxd import telemetry
 from relaxd.board import Fenced
+from relaxd.redis_client import where
 from relaxd.rpc.errors import ServerError
 from relaxd.rpc.settings import ServiceSettings, parse_settings
 from services.coordinator.service import CoordinatorProcess
@@ -28,30 +29,34 @@ def connect(redis_url: str) -> Store:
     """Wait for Redis and start a new term. Raises CannotStart."""
     store = Store(redis_url)
     deadline = time.monotonic() + REDIS_WAIT_SECONDS
-    where = redis_url.rpartition("@")[2].partition("?")[0]  # without password and parameters
     warned = False
     while True:
         try:
+            if store.is_cluster_node():
+                raise CannotStart(
+                    f"Redis at {where(redis_url)} is a node of a Redis Cluster (cluster_enabled:1), which isn't "
+                    "supported: name a single server, or Sentinels (redis+sentinel://)"
+                )
             store.take_over()
             return store
         except StoreUnavailable as error:
             if isinstance(error.__cause__, redis.AuthenticationError):
                 raise CannotStart(
-                    f"Redis at {where} rejects the user or password: see --redis / RELAXD_REDIS and "
+                    f"Redis at {where(redis_url)} rejects the user or password: see --redis / RELAXD_REDIS and "
                     f"--redis-password-file / RELAXD_REDIS_PASSWORD_FILE ({error.__cause__})"
                 ) from error
             if time.monotonic() > deadline:
                 raise CannotStart(
-                    f"no Redis at {where} within {REDIS_WAIT_SECONDS:.0f} s: start one, or name another with --redis "
-                    f"/ RELAXD_REDIS ({error})"
+                    f"no Redis at {where(redis_url)} within {REDIS_WAIT_SECONDS:.0f} s: start one, or name another "
+                    f"with --redis / RELAXD_REDIS ({error})"
                 ) from error
             if not warned:
-                logger.warning("waiting for Redis at %s", where)
+                logger.warning("waiting for Redis at %s", where(redis_url))
             warned = True
             time.sleep(0.5)  # brief: REDIS_WAIT_SECONDS
         except redis.exceptions.NoPermissionError as error:
             raise CannotStart(
-                f"Redis at {where} denies this user a command (deploy/redis-acl.conf): {error}"
+                f"Redis at {where(redis_url)} denies this user a command (deploy/redis-acl.conf): {error}"
             ) from error
 
 

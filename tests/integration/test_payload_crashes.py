@@ -22,8 +22,8 @@ class DyingConnection(RedisConnection):
     left = 0
 
     def run(self, operation: Any) -> Any:
-        self.left -= 1
-        if self.left == 0:
+        DyingConnection.left -= 1
+        if DyingConnection.left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().run(operation)
 
@@ -43,8 +43,10 @@ def deaths(board: Board, work: Callable[[Board], object]) -> Iterator[int]:
 
     def run(step: int) -> None:
         mine = Board(board._connection.url, board.run_id, board.stages, board.limits)
-        mine._connection.__class__ = DyingConnection
-        mine._connection.left = step  # type: ignore[attr-defined]
+        # All of them together die at the same command.
+        DyingConnection.left = step
+        for connection in mine._nodes.every:
+            connection.__class__ = DyingConnection
         work(mine)
         os._exit(0)
 
@@ -68,11 +70,18 @@ def everything_ends(board: Board) -> None:
     board.sweep(term=1)
     audit(board)
     assert not client.exists(f"{prefix}pending", f"{prefix}garbage")
-    assert all(client.ttl(key) > 0 for key in client.keys(f"{prefix}columns:*"))
+    for server in (connection.client for connection in board._nodes.every):
+        assert all(server.ttl(key) > 0 for key in server.keys(f"{prefix}columns:*"))
 
 
-def test_a_stage_that_dies_anywhere_in_its_commit(redis_url: str) -> None:
-    board = make_board(redis_url, max_deliveries=100)
+@pytest.fixture(params=[0, 2], ids=["no data nodes", "two data nodes"])
+def data_urls(redis_url: str, request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """Data nodes: further databases of the server do."""
+    return tuple(redis_url.removesuffix("0") + str(number + 1) for number in range(request.param))
+
+
+def test_a_stage_that_dies_anywhere_in_its_commit(redis_url: str, data_urls: tuple[str, ...]) -> None:
+    board = make_board(redis_url, max_deliveries=100, data_urls=data_urls)
     board.publish(term=1, groups=[NewGroup("a", {"prompt_tokens": output("rollout")["tokens"], "prompt": "?"})])
 
     def work(mine: Board) -> None:
@@ -132,8 +141,8 @@ def test_a_coordinator_that_dies_anywhere_in_publishing(redis_url: str) -> None:
     everything_ends(board)
 
 
-def test_a_coordinator_that_dies_anywhere_in_a_sweep(redis_url: str) -> None:
-    board = make_board(redis_url, groups_per_step=8)
+def test_a_coordinator_that_dies_anywhere_in_a_sweep(redis_url: str, data_urls: tuple[str, ...]) -> None:
+    board = make_board(redis_url, groups_per_step=8, data_urls=data_urls)
     names = ["a", "b", "c"]
     columns = {"prompt_tokens": output("rollout")["tokens"], "prompt": "?"}
     board.publish(term=1, groups=[NewGroup(name, columns) for name in names])

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from relaxd.board import Board, Column, Delivery, NewGroup, Stage
-from relaxd.board.payloads.attempt import payload_keys
+from relaxd.board.payloads.attempt import all_places, payload_keys
 from relaxd.config import BoardConfig
 
 STAGES = (
@@ -140,11 +140,13 @@ def audit(board: Board) -> None:
     assert not wanted & garbage, f"to be freed, but pointed to: {wanted & garbage}"
 
     keys = [key.decode() for key in client.keys(f"{prefix}*")]
-    columns = [key for key in keys if key.startswith(f"{prefix}columns:")]
-    with client.pipeline() as pipe:
-        for key in columns:
-            pipe.ttl(key)
-        lasting = {key for key, seconds in zip(columns, pipe.execute(), strict=True) if seconds == -1}
+    lasting = set()
+    for server in (connection.client for connection in board._nodes.every):
+        columns = [key.decode() for key in server.keys(f"{prefix}columns:*")]
+        with server.pipeline() as pipe:
+            for key in columns:
+                pipe.ttl(key)
+            lasting |= {key for key, seconds in zip(columns, pipe.execute(), strict=True) if seconds == -1}
     assert wanted <= lasting, f"lost {wanted - lasting}"
     assert lasting <= wanted | garbage, f"leaked {lasting - wanted - garbage}"
 
@@ -152,7 +154,7 @@ def audit(board: Board) -> None:
     state = client.hgetall(f"{prefix}state")
     assert int(state[b"reserved_bytes"]) == sum(int(fields[b"room"]) for fields in groups.values())
     stored = {id: int(fields[b"stored"]) for id, fields in groups.items()}
-    assert stored == {id: _bytes_of(client, prefix, fields) for id, fields in groups.items()}
+    assert stored == {id: _bytes_of(board, fields) for id, fields in groups.items()}
     assert int(state[b"stored_bytes"]) == sum(stored.values())
     assert int(state[b"garbage_bytes"]) == sum(bytes_of(pointer) for pointer in thrown_away)
     found_hashes = {key.removeprefix(f"{prefix}group:") for key in keys if key.startswith(f"{prefix}group:")}
@@ -170,7 +172,8 @@ def _saved(fields: dict[bytes, bytes]) -> list[bytes]:
     return [pointer for name, value in fields.items() if name.startswith(b"saved:") for pointer in value.split()]
 
 
-def _bytes_of(client: Any, prefix: str, fields: dict[bytes, bytes]) -> int:
+def _bytes_of(board: Board, fields: dict[bytes, bytes]) -> int:
     """The bytes of what a group's pointers point to."""
     pointers = [*(value for name, value in fields.items() if name.startswith(b"@")), *_saved(fields)]
-    return sum(client.strlen(key) for pointer in pointers for key in payload_keys(prefix, pointer.decode()))
+    places = [place for pointer in pointers for place in all_places(board.prefix, pointer.decode())]
+    return sum(board._nodes.at(place.node).client.strlen(key) for place in places for key in place.keys)

@@ -1,6 +1,7 @@
 """A Redis (Valkey) server as a process, to be stopped, killed and restarted."""
 
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import redis
@@ -24,9 +25,13 @@ def await_append_only_file(url: str) -> None:
 class RedisServer:
     """A Valkey server of one's own: start, stop (clean), kill (SIGKILL), restart. With AOF, what it held survives."""
 
-    def __init__(self, folder: Path, *, append_only: bool = False, port: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, append_only: bool = False, port: int | None = None, options: Sequence[str] = ()
+    ) -> None:
         self.folder = folder
         self.append_only = append_only
+        self.options = tuple(options)
+        """Further options of the server."""
         self.port = port or free_port()
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -42,6 +47,7 @@ class RedisServer:
             *("--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder), "--save", ""),
             *("--appendonly", "yes" if self.append_only else "no", "--appendfsync", "everysec"),
             *("--maxmemory-policy", "noeviction", "--logfile", str(self.folder / "valkey.log")),
+            *self.options,
         ]
         # A write beyond RLIMIT_FSIZE, with which tests fill the disk, is to fail instead of killing the server.
         survivor = ["sh", "-c", 'trap "" XFSZ; exec "$0" "$@"']

@@ -3,13 +3,15 @@
 Small columns share a payload, which the committing script stores. Each large column is a payload of its own, written
 before the script in slices: no script handles its bytes, Redis serves others between two slices, and a stage that needs
 only the text doesn't fetch megabytes. A pointer names an attempt and says what is stored:
-"<name>:<bytes>[,<column>:<bytes>:<slices>]...", where the first bytes are those of the shared payload. Its keys are
-"columns:<name>:<bytes>" and, from 0 on, "columns:<name>:<bytes>:<column>:<slice>".
+"<name>:<bytes>[,<column>:<bytes>:<slices>[@<node>]]...", where the first bytes are those of the shared payload. Its
+keys are "columns:<name>:<bytes>" and, from 0 on, "columns:<name>:<bytes>:<column>:<slice>". A payload with a node is on
+that data node (board.data_urls, from 0 on), which a hash of its key chooses; all others are on the board's Redis.
 """
 
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
+from zlib import crc32
 
 from relaxd.board.errors import ColumnError
 from relaxd.board.payloads.encoding import encode_column, payload_parts
@@ -19,7 +21,7 @@ LARGE_BYTES = 64 * 1024
 """A column of at least this size gets a payload of its own."""
 SLICE_BYTES = 1 << 20
 """Most bytes under one key."""
-SEPARATORS = frozenset(",:|")
+SEPARATORS = frozenset(",:|@")
 """Characters that a large column's name must not have: pointers, and lists of them, use them."""
 
 
@@ -36,11 +38,20 @@ class LargePayload(NamedTuple):
         return -(-self.nbytes // SLICE_BYTES)
 
 
+class Slice(NamedTuple):
+    """A part of a large payload."""
+
+    node: int | None
+    """Its data node; None: the board's Redis."""
+    key: str
+    data: bytes
+
+
 class Attempt:
     """Columns to write."""
 
-    def __init__(self, prefix: str, name: str, columns: Mapping[str, Column]) -> None:
-        """Encode columns for a run's `prefix`, under a new name. Raises ColumnError."""
+    def __init__(self, prefix: str, name: str, columns: Mapping[str, Column], *, nodes: int = 0) -> None:
+        """Encode columns for a run's `prefix` and so many data nodes, under a new name. Raises ColumnError."""
         small, self._large = [], []
         for column, value in columns.items():
             encoded = encode_column(column, value)
@@ -48,10 +59,11 @@ class Attempt:
                 small.append(encoded)
                 continue
             if SEPARATORS & set(column):
-                raise ColumnError(f"column {column!r}: the name of a large column must not have ',', ':' or '|'")
+                raise ColumnError(f"column {column!r}: the name of a large column must not have ',', ':', '|' or '@'")
             parts = payload_parts([encoded])
             self._large.append(LargePayload(column, parts, sum(memoryview(part).nbytes for part in parts)))
         self._prefix = prefix
+        self._nodes = nodes
         self.shared = b"".join(payload_parts(small))
         """The payload of the small columns, for the script to store."""
         self.large_bytes = sum(payload.nbytes for payload in self._large)
@@ -64,13 +76,21 @@ class Attempt:
         """Give the attempt another new name: what was written under the old one is not used."""
         self._name = f"{name}:{len(self.shared)}"
         large = (f",{payload.column}:{payload.nbytes}:{payload.slices}" for payload in self._large)
+        if self._nodes:
+            large = (f"{one}@{crc32(f'{self._name}{one}'.encode()) % self._nodes}" for one in large)
         self.pointer = self._name + "".join(large)
 
-    def slices(self) -> Iterator[tuple[str, bytes]]:
-        """Yield (key, bytes) of each slice of the large payloads, one at a time."""
-        for payload in self._large:
-            for index, data in enumerate(_cut(payload.parts)):
-                yield f"{self._prefix}columns:{self._name}:{payload.column}:{index}", data
+    @property
+    def on_nodes(self) -> bool:
+        """Whether it has payloads on data nodes."""
+        return bool(self._nodes and self._large)
+
+    def slices(self) -> Iterator["Slice"]:
+        """Yield each slice of the large payloads, one at a time."""
+        placed = all_places(self._prefix, self.pointer)[1:]
+        for payload, place in zip(self._large, placed, strict=True):
+            for key, data in zip(place.keys, _cut(payload.parts), strict=True):
+                yield Slice(place.node, key, data)
 
 
 def new_names(group_ids: Iterable[str]) -> list[str]:
@@ -84,6 +104,8 @@ class Place(NamedTuple):
 
     keys: tuple[str, ...]
     nbytes: int
+    node: int | None = None
+    """Its data node; None: the board's Redis."""
 
 
 def places(prefix: str, pointer: str, columns: Iterable[str]) -> dict[str, Place]:
@@ -109,10 +131,12 @@ def _parse(prefix: str, pointer: str) -> tuple[Place, dict[str, Place]]:
     key = f"{prefix}columns:{name}"
     large = {}
     for part in rest:
-        column, size, count = part.split(":")
+        column, size, slices = part.split(":")
+        count, at, node = slices.partition("@")
         if int(count) < 1:
             raise ValueError(f"pointer {pointer!r}: column {column!r} has no slices")
-        large[column] = Place(tuple(f"{key}:{column}:{index}" for index in range(int(count))), int(size))
+        keys = tuple(f"{key}:{column}:{index}" for index in range(int(count)))
+        large[column] = Place(keys, int(size), int(node) if at else None)
     return Place((key,), int(name.rpartition(":")[2])), large
 
 

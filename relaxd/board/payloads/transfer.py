@@ -1,4 +1,4 @@
-"""Payloads on their way to Redis and back, in pieces between which Redis serves others."""
+"""Payloads on their way to Redis servers and back, in pieces between which these serve others."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
@@ -7,9 +7,11 @@ from typing import Any, TypeVar
 import redis
 
 from relaxd.board.connection import RedisConnection
-from relaxd.board.payloads.attempt import Attempt, Place
+from relaxd.board.payloads.attempt import Attempt, Place, Slice
+from relaxd.board.payloads.nodes import PayloadNodes
 
 T = TypeVar("T")
+Placed = TypeVar("Placed", Slice, Place)
 
 BYTES_TOGETHER = 4 << 20
 """Most bytes in one round trip, unless a single value has more: Redis copies a reply before it serves others."""
@@ -24,36 +26,63 @@ def patience(nbytes: int, orphan_seconds: float) -> int:
     return max(1, int(1000 * (orphan_seconds + nbytes / SLOWEST_BYTES_PER_SECOND)))
 
 
-def write(connection: RedisConnection, attempts: Iterable[Attempt], milliseconds: int) -> None:
-    """Write large payloads. Each slice expires after `milliseconds`, unless the committing script keeps it.
+def write(nodes: PayloadNodes, attempts: Iterable[Attempt], milliseconds: int) -> None:
+    """Write large payloads. Each slice expires after `milliseconds`, unless it is kept.
 
     NX: a repeated write, which may arrive at any time after the first, can't make a kept slice expire.
     """
     slices = (one for attempt in attempts for one in attempt.slices())
-    for together in gather(slices, lambda one: len(one[1]), BYTES_TOGETHER):
-        commands = [("SET", key, data, "NX", "PX", milliseconds) for key, data in together]
-        connection.pipeline(partial(_queue, commands=commands))
+    for together in gather(slices, lambda one: len(one.data), BYTES_TOGETHER):
+        for node, of_node in _by_node(together):
+            commands = [("SET", one.key, one.data, "NX", "PX", milliseconds) for one in of_node]
+            nodes.at(node).pipeline(partial(_queue, commands=commands))
 
 
-def read(connection: RedisConnection, places: Collection[Place], *last: Any) -> tuple[dict[Place, bytes | None], Any]:
-    """Read payloads; None for those of which a part is missing. Return them with the reply of a `last` command."""
-    sizes = [(key, place.nbytes // len(place.keys)) for place in places for key in place.keys]
-    commands = [
-        ("MGET", *(key for key, _ in together)) for together in gather(sizes, lambda one: one[1], BYTES_TOGETHER)
-    ]
+def keep(nodes: PayloadNodes, places: Iterable[Place]) -> set[Place]:
+    """Make payloads on data nodes last. Returns those of which a part is missing.
+
+    The committing script does it for payloads on the board's Redis.
+    """
+    missing = set()
+    for node, of_node in _by_node(place for place in places if place.node is not None):
+        for together in gather(of_node, lambda place: len(place.keys), KEYS_TOGETHER):
+            commands = [(word, key) for place in together for key in place.keys for word in ("PERSIST", "EXISTS")]
+            there = nodes.at(node).write(partial(_queue, commands=commands))[1::2]
+            lasting = {key for (_, key), found in zip(commands[1::2], there, strict=True) if found}
+            missing |= {place for place in together if not lasting.issuperset(place.keys)}
+    return missing
+
+
+def read(nodes: PayloadNodes, places: Collection[Place], *last: Any) -> tuple[dict[Place, bytes | None], Any]:
+    """Read payloads; None for those of which a part is missing. Return them with the board's reply to a `last` command.
+
+    The last command comes after all that was read.
+    """
     found: dict[str, bytes | None] = {}
+    for node, of_node in _by_node(place for place in places if place.node is not None):
+        for command in _reads(of_node):
+            values = nodes.at(node).pipeline(partial(_queue, commands=[command]))[0]
+            found.update(zip(command[1:], values, strict=True))
+    commands = _reads(place for place in places if place.node is None)
     for command in commands[:-1]:
-        found.update(zip(command[1:], connection.pipeline(partial(_queue, commands=[command]))[0], strict=True))
-    *values, reply = connection.pipeline(partial(_queue, commands=[*commands[-1:], last]))
+        values = nodes.board.pipeline(partial(_queue, commands=[command]))[0]
+        found.update(zip(command[1:], values, strict=True))
+    *replies, reply = nodes.board.pipeline(partial(_queue, commands=[*commands[-1:], last]))
     if commands:
-        found.update(zip(commands[-1][1:], values[0], strict=True))
+        found.update(zip(commands[-1][1:], replies[0], strict=True))
     return {place: _joined([found[key] for key in place.keys]) for place in places}, reply
 
 
-def unlink(connection: RedisConnection, keys: Collection[str]) -> None:
+def unlink(nodes: PayloadNodes, places: Iterable[Place]) -> None:
     """Free payloads."""
+    for node, of_node in _by_node(places):
+        unlink_keys(nodes.at(node), (key for place in of_node for key in place.keys))
+
+
+def unlink_keys(connection: RedisConnection, keys: Iterable[str]) -> None:
+    """Free keys of one server."""
     for together in gather(keys, lambda key: 1, KEYS_TOGETHER):
-        connection.pipeline(partial(_queue, commands=[("UNLINK", *together)]))
+        connection.write(partial(_queue, commands=[("UNLINK", *together)]))
 
 
 def gather(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
@@ -73,6 +102,20 @@ def gather(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[
 def _queue(pipe: redis.client.Pipeline, commands: Iterable[tuple[Any, ...]]) -> None:
     for command in commands:
         pipe.execute_command(*command)
+
+
+def _reads(places: Iterable[Place]) -> list[tuple[str, ...]]:
+    """Return the commands that read payloads of one server."""
+    sizes = [(key, place.nbytes // len(place.keys)) for place in places for key in place.keys]
+    return [("MGET", *(key for key, _ in together)) for together in gather(sizes, lambda one: one[1], BYTES_TOGETHER)]
+
+
+def _by_node(items: Iterable[Placed]) -> list[tuple[int | None, list[Placed]]]:
+    """Sort slices or places by their data node."""
+    by_node: dict[int | None, list[Placed]] = {}
+    for item in items:
+        by_node.setdefault(item.node, []).append(item)
+    return list(by_node.items())
 
 
 def _joined(slices: list[bytes | None]) -> bytes | None:

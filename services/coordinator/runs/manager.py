@@ -214,7 +214,10 @@ class RunManager:
         """Delete runs beyond the retention limits, and finish deletions of an earlier coordinator."""
         async with self._starting:
             for run_id in await asyncio.to_thread(self._store.deleting):
-                await self._delete_board(run_id, Board(self._settings.redis, run_id, (), BoardConfig()))
+                try:
+                    await self._delete_board(run_id, Board(self._settings.redis, run_id, (), BoardConfig()))
+                except Unavailable as error:  # such as a data node that only this run has
+                    logger.warning("run %s is still to be deleted: %s", run_id, error)
             records = await self.all()
             runs = [(record, record.board_bytes) for record in records]
             expired = set(self._retention.expired(runs, datetime.now(UTC)))

@@ -106,11 +106,14 @@ def _check_sizes(config: RunConfig, data: RunData, redis_url: str) -> tuple[str,
     """Check that the run's steps fit into Redis; returns warnings."""
     with contextlib.closing(Board(redis_url, "sizes", (), config.board)) as board:
         try:
+            nodes = board.data_node_problems()
             memory = board.memory()
         except BoardUnavailable as error:
             raise Unavailable(str(error)) from error
     problems = size_problems(config, expert_bytes=data.expert_bytes, memory=memory)
     violations = Violations()
+    for node in nodes:
+        violations.add(_field("board.data_urls"), node)
     for problem in problems:
         if problem.fatal and not problem.setting:
             raise FailedPrecondition(problem.message)

@@ -8,7 +8,7 @@ import redis
 from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
-from relaxd.board import passing
+from relaxd.redis_client import acknowledged, connect, is_cluster_node, parse, passing
 from relaxd.rpc.errors import Unavailable
 from relaxd.rpc.terms import TERM_KEY
 from services.coordinator.state.health_records import HealthRecord
@@ -83,24 +83,26 @@ class Store:
     """Reads and writes records. Synchronous and thread-safe; call it from threads."""
 
     def __init__(self, redis_url: str, *, timeout_seconds: float = 3.0) -> None:
-        self._redis = redis.Redis.from_url(
+        self._replicas = parse(redis_url).wait_replicas
+        self._seconds = timeout_seconds / 2
+        self._redis = connect(
             redis_url,
             decode_responses=True,
-            socket_timeout=timeout_seconds,
-            socket_connect_timeout=timeout_seconds,
+            seconds=timeout_seconds,
             retry=Retry(ExponentialBackoff(cap=0.2, base=0.02), retries=2),
             health_check_interval=15,
         )
-        self._take_over = self._redis.register_script(_TAKE_OVER)
-        self._guarded = self._redis.register_script(_GUARDED)
-        self._create = self._redis.register_script(_CREATE)
         self.term = 0
         self.superseded = False
         """A newer coordinator has taken over this Redis."""
 
+    def is_cluster_node(self) -> bool:
+        """Return whether this Redis is a node of a Redis Cluster."""
+        return bool(self._call(lambda: is_cluster_node(self._redis)))
+
     def take_over(self) -> int:
         """Start a new term, which fences all older coordinators."""
-        self.term = int(self._call(lambda: self._take_over(keys=[TERM_KEY])))
+        self.term = int(self._script(_TAKE_OVER, [TERM_KEY]))
         return self.term
 
     def check(self) -> None:
@@ -112,7 +114,7 @@ class Store:
         keys = [TERM_KEY, run_key(run.run_id), ACTIVE, RUNS, REQUESTS]
         created = run.create_time.timestamp()
         arguments: list[str | float] = [self.term, run.run_id, run.model_dump_json(), created, run.request_id]
-        answer = self._call(lambda: self._create(keys=keys, args=arguments))
+        answer = self._script(_CREATE, keys, *arguments)
         if answer == "EXISTS":
             raise RunIdTaken(run.run_id)
         if answer.startswith("ACTIVE "):
@@ -221,7 +223,16 @@ class Store:
         self._redis.close()
 
     def _write(self, commands: list[list[str]]) -> None:
-        self._check(self._call(lambda: self._guarded(keys=[TERM_KEY], args=[self.term, json.dumps(commands)])))
+        self._check(self._script(_GUARDED, [TERM_KEY], self.term, json.dumps(commands)))
+
+    def _script(self, text: str, keys: Sequence[str], *arguments: Any) -> Any:
+        """Run a script; what it wrote survives the primary, if the URL has `wait_replicas`."""
+
+        def queue(pipe: redis.client.Pipeline) -> None:
+            pipe.eval(text, len(keys), *keys, *arguments)
+
+        how: dict[str, Any] = {"replicas": self._replicas, "seconds": self._seconds}
+        return self._call(lambda: acknowledged(self._redis, queue, **how))[0]
 
     def _check(self, answer: str) -> None:
         if answer != "OK":

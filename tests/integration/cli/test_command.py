@@ -89,7 +89,7 @@ def test_a_taken_port_is_named(tmp_path: Path) -> None:
 def test_a_given_redis_that_does_not_answer_is_named(tmp_path: Path) -> None:
     done = relaxd("up", "--port", "0", cwd=tmp_path, REDIS_URL="redis://:secret@127.0.0.1:1/0")
     assert done.returncode == 1
-    assert "Redis at redis://127.0.0.1:1/0 does not answer" in done.stderr
+    assert "Redis at 127.0.0.1:1 does not answer" in done.stderr
     assert "secret" not in done.stderr
 
 

@@ -131,7 +131,7 @@ def test_a_redis_that_cannot_start_ends_the_supervisor(harness: Harness) -> None
     port = free_port()
     harness.run(StackPlan(state_folder=harness.folder.path, coordinator="-", redis=url(port), services=[spec], **FAST))
     assert harness.process.wait(timeout=30) == 1
-    assert f"Redis at {url(port)} does not answer" in harness.folder.log("supervisor").read_text()
+    assert f"Redis at 127.0.0.1:{port} does not answer" in harness.folder.log("supervisor").read_text()
     assert harness.folder.log_tail("redis") == ["no disk"]
 
 

@@ -141,7 +141,7 @@ def test_redis_that_is_away_at_the_start(tmp_path: Path, monkeypatch: pytest.Mon
     from services.coordinator import __main__ as program
 
     monkeypatch.setattr(program, "REDIS_WAIT_SECONDS", 0.5)
-    with pytest.raises(program.CannotStart, match=r"no Redis at 127\.0\.0\.1:1/0 within .* --redis / RELAXD_REDIS"):
+    with pytest.raises(program.CannotStart, match=r"no Redis at 127\.0\.0\.1:1 within .* --redis / RELAXD_REDIS"):
         program.connect("redis://:secret@127.0.0.1:1/0")
     folder = tmp_path / "redis"
     folder.mkdir()

@@ -42,7 +42,7 @@ def test_slices_are_the_payload_cut_up():
         "c": "y" * LARGE_BYTES,
     }
     attempt = Attempt("p:", "name", columns | {"small": 1})
-    slices = dict(attempt.slices())
+    slices = {one.key: one.data for one in attempt.slices()}
     assert attempt.pointer.startswith(f"name:{len(attempt.shared)},a:")
     for column, value in columns.items():
         whole = b"".join(data for key, data in slices.items() if f":{column}:" in key)
@@ -167,7 +167,7 @@ def test_what_a_dead_writer_left_expires_or_is_swept(redis_url):
     attempt = Attempt(board.prefix, "a.1", output("rollout", tokens=LARGE))
     milliseconds = transfer.patience(attempt.large_bytes, board.orphan_seconds)
     assert board._connection.script("register", board.prefix, milliseconds, "a", "rollout", attempt.pointer) == []
-    transfer.write(board._connection, [attempt], milliseconds)
+    transfer.write(board._nodes, [attempt], milliseconds)
     assert len(payload_keys(board)) == 3
     wait_until(lambda: len(payload_keys(board)) == 1, "its slices have expired", 5)
     assert board.sweep(term=1) == 1

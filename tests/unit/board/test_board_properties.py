@@ -154,7 +154,7 @@ class BoardMachine(RuleBasedStateMachine):
             (name,) = new_names([delivery.group_id])
             attempt = Attempt(self.board.prefix, name, output(stage, tokens=LARGE))
             if not self.board._register([GroupAttempt(delivery.group_id, stage, attempt)], 60_000):
-                transfer.write(self.board._connection, [attempt], 60_000)
+                transfer.write(self.board._nodes, [attempt], 60_000)
 
     def sweep(self, draw: Any) -> None:
         """The living coordinator sweeps, or one that has been replaced tries to; attempts may be overdue."""

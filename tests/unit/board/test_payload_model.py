@@ -61,7 +61,7 @@ class RealBoard:
         self.board.publish(term=1, groups=[NewGroup("g", {"prompt": "?"})])
         columns = {"tokens": np.arange(24, dtype=np.int32)}
         self.attempts = {writer: attempts.Attempt(self.prefix, f"g.{writer}", columns) for writer in WRITERS}
-        self.slices = {writer: list(attempt.slices()) for writer, attempt in self.attempts.items()}
+        self.slices = {writer: [one[1:] for one in attempt.slices()] for writer, attempt in self.attempts.items()}
         assert all(len(slices) == len(SLICES) for slices in self.slices.values())
         self.sweeping: dict[str, tuple[str, int]] = {}
         self.told: dict[str, str] = {}

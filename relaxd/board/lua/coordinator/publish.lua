@@ -1,14 +1,14 @@
 -- Publish groups, all or none: gate, data cursor, counters, entries.
--- ARGV: coordinator's term, stages (JSON), cursor (JSON, or empty to leave it), then for each group: id, pointer, trace,
+-- ARGV: NODES, coordinator's term, stages (JSON), cursor (JSON, or empty to leave it), then for each group: id, pointer, trace,
 -- worst-case bytes, retry_of (or empty), payload of the small columns, facts (JSON, or empty). Returns the number of groups; 0 if they were published
 -- before.
-local term, stages, cursor = tonumber(ARGV[1]), cjson.decode(ARGV[2]), ARGV[3]
+local term, stages, cursor = tonumber(ARGV[4]), cjson.decode(ARGV[5]), ARGV[6]
 local refused = refuse_coordinator(term)
 if refused then return refused end
 call('HSET', STATE, 'coordinator_term', term)
 
 local groups, ids, worst_bytes = {}, {}, 0
-for i = 4, #ARGV, 7 do
+for i = 7, #ARGV, 7 do
   local id, pointer, trace, worst, retry_of, shared, facts = unpack(ARGV, i, i + 6)
   local group = { id = id, pointer = pointer, trace = trace, worst_bytes = tonumber(worst), retry_of = retry_of, shared = shared,
     facts = facts }

@@ -1,11 +1,11 @@
 -- Make room when Redis is full: drop surplus groups, the newest first, until that frees a twentieth of its maximum. Their
 -- prompts wait to be retried. Groups that the open step needs or the trainer has taken stay.
--- ARGV: coordinator's term. Returns the number of dropped groups.
-local term = tonumber(ARGV[1])
+-- ARGV: NODES, coordinator's term. Returns the number of dropped groups.
+local term = tonumber(ARGV[4])
 local refused = refuse_coordinator(term)
 if refused then return refused end
-local used, max_bytes = memory(tonumber(call('HGET', STATE, 'high_water_bytes')))
-if used < max_bytes then return 0 end
+local full, max_bytes = fullness(tonumber(call('HGET', STATE, 'high_water_bytes')))
+if full == '' then return 0 end
 local open = call('SMEMBERS', OPEN)
 local surplus = #open - tonumber(call('HGET', STATE, 'groups_per_step'))
 local candidates = {}

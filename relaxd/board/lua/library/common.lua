@@ -18,8 +18,9 @@
 --                                         forgiven_attempt:<stage> is the last of them
 --   stage:<name>     stream, consumer group "workers": group, trace, attempts (where there were any), @<writer> ...
 --   columns:<name>:<bytes>[:<column>:<slice>]  payloads of an attempt; its pointer is
---                    "<name>:<bytes>[,<column>:<bytes>:<slices>]..." (relaxd.board.payloads.attempt). Slices expire until the
---                    attempt is accepted.
+--                    "<name>:<bytes>[,<column>:<bytes>:<slices>[@<data node>]]..." (relaxd.board.payloads.attempt). Slices
+--                    expire until the attempt is accepted; those on a data node until just before.
+--   data_nodes       URLs of the run's data nodes (JSON), where there are any
 --   pending          sorted set: pointers of attempts whose slices are being written -> when they are given up (milliseconds)
 --   garbage          set: pointers that no group has any more, or that came too late; sweep frees what they name
 --   ledger           stream, id "<step>-0"      samples   stream, id "<step>-<i>"
@@ -91,11 +92,13 @@ local function shared_key(pointer)
   return P .. 'columns:' .. (comma and string.sub(pointer, 1, comma - 1) or pointer)
 end
 
--- List the keys of the slices that a pointer names.
+-- List the keys of the slices that a pointer names, without those on data nodes.
 local function slice_keys(pointer)
   local keys, shared = {}, shared_key(pointer)
-  for column, slices in string.gmatch(pointer, ',([^,:]+):%d+:(%d+)') do
-    for i = 0, tonumber(slices) - 1 do keys[#keys + 1] = shared .. ':' .. column .. ':' .. i end
+  for column, slices, node in string.gmatch(pointer, ',([^,:]+):%d+:(%d+)(@?)') do
+    if node == '' then
+      for i = 0, tonumber(slices) - 1 do keys[#keys + 1] = shared .. ':' .. column .. ':' .. i end
+    end
   end
   return keys
 end
@@ -118,22 +121,21 @@ local function give_up(pointer)
   if call('ZREM', PENDING, pointer) == 1 and call('SISMEMBER', GARBAGE, pointer) == 0 then throw_away(pointer) end
 end
 
--- Give up attempts that are overdue. One whose slices last was accepted: its registration arrived late, for a second time.
+-- Give up attempts that are overdue. One that was accepted, and so has its shared payload, isn't given up: its registration
+-- arrived late, for a second time.
 local function give_up_pending(pointers)
   for _, pointer in ipairs(pointers) do
-    local first = slice_keys(pointer)[1]
-    if first and call('PTTL', first) == -1 then call('ZREM', PENDING, pointer) else give_up(pointer) end
+    if call('EXISTS', shared_key(pointer)) == 1 then call('ZREM', PENDING, pointer) else give_up(pointer) end
   end
 end
 
--- Make an attempt's payloads last: store the shared one and stop the slices from expiring. Return whether it could be done;
--- otherwise the attempt came too late.
+-- Make an attempt's payloads last: store the shared one and stop the slices from expiring (those on data nodes last already).
+-- Return whether it could be done; otherwise the attempt came too late.
 local function accept(pointer, shared)
   if call('SISMEMBER', GARBAGE, pointer) == 1 then return false end -- a request that arrived late, for a second time
-  local slices = slice_keys(pointer)
-  if #slices > 0 then
+  if string.find(pointer, ',', 1, true) then
     if call('ZREM', PENDING, pointer) == 0 then return false end
-    for _, key in ipairs(slices) do
+    for _, key in ipairs(slice_keys(pointer)) do
       if call('PERSIST', key) == 0 then
         throw_away(pointer)
         return false

@@ -1,0 +1,93 @@
+"""Connections that go to whichever server is the primary when they are made.
+
+As https://redis.io/docs/latest/develop/reference/sentinel-clients describes: ask one Sentinel after the other, connect,
+check that the server is a primary. A server that says READONLY was demoted, and its connection is given up.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from relaxd.redis_client.address import RedisAddress
+
+SENTINEL_SECONDS = 1.0
+"""Deadline for each answer of a Sentinel: the next one may know better."""
+
+
+class PrimaryLookup:
+    """Asks Sentinels where the primary is, the one first that last knew."""
+
+    def __init__(self, address: RedisAddress, tls: dict[str, Any]) -> None:
+        """`tls`: redis-py's settings of TLS, for the Sentinels, too."""
+        self._service = address.service
+        self._sentinels: Sequence[tuple[str, int]] = address.sentinels
+        self._settings = {**tls, "username": address.sentinel_user or None}
+        self._password_file = address.sentinel_password_file
+
+    def find(self) -> tuple[str, int]:
+        """Return host and port of the primary. Raises redis.ConnectionError: no Sentinel knows it."""
+        problems = []
+        for index, (host, port) in enumerate(self._sentinels):
+            try:
+                found = self._ask(host, port)
+            except (redis.RedisError, OSError) as error:
+                problems.append(f"{host}:{port}: {error}")
+                continue
+            if found:
+                self._sentinels = (*self._sentinels[index:], *self._sentinels[:index])
+                return found[0], int(found[1])
+            problems.append(f"{host}:{port} watches no {self._service!r}")
+        raise redis.ConnectionError(f"NOPRIMARY no Sentinel names one: {'; '.join(problems)}")
+
+    def doubt(self) -> None:
+        """Ask another Sentinel first the next time: what this one said was out of date."""
+        self._sentinels = (*self._sentinels[1:], *self._sentinels[:1])
+
+    def _ask(self, host: str, port: int) -> list[str] | None:
+        password = Path(self._password_file).read_text(encoding="utf-8").strip() if self._password_file else None
+        seconds: dict[str, Any] = {"socket_timeout": SENTINEL_SECONDS, "socket_connect_timeout": SENTINEL_SECONDS}
+        once = Retry(NoBackoff(), 0)  # the next one may know; redis-py would ask this one again for seconds
+        with redis.Redis(
+            host, port, protocol=2, decode_responses=True, password=password, retry=once, **seconds, **self._settings
+        ) as sentinel:
+            found: list[str] | None = sentinel.execute_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service)
+            return found
+
+
+class PrimaryConnection(redis.Connection):
+    """A connection to the primary."""
+
+    def __init__(self, *, lookup: PrimaryLookup, **settings: Any) -> None:
+        self._lookup = lookup
+        super().__init__(**settings)
+
+    def _connect(self) -> Any:
+        self.host, self.port = self._lookup.find()
+        return super()._connect()
+
+    def on_connect_check_health(self, check_health: bool = True) -> None:
+        """Log in, and check that the server is a primary."""
+        super().on_connect_check_health(check_health=check_health)
+        self.send_command("INFO", "replication", check_health=False)
+        facts = self.read_response()
+        if "role:master" not in (facts.decode() if isinstance(facts, bytes) else facts):
+            self._lookup.doubt()
+            raise redis.ConnectionError(f"READONLY {self.host}:{self.port}, which the Sentinels named a moment ago")
+
+    def read_response(self, *arguments: Any, **settings: Any) -> Any:
+        """Read a reply; see redis.Connection."""
+        try:
+            return super().read_response(*arguments, **settings)
+        except redis.ReadOnlyError as error:
+            self.disconnect()  # what is still to be read of a pipeline was refused, too
+            raise redis.ConnectionError(
+                f"READONLY {self.host}:{self.port} was demoted: the Sentinels are asked for the next primary"
+            ) from error
+
+
+class PrimaryTlsConnection(PrimaryConnection, redis.SSLConnection):
+    """The same with TLS."""
