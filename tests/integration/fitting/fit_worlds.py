@@ -68,9 +68,9 @@ def micro_batch(prompt: int, seed: int) -> Any:
 def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
     """Measure on this rank."""
     found = _step(job, ranks) if job.micro_batches else _parameters(job, ranks)
-    from megatron.core import parallel_state  # only now: Megatron is imported after the bridge
+    from services.trainer.megatron.parallel import leave_layout
 
-    parallel_state.destroy_model_parallel()
+    leave_layout()
     return found
 
 

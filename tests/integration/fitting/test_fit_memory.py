@@ -11,8 +11,9 @@ from relaxd.fitting.layout import Layout
 from relaxd.fitting.parameters import model_parameters, stage_parameters
 from relaxd.fitting.shape import read_shape
 from relaxd.fitting.trainer import in_flight, sharded_parameters
+from services.trainer.megatron.parallel import shut_down
 from tests.integration.fitting.fit_worlds import LENGTH, Job, run_job, write_model
-from tests.integration.trainer.trainer_worlds import KINDS, run_world, shut_down_quietly, trainer_config
+from tests.integration.trainer.trainer_worlds import KINDS, run_world, trainer_config
 from tests.kit.ports import free_port
 
 RECOMPUTE = ("none", "selective", "full")
@@ -50,16 +51,16 @@ def test_saved_activations(tmp_path_factory: pytest.TempPathFactory, kind: str, 
     if not folder.exists():
         write_model(folder, kind, wide=True)
     job = Job((folder,), {"recompute": recompute}, micro_batches=1, prompt=prompt)
-    shut_down_quietly()
+    shut_down()
     check_step(job, run_job(job))
-    shut_down_quietly()
+    shut_down()
 
 
 def test_the_whole_models_parameters(tmp_path: Path) -> None:
     folders = write_model(tmp_path / "dense", "qwen3", tied=True), write_model(tmp_path / "mixture", "qwen2_moe")
-    shut_down_quietly()
+    shut_down()
     found = run_job(Job(folders))["parameters"]
-    shut_down_quietly()
+    shut_down()
     assert [policy for policy, _ in found] == [model_parameters(read_shape(folder)) for folder in folders]
 
 

@@ -15,9 +15,9 @@ from relaxd.roles import CRITIC, ROLES
 from relaxd.v1.replica_pb2 import REPLICA_STATE_READY
 from services.trainer.batch.step_file import read_committed
 from services.trainer.checkpoints.folder import checkpoint_path, critic_folder, read_state
+from services.trainer.megatron.parallel import shut_down
 from tests.integration.trainer.service_kit import RUN_ID, ScriptedCoordinator, TrainerProcess
 from tests.integration.trainer.test_critic import PlainLoop, config_of, prepare_run, rewards_of
-from tests.integration.trainer.trainer_worlds import shut_down_quietly
 from tests.integration.trainer.training_worlds import RunJob, run_job
 from tests.kit.waiting import wait_until
 
@@ -106,7 +106,7 @@ def check_weights(config: RunConfig, job: RunJob, loop: PlainLoop) -> None:
     from services.trainer.loop.checkpoints import Checkpoints
     from services.trainer.megatron.rank_channel import RankChannel
 
-    shut_down_quietly()
+    shut_down()
     learner = CriticLearner(config)
     board = Board(job.redis_url, RUN_ID, stages_for(config), config.board)
     folder = critic_folder(job.folder)
