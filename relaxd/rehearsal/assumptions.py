@@ -141,7 +141,7 @@ def rehearsed(config: RunConfig, scale: Scale, *, model: Path, folder: Path) -> 
         eval={"prompts": 0, "interval": 0, "sets": (), "before": False, "after": False},
         data={"sources": tuple(_shortened(one, new_tokens, least) for one in config.data.sources)},
         roles={"reference": config.roles.reference.model_copy(update={"model": ""})},
-        board={"high_water_bytes": config.board.high_water_bytes // shorter},
+        board={"high_water_bytes": config.board.high_water_bytes // shorter, "data_urls": ()},
         rehearsal=rehearsal.model_dump(),
     )
 
