@@ -30,6 +30,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WatchedRedis]:
         servers.stop()
 
 
+@pytest.mark.slow
 async def test_everybody_leaves_a_demoted_primary(watched: WatchedRedis) -> None:
     board, store, term = make_board(watched.url, retry_seconds=PATIENCE), Store(watched.url), RedisTerm(watched.url)
     assert program.connect(watched.url).term == 1
