@@ -58,7 +58,7 @@ def test_large_columns_are_on_data_nodes_until_they_are_swept(redis_url, urls, c
     for loaded in board.load(take(board, "reward"), ["tokens", "prompt"]):
         np.testing.assert_array_equal(loaded["tokens"], output("rollout", tokens=LARGE)["tokens"])
     advance(board, ["critic"])
-    board.drop("g0", reason="by_hand")
+    board.drop_groups(["g0"], term=1, reason="by_hand")
     audit(board)
     board.sweep(term=1)
     audit(board)
@@ -101,7 +101,7 @@ def test_a_writer_that_stalls_until_it_was_given_up_leaks_nothing(redis_url, url
     assert board.commit([(delivery, output("rollout", tokens=LARGE))]) == [True]
     assert moments == ["write", "keep"] * 3
     audit(board)
-    board.drop("a", reason="by_hand")
+    board.drop_groups(["a"], term=1, reason="by_hand")
     board.sweep(term=1)
     audit(board)
 
@@ -166,7 +166,7 @@ def test_a_data_node_that_is_away_is_waited_for_by_name(redis_url, urls, redis_s
     ):
         with pytest.raises(BoardUnavailable, match=away):
             operation()
-    board.drop("a", reason="by_hand")
+    board.drop_groups(["a"], term=1, reason="by_hand")
     with pytest.raises(BoardUnavailable, match=away):
         board.sweep(term=1)
     server.start()
