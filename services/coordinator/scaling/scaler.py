@@ -48,10 +48,10 @@ class Scaler:
 
     async def close(self) -> None:
         """Stop working; the next coordinator resumes the requests in progress."""
-        tasks = list(self._tasks)
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._tasks:
+            await asyncio.wait(self._tasks)
 
     async def accept(self, request_id: str, spec: ScaleSpec) -> ScaleRecord:
         """Start a request, or return the existing one if this repeats it.
