@@ -13,7 +13,8 @@ from services.coordinator.runs.manager import READERS, read_board
 
 
 async def test_many_changes_wake_their_waiters_a_few_times_and_none_is_missed() -> None:
-    signal, woken = Signal(), []
+    signal = Signal()
+    woken: list[float] = []
 
     async def look() -> None:
         while True:
