@@ -36,24 +36,3 @@ def test_policy_and_critic_go_on_after_everything_was_killed(workplace: Workplac
     code, output = workplace.relaxd("replay", "r", "--step", "5")
     assert code == 0, output
     assert output.count("the same") == 4, output
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_a_critic_service_goes_on_after_everything_was_killed(workplace: Workplace, tiny_model: Path) -> None:
-    settings = (*SETTINGS, "--roles.critic.placement", "service", "--roles.critic.max_value_staleness", "0")
-    state = StateFolder(workplace.folder / ".relaxd")
-    folder = workplace.folder / "runs" / "r"
-    kill_everything_at(workplace.start("run", "tiny.toml", "--run-id", "r", *settings), state, iter([5]))
-    code, output = workplace.relaxd("resume", "r", timeout=240)
-    assert code == 0, output
-    check_books(read_summary(folder), steps=9)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, 10))
-    assert [line["critic_step"] for line in lines] == list(range(9))
-    assert all(line["value_staleness_max"] == 0 for line in lines)
-    assert "queue_critic_seconds" in lines[-1]
-    assert (folder / "critic" / "checkpoints" / "step-000006").is_dir()
-    code, output = workplace.relaxd("replay", "r", "--step", "5")
-    assert code == 0, output
-    assert output.count("the same") == 4, output
