@@ -15,7 +15,7 @@ PEAK_FLOPS = 989e12
 EFFICIENCY = 0.52
 """Share of it that one rank reaches alone."""
 EXTRA_WORK = {"none": 1.0, "selective": 1.06, "full": 4 / 3}
-"""Work with recomputation over work without."""
+"""StepWork with recomputation over work without."""
 TENSOR_BYTES_PER_SECOND = 2.2e11
 """Of collectives within a layer over NVLink."""
 EXCHANGE_BYTES_PER_SECOND = 1.0e11
@@ -35,7 +35,7 @@ FULLNESS = 0.9
 
 
 @dataclass(frozen=True)
-class Workload:
+class StepWork:
     """A step's work."""
 
     tokens: float
@@ -67,7 +67,7 @@ class Seconds:
         return self.compute + self.bubble + self.communication + self.update
 
 
-def predict(shape: ModelShape, layout: Layout, work: Workload, element: int = 2) -> Seconds:
+def predict(shape: ModelShape, layout: Layout, work: StepWork, element: int = 2) -> Seconds:
     """Predict the seconds in which the trainer works on a step, its groups being there.
 
     FLOPs are 6 for each parameter that a token uses, and 12 x heads x head size for each layer and pair of tokens.

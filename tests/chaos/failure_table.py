@@ -46,7 +46,7 @@ FAILURES: list[tuple[str, tuple[str, ...], str]] = [
     ),
     (
         "a critic service or its rank dies, is stopped or hangs, also together with a rank of the trainer",
-        ("*critic*",),
+        ("kill critic*", "freeze critic*", "restart critic", "stall critic *"),
         "it is started again, loads its newest checkpoint and repeats the steps after it from their files; meanwhile "
         "groups wait for their values",
     ),
