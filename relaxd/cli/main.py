@@ -56,7 +56,7 @@ from relaxd.local.state import StateFolder
 
 HELP = """
 relaxd post-trains language models by reinforcement learning, asynchronously, as five gRPC services:
-coordinator, rollout, reward, advantage and trainer. (Some runs have more: reference, teacher, judge.)
+coordinator, rollout, reward, advantage and trainer. (Some runs have more: reference, teacher, critic, judge.)
 
 Start here:
 
