@@ -87,13 +87,17 @@ class WatchedRedis:
         wait_until(lambda: self.primary is not before, "the Sentinel to promote the replica", 60)
 
     @contextlib.contextmanager
-    def lag(self, seconds: float) -> Iterator[None]:
-        """Cut the replica off and stop it for so long, and until the context ends: it lacks what was written then."""
+    def lag(self, seconds: float = 0.0, *, cut: bool = True) -> Iterator[None]:
+        """Cut the replica off and stop it for so long, and until the context ends: it lacks what was written then.
+
+        Without `cut` it only stands still: the primary takes it for a replica still, and it gets what was sent later.
+        """
         replica = self.replica
         stopped = replica.process
         assert stopped is not None
-        with redis.Redis.from_url(replica.url, socket_timeout=10.0) as client:
-            client.execute_command("CLIENT", "KILL", "TYPE", "master")
+        if cut:
+            with redis.Redis.from_url(replica.url, socket_timeout=10.0) as client:
+                client.execute_command("CLIENT", "KILL", "TYPE", "master")
         stopped.send_signal(signal.SIGSTOP)
         time.sleep(seconds)
         try:
