@@ -5,7 +5,7 @@ from relaxd.data.models import models_in_trainer, resolve_model
 from relaxd.fitting.activations import MicroBatch
 from relaxd.fitting.host import Models, mean_answer
 from relaxd.fitting.shape import read_shape
-from relaxd.fitting.speed import Work
+from relaxd.fitting.speed import StepWork
 
 MAX_REPEAT = 2
 """Most tokens that attention sees over those of a row, as the trainer packs them."""
@@ -39,7 +39,7 @@ def micro_batch(config: RunConfig, budget: int) -> MicroBatch:
     return MicroBatch(tokens, int(repeat * tokens), bf16, 2 if bf16 else 4)
 
 
-def step_work(config: RunConfig, models: Models) -> Work:
+def step_work(config: RunConfig, models: Models) -> StepWork:
     """Return the work of a step with prompts of maximal and answers of mean length.
 
     A pass without gradients (a frozen model, log-probs before several updates) counts as a third of one with them, and
@@ -48,7 +48,7 @@ def step_work(config: RunConfig, models: Models) -> Work:
     trainer, rollout = config.trainer, config.rollout
     prompt, answer, trained = config.data.max_prompt_tokens, mean_answer(config), 1 + models.critic
     forward_only = len(models.frozen) + (trained if trainer.updates_per_step > 1 else models.critic)
-    return Work(
+    return StepWork(
         tokens=trainer.groups_per_step * (prompt + rollout.samples_per_prompt * answer),
         attended=trainer.groups_per_step * rollout.samples_per_prompt * (prompt + answer) ** 2 / 2,
         micro_batch_tokens=trainer.micro_batch_tokens,

@@ -35,7 +35,7 @@ FULLNESS = 0.9
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """A step's work."""
 
     tokens: float
@@ -67,7 +67,7 @@ class Seconds:
         return self.compute + self.bubble + self.communication + self.update
 
 
-def predict(shape: ModelShape, layout: Layout, work: Work, element: int = 2) -> Seconds:
+def predict(shape: ModelShape, layout: Layout, work: StepWork, element: int = 2) -> Seconds:
     """Predict the seconds in which the trainer works on a step, its groups being there.
 
     FLOPs are 6 for each parameter that a token uses, and 12 x heads x head size for each layer and pair of tokens.

@@ -9,7 +9,7 @@ from relaxd.fitting.engine import PROCESS_BYTES, engine_memory
 from relaxd.fitting.layout import Layout
 from relaxd.fitting.parameters import model_parameters
 from relaxd.fitting.shape import read_shape
-from relaxd.fitting.speed import Work, predict
+from relaxd.fitting.speed import StepWork, predict
 from relaxd.fitting.trainer import USABLE_SHARE, TrainedModel, trainer_stage
 from tests.unit.fitting.models import write_config
 
@@ -83,7 +83,7 @@ def test_seconds(tmp_path: Path, layout: Layout, measured: float) -> None:
     shape = read_shape(write_config(tmp_path, "1.7b"))
     tokens = 8 * 16_384
     # FULLNESS says how full micro-batches usually are; these were full.
-    work = Work(tokens, attended=tokens * 2048 / 2, micro_batch_tokens=int(16_384 / 0.9))
+    work = StepWork(tokens, attended=tokens * 2048 / 2, micro_batch_tokens=int(16_384 / 0.9))
     assert predict(shape, layout, work).total == pytest.approx(measured, rel=0.08)
 
 
