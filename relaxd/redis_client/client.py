@@ -11,10 +11,8 @@ from relaxd.redis_client.primary import PrimaryConnection, PrimaryLookup, Primar
 
 MARK_KEY = "relaxd:acknowledged"
 MARK = "#!lua flags=allow-oom\nreturn redis.call('INCR', KEYS[1])"
-"""Makes sure that the key is there, also when Redis is full."""
-MARK_MILLISECONDS = 86_400_000
-"""Every acknowledged write ends with a plain command that writes, the key's new expiry: WAIT waits for the last one of
-its connection, not for what a script writes, and what is repeated after a lost reply may write nothing at all."""
+"""A write. WAIT waits for the last write of its own connection, but what is repeated after a lost reply may find its
+work done, by another connection, and write nothing."""
 
 
 def connect(url: str, *, seconds: float, **settings: Any) -> redis.Redis:
@@ -54,7 +52,6 @@ def acknowledged(
         commands(pipe)
         if replicas:
             pipe.eval(MARK, 1, MARK_KEY)
-            pipe.pexpire(MARK_KEY, MARK_MILLISECONDS)
             pipe.execute_command("WAIT", replicas, max(1, int(seconds * 1000)))
         replies = pipe.execute(raise_on_error=False)
     for reply in replies:
@@ -62,7 +59,7 @@ def acknowledged(
             raise reply
     if not replicas:
         return replies
-    *replies, _, _, have_it = replies
+    *replies, _, have_it = replies
     if have_it < replicas:
         # A primary that is cut off keeps its connections, while the Sentinels name another: ask them again.
         client.connection_pool.disconnect(inuse_connections=False)
