@@ -92,6 +92,7 @@ WITHOUT_DEADLINE = {
         ("services/coordinator/runs/manager.py", "RunManager.close"),  # cancelled
         ("services/coordinator/runs/active_run.py", "ActiveRun._train"),  # an evaluation: see eval.stall_seconds
         ("services/coordinator/scaling/drive.py", "ReplicaDrive._drain"),  # a call with a deadline
+        ("services/coordinator/scaling/scaler.py", "Scaler.close"),  # cancelled
         ("services/reward/pool.py", "WorkerPool._request"),  # each sample before it has reward.timeout_seconds
         ("services/reward/worker.py", "Rewards._in_main_thread"),  # the pool kills it at the deadline
         ("services/rollout/engines/scripted/engine.py", "ScriptedEngine._generate"),  # each sample takes its time
