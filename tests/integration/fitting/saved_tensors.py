@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -20,7 +21,19 @@ class SavedBytes:
         self._left_out = {parameter.untyped_storage().data_ptr() for parameter in parameters}
         self._uses: dict[int, int] = {}
         self._now = 0
+        self._kept: WeakSet[_Kept] = WeakSet()
         self.peak = 0
+
+    def keep(self, content: Any) -> "_Kept":
+        """Return what autograd shall keep in place of `content`."""
+        kept = _Kept(self, content)
+        self._kept.add(kept)
+        return kept
+
+    def forget(self) -> None:
+        """Let go of what autograd still keeps: cycles through its graph would hold the model for good."""
+        for kept in list(self._kept):
+            kept.content = None
 
     def add(self, storage: torch.UntypedStorage) -> None:
         if storage.data_ptr() in self._left_out:
@@ -69,7 +82,7 @@ def saved_bytes(model: torch.nn.Module) -> Iterator[SavedBytes]:
     counted = SavedBytes(model.parameters())
 
     def counting(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Any:
-        return HOOKS(lambda tensor: _Kept(counted, pack(tensor)), lambda kept: unpack(kept.content))
+        return HOOKS(lambda tensor: counted.keep(pack(tensor)), lambda kept: unpack(kept.content))
 
     torch.autograd.graph.saved_tensors_hooks = counting  # type: ignore[assignment, misc]
     try:
@@ -77,3 +90,4 @@ def saved_bytes(model: torch.nn.Module) -> Iterator[SavedBytes]:
             yield counted
     finally:
         torch.autograd.graph.saved_tensors_hooks = HOOKS  # type: ignore[misc]
+        counted.forget()
