@@ -154,7 +154,7 @@ def test_group_that_is_dropped_elsewhere_is_taken_out_of_the_step(
     with trainer_service(config, redis_url_of_another_run(redis_url), again) as (coordinator, feeder, process):
         feeder.publish()
         dropped = feeder.begin(1, 0)
-        feeder.board.drop_groups([dropped[0]], term=1, reason="stopped")
+        feeder.board.drop(dropped[0], reason="stopped")
         feeder.feed(2, 0)
         coordinator.wait_for_version(1, 1)
         # The gradients of the dropped group have left no trace.
