@@ -53,4 +53,4 @@ def test_the_page_works_as_it_is(shell: Shell) -> None:
             return "\n---\n".join([page, *seen[:1], *seen[-1:]])
 
         # What needs a step, a second replica or the end of the run is typed again until it is there.
-        wait_until(answers, command, 40, explain=explain, pause_seconds=0.3)
+        wait_until(answers, command, 100, explain=explain, pause_seconds=0.3)
