@@ -90,6 +90,8 @@ class Follower:
     def _train_next(self) -> bool:
         """Train on the next step, if it is committed. Return whether there was anything to do."""
         self._checkpoints.complete_if_written()
+        # One that was wanted while the one before was written; after the last step, nothing else would begin it.
+        self._checkpoints.begin_if_wanted(self._rank.learner.step)
         try:
             if (term := self._board.critic_term()) > self._term:
                 raise Superseded(
@@ -119,7 +121,6 @@ class Follower:
         self._checkpoints.after_step(entry.step)
         if entry.step == self._steps:
             self._checkpoints.request(rotate=True)
-        self._checkpoints.begin_if_wanted(entry.step)
         return True
 
     def _train(self, entry: LedgerEntry) -> None:

@@ -30,7 +30,7 @@ from tests.kit import processes
 from tests.kit.processes import Partner, start_python
 
 RUN_ID = "run-1"
-PATIENCE = 60.0
+PATIENCE = 120.0
 READY, STARTING, QUARANTINED = (
     replica_pb2.REPLICA_STATE_READY,
     replica_pb2.REPLICA_STATE_STARTING,

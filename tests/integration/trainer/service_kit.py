@@ -28,7 +28,7 @@ from relaxd.v1 import (
 from tests.kit.processes import kill, start_python
 
 RUN_ID = "run-1"
-PATIENCE = 60.0
+PATIENCE = 120.0
 """Longest wait for anything, in seconds."""
 
 
