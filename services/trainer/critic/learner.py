@@ -71,7 +71,7 @@ class CriticLearner:
         self.step = 0
         """The last step on which it was trained; 0 before the first."""
         self.metrics: dict[str, float] = {}
-        """Its numbers in that step; none right after a checkpoint was loaded."""
+        """Its numbers in that step."""
         self._optimizer_steps = self._skipped_in_a_row = 0
         self._copies: HostCopies | None = None
         self._sums: dict[str, Tensor] = {}
@@ -122,8 +122,8 @@ class CriticLearner:
     def restore(self, folder: Path, step: int, *, same_layout: bool) -> None:
         """See `Checkpointed`."""
         self._wait_for_copies()
-        self._optimizer_steps = load_snapshot(self._stateful(step), folder, same_layout=same_layout)
-        self.step, self.metrics = step, {}
+        loaded = load_snapshot(self._stateful(step), folder, same_layout=same_layout)
+        self._optimizer_steps, self.metrics, self.step = loaded.optimizer_steps, loaded.metrics, step
         self._discard()
 
     def _group(self, group_id: str, file: StepFile) -> TrainGroup:
@@ -193,4 +193,4 @@ class CriticLearner:
             copies.wait_or_raise(self._trainer.collective_timeout_seconds)
 
     def _stateful(self, step: int) -> Stateful:
-        return Stateful(self._critic.state, None, {}, step, self.world, self._optimizer_steps)
+        return Stateful(self._critic.state, None, {}, step, self.world, self._optimizer_steps, self.metrics)

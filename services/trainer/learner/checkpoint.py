@@ -10,7 +10,7 @@ over torch's AdamW, without Transformer Engine or apex, has three pitfalls, hand
 import contextlib
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -83,6 +83,18 @@ class Stateful:
     """This rank's place in the world."""
     optimizer_steps: int
     """Number of updates that have changed the weights."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The numbers of the last step, where nothing else keeps them."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a learner keeps itself, as it was in a checkpoint."""
+
+    optimizer_steps: int
+    """As of `Stateful`."""
+    metrics: dict[str, float]
+    """As of `Stateful`."""
 
 
 class Checkpointed(Protocol):
@@ -113,6 +125,7 @@ class Snapshot:
         content = {
             **self._content(state.policy),
             "optimizer_steps": state.optimizer_steps,
+            "metrics": dict(state.metrics),
             "generators": _generators(state.world, read_generators()),
         }
         if state.critic is not None:
@@ -166,7 +179,7 @@ class Snapshot:
         self._strategy.finish()  # not the request's own functions, which wait for files in collectives
 
 
-def load_snapshot(state: Stateful, folder: Path, *, same_layout: bool) -> int:
+def load_snapshot(state: Stateful, folder: Path, *, same_layout: bool) -> Loaded:
     """Load a checkpoint into a learner. All ranks call it together.
 
     Args:
@@ -174,9 +187,6 @@ def load_snapshot(state: Stateful, folder: Path, *, same_layout: bool) -> int:
         folder: the checkpoint.
         same_layout: whether the parallel layout is the same as when it was saved. Only then are the random generators
             restored.
-
-    Returns:
-        Number of updates that have changed the weights.
 
     Raises:
         CheckpointError: it doesn't fit this model, or has no critic of this step.
@@ -203,8 +213,9 @@ def load_snapshot(state: Stateful, folder: Path, *, same_layout: bool) -> int:
         model.refreshed = True
     if same_layout:
         write_generators(loaded["generators"])
-    # Checkpoints of earlier releases have none; their steps had one update.
-    return int(loaded.get("optimizer_steps", state.policy.schedule.num_steps))
+    # Checkpoints of earlier releases have neither; their steps had one update.
+    steps = int(loaded.get("optimizer_steps", state.policy.schedule.num_steps))
+    return Loaded(steps, dict(loaded.get("metrics", {})))
 
 
 def _check_critic(state: Stateful, folder: Path) -> None:

@@ -374,7 +374,7 @@ class Learner:
     def restore(self, folder: Path, step: int, *, same_layout: bool) -> None:
         """Load the snapshot of a step; see `load_snapshot`. All ranks call it together."""
         self._wait_for_copies()
-        self._optimizer_steps = load_snapshot(self._stateful(step), folder, same_layout=same_layout)
+        self._optimizer_steps = load_snapshot(self._stateful(step), folder, same_layout=same_layout).optimizer_steps
         self._step, self._changed_in_step = step, False
         self.discard()
 
