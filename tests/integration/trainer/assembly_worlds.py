@@ -50,6 +50,7 @@ def run_job(job: AssemblyJob) -> dict[str, Any]:
 
     from relaxd.algorithms import create
     from relaxd.board import Board, stages_for
+    from services.trainer.checkpoints.part import CheckpointPart
     from services.trainer.loop import step_phases
     from services.trainer.loop.commands import Assemble, TrainingRank
     from services.trainer.loop.intake import Intake
@@ -80,7 +81,7 @@ def run_job(job: AssemblyJob) -> dict[str, Any]:
 
     memory: list[int] = []
     step_phases.BUNDLE_BYTES = job.bundle_bytes
-    config, nothing = job.config, None
+    config = job.config
     learner: Any = Learner(config)
     board = Board(job.redis_url, RUN_ID, stages_for(config), config.board)
     trainer, intake = config.trainer, None
@@ -98,8 +99,14 @@ def run_job(job: AssemblyJob) -> dict[str, Any]:
     # The deadline is short: the ranks make the channel together, once rank 0 has read all groups.
     dist.barrier()
     channel = RankChannel(job.deadline_seconds, learner.world.disk)
-    checkpoint: Any = nothing
-    rank = MeasuredRank(channel, learner, SlowRunner(learner, config), checkpoint, board, job.folder)
+    rank = MeasuredRank(
+        channel=channel,
+        learner=learner,
+        checkpoint=CheckpointPart(learner),
+        board=board,
+        run_folder=job.folder,
+        runner=SlowRunner(learner, config),
+    )
     try:
         if intake is None:
             rank.follow()
