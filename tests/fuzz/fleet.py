@@ -203,7 +203,7 @@ class Fleet:
             for line in lines:
                 if "Traceback" in line:
                     found.append(f"{name}: {_what_failed(lines)}")
-                elif any(word in line for word in ("never retrieved", "Fatal Python", "Segmentation")):
+                elif any(word in line for word in ("never awaited", "Fatal Python", "Segmentation")):
                     found.append(f"{name}: {line[:300]}")
         # gRPC itself, when a caller has gone away in the moment in which it is answered.
         return [bug for bug in dict.fromkeys(found) if "ExecuteBatchError" not in bug]
