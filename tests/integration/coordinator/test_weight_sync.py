@@ -154,6 +154,7 @@ def test_a_joiner_does_not_wait_for_the_interval(cluster: Cluster) -> None:
     first = cluster.until("other has weights", lambda: cluster.calls("other", "ReceiveWeights"))[0]["version"]
     assert first >= 2
     assert [call["version"] for call in cluster.calls("sound", "ReceiveWeights")][:2] == [0, first]
+    cluster.until_step(first + 1)
     answer = cluster.stub.SyncWeights(pb.SyncWeightsRequest(), timeout=20)  # an operator doesn't wait for it, either
     assert answer.weights.version > first
     cluster.stub.StopRun(pb.StopRunRequest(reason="enough"), timeout=20)
