@@ -18,6 +18,7 @@ import numpy as np
 import redis
 
 from benchmarks.board import redis_server
+from benchmarks.made_answers import answers
 from benchmarks.reporting import report
 from relaxd.board import STAGES, Board, Column, NewGroup, Stage
 from relaxd.config import BoardConfig
@@ -28,21 +29,9 @@ TEXT_BYTES = 4
 
 
 def rollout_columns(experts: bool) -> dict[str, Column]:
-    total = SAMPLES * TOKENS
-    columns: dict[str, Column] = {
-        "tokens": np.arange(total, dtype=np.int32),
-        "sample_of_sequence": np.arange(SAMPLES, dtype=np.int32),
-        "lengths": np.full(SAMPLES, TOKENS, np.int32),
-        "shares_prompt": np.ones(SAMPLES, np.uint8),
-        "loss_mask": np.ones(total, np.uint8),
-        "rollout_logprobs": np.full(total, -0.5, np.float32),
-        "versions": np.zeros(total, np.int64),
-        "finish": ["stop"] * SAMPLES,
-        "text": ["word" * (TOKENS * TEXT_BYTES // 4)] * SAMPLES,
-        "spans_weight_update": np.zeros(SAMPLES, np.uint8),
-    }
+    columns = answers(SAMPLES, TOKENS, text="word" * (TOKENS * TEXT_BYTES // 4))
     if experts:
-        columns["routed_experts"] = np.zeros((total, 48, 8), np.uint8)
+        columns["routed_experts"] = np.zeros((SAMPLES * TOKENS, 48, 8), np.uint8)
     return columns
 
 

@@ -1,4 +1,4 @@
-"""What a failover of Redis costs, and whether it loses anything.
+"""Cost of a failover of Redis, and a check that nothing is lost.
 
 `python -m benchmarks.failover --failovers 50`. A primary with one replica and a Sentinel, all real servers. Groups are
 published, go through three stages (a process) and are trained (a process), each step committed once. Again and again
@@ -62,7 +62,7 @@ RECOVERY_SECONDS = 120.0
 
 @dataclass
 class Outcome:
-    """What a campaign found."""
+    """Findings of a campaign."""
 
     failovers: int
     without_progress: list[float] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Outcome:
     steps: int = 0
     groups: int = 0
     lost: list[str] = field(default_factory=list)
-    """What was acknowledged and isn't there, or is there twice."""
+    """Acknowledged writes that are missing, or there twice."""
 
 
 def open_board(url: str) -> Board:

@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import numpy as np
 
+from benchmarks.made_answers import answers
 from relaxd import PROTOCOL_VERSION, __version__
 from relaxd.board import Board, Column, Delivery, StageWorker, stages_for
 from relaxd.config import RunConfig
@@ -152,7 +153,7 @@ class Rollout(Member):
                 version = self.weights.version
                 board.begin(delivery, version)
                 time.sleep(GENERATE_SECONDS)
-                board.commit([(delivery, answers(samples, version))])
+                board.commit([(delivery, answers(samples, TOKENS, text="17", version=version))])
                 self.done += 1
 
 
@@ -210,23 +211,6 @@ class Trainer(Member):
 
 
 TRAIN_STAGE = "train"
-
-
-def answers(samples: int, version: int) -> dict[str, Column]:
-    """Return the columns of a group's answers."""
-    total = samples * TOKENS
-    return {
-        "tokens": np.arange(total, dtype=np.int32),
-        "sample_of_sequence": np.arange(samples, dtype=np.int32),
-        "lengths": np.full(samples, TOKENS, np.int32),
-        "shares_prompt": np.ones(samples, np.uint8),
-        "loss_mask": np.ones(total, np.uint8),
-        "rollout_logprobs": np.full(total, -0.5, np.float32),
-        "versions": np.full(total, version, np.int64),
-        "finish": ["stop"] * samples,
-        "text": ["17"] * samples,
-        "spans_weight_update": np.zeros(samples, np.uint8),
-    }
 
 
 class RolloutCalls(rollout_pb2_grpc.RolloutServicer):

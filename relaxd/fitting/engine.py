@@ -1,4 +1,4 @@
-"""What an inference engine holds on each of its GPUs, and how many answers its key-value cache has room for."""
+"""Bytes of an inference engine on each of its GPUs, and the number of answers that its key-value cache has room for."""
 
 from dataclasses import dataclass
 

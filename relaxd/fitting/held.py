@@ -1,4 +1,4 @@
-"""What a GPU holds, and how much it may."""
+"""Bytes that a GPU holds, and may hold."""
 
 from dataclasses import dataclass
 
@@ -33,7 +33,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Held:
-    """What a GPU holds in one role when it holds the most."""
+    """Bytes of a GPU in one role, when it holds the most."""
 
     role: str
     place: str

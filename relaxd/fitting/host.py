@@ -1,4 +1,4 @@
-"""What a run needs of the trainer's host and of the disk."""
+"""Bytes that a run needs on the trainer's host and on disk."""
 
 from dataclasses import dataclass
 

@@ -26,7 +26,7 @@ def logit_bytes(shape: ModelShape, layout: Layout, batch: MicroBatch, gpu_bytes:
     """Return the memory of log-probs, if every token of the micro-batch is trained."""
     width = -(-shape.vocabulary // layout.tensor) * batch.element
     tokens = batch.tokens // layout.context
-    chunk = max(CHUNK_BYTES // width // 256, 1) * 256
+    chunk = _chunk_tokens(width)
     kept_chunks = int(gpu_bytes * KEPT_SHARE) // (chunk * width)
     kept = min(tokens, kept_chunks * chunk)
     # torch's operations need three chunks in float32 for one, the fused kernels none.
@@ -43,5 +43,10 @@ def forward_work(shape: ModelShape, layout: Layout, batch: MicroBatch) -> int:
     experts = shape.experts
     inner = 3 * shape.ffn if experts is None else experts.per_token * (shape.hidden + 3 * experts.ffn)
     layer = (3 * shape.hidden + inner) * batch.tokens * batch.element // layout.slices
-    chunk = max(CHUNK_BYTES // width // 256, 1) * 256
+    chunk = _chunk_tokens(width)
     return layer + (1 if batch.fused else 3) * min(chunk, batch.tokens) * width
+
+
+def _chunk_tokens(width: int) -> int:
+    """Return the tokens of a chunk whose logits take `width` bytes each."""
+    return max(CHUNK_BYTES // width // 256, 1) * 256

@@ -1,4 +1,4 @@
-"""What the GPUs of each role hold."""
+"""Bytes that the GPUs of each role hold."""
 
 from collections.abc import Sequence
 
@@ -109,4 +109,4 @@ def in_turns(trainer: Sequence[Held], engine: EngineMemory, hardware: Hardware, 
 
 
 _OF_A_PASS = ("activations", "recomputed layer", "logits", "work space")
-"""What a rank holds only while it trains."""
+"""Entries that a rank holds only while it trains."""

@@ -17,7 +17,7 @@ class Candidate:
 
     layout: Layout
     bytes: int
-    """What its fullest GPU holds."""
+    """Bytes of its fullest GPU."""
     seconds: float
     """Predicted, for the trainer's part in a step."""
 

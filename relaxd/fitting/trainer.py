@@ -1,4 +1,4 @@
-"""What each pipeline stage of a trained or a frozen model holds on a GPU."""
+"""Bytes of each pipeline stage of a trained or a frozen model on a GPU."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from relaxd.fitting.parameters import Parameters, stage_parameters
 from relaxd.fitting.shape import ModelShape
 
 PROCESS_BYTES = 2 << 30
-"""What a process holds beside its tensors: CUDA's context, cuBLAS's and cuDNN's workspaces, kernels, NCCL. Assumed."""
+"""Bytes of a process beside its tensors: CUDA's context, cuBLAS's and cuDNN's workspaces, kernels, NCCL. Assumed."""
 USABLE_SHARE = 0.95
 """Share of a GPU's memory that tensors can fill: the allocator leaves gaps. A run that needed 0.955 of an H200 failed
 (docs/benchmarks.md, 4 B without recompute), and one that needed as much succeeded (1.7 B, 57,344 tokens)."""

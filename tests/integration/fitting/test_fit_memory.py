@@ -11,7 +11,6 @@ from relaxd.fitting.layout import Layout
 from relaxd.fitting.parameters import model_parameters, stage_parameters
 from relaxd.fitting.shape import read_shape
 from relaxd.fitting.trainer import in_flight, sharded_parameters
-from services.trainer.megatron.parallel import shut_down
 from tests.integration.fitting.fit_worlds import LENGTH, Job, run_job, write_model
 from tests.integration.trainer.trainer_worlds import KINDS, run_world, trainer_config
 from tests.kit.ports import free_port
@@ -46,21 +45,19 @@ def check_step(job: Job, found: dict[str, Any], ranks: int = 1) -> None:
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize(("kind", "prompt"), [("qwen3", 0), ("qwen3", 32), ("qwen2_moe", 0)])
-def test_saved_activations(tmp_path_factory: pytest.TempPathFactory, kind: str, prompt: int, recompute: str) -> None:
+def test_saved_activations(
+    tmp_path_factory: pytest.TempPathFactory, kind: str, prompt: int, recompute: str, alone: None
+) -> None:
     folder = tmp_path_factory.getbasetemp() / f"fit-{kind}"
     if not folder.exists():
         write_model(folder, kind, wide=True)
     job = Job((folder,), {"recompute": recompute}, micro_batches=1, prompt=prompt)
-    shut_down()
     check_step(job, run_job(job))
-    shut_down()
 
 
-def test_the_whole_models_parameters(tmp_path: Path) -> None:
+def test_the_whole_models_parameters(tmp_path: Path, alone: None) -> None:
     folders = write_model(tmp_path / "dense", "qwen3", tied=True), write_model(tmp_path / "mixture", "qwen2_moe")
-    shut_down()
     found = run_job(Job(folders))["parameters"]
-    shut_down()
     assert [policy for policy, _ in found] == [model_parameters(read_shape(folder)) for folder in folders]
 
 

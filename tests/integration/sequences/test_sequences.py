@@ -37,14 +37,6 @@ def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("qwen3") / "model", architecture="qwen3")
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """A learner is made in this process."""
-    shut_down()
-    yield
-    shut_down()
-
-
 # --- one more column ----------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,5 @@
 """Fixtures of the trainer's tests."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,15 +10,3 @@ from tests.kit.models import make_tiny_model
 @pytest.fixture(scope="module")
 def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("qwen3") / "model", architecture="qwen3")
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """Learners are made in this process."""
-    from services.trainer.megatron.parallel import (
-        shut_down,  # Megatron takes seconds, and most tests need other processes
-    )
-
-    shut_down()
-    yield
-    shut_down()

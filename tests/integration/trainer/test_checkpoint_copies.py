@@ -2,7 +2,6 @@
 
 import gc
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,16 @@ from services.trainer.batch.row_packing import pack
 from services.trainer.learner import checkpoint_copies
 from services.trainer.learner.learner import Learner
 from services.trainer.megatron.host_memory import freeze_objects
-from services.trainer.megatron.parallel import shut_down
 from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model, make_samples
 
-PATIENCE = 60.0
+PATIENCE = 120.0
 
 
 @pytest.fixture
-def learner(tmp_path: Path) -> Iterator[Learner]:
-    shut_down()
+def learner(tmp_path: Path, alone: None) -> Learner:
     made = make_learner(Job(make_model(tmp_path / "qwen3", "qwen3", tied=True)))
     step(made, 1)
-    yield made
-    shut_down()
+    return made
 
 
 def step(learner: Learner, seed: int) -> None:

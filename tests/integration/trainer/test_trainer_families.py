@@ -1,6 +1,6 @@
 """Every family of models in one process against transformers: logits, log-probs of packed samples, gradients, names."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,6 @@ from relaxd.weights.manifest import Bucket, TensorSpec
 from services.rollout.engines.transformers.weights import check_manifest, named_parameters
 from services.trainer.batch.row_packing import TrainSequence, pack
 from services.trainer.learner.learner import Learner
-from services.trainer.megatron.parallel import shut_down
 from services.trainer.model.architectures import FAMILIES
 from tests.integration.trainer.trainer_worlds import KINDS, Job, full_logits, make_learner, make_model, make_samples
 
@@ -29,10 +28,8 @@ def folder(request: pytest.FixtureRequest, models: Callable[[str], Path]) -> Pat
 
 
 @pytest.fixture
-def learner(folder: Path) -> Iterator[Learner]:
-    shut_down()
-    yield make_learner(Job(folder, algorithm={"old_logprobs": "current"}))
-    shut_down()
+def learner(folder: Path, alone: None) -> Learner:
+    return make_learner(Job(folder, algorithm={"old_logprobs": "current"}))
 
 
 def logprobs(model: torch.nn.Module, sample: TrainSequence) -> torch.Tensor:
