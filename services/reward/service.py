@@ -26,7 +26,6 @@ from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.v1.judge_pb2 import AskRequest, AskResponse
 from relaxd.waiting import waiting
 from services.reward.cache import ScoreCache
-from services.reward.judge.chat_completions import ChatCompletions
 from services.reward.judge.client import JudgeClient, Judges
 from services.reward.judge.replicas import JudgeReplicas
 from services.reward.pool import Failure, WorkerPool
@@ -133,6 +132,8 @@ class RewardService(StageReplica):
         if config.roles.judge.has_replicas:
             judges = JudgeReplicas(self._context.coordinator, self._settings, self._run_id)
         else:
+            from services.reward.judge.chat_completions import ChatCompletions  # most runs need no HTTP: 0.15 s
+
             judges = ChatCompletions(config.roles.judge, self._settings.judge_key)
         self._judge = JudgeClient(config.roles.judge, judges)
         try:

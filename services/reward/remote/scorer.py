@@ -9,7 +9,6 @@ from relaxd.rewards import RewardInput, RewardOutput
 from services.reward.pool import Failure
 from services.reward.remote.errors import MismatchError, UnreachableError
 from services.reward.remote.grpc_client import GrpcClient
-from services.reward.remote.http_client import HttpClient
 from services.reward.remote.patience import PatientCaller
 
 
@@ -29,12 +28,20 @@ class Client(Protocol):
         """Close its connections."""
 
 
+def _client(config: RewardConfig) -> Client:
+    if "://" not in config.address:
+        return GrpcClient(config)
+    from services.reward.remote.http_client import HttpClient  # most runs need no HTTP: 0.15 s
+
+    return HttpClient(config)
+
+
 class RemoteScorer:
     """Calls a reward service: limits the calls in flight, repeats those that don't reach it, waits while it is down."""
 
     def __init__(self, config: RewardConfig) -> None:
         self._timeout_seconds = config.timeout_seconds
-        self._client: Client = HttpClient(config) if "://" in config.address else GrpcClient(config)
+        self._client = _client(config)
         self._caller = PatientCaller(
             f"the reward service at {config.address}",
             config.address,
