@@ -69,6 +69,9 @@ class Outcome:
     """Seconds around each kill between two acknowledged steps."""
     promotions: list[float] = field(default_factory=list)
     """Seconds from each kill until the Sentinel named the next primary; the rest waits for the replica of that one."""
+    unasked: int = 0
+    """Promotions while the primary lived: the Sentinel got no answer in time. Then a server may take over that hasn't
+    synchronised since it started, and what was acknowledged is lost."""
     steps: int = 0
     groups: int = 0
     lost: list[str] = field(default_factory=list)
@@ -190,6 +193,7 @@ def campaign(folder: Path, failovers: int, *, wait_replicas: int = 1, seed: int 
         publisher.end()
         kill(*processes)
         outcome.lost = list(_problems(board, publisher, _steps(steps)))
+        outcome.unasked = redis.failovers - failovers
         outcome.steps, outcome.groups = board.last_step(), board.counts().published
     finally:
         kill(*processes)
@@ -245,6 +249,7 @@ def main() -> int:
         for name, seconds in (("without progress", found.without_progress), ("to the promotion", found.promotions))
     ]
     facts = {"failovers": found.failovers, "steps": found.steps, "groups": found.groups, "losses": len(found.lost)}
+    facts["unasked"] = found.unasked
     report("failover", rows, **facts, wait_replicas=options.wait_replicas, down_after_milliseconds=DOWN_MILLISECONDS)
     return 1 if found.lost else 0
 

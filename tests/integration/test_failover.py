@@ -10,6 +10,7 @@ import redis
 from benchmarks.failover import campaign
 from relaxd.board import BoardUnavailable
 from relaxd.local.embedded_redis import wait_until_up
+from relaxd.redis_client.client import MARK_KEY
 from relaxd.rpc.terms import RedisTerm
 from services.coordinator import __main__ as program
 from services.coordinator.state.store import Store, StoreUnavailable
@@ -83,6 +84,22 @@ def test_a_write_counts_only_once_a_replica_has_it(watched: WatchedRedis) -> Non
     board._connection.retry_seconds = PATIENCE
     assert board.publish(term=1, groups=[group("a")]) == ["a"]
     audit(board)
+
+
+def test_a_primary_that_lacks_acknowledged_writes_is_reported(
+    watched: WatchedRedis, caplog: pytest.LogCaptureFixture
+) -> None:
+    board = make_board(watched.url, run_id="lost", retry_seconds=PATIENCE)
+    with redis.Redis.from_url(watched.primary.url) as primary:
+        board.publish(term=1, groups=[group("a")])
+        assert "has lost writes" not in caplog.text
+        mark = int(primary.get(MARK_KEY) or b"")
+        primary.set(MARK_KEY, mark - 2)  # as of a server that was promoted before it had all
+    board.publish(term=1, groups=[group("b")])
+    assert f"has lost writes that 1 replicas had (mark {mark - 1} came after {mark})" in caplog.text
+    caplog.clear()
+    board.publish(term=1, groups=[group("c")])
+    assert "has lost writes" not in caplog.text
 
 
 def test_what_sentinels_cannot_tell_is_said(watched: WatchedRedis) -> None:

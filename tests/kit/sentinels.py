@@ -59,6 +59,12 @@ class WatchedRedis:
         primary = self.primary
         return next(server for server in self._servers if server is not primary)
 
+    @property
+    def failovers(self) -> int:
+        """How often the Sentinel has promoted a server."""
+        log = self._folder / "sentinel.log"
+        return log.read_text(encoding="utf-8").count("+switch-master")
+
     def start(self) -> "WatchedRedis":
         """Start all three, and wait until the replica has what the primary has."""
         primary, replica = self._servers
