@@ -12,6 +12,7 @@ from tests.e2e.test_run import check_books, read_summary
 from tests.kit.redis_server import await_append_only_file
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_run_survives_the_death_of_redis(workplace: Workplace) -> None:
     process = workplace.start("run", "tiny.toml", "--run-id", "redis", "--run.steps", "6")

@@ -61,6 +61,7 @@ def test_a_run_survives_the_death_of_services(workplace: Workplace) -> None:
     assert "restarted trainer" not in supervisor_log
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_up_run_look_down(workplace: Workplace) -> None:
     code, output = workplace.relaxd("up", "--port", "0", "--reward", "2")
@@ -107,6 +108,7 @@ def test_up_run_look_down(workplace: Workplace) -> None:
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_ctrl_c_stops_everything(workplace: Workplace) -> None:
     process = workplace.start("run", "tiny.toml", "--run-id", "long", "--run.steps", "1000")

@@ -275,6 +275,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_killed_and_stalled_processes_lose_and_double_nothing(redis_url):
     """Two processes a stage work while others kill (SIGKILL) or stall (SIGSTOP, longer than the lease) them."""

@@ -87,6 +87,7 @@ def test_a_replica_that_is_cut_off_ends_its_child_before_another_gets_the_gpu(cl
     cluster.nobody_met()
 
 
+@pytest.mark.slow
 def test_a_replica_that_stands_still_has_no_child_any_more_when_it_wakes_up(cluster: Holders) -> None:
     child = cluster.until_held("first")
     cluster.send("first", signal.SIGSTOP)
@@ -99,6 +100,7 @@ def test_a_replica_that_stands_still_has_no_child_any_more_when_it_wakes_up(clus
     cluster.nobody_met()
 
 
+@pytest.mark.slow
 def test_a_stopped_child_does_not_keep_the_gpu(cluster: Holders) -> None:
     child = cluster.until_held("first")
     os.kill(child.pid, signal.SIGSTOP)

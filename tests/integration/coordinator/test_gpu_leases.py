@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from io import StringIO
 
 import grpc
+import pytest
 from rich.console import Console
 
 from relaxd import PROTOCOL_VERSION
@@ -146,6 +147,7 @@ def test_what_is_asked_for_is_checked_and_can_change(cluster: Cluster) -> None:
         assert holders(cluster)["rollout"] == GPUS[2:3]
 
 
+@pytest.mark.slow
 def test_leases_outlive_the_coordinator_and_not_the_replica(cluster: Cluster) -> None:
     cluster.until("up", lambda: holders(cluster) == {})
     register(cluster, "alive", "dead")

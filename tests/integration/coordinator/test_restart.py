@@ -65,6 +65,7 @@ def test_a_coordinator_that_is_killed_again_and_again(cluster: Cluster) -> None:
         assert ids == sorted(ids)
 
 
+@pytest.mark.slow
 def test_who_follows_a_run_waits_for_a_coordinator_that_restarts(cluster: Cluster) -> None:
     start_all(cluster)
     cluster.start_when_up("run", run__steps=12)
@@ -83,6 +84,7 @@ def test_who_follows_a_run_waits_for_a_coordinator_that_restarts(cluster: Cluste
     assert view.samples
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_is_killed_in_a_synchronisation_aborts_it_and_begins_anew(cluster: Cluster) -> None:
     start_all(cluster, PEER_BROADCAST_SECONDS="1.5")
     cluster.start_when_up("run", run__steps=3)
@@ -119,6 +121,7 @@ def test_a_coordinator_that_was_replaced_ends_also_with_nothing_to_do(cluster: C
     assert "a newer coordinator has taken over this Redis" in cluster.log("coordinator")
 
 
+@pytest.mark.slow
 def test_redis_that_is_killed_in_the_middle(tmp_path: Path, redis_server: Callable[..., RedisServer]) -> None:
     redis = redis_server(append_only=True)
     cluster = Cluster(tmp_path, redis.url, write_tokenizer(tmp_path / "model"))

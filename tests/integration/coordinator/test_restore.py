@@ -57,6 +57,7 @@ def refusal(cluster: Cluster, folder: object, steps: int = 0) -> grpc.RpcError:
     return caught.value
 
 
+@pytest.mark.slow
 def test_a_run_is_taken_up_from_its_folder(cluster: Cluster) -> None:
     start_all(cluster, 1)
     cluster.start_when_up("run", run__steps=12)

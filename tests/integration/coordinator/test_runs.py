@@ -41,6 +41,7 @@ def stack(shared_cluster: Cluster) -> Iterator[Cluster]:
     cluster.until("idle", lambda: all(not replica.status.run_id for replica in replicas(cluster)))
 
 
+@pytest.mark.slow
 def test_evaluations_beside_training(cluster: Cluster) -> None:
     cluster.judges()
     cluster.trainer(PEER_STEP_SECONDS="0.4")
@@ -183,6 +184,7 @@ def test_a_run_that_only_drops_pauses_itself_and_says_why(stack: Cluster) -> Non
     cluster.until_state(PAUSED)
 
 
+@pytest.mark.slow
 def test_a_run_whose_replicas_keep_failing_fails_with_their_reason(stack: Cluster) -> None:
     cluster = stack
     cluster.start_run("hopeless", reward__name="tests.integration.coordinator.rewards:missing")

@@ -3,12 +3,15 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from relaxd.v1 import coordinator_pb2 as pb
 from tests.integration.coordinator.cluster import Cluster
 
 PLACE = "tests/integration/coordinator/rewards.py:"
 
 
+@pytest.mark.slow
 def test_a_run_says_why_it_waits_for_its_reward(cluster: Cluster) -> None:
     told = cluster.folder / "told"
     told.write_text("raise")

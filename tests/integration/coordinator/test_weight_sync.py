@@ -62,6 +62,7 @@ def check_the_sequence(cluster: Cluster, members: tuple[str, ...] = ("trainer", 
     assert received == sorted(received)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["die", "freeze"])
 def test_an_engine_that_dies_in_a_broadcast_does_not_stop_the_trainer(cluster: Cluster, fault: str) -> None:
     begin(cluster, steps=6, faults={"ReceiveWeights": {"3": fault}})
@@ -85,6 +86,7 @@ def test_an_engine_that_dies_in_a_broadcast_does_not_stop_the_trainer(cluster: C
         cluster.until("other registers again", lambda: "other" in replicas(cluster))
 
 
+@pytest.mark.slow
 def test_an_engine_with_other_weights_than_were_sent_serves_nothing_until_it_has_them(cluster: Cluster) -> None:
     begin(cluster, steps=200, faults={"ReceiveWeights": {"1": "wrong"}})
     received = cluster.until("a second try", lambda: cluster.calls("other", "ReceiveWeights")[1:2])
@@ -101,6 +103,7 @@ def test_an_engine_with_other_weights_than_were_sent_serves_nothing_until_it_has
     check_the_sequence(cluster)
 
 
+@pytest.mark.slow
 def test_an_engine_that_stalls_is_left_out_and_comes_back(cluster: Cluster) -> None:
     begin(cluster, steps=200, faults={"ReceiveWeights": {"3": "stall"}}, weights__timeout_seconds=2.0)
     cluster.until("the fault", lambda: len(cluster.calls("other", "ReceiveWeights")) == 3)
@@ -109,6 +112,7 @@ def test_an_engine_that_stalls_is_left_out_and_comes_back(cluster: Cluster) -> N
     check_the_sequence(cluster)
 
 
+@pytest.mark.slow
 def test_a_joiner_gets_weights_before_prompts(cluster: Cluster) -> None:
     cluster.judges()
     cluster.trainer(PEER_STEP_SECONDS="0.2")
@@ -168,6 +172,7 @@ def done_groups(cluster: Cluster, name: str) -> int:
     return sum(replica.status.done_groups for replica in found if replica.registration.replica_id == name)
 
 
+@pytest.mark.slow
 def test_a_trainer_that_is_killed_goes_on_under_a_new_term(cluster: Cluster) -> None:
     begin(cluster, steps=8)
     cluster.until_step(3)

@@ -34,6 +34,7 @@ def test_a_role_that_never_comes_back_fails_the_run_with_the_reason(cluster: Hea
     assert kinds == [REBUILDING, REBUILDING, FAILED], events
 
 
+@pytest.mark.slow
 def test_a_rebuilt_role_resumes_the_run(cluster: HealthCluster) -> None:
     cluster.begin(max_restarts=1, **{**SHORT, "health__restart_timeout_seconds": 6.0, "health__max_rebuilds": 5})
     fault = cluster.fault("fail", "trainer-1")

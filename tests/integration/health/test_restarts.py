@@ -32,6 +32,7 @@ def test_an_engine_that_is_stuck_or_answers_wrongly_is_restarted(cluster: Health
     cluster.ended_run()
 
 
+@pytest.mark.slow
 def test_a_frozen_engine_is_killed_and_others_get_its_groups(cluster: HealthCluster) -> None:
     cluster.begin(rollouts=2, health__stuck_seconds=300.0)
     frozen = cluster.process("rollout-1")

@@ -34,6 +34,7 @@ def source(model: Path) -> Iterator[Source]:
         yield source
 
 
+@pytest.mark.slow
 def test_an_engine_gives_memory_back(runner: EngineRunner, source: Source, model: Path) -> None:
     runner.start(model, RolloutConfig(threads=1))
     size = (model / "model.safetensors").stat().st_size

@@ -305,6 +305,7 @@ def check_request_ids(replica: Replica) -> None:
     assert list(replica.stub.Generate(request, timeout=PATIENCE))  # the id is free again
 
 
+@pytest.mark.slow
 def test_a_late_joiner_gets_weights_first_and_a_dead_source_harms_nobody(stage: Stage, model: Path) -> None:
     first = stage.start_replica()
     late = stage.start_replica()
@@ -346,6 +347,7 @@ def test_a_late_joiner_gets_weights_first_and_a_dead_source_harms_nobody(stage: 
     assert first.generate(PROMPT)[0]["versions"] == [4] * 8
 
 
+@pytest.mark.slow
 def test_a_killed_engine_is_replaced_and_its_groups_are_generated(stage: Stage, model: Path) -> None:
     replica = stage.start_replica()
     stage.sync(1)

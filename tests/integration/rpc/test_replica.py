@@ -356,6 +356,7 @@ async def test_obeys_the_newest_coordinator_only(coordinator):
         await drain(process.port, 1)
 
 
+@pytest.mark.slow
 async def test_restarts_when_told_whatever_hangs(coordinator):
     async def restart(process: Process, replica_id: str) -> None:
         async with channel(f"127.0.0.1:{process.port}", term=1) as to:

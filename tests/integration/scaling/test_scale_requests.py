@@ -212,6 +212,7 @@ def test_a_coordinator_killed_in_every_state_goes_on(cluster: ScalingCluster) ->
     cluster.ended_run()
 
 
+@pytest.mark.slow
 def test_some_or_all_that_cannot_be_started(cluster: ScalingCluster) -> None:
     start_all(cluster, max_restarts=0)
     cluster.fail("-2")
@@ -230,6 +231,7 @@ def test_some_or_all_that_cannot_be_started(cluster: ScalingCluster) -> None:
     cluster.ended_run()
 
 
+@pytest.mark.slow
 def test_services_that_wait_to_be_asked(cluster: ScalingCluster) -> None:
     start_all(cluster)
     ports = {name: free_port() for name in ("waiting", "judge")}

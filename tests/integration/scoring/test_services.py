@@ -346,6 +346,7 @@ async def test_the_groups_of_a_killed_process_go_to_another_and_its_workers_die(
         assert set(await here.trained(1)) == {group}
 
 
+@pytest.mark.slow
 async def test_nothing_is_lost_and_nothing_scored_twice_while_processes_die(here):
     """Two of each service, one of them killed and started anew four times, while groups flow."""
     # On a busy machine leases of a second also expire without a death: five of those aren't poison here.

@@ -221,6 +221,7 @@ def exact_loss(folder: Path, groups: list[dict[str, Any]], config: RunConfig) ->
     return float(np.mean([np.mean(terms) for terms in per_sample.values()]))
 
 
+@pytest.mark.slow
 def test_two_sequences_a_sample_are_trained_committed_and_replayed(
     tiny_qwen3: Path, redis_url: str, tmp_path: Path
 ) -> None:

@@ -163,6 +163,7 @@ def test_a_collector_that_is_away_is_said_once():
     assert "Traceback" not in log
 
 
+@pytest.mark.slow
 def test_a_collector_that_is_away_does_not_hold_up_the_end():
     begun = time.monotonic()
     play(

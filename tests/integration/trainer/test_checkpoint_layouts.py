@@ -14,6 +14,8 @@ from tests.integration.trainer.checkpoint_worlds import CheckpointJob, run_job, 
 from tests.integration.trainer.trainer_worlds import make_model
 from tests.kit.ports import free_port
 
+pytestmark = pytest.mark.slow  # every layout is saved and loaded in every other one
+
 TP2, PP2, DP2, EP2 = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {}, {"expert_parallel": 2}
 BF16: dict[str, Any] = {"dtype": "bfloat16"}
 OFFLOADED: dict[str, Any] = {**BF16, "optimizer": {"cpu_offload": True}}

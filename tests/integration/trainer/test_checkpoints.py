@@ -58,6 +58,7 @@ def kill_and_wait(coordinator: ScriptedCoordinator, process: TrainerProcess, ter
     coordinator.wait_for_version(term, version)
 
 
+@pytest.mark.slow
 def test_checkpoints_come_and_go_and_the_weights_come_back(tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:
     with trainer_service(config_of(tiny_qwen3), redis_url, tmp_path) as (coordinator, feeder, process):
         train_to(coordinator, feeder, 1, 1, 2)

@@ -171,6 +171,7 @@ def answers(
         yield sample, answer, logits.log_softmax(-1)
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_replica_and_its_groups_go_to_the_next(
     model: Path, redis_url: str, tmp_path: Path
 ) -> None:

@@ -248,6 +248,7 @@ def long_step(model: Path) -> RunConfig:
     return config.model_copy(update={"run": config.run.model_copy(update={"steps": 1})})
 
 
+@pytest.mark.slow
 def test_updates_are_the_same_under_every_layout_and_micro_batch_size(
     worlds: dict[str, list[dict[str, Any]]], tiny_qwen3: Path, redis_url: str, tmp_path: Path, alone: None
 ) -> None:
@@ -270,6 +271,7 @@ def test_updates_are_the_same_under_every_layout_and_micro_batch_size(
             np.testing.assert_allclose(tensors[name], tensor, atol=1e-4, err_msg=f"{way} {name}")
 
 
+@pytest.mark.slow
 def test_advantages_are_normalised_over_all_ranks(
     worlds: dict[str, list[dict[str, Any]]], tiny_qwen3: Path, redis_url: str, tmp_path: Path, alone: None
 ) -> None:

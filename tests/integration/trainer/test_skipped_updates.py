@@ -145,6 +145,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, l
     return dict(zip(jobs, results, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["DP2", "TP2", "PP2", "CP2", "EP2", "MoE TP2"])
 def test_a_nan_on_one_rank_is_seen_by_all(worlds: dict[str, list[dict[str, Any]]], way: str) -> None:
     for rank in worlds[way]:
@@ -220,6 +221,7 @@ def call_skipped(feeder: Feeder, step: int) -> None:
         client.xadd(key, fields, id=number)
 
 
+@pytest.mark.slow
 def test_too_many_in_a_row_fail_and_name_their_groups(tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:
     config = make_config(tiny_qwen3, trainer={"max_skipped_updates": 1})
     with trainer_service(config, redis_url, tmp_path) as (coordinator, feeder, process):

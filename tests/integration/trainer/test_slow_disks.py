@@ -56,6 +56,7 @@ def test_files_may_take_longer_than_a_collective(
     assert slowed(capfd.readouterr().err) == {(one.operation, one.path) for one in slow}
 
 
+@pytest.mark.slow
 def test_a_disk_that_stands_still_is_given_up_and_named(tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:
     config = make_config(tiny_qwen3, trainer={"ranks": 2, "disk_stall_seconds": 3.0})
     disk = slow_disk(Slow(1, "read", "*/model.safetensors", 1000.0))

@@ -19,6 +19,7 @@ from tests.integration.trainer.trainer_worlds import make_model, start_ranks
 from tests.kit.processes import kill
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arrangement", ["pipeline_parallel", "tensor_parallel"])
 def test_what_is_sent_directly_is_the_model(arrangement: str, tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "qwen3")

@@ -217,6 +217,7 @@ def test_the_reference_may_be_another_model(learner: MakeLearner, model: Path, t
         assert np.abs(made.log_probs([batch])[0] - expected).max() > 0.01
 
 
+@pytest.mark.slow
 def test_replay_in_fresh_processes_gives_identical_weights(model: Path, tmp_path: Path) -> None:
     jobs = [Job(model, steps=3, pieces=3, algorithm={"kl_coef": 0.1})]
     folders = [tmp_path / "first", tmp_path / "second"]

@@ -64,6 +64,7 @@ def test_a_learner_goes_on_to_the_bit(model: Path, worlds: None, dtype: str) -> 
     assert all(torch.equal(weights[name], weights_of_napper[name]) for name in weights)
 
 
+@pytest.mark.slow
 def test_every_pipeline_stage_keeps_its_gradients(model: Path, tmp_path: Path) -> None:
     """Also those that know nothing of the loss."""
     cut = {"pipeline_parallel": 2}

@@ -13,6 +13,8 @@ from services.trainer.batch.row_packing import pack
 from tests.integration.trainer.trainer_worlds import KINDS, Job, make_model, make_samples, run_job, run_world
 from tests.kit.ports import free_port
 
+pytestmark = pytest.mark.slow  # every layout takes minutes
+
 TP, PP, DP, EP = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {}, {"expert_parallel": 2}
 CP = {"context_parallel": 2}
 WAYS: dict[str, dict[str, int]] = {"TP2": TP, "PP2": PP, "DP2": DP, "EP2": EP, "CP2": CP}

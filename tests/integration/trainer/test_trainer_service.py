@@ -69,6 +69,7 @@ def test_trains_a_run_on_policy_and_ends_cleanly(tiny_qwen3: Path, redis_url: st
         assert process.stop() == 0
 
 
+@pytest.mark.slow
 def test_killed_rank_is_replaced_once_its_step_files_are_intact(
     tiny_qwen3: Path, redis_url: str, tmp_path: Path
 ) -> None:
@@ -135,6 +136,7 @@ def test_waits_for_due_groups_and_drops_stale_ones(tiny_qwen3: Path, redis_url: 
         assert process.stop() == 0
 
 
+@pytest.mark.slow
 def test_group_that_is_dropped_elsewhere_is_taken_out_of_the_step(
     tiny_qwen3: Path, redis_url: str, tmp_path: Path
 ) -> None:

@@ -101,6 +101,7 @@ BROADCAST_SECONDS = 5
 """Longer than a step's forward and backward take, so that its optimizer has to wait."""
 
 
+@pytest.mark.slow
 def test_receiver_killed_in_the_middle_costs_at_most_the_timeout(
     tiny_qwen3: Path, redis_url: str, tmp_path: Path
 ) -> None:
@@ -140,6 +141,7 @@ def test_receiver_killed_in_the_middle_costs_at_most_the_timeout(
         assert_received(Receiver(process.trainer, "group-9", sync_id=9), process, "model")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arrangement", ["tensor_parallel", "pipeline_parallel"])
 def test_weights_of_two_ranks_arrive(arrangement: str, tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:
     config = make_config(tiny_qwen3, trainer={"ranks": 2, arrangement: 2})
