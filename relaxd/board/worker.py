@@ -90,7 +90,7 @@ class StageWorker:
         self._unfinished: set[str] = set()
         self._finished: queue.SimpleQueue[_Finished | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
-        self._paused = False
+        self._paused = self._draining = False
         self._stop = threading.Event()
         self._outage = False
         self._done = 0
@@ -129,11 +129,13 @@ class StageWorker:
         self._set_paused(False)
 
     def drain(self, seconds: float) -> int:
-        """Stop taking groups, finish held ones within `seconds`, nack the rest and stop.
+        """Stop taking groups for good, finish held ones within `seconds`, nack the rest and stop.
 
         Returns the number of nacked groups.
         """
-        self.pause()
+        with self._changed:
+            self._draining = self._paused = True  # whoever calls `resume` from now on knows nothing of the drain
+            self._changed.notify_all()
         deadline = time.monotonic() + seconds
         with waiting(f"the groups that stage {self._stage} holds, to drain"), self._changed:
             while self._held and time.monotonic() < deadline and not self._stop.is_set():
@@ -326,7 +328,7 @@ class StageWorker:
 
     def _set_paused(self, paused: bool) -> None:
         with self._changed:
-            self._paused = paused
+            self._paused = paused or self._draining
             self._changed.notify_all()
 
     def _retry(self, operation: Callable[[], T]) -> T | None:

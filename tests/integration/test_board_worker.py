@@ -189,6 +189,32 @@ def test_drain_finishes_what_it_can_and_hands_back_the_rest(redis_url, start):
     audit(board)
 
 
+def test_who_drains_takes_no_more_whoever_resumes(redis_url, start):
+    """As the engine of a rollout replica does after each sample."""
+    board = make_board(redis_url)
+    publish(board, 3)
+    end, begun = threading.Event(), []
+
+    def process(delivery, columns):
+        begun.append(delivery.group_id)
+        end.wait(WAIT)
+        worker.resume()
+        return output("rollout")
+
+    worker = start(board, "rollout", process, concurrency=1)
+    worker.start()
+    wait_until(lambda: begun)
+    drain = threading.Thread(target=worker.drain, args=(WAIT,))
+    drain.start()
+    wait_until(lambda: worker._draining)
+    end.set()
+    drain.join(WAIT)
+    assert not drain.is_alive()
+    assert (begun, worker.done, worker.held) == (["g0"], 1, 0)
+    assert waiting(board, "rollout") == 2
+    audit(board)
+
+
 def test_holds_are_kept_while_work_goes_on(redis_url, start):
     board = make_board(redis_url, lease_seconds=0.4)
     publish(board, 1)

@@ -137,11 +137,15 @@ class Replica:
         self._channel: grpc.Channel | None = None
 
     @property
-    def stub(self) -> rollout_pb2_grpc.RolloutStub:
+    def channel(self) -> grpc.Channel:
         if self._channel is None:
             self.wait_for(lambda status: status.state == READY)
             self._channel = sync_channel(self._coordinator.addresses[self.replica_id], term=1)
-        return rollout_pb2_grpc.RolloutStub(self._channel)
+        return self._channel
+
+    @property
+    def stub(self) -> rollout_pb2_grpc.RolloutStub:
+        return rollout_pb2_grpc.RolloutStub(self.channel)
 
     @property
     def status(self) -> replica_pb2.ReplicaStatus:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from relaxd.rpc.enums import words
 from relaxd.rpc.errors import explain, field_violations
-from relaxd.v1 import coordinator_pb2, rollout_pb2, sample_pb2
+from relaxd.v1 import coordinator_pb2, replica_pb2, replica_pb2_grpc, rollout_pb2, sample_pb2
 from tests.integration.rollout.rollout_kit import (
     PATIENCE,
     READY,
@@ -171,6 +171,24 @@ def test_calls_weights_and_groups(stage: Stage, model: Path) -> None:
     assert replica.process.wait(20) == 0
     depth = stage.board.queues()[0]
     assert (depth.waiting, depth.held) == (2, 0)
+
+
+@pytest.mark.slow
+def test_a_draining_replica_takes_no_groups_while_samples_end(model: Path, redis_url: str, tmp_path: Path) -> None:
+    """Each sample that ends makes room for another."""
+    stage = Stage(model, redis_url, tmp_path, max_new_tokens=200, max_running_samples=6)
+    try:
+        replica = stage.start_replica()
+        stage.sync(0)
+        stage.publish(60)
+        replica.wait_for(lambda status: status.done_groups >= 2 and status.held_groups)
+        replica_stub = replica_pb2_grpc.ReplicaStub(replica.channel)
+        assert replica_stub.Drain(replica_pb2.DrainRequest(), timeout=60).held_groups == 0
+        depth = stage.board.queues()[0]
+        assert depth.held == 0
+        assert depth.waiting > 40
+    finally:
+        stage.close()
 
 
 def join_alone(stage: Stage, replica: Replica, manifest: Any) -> None:
