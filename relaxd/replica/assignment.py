@@ -43,6 +43,7 @@ class AssignmentFollower:
         self._gpus = gpus
         gpus.call_when_lost(self.restart_run)
         self._drained = self._restart = False
+        self._drains: set[asyncio.Task[int]] = set()
         self._idle = asyncio.Event()
         self._wanted = Assignment()
         self._wake = asyncio.Event()
@@ -70,15 +71,22 @@ class AssignmentFollower:
             self._on_change()
         if self.state != replica_pb2.REPLICA_STATE_READY:
             return 0
-        try:
-            async with asyncio.timeout(seconds):
-                held = await self._service.drain(seconds)
-        except TimeoutError:
-            return self._service.status().held_groups
-        if not held and self.draining and self._gpus.held:
+        work = asyncio.create_task(self._service.drain(seconds), name="drain")
+        self._drains.add(work)
+        work.add_done_callback(self._after_drain)
+        done, _ = await asyncio.wait({work}, timeout=seconds)
+        return work.result() if done else self._service.status().held_groups
+
+    def _after_drain(self, work: "asyncio.Task[int]") -> None:
+        """Give the GPUs back once nothing is held any more, also if that took longer than whoever asked would wait."""
+        self._drains.discard(work)
+        if work.cancelled():  # the process ends
+            return
+        if (error := work.exception()) is not None:
+            _log.error("the drain failed: %s", error)
+        elif not work.result() and self.draining and self._gpus.held:
             self._drained = True
             self._wake.set()
-        return held
 
     def undrain(self) -> None:
         """End a drain: start the run again."""

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -112,9 +113,10 @@ class RolloutService(ReplicaService):
 
     async def stop_run(self) -> None:
         """See ReplicaService."""
-        worker, engine, board, restarting = self._worker, self._engine, self._board, self._restarting
         if self._generator is not None:
             await self._generator.cut_off()
+        # Not before: an engine that ends meanwhile is replaced.
+        worker, engine, board, restarting = self._worker, self._engine, self._board, self._restarting
         self._worker = self._engine = self._board = self._restarting = self._config = self._generator = None
         self._detail = ""
         if restarting is not None:
@@ -143,15 +145,16 @@ class RolloutService(ReplicaService):
 
         With rollout.partial.enabled none is finished: others continue them at once.
         """
-        worker = self._worker
-        if worker is None:
+        worker, generator = self._worker, self._generator
+        if worker is None or generator is None:
             return 0
+        deadline = time.monotonic() + seconds - min(1.0, seconds / 4)  # handing back takes part of the time
         worker.pause()
-        if self._generator is not None:
-            await self._generator.cut_off()
-        handed_back = await asyncio.to_thread(worker.drain, seconds)
-        if self._generator is not None:
-            self._generator.cancel()
+        try:
+            await generator.cut_off()
+            handed_back = await asyncio.to_thread(worker.drain, max(0.0, deadline - time.monotonic()))
+        finally:
+            generator.cancel()
         if handed_back:
             logger.info("handed back %d unfinished groups", handed_back)
         return worker.held
