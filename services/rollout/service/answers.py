@@ -21,6 +21,8 @@ class Answer:
     """Number of times that it was cut off and continued."""
     off_policy_tokens: int = 0
     """Tokens at its beginning that aren't trained on."""
+    cut: int = 0
+    """Tokens before the last cut, until it goes on, if those of older weights won't be trained on."""
 
     @property
     def ended(self) -> bool:
@@ -41,8 +43,22 @@ class Answer:
         """Add what an engine reports. One that is cut off can go on."""
         if output.finish_reason == "abort":
             output = replace(output, finish_reason=None, text="")
+        if self.cut and len(output.tokens):
+            self._mask(int(output.versions[0]))  # newer than `go_on` was told, if the weights changed meanwhile
+            self.cut = 0
         if len(output.tokens) or output.finish_reason is not None:
             self.outputs.append(output)
+
+    def go_on(self, version: int, *, mask_off_policy: bool) -> None:
+        """See `Answers.go_on`."""
+        self.continued += 1
+        if mask_off_policy:
+            self.cut = self.length
+            self._mask(version)
+
+    def _mask(self, version: int) -> None:
+        older = np.flatnonzero(self.versions[: self.cut] < version)
+        self.off_policy_tokens = int(older[-1]) + 1 if older.size else 0
 
 
 class Answers:
@@ -90,17 +106,13 @@ class Answers:
         self._answers[output.sample].take(output)
 
     def go_on(self, version: int, *, mask_off_policy: bool) -> None:
-        """Note that the unfinished answers are continued under this version of the weights.
+        """Note that the unfinished answers are continued under this version of the weights, or a newer one.
 
         With `mask_off_policy` the tokens that they have, up to the last one of older weights, will not be trained on.
         """
         for answer in self._answers:
-            if answer.ended or not answer.outputs:
-                continue
-            answer.continued += 1
-            if mask_off_policy:
-                older = np.flatnonzero(answer.versions < version)
-                answer.off_policy_tokens = int(older[-1]) + 1 if older.size else 0
+            if answer.outputs and not answer.ended:
+                answer.go_on(version, mask_off_policy=mask_off_policy)
 
     def oldest_version(self) -> int | None:
         """Return the oldest version of tokens that will be trained on; None if there are none yet."""

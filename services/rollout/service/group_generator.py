@@ -9,7 +9,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from relaxd.board import Board, Column, Delivery, Drop, DropReason
+from relaxd.board import Board, BoardUnavailable, Column, Delivery, Drop, DropReason
 from relaxd.board.worker import Result
 from relaxd.config import RunConfig
 from relaxd.waiting import waiting
@@ -124,6 +124,8 @@ class GroupGenerator:
             await kept.load()
             async with kept.saving():
                 return await self._answer(delivery, prompt, own, kept)
+        except BoardUnavailable as error:
+            raise asyncio.CancelledError from error  # not the group's fault: handed back, uncounted
         finally:
             self._tasks.discard(task)
             self._unfinished.pop(delivery.group_id, None)

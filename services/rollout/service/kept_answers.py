@@ -94,7 +94,8 @@ class KeptAnswers:
             hold = self._hold(self._delivery.group_id)
             if hold is None or self._pointers is None:
                 return
-            columns, tokens, mark = self.answers.unsaved()
+            answers = self.answers  # meanwhile they may be begun anew
+            columns, tokens, mark = answers.unsaved()
             if not columns["finish"]:
                 return
             forgiven = self._saved_tokens + tokens >= self._partial.save_tokens
@@ -106,14 +107,14 @@ class KeptAnswers:
                 logger.warning("%d tokens of group %s could not be kept: %s", tokens, hold.group_id, error)
                 return
             if self._pointers is not None:
-                self.answers.mark_saved(mark)
+                answers.mark_saved(mark)
                 self._saved_tokens += tokens
                 self._count(tokens, "saved")
 
     async def _forget(self) -> None:
         """Begin the answers anew."""
-        self.answers = Answers(len(self.answers))
         async with self._lock:
+            self.answers = Answers(len(self.answers))
             hold = self._hold(self._delivery.group_id)
             if self._pointers and hold is not None:
                 forgotten = await asyncio.to_thread(self._board.forget_saved, hold, self._pointers)

@@ -82,6 +82,18 @@ def test_tokens_of_older_weights_are_masked_where_the_run_wants_it_and_count_for
     assert [sample.tokens for sample in samples_of({name: everything[name] for name in reward.needs})] == [4, 9]
 
 
+def test_tokens_are_masked_by_the_weights_that_go_on_not_by_those_that_were_there_at_the_cut() -> None:
+    """weights.pause = "abort": the answer is cut off before its engine has the next weights."""
+    answers = Answers(1)
+    answers.take(output(0, range(3), 7, "abort"))
+    answers.go_on(7, mask_off_policy=True)
+    answers.take(output(0, range(3, 5), 8, "stop"))
+    config = run_config(partial={"enabled": True, "mask_off_policy": True})
+    columns = answers.columns(stages_for(config)[0].writes)
+    assert columns["off_policy_tokens"].tolist() == [3]  # type: ignore[union-attr]
+    assert columns["loss_mask"].tolist() == [0, 0, 0, 1, 1]  # type: ignore[union-attr]
+
+
 def test_what_is_saved_is_not_saved_again() -> None:
     answers = Answers(2)
     answers.take(output(0, range(4), 1))
