@@ -48,6 +48,7 @@ class Follower:
     ) -> None:
         """Begin a critic term. `report` tells the service what goes on. Raises RunMissing, BoardUnavailable."""
         self._rank = rank
+        rank.channel.disk.report = self._tell_of_disk
         self._board = rank.board
         self._stage = stage
         self._report = report
@@ -59,18 +60,20 @@ class Follower:
         self._detail = ""
         self._unavailable = False
 
+    def restore(self) -> None:
+        """Load the newest checkpoint. Raises CheckpointError (it doesn't fit this critic), BoardUnavailable."""
+        self._tell("looking for a checkpoint")
+        self._checkpoints.restore()
+
     def run(self) -> None:
-        """Restore the critic and follow the run. Never returns.
+        """Follow the run. Never returns.
 
         Raises:
             Superseded: another critic has begun to follow it.
             LedgerShorter: the ledger has lost steps.
             TooManySkippedUpdates: too many updates in a row weren't finite.
             StepFileError: a step's file isn't there, or is another than the ledger says.
-            CheckpointError: the newest checkpoint doesn't fit this critic.
         """
-        self._tell("looking for a checkpoint")
-        self._checkpoints.restore(self._board.ledger())
         started = False
         while True:
             if self._train_next():
@@ -138,6 +141,10 @@ class Follower:
 
     def _between_rounds(self) -> None:
         self._tell(self._detail)
+
+    def _tell_of_disk(self, detail: str) -> None:
+        self._stage.turns += 1
+        self._report(detail)
 
     def _tell(self, detail: str) -> None:
         """Report that something goes on."""

@@ -194,7 +194,7 @@ class Checkpoints:
     def _state(self, step: int) -> CheckpointState:
         ledger = Ledger(step=0)
         if step:
-            (entry,) = self._board.ledger(after_step=step - 1, limit=1)
+            entry = self._entry(step)
             ledger = Ledger(step=step, term=entry.term, plan_sha256=folders.plan_sha256(entry.plan))
         # Read the cursor first, so that groups published meanwhile are beyond it.
         cursor = self._board.cursor()
@@ -221,36 +221,34 @@ class Checkpoints:
 
     # --- loading --------------------------------------------------------------------------------------------------
 
-    def restore(self, ledger: Sequence[LedgerEntry]) -> int:
-        """Load the newest intact checkpoint of a step in the ledger.
-
-        Args:
-            ledger: every committed step, in order.
+    def restore(self) -> int:
+        """Load the newest intact checkpoint of a step in the ledger. Others are put aside.
 
         Returns:
             Its step; 0 if there is none, so that the learner keeps the initial model.
 
         Raises:
             CheckpointError: it is intact, but doesn't fit this model.
+            BoardUnavailable: the ledger can't be read.
         """
         with self._rank.rank0_only("removing unfinished checkpoints"):
             folders.remove_partials(self._run_folder, self._term)
-        entries = {entry.step: entry for entry in ledger}
+        last = self._board.last_step()
         for step in folders.checkpoint_steps(self._run_folder):
             path = folders.checkpoint_path(self._run_folder, step)
-            if step and step not in entries:
-                logger.error("checkpoint %s isn't used: the ledger ends earlier, at step %d", path, len(entries))
+            if step > last:  # if it stayed, it would be taken for one of the step that will have this number
+                self._put_aside(path, f"the ledger ends earlier, at step {last}")
                 continue
             if not self._rank.run(VerifyCheckpoint(path)):
-                self._put_aside(path)
+                self._put_aside(path, "it is broken")
                 continue
             try:
                 state = folders.read_state(path)
-                if step and state.ledger.plan_sha256 != folders.plan_sha256(entries[step].plan):
-                    raise CheckpointBroken(f"{path} is of another step {step} than the ledger's")
             except CheckpointBroken as error:
-                logger.error("%s", error)
-                self._put_aside(path)
+                self._put_aside(path, str(error))
+                continue
+            if step and state.ledger.plan_sha256 != folders.plan_sha256(self._entry(step).plan):
+                self._put_aside(path, f"it is of another step {step} than the ledger's")
                 continue
             same = same_layout(state, self._config)
             if not same:
@@ -260,10 +258,14 @@ class Checkpoints:
             return step
         return 0
 
-    def _put_aside(self, path: Path) -> None:
+    def _entry(self, step: int) -> LedgerEntry:
+        (entry,) = self._board.ledger(after_step=step - 1, limit=1)
+        return entry
+
+    def _put_aside(self, path: Path, why: str) -> None:
         with self._rank.rank0_only(f"putting {path} aside"):
             aside = folders.put_aside(path)
-        logger.error("checkpoint %s is broken and was renamed to %s; trying the previous one", path, aside)
+        logger.error("checkpoint %s isn't used, and was renamed to %s: %s", path.name, aside, why)
 
 
 class _Saving:

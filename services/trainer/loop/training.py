@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.02
 """Interval at which the training thread checks for requests while it may not train."""
+LEDGER_PAGE = 16
+"""Steps that are read from the ledger at once: a plan may have hundreds of kilobytes."""
 
 
 class Training:
@@ -276,12 +278,16 @@ class Training:
     def _replay(self) -> None:
         """Load the newest checkpoint and replay the later steps of the ledger from their files."""
         self._report("looking for a checkpoint")
-        ledger = self._board.ledger()
-        done = self.checkpoints.restore(ledger)
-        for entry in ledger:
-            if entry.step > done:
-                self._replay_step(entry)
-            self._skipped.record_step(entry.step, entry.plan)
+        done = self.checkpoints.restore()
+        # Every step has an update, so a row of skipped ones reaches no further back.
+        step = max(0, done - self._config.trainer.max_skipped_updates - 1)
+        while page := self._board.ledger(after_step=step, limit=LEDGER_PAGE):
+            for entry in page:
+                if entry.step > done:
+                    self._replay_step(entry)
+                self._skipped.record_step(entry.step, entry.plan)
+            step = page[-1].step
+            self.rank.channel.tick()
         self._last_end = time.monotonic()
 
     def _replay_step(self, entry: LedgerEntry) -> None:

@@ -19,6 +19,7 @@ from services.trainer.checkpoints.folder import (
     checkpoint_path,
     checkpoint_steps,
     checkpoints_folder,
+    plan_sha256,
     read_state,
     verify,
 )
@@ -122,11 +123,18 @@ def test_a_crash_in_the_middle_of_a_save_leaves_the_one_before(
         assert (Path(saved.path), saved.weights.version) == (checkpoint_path(tmp_path, 2), 2)
         after = export(process, "after")
         client, prefix = feeder.board._connection.client, feeder.board.prefix
-        client.xdel(f"{prefix}ledger", "2-0")
+        (first, fields), _ = client.xrange(f"{prefix}ledger")
+        client.delete(f"{prefix}ledger", f"{prefix}samples")
+        client.xadd(f"{prefix}ledger", fields, id=first)
         client.hset(f"{prefix}state", mapping={"last_step": 1})
         kill_and_wait(coordinator, process, 3, 1)
         assert weights(export(process, "earlier")) != weights(after)
-        assert checkpoint_steps(tmp_path) == [2, 1]
+        # It is put aside, or it would be taken for the checkpoint of the step that has its number next.
+        assert checkpoint_steps(tmp_path) == [1]
+        assert checkpoint_path(tmp_path, 2).with_name("step-000002.broken").is_dir()
+        train_to(coordinator, feeder, 3, 2, 2)
+        process.trainer.SaveCheckpoint(trainer_pb2.TrainerSaveCheckpointRequest(), timeout=60)
+        assert read_state(checkpoint_path(tmp_path, 2)).ledger.plan_sha256 == plan_sha256(feeder.board.ledger()[1].plan)
 
 
 @pytest.mark.slow
