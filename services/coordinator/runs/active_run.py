@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from relaxd import telemetry
@@ -16,7 +17,7 @@ from relaxd.config import RunConfig
 from relaxd.data.curriculum.curriculum import Curriculum
 from relaxd.data.dataset import RunData
 from relaxd.drop_reasons import DropWatch
-from relaxd.roles import ROLLOUT, TRAINER
+from relaxd.roles import CRITIC, ROLLOUT, TRAINER
 from relaxd.waiting import waiting
 from services.coordinator.fleet.registry import Version
 from services.coordinator.fleet.run_context import RunContext
@@ -270,6 +271,9 @@ class ActiveRun:
             if self.config.trainer.checkpoint.every:
                 await self._set_reason(f"{reason}; saving a checkpoint")
                 await self._save_checkpoint()
+            if steps >= self.config.run.steps and self.config.roles.critic.placement == "service":
+                await self._set_reason(f"{reason}; waiting for the critic's checkpoint")
+                await self._await_critic(steps)
             if await self._last_sync(steps):
                 try:
                     if self.config.eval.after:
@@ -433,6 +437,20 @@ class ActiveRun:
                 await save_last_checkpoint(self.fleet, self.context.peers, away_seconds=away_seconds)
         except ExportFailed as error:
             await self._add_note(f"there is no checkpoint of the last step: {error}")
+
+    async def _await_critic(self, step: int) -> None:
+        """Wait until a critic service has its checkpoint of the last step, which it takes by itself.
+
+        Adds a note if it doesn't.
+        """
+        path = Path(self.record.folder, "critic", "checkpoints", f"step-{step:06d}")
+        deadline = time.monotonic() + self.config.trainer.checkpoint.timeout_seconds
+        with waiting("the critic's checkpoint of the last step", on=CRITIC):
+            while not await asyncio.to_thread(path.is_dir):
+                if CRITIC in self.fleet.missing() or time.monotonic() > deadline:
+                    await self._add_note(f"there is no checkpoint of the critic of step {step}: {path} isn't there")
+                    return
+                await self._changed.wait(WATCH_SECONDS)
 
     async def _clear_board(self) -> None:
         """Drop the open groups, once the trainer has finished a step that it may be working on.

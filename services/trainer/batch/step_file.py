@@ -6,7 +6,7 @@ the files to restore its weights.
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -72,12 +72,17 @@ def write_step_file(path: Path, plan: StepPlan, groups: Mapping[str, Columns]) -
     sync(path.parent)
 
 
-def read_step_file(path: Path, progress: Callable[[int], None] = lambda count: None) -> StepFile:
+def read_step_file(
+    path: Path,
+    progress: Callable[[int], None] = lambda count: None,
+    names: Collection[str] | None = None,
+) -> StepFile:
     """Read a step file.
 
     Args:
         path: the file.
         progress: called with the bytes read.
+        names: the columns to read; None: all.
 
     Raises:
         StepFileError: it is missing or damaged.
@@ -88,6 +93,8 @@ def read_step_file(path: Path, progress: Callable[[int], None] = lambda count: N
             plan = StepPlan.from_json(json.loads(file.metadata()["plan"]))
             for key in file.keys():  # noqa: SIM118  not a dict
                 group_id, _, name = key.rpartition("/")
+                if names is not None and name.removesuffix(JSON_SUFFIX) not in names:
+                    continue
                 value = file.get_tensor(key)
                 progress(value.nbytes)
                 if name.endswith(JSON_SUFFIX):
@@ -108,6 +115,7 @@ def read_committed(
     step: int,
     ledger_plan: Mapping[str, Any],
     progress: Callable[[int], None] = lambda count: None,
+    names: Collection[str] | None = None,
 ) -> StepFile:
     """Read the file of a committed step and verify that its plan is the committed one.
 
@@ -116,12 +124,13 @@ def read_committed(
         step: the step.
         ledger_plan: the step's plan in the board's ledger, whose `skipped_updates` the returned plan has.
         progress: called with the bytes read.
+        names: the columns to read; None: all.
 
     Raises:
         StepFileError: it is missing, damaged, or has another plan.
     """
     path = step_file_path(run_folder, step)
-    found, committed = read_step_file(path, progress), StepPlan.from_json(ledger_plan)
+    found, committed = read_step_file(path, progress, names), StepPlan.from_json(ledger_plan)
     if found.plan != replace(committed, skipped_updates=None):
         raise StepFileError(f"{path} has another plan than the ledger has for step {step}: it isn't the committed one")
     return StepFile(committed, found.groups)

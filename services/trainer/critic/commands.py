@@ -7,9 +7,10 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from relaxd.board import RETURNS
 from services.trainer.batch.row_packing import PackedMicroBatch
 from services.trainer.batch.step_file import read_committed
-from services.trainer.critic.learner import CriticLearner
+from services.trainer.critic.learner import COLUMNS, CriticLearner
 from services.trainer.loop.commanded_rank import CommandedRank
 
 
@@ -47,5 +48,5 @@ class TrainStep:
     def execute(self, rank: CriticRank) -> None:
         """Read the step's file, and train. Raises StepFileError."""
         with rank.channel.disk.all_ranks(f"reading the file of step {self.step}") as progress:
-            file = read_committed(rank.steps_of, self.step, self.plan, progress)
+            file = read_committed(rank.steps_of, self.step, self.plan, progress, (*COLUMNS, RETURNS))
         rank.learner.train(file, rank.progress)

@@ -63,6 +63,7 @@ class CriticServiceRank(StageRank):
             on_failure=self._thread.fail,
         )
         follower = Follower(config, request.run_id, rank, self._stage, self._report_progress)
+        follower.restore()
         self._thread.events.put(pb.WorkResponse(loaded=pb.RankLoaded()))
         follower.run()
 
