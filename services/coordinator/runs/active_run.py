@@ -382,7 +382,8 @@ class ActiveRun:
         evaluation = Evaluation(step=step, metrics=metrics)
         await self._save(evaluations=(*self.record.evaluations, evaluation))
         telemetry.record_step(self.record.run_id, step, metrics)
-        await asyncio.to_thread(self._files.add_evaluation, evaluation)
+        # It asks Redis whether this coordinator was replaced, before it replaces the file.
+        await self._redis.in_thread(self._files.add_evaluation, evaluation)
 
     async def _last_sync(self, version: int) -> bool:
         """Wait until the engines serve the last version; otherwise adds a note and returns False.

@@ -22,8 +22,10 @@ class AppendedFile:
         self._file: BinaryIO | None = None
 
     def replace(self, parts: Iterable[bytes], check: Check) -> None:
-        """Replace the file by one with this content, and append to that one from now on. Raises what `check` raises."""
-        self.close()
+        """Replace the file by one with this content, and append to that one from now on. Raises what `check` raises.
+
+        After an error the old file is still there and still appended to, so that this can be repeated or left.
+        """
         self._path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}.tmp")
         file = temporary.open("wb")
@@ -36,6 +38,7 @@ class AppendedFile:
             file.close()
             temporary.unlink(missing_ok=True)
             raise
+        self.close()
         self._file = file
 
     def append(self, parts: Iterable[bytes]) -> None:

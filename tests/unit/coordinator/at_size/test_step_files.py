@@ -11,7 +11,7 @@ from relaxd.run_folder import read_lines
 from services.coordinator.runs.lines.ledger_file import PAGE
 from services.coordinator.runs.run_files import RunFiles
 from services.coordinator.state.records import Evaluation
-from services.coordinator.state.store import Superseded
+from services.coordinator.state.store import StoreUnavailable, Superseded
 
 
 class Ledger:
@@ -83,6 +83,29 @@ def test_a_step_that_is_committed_again_replaces_its_line(tmp_path: Path) -> Non
     del ledger.entries[:]
     follow(files, ledger)
     check(tmp_path, ledger)
+
+
+def test_steps_are_appended_after_an_evaluation_that_could_not_be_added(tmp_path: Path) -> None:
+    ledger, away = Ledger(), [False]
+
+    def check_term() -> None:
+        if away[0]:
+            raise StoreUnavailable("no answer")
+
+    files = RunFiles(tmp_path)
+    files.take_over_steps(ledger.read, check_term, ())
+    ledger.commit(1, 2)
+    follow(files, ledger)
+    away[0], evaluation = True, Evaluation(step=1, metrics={"eval_reward": 0.5})
+    with pytest.raises(StoreUnavailable):
+        files.add_evaluation(evaluation)
+    ledger.commit(3)
+    follow(files, ledger)
+    check(tmp_path, ledger)
+    away[0] = False
+    files.add_evaluation(evaluation)
+    check(tmp_path, ledger)
+    assert [line.get("eval_reward") for line in lines(tmp_path, "metrics.jsonl")] == [0.5, None, None]
 
 
 def test_a_coordinator_that_was_replaced_changes_nothing(tmp_path: Path) -> None:
