@@ -123,6 +123,7 @@ class RunManager:
             await self._wait_for_clean_up()
             if self.active is not None:
                 raise self._busy(self.active.record.run_id)
+            await self._end_deletion(run_id)
             prepared = await asyncio.to_thread(prepare, run_id, config_toml, request_id, self._settings.redis)
             try:
                 await asyncio.to_thread(self._store.create_run, prepared.record)
@@ -142,8 +143,11 @@ class RunManager:
     async def restore(self, folder: str, steps: int = 0) -> ActiveRun:
         """Restore a run that Redis lost from its folder, and resume it; with `steps`, extend one that has ended.
 
-        Raises InvalidArgument, AlreadyExists, FailedPrecondition.
+        It is done also if the caller is gone meanwhile. Raises InvalidArgument, AlreadyExists, FailedPrecondition.
         """
+        return await finish(self._restore(folder, steps), "the restoration of a run")
+
+    async def _restore(self, folder: str, steps: int) -> ActiveRun:
         async with self._starting:
             await self._wait_for_clean_up()
             if self.active is not None:
@@ -155,6 +159,7 @@ class RunManager:
                 await self._delete(known)  # its folder has everything
             elif known is not None:
                 raise AlreadyExists(f"run {run_id!r} is still in Redis: there is nothing to restore")
+            await self._end_deletion(run_id)
             active = self._active_run(restored.record, restored.config, restored.data, restored.files)
 
             def fill() -> None:
@@ -201,7 +206,13 @@ class RunManager:
         self._launch(self._active_run(record, config, data, RunFiles(Path(record.folder))))
 
     async def delete(self, run_id: str) -> None:
-        """Delete an ended run from Redis; its folder stays. Raises NotFound, FailedPrecondition."""
+        """Delete an ended run from Redis, also if the caller is gone meanwhile; its folder stays.
+
+        Raises NotFound, FailedPrecondition; Unavailable: a Redis is away, and the rest is deleted later.
+        """
+        await finish(self._delete_ended(run_id), "the deletion of a run")
+
+    async def _delete_ended(self, run_id: str) -> None:
         async with self._starting:
             record = await asyncio.to_thread(self._store.run, run_id)
             if record is None:
@@ -215,7 +226,7 @@ class RunManager:
         async with self._starting:
             for run_id in await asyncio.to_thread(self._store.deleting):
                 try:
-                    await self._delete_board(run_id, Board(self._settings.redis, run_id, (), BoardConfig()))
+                    await self._end_deletion(run_id)
                 except Unavailable as error:  # such as a data node that only this run has
                     logger.warning("run %s is still to be deleted: %s", run_id, error)
             records = await self.all()
@@ -238,6 +249,14 @@ class RunManager:
         self._ended_runs.pop(record.run_id, None)
         self._boards.pop(record.run_id, None)
         await self._delete_board(record.run_id, board)
+
+    async def _end_deletion(self, run_id: str) -> None:
+        """End a deletion of this id that could not be ended: later it would delete the next run of this id.
+
+        Raises Unavailable: a Redis is still away.
+        """
+        if run_id in await asyncio.to_thread(self._store.deleting):
+            await self._delete_board(run_id, Board(self._settings.redis, run_id, (), BoardConfig()))
 
     async def _delete_board(self, run_id: str, board: Board) -> None:
         """Delete a run's board."""
@@ -268,6 +287,7 @@ class RunManager:
 
     def _launch(self, active: ActiveRun) -> None:
         self.active = active
+        self._ended_runs.pop(active.record.run_id, None)  # an earlier run of this id
         self._boards[active.record.run_id] = active.board
         self._task = asyncio.create_task(active.main())
         self._task.add_done_callback(self._on_end)
@@ -321,9 +341,12 @@ class RunManager:
         return record
 
     async def all(self) -> list[RunRecord]:
-        """Return all runs, newest first."""
-        run_ids = await asyncio.to_thread(self._store.run_ids)
-        return [await self.record(run_id) for run_id in run_ids]
+        """Return all runs, newest first, but for those whose record is gone."""
+        records = []
+        for run_id in await asyncio.to_thread(self._store.run_ids):
+            with contextlib.suppress(NotFound):  # it was deleted meanwhile
+                records.append(await self.record(run_id))
+        return records
 
     def board(self, record: RunRecord) -> Board:
         """Return the board of a run, connected."""
@@ -352,9 +375,9 @@ class RunManager:
 
     async def message(self, record: RunRecord) -> pb.Run:
         """Return a run's current message; the active run's last one while Redis doesn't answer. Raises Unavailable."""
-        if record.run_id in self._ended_runs:
-            return self._ended_runs[record.run_id]
         active = self._active(record)
+        if active is None and record.run_id in self._ended_runs:  # the active run may be of the same id
+            return self._ended_runs[record.run_id]
         config = active.config if active is not None else RunConfig.model_validate_json(record.config_json)
         run = pb.Run()
         if active is not None and active.waiting.redis_is_away and self._last_active.run_id == record.run_id:
