@@ -27,7 +27,7 @@ from services.coordinator.runs.publisher import Publisher
 from services.coordinator.runs.run_files import RunFiles, summarise
 from services.coordinator.runs.usage import Usage
 from services.coordinator.runs.wait_watcher import WaitWatcher
-from services.coordinator.state.records import Evaluation, Outcome, Phase, RunRecord
+from services.coordinator.state.records import Evaluation, Outcome, Phase, RunRecord, WeightsRecord
 from services.coordinator.state.retry import RedisRetry
 from services.coordinator.state.store import StoreUnavailable
 from services.coordinator.weights.gpu_handoff import GpuHandoff
@@ -65,7 +65,10 @@ def too_many_drops(config: RunConfig, *, failed: int, filtered: int) -> str:
 class ActiveRun:
     """The run in progress. `main` drives it from the phase in its record to the end."""
 
-    def __init__(self, context: RunContext, record: RunRecord, data: RunData, files: RunFiles) -> None:
+    def __init__(
+        self, context: RunContext, record: RunRecord, data: RunData, files: RunFiles, weights: WeightsRecord
+    ) -> None:
+        """`weights` is the state of weight synchronisation that an earlier run or coordinator left."""
         self.record = record
         self.context = context
         self.config = context.config
@@ -74,7 +77,7 @@ class ActiveRun:
         self._files = files
         self._changed = context.registry.changed
         self._redis = RedisRetry(f"run {context.run_id}")
-        self.sync = WeightSync(context, context.store.weights())
+        self.sync = WeightSync(context, weights)
         self._evaluator = Evaluator(context, data)
         self.handoff: GpuHandoff | None = None
         """GPU handoff of a colocated run; None if trainer and engines have GPUs of their own."""

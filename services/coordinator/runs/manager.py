@@ -32,6 +32,7 @@ from services.coordinator.runs.view import run_message, run_state
 from services.coordinator.state.finishing import finish
 from services.coordinator.state.health_records import Event
 from services.coordinator.state.records import Outcome, Phase, RunRecord
+from services.coordinator.state.retry import RedisRetry
 from services.coordinator.state.store import AnotherRunActive, RunIdTaken, Store
 
 logger = logging.getLogger(__name__)
@@ -125,19 +126,15 @@ class RunManager:
                 raise self._busy(self.active.record.run_id)
             await self._end_deletion(run_id)
             prepared = await asyncio.to_thread(prepare, run_id, config_toml, request_id, self._settings.redis)
-            try:
-                await asyncio.to_thread(self._store.create_run, prepared.record)
-            except RunIdTaken as error:
-                raise AlreadyExists(f"a run {error} exists: choose another run_id") from error
-            except AnotherRunActive as error:
-                raise self._busy(str(error)) from error
+            active = await self._active_run(prepared.record, prepared.config, prepared.data, prepared.files)
+            await self._create(prepared.record)
             if prepared.data.skipped:
                 logger.warning("%d prompts are skipped: they are too long", prepared.data.skipped)
             if prepared.data.repeated:
                 logger.info("%d prompts are left out: they are there twice", prepared.data.repeated)
             for warning in prepared.warnings:
                 logger.warning("%s", warning)
-            self._launch(self._active_run(prepared.record, prepared.config, prepared.data, prepared.files))
+            self._launch(active)
             return prepared.record
 
     async def restore(self, folder: str, steps: int = 0) -> ActiveRun:
@@ -160,7 +157,7 @@ class RunManager:
             elif known is not None:
                 raise AlreadyExists(f"run {run_id!r} is still in Redis: there is nothing to restore")
             await self._end_deletion(run_id)
-            active = self._active_run(restored.record, restored.config, restored.data, restored.files)
+            active = await self._active_run(restored.record, restored.config, restored.data, restored.files)
 
             def fill() -> None:
                 active.board.delete()  # the remains of a failed attempt
@@ -175,14 +172,11 @@ class RunManager:
                     dropped=restored.dropped,
                     trainer_term=restored.trainer_term,
                 )
-                self._store.create_run(restored.record)
                 if steps:
                     restored.files.extend(restored.config)
 
-            try:
-                await asyncio.to_thread(fill)
-            except AnotherRunActive as error:
-                raise self._busy(str(error)) from error
+            await asyncio.to_thread(fill)
+            await self._create(restored.record)
             logger.warning("run %s is restored from %s, after step %d", run_id, folder, len(restored.ledger))
             self._launch(active)
             return active
@@ -203,7 +197,7 @@ class RunManager:
             logger.error("run %s can't be resumed: %s", run_id, error)
             return
         logger.info("resuming run %s (%s)", run_id, record.phase.value.lower())
-        self._launch(self._active_run(record, config, data, RunFiles(Path(record.folder))))
+        self._launch(await self._active_run(record, config, data, RunFiles(Path(record.folder))))
 
     async def delete(self, run_id: str) -> None:
         """Delete an ended run from Redis, also if the caller is gone meanwhile; its folder stays.
@@ -273,7 +267,21 @@ class RunManager:
             self._task.cancel()
             await asyncio.wait([self._task])
 
-    def _active_run(self, record: RunRecord, config: RunConfig, data: RunData, files: RunFiles) -> ActiveRun:
+    async def _create(self, record: RunRecord) -> None:
+        """Record a run as the active one, as soon as Redis answers; nothing may fail between this and `_launch`.
+
+        An attempt whose answer was lost may have made the run active, which nobody would drive then: so it is repeated.
+        Raises AlreadyExists, FailedPrecondition; Unavailable: Redis is full, or a newer coordinator has taken over.
+        """
+        try:
+            await RedisRetry(f"run {record.run_id}").in_thread(self._store.create_run, record)
+        except RunIdTaken as error:
+            raise AlreadyExists(f"a run {error} exists: choose another run_id") from error
+        except AnotherRunActive as error:
+            raise self._busy(str(error)) from error
+
+    async def _active_run(self, record: RunRecord, config: RunConfig, data: RunData, files: RunFiles) -> ActiveRun:
+        """Return a run that `_launch` can start. Raises StoreUnavailable."""
         context = RunContext(
             run_id=record.run_id,
             config=config,
@@ -283,7 +291,7 @@ class RunManager:
             peers=self._peers,
             launcher=self._settings.launcher,
         )
-        return ActiveRun(context, record, data, files)
+        return ActiveRun(context, record, data, files, await asyncio.to_thread(self._store.weights))
 
     def _launch(self, active: ActiveRun) -> None:
         self.active = active

@@ -12,7 +12,9 @@ from relaxd.rpc.tls import TlsFiles
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry
 from services.coordinator.runs.manager import RunManager
-from services.coordinator.state.store import Store
+from services.coordinator.state import retry
+from services.coordinator.state.records import RunRecord
+from services.coordinator.state.store import Store, StoreUnavailable
 from tests.kit.tokenizer import write_tokenizer
 from tests.kit.waiting import eventually
 
@@ -64,6 +66,51 @@ async def desk(redis_url: str, tmp_path: Path) -> AsyncIterator[Desk]:
     desk.store.close()
     desk.redis.close()
     assert not desk.errors
+
+
+def lose_first_answer(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the answer to the first creation of a run be lost, after Redis has done it."""
+    create, lost = desk.store.create_run, []
+
+    def lossy(run: RunRecord) -> None:
+        create(run)
+        if not lost:
+            lost.append(run)
+            raise StoreUnavailable("Redis doesn't answer")
+
+    monkeypatch.setattr(retry, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(desk.store, "create_run", lossy)
+
+
+async def test_a_run_whose_creation_redis_did_not_answer_is_driven(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    lose_first_answer(desk, monkeypatch)
+    await desk.start("first")
+    assert desk.store.active_run_id() == "again"
+
+
+async def test_a_restored_run_whose_creation_redis_did_not_answer_is_driven(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await desk.start("first")
+    await desk.stop()
+    lose_first_answer(desk, monkeypatch)
+    active = await desk.manager.restore(str(desk.folder / "first" / "again"), steps=2)
+    assert desk.manager.active is active
+    assert desk.store.active_run_id() == "again"
+
+
+async def test_a_run_whose_folder_can_not_be_extended_is_not_left_active(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await desk.start("first")
+    await desk.stop()
+    folder = desk.folder / "first" / "again"
+    (folder / "config.tmp").mkdir()  # where the next config.toml is written
+    with pytest.raises(IsADirectoryError):
+        await desk.manager.restore(str(folder), steps=2)
+    assert desk.store.active_run_id() is None
+    (folder / "config.tmp").rmdir()
+    assert (await desk.manager.restore(str(folder), steps=2)).record.run_id == "again"
 
 
 async def test_a_deletion_that_was_not_ended_leaves_the_next_run_of_that_id_alone(desk: Desk) -> None:
