@@ -366,14 +366,14 @@ METRICS: dict[str, Metric] = {
             "step",
             "1",
             "The rest of the time, in which an engine had no samples, slept or was starting; mean of the engines. "
-            "With several engines also `engine_idle_share_<replica>` of each.",
+            "With 2 to 32 engines also `engine_idle_share_<replica>` of each.",
         ),
         Metric(
             "gpu_idle_share",
             "step",
             "1",
             "1 - NVML's utilisation (share of time in which a kernel ran) since the last step, mean of the GPUs leased "
-            "by trainer and engines. Also `gpu_idle_share_<replica>` of each replica.",
+            "by trainer and engines. With up to 32 such replicas also `gpu_idle_share_<replica>` of each.",
         ),
         Metric("tokens_per_second", "step", "{token}/s", "tokens divided by step_seconds."),
         Metric(

@@ -28,7 +28,7 @@ from services.coordinator.runs.publisher import Publisher
 from services.coordinator.runs.run_files import RunFiles, summarise
 from services.coordinator.runs.usage import Usage
 from services.coordinator.runs.wait_watcher import WaitWatcher
-from services.coordinator.state.records import Evaluation, Outcome, Phase, RunRecord
+from services.coordinator.state.records import Evaluation, Outcome, Phase, RunRecord, WeightsRecord
 from services.coordinator.state.retry import RedisRetry
 from services.coordinator.state.store import StoreUnavailable
 from services.coordinator.weights.gpu_handoff import GpuHandoff
@@ -66,7 +66,10 @@ def too_many_drops(config: RunConfig, *, failed: int, filtered: int) -> str:
 class ActiveRun:
     """The run in progress. `main` drives it from the phase in its record to the end."""
 
-    def __init__(self, context: RunContext, record: RunRecord, data: RunData, files: RunFiles) -> None:
+    def __init__(
+        self, context: RunContext, record: RunRecord, data: RunData, files: RunFiles, weights: WeightsRecord
+    ) -> None:
+        """`weights` is the state of weight synchronisation that an earlier run or coordinator left."""
         self.record = record
         self.context = context
         self.config = context.config
@@ -75,7 +78,7 @@ class ActiveRun:
         self._files = files
         self._changed = context.registry.changed
         self._redis = RedisRetry(f"run {context.run_id}")
-        self.sync = WeightSync(context, context.store.weights())
+        self.sync = WeightSync(context, weights)
         self._evaluator = Evaluator(context, data)
         self.handoff: GpuHandoff | None = None
         """GPU handoff of a colocated run; None if trainer and engines have GPUs of their own."""
@@ -386,7 +389,8 @@ class ActiveRun:
         evaluation = Evaluation(step=step, metrics=metrics)
         await self._save(evaluations=(*self.record.evaluations, evaluation))
         telemetry.record_step(self.record.run_id, step, metrics)
-        await asyncio.to_thread(self._files.add_evaluation, evaluation)
+        # It asks Redis whether this coordinator was replaced, before it replaces the file.
+        await self._redis.in_thread(self._files.add_evaluation, evaluation)
 
     async def _last_sync(self, version: int) -> bool:
         """Wait until the engines serve the last version; otherwise adds a note and returns False.

@@ -38,6 +38,8 @@ ATTEMPTS = 5
 """Attempts for one prompt before the evaluation fails."""
 RETRY_SECONDS = 2.0
 POLL_SECONDS = 0.5
+TURN = 16
+"""Prompts that are given to engines before others, such as heartbeats, get a turn."""
 MESSAGE_BYTES = 8 << 20
 """About the most letters of answers in one call to a reward replica, which would take four bytes each."""
 
@@ -158,7 +160,7 @@ class _Evaluation:
                 on_progress(sum(map(len, found.values())))
                 if not self._tasks:
                     await self._await_any(self._engines, "rollout replica serves the version")
-                self._dispatch(waiting)
+                await self._dispatch(waiting)
                 if not self._tasks:
                     continue
                 # named: by `evaluate`
@@ -175,9 +177,10 @@ class _Evaluation:
             for task in self._tasks:
                 task.cancel()
 
-    def _dispatch(self, waiting: deque[_Question]) -> None:
+    async def _dispatch(self, waiting: deque[_Question]) -> None:
         """Fill the engines up with prompts; a failed prompt goes to another engine if there is one."""
         engines = self._engines()
+        given = 0
         while waiting:
             count = waiting[0].asked.samples_per_prompt
             free = [
@@ -193,6 +196,10 @@ class _Evaluation:
             question.attempts, question.engine = question.attempts + 1, engine.replica_id
             self._busy[engine.replica_id] += count
             self._tasks[asyncio.create_task(self._judge(question, engine))] = question
+            given += 1
+            if given % TURN == 0:
+                await asyncio.sleep(0)  # brief: thousands of prompts for hundreds of engines take seconds
+                engines = self._engines()
 
     def _engines(self) -> list[Replica]:
         """Return the engines that serve the version: a version's weights are the same in every later term."""

@@ -32,6 +32,7 @@ from services.coordinator.runs.view import run_message, run_state
 from services.coordinator.state.finishing import finish
 from services.coordinator.state.health_records import Event
 from services.coordinator.state.records import Outcome, Phase, RunRecord
+from services.coordinator.state.retry import RedisRetry
 from services.coordinator.state.store import AnotherRunActive, RunIdTaken, Store
 
 logger = logging.getLogger(__name__)
@@ -123,27 +124,27 @@ class RunManager:
             await self._wait_for_clean_up()
             if self.active is not None:
                 raise self._busy(self.active.record.run_id)
+            await self._end_deletion(run_id)
             prepared = await asyncio.to_thread(prepare, run_id, config_toml, request_id, self._settings.redis)
-            try:
-                await asyncio.to_thread(self._store.create_run, prepared.record)
-            except RunIdTaken as error:
-                raise AlreadyExists(f"a run {error} exists: choose another run_id") from error
-            except AnotherRunActive as error:
-                raise self._busy(str(error)) from error
+            active = await self._active_run(prepared.record, prepared.config, prepared.data, prepared.files)
+            await self._create(prepared.record)
             if prepared.data.skipped:
                 logger.warning("%d prompts are skipped: they are too long", prepared.data.skipped)
             if prepared.data.repeated:
                 logger.info("%d prompts are left out: they are there twice", prepared.data.repeated)
             for warning in prepared.warnings:
                 logger.warning("%s", warning)
-            self._launch(self._active_run(prepared.record, prepared.config, prepared.data, prepared.files))
+            self._launch(active)
             return prepared.record
 
     async def restore(self, folder: str, steps: int = 0) -> ActiveRun:
         """Restore a run that Redis lost from its folder, and resume it; with `steps`, extend one that has ended.
 
-        Raises InvalidArgument, AlreadyExists, FailedPrecondition.
+        It is done also if the caller is gone meanwhile. Raises InvalidArgument, AlreadyExists, FailedPrecondition.
         """
+        return await finish(self._restore(folder, steps), "the restoration of a run")
+
+    async def _restore(self, folder: str, steps: int) -> ActiveRun:
         async with self._starting:
             await self._wait_for_clean_up()
             if self.active is not None:
@@ -155,7 +156,8 @@ class RunManager:
                 await self._delete(known)  # its folder has everything
             elif known is not None:
                 raise AlreadyExists(f"run {run_id!r} is still in Redis: there is nothing to restore")
-            active = self._active_run(restored.record, restored.config, restored.data, restored.files)
+            await self._end_deletion(run_id)
+            active = await self._active_run(restored.record, restored.config, restored.data, restored.files)
 
             def fill() -> None:
                 active.board.delete()  # the remains of a failed attempt
@@ -170,14 +172,11 @@ class RunManager:
                     dropped=restored.dropped,
                     trainer_term=restored.trainer_term,
                 )
-                self._store.create_run(restored.record)
                 if steps:
                     restored.files.extend(restored.config)
 
-            try:
-                await asyncio.to_thread(fill)
-            except AnotherRunActive as error:
-                raise self._busy(str(error)) from error
+            await asyncio.to_thread(fill)
+            await self._create(restored.record)
             logger.warning("run %s is restored from %s, after step %d", run_id, folder, len(restored.ledger))
             self._launch(active)
             return active
@@ -198,10 +197,16 @@ class RunManager:
             logger.error("run %s can't be resumed: %s", run_id, error)
             return
         logger.info("resuming run %s (%s)", run_id, record.phase.value.lower())
-        self._launch(self._active_run(record, config, data, RunFiles(Path(record.folder))))
+        self._launch(await self._active_run(record, config, data, RunFiles(Path(record.folder))))
 
     async def delete(self, run_id: str) -> None:
-        """Delete an ended run from Redis; its folder stays. Raises NotFound, FailedPrecondition."""
+        """Delete an ended run from Redis, also if the caller is gone meanwhile; its folder stays.
+
+        Raises NotFound, FailedPrecondition; Unavailable: a Redis is away, and the rest is deleted later.
+        """
+        await finish(self._delete_ended(run_id), "the deletion of a run")
+
+    async def _delete_ended(self, run_id: str) -> None:
         async with self._starting:
             record = await asyncio.to_thread(self._store.run, run_id)
             if record is None:
@@ -215,7 +220,7 @@ class RunManager:
         async with self._starting:
             for run_id in await asyncio.to_thread(self._store.deleting):
                 try:
-                    await self._delete_board(run_id, Board(self._settings.redis, run_id, (), BoardConfig()))
+                    await self._end_deletion(run_id)
                 except Unavailable as error:  # such as a data node that only this run has
                     logger.warning("run %s is still to be deleted: %s", run_id, error)
             records = await self.all()
@@ -239,6 +244,14 @@ class RunManager:
         self._boards.pop(record.run_id, None)
         await self._delete_board(record.run_id, board)
 
+    async def _end_deletion(self, run_id: str) -> None:
+        """End a deletion of this id that could not be ended: later it would delete the next run of this id.
+
+        Raises Unavailable: a Redis is still away.
+        """
+        if run_id in await asyncio.to_thread(self._store.deleting):
+            await self._delete_board(run_id, Board(self._settings.redis, run_id, (), BoardConfig()))
+
     async def _delete_board(self, run_id: str, board: Board) -> None:
         """Delete a run's board."""
         try:
@@ -254,7 +267,21 @@ class RunManager:
             self._task.cancel()
             await asyncio.wait([self._task])
 
-    def _active_run(self, record: RunRecord, config: RunConfig, data: RunData, files: RunFiles) -> ActiveRun:
+    async def _create(self, record: RunRecord) -> None:
+        """Record a run as the active one, as soon as Redis answers; nothing may fail between this and `_launch`.
+
+        An attempt whose answer was lost may have made the run active, which nobody would drive then: so it is repeated.
+        Raises AlreadyExists, FailedPrecondition; Unavailable: Redis is full, or a newer coordinator has taken over.
+        """
+        try:
+            await RedisRetry(f"run {record.run_id}").in_thread(self._store.create_run, record)
+        except RunIdTaken as error:
+            raise AlreadyExists(f"a run {error} exists: choose another run_id") from error
+        except AnotherRunActive as error:
+            raise self._busy(str(error)) from error
+
+    async def _active_run(self, record: RunRecord, config: RunConfig, data: RunData, files: RunFiles) -> ActiveRun:
+        """Return a run that `_launch` can start. Raises StoreUnavailable."""
         context = RunContext(
             run_id=record.run_id,
             config=config,
@@ -264,10 +291,11 @@ class RunManager:
             peers=self._peers,
             launcher=self._settings.launcher,
         )
-        return ActiveRun(context, record, data, files)
+        return ActiveRun(context, record, data, files, await asyncio.to_thread(self._store.weights))
 
     def _launch(self, active: ActiveRun) -> None:
         self.active = active
+        self._ended_runs.pop(active.record.run_id, None)  # an earlier run of this id
         self._boards[active.record.run_id] = active.board
         self._task = asyncio.create_task(active.main())
         self._task.add_done_callback(self._on_end)
@@ -321,9 +349,12 @@ class RunManager:
         return record
 
     async def all(self) -> list[RunRecord]:
-        """Return all runs, newest first."""
-        run_ids = await asyncio.to_thread(self._store.run_ids)
-        return [await self.record(run_id) for run_id in run_ids]
+        """Return all runs, newest first, but for those whose record is gone."""
+        records = []
+        for run_id in await asyncio.to_thread(self._store.run_ids):
+            with contextlib.suppress(NotFound):  # it was deleted meanwhile
+                records.append(await self.record(run_id))
+        return records
 
     def board(self, record: RunRecord) -> Board:
         """Return the board of a run, connected."""
@@ -352,9 +383,9 @@ class RunManager:
 
     async def message(self, record: RunRecord) -> pb.Run:
         """Return a run's current message; the active run's last one while Redis doesn't answer. Raises Unavailable."""
-        if record.run_id in self._ended_runs:
-            return self._ended_runs[record.run_id]
         active = self._active(record)
+        if active is None and record.run_id in self._ended_runs:  # the active run may be of the same id
+            return self._ended_runs[record.run_id]
         config = active.config if active is not None else RunConfig.model_validate_json(record.config_json)
         run = pb.Run()
         if active is not None and active.waiting.redis_is_away and self._last_active.run_id == record.run_id:

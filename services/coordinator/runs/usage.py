@@ -8,6 +8,9 @@ from services.coordinator.fleet.registry import Replica
 
 BUSY, PAUSED = 1.0, 2.0
 """Values of the gauge engine_state."""
+MOST_SINGLE = 32
+"""Replicas of which each has metrics of its own. With more of them nobody reads these any more, and with hundreds they
+would be 60 KB of each step's line."""
 
 
 @dataclass
@@ -93,12 +96,12 @@ class Usage:
             known.since, known.gpu_busy, known.gpu_seconds = now, 0.0, 0.0
         result = {f"engine_{name}_share": _mean(values) for name, values in shares.items() if values}
         if len(shares["idle"]) > 1:
-            result |= {f"engine_idle_share_{replica}": value for replica, value in shares["idle"].items()}
+            result |= _single("engine_idle_share", shares["idle"])
         if gpus:
             count = {replica.replica_id: max(1, len(replica.status.gpu_uuids)) for replica in replicas}
             total = sum(count[replica] for replica in gpus)
             result["gpu_idle_share"] = sum(value * count[replica] for replica, value in gpus.items()) / total
-            result |= {f"gpu_idle_share_{replica}": value for replica, value in gpus.items()}
+            result |= _single("gpu_idle_share", gpus)
         return result
 
 
@@ -116,6 +119,13 @@ def _engine_seconds(replica: Replica, now: float) -> tuple[float | None, float |
 
 def _counter(value: float | None) -> _Counter | None:
     return None if value is None else _Counter(value)
+
+
+def _single(name: str, values: dict[str, float]) -> dict[str, float]:
+    """Return a metric of each replica; none if they are too many."""
+    if len(values) > MOST_SINGLE:
+        return {}
+    return {f"{name}_{replica}": value for replica, value in values.items()}
 
 
 def _mean(values: dict[str, float]) -> float:

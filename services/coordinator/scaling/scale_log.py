@@ -74,11 +74,14 @@ class ScaleLog:
         return record
 
     async def add(self, record: ScaleRecord) -> None:
-        """Add a request and drop the oldest ended ones beyond MAX_REQUESTS. Raises StoreUnavailable."""
+        """Add a request as soon as Redis is available, and drop the oldest ended ones beyond MAX_REQUESTS.
+
+        It is repeated because Redis may have a request although its answer was lost: a restart would carry it out.
+        """
         surplus = max(0, len(self._records) + 1 - MAX_REQUESTS)
         forget = [old.request_id for old in self._records.values() if old.state.ended][:surplus]
         async with self._saving:
-            await self._write(record, forget)
+            await RedisRetry(f"scale request {record.request_id}").call(self._write, record, forget)
 
     async def cancel(self, request_id: str) -> ScaleRecord:
         """Cancel a request; without an id, the one in progress.

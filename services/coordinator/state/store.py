@@ -42,8 +42,10 @@ return 'OK'
 # KEYS: term, the run, active, runs, requests. ARGV: the writer's term, run id, record, creation time, request id or ''.
 _CREATE = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 'FENCED' end
-if redis.call('EXISTS', KEYS[2]) == 1 then return 'EXISTS' end
+local stored = redis.call('GET', KEYS[2])
 local active = redis.call('GET', KEYS[3])
+if stored == ARGV[3] and active == ARGV[2] then return 'OK' end  -- the answer to the first attempt was lost
+if stored then return 'EXISTS' end
 if active then return 'ACTIVE ' .. active end
 redis.call('SET', KEYS[2], ARGV[3])
 redis.call('SET', KEYS[3], ARGV[2])
@@ -55,6 +57,10 @@ return 'OK'
 
 class StoreUnavailable(Unavailable):
     """Redis doesn't answer."""
+
+
+class StoreFull(Unavailable):
+    """Redis is full and takes no new run."""
 
 
 class Superseded(Unavailable):
@@ -110,11 +116,18 @@ class Store:
         self._write([])
 
     def create_run(self, run: RunRecord) -> None:
-        """Create a run as the active one. Raises RunIdTaken, AnotherRunActive."""
+        """Create a run as the active one; may be repeated. Raises RunIdTaken, AnotherRunActive, StoreFull."""
         keys = [TERM_KEY, run_key(run.run_id), ACTIVE, RUNS, REQUESTS]
         created = run.create_time.timestamp()
         arguments: list[str | float] = [self.term, run.run_id, run.model_dump_json(), created, run.request_id]
-        answer = self._script(_CREATE, keys, *arguments)
+        try:
+            answer = self._script(_CREATE, keys, *arguments)
+        except StoreUnavailable as error:
+            if not isinstance(error.__cause__, redis.exceptions.OutOfMemoryError):
+                raise
+            if self.run(run.run_id) != run:  # else the answer to an earlier attempt was lost
+                raise StoreFull(str(error)) from error
+            return
         if answer == "EXISTS":
             raise RunIdTaken(run.run_id)
         if answer.startswith("ACTIVE "):

@@ -128,7 +128,8 @@ class WeightSync:
                 self.waiting_for = waits_for_updates(trainer, announced, engines)
             if not able or done or not engines or self.waiting_for:
                 self.began = (self.began or time.time()) if self.waiting_for else None
-                pause = min(IDLE_SECONDS, self._newcomers.due_seconds)
+                # Without a trainer nobody asks when newcomers are due: an old time would be no pause at all.
+                pause = IDLE_SECONDS if trainer is None else min(IDLE_SECONDS, self._newcomers.due_seconds)
                 await self._registry.changed.wait(pause)  # named: Run.waiting_for has `waiting_for`
             else:
                 assert trainer is not None  # `able` says so, but not to mypy

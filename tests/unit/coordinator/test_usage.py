@@ -6,7 +6,7 @@ from relaxd.roles import ROLLOUT
 from relaxd.v1.coordinator_pb2 import Registration
 from relaxd.v1.replica_pb2 import ReplicaStatus
 from services.coordinator.fleet.registry import Replica
-from services.coordinator.runs.usage import Usage
+from services.coordinator.runs.usage import MOST_SINGLE, Usage
 
 
 class Clock:
@@ -95,6 +95,21 @@ def test_each_engine_and_their_mean() -> None:
     assert shares["engine_idle_share"] == pytest.approx(0.5)
     assert shares["engine_idle_share_rollout-1"] == pytest.approx(0.0)
     assert shares["engine_idle_share_rollout-2"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("count", [MOST_SINGLE, MOST_SINGLE + 1])
+def test_many_replicas_have_no_metrics_of_their_own(count: int) -> None:
+    clock = Clock()
+    engines, usage = [Engine(clock, f"rollout-{number}") for number in range(count)], Usage(clock)
+    replicas = [engine.replica for engine in engines]
+    for engine in engines:
+        engine.heartbeat(gpu_utilisation=0.5)
+    usage.sample(replicas)
+    clock.now += 1
+    shares = usage.take(replicas)
+    assert {"engine_idle_share", "gpu_idle_share"} <= shares.keys()
+    single = [name for name in shares if "_idle_share_" in name]
+    assert len(single) == (2 * count if count <= MOST_SINGLE else 0)
 
 
 def test_a_restarted_replica_is_counted_from_its_restart() -> None:

@@ -1,9 +1,15 @@
 """A file that one coordinator at a time appends to."""
 
+import contextlib
 import os
+import secrets
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO
+
+LEFTOVER_SECONDS = 3600.0
+"""Time without a write after which a temporary file is that of a coordinator that died."""
 
 Check = Callable[[], None]
 """Raises Superseded if this coordinator was replaced."""
@@ -22,10 +28,13 @@ class AppendedFile:
         self._file: BinaryIO | None = None
 
     def replace(self, parts: Iterable[bytes], check: Check) -> None:
-        """Replace the file by one with this content, and append to that one from now on. Raises what `check` raises."""
-        self.close()
+        """Replace the file by one with this content, and append to that one from now on. Raises what `check` raises.
+
+        After an error the old file is still there and still appended to, so that this can be repeated or left.
+        """
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}.tmp")
+        # In containers both coordinators may have the same process id.
+        temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
         file = temporary.open("wb")
         try:
             file.writelines(parts)
@@ -36,7 +45,15 @@ class AppendedFile:
             file.close()
             temporary.unlink(missing_ok=True)
             raise
+        self.close()
         self._file = file
+
+    def remove_leftovers(self) -> None:
+        """Remove the temporary files of coordinators that died while they wrote them."""
+        for path in self._path.parent.glob(f"{self._path.name}.*.tmp"):
+            with contextlib.suppress(FileNotFoundError):  # another coordinator has removed it
+                if time.time() - path.stat().st_mtime > LEFTOVER_SECONDS:
+                    path.unlink()
 
     def append(self, parts: Iterable[bytes]) -> None:
         """Append to the file."""

@@ -42,6 +42,7 @@ class LedgerFile:
     def take_over(self, read: ReadLedger, check: Check) -> None:
         """Take the file over, and bring it up to date. `check` is asked before the file is replaced, now and later."""
         self._check = check
+        self._file.remove_leftovers()
         self._rewind(read)
         self.rewound_to = None
         while self.follow(read):

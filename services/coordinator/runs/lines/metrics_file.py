@@ -37,6 +37,7 @@ class MetricsFile:
         `check` is asked before the file is replaced, now and later.
         """
         self._check = check
+        self._file.remove_leftovers()
         self._evaluations = {evaluation.step: evaluation.metrics for evaluation in evaluations}
         self._rewrite(read, last_step)
 

@@ -1,18 +1,20 @@
 """When new engines join the weight group: by a clock of the test's own. And what each is told when it joins."""
 
+import asyncio
 import contextlib
 from typing import Any
 
 import pytest
 
-from relaxd.config import WeightsConfig
+from relaxd.config import RunConfig, WeightsConfig
 from relaxd.roles import ROLLOUT, TRAINER
 from relaxd.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from relaxd.v1.sample_pb2 import ELEMENT_TYPE_BFLOAT16
 from relaxd.v1.weights_pb2 import TensorSpec, WeightBucket, WeightManifest
-from services.coordinator.state.records import GroupRecord, Member
+from services.coordinator.state.records import GroupRecord, Member, WeightsRecord
 from services.coordinator.weights.newcomers import Newcomers
 from services.coordinator.weights.weight_group_client import WeightGroupClient
+from services.coordinator.weights.weight_sync import IDLE_SECONDS, WeightSync
 from tests.integration.coordinator.fleet_kit import FleetKit
 
 
@@ -66,6 +68,29 @@ def test_all_join_a_group_that_is_connected_in_any_case(group: GroupRecord | Non
 
 def test_before_anything_was_connected_nobody_waits() -> None:
     assert Newcomers(lambda: 0.0).admit(TRAINS, (A, B, C), GROUP) == [A, B, C]
+
+
+async def test_without_a_trainer_those_that_were_due_keep_nobody_busy(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {"run": {"steps": 1}, "model": {"path": "/model"}, "data": {"source": "addition"}}
+    config = RunConfig.model_validate(values | {"reward": {"name": "addition"}})
+    async with contextlib.AsyncExitStack() as stack:
+        kit = FleetKit(redis_url)
+        stack.push_async_callback(kit.close)
+        sync = WeightSync(kit.context(config), WeightsRecord())
+        sync._newcomers.due_seconds = 0.0  # when the trainer was lost
+        pauses: list[float] = []
+
+        async def wait(seconds: float) -> None:
+            pauses.append(seconds)
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(kit.registry.changed, "wait", wait)
+        running = asyncio.create_task(sync.run_forever())
+        await asyncio.sleep(0)
+        running.cancel()
+        assert pauses == [IDLE_SECONDS]
 
 
 class Engine(rollout_pb2_grpc.RolloutServicer):

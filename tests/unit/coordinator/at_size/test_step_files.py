@@ -1,6 +1,7 @@
 """ledger.jsonl and metrics.jsonl: one line per committed step, whoever commits again, dies or was replaced."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,11 @@ import pytest
 
 from relaxd.board import LedgerEntry
 from relaxd.run_folder import read_lines
+from services.coordinator.runs.lines.appended_file import LEFTOVER_SECONDS
 from services.coordinator.runs.lines.ledger_file import PAGE
 from services.coordinator.runs.run_files import RunFiles
 from services.coordinator.state.records import Evaluation
-from services.coordinator.state.store import Superseded
+from services.coordinator.state.store import StoreUnavailable, Superseded
 
 
 class Ledger:
@@ -83,6 +85,58 @@ def test_a_step_that_is_committed_again_replaces_its_line(tmp_path: Path) -> Non
     del ledger.entries[:]
     follow(files, ledger)
     check(tmp_path, ledger)
+
+
+def test_what_dead_coordinators_left_is_removed(tmp_path: Path) -> None:
+    old, young = tmp_path / "ledger.jsonl.1-ab.tmp", tmp_path / "ledger.jsonl.1-cd.tmp"
+    for path, age in ((old, 2 * LEFTOVER_SECONDS), (young, 0.0)):
+        path.touch()
+        os.utime(path, (path.stat().st_mtime - age,) * 2)
+    open_files(tmp_path, Ledger())
+    assert (old.exists(), young.exists()) == (False, True)
+
+
+def test_two_coordinators_of_one_process_id_write_files_of_their_own(tmp_path: Path) -> None:
+    ledger = Ledger()
+    ledger.commit(1, 2)
+    follow(open_files(tmp_path, ledger), ledger)
+
+    def replaced() -> None:
+        raise Superseded("a newer one")
+
+    def old_one_writes() -> None:
+        with pytest.raises(Superseded):
+            RunFiles(tmp_path).take_over_steps(ledger.read, replaced, ())
+
+    new = RunFiles(tmp_path)
+    new.take_over_steps(ledger.read, old_one_writes, ())
+    ledger.commit(3)
+    follow(new, ledger)
+    check(tmp_path, ledger)
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_steps_are_appended_after_an_evaluation_that_could_not_be_added(tmp_path: Path) -> None:
+    ledger, away = Ledger(), [False]
+
+    def check_term() -> None:
+        if away[0]:
+            raise StoreUnavailable("no answer")
+
+    files = RunFiles(tmp_path)
+    files.take_over_steps(ledger.read, check_term, ())
+    ledger.commit(1, 2)
+    follow(files, ledger)
+    away[0], evaluation = True, Evaluation(step=1, metrics={"eval_reward": 0.5})
+    with pytest.raises(StoreUnavailable):
+        files.add_evaluation(evaluation)
+    ledger.commit(3)
+    follow(files, ledger)
+    check(tmp_path, ledger)
+    away[0] = False
+    files.add_evaluation(evaluation)
+    check(tmp_path, ledger)
+    assert [line.get("eval_reward") for line in lines(tmp_path, "metrics.jsonl")] == [0.5, None, None]
 
 
 def test_a_coordinator_that_was_replaced_changes_nothing(tmp_path: Path) -> None:

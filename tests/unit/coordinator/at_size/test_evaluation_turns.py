@@ -1,0 +1,39 @@
+"""Loops over hundreds of engines leave the coordinator's event loop free for others."""
+
+import asyncio
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+from relaxd.config import RunConfig
+from relaxd.evaluation.sets import sets_of
+from services.coordinator.runs.evaluation import TURN, _Evaluation, _Question
+
+ENGINES, PROMPTS = 64, 640
+
+
+async def test_others_get_turns_while_an_evaluation_is_given_to_the_engines() -> None:
+    engines = [SimpleNamespace(replica_id=f"engine-{number}", version=(1, 3)) for number in range(ENGINES)]
+    values = {"run": {"steps": 1}, "model": {"path": "/model"}, "data": {"source": "addition"}}
+    config = RunConfig.model_validate(values | {"reward": {"name": "addition"}, "eval": {"prompts": PROMPTS}})
+    context: Any = SimpleNamespace(config=config, fleet=SimpleNamespace(candidates=lambda: engines))
+    turns, begun_in = 0, []
+
+    class Evaluation(_Evaluation):
+        async def _judge(self, question: Any, engine: Any) -> list[Any]:
+            begun_in.append(turns)
+            return []
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    running = asyncio.create_task(others())
+    (one,) = sets_of(config)
+    evaluation = Evaluation(context, {}, (1, 3), lambda name, lines: None, False)
+    await evaluation.run(deque(_Question(one, index) for index in range(PROMPTS)), lambda done: None)
+    running.cancel()
+    assert len(begun_in) == PROMPTS
+    assert max(begun_in.count(turn) for turn in begun_in) <= 2 * TURN

@@ -1,0 +1,167 @@
+"""Runs that are started, deleted and restored while Redis or a caller is gone at the wrong moment."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from relaxd.rpc.settings import ServiceSettings
+from relaxd.rpc.tls import TlsFiles
+from services.coordinator.fleet.peers import Peers
+from services.coordinator.fleet.registry import Registry
+from services.coordinator.runs.manager import RunManager
+from services.coordinator.state import retry
+from services.coordinator.state.records import RunRecord
+from services.coordinator.state.store import Store, StoreUnavailable
+from tests.kit.tokenizer import write_tokenizer
+from tests.kit.waiting import eventually
+
+
+class Desk:
+    """A coordinator's runs, without replicas: a run waits for them until it is stopped."""
+
+    def __init__(self, redis_url: str, folder: Path) -> None:
+        self.folder = folder
+        self.model = write_tokenizer(folder / "model")
+        self.store = Store(redis_url)
+        self.store.take_over()
+        registry = Registry(self.store, lease_seconds=60, heartbeat_seconds=1.0, gpu_lease_seconds=60)
+        self.peers = Peers(None, TlsFiles(), self.store.term)
+        self.errors: list[BaseException] = []
+        settings = ServiceSettings(role="coordinator", redis=redis_url)
+        self.manager = RunManager(self.store, registry, self.peers, settings, self.errors.append)
+        self.redis = redis.Redis.from_url(redis_url)
+
+    def config(self, folder: str) -> str:
+        """Return a configuration as TOML; the run's folder is below `folder`."""
+        return (
+            f'[run]\nsteps = 1\nfolder = "{self.folder / folder}"\n[model]\npath = "{self.model}"\n'
+            '[data]\nsource = "addition"\n[reward]\nname = "addition"\n'
+        )
+
+    async def start(self, folder: str) -> None:
+        """Start the run "again" and wait until its board is there."""
+        await self.manager.start("again", self.config(folder))
+        await eventually(lambda: self.manager.active is not None and self.manager.active.assignable, "it begins", 20.0)
+
+    async def stop(self) -> None:
+        """Stop the active run and wait for its end."""
+        assert self.manager.active is not None
+        await self.manager.active.stop("enough")
+        await eventually(lambda: self.manager.active is None, "it ends", 20.0)
+
+    def keys(self) -> list[bytes]:
+        """Return the keys of the run "again"."""
+        return sorted(self.redis.keys("relaxd:again:*"))
+
+
+@pytest.fixture
+async def desk(redis_url: str, tmp_path: Path) -> AsyncIterator[Desk]:
+    desk = Desk(redis_url, tmp_path)
+    yield desk
+    await desk.manager.close()
+    await desk.peers.close()
+    desk.store.close()
+    desk.redis.close()
+    assert not desk.errors
+
+
+def lose_first_answer(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the answer to the first creation of a run be lost, after Redis has done it."""
+    create, lost = desk.store.create_run, []
+
+    def lossy(run: RunRecord) -> None:
+        create(run)
+        if not lost:
+            lost.append(run)
+            raise StoreUnavailable("Redis doesn't answer")
+
+    monkeypatch.setattr(retry, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(desk.store, "create_run", lossy)
+
+
+async def test_a_run_whose_creation_redis_did_not_answer_is_driven(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    lose_first_answer(desk, monkeypatch)
+    await desk.start("first")
+    assert desk.store.active_run_id() == "again"
+
+
+async def test_a_restored_run_whose_creation_redis_did_not_answer_is_driven(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await desk.start("first")
+    await desk.stop()
+    lose_first_answer(desk, monkeypatch)
+    active = await desk.manager.restore(str(desk.folder / "first" / "again"), steps=2)
+    assert desk.manager.active is active
+    assert desk.store.active_run_id() == "again"
+
+
+async def test_a_run_whose_folder_can_not_be_extended_is_not_left_active(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await desk.start("first")
+    await desk.stop()
+    folder = desk.folder / "first" / "again"
+    (folder / "config.tmp").mkdir()  # where the next config.toml is written
+    with pytest.raises(IsADirectoryError):
+        await desk.manager.restore(str(folder), steps=2)
+    assert desk.store.active_run_id() is None
+    (folder / "config.tmp").rmdir()
+    assert (await desk.manager.restore(str(folder), steps=2)).record.run_id == "again"
+
+
+async def test_a_deletion_that_was_not_ended_leaves_the_next_run_of_that_id_alone(desk: Desk) -> None:
+    await desk.start("first")
+    await desk.stop()
+    desk.store.begin_delete("again")  # then a Redis with some of its data was away
+    await desk.start("second")
+    assert desk.store.deleting() == []
+    before = desk.keys()
+    await desk.manager.delete_expired()
+    assert desk.keys() == before
+    assert desk.store.run("again") is not None
+
+
+async def test_a_restored_run_is_left_alone_by_an_earlier_deletion(desk: Desk) -> None:
+    await desk.start("first")
+    await desk.stop()
+    desk.store.begin_delete("again")
+    await desk.manager.restore(str(desk.folder / "first" / "again"), steps=2)
+    await desk.manager.delete_expired()
+    assert desk.store.run("again") is not None
+    assert desk.manager.active is not None
+
+
+async def test_a_run_whose_record_is_gone_is_not_listed(desk: Desk) -> None:
+    await desk.start("first")
+    await desk.stop()
+    desk.redis.delete("relaxd:again:run")
+    assert await desk.manager.all() == []
+    await desk.manager.delete_expired()
+
+
+async def test_a_run_is_not_shown_as_the_one_of_its_id_that_ended(desk: Desk) -> None:
+    await desk.start("first")
+    await desk.stop()
+    ended = await desk.manager.message(await desk.manager.record("again"))
+    desk.store.begin_delete("again")
+    await desk.start("second")
+    started = await desk.manager.message(await desk.manager.record("again"))
+    assert started.state != ended.state
+    assert started.folder == str(desk.folder / "second" / "again")
+
+
+async def test_a_deletion_is_ended_although_its_caller_is_gone(desk: Desk) -> None:
+    await desk.start("first")
+    await desk.stop()
+    desk.redis.execute_command("CLIENT", "PAUSE", 60_000, "WRITE")
+    calling = asyncio.create_task(desk.manager.delete("again"))
+    await eventually(lambda: desk.redis.info("clients")["blocked_clients"] > 0, "Redis holds a write up", 20.0)
+    calling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+    desk.redis.execute_command("CLIENT", "UNPAUSE")
+    await eventually(lambda: not desk.keys() and not desk.store.deleting(), "everything is deleted", 20.0)

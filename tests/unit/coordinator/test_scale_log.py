@@ -1,0 +1,37 @@
+"""Scale requests in memory and in a real Redis."""
+
+import contextlib
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+import pytest
+
+from services.coordinator.fleet.changes import Signal
+from services.coordinator.scaling.scale_log import ScaleLog
+from services.coordinator.state import retry
+from services.coordinator.state.scale_records import Direction, ScaleRecord, ScaleSpec
+from services.coordinator.state.store import Store, StoreUnavailable
+
+
+class LossyStore(Store):
+    """Redis does what it is told, but its first answer is lost."""
+
+    lost = False
+
+    def save_scaling(self, record: ScaleRecord, forget: Sequence[str] = ()) -> None:
+        super().save_scaling(record, forget)
+        if not self.lost:
+            self.lost = True
+            raise StoreUnavailable("Redis doesn't answer")
+
+
+async def test_a_request_whose_answer_was_lost_is_not_refused(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "RETRY_SECONDS", 0.0)
+    with contextlib.closing(LossyStore(redis_url)) as store:
+        store.take_over()
+        log = ScaleLog(store, Signal())
+        spec = ScaleSpec(direction=Direction.OUT, role="rollout", replicas=1, seconds=60.0)
+        record = ScaleRecord(request_id="r", spec=spec, scaled=(), deadline=datetime.now(UTC))
+        await log.add(record)
+        assert store.lost
+        assert store.scaling() == log.all() == [record]
