@@ -43,7 +43,7 @@ class AssignmentFollower:
         self._gpus = gpus
         gpus.call_when_lost(self.restart_run)
         self._drained = self._restart = False
-        self._drains: set[asyncio.Task[int]] = set()
+        self._late_drains: set[asyncio.Task[int]] = set()
         self._idle = asyncio.Event()
         self._wanted = Assignment()
         self._wake = asyncio.Event()
@@ -72,19 +72,27 @@ class AssignmentFollower:
         if self.state != replica_pb2.REPLICA_STATE_READY:
             return 0
         work = asyncio.create_task(self._service.drain(seconds), name="drain")
-        self._drains.add(work)
-        work.add_done_callback(self._after_drain)
         done, _ = await asyncio.wait({work}, timeout=seconds)
-        return work.result() if done else self._service.status().held_groups
+        if not done:  # whoever asked waits no longer, and may not ask again
+            self._late_drains.add(work)
+            work.add_done_callback(self._after_late_drain)
+            return self._service.status().held_groups
+        held = work.result()
+        self._note_held(held)
+        return held
 
-    def _after_drain(self, work: "asyncio.Task[int]") -> None:
-        """Give the GPUs back once nothing is held any more, also if that took longer than whoever asked would wait."""
-        self._drains.discard(work)
+    def _after_late_drain(self, work: "asyncio.Task[int]") -> None:
+        self._late_drains.discard(work)
         if work.cancelled():  # the process ends
             return
         if (error := work.exception()) is not None:
             _log.error("the drain failed: %s", error)
-        elif not work.result() and self.draining and self._gpus.held:
+        else:
+            self._note_held(work.result())
+
+    def _note_held(self, held: int) -> None:
+        """Give the GPUs back if a drain left nothing."""
+        if not held and self.draining and self._gpus.held:
             self._drained = True
             self._wake.set()
 

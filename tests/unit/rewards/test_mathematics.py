@@ -320,7 +320,8 @@ def test_dapo(response, answer, accuracy, form):
     ],
 )
 def test_openr1mm(response, answer, accuracy, monkeypatch):
-    monkeypatch.setattr("relaxd.rewards.mathematics.openr1mm.VERIFY_SECONDS", 0.5)
+    if not accuracy:  # some would compute for ever; what is right has the time that it has in a run
+        monkeypatch.setattr("relaxd.rewards.mathematics.openr1mm.VERIFY_SECONDS", 0.5)
     assert score("openr1mm", response, answer)["reward"] == accuracy
 
 

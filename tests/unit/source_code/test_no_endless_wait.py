@@ -29,6 +29,8 @@ WITHOUT_DEADLINE = {
     DONE: {
         ("relaxd/board/worker.py", "StageWorker._work.finish_future"),
         ("relaxd/process/child.py", "Child._raise_if_exited"),
+        ("relaxd/replica/assignment.py", "AssignmentFollower.drain"),
+        ("relaxd/replica/assignment.py", "AssignmentFollower._after_late_drain"),
         ("relaxd/replica/replica.py", "_Life.keep_registered"),
         ("relaxd/replica/replica.py", "run_replica"),
         ("services/coordinator/runs/evaluation.py", "_Evaluation.run"),
