@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from services.trainer.batch.row_packing import pack
-from services.trainer.learner import checkpoint_copies
+from services.trainer.learner import checkpoint_copies, checkpoint_writer
 from services.trainer.learner.learner import Learner
 from services.trainer.megatron.host_memory import freeze_objects
 from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model, make_samples
@@ -66,6 +66,36 @@ def test_the_next_step_goes_on_until_its_weights_would_change(
     learner.restore(folder, 1, same_layout=True)
     assert learner.checksum() == before
     assert torch.equal(optimizer_state(learner), moments)
+
+
+@pytest.fixture
+def three_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_writer, "FILE_BYTES", 1 << 12)
+    monkeypatch.setattr(checkpoint_writer, "MAX_FILES", 3)
+
+
+def test_a_large_rank_writes_several_files(learner: Learner, tmp_path: Path, three_files: None) -> None:
+    before, moments = learner.checksum(), optimizer_state(learner)
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    snapshot = learner.snapshot(folder)
+    step(learner, 2)
+    snapshot.write()
+    snapshot.finish()
+    sizes = [path.stat().st_size for path in folder.glob("__0_*.distcp")]
+    assert len(sizes) == 3
+    assert max(sizes) < 1.5 * min(sizes)
+    learner.restore(folder, 1, same_layout=True)
+    assert learner.checksum() == before
+    assert torch.equal(optimizer_state(learner), moments)
+
+
+def test_a_file_that_cannot_be_written_fails_the_checkpoint(
+    learner: Learner, tmp_path: Path, three_files: None
+) -> None:
+    (tmp_path / "__0_1.distcp").mkdir()
+    with pytest.raises(IsADirectoryError, match=r"__0_1\.distcp"):
+        learner.snapshot(tmp_path).write()
 
 
 def test_checkpoints_leave_no_garbage(learner: Learner, tmp_path: Path) -> None:
