@@ -39,6 +39,12 @@ HELD = HeldGroup("0-000012", "reward-0", enqueued_at=NOW - 45, deliveries=2)
 CASES = [
     ("redis", {"redis": "Redis at r:6379 refuses connections"}, "it waits for Redis: Redis at r:6379 refuses", "Redis"),
     (
+        "disk",
+        {"waits": [Named("the disk of /runs/demo, for run demo: No space left on device", "the disk", NOW - 12)]},
+        "it waits for the disk of /runs/demo, for run demo: No space left on device, for 12 s",
+        "make room on the disk",
+    ),
+    (
         "stopping",
         {"stopping": "by hand", "waits": [Named("trainer-0 to hand back 4 groups", "trainer-0", NOW - 12)]},
         "it is stopping (by hand): waiting for trainer-0 to hand back 4 groups, for 12 s",
