@@ -2,7 +2,7 @@
 
 from relaxd.config import RunConfig
 from relaxd.config.evaluation import EvalSet
-from relaxd.config.reasoning_gym import ReasoningGymConfig
+from relaxd.config.prompts.reasoning_gym import ReasoningGymConfig
 from relaxd.data.benchmarks import read_benchmark
 from relaxd.data.columns import Examples
 from relaxd.data.errors import DataError

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from relaxd.config import DataConfig, RunConfig
-from relaxd.config.data import DataSource
 from relaxd.config.evaluation import EvalSet
+from relaxd.config.prompts.data import DataSource
 from relaxd.data.addition import addition
 from relaxd.data.columns import Columns, Examples
 from relaxd.data.examples import Example

@@ -7,10 +7,10 @@ import pytest
 
 from relaxd.cli.preparing.examples import demo_overrides
 from relaxd.config.algorithm import BUILT_IN
-from relaxd.config.equivalents import EQUIVALENTS, FRAMEWORKS
 from relaxd.config.load import ConfigError, load, load_file
-from relaxd.config.settings import sections, settings
-from relaxd.config.suggest import suggest
+from relaxd.config.names.equivalents import EQUIVALENTS, FRAMEWORKS
+from relaxd.config.names.settings import sections, settings
+from relaxd.config.names.suggest import suggest
 from relaxd.config.write import dump, dump_changes, dump_explained
 
 ROOT = Path(__file__).parents[2]

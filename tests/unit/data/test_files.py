@@ -15,8 +15,8 @@ import pyarrow.parquet
 import pytest
 
 from relaxd.config import RunConfig
-from relaxd.config.curriculum import CurriculumConfig
 from relaxd.config.load import ConfigError, load
+from relaxd.config.prompts.curriculum import CurriculumConfig
 from relaxd.data import checking
 from relaxd.data.columns import Columns, Examples
 from relaxd.data.curriculum.record import Record

@@ -6,8 +6,8 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from relaxd.config.base import Section
-from relaxd.config.curriculum import CurriculumConfig
-from relaxd.config.reasoning_gym import ReasoningGymConfig
+from relaxd.config.prompts.curriculum import CurriculumConfig
+from relaxd.config.prompts.reasoning_gym import ReasoningGymConfig
 from relaxd.importing import check_known_or_own, check_own
 
 SOURCES = ("addition", "files", "jsonl", "reasoning_gym")

@@ -3,8 +3,8 @@
 import difflib
 
 from relaxd.config.algorithm import BUILT_IN, OWN
-from relaxd.config.equivalents import EQUIVALENTS, Equivalent
-from relaxd.config.settings import Place, sections, settings
+from relaxd.config.names.equivalents import EQUIVALENTS, Equivalent
+from relaxd.config.names.settings import Place, sections, settings
 
 ALMOST_EQUAL = 0.85
 """Similarity from which a name is rather a slip than another framework's."""
