@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaxd.config import RunConfig
-from relaxd.data.addition import addition
-from relaxd.data.columns import Columns, Examples
 from relaxd.data.dataset import Cursor, PromptDataset, load_data
 from relaxd.data.errors import DataError
 from relaxd.data.examples import Example
 from relaxd.data.files.opening import open_rows
 from relaxd.data.models import resolve_model
+from relaxd.data.sources.addition import addition
+from relaxd.data.sources.columns import Columns, Examples
 from relaxd.data.tokenizer import PromptTokenizer
 from tests.kit.tokenizer import CHATML, write_tokenizer
 

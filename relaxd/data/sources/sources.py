@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from relaxd.config import DataConfig, RunConfig
 from relaxd.config.evaluation import EvalSet
 from relaxd.config.prompts.data import DataSource
-from relaxd.data.addition import addition
-from relaxd.data.columns import Columns, Examples
 from relaxd.data.examples import Example
 from relaxd.data.files.opening import open_rows
 from relaxd.data.files.rows import Rows
-from relaxd.data.own_code import open_own, prompt_function
-from relaxd.data.reasoning_gym import reasoning_gym
+from relaxd.data.sources.addition import addition
+from relaxd.data.sources.columns import Columns, Examples
+from relaxd.data.sources.own_code import open_own, prompt_function
+from relaxd.data.sources.reasoning_gym import reasoning_gym
 
 SETTINGS = {
     "addition": ("data", "data"),

@@ -3,13 +3,13 @@
 from relaxd.config import RunConfig
 from relaxd.config.evaluation import EvalSet
 from relaxd.config.prompts.reasoning_gym import ReasoningGymConfig
-from relaxd.data.benchmarks import read_benchmark
-from relaxd.data.columns import Examples
 from relaxd.data.errors import DataError
 from relaxd.data.examples import Example
 from relaxd.data.files.opening import open_rows
-from relaxd.data.reasoning_gym import reasoning_gym
-from relaxd.data.sources import Source, columns_of
+from relaxd.data.sources.benchmarks import read_benchmark
+from relaxd.data.sources.columns import Examples
+from relaxd.data.sources.reasoning_gym import reasoning_gym
+from relaxd.data.sources.sources import Source, columns_of
 
 TASK_PROMPTS = 100
 """Prompts of a task if eval.sets says nothing."""
