@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from services.trainer.batch.row_packing import pack
-from services.trainer.learner import checkpoint_copies
 from services.trainer.learner.learner import Learner
+from services.trainer.learner.snapshots import checkpoint_copies
 from services.trainer.megatron.host_memory import freeze_objects
 from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model, make_samples
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.trainer.learner import checkpoint
+from services.trainer.learner.snapshots import checkpoint
 from services.trainer.megatron.parallel import shut_down
 from tests.integration.trainer.checkpoint_worlds import CheckpointJob, run_job, run_world
 from tests.integration.trainer.trainer_worlds import make_model

@@ -30,10 +30,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
-from services.trainer.learner.checkpoint_copies import HostCopies
-from services.trainer.learner.checkpoint_reader import ReadCommonStrategy, ReadStrategy
-from services.trainer.learner.checkpoint_writer import ThreadStrategy
 from services.trainer.learner.compared.frozen_model import FrozenModel
+from services.trainer.learner.snapshots.checkpoint_copies import HostCopies
+from services.trainer.learner.snapshots.checkpoint_reader import ReadCommonStrategy, ReadStrategy
+from services.trainer.learner.snapshots.checkpoint_writer import ThreadStrategy
 from services.trainer.megatron.disk_work import DiskWork
 from services.trainer.megatron.parallel import World
 from services.trainer.model.model import PolicyModel
