@@ -21,8 +21,8 @@ from services.trainer.learner.forward import Forward, StageOutput, no_tokens
 from services.trainer.learner.optimizer import build_optimizer, build_schedule
 from services.trainer.learner.snapshots.checkpoint import TrainedModel
 from services.trainer.learner.update import PendingUpdate
-from services.trainer.mlp import expert_load
 from services.trainer.model.model import freeze_routers, routers
+from services.trainer.transformer.mlp import expert_load
 
 VALUE_LOSS = "value_loss"
 """Name under which micro-batches report their sum of the critic's loss."""

@@ -58,8 +58,6 @@ from services.trainer.learner.sums import bit_sum, merge, reduce_over_ranks
 from services.trainer.learner.update import PendingUpdate, update_weights
 from services.trainer.learner.update_stats import UpdateStats
 from services.trainer.megatron.host_memory import TRIM_EVERY_STEPS, trim_heap
-from services.trainer.mlp import expert_load
-from services.trainer.mlp.routing_record import recorded_experts, recording
 from services.trainer.model.hf_weights import (
     HFTensorSpec,
     exported_parameters,
@@ -68,6 +66,8 @@ from services.trainer.model.hf_weights import (
     save_hf,
 )
 from services.trainer.model.model import freeze_routers, routers
+from services.trainer.transformer.mlp import expert_load
+from services.trainer.transformer.mlp.routing_record import recorded_experts, recording
 
 
 @dataclass(frozen=True)

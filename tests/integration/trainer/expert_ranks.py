@@ -37,9 +37,9 @@ def run_job(job: ExpertJob, ranks: int) -> dict[str, Any]:
     import torch
 
     from services.trainer.megatron.parallel import initialize, leave_layout
-    from services.trainer.mlp.experts import Experts
-    from services.trainer.mlp.routing import Routing
     from services.trainer.model.packed_layer import PolicyConfig
+    from services.trainer.transformer.mlp.experts import Experts
+    from services.trainer.transformer.mlp.routing import Routing
     from tests.kit.expert_formulas import EXPERTS
 
     world = initialize(TrainerConfig(ranks=ranks, expert_parallel=ranks, threads=1), seed=0)

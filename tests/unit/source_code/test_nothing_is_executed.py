@@ -17,7 +17,7 @@ ARGUED = {
     "services/trainer/learner/snapshots/checkpoint.py": CHECKPOINTS,
     "services/trainer/learner/snapshots/checkpoint_reader.py": CHECKPOINTS,
     "services/trainer/learner/snapshots/checkpoint_writer.py": CHECKPOINTS,
-    "services/trainer/mlp/experts.py": CHECKPOINTS,
+    "services/trainer/transformer/mlp/experts.py": CHECKPOINTS,
     "services/trainer/model/hf_weights.py": RANKS,
     "services/trainer/megatron/parallel.py": RANKS,
     "services/trainer/learner/sums.py": RANKS,

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from services.trainer.kernels.fusion import fused_kernels
+from services.trainer.transformer.kernels.fusion import fused_kernels
 
 
 class Rotary(NamedTuple):
@@ -59,7 +59,7 @@ class _Heads(torch.autograd.Function):
         head_size: int,
         epsilon: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        from services.trainer.kernels.layer_kernels import heads_forward
+        from services.trainer.transformer.kernels.layer_kernels import heads_forward
 
         ctx.save_for_backward(qkv, query_weight, key_weight, table)
         ctx.head_size, ctx.epsilon = head_size, epsilon
@@ -68,7 +68,7 @@ class _Heads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        from services.trainer.kernels.layer_kernels import heads_backward
+        from services.trainer.transformer.kernels.layer_kernels import heads_backward
 
         qkv, query_weight, key_weight, table = ctx.saved_tensors
         norms = None if query_weight is None else (query_weight, key_weight)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from services.trainer.megatron.parallel import World
-from services.trainer.mlp.router import Router
+from services.trainer.transformer.mlp.router import Router
 
 
 def reset(routers: Sequence[Router]) -> None:

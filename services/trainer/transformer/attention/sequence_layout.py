@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.trainer.batch.row_packing import PackedMicroBatch
-from services.trainer.kernels.fusion import fused_kernels
-from services.trainer.mlp.routing import RouterInputs
+from services.trainer.transformer.kernels.fusion import fused_kernels
+from services.trainer.transformer.mlp.routing import RouterInputs
 
 AttentionKernel = Literal["blocks", "varlen", "cudnn"]
 """The implementation of attention: torch's scaled_dot_product_attention on padded blocks, torch's variable-length
@@ -200,7 +200,7 @@ class _Scatter(torch.autograd.Function):
         layout: SequenceLayout = ctx.layout
         grad = grads[0].flatten(1)
         if ctx.sum_copies and grad.dtype == torch.bfloat16 and fused_kernels():
-            from services.trainer.kernels.layer_kernels import sum_copies
+            from services.trainer.transformer.kernels.layer_kernels import sum_copies
 
             total = sum_copies(grad.contiguous(), layout.slots, layout.slots_begin)
         elif ctx.sum_copies:

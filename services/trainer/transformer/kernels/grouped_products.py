@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from services.trainer.kernels.fusion import fused_kernels
-from services.trainer.kernels.gradients import add_product_
+from services.trainer.transformer.kernels.fusion import fused_kernels
+from services.trainer.transformer.kernels.gradients import add_product_
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def add_grouped_products_(total: Tensor, left: Tensor, right: Tensor, ends: Tens
     if not len(left):
         return
     if _grouped(left, right.shape[1]):
-        from services.trainer.kernels import expert_kernels
+        from services.trainer.transformer.kernels import expert_kernels
 
         expert_kernels.add_grouped_products_(total, left, right, ends)
         return
@@ -78,7 +78,7 @@ def _try_kernels() -> None:
     """Compare the kernels with a loop over three experts, one of them without rows; raise if they differ or fail."""
     if torch.cuda.get_device_capability() < (9, 0):
         raise RuntimeError(f"the GPU has compute capability {torch.cuda.get_device_capability()}")
-    from services.trainer.kernels import expert_kernels
+    from services.trainer.transformer.kernels import expert_kernels
 
     generator = torch.Generator("cuda").manual_seed(0)
     settings: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}

@@ -12,8 +12,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from services.trainer.kernels.gradients import add_product_
-from services.trainer.mlp.routing import Routing
+from services.trainer.transformer.kernels.gradients import add_product_
+from services.trainer.transformer.mlp.routing import Routing
 
 
 class Router(MegatronModule):

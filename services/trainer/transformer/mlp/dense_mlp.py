@@ -10,8 +10,8 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from services.trainer.kernels.recompute import Recompute
-from services.trainer.kernels.swiglu import swiglu
+from services.trainer.transformer.kernels.recompute import Recompute
+from services.trainer.transformer.kernels.swiglu import swiglu
 
 
 class DenseMLP(MLP):

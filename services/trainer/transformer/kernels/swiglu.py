@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from services.trainer.kernels.fusion import fused_kernels
+from services.trainer.transformer.kernels.fusion import fused_kernels
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -21,7 +21,7 @@ def swiglu(x: Tensor) -> Tensor:
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        from services.trainer.kernels.layer_kernels import swiglu_forward
+        from services.trainer.transformer.kernels.layer_kernels import swiglu_forward
 
         x = x.contiguous()
         ctx.save_for_backward(x)
@@ -29,6 +29,6 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        from services.trainer.kernels.layer_kernels import swiglu_backward
+        from services.trainer.transformer.kernels.layer_kernels import swiglu_backward
 
         return swiglu_backward(ctx.saved_tensors[0], grads[0])

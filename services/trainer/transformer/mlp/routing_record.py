@@ -15,7 +15,7 @@ from torch import Tensor
 
 from services.trainer.batch.row_packing import PackedMicroBatch
 from services.trainer.megatron.parallel import World
-from services.trainer.mlp.router import Router
+from services.trainer.transformer.mlp.router import Router
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from services.trainer.kernels.fusion import fused_kernels
+from services.trainer.transformer.kernels.fusion import fused_kernels
 
 
 def weighted_swiglu(x: Tensor, weights: Tensor) -> Tensor:
@@ -18,7 +18,7 @@ def weighted_swiglu(x: Tensor, weights: Tensor) -> Tensor:
         [R, n].
     """
     if _fused(x):
-        from services.trainer.kernels.expert_kernels import weighted_swiglu_forward
+        from services.trainer.transformer.kernels.expert_kernels import weighted_swiglu_forward
 
         return weighted_swiglu_forward(x, weights)
     gate, up = x.float().chunk(2, dim=-1)
@@ -37,7 +37,7 @@ def weighted_swiglu_backward(x: Tensor, weights: Tensor, grad: Tensor) -> tuple[
         [R, 2 n], float32 [R] and [R, n].
     """
     if _fused(x):
-        from services.trainer.kernels.expert_kernels import weighted_swiglu_backward
+        from services.trainer.transformer.kernels.expert_kernels import weighted_swiglu_backward
 
         return weighted_swiglu_backward(x, weights, grad)
     (gate, up), weight = x.float().chunk(2, dim=-1), weights.unsqueeze(-1)

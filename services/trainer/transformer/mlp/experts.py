@@ -17,11 +17,17 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from services.trainer.kernels.grouped_products import add_grouped_products_, grouped_product
-from services.trainer.kernels.weighted_swiglu import weighted_swiglu, weighted_swiglu_backward
-from services.trainer.mlp.expert_exchange import ExpertExchange
-from services.trainer.mlp.expert_rows import CopyToRows, SumOfRows, copy_to_rows, sort_by_expert, sum_of_rows
-from services.trainer.mlp.routing import Routing
+from services.trainer.transformer.kernels.grouped_products import add_grouped_products_, grouped_product
+from services.trainer.transformer.kernels.weighted_swiglu import weighted_swiglu, weighted_swiglu_backward
+from services.trainer.transformer.mlp.expert_exchange import ExpertExchange
+from services.trainer.transformer.mlp.expert_rows import (
+    CopyToRows,
+    SumOfRows,
+    copy_to_rows,
+    sort_by_expert,
+    sum_of_rows,
+)
+from services.trainer.transformer.mlp.routing import Routing
 
 
 class Experts(MegatronModule):

@@ -13,9 +13,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from services.trainer.attention.attention_kernels import varlen_attention, visible
-from services.trainer.attention.sequence_layout import SequenceLayout, gather_from_sequences, scatter_to_sequences
-from services.trainer.kernels.recompute import Recompute
+from services.trainer.transformer.attention.attention_kernels import varlen_attention, visible
+from services.trainer.transformer.attention.sequence_layout import (
+    SequenceLayout,
+    gather_from_sequences,
+    scatter_to_sequences,
+)
+from services.trainer.transformer.kernels.recompute import Recompute
 
 
 class PackedAttention(MegatronModule):
@@ -48,7 +52,7 @@ class PackedAttention(MegatronModule):
             )
         scale = self.scale or query.shape[-1] ** -0.5
         if layout.kernel == "cudnn":
-            from services.trainer.attention.cudnn_attention import cudnn_attention
+            from services.trainer.transformer.attention.cudnn_attention import cudnn_attention
 
             output = cudnn_attention(query, key, value, layout.cudnn_batches, scale, self.window)
         elif layout.kernel == "varlen":

@@ -8,11 +8,11 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from services.trainer.kernels.recompute import Recompute
-from services.trainer.mlp.dense_mlp import DenseMLP
-from services.trainer.mlp.experts import Experts
-from services.trainer.mlp.router import Router, float32_logits
-from services.trainer.mlp.routing import RouterInputs
+from services.trainer.transformer.kernels.recompute import Recompute
+from services.trainer.transformer.mlp.dense_mlp import DenseMLP
+from services.trainer.transformer.mlp.experts import Experts
+from services.trainer.transformer.mlp.router import Router, float32_logits
+from services.trainer.transformer.mlp.routing import RouterInputs
 
 
 class MixtureOfExperts(MegatronModule):

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.trainer.mlp.expert_rows import sort_by_expert
+from services.trainer.transformer.mlp.expert_rows import sort_by_expert
 
 
 class ExpertExchange:

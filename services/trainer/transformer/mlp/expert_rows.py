@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.trainer.kernels.fusion import fused_kernels
+from services.trainer.transformer.kernels.fusion import fused_kernels
 
 
 def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -39,7 +39,7 @@ def copy_to_rows(x: Tensor, places: Tensor) -> Tensor:
         [T x K, width].
     """
     if _fused(x):
-        from services.trainer.kernels import expert_kernels
+        from services.trainer.transformer.kernels import expert_kernels
 
         return expert_kernels.copy_to_rows(x, places)
     rows = x.new_empty(places.numel(), x.shape[1])
@@ -58,7 +58,7 @@ def sum_of_rows(rows: Tensor, places: Tensor) -> Tensor:
         [T, width].
     """
     if _fused(rows):
-        from services.trainer.kernels import expert_kernels
+        from services.trainer.transformer.kernels import expert_kernels
 
         return expert_kernels.sum_of_rows(rows, places)
     return rows[places].float().sum(1).to(rows.dtype)

@@ -18,7 +18,7 @@ def fused_kernels() -> bool:
     if not torch.cuda.is_available():
         return False
     try:
-        from services.trainer.kernels.layer_kernels import swiglu_forward
+        from services.trainer.transformer.kernels.layer_kernels import swiglu_forward
 
         swiglu_forward(torch.ones(1, 32, device="cuda", dtype=torch.bfloat16))
         torch.cuda.synchronize()
