@@ -27,15 +27,8 @@ from services.trainer.loop.step_builder import StepBuilder
 from services.trainer.megatron.parallel import shut_down
 from tests.integration.trainer.service_kit import Feeder, make_config, trainer_service
 from tests.integration.trainer.trainer_worlds import Job, make_model, run_job, run_world
-from tests.kit.models import make_tiny_model
 from tests.kit.ports import free_port
 from tests.kit.processes import ROOT
-
-
-@pytest.fixture(scope="module")
-def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("qwen3") / "model", architecture="qwen3")
-
 
 # --- one more column ----------------------------------------------------------------------------------------------
 

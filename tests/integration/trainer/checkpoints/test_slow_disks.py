@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from relaxd.v1 import trainer_pb2
+from tests.integration.trainer.checkpoints.slow_disks import Slow, slow_disk, slowed
 from tests.integration.trainer.service_kit import export, make_config, trainer_service
-from tests.integration.trainer.slow_disks import Slow, slow_disk, slowed
 from tests.kit.models import make_tiny_model
 
 COLLECTIVE_SECONDS, DISK_SECONDS = 4.0, 5.5

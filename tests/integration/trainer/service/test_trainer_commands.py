@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.integration.trainer import commanded_worlds
-from tests.integration.trainer.commanded_worlds import CommandJob
+from tests.integration.trainer.service import commanded_worlds
+from tests.integration.trainer.service.commanded_worlds import CommandJob
 from tests.integration.trainer.trainer_worlds import make_model, run_world
 from tests.kit.ports import free_port
 

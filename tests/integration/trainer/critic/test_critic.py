@@ -23,9 +23,9 @@ from services.trainer.learner.snapshots.checkpoint import CheckpointError
 from services.trainer.megatron.parallel import shut_down
 from services.trainer.model.architecture import ModelError
 from services.trainer.offline.replay import replay
-from tests.integration.trainer import critic_worlds
-from tests.integration.trainer.assembly_worlds import AssemblyJob
-from tests.integration.trainer.critic_worlds import CheckpointJob, train
+from tests.integration.trainer.critic import critic_worlds
+from tests.integration.trainer.critic.assembly_worlds import AssemblyJob
+from tests.integration.trainer.critic.critic_worlds import CheckpointJob, train
 from tests.integration.trainer.service_kit import Feeder, make_config
 from tests.integration.trainer.trainer_worlds import Job, make_learner, make_samples, run_world
 from tests.integration.trainer.training_worlds import RunJob, run_job

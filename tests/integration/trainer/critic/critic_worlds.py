@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from tests.integration.trainer import assembly_worlds, trainer_worlds, training_worlds
-from tests.integration.trainer.assembly_worlds import AssemblyJob
+from tests.integration.trainer import trainer_worlds, training_worlds
+from tests.integration.trainer.critic import assembly_worlds
+from tests.integration.trainer.critic.assembly_worlds import AssemblyJob
 from tests.integration.trainer.trainer_worlds import Job, copied, make_learner, make_samples, micro_batches
 from tests.integration.trainer.training_worlds import RunJob
 
@@ -86,6 +87,6 @@ def run_job(job: RunJob | CheckpointJob | AssemblyJob, ranks: int = 1) -> dict[s
 
 if __name__ == "__main__":
     # Under its own name, or the pickled jobs would be of another class than __main__'s.
-    from tests.integration.trainer import critic_worlds
+    from tests.integration.trainer.critic import critic_worlds
 
     trainer_worlds.work(critic_worlds.run_job)

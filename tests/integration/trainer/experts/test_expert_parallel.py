@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.integration.trainer.expert_ranks import ExpertJob, tensors
+from tests.integration.trainer.experts.expert_ranks import ExpertJob, tensors
 from tests.integration.trainer.trainer_worlds import run_world
 from tests.kit.expert_formulas import LOADS, mixture
 from tests.kit.ports import free_port
@@ -17,7 +17,7 @@ JOBS = {load: ExpertJob(load, (20, 33)) for load in LOADS}
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("world")
-    program = "tests.integration.trainer.expert_ranks"
+    program = "tests.integration.trainer.experts.expert_ranks"
     results = run_world(list(JOBS.values()), 2, folder, free_port(), program=program)
     return dict(zip(JOBS, results, strict=True))
 

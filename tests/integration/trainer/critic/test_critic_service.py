@@ -16,8 +16,8 @@ from relaxd.v1.replica_pb2 import REPLICA_STATE_READY
 from services.trainer.batch.step_file import read_committed
 from services.trainer.checkpoints.folder import checkpoint_path, critic_folder, read_state
 from services.trainer.megatron.parallel import shut_down
+from tests.integration.trainer.critic.test_critic import PlainLoop, config_of, prepare_run, rewards_of
 from tests.integration.trainer.service_kit import RUN_ID, ScriptedCoordinator, TrainerProcess
-from tests.integration.trainer.test_critic import PlainLoop, config_of, prepare_run, rewards_of
 from tests.integration.trainer.training_worlds import RunJob, run_job
 from tests.kit.waiting import wait_until
 

@@ -91,6 +91,6 @@ def run_world(jobs: list[CheckpointJob], ranks: int, folder: Path, port: int) ->
 
 if __name__ == "__main__":
     # Under its own name, or the pickled jobs would be of another class than __main__'s.
-    from tests.integration.trainer import checkpoint_worlds
+    from tests.integration.trainer.checkpoints import checkpoint_worlds
 
     trainer_worlds.work(checkpoint_worlds.run_job)

@@ -10,7 +10,7 @@ import pytest
 
 from services.trainer.learner.snapshots import checkpoint
 from services.trainer.megatron.parallel import shut_down
-from tests.integration.trainer.checkpoint_worlds import CheckpointJob, run_job, run_world
+from tests.integration.trainer.checkpoints.checkpoint_worlds import CheckpointJob, run_job, run_world
 from tests.integration.trainer.trainer_worlds import make_model
 from tests.kit.ports import free_port
 

@@ -98,6 +98,6 @@ def command(rank: Any, folder: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     # Under its own name, or the pickled jobs would be of another class than __main__'s.
-    from tests.integration.trainer import commanded_worlds
+    from tests.integration.trainer.service import commanded_worlds
 
     trainer_worlds.work(commanded_worlds.run_job)

@@ -14,7 +14,7 @@ from relaxd.weights.layout import piece_bytes, pieces
 from relaxd.weights.manifest import TensorSpec, plan_buckets
 from services.trainer.model.architectures import read_architecture
 from services.trainer.model.hf_weights import hf_tensor_specs
-from tests.integration.trainer.broadcasting_ranks import BUCKET_BYTES
+from tests.integration.trainer.service.broadcasting_ranks import BUCKET_BYTES
 from tests.integration.trainer.trainer_worlds import make_model, start_ranks
 from tests.kit.processes import kill
 
@@ -29,7 +29,7 @@ def test_what_is_sent_directly_is_the_model(arrangement: str, tmp_path: Path) ->
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     arguments = [str(model), json.dumps({arrangement: 2}), str(store.port), "group", str(stages + 1)]
-    processes = start_ranks("tests.integration.trainer.broadcasting_ranks", *arguments, ranks=2, port=port)
+    processes = start_ranks("tests.integration.trainer.service.broadcasting_ranks", *arguments, ranks=2, port=port)
     try:
         group = WeightGroup("gloo", "127.0.0.1", store.port, "group", stages, stages + 1)
         group.connect(60)

@@ -51,6 +51,6 @@ def run_job(job: NaNJob, ranks: int = 1) -> dict[str, Any]:
 
 if __name__ == "__main__":
     # Under its own name, or the pickled jobs would be of another class than __main__'s.
-    from tests.integration.trainer import skipping_worlds
+    from tests.integration.trainer.learner import skipping_worlds
 
     trainer_worlds.work(skipping_worlds.run_job)

@@ -64,6 +64,6 @@ def run_job(job: ExpertJob, ranks: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     # Under its own name, or the pickled jobs would be of another class than __main__'s.
-    from tests.integration.trainer import expert_ranks
+    from tests.integration.trainer.experts import expert_ranks
 
     trainer_worlds.work(expert_ranks.run_job)

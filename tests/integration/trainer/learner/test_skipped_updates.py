@@ -18,9 +18,10 @@ from services.trainer.batch.step_file import step_file_path
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.update import NonFiniteGradients
 from services.trainer.megatron.parallel import shut_down
-from tests.integration.trainer import skipping_worlds, trainer_worlds
+from tests.integration.trainer import trainer_worlds
+from tests.integration.trainer.learner import skipping_worlds
+from tests.integration.trainer.learner.skipping_worlds import NaNJob
 from tests.integration.trainer.service_kit import Feeder, export, make_config, trainer_service
-from tests.integration.trainer.skipping_worlds import NaNJob
 from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model, make_samples
 from tests.kit.ports import free_port
 
