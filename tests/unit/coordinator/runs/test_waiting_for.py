@@ -199,7 +199,7 @@ def test_the_evidence_has_the_numbers() -> None:
 
 
 def test_every_kind_is_in_the_docs() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "waiting.md").read_text()
+    text = (Path(__file__).parents[4] / "docs" / "waiting.md").read_text()
     assert {word for row in re.findall(r"^\| (`.*?) \|", text, re.M) for word in re.findall(r"`(\w+)`", row)} == {
         kind for kind, *_ in CASES
     }

@@ -13,7 +13,7 @@ from relaxd.config.names.settings import sections, settings
 from relaxd.config.names.suggest import suggest
 from relaxd.config.write import dump, dump_changes, dump_explained
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
 
 

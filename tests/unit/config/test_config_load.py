@@ -32,7 +32,7 @@ top_p = 0.9
 [trainer.optimizer]
 lr = 1e-5
 """
-EXAMPLE = Path(__file__).parents[2] / "examples" / "addition.toml"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "addition.toml"
 
 
 def refusal(text: str, *overrides: str) -> str:

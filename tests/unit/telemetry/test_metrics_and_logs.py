@@ -13,7 +13,7 @@ from relaxd.telemetry.metrics import METRICS, markdown
 
 
 def test_the_page_of_metrics_is_current():
-    page = Path(__file__).parents[2] / "docs" / "metrics.md"
+    page = Path(__file__).parents[3] / "docs" / "metrics.md"
     assert page.read_text() == markdown(), "run: python -m relaxd.telemetry > docs/metrics.md"
 
 
