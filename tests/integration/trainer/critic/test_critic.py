@@ -31,7 +31,7 @@ from tests.integration.trainer.trainer_worlds import Job, make_learner, make_sam
 from tests.integration.trainer.training_worlds import RunJob, run_job
 from tests.kit.models import make_tiny_model
 from tests.kit.ports import free_port
-from tests.kit.redis_server import RedisServer
+from tests.kit.redis.redis_server import RedisServer
 
 LENGTHS = (6, 9, 4, 11, 7, 5, 10, 8)
 """Tokens of the answers of each group: of two steps of four groups."""

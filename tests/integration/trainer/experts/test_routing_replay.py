@@ -30,7 +30,7 @@ from tests.integration.trainer.trainer_worlds import (
 )
 from tests.integration.trainer.training_worlds import RunJob, run_job
 from tests.kit.ports import free_port
-from tests.kit.redis_server import RedisServer
+from tests.kit.redis.redis_server import RedisServer
 
 LAYERS, EXPERTS, TOP_K = 2, 4, 2
 

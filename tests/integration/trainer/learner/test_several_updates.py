@@ -27,7 +27,7 @@ from tests.integration.trainer.service_kit import Feeder, make_config, trainer_s
 from tests.integration.trainer.trainer_worlds import run_world
 from tests.integration.trainer.training_worlds import RunJob, run_job
 from tests.kit.ports import free_port
-from tests.kit.redis_server import RedisServer
+from tests.kit.redis.redis_server import RedisServer
 
 NORMALISED = {"name": "reinforce_plus_plus"}
 """An algorithm whose advantages are normalised over the step."""

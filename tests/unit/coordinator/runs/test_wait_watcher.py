@@ -20,7 +20,7 @@ from services.coordinator.fleet.run_context import RunContext
 from services.coordinator.runs.wait_watcher import WaitWatcher
 from services.coordinator.state.store import Store
 from tests.kit.boards import STAGES, advance, group, take
-from tests.kit.redis_server import RedisServer
+from tests.kit.redis.redis_server import RedisServer
 
 RUN = {"going_since": 0.0, "redis": "", "announced": 0}
 

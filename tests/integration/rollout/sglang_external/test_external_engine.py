@@ -17,7 +17,7 @@ from services.rollout.engines.sglang_external.client import ServerGone, SGLangCl
 from services.rollout.engines.sglang_external.connect import ServerMismatch
 from services.rollout.engines.sglang_external.engine import ExternalEngine
 from services.rollout.engines.types import Output, RequestFailed, Sampling, Version
-from tests.integration.sglang_external.external_kit import (
+from tests.integration.rollout.sglang_external.external_kit import (
     KEY,
     LONG,
     PROMPT,

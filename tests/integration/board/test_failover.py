@@ -15,8 +15,8 @@ from relaxd.rpc.terms import RedisTerm
 from services.coordinator import __main__ as program
 from services.coordinator.state.store import Store, StoreUnavailable
 from tests.kit.boards import audit, group, make_board
-from tests.kit.redis_server import RedisServer
-from tests.kit.sentinels import WatchedRedis
+from tests.kit.redis.redis_server import RedisServer
+from tests.kit.redis.sentinels import WatchedRedis
 from tests.kit.waiting import wait_until
 
 PATIENCE = 30.0

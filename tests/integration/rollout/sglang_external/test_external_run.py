@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from tests.e2e.conftest import CONFIG, REWARD, Workplace
-from tests.integration.sglang_external.external_kit import KEY, Server
+from tests.integration.rollout.sglang_external.external_kit import KEY, Server
 
 
 def test_a_run_with_an_external_server(server: Server, model: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.rollout.rollout_kit import Source
-from tests.integration.sglang.syncs import check_logprobs, sync
+from tests.integration.rollout.sglang.syncs import check_logprobs, sync
 from tests.kit.engines import EngineRunner
 
 PROMPT = list(range(3, 103))

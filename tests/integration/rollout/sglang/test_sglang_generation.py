@@ -15,7 +15,7 @@ from relaxd.rpc.errors import Aborted, FailedPrecondition, InvalidArgument
 from relaxd.v1 import weights_pb2
 from services.rollout.engines.types import RequestFailed
 from tests.integration.rollout.rollout_kit import Source
-from tests.integration.sglang.syncs import check_logprobs, join, sync, transfer, with_weights
+from tests.integration.rollout.sglang.syncs import check_logprobs, join, sync, transfer, with_weights
 from tests.kit.engines import EngineRunner, assert_gone, family, receive_request, reference_logprobs
 
 SHORT = [5, 9, 17, 200, 33]

@@ -23,8 +23,8 @@ CASES: list[tuple[dict[str, object], str]] = [
 
 
 def test_options_are_checked_by_name_and_type(python: str) -> None:
-    command = [python, "-m", "tests.integration.sglang.option_cases", json.dumps([case for case, _ in CASES])]
-    root = Path(__file__).parents[3]
+    command = [python, "-m", "tests.integration.rollout.sglang.option_cases", json.dumps([case for case, _ in CASES])]
+    root = Path(__file__).parents[4]
     environment = {**os.environ, **CPU_ENVIRONMENT}
     run = subprocess.run(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=120)
     for (case, right), line in zip(CASES, run.stdout.splitlines()[-len(CASES) :], strict=True):

@@ -11,7 +11,7 @@ import pytest
 from relaxd.process.child import ChildExited
 from relaxd.rpc.errors import FailedPrecondition, InvalidArgument
 from tests.integration.rollout.rollout_kit import Source
-from tests.integration.sglang.syncs import sync
+from tests.integration.rollout.sglang.syncs import sync
 from tests.kit.engines import EngineRunner, assert_gone, family
 
 PROMPT = [5, 9, 17, 200, 33]

@@ -87,11 +87,11 @@ class Ranks:
             port = listener.getsockname()[1]
         self.processes = [
             subprocess.Popen(
-                [python, "-m", "tests.integration.sglang.weights_member", *map(str, (rank, size, port))],
+                [python, "-m", "tests.integration.rollout.sglang.weights_member", *map(str, (rank, size, port))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
-                env={**os.environ, **CPU_ENVIRONMENT, "PYTHONPATH": str(Path(__file__).parents[3])},
+                env={**os.environ, **CPU_ENVIRONMENT, "PYTHONPATH": str(Path(__file__).parents[4])},
             )
             for rank in range(size)
         ]

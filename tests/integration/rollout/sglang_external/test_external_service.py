@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from relaxd.board import Board, NewGroup, stages_for
 from relaxd.v1 import rollout_pb2
 from tests.integration.rollout.rollout_kit import READY, RUN_ID, STARTING, Coordinator, Replica, make_config
-from tests.integration.sglang_external.external_kit import KEY, PROMPT, Server, Trainer, changes, logprobs
+from tests.integration.rollout.sglang_external.external_kit import KEY, PROMPT, Server, Trainer, changes, logprobs
 
 
 def sync(replica: Replica, trainer: Trainer, sync_id: int) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.integration.sglang_external.external_kit import CPU_FLAGS, Server, Trainer
+from tests.integration.rollout.sglang_external.external_kit import CPU_FLAGS, Server, Trainer
 from tests.kit.models import make_tiny_model
 from tests.sglang.environment import EnvironmentUnavailable, sglang_python
 

@@ -6,8 +6,8 @@ import pytest
 
 from relaxd.rpc.errors import FailedPrecondition
 from tests.integration.rollout.rollout_kit import Source
-from tests.integration.sglang.conftest import Start
-from tests.integration.sglang.syncs import check_logprobs, join, sync, transfer
+from tests.integration.rollout.sglang.conftest import Start
+from tests.integration.rollout.sglang.syncs import check_logprobs, join, sync, transfer
 
 PROMPT = list(range(5, 25))
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import redis
 
-ACL = Path(__file__).parents[2] / "deploy" / "redis-acl.conf"
+ACL = Path(__file__).parents[3] / "deploy" / "redis-acl.conf"
 USER = "relaxd"
 
 
