@@ -1,7 +1,7 @@
 """Explain what a run waits for: one sentence, from one snapshot of the run. Pure: nothing here reads or acts.
 
 `REASONS` is the table: its functions are asked in order, and the first one that finds a reason is right. Add a reason
-there, with a case in tests/unit/coordinator/test_waiting_for.py.
+there, with a case in tests/unit/coordinator/runs/test_waiting_for.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence

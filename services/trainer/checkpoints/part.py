@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 
 from services.trainer.checkpoints.folder import CheckpointBroken, describe_all, verify, write_report
-from services.trainer.learner.checkpoint import Checkpointed, Snapshot
+from services.trainer.learner.snapshots.checkpoint import Checkpointed, Snapshot
 
 logger = logging.getLogger(__name__)
 
