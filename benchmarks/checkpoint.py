@@ -8,16 +8,18 @@ checkpoint uses the trainer service's code: snapshot after a step, writing durin
 disk. Columns:
 
 step s              median of the rounds without a checkpoint
-stall s             time for which training is blocked: snapshot, wait for its copies in the next optimizer step, seal;
-                    median (step metric `checkpoint_seconds`)
+stall s             time for which training is blocked: median (step metric `checkpoint_seconds`)
+  plan, copies, seal  its parts: the snapshot's plan, the wait for its copies in the next optimizer step, the seal
 of a step           stall over step; goal: at most 5 %
 longer s            extra time of all steps of a round with a checkpoint: stall, and slower steps while it is written
 at every = 50       that, as a share of 50 steps (the default of trainer.checkpoint.every)
 write s             from the snapshot to everything on disk
+GB/s, x raw         that as a rate, and divided by the rate of one thread that only writes 8 GB and calls fsync
 load s              verifying all files and loading them into the learner
 """
 
 import argparse
+import math
 import os
 import statistics
 import tempfile
@@ -70,7 +72,8 @@ class Bench:
         self._trained = float(sum(int(batch.loss_mask.sum()) for batch in batches) * learner.world.dp_size)
         self._partial: Path | None = None
         self._begun = 0.0
-        self.stalled = 0.0
+        self.stalled: list[float] = [0.0, 0.0, 0.0]
+        """Seconds for which the plan, the copies and the seal have blocked training."""
         self.wrote = 0.0
 
     def step(self) -> float:
@@ -80,7 +83,7 @@ class Bench:
         before = time.perf_counter()
         while not self.part.copied(0.5):
             pass
-        self.stalled += time.perf_counter() - before
+        self.stalled[1] += time.perf_counter() - before
         self.learner.finish(self._trained)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -94,7 +97,7 @@ class Bench:
             self._partial.mkdir(parents=True)
         dist.barrier()
         self.part.begin(self._partial)
-        self.stalled += time.perf_counter() - self._begun
+        self.stalled[0] += time.perf_counter() - self._begun
 
     def complete(self) -> bool:
         """Complete the checkpoint if it is written. Return whether none is in progress."""
@@ -114,7 +117,7 @@ class Bench:
             folders.seal(self._partial, final, make_state(self.learner.step))
             folders.rotate(self.folder, 1)
             folders.remove_rotated(self.folder)
-        self.stalled += time.perf_counter() - began
+        self.stalled[2] += time.perf_counter() - began
         self.wrote = time.perf_counter() - self._begun
         self._partial = None
         return True
@@ -141,6 +144,20 @@ def make_state(step: int) -> CheckpointState:
     )  # fmt: skip
 
 
+def raw_rate(folder: Path, count: int = 128) -> float:
+    """Return the GB/s of one thread that writes `count` blocks of 64 MB to a file in a folder, and calls fsync."""
+    block = memoryview(os.urandom(64_000_000))
+    path = folder / "raw"
+    began = time.perf_counter()
+    with path.open("wb", buffering=0) as file:
+        for _ in range(count):
+            file.write(block)
+        os.fsync(file.fileno())
+    seconds = time.perf_counter() - began
+    path.unlink()
+    return count * len(block) / 1e9 / seconds
+
+
 def measure(bench: Bench, rounds: int, steps: int) -> dict[str, Any]:
     """Measure rounds of steps, alternately without and with a checkpoint after the first step."""
     bench.step()
@@ -149,7 +166,7 @@ def measure(bench: Bench, rounds: int, steps: int) -> dict[str, Any]:
     for number in range(rounds):
         for saving in (False, True):
             bench.step()
-            bench.stalled, began, done = 0.0, time.perf_counter(), 0
+            bench.stalled, began, done = [0.0, 0.0, 0.0], time.perf_counter(), 0
             if saving:
                 bench.begin()
             while done < steps or not bench.complete():
@@ -167,18 +184,27 @@ def measure(bench: Bench, rounds: int, steps: int) -> dict[str, Any]:
             else:
                 seconds[False].append(whole / done)
         if bench.learner.world.rank == 0:
-            found = f"step {singles[-1]:.3f} s, stall {stalls[-1]:.3f} s, written {writes[-1]:.1f} s"
+            parts = " + ".join(f"{part:.3f}" for part in stalls[-1])
+            found = f"step {singles[-1]:.3f} s, stall {sum(stalls[-1]):.3f} s ({parts}), written {writes[-1]:.1f} s"
             print(f"round {number}: {found}", flush=True)
-    step, stall, longer = (statistics.median(each) for each in (singles, stalls, spans))
-    size = sum(file.stat().st_size for file in bench.folder.rglob("*.distcp"))
+    step, longer, written = (statistics.median(each) for each in (singles, spans, writes))
+    stall = statistics.median(map(sum, stalls))
+    (saved,) = folders.checkpoint_steps(bench.folder)
+    checkpoint = folders.checkpoint_path(bench.folder, saved)
+    size = sum(file.stat().st_size for file in checkpoint.glob("*.distcp")) / 1e9
+    raw = raw_rate(bench.folder) if bench.learner.world.rank == 0 else math.nan
+    dist.barrier()
     return {
-        "GB": size / 1e9,
+        "GB": size,
         "step s": step,
         "stall s": stall,
+        "plan, copies, seal": ", ".join(f"{statistics.median(part):.3f}" for part in zip(*stalls, strict=True)),
         "of a step": f"{stall / step:.1%}",
         "longer s": longer,
         "at every = 50": f"{longer / (50 * step):.2%}",
-        "write s": statistics.median(writes),
+        "write s": written,
+        "GB/s": size / written,
+        "x raw": size / written / raw,
         "load s": bench.load(),
     }
 

@@ -28,7 +28,7 @@ from services.trainer.batch.step_plan import MicroBatchRound, MiniBatch
 from services.trainer.frozen.stage_rank import world_config
 from services.trainer.learner.critic import VALUE_LOSS, Critic
 from services.trainer.learner.forward import Forward
-from services.trainer.learner.snapshots.checkpoint import Snapshot, Stateful, load_snapshot
+from services.trainer.learner.snapshots.checkpoint import Kept, Snapshot, Stateful, load_snapshot
 from services.trainer.learner.snapshots.checkpoint_copies import HostCopies
 from services.trainer.learner.sums import bit_sum, merge, reduce_over_ranks
 from services.trainer.learner.update import update_weights
@@ -74,6 +74,7 @@ class CriticLearner:
         """Its numbers in that step."""
         self._optimizer_steps = self._skipped_in_a_row = 0
         self._copies: HostCopies | None = None
+        self._kept = Kept()
         self._sums: dict[str, Tensor] = {}
 
     def values(self, micro_batches: Sequence[PackedMicroBatch]) -> list[dict[str, NDArray[Any]]]:
@@ -115,7 +116,8 @@ class CriticLearner:
     def snapshot(self, folder: Path) -> Snapshot:
         """See `Checkpointed`. The next update waits until the snapshot's copies are complete."""
         self._wait_for_copies()
-        snapshot = Snapshot(self._stateful(self.step), folder)
+        self._kept = self._kept.free_or_new()
+        snapshot = Snapshot(self._stateful(self.step), folder, self._kept)
         self._copies = snapshot.copies
         return snapshot
 

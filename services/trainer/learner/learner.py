@@ -52,7 +52,7 @@ from services.trainer.learner.forward import Forward
 from services.trainer.learner.offload import Offload, gradient_tensors, memory_in_use, state_tensors
 from services.trainer.learner.optimizer import build_optimizer, build_schedule
 from services.trainer.learner.policy_loss import PolicyLoss
-from services.trainer.learner.snapshots.checkpoint import Snapshot, Stateful, TrainedModel, load_snapshot
+from services.trainer.learner.snapshots.checkpoint import Kept, Snapshot, Stateful, TrainedModel, load_snapshot
 from services.trainer.learner.snapshots.checkpoint_copies import HostCopies
 from services.trainer.learner.sums import bit_sum, merge, reduce_over_ranks
 from services.trainer.learner.update import PendingUpdate, update_weights
@@ -147,6 +147,7 @@ class Learner:
         self._changed_in_step = False
         """Whether the open step has changed the weights."""
         self._copies: HostCopies | None = None
+        self._kept = Kept()
         self._sums: dict[str, Tensor] = {}
         self._accumulated = False  # not the same as having `_sums`, which only the last pipeline stage has
         self._model.zero_grad_buffer()
@@ -367,7 +368,8 @@ class Learner:
         The next change of the state waits until the snapshot's copies are complete.
         """
         self._wait_for_copies()
-        snapshot = Snapshot(self._stateful(self._step), folder)
+        self._kept = self._kept.free_or_new()
+        snapshot = Snapshot(self._stateful(self._step), folder, self._kept)
         self._copies = snapshot.copies
         return snapshot
 

@@ -31,9 +31,9 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
 from services.trainer.learner.compared.frozen_model import FrozenModel
-from services.trainer.learner.snapshots.checkpoint_copies import HostCopies
+from services.trainer.learner.snapshots.checkpoint_copies import HostCopies, HostMemory
 from services.trainer.learner.snapshots.checkpoint_reader import ReadCommonStrategy, ReadStrategy
-from services.trainer.learner.snapshots.checkpoint_writer import ThreadStrategy
+from services.trainer.learner.snapshots.checkpoint_writer import FilePlan, ThreadStrategy
 from services.trainer.megatron.disk_work import DiskWork
 from services.trainer.megatron.parallel import World
 from services.trainer.model.model import PolicyModel
@@ -113,15 +113,31 @@ class Checkpointed(Protocol):
         """Load the snapshot of a step. All ranks call it together. Raises CheckpointError: it doesn't fit."""
 
 
+class Kept:
+    """What a learner keeps of a snapshot for the next one: the host's memory, and the plan of the files."""
+
+    def __init__(self) -> None:
+        self.memory = HostMemory()
+        self.plan: FilePlan | None = None
+        self.in_use = False
+        """Whether a snapshot isn't written yet."""
+
+    def free_or_new(self) -> "Kept":
+        """Return this one unless it is in use, as after a snapshot that was abandoned because it took too long."""
+        return Kept() if self.in_use else self
+
+
 class Snapshot:
     """The state at construction, being written to disk.
 
     Training may continue meanwhile, but weights and optimizer state must not change before `copies` are complete.
     """
 
-    def __init__(self, state: Stateful, folder: Path) -> None:
+    def __init__(self, state: Stateful, folder: Path, kept: Kept) -> None:
         """Plan the files and start copying the state. All ranks create it together; `folder` exists and is empty."""
-        self.copies = HostCopies(state.world.device)
+        self._kept = kept
+        kept.in_use = True
+        self.copies = HostCopies(state.world.device, kept.memory)
         content = {
             **self._content(state.policy),
             "optimizer_steps": state.optimizer_steps,
@@ -139,9 +155,10 @@ class Snapshot:
                     "step": state.step,
                 }
                 add_prefix_for_sharding(content[role], f"{role}.")
-        self._strategy = strategy = ThreadStrategy(state.world.disk)
+        self._strategy = strategy = ThreadStrategy(state.world, kept.plan)
         request = dist_checkpointing.save(content, str(folder), sharded_strategy=strategy, async_sharded_save=True)
         assert request is not None
+        kept.plan = strategy.plan
         if not all(self.copies.owns(tensor) for tensor in strategy.tensors):
             raise RuntimeError("Megatron has copied a tensor before it was filled")
         self._request: AsyncRequest = request
@@ -170,9 +187,12 @@ class Snapshot:
         Raises:
             Exception: copying or writing failed, for example with OSError.
         """
-        self.copies.check()
-        assert self._request.async_fn is not None
-        self._request.async_fn(*self._request.async_fn_args)
+        try:
+            self.copies.check()
+            assert self._request.async_fn is not None
+            self._request.async_fn(*self._request.async_fn_args)
+        finally:
+            self._kept.in_use = False
 
     def finish(self) -> None:
         """Write the metadata. All ranks call it together, after `write` has succeeded on all of them."""

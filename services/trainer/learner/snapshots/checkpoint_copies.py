@@ -23,11 +23,34 @@ STAGING_BYTES = 32 << 20
 """Size of each of two pinned buffers between GPU and host: the GPU fills one while the host empties the other."""
 
 
+class HostMemory:
+    """Host tensors that one snapshot after the other uses: memory from the system is slow while it is new."""
+
+    def __init__(self) -> None:
+        self._tensors: list[Tensor] = []
+        self._taken = 0
+
+    def begin(self) -> None:
+        """Start again with the first tensor."""
+        self._taken = 0
+
+    def take(self, shape: Any, dtype: torch.dtype) -> Tensor:
+        """Return the next tensor; a new one unless the last snapshot's had this shape and dtype."""
+        index, self._taken = self._taken, self._taken + 1
+        if index < len(self._tensors) and self._tensors[index].shape == shape and self._tensors[index].dtype == dtype:
+            return self._tensors[index]
+        del self._tensors[index:]
+        self._tensors.append(torch.empty(shape, dtype=dtype))
+        return self._tensors[index]
+
+
 class HostCopies:
     """Host tensors that will be filled with the current values of source tensors."""
 
-    def __init__(self, device: torch.device) -> None:
-        """Sources are on `device` or in the host's memory."""
+    def __init__(self, device: torch.device, memory: HostMemory) -> None:
+        """Sources are on `device` or in the host's memory. Copies are in `memory`, which nothing else uses now."""
+        memory.begin()
+        self._memory = memory
         self._device = device
         self._work: list[Callable[[_Stage], None]] = []
         self._storages: set[int] = set()
@@ -95,7 +118,7 @@ class HostCopies:
             self._filled.set()
 
     def _empty(self, shape: Any, dtype: torch.dtype) -> Tensor:
-        target = torch.empty(shape, dtype=dtype)
+        target = self._memory.take(torch.Size(shape), dtype)
         self._storages.add(target.untyped_storage().data_ptr())
         return target
 

@@ -4,8 +4,9 @@ Megatron's asynchronous writer forks, and collects results through a spawned man
 rank has threads, gloo connections and CUDA, and must not fork. Plan and file format are Megatron's.
 """
 
+import io
 import queue
-from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
 
 # isort: split
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import (
     FileSystemWriterAsync,
@@ -30,10 +33,10 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
-from torch.distributed.checkpoint.utils import _get_failure_dict
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.utils import _DistWrapper, _get_failure_dict
 
-from services.trainer.megatron.disk_work import DiskWork
+from services.trainer.megatron.parallel import World
 
 FORMAT = ("torch_dist", 1)
 """Name and version of Megatron's format."""
@@ -53,16 +56,20 @@ class ThreadWriter(FileSystemWriterAsync):
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         """Collect this rank's data. Tensors aren't copied: the caller passes tensors that don't change any more."""
-        self.write_buckets: list[Any] = []
         size = sum(_item_size(item) for item in plan.items if item.type != WriteItemType.BYTE_IO)
         files = min(MAX_FILES, max(1, size // FILE_BYTES))
+        buckets: list[Bucket] = []
         for items in _split_by_size_and_type(files, plan.items) if plan.items else ():
             data = [(item, planner.resolve_data(item)) for item in items]
-            objects = [(item, value) for item, value in data if item.type == WriteItemType.BYTE_IO]
-            tensors = [(item, value) for item, value in data if item.type != WriteItemType.BYTE_IO]
-            name = f"{plan.storage_data.prefix}{len(self.write_buckets)}.distcp"
-            self.write_buckets.append((str(Path(self.checkpoint_dir) / name), name, (objects, tensors)))
-        self.results_queue: Any = queue.Queue() if self.write_buckets else None
+            objects = [(item, value) for item, value in data if isinstance(value, io.BytesIO)]
+            tensors = [(item, value) for item, value in data if isinstance(value, torch.Tensor)]
+            buckets.append(Bucket(f"{plan.storage_data.prefix}{len(buckets)}.distcp", objects, tensors))
+        self.use(buckets)
+
+    def use(self, buckets: list["Bucket"]) -> None:
+        """Set the files to write."""
+        self.write_buckets: list[Bucket] = buckets
+        self.results_queue: Any = queue.Queue() if buckets else None
 
     def write(self) -> None:
         """Write the files and wait until they are on disk.
@@ -72,45 +79,94 @@ class ThreadWriter(FileSystemWriterAsync):
         """
         if not self.write_buckets:
             return
+        # The manifest has a checksum of each file; torch's own of each tensor would take as long as all the rest.
+        torch.serialization.set_crc32_options(False)
         # One after the other: two threads in torch.save wait for each other and are slower than one.
         self.results_queue.put(dict(enumerate(map(self._write_file, self.write_buckets))))
 
-    def _write_file(self, bucket: Any) -> Any:
-        path, name, (objects, tensors) = bucket
+    def _write_file(self, bucket: "Bucket") -> Any:
+        path = str(Path(self.checkpoint_dir) / bucket.name)
         results: queue.Queue[tuple[int, Any]] = queue.Queue()
         in_progress: queue.Queue[int] = queue.Queue()
         in_progress.put(0)
-        # torch.save would write the whole storage of a view, so each view is copied just before it is written.
-        copied = (path, name, (objects, _copies(tensors)))
-        self.write_preloaded_data([self.transforms], 0, copied, results, in_progress, use_fsync=True)
+        # torch.save would write the whole storage of a view.
+        tensors = ((item, own_storage(tensor)) for item, tensor in bucket.tensors)
+        self.write_preloaded_data(
+            [self.transforms], 0, (path, bucket.name, (bucket.objects, tensors)), results, in_progress, use_fsync=True
+        )
         _, outcome = results.get_nowait()
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
 
 
+@dataclass(frozen=True)
+class Bucket:
+    """One file of a rank."""
+
+    name: str
+    """Its name."""
+    objects: list[tuple[WriteItem, io.BytesIO]]
+    """Its serialized objects."""
+    tensors: list[tuple[WriteItem, torch.Tensor]]
+    """Its tensors, in the host's memory."""
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """The files of a snapshot, for later ones of the same tensors in the same memory."""
+
+    contents: tuple[Any, ...]
+    """See `_contents`."""
+    buckets: list[Bucket]
+    """This rank's files."""
+    metadata: Metadata | None
+    """The index of all ranks' files; rank 0's."""
+    ranks: _DistWrapper
+    """All ranks."""
+
+
 class ThreadStrategy(TorchDistSaveShardedStrategy):
     """Writes Megatron's torch_dist format: all ranks plan together, a `ThreadWriter` writes each rank's files."""
 
-    def __init__(self, disk: DiskWork) -> None:
+    def __init__(self, world: World, last: FilePlan | None = None) -> None:
+        """Use the plan of the last snapshot if it fits on all ranks, since planning takes a tenth of a second."""
         super().__init__(*FORMAT)
-        self._disk = disk
-        self._planned: tuple[ThreadWriter, Metadata | None, Any] | None = None
-        self.tensors: list[torch.Tensor] = []
-        """The tensors of this rank's files, once they are planned."""
+        self._world = world
+        self._last = last
+        self._writer: ThreadWriter | None = None
+        self.plan: FilePlan | None = None
+        """The plan, once `async_save` was called."""
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors of this rank's files."""
+        return [tensor for bucket in self.plan.buckets for _, tensor in bucket.tensors] if self.plan else []
 
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> AsyncRequest:
         """Plan the files. The request's function writes; then all ranks call `finish` together."""
-        with self._disk.all_ranks(f"writing {checkpoint_dir}"):
+        with self._world.disk.all_ranks(f"writing {checkpoint_dir}"):
             pass  # rank 0 has just written common.pt
-        renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        writer = ThreadWriter(Path(checkpoint_dir))
+        writer = self._writer = ThreadWriter(Path(checkpoint_dir))
+        contents = _contents(sharded_state_dict)
+        known = self._last is not None and self._last.contents == contents
+        fits = torch.tensor(int(known), device=self._world.device)
+        dist.all_reduce(fits, dist.ReduceOp.MIN)
+        if self._last is not None and fits.item():
+            self.plan = self._last
+            writer.set_up_storage_writer(self.plan.ranks.is_coordinator)
+            writer.use(_with_objects(self.plan.buckets, sharded_state_dict))
+        else:
+            self.plan = self._make_plan(writer, sharded_state_dict, contents)
+        return AsyncRequest(writer.write, (), [])
+
+    def _make_plan(self, writer: ThreadWriter, content: ShardedStateDict, contents: tuple[Any, ...]) -> FilePlan:
+        renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(content, self.keep_only_main_replica)
         planner = MCoreSavePlanner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False)
-        self._planned, *_ = save_state_dict_async_plan(
+        (_, metadata, ranks), *_ = save_state_dict_async_plan(
             mcore_to_pyt_state_dict(renamed, False), writer, None, 0, planner=planner
         )
-        self.tensors = [tensor for *_, (_, pairs) in writer.write_buckets or () for _, tensor in pairs]
-        return AsyncRequest(writer.write, (), [])
+        return FilePlan(contents, writer.write_buckets, metadata, ranks)
 
     def finish(self) -> None:
         """Write the metadata on rank 0 while the other ranks wait. All ranks call it together.
@@ -120,11 +176,12 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
             OSError: the metadata can't be written.
             DiskWorkFailed, DiskStalled: rank 0 failed to write it.
         """
-        assert self._planned is not None
-        writer, metadata, ranks = self._planned
-        results = ranks.gather_object(writer.retrieve_write_results())
+        assert self.plan is not None
+        assert self._writer is not None
+        writer, metadata, ranks = self._writer, self.plan.metadata, self.plan.ranks
+        results: Any = ranks.gather_object(writer.retrieve_write_results())
         folder = str(writer.checkpoint_dir)
-        with self._disk.all_ranks(f"writing {folder}"):
+        with self._world.disk.all_ranks(f"writing {folder}"):
             if ranks.is_coordinator:
                 if failures := _get_failure_dict(results):
                     raise CheckpointException("write", failures)
@@ -133,10 +190,34 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
                 save_config(CheckpointingConfig(*FORMAT), folder)
 
 
-def _copies(tensors: list[tuple[Any, Any]]) -> Iterator[tuple[Any, torch.Tensor]]:
-    for item, tensor in tensors:
-        yield item, tensor.detach().cpu().clone() if _is_view(tensor) else tensor.detach().cpu()
+def _contents(content: ShardedStateDict) -> tuple[Any, ...]:
+    """Return what a plan of the files depends on."""
+    tensors: list[Any] = []
+    for part in nested_values(content):
+        if isinstance(part, ShardedTensor):
+            place = (part.global_shape, part.global_offset, part.axis_fragmentations, part.replica_id)
+            assert part.data is not None
+            tensors.append((part.key, place, part.data.shape, part.data.dtype, part.data.data_ptr()))
+        else:
+            tensors.append((part.unique_key, part.replica_id))
+    return tuple(tensors)
 
 
-def _is_view(tensor: torch.Tensor) -> bool:
-    return tensor.untyped_storage().size() != tensor.numel() * tensor.itemsize
+def _with_objects(buckets: list[Bucket], content: ShardedStateDict) -> list[Bucket]:
+    """Return the files with the objects of another snapshot."""
+    found = {part.unique_key: part.data for part in nested_values(content) if isinstance(part, ShardedObject)}
+
+    def serialized(item: WriteItem) -> io.BytesIO:
+        buffer = io.BytesIO()
+        torch.save([found[item.index.fqn]], buffer)  # a list, as in mcore_to_pyt_state_dict
+        return buffer
+
+    return [replace(bucket, objects=[(item, serialized(item)) for item, _ in bucket.objects]) for bucket in buckets]
+
+
+def own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor of the same memory whose storage has nothing else."""
+    if tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    data = torch.from_numpy(tensor.reshape(-1).view(torch.uint8).numpy())
+    return data.view(tensor.dtype).view(tensor.shape)

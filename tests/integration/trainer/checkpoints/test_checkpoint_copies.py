@@ -11,6 +11,7 @@ import torch
 from services.trainer.batch.row_packing import pack
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.snapshots import checkpoint_copies, checkpoint_writer
+from services.trainer.learner.snapshots.checkpoint import Snapshot
 from services.trainer.megatron.host_memory import freeze_objects
 from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model, make_samples
 
@@ -90,6 +91,59 @@ def test_a_large_rank_writes_several_files(learner: Learner, tmp_path: Path, thr
     assert torch.equal(optimizer_state(learner), moments)
 
 
+def places(snapshot: Snapshot) -> list[int]:
+    return [tensor.data_ptr() for tensor in snapshot._strategy.tensors]
+
+
+def test_a_snapshot_uses_memory_and_plan_of_the_one_before(learner: Learner, tmp_path: Path, three_files: None) -> None:
+    expected, taken = {}, []
+    for number in range(3):
+        step(learner, 2 + number)
+        folder = tmp_path / f"checkpoint-{number}"
+        folder.mkdir()
+        torch.rand(number + 1)  # other states of the generators, which are objects of the plan
+        expected[folder] = learner.checksum(), optimizer_state(learner), torch.get_rng_state()
+        snapshot = learner.snapshot(folder)
+        snapshot.write()
+        snapshot.finish()
+        taken.append((snapshot._strategy.plan, places(snapshot)))
+    assert taken[0] == taken[1] == taken[2]
+    for folder, (checksum, moments, generator) in expected.items():
+        learner.restore(folder, 1, same_layout=True)
+        assert learner.checksum() == checksum
+        assert torch.equal(optimizer_state(learner), moments)
+        assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_a_snapshot_leaves_the_one_before_alone_until_it_is_written(learner: Learner, tmp_path: Path) -> None:
+    folders = [tmp_path / "first", tmp_path / "second"]
+    snapshots, checksums = [], []
+    for folder in folders:
+        folder.mkdir()
+        checksums.append(learner.checksum())
+        snapshots.append(learner.snapshot(folder))
+        step(learner, 2)
+    assert not set(places(snapshots[0])) & set(places(snapshots[1]))
+    for snapshot, folder, checksum in zip(snapshots, folders, checksums, strict=True):
+        snapshot.write()
+        snapshot.finish()
+        learner.restore(folder, 1, same_layout=True)
+        assert learner.checksum() == checksum
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_a_view_gets_a_storage_of_its_own_without_a_copy(dtype: torch.dtype) -> None:
+    whole = torch.arange(24).to(dtype)
+    view = whole[4:10].view(2, 3)
+    alone = checkpoint_writer.own_storage(view)
+    assert torch.equal(alone, view)
+    assert alone.data_ptr() == view.data_ptr()
+    assert alone.untyped_storage().nbytes() == view.nbytes
+    scalar = checkpoint_writer.own_storage(whole[3])
+    assert scalar.shape == ()
+    assert scalar.untyped_storage().nbytes() == scalar.nbytes
+
+
 def test_a_file_that_cannot_be_written_fails_the_checkpoint(
     learner: Learner, tmp_path: Path, three_files: None
 ) -> None:
@@ -132,6 +186,6 @@ def test_copies_that_fail_hold_nothing_up_and_say_so_where_they_are_needed(
 
 
 def test_a_copy_that_takes_too_long_is_an_error(learner: Learner) -> None:
-    copies = checkpoint_copies.HostCopies(torch.device("cpu"))
+    copies = checkpoint_copies.HostCopies(torch.device("cpu"), checkpoint_copies.HostMemory())
     with pytest.raises(TimeoutError, match=r"took longer than 0.01 s"):
         copies.wait_or_raise(0.01)
