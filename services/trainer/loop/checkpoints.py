@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
@@ -52,6 +52,7 @@ class Checkpoints:
         self._requesters: list[Answer] = []
         """Requesters of the next checkpoint."""
         self._saving: _Saving | None = None
+        self._sealer = ThreadPoolExecutor(1, "seal-checkpoint")
         self._stalled = 0.0
 
     # --- saving ---------------------------------------------------------------------------------------------------
@@ -131,6 +132,11 @@ class Checkpoints:
 
     def _check(self, saving: "_Saving") -> None:
         """Complete the checkpoint if all ranks have written their files; abandon it if one failed or is late."""
+        if saving.sealed is not None:
+            if saving.sealed.done():
+                self._saving = None
+                self._answer(saving, saving.sealed.result())
+            return
         try:
             reports = folders.read_reports(saving.partial)
         except (OSError, ValueError) as error:
@@ -140,34 +146,34 @@ class Checkpoints:
         if errors:
             self._abandon(saving, "; ".join(errors))
         elif len(reports) == self._rank.channel.size:
-            self._complete(saving)
+            began = time.monotonic()
+            self._rank.run(EndCheckpoint(written=True))
+            self._stalled += time.monotonic() - began
+            saving.sealed = self._sealer.submit(self._seal, saving)
         elif time.monotonic() - saving.began > self._settings.timeout_seconds:
             late = sorted(set(range(self._rank.channel.size)) - set(reports))
             seconds = self._settings.timeout_seconds
             self._abandon(saving, f"ranks {late} did not write within trainer.checkpoint.timeout_seconds = {seconds:g}")
 
-    def _complete(self, saving: "_Saving") -> None:
-        began = time.monotonic()
-        self._rank.run(EndCheckpoint(written=True))
-        self._saving = None
-        step = saving.state.step
-        problem, oldest = "", None
-        with self._rank.rank0_only(f"completing {saving.final}"):
-            try:
-                folders.seal(saving.partial, saving.final, saving.state)
-                if saving.keep:
-                    folders.keep(saving.final)
-                oldest = folders.rotate(self._run_folder, self._settings.keep)
-                folders.remove_rotated(self._run_folder)
-            except OSError as error:
-                problem = str(error)
-            if oldest is not None and self._settings.keep_step_files == "until_checkpoint":
-                remove_step_files(self._run_folder, up_to=min(oldest, self._followed()))
+    def _seal(self, saving: "_Saving") -> str:
+        """Seal a written checkpoint, and remove what it makes superfluous. Return '' or the error. Runs in a thread."""
+        try:
+            folders.seal(saving.partial, saving.final, saving.state)
+            if saving.keep:
+                folders.keep(saving.final)
+            oldest = folders.rotate(self._run_folder, self._settings.keep)
+            folders.remove_rotated(self._run_folder)
+        except OSError as error:
+            return str(error)
+        if oldest is not None and self._settings.keep_step_files == "until_checkpoint":
+            remove_step_files(self._run_folder, up_to=min(oldest, self._followed()))
+        return ""
+
+    def _answer(self, saving: "_Saving", problem: str) -> None:
         if problem:
             self._fail(saving.answers, problem)
             return
-        self._stalled += time.monotonic() - began
-        seconds = time.monotonic() - saving.began
+        step, seconds = saving.state.step, time.monotonic() - saving.began
         telemetry.record("checkpoint.seconds", seconds, {"relaxd.run_id": self._run_id})
         logger.info("checkpoint of step %d is on disk, after %.1f s", step, seconds)
         for answer in saving.answers:
@@ -280,6 +286,8 @@ class _Saving:
         self.answers = answers
         self.began = began
         self.keep = keep
+        self.sealed: Future[str] | None = None
+        """The error, or '', once it is sealed. None while ranks write."""
 
 
 def _make_empty_folder(folder: Path) -> str:

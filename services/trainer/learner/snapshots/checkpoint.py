@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from services.trainer.learner.compared.frozen_model import FrozenModel
 from services.trainer.learner.snapshots.checkpoint_copies import HostCopies, HostMemory
 from services.trainer.learner.snapshots.checkpoint_reader import ReadCommonStrategy, ReadStrategy
-from services.trainer.learner.snapshots.checkpoint_writer import FilePlan, ThreadStrategy
+from services.trainer.learner.snapshots.checkpoint_writer import FilePlan, ThreadStrategy, on_all_ranks
 from services.trainer.megatron.disk_work import DiskWork
 from services.trainer.megatron.parallel import World
 from services.trainer.model.model import PolicyModel
@@ -119,6 +119,8 @@ class Kept:
     def __init__(self) -> None:
         self.memory = HostMemory()
         self.plan: FilePlan | None = None
+        self.parts: set[str] = set()
+        """The names of what it saved, such as the policy's and a frozen model's."""
         self.in_use = False
         """Whether a snapshot isn't written yet."""
 
@@ -155,10 +157,19 @@ class Snapshot:
                     "step": state.step,
                 }
                 add_prefix_for_sharding(content[role], f"{role}.")
-        self._strategy = strategy = ThreadStrategy(state.world, kept.plan)
-        request = dist_checkpointing.save(content, str(folder), sharded_strategy=strategy, async_sharded_save=True)
+        parts = set(content)
+        again = on_all_ranks(kept.plan is not None and kept.parts == parts, state.world)
+        self._strategy = strategy = ThreadStrategy(state.world, kept.plan if again else None)
+        request = dist_checkpointing.save(
+            content,
+            str(folder),
+            sharded_strategy=strategy,
+            async_sharded_save=True,
+            # Of each parameter, exactly one copy among all ranks is saved: once is enough.
+            validate_access_integrity=not again,
+        )
         assert request is not None
-        kept.plan = strategy.plan
+        kept.plan, kept.parts = strategy.plan, parts
         if not all(self.copies.owns(tensor) for tensor in strategy.tensors):
             raise RuntimeError("Megatron has copied a tensor before it was filled")
         self._request: AsyncRequest = request

@@ -6,6 +6,7 @@ rank has threads, gloo connections and CUDA, and must not fork. Plan and file fo
 
 import io
 import queue
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -149,10 +150,8 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
             pass  # rank 0 has just written common.pt
         writer = self._writer = ThreadWriter(Path(checkpoint_dir))
         contents = _contents(sharded_state_dict)
-        known = self._last is not None and self._last.contents == contents
-        fits = torch.tensor(int(known), device=self._world.device)
-        dist.all_reduce(fits, dist.ReduceOp.MIN)
-        if self._last is not None and fits.item():
+        fits = on_all_ranks(self._last is not None and self._last.contents == contents, self._world)
+        if fits and self._last is not None:
             self.plan = self._last
             writer.set_up_storage_writer(self.plan.ranks.is_coordinator)
             writer.use(_with_objects(self.plan.buckets, sharded_state_dict))
@@ -190,6 +189,13 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
                 save_config(CheckpointingConfig(*FORMAT), folder)
 
 
+def on_all_ranks(condition: bool, world: World) -> bool:
+    """Return whether a condition holds on all ranks, which call it together."""
+    flag = torch.tensor(int(condition), device=world.device)
+    dist.all_reduce(flag, dist.ReduceOp.MIN)
+    return bool(flag)
+
+
 def _contents(content: ShardedStateDict) -> tuple[Any, ...]:
     """Return what a plan of the files depends on."""
     tensors: list[Any] = []
@@ -206,13 +212,21 @@ def _contents(content: ShardedStateDict) -> tuple[Any, ...]:
 def _with_objects(buckets: list[Bucket], content: ShardedStateDict) -> list[Bucket]:
     """Return the files with the objects of another snapshot."""
     found = {part.unique_key: part.data for part in nested_values(content) if isinstance(part, ShardedObject)}
+    nothing = _serialized(None)  # most of them: the extra state of each layer
 
-    def serialized(item: WriteItem) -> io.BytesIO:
-        buffer = io.BytesIO()
-        torch.save([found[item.index.fqn]], buffer)  # a list, as in mcore_to_pyt_state_dict
-        return buffer
+    def objects(bucket: Bucket) -> Iterator[tuple[WriteItem, io.BytesIO]]:
+        for item, _ in bucket.objects:
+            value = found[item.index.fqn]
+            yield item, nothing if value is None else _serialized(value)
 
-    return [replace(bucket, objects=[(item, serialized(item)) for item, _ in bucket.objects]) for bucket in buckets]
+    return [replace(bucket, objects=list(objects(bucket))) for bucket in buckets]
+
+
+def _serialized(value: Any) -> io.BytesIO:
+    """Return an object as in `mcore_to_pyt_state_dict`: in a list."""
+    buffer = io.BytesIO()
+    torch.save([value], buffer)
+    return buffer
 
 
 def own_storage(tensor: torch.Tensor) -> torch.Tensor:
