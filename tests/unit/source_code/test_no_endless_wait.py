@@ -42,6 +42,7 @@ WITHOUT_DEADLINE = {
         ("services/coordinator/weights/weight_group_client.py", "WeightGroupClient._broadcast"),
         ("services/rollout/service/child_engine.py", "ChildEngine.start"),
         ("services/trainer/checkpoints/folder.py", "describe_all"),
+        ("services/trainer/learner/snapshots/checkpoint_writer.py", "ThreadWriter.write"),
         ("services/trainer/loop/checkpoints.py", "Checkpoints._check"),
         ("services/trainer/service/rank_processes.py", "RankProcesses._exited"),
     },

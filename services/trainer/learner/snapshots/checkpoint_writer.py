@@ -7,6 +7,7 @@ rank has threads, gloo connections and CUDA, and must not fork. Plan and file fo
 import io
 import queue
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.utils import _DistWrapper, _get_failure_dict
 
+from services.trainer.batch.durable import sync
 from services.trainer.megatron.parallel import World
 
 FORMAT = ("torch_dist", 1)
@@ -82,8 +84,16 @@ class ThreadWriter(FileSystemWriterAsync):
             return
         # The manifest has a checksum of each file; torch's own of each tensor would take as long as all the rest.
         torch.serialization.set_crc32_options(False)
-        # One after the other: two threads in torch.save wait for each other and are slower than one.
-        self.results_queue.put(dict(enumerate(map(self._write_file, self.write_buckets))))
+        # One after the other: two threads in torch.save wait for each other and are slower than one. But the disk need
+        # not wait for the next file.
+        with ThreadPoolExecutor(1, "sync-checkpoint") as disk:
+            written, synced = {}, []
+            for number, bucket in enumerate(self.write_buckets):
+                written[number] = self._write_file(bucket)
+                synced.append(disk.submit(sync, Path(self.checkpoint_dir) / bucket.name))
+        for each in synced:
+            each.result()
+        self.results_queue.put(written)
 
     def _write_file(self, bucket: "Bucket") -> Any:
         path = str(Path(self.checkpoint_dir) / bucket.name)
@@ -93,7 +103,7 @@ class ThreadWriter(FileSystemWriterAsync):
         # torch.save would write the whole storage of a view.
         tensors = ((item, own_storage(tensor)) for item, tensor in bucket.tensors)
         self.write_preloaded_data(
-            [self.transforms], 0, (path, bucket.name, (bucket.objects, tensors)), results, in_progress, use_fsync=True
+            [self.transforms], 0, (path, bucket.name, (bucket.objects, tensors)), results, in_progress, use_fsync=False
         )
         _, outcome = results.get_nowait()
         if isinstance(outcome, Exception):

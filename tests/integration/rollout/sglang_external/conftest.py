@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(TIMEOUT_SECONDS))
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")  # not "package": without __init__.py that lasts until the end
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"), architecture="qwen3")
 
@@ -38,7 +38,7 @@ def trainer(model: Path) -> Iterator[Trainer]:
     trainer.close()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")  # not "package": without __init__.py that lasts until the end
 def server(model: Path) -> Iterator[Server]:
     try:
         python = sglang_python()
