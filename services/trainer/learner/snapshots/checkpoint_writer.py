@@ -101,8 +101,6 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
 
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> AsyncRequest:
         """Plan the files. The request's function writes; then all ranks call `finish` together."""
-        with self._disk.all_ranks(f"writing {checkpoint_dir}"):
-            pass  # rank 0 has just written common.pt
         renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         writer = ThreadWriter(Path(checkpoint_dir))
         planner = MCoreSavePlanner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False)
@@ -112,13 +110,15 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
         self.tensors = [tensor for *_, (_, pairs) in writer.write_buckets or () for _, tensor in pairs]
         return AsyncRequest(writer.write, (), [])
 
-    def finish(self) -> None:
+    def finish(self) -> str:
         """Write the metadata on rank 0 while the other ranks wait. All ranks call it together.
+
+        Returns:
+            ''; on rank 0 also the error, if it can't be written, as on a full disk.
 
         Raises:
             CheckpointException: a rank has not written its file.
-            OSError: the metadata can't be written.
-            DiskWorkFailed, DiskStalled: rank 0 failed to write it.
+            DiskWorkFailed, DiskStalled: rank 0 is gone, or stuck.
         """
         assert self._planned is not None
         writer, metadata, ranks = self._planned
@@ -129,8 +129,12 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
                 if failures := _get_failure_dict(results):
                     raise CheckpointException("write", failures)
                 assert metadata is not None
-                writer.finish(metadata, results)
-                save_config(CheckpointingConfig(*FORMAT), folder)
+                try:
+                    writer.finish(metadata, results)
+                    save_config(CheckpointingConfig(*FORMAT), folder)
+                except OSError as error:  # the other ranks need not fail
+                    return str(error)
+        return ""
 
 
 def _copies(tensors: list[tuple[Any, Any]]) -> Iterator[tuple[Any, torch.Tensor]]:
