@@ -256,6 +256,7 @@ def _set(state: TrainedModel, loaded: dict[str, Any]) -> None:
     with _accept_missing_step(state.optimizer):
         state.optimizer.load_state_dict(loaded["optimizer"])
     _separate_steps(state.optimizer)
+    state.schedule.num_steps = 0  # Megatron adds the checkpoint's steps to those that the schedule has
     state.schedule.load_state_dict(loaded["schedule"])
 
 
