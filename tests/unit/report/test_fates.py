@@ -165,24 +165,25 @@ def test_the_newest_line_of_a_group_counts(tmp_path):
 def test_the_file_is_read_once_a_page_at_a_time(tmp_path, monkeypatch):
     choices = random.Random(1)
     written = [
-        {"group": f"0-{number}", "index": choices.randrange(700), "step": 1, "reward": choices.random()}
-        for number in range(2 * fates.PAGE + 9)
+        {"group": f"0-{number}", "index": choices.randrange(70), "step": 1, "reward": choices.random()}
+        for number in range(209)
     ]
     write_lines(tmp_path, written)
     reads, pages = [], []
+    monkeypatch.setattr(fates, "PAGE", 100)
     monkeypatch.setattr(fates, "read_lines", lambda path: reads.append(path) or read_lines(path))
     curriculum = CurriculumConfig(sampler="hard")
-    growing, known = GrowingRecord(curriculum), Record(700, curriculum)
+    growing, known = GrowingRecord(curriculum), Record(70, curriculum)
 
     def see(lines):
         pages.append(len(lines))
         growing.observe(lines)
 
     assert summarise_fates(tmp_path, see).all.closed == len(written)
-    assert (len(reads), pages) == (1, [fates.PAGE, fates.PAGE, 9])
+    assert (len(reads), pages) == (1, [100, 100, 9])
     known.observe(written)
     assert (growing.record.histogram, growing.record.tried) == (known.histogram, known.tried)
-    np.testing.assert_array_equal(growing.record.pass_rate[:700], known.pass_rate)
+    np.testing.assert_array_equal(growing.record.pass_rate[:70], known.pass_rate)
     assert (growing.record.solved, growing.record.too_hard) == (known.solved, known.too_hard)
 
 
