@@ -102,16 +102,18 @@ class Bench:
             return True
         ranks = self.learner.world.size
         written = [False] * ranks
-        dist.all_gather_object(written, len(folders.read_reports(self._partial)) == ranks)
-        if not all(written):
+        reports = self.part.reports()
+        dist.all_gather_object(written, reports is not None)
+        if reports is None or not all(written):
             return False
         began = time.perf_counter()
         self.part.end()
         if self.learner.world.rank == 0:
-            errors = [r["error"] for r in folders.read_reports(self._partial).values() if "error" in r]
+            errors = [report["error"] for report in reports if "error" in report]
             assert not errors, errors
+            files = {name: file for report in reports for name, file in report["files"].items()}
             final = folders.checkpoint_path(self.folder, self.learner.step)
-            folders.seal(self._partial, final, make_state(self.learner.step))
+            folders.seal(self._partial, final, make_state(self.learner.step), files)
             folders.rotate(self.folder, 1)
             folders.remove_rotated(self.folder)
         self.stalled += time.perf_counter() - began

@@ -158,7 +158,7 @@ class Checkpoints:
                 try:
                     folders.seal(saving.partial, saving.final, saving.state, files, kept=saving.keep)
                 except OSError as error:
-                    problem = str(error)
+                    problem = f"{type(error).__name__}: {error}"
             if problem:
                 shutil.rmtree(saving.partial, ignore_errors=True)
             else:

@@ -133,7 +133,7 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
                     writer.finish(metadata, results)
                     save_config(CheckpointingConfig(*FORMAT), folder)
                 except OSError as error:  # the other ranks need not fail
-                    return str(error)
+                    return f"{type(error).__name__}: {error}"
         return ""
 
 
