@@ -115,20 +115,21 @@ class Bench:
             self._sealed, self._partial = None, None
             self.wrote = time.perf_counter() - self._begun
             return True
-        written = len(folders.read_reports(self._partial)) == self.learner.world.size
-        if on_all_ranks(written, self.learner.world):
+        reports = self.part.reports()
+        if on_all_ranks(reports is not None, self.learner.world) and reports is not None:
             began = time.perf_counter()
             self.part.end()
             self.stalled[2] += time.perf_counter() - began
-            self._sealed = self._sealer.submit(self._seal, self._partial, self.learner.step)
+            self._sealed = self._sealer.submit(self._seal, self._partial, self.learner.step, reports)
         return False
 
-    def _seal(self, partial: Path, step: int) -> None:
+    def _seal(self, partial: Path, step: int, reports: list[dict[str, Any]]) -> None:
         if self.learner.world.rank == 0:
-            errors = [r["error"] for r in folders.read_reports(partial).values() if "error" in r]
+            errors = [report["error"] for report in reports if "error" in report]
             assert not errors, errors
+            files = {name: file for report in reports for name, file in report["files"].items()}
             final = folders.checkpoint_path(self.folder, step)
-            folders.seal(partial, final, make_state(step))
+            folders.seal(partial, final, make_state(step), files)
             folders.rotate(self.folder, 1)
             folders.remove_rotated(self.folder)
 

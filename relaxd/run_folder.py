@@ -1,5 +1,6 @@
-"""A run's folder: the names of its files, and reading its JSON lines while they grow."""
+"""A run's folder: the names of its files, and appending and reading its JSON lines while they grow."""
 
+import io
 import json
 import os
 from collections.abc import Iterator
@@ -53,6 +54,19 @@ def holds_run(folder: Path) -> bool:
 def is_run(folder: Path) -> bool:
     """Return whether this is the folder of a run that has begun."""
     return (folder / RECORD).is_file() and (folder / CONFIG).is_file()
+
+
+def append_whole(file: io.FileIO, data: bytes) -> int:
+    """Append to a file without a buffer: all of it, or nothing, as on a full disk. Returns its size. Raises OSError."""
+    start = file.seek(0, os.SEEK_END)
+    rest = memoryview(data)
+    try:
+        while rest:
+            rest = rest[file.write(rest) :]
+    except OSError:
+        file.truncate(start)
+        raise
+    return start + len(data)
 
 
 def read_lines(path: Path, start: int = 0) -> Iterator[dict[str, Any]]:

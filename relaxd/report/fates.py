@@ -5,12 +5,13 @@ import math
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from relaxd.run_folder import GROUPS, newest_lines
+from relaxd.run_folder import GROUPS, newest_lines, read_lines
 
 FIELDS = (
     *("group", "index", "source", "prompt_tokens", "fate", "step", "reason", "stage", "attempt", "retry", "retried"),
@@ -29,6 +30,8 @@ CONDITION = re.compile(r"\s*(\w+)\s*(<=|>=|!=|=|<|>)\s*(.+?)\s*")
 Test = Callable[[dict[str, Any]], bool]
 
 
+PAGE = 4096
+"""Groups that a summary holds at once."""
 CHUNK = 1 << 15
 """Places of an epoch whose bits are together."""
 GROUP_ID = re.compile(r"(\d+)-(\d{1,18})(?:~(\d+))?", re.ASCII)
@@ -70,12 +73,14 @@ def read_fates(folder: Path) -> Iterator[dict[str, Any]]:
     """
     seen = GroupSet()
     for line in newest_lines(folder / GROUPS):
-        group = line["group"]
-        if not seen.add(group):
-            continue
-        line["fate"] = "trained" if "step" in line else "dropped"
-        line["retry"] = int(group.partition("~")[2] or 0)
-        yield line
+        if seen.add(line["group"]):
+            yield _with_fate(line)
+
+
+def _with_fate(line: dict[str, Any]) -> dict[str, Any]:
+    line["fate"] = "trained" if "step" in line else "dropped"
+    line["retry"] = int(line["group"].partition("~")[2] or 0)
+    return line
 
 
 def of_prompt(prompt: str) -> Test:
@@ -140,13 +145,13 @@ class Bucket:
     reasons: Counter[str] = field(default_factory=Counter)
     """Of the others, why they were dropped."""
 
-    def add(self, line: dict[str, Any]) -> None:
-        """Count a group."""
-        self.closed += 1
+    def add(self, line: dict[str, Any], times: int = 1) -> None:
+        """Count a group; -1 times takes it back."""
+        self.closed += times
         if line["fate"] == "trained":
-            self.trained += 1
+            self.trained += times
         else:
-            self.reasons[line["reason"]] += 1
+            self.reasons[line["reason"]] += times
 
 
 @dataclass
@@ -156,10 +161,10 @@ class Mean:
     total: float = 0.0
     count: int = 0
 
-    def add(self, value: float) -> None:
-        """Count a value."""
-        self.total += value
-        self.count += 1
+    def add(self, value: float, times: int = 1) -> None:
+        """Count a value; -1 times takes it back."""
+        self.total += times * value
+        self.count += times
 
     @property
     def value(self) -> float:
@@ -183,23 +188,45 @@ class Summary:
     )
     """Means over all groups that have the fact, and over the trained ones."""
 
-
-def summarise_fates(lines: Iterable[dict[str, Any]]) -> Summary:
-    """Summarise groups."""
-    summary = Summary()
-    for line in lines:
-        summary.all.add(line)
-        summary.retried += line["retry"] > 0
-        summary.continued += line.get("continued", 0) > 0
+    def add(self, line: dict[str, Any], times: int = 1) -> None:
+        """Count a group, as `read_fates` yields it; -1 times takes it back."""
+        self.all.add(line, times)
+        self.retried += times * (line["retry"] > 0)
+        self.continued += times * (line.get("continued", 0) > 0)
         for name, label_of in DIMENSIONS.items():
-            summary.by[name].setdefault(label_of(line), Bucket()).add(line)
-        for name, (of_all, of_trained) in summary.means.items():
+            self.by[name].setdefault(label_of(line), Bucket()).add(line, times)
+        for name, (of_all, of_trained) in self.means.items():
             if (value := line.get(name)) is not None:
-                of_all.add(value)
+                of_all.add(value, times)
                 if line["fate"] == "trained":
-                    of_trained.add(value)
+                    of_trained.add(value, times)
+
+
+def summarise_fates(folder: Path, see: Callable[[list[dict[str, Any]]], object] = lambda lines: None) -> Summary:
+    """Summarise the closed groups of a run, in one pass over the file.
+
+    Only in a run that was restored, where a group may have several lines of which the newest counts, the file is read
+    once more, to take back the older ones.
+
+    Args:
+        folder: the run's folder.
+        see: called with all lines, oldest first, PAGE at a time.
+    """
+    summary, seen, again = Summary(), GroupSet(), Counter[str]()
+    lines = read_lines(folder / GROUPS)
+    while page := list(islice(lines, PAGE)):
+        for line in page:
+            summary.add(_with_fate(line))
+            if not seen.add(line["group"]):
+                again[line["group"]] += 1
+        see(page)
+    older = (line for line in read_lines(folder / GROUPS) if again[line["group"]] > 0) if again else ()
+    for line in older:
+        again[line["group"]] -= 1
+        summary.add(_with_fate(line), -1)
     for name, buckets in summary.by.items():
-        summary.by[name] = dict(sorted(buckets.items(), key=lambda item: _order(item[0])))
+        labels = sorted((label for label, bucket in buckets.items() if bucket.closed), key=_order)
+        summary.by[name] = {label: buckets[label] for label in labels}
     return summary
 
 

@@ -483,6 +483,12 @@ METRICS: dict[str, Metric] = {
             (*_PER_RUN, "relaxd.outcome"),
         ),
         Metric(
+            "traces.dropped_spans",
+            "counter",
+            "{span}",
+            'Spans that the disk of the run\'s folder refused (telemetry.traces = "file").',
+        ),
+        Metric(
             "reward.failures",
             "counter",
             "{sample}",

@@ -13,7 +13,8 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from relaxd.run_folder import TRACES
+from relaxd.run_folder import TRACES, append_whole
+from relaxd.telemetry.metrics import record
 
 IDS = ("traceId", "spanId", "parentSpanId")
 """Bytes that OTLP's JSON has in hexadecimal, unlike protobuf's."""
@@ -28,6 +29,8 @@ class TraceFiles(SpanExporter):
         """`process`: the beginning of the file's name, such as a replica id."""
         self._name = f"{process}-{os.getpid()}.jsonl"
         self._path: Path | None = None
+        self._dropped = 0
+        """Spans since the last one that was written."""
 
     @property
     def is_open(self) -> bool:
@@ -44,20 +47,24 @@ class TraceFiles(SpanExporter):
         self._path = None if run_folder is None else run_folder / TRACES / self._name
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Append spans. The first error ends it: training does not depend on traces."""
+        """Append spans, all or none. What the disk refuses is dropped and counted: nothing waits for traces."""
         path = self._path
         if path is None:
             return SpanExportResult.SUCCESS
+        line = json.dumps(_with_hex_ids(MessageToDict(encode_spans(spans), use_integers_for_enums=True))) + "\n"
         try:
             path.parent.mkdir(exist_ok=True)
-            with path.open("a", encoding="utf-8") as file:
-                file.write(
-                    json.dumps(_with_hex_ids(MessageToDict(encode_spans(spans), use_integers_for_enums=True))) + "\n"
-                )
+            with path.open("ab", buffering=0) as file:
+                append_whole(file, line.encode())
         except OSError as error:
-            _log.warning("no more traces are written: %s", error)
-            self._path = None
+            if not self._dropped:
+                _log.warning("spans are dropped: %s", error)
+            self._dropped += len(spans)
+            record("traces.dropped_spans", len(spans))
             return SpanExportResult.FAILURE
+        if self._dropped:
+            _log.warning("spans are written again; %d were dropped", self._dropped)
+            self._dropped = 0
         return SpanExportResult.SUCCESS
 
 

@@ -176,7 +176,7 @@ class Books:
             if path.name in self._checkpoints or number > len(self.steps):
                 continue
             try:
-                state = torch.load(path / "common.pt", weights_only=False)
+                state = torch.load(path / "common.pt", weights_only=True)
             except FileNotFoundError:  # rotated meanwhile
                 continue
             self._checkpoints.add(path.name)
@@ -201,7 +201,7 @@ class Books:
             if name in self._checkpoints or number > len(self.steps):
                 continue
             try:
-                state = torch.load(path / "common.pt", weights_only=False)
+                state = torch.load(path / "common.pt", weights_only=True)
             except FileNotFoundError:  # rotated meanwhile
                 continue
             self._checkpoints.add(name)

@@ -14,9 +14,10 @@ from relaxd.cli.options import DEFAULT_STATE, CoordinatorOption, FolderOption, R
 from relaxd.cli.reading.source import open_run
 from relaxd.client.errors import CliError
 from relaxd.config import RunConfig
-from relaxd.data.curriculum.record import BUCKETS, Record
+from relaxd.config.prompts.curriculum import CurriculumConfig
+from relaxd.data.curriculum.record import BUCKETS, GrowingRecord, Record
 from relaxd.report.fates import Bucket, ConditionError, Summary, condition, of_prompt, read_fates, summarise_fates
-from relaxd.run_folder import CONFIG, GROUPS, read_lines
+from relaxd.run_folder import CONFIG, GROUPS
 
 MEANS = {
     "prompt_tokens": "tokens of the prompt",
@@ -60,9 +61,10 @@ def ledger(
         elif tests:
             _print_groups(list(islice(found, limit + 1)), limit, new_console())
         else:
-            console = new_console()
-            _print_summary(summarise_fates(found), console)
-            _print_prompts(source.folder, console)
+            console, curriculum = new_console(), _curriculum(source.folder)
+            prompts = GrowingRecord(curriculum)
+            _print_summary(summarise_fates(source.folder, prompts.observe), console)
+            _print_prompts(prompts.record, curriculum, console)
 
 
 def _print_groups(lines: list[dict[str, Any]], limit: int, console: Console) -> None:
@@ -121,12 +123,12 @@ def _print_summary(summary: Summary, console: Console) -> None:
         console.print(table, "")
 
 
-def _print_prompts(folder: Path, console: Console) -> None:
+def _curriculum(folder: Path) -> CurriculumConfig:
+    return RunConfig.model_validate_json((folder / CONFIG).read_bytes()).data.curriculum
+
+
+def _print_prompts(record: Record, curriculum: CurriculumConfig, console: Console) -> None:
     """Print how many prompts have which pass rate."""
-    config = RunConfig.model_validate_json((folder / CONFIG).read_bytes())
-    prompts = 1 + max((line.get("index", -1) for line in read_lines(folder / GROUPS)), default=-1)
-    record = Record(prompts, config.data.curriculum)
-    record.observe(read_lines(folder / GROUPS))
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), title="prompts tried", title_justify="left")
     for name in ("pass rate", "prompts", "of all tried"):
         table.add_column(name, justify="left" if name == "pass rate" else "right")
@@ -135,7 +137,7 @@ def _print_prompts(folder: Path, console: Console) -> None:
             rates = f"{bucket / BUCKETS:g} to {(bucket + 1) / BUCKETS:g}"
             table.add_row(rates, str(count), _share(count, record.tried))
     console.print(table)
-    if config.data.curriculum.chooses:
+    if curriculum.chooses:
         console.print(
             f"{record.solved} solved and {record.too_hard} too hard prompts are left out; "
             f"{record.visits['replay']} groups were replays, {record.visits['retest']} re-tests",
@@ -148,7 +150,8 @@ def _split(bucket: Bucket) -> str:
 
 
 def _reasons(bucket: Bucket) -> str:
-    return ", ".join(f"{count} {reason}" for reason, count in bucket.reasons.most_common())
+    counts = sorted(bucket.reasons.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{count} {reason}" for reason, count in counts if count)
 
 
 def _share(part: int, whole: int) -> str:

@@ -1,7 +1,7 @@
 """What is known of every prompt's difficulty: its pass rate, and whether it is left out because of that."""
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -154,6 +154,22 @@ class Record:
 
     def _are_hard(self, tries: np.ndarray, pass_rate: np.ndarray, state: np.ndarray) -> np.ndarray:
         return (tries > 0) & (pass_rate <= self.config.replay_below) & (state == OPEN)
+
+
+class GrowingRecord:
+    """A record of prompts whose number isn't known, for who reads a run's files without its data."""
+
+    def __init__(self, config: CurriculumConfig) -> None:
+        self.record = Record(0, config)
+
+    def observe(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Take in what became of groups, oldest first; see `Record.observe`."""
+        prompts = 1 + max((line["index"] for line in lines if line.get("index") is not None), default=-1)
+        if prompts > len(self.record):
+            old, self.record = self.record, Record(max(prompts, 2 * len(self.record)), self.record.config)
+            more = (0, len(self.record) - len(old))
+            self.record.restore(np.pad(old.tries, more), np.pad(old.pass_rate, more), old.visits)
+        self.record.observe(lines)
 
 
 def _buckets(pass_rate: np.ndarray) -> np.ndarray:

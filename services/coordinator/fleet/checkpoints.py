@@ -2,7 +2,7 @@
 
 import grpc
 
-from relaxd.rpc.errors import FailedPrecondition, Unavailable, explain
+from relaxd.rpc.errors import FailedPrecondition, ResourceExhausted, Unavailable, explain
 from relaxd.v1.trainer_pb2 import TrainerSaveCheckpointRequest, TrainerSaveCheckpointResponse
 from relaxd.waiting import waiting
 from services.coordinator.fleet.run_context import RunContext
@@ -12,7 +12,8 @@ from services.coordinator.fleet.stall_limit import LONG_CALL_SECONDS, NoAnswer, 
 async def save_checkpoint(context: RunContext, *, rotate: bool) -> TrainerSaveCheckpointResponse:
     """Let the run's trainer save a checkpoint, however long that takes. Unless `rotate`, it is never removed.
 
-    Raises Unavailable: no trainer is ready, or it is lost meanwhile; FailedPrecondition: the trainer refuses.
+    Raises Unavailable: no trainer is ready, or it is lost meanwhile; FailedPrecondition: the trainer refuses;
+    ResourceExhausted: its disk does.
     """
     trainer = context.fleet.trainer()
     if trainer is None:
@@ -27,4 +28,6 @@ async def save_checkpoint(context: RunContext, *, rotate: bool) -> TrainerSaveCh
     except grpc.aio.AioRpcError as error:
         if error.code() == grpc.StatusCode.FAILED_PRECONDITION:
             raise FailedPrecondition(error.details() or "the trainer refuses") from error
+        if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:
+            raise ResourceExhausted(error.details() or "the trainer's disk is full") from error
         raise Unavailable(f"{trainer.replica_id}: {explain(error)}") from error

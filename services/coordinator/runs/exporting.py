@@ -1,7 +1,9 @@
 """Last files of a run, which the trainer writes: a checkpoint, and the model as a Hugging Face folder."""
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from typing import TypeVar
 
 import grpc
@@ -10,11 +12,15 @@ from relaxd.roles import TRAINER
 from relaxd.rpc.errors import explain
 from relaxd.v1.trainer_pb2 import ExportHuggingFaceRequest, TrainerSaveCheckpointRequest
 from relaxd.v1.trainer_pb2_grpc import TrainerStub
+from relaxd.waiting import Wait, waiting
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.stall_limit import LONG_CALL_SECONDS, NoAnswer, answer
+from services.coordinator.state.retry import DISK
 
 POLL_SECONDS = 1.0
+DISK_SECONDS = 5.0
+"""Between two tries to write to a disk that has no room."""
 PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 """Statuses of a lost trainer, which may return."""
 EXPORT_FOLDER = "model"
@@ -47,22 +53,30 @@ async def _ask_trainer(
 ) -> Result:
     """Call the trainer, however long that takes, and wait for one that restarts.
 
+    While its disk has no room, wait for room and call again: a run's last files have no next time.
+
     Raises ExportFailed: no trainer was registered for `away_seconds`, or it refuses.
     """
     problem = "no trainer is registered"
     seen = time.monotonic()
-    while (failure := fleet.failure()) is None and time.monotonic() - seen <= away_seconds:
-        if fleet.has(TRAINER):
-            seen = time.monotonic()
-        trainer = fleet.trainer()
-        if trainer is not None:
-            try:
-                return await answer(ask(peers.trainer(trainer.registration.address)), trainer, fleet.registry)
-            except NoAnswer as error:
-                problem = str(error)
-            except grpc.aio.AioRpcError as error:
-                problem = explain(error)
-                if error.code() not in PASSING:
-                    break
-        await fleet.registry.changed.wait(POLL_SECONDS)  # named: by the run's `_export`
+    with ExitStack() as waits:
+        disk: Wait | None = None
+        while (failure := fleet.failure()) is None and time.monotonic() - seen <= away_seconds:
+            if fleet.has(TRAINER):
+                seen = time.monotonic()
+            trainer = fleet.trainer()
+            if trainer is not None:
+                try:
+                    return await answer(ask(peers.trainer(trainer.registration.address)), trainer, fleet.registry)
+                except NoAnswer as error:
+                    problem = str(error)
+                except grpc.aio.AioRpcError as error:
+                    problem = explain(error)
+                    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                        disk = disk or waits.enter_context(waiting("", on=DISK))
+                        disk.reason = f"{trainer.replica_id}'s disk, to write the run's last files: {error.details()}"
+                        await asyncio.sleep(DISK_SECONDS)  # named: above
+                    elif error.code() not in PASSING:
+                        break
+            await fleet.registry.changed.wait(POLL_SECONDS)  # named: by the run's `_export`
     raise ExportFailed(failure or problem)

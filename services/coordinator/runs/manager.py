@@ -14,7 +14,7 @@ from relaxd.board import Board, BoardUnavailable, roles_for, stages_for
 from relaxd.config import BoardConfig, RunConfig
 from relaxd.data.dataset import RunData, load_data
 from relaxd.data.errors import DataError
-from relaxd.rpc.errors import AlreadyExists, FailedPrecondition, NotFound, Unavailable
+from relaxd.rpc.errors import AlreadyExists, FailedPrecondition, NotFound, ResourceExhausted, Unavailable
 from relaxd.rpc.paging import newest_first
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.v1 import coordinator_pb2 as pb
@@ -24,7 +24,7 @@ from services.coordinator.fleet.registry import Registry
 from services.coordinator.fleet.run_context import RunContext
 from services.coordinator.health.view import health_messages
 from services.coordinator.runs.active_run import ActiveRun
-from services.coordinator.runs.restoring import read_run
+from services.coordinator.runs.restoring import Restored, read_run
 from services.coordinator.runs.retention import Retention
 from services.coordinator.runs.run_files import RunFiles
 from services.coordinator.runs.starting import prepare, request_digest
@@ -140,7 +140,8 @@ class RunManager:
     async def restore(self, folder: str, steps: int = 0) -> ActiveRun:
         """Restore a run that Redis lost from its folder, and resume it; with `steps`, extend one that has ended.
 
-        It is done also if the caller is gone meanwhile. Raises InvalidArgument, AlreadyExists, FailedPrecondition.
+        It is done also if the caller is gone meanwhile. Raises InvalidArgument, AlreadyExists, FailedPrecondition;
+        ResourceExhausted: the folder can't be written to; the run stays as it is.
         """
         return await finish(self._restore(folder, steps), "the restoration of a run")
 
@@ -152,10 +153,13 @@ class RunManager:
             restored = await asyncio.to_thread(read_run, folder, steps)
             run_id = restored.record.run_id
             known = await asyncio.to_thread(self._store.run, run_id)
-            if known is not None and known.phase.ended and known.folder == restored.record.folder and steps:
-                await self._delete(known)  # its folder has everything
-            elif known is not None:
+            extended = known is not None and known.phase.ended and known.folder == restored.record.folder and steps
+            if known is not None and not extended:
                 raise AlreadyExists(f"run {run_id!r} is still in Redis: there is nothing to restore")
+            if steps:
+                await asyncio.to_thread(_extend, restored)  # before anything else changes
+            if known is not None:
+                await self._delete(known)  # its folder has everything
             await self._end_deletion(run_id)
             active = await self._active_run(restored.record, restored.config, restored.data, restored.files)
 
@@ -172,8 +176,6 @@ class RunManager:
                     dropped=restored.dropped,
                     trainer_term=restored.trainer_term,
                 )
-                if steps:
-                    restored.files.extend(restored.config)
 
             await asyncio.to_thread(fill)
             await self._create(restored.record)
@@ -434,3 +436,14 @@ class RunManager:
             assignment.begin_time.FromDatetime(record.begin_time)
             self._assigned = record, assignment
         return self._assigned[1]
+
+
+def _extend(restored: Restored) -> None:
+    """Write the configuration of a run that gets more steps. Raises ResourceExhausted: its disk is full, say."""
+    try:
+        restored.files.extend(restored.config)
+    except OSError as error:
+        raise ResourceExhausted(
+            f"run {restored.record.run_id!r} can't go on with more steps: {restored.files.folder} can't be written to: "
+            f"{error}. It stays ended: make room on its disk, and resume it again"
+        ) from error

@@ -26,10 +26,11 @@ from relaxd.run_folder import (
     SAMPLES,
     SUMMARY,
     answers_file,
+    append_whole,
     newest_lines,
 )
 from services.coordinator.runs.code_version import code_version
-from services.coordinator.runs.lines.appended_file import Check, append_whole
+from services.coordinator.runs.lines.appended_file import Check
 from services.coordinator.runs.lines.ledger_file import PAGE, LedgerFile, ReadLedger
 from services.coordinator.runs.lines.metrics_file import MetricsFile, Steps, finite, json_line
 from services.coordinator.state.records import Evaluation, RunRecord

@@ -155,12 +155,15 @@ def _redis(run: Snapshot) -> Reason | None:
 
 
 def _disk(run: Snapshot) -> Reason | None:
-    """The run's folder can't be written to."""
-    wait = next((wait for wait in run.waits if wait.on == DISK), None)
-    if wait is None:
-        return None
-    advice = ("make room on the disk, or let the coordinator write to it: the run goes on by itself",)
-    return Reason("disk", f"it waits for {wait.reason}", on=DISK, since=wait.since, advice=advice, always=True)
+    """The run's folder can't be written to, by the coordinator or by the trainer."""
+    advice = "make room on the disk, or let {} write to it: the run goes on by itself"
+    if wait := next((wait for wait in run.waits if wait.on == DISK), None):
+        told = (advice.format("the coordinator"),)
+        return Reason("disk", f"it waits for {wait.reason}", on=DISK, since=wait.since, advice=told, always=True)
+    if peer := next((peer for peer in run.peers if peer.detail.startswith("waiting for the disk")), None):
+        told = (advice.format(peer.replica_id),)
+        return Reason("disk", f"{peer.replica_id} is {peer.detail}", on=DISK, advice=told, always=True)
+    return None
 
 
 def _stopping(run: Snapshot) -> Reason | None:

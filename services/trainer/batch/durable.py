@@ -1,7 +1,15 @@
 """Durable writes."""
 
 import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from safetensors import SafetensorError
+
+SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")
+"""The system's error number in an error of safetensors."""
 
 
 def sync(path: Path) -> None:
@@ -11,3 +19,16 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def errors_of_the_system(path: Path) -> Iterator[None]:
+    """Write a file with safetensors in the block: what the system refuses it is an OSError, as with other files."""
+    try:
+        yield
+    except SafetensorError as error:
+        refused = SYSTEM_ERROR.search(str(error))
+        if refused is None:
+            raise
+        number = int(refused[1])
+        raise OSError(number, os.strerror(number), str(path)) from error

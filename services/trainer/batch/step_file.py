@@ -15,7 +15,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from services.trainer.batch.durable import sync
+from services.trainer.batch.durable import errors_of_the_system, sync
 from services.trainer.batch.step_plan import PlanError, StepPlan
 
 JSON_SUFFIX = ":json"
@@ -53,7 +53,7 @@ def write_step_file(path: Path, plan: StepPlan, groups: Mapping[str, Columns]) -
         groups: columns by group id, of every group in the plan.
 
     Raises:
-        OSError: it can't be written.
+        OSError: it can't be written, such as on a full disk; nothing of it is left there.
     """
     tensors: dict[str, np.ndarray] = {}
     for group_id in plan.groups:
@@ -66,9 +66,14 @@ def write_step_file(path: Path, plan: StepPlan, groups: Mapping[str, Columns]) -
     path.parent.mkdir(parents=True, exist_ok=True)
     # The term in the name keeps a revived old trainer from writing into its successor's file.
     partial = path.with_name(f"{path.name}.{plan.term}.partial")
-    save_file(tensors, partial, metadata={"plan": json.dumps(plan.to_json())})
-    sync(partial)
-    os.replace(partial, path)
+    try:
+        with errors_of_the_system(partial):
+            save_file(tensors, partial, metadata={"plan": json.dumps(plan.to_json())})
+        sync(partial)
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
     sync(path.parent)
 
 

@@ -39,7 +39,6 @@ REPORT_SECONDS = 0.2
 REMOVED_TERM = 0
 """Replaces the trainer's term in the names of checkpoints being removed."""
 NAME = re.compile(r"step-(\d{6,})")
-REPORT = re.compile(r"written-(\d+)\.json")
 
 
 class CheckpointBroken(Exception):
@@ -165,37 +164,29 @@ def describe_all(
     return {name: work.result() for name, work in found.items()}
 
 
-def write_report(partial: Path, rank: int, report: Mapping[str, Any]) -> None:
-    """Write a rank's report to the folder: its files by name ("files"), or its error ("error")."""
-    temporary = partial / f".written-{rank}.tmp"
-    temporary.write_text(json.dumps(report))
-    os.replace(temporary, partial / f"written-{rank:05d}.json")
-
-
-def read_reports(partial: Path) -> dict[int, dict[str, Any]]:
-    """Read the ranks' reports so far."""
-    found = ((REPORT.fullmatch(path.name), path) for path in partial.iterdir())
-    return {int(match[1]): json.loads(path.read_text()) for match, path in found if match}
-
-
-def seal(partial: Path, final: Path, state: CheckpointState) -> None:
+def seal(partial: Path, final: Path, state: CheckpointState, written: Mapping[str, Any], *, kept: bool = False) -> None:
     """Atomically turn a folder with all ranks' files into a checkpoint.
+
+    Args:
+        partial: the folder.
+        final: the checkpoint's path.
+        state: what goes to state.json.
+        written: `describe` of the ranks' files, by name; other files are read here.
+        kept: whether to mark it as `keep` does.
 
     Raises:
         OSError: it can't be written, or a checkpoint of this step exists.
     """
-    files: dict[str, Any] = {}
-    for report in read_reports(partial).values():
-        files |= report["files"]
+    files = dict(written)
     (partial / STATE).write_text(state.model_dump_json(indent=2) + "\n")
     for path in sorted(partial.iterdir()):
-        if REPORT.fullmatch(path.name):
-            path.unlink()
-        elif path.name not in files:
+        if path.name not in files:
             sync(path)
             files[path.name] = describe(path)
     (partial / MANIFEST).write_text(json.dumps({"files": files}, indent=2, sort_keys=True) + "\n")
     sync(partial / MANIFEST)
+    if kept:
+        keep(partial)
     sync(partial)
     os.rename(partial, final)
     sync(final.parent)

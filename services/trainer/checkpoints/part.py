@@ -1,10 +1,14 @@
 """One rank's part in a run's checkpoints, controlled by rank 0's `Checkpoints`."""
 
+import json
 import logging
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from services.trainer.checkpoints.folder import CheckpointBroken, describe_all, verify, write_report
+from services.trainer.checkpoints.folder import CheckpointBroken, describe_all, verify
 from services.trainer.learner.snapshots.checkpoint import Checkpointed, Snapshot
 
 logger = logging.getLogger(__name__)
@@ -15,31 +19,48 @@ class CheckpointPart:
 
     def __init__(self, learner: Checkpointed) -> None:
         self._learner = learner
+        self._disk = learner.world.disk
         self._snapshot: Snapshot | None = None
+        self._begun = 0
 
-    def begin(self, partial: Path) -> None:
-        """Take a snapshot and start writing it to an empty folder, where a report will tell the outcome."""
+    def begin(self, partial: Path) -> int:
+        """Take a snapshot and start writing it to an empty folder. Returns the bytes that this rank will write."""
         snapshot = self._learner.snapshot(partial)
-        self._snapshot = snapshot
+        self._snapshot, self._begun = snapshot, self._begun + 1
+        name, rank = self._name, self._learner.world.rank
+
+        def tell(report: dict[str, Any]) -> None:
+            self._disk.tell(name, json.dumps(report))
+
         writing = threading.Thread(
-            target=_write, args=(snapshot, partial, self._learner.world.rank), name="write-checkpoint", daemon=True
+            target=_write, args=(snapshot, partial, rank, tell), name="write-checkpoint", daemon=True
         )
         writing.start()
+        return snapshot.nbytes
+
+    def reports(self) -> list[dict[str, Any]] | None:
+        """Return each rank's files by name ("files"), or its error ("error"), once all have ended; None before."""
+        told = self._disk.told(self._name)
+        return None if told is None else [json.loads(report) for report in told]
+
+    def writing(self) -> list[int]:
+        """Return the ranks that haven't ended."""
+        return self._disk.silent(self._name)
 
     def copied(self, seconds: float) -> bool:
         """Wait up to `seconds` for the snapshot's copies. Return whether they are complete."""
         return self._snapshot is None or self._snapshot.copies.wait(seconds)
 
-    def end(self, written: bool = True) -> None:
-        """Write the metadata if every rank has written its part; drop the snapshot."""
+    def end(self, written: bool = True) -> str:
+        """Write the metadata if every rank has written its part; drop the snapshot. Returns '' or rank 0's error."""
         snapshot, self._snapshot = self._snapshot, None
-        if written and snapshot is not None:
-            snapshot.finish()
+        self._disk.forget(self._name)
+        return snapshot.finish() if written and snapshot is not None else ""
 
     def intact(self, path: Path) -> bool:
         """Verify this rank's share of a checkpoint's files; log the first damage."""
         world = self._learner.world
-        with world.disk.all_ranks(f"checking {path}") as progress:
+        with self._disk.all_ranks(f"checking {path}") as progress:
             try:
                 verify(path, world.rank, world.size, progress)
             except CheckpointBroken as error:
@@ -47,15 +68,22 @@ class CheckpointPart:
                 return False
         return True
 
+    @property
+    def _name(self) -> str:
+        """The name of the last checkpoint's work, the same on all ranks."""
+        return f"checkpoint {self._begun}"
 
-def _write(snapshot: Snapshot, partial: Path, rank: int) -> None:
-    """Write this rank's files and report. An error goes into the report and doesn't end training."""
+
+def _write(snapshot: Snapshot, partial: Path, rank: int, tell: Callable[[dict[str, Any]], None]) -> None:
+    """Write this rank's files and tell which. An error is told, too, and doesn't end training."""
+    report: dict[str, Any]
     try:
         snapshot.write()
-        write_report(partial, rank, {"files": describe_all(partial.glob(f"__{rank}_*.distcp"))})
+        report = {"files": describe_all(partial.glob(f"__{rank}_*.distcp"))}
     except Exception as error:
         logger.exception("rank %d could not write its part of %s", rank, partial.name)
-        try:
-            write_report(partial, rank, {"error": f"rank {rank}: {type(error).__name__}: {error}"})
-        except OSError:
-            logger.error("the failure could not be reported either; the checkpoint will time out")
+        report = {"error": f"rank {rank}: {type(error).__name__}: {error}"}
+        with suppress(OSError):  # others need the room until rank 0 removes the folder
+            for path in partial.glob(f"__{rank}_*"):
+                path.unlink(missing_ok=True)
+    tell(report)

@@ -5,10 +5,11 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from relaxd import __version__, telemetry
 from relaxd.board import BoardUnavailable, LedgerEntry
@@ -23,16 +24,16 @@ from services.trainer.loop.commanded_rank import (
     Restore,
     VerifyCheckpoint,
 )
+from services.trainer.megatron.disk_work import DiskRefused, amount
 from services.trainer.megatron.rank_channel import TICK_SECONDS
 
 logger = logging.getLogger(__name__)
 
+SHOWN_ERRORS = 3
+"""Ranks whose errors are shown."""
+
 Answer = Future[tuple[str, int]]
 """Resolved with the checkpoint's path and step once it is on disk."""
-
-
-class CheckpointFailed(Exception):
-    """A checkpoint could not be written; training goes on."""
 
 
 class Checkpoints:
@@ -117,9 +118,10 @@ class Checkpoints:
         if problem:
             self._fail(answers, f"{partial} can't be created: {problem}")
             return
-        state = state.model_copy(update={"weights_checksum": self._rank.run(BeginCheckpoint(partial))})
+        checksum, size = self._rank.run(BeginCheckpoint(partial))
+        state = state.model_copy(update={"weights_checksum": checksum})
         self._stalled += time.monotonic() - began
-        self._saving = _Saving(state, partial, final, answers, began, keep)
+        self._saving = _Saving(state, partial, final, answers, began, keep, size)
 
     def _mark(self, path: Path) -> str:
         """Mark a checkpoint as one that is never removed. Return '' or the error."""
@@ -137,47 +139,60 @@ class Checkpoints:
                 self._saving = None
                 self._answer(saving, saving.sealed.result())
             return
-        try:
-            reports = folders.read_reports(saving.partial)
-        except (OSError, ValueError) as error:
-            self._abandon(saving, str(error))
+        reports = self._rank.checkpoint.reports()
+        if reports is None:
+            if time.monotonic() - saving.began > self._settings.timeout_seconds:
+                late, seconds = self._rank.checkpoint.writing(), self._settings.timeout_seconds
+                self._abandon(
+                    saving, f"ranks {late} did not write within trainer.checkpoint.timeout_seconds = {seconds:g}"
+                )
             return
-        errors = [str(report["error"]) for report in reports.values() if "error" in report]
-        if errors:
-            self._abandon(saving, "; ".join(errors))
-        elif len(reports) == self._rank.channel.size:
+        errors = [str(report["error"]) for report in reports if "error" in report]
+        if errors:  # of all ranks: no one writes any more what is removed now
+            more = f"; so did {len(errors) - SHOWN_ERRORS} more" if len(errors) > SHOWN_ERRORS else ""
+            self._abandon(saving, "; ".join(errors[:SHOWN_ERRORS]) + more)
+        else:
             began = time.monotonic()
-            self._rank.run(EndCheckpoint(written=True))
+            problem = self._rank.run(EndCheckpoint(written=True))
             self._stalled += time.monotonic() - began
-            saving.sealed = self._sealer.submit(self._seal, saving)
-        elif time.monotonic() - saving.began > self._settings.timeout_seconds:
-            late = sorted(set(range(self._rank.channel.size)) - set(reports))
-            seconds = self._settings.timeout_seconds
-            self._abandon(saving, f"ranks {late} did not write within trainer.checkpoint.timeout_seconds = {seconds:g}")
+            files = {name: file for report in reports for name, file in report["files"].items()}
+            saving.sealed = self._sealer.submit(self._seal, saving, files, problem)
 
-    def _seal(self, saving: "_Saving") -> str:
-        """Seal a written checkpoint, and remove what it makes superfluous. Return '' or the error. Runs in a thread."""
+    def _seal(self, saving: "_Saving", files: Mapping[str, Any], problem: str) -> str:
+        """Seal a checkpoint unless its index had a problem, and remove older ones. Return '' or the error.
+
+        Runs in a thread, beside training.
+        """
         try:
-            folders.seal(saving.partial, saving.final, saving.state)
-            if saving.keep:
-                folders.keep(saving.final)
-            oldest = folders.rotate(self._run_folder, self._settings.keep)
-            folders.remove_rotated(self._run_folder)
+            if not problem:
+                folders.seal(saving.partial, saving.final, saving.state, files, kept=saving.keep)
         except OSError as error:
-            return str(error)
-        if oldest is not None and self._settings.keep_step_files == "until_checkpoint":
-            remove_step_files(self._run_folder, up_to=min(oldest, self._followed()))
-        return ""
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
+            shutil.rmtree(saving.partial, ignore_errors=True)
+        else:
+            self._remove_older(saving)
+        return problem
 
     def _answer(self, saving: "_Saving", problem: str) -> None:
         if problem:
-            self._fail(saving.answers, problem)
+            self._fail(saving.answers, f"{problem}; {_room(saving)}")
             return
         step, seconds = saving.state.step, time.monotonic() - saving.began
         telemetry.record("checkpoint.seconds", seconds, {"relaxd.run_id": self._run_id})
         logger.info("checkpoint of step %d is on disk, after %.1f s", step, seconds)
         for answer in saving.answers:
             answer.set_result((str(saving.final), step))
+
+    def _remove_older(self, saving: "_Saving") -> None:
+        """Remove the checkpoints and step files that a new checkpoint replaces."""
+        try:
+            oldest = folders.rotate(self._run_folder, self._settings.keep)
+            folders.remove_rotated(self._run_folder)
+            if oldest is not None and self._settings.keep_step_files == "until_checkpoint":
+                remove_step_files(self._run_folder, up_to=min(oldest, self._followed()))
+        except OSError as error:
+            logger.warning("what %s replaces could not be removed, and takes room: %s", saving.final.name, error)
 
     def _followed(self) -> float:
         """Return the step up to which a critic service needs no step file."""
@@ -190,12 +205,12 @@ class Checkpoints:
         self._rank.run(EndCheckpoint(written=False))
         with self._rank.rank0_only(f"removing {saving.partial}"):
             shutil.rmtree(saving.partial, ignore_errors=True)
-        self._fail(saving.answers, reason)
+        self._fail(saving.answers, f"{reason}; {_room(saving)}")
 
     def _fail(self, answers: Sequence[Answer], reason: str) -> None:
         logger.error("no checkpoint was written; earlier ones are kept: %s", reason)
         for answer in answers:
-            answer.set_exception(CheckpointFailed(reason))
+            answer.set_exception(DiskRefused(f"no checkpoint was written: {reason}"))
 
     def _state(self, step: int) -> CheckpointState:
         ledger = Ledger(step=0)
@@ -278,7 +293,14 @@ class _Saving:
     """A checkpoint being written."""
 
     def __init__(
-        self, state: CheckpointState, partial: Path, final: Path, answers: Sequence[Answer], began: float, keep: bool
+        self,
+        state: CheckpointState,
+        partial: Path,
+        final: Path,
+        answers: Sequence[Answer],
+        began: float,
+        keep: bool,
+        size: int,
     ) -> None:
         self.state = state
         self.partial = partial
@@ -286,8 +308,18 @@ class _Saving:
         self.answers = answers
         self.began = began
         self.keep = keep
+        self.size = size
         self.sealed: Future[str] | None = None
         """The error, or '', once it is sealed. None while ranks write."""
+
+
+def _room(saving: _Saving) -> str:
+    """Return how much room a checkpoint needs, and how much there is."""
+    try:
+        free = amount(shutil.disk_usage(saving.final.parent).free)
+    except OSError as error:
+        free = f"an unknown amount ({error})"
+    return f"it needs {amount(saving.size)} on the disk of {saving.final.parent}, which has {free} left"
 
 
 def _make_empty_folder(folder: Path) -> str:

@@ -88,11 +88,10 @@ class BeginCheckpoint:
 
     folder: Path
 
-    def execute(self, rank: CommandedRank) -> int:
-        """Return the checksum of the weights."""
+    def execute(self, rank: CommandedRank) -> tuple[int, int]:
+        """Return the checksum of the weights, and the bytes that all ranks will write."""
         checksum = rank.checksum()
-        rank.checkpoint.begin(self.folder)
-        return checksum
+        return checksum, rank.channel.sum_over_ranks(rank.checkpoint.begin(self.folder))
 
 
 @dataclass(frozen=True)
@@ -101,9 +100,9 @@ class EndCheckpoint:
 
     written: bool
 
-    def execute(self, rank: CommandedRank) -> None:
-        """Write the metadata, or nothing."""
-        rank.checkpoint.end(self.written)
+    def execute(self, rank: CommandedRank) -> str:
+        """Write the metadata, or nothing. Return '' or rank 0's error."""
+        return rank.checkpoint.end(self.written)
 
 
 @dataclass(frozen=True)

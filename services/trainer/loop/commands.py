@@ -17,6 +17,7 @@ from services.trainer.learner.learner import Learner
 from services.trainer.learner.update_stats import UpdateStats
 from services.trainer.loop.commanded_rank import CommandedRank
 from services.trainer.loop.round_runner import PreparedColumns, RoundRunner
+from services.trainer.megatron.disk_work import DiskRefused
 from services.trainer.megatron.rank_channel import TICK_SECONDS
 
 LOADED_TOGETHER = 8
@@ -184,9 +185,12 @@ class Export:
 
     folder: Path
 
-    def execute(self, rank: TrainingRank) -> int:
-        """Return the version of the weights."""
-        rank.learner.save_hf(self.folder)
+    def execute(self, rank: TrainingRank) -> int | DiskRefused:
+        """Return the version of the weights, or why they can't be written."""
+        try:
+            rank.learner.save_hf(self.folder)
+        except DiskRefused as error:
+            return error
         return rank.learner.step
 
 

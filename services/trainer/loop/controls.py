@@ -6,7 +6,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from relaxd.rpc.errors import DeadlineExceeded, Unavailable
+from relaxd.rpc.errors import DeadlineExceeded, ResourceExhausted, Unavailable
+from services.trainer.megatron.disk_work import DiskRefused
 
 if TYPE_CHECKING:
     from services.trainer.loop.training import Training
@@ -59,13 +60,16 @@ def result_of(answer: "Future[T]", seconds: float) -> T:
 
     Raises:
         DeadlineExceeded: it didn't come.
-        Unavailable: it is an error.
+        ResourceExhausted: the disk refused what was to be written.
+        Unavailable: it is another error.
     """
     wait([answer], seconds)
     if not answer.done():
         raise DeadlineExceeded(f"the training thread did not answer within {seconds:g} s")
     try:
         return answer.result(0.0)
+    except DiskRefused as error:
+        raise ResourceExhausted(str(error)) from error
     except Exception as error:
         raise Unavailable(f"{type(error).__name__}: {error}") from error
 

@@ -19,7 +19,7 @@ from relaxd.data.models import models_in_trainer, resolve_model
 from relaxd.data.vocabulary import check_vocabularies
 from relaxd.process.child_server import ChildServer
 from relaxd.rpc.enums import words
-from relaxd.rpc.errors import Aborted, FailedPrecondition, RpcError, Unavailable
+from relaxd.rpc.errors import Aborted, FailedPrecondition, ResourceExhausted, RpcError, Unavailable
 from relaxd.v1 import rank_pb2 as rank_pb
 from relaxd.v1 import rank_pb2_grpc, replica_pb2, trainer_pb2_grpc, weights_pb2
 from relaxd.v1 import trainer_pb2 as pb
@@ -35,6 +35,7 @@ from services.trainer.loop.rank_thread import RankThread
 from services.trainer.loop.round_runner import RoundRunner
 from services.trainer.loop.training import Training
 from services.trainer.loop.weight_read_lock import HOLD_MARGIN_SECONDS, WeightReadLock
+from services.trainer.megatron.disk_work import DiskRefused
 from services.trainer.megatron.host_memory import freeze_objects
 from services.trainer.megatron.rank_channel import RankChannel
 
@@ -108,6 +109,8 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
         """Have the ranks write the weights, to an absolute path."""
         export = Export(Path(request.folder))
         version = self._controls.requests.ask(lambda training: training.rank.run(export), context.time_remaining())
+        if isinstance(version, DiskRefused):
+            raise ResourceExhausted(str(version))
         return pb.ExportHuggingFaceResponse(path=request.folder, weights=self._weight_version(version))
 
     def SaveCheckpoint(

@@ -4,14 +4,17 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 from relaxd import telemetry
 from relaxd.algorithms import Algorithm
 from relaxd.board import BoardUnavailable, DropReason, LedgerEntry, microseconds
 from relaxd.config import RunConfig
+from relaxd.retry import Backoff
 from relaxd.v1.rank_pb2 import RankProgress, VersionCommitted, WorkResponse
 from relaxd.v1.replica_pb2 import WeightVersion
+from relaxd.waiting import waiting
 from services.trainer.batch.groups import TrainGroup
 from services.trainer.batch.pipeline import bubble_share
 from services.trainer.batch.step_file import step_file_path, write_step_file
@@ -34,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.02
 """Interval at which the training thread checks for requests while it may not train."""
+DISK_BACKOFF = Backoff(first_seconds=0.5, max_seconds=8.0)
+"""Between two tries to write a step file, which may have gigabytes."""
 LEDGER_PAGE = 16
 """Steps that are read from the ledger at once: a plan may have hundreds of kilobytes."""
 
@@ -95,12 +100,8 @@ class Training:
                 refreshed = self._config.refreshed_after(opened.number)
                 plan = opened.plan(self._term, self._config.run.seed, self._epochs, refreshed)
                 groups = [self.rank.groups[group_id] for group_id in plan.groups]
-                columns = {group.group_id: group.columns for group in groups}
-                began = time.monotonic()
-                path = step_file_path(self._run_folder, plan.step)
-                with self.rank.rank0_only(f"writing {path}"):
-                    write_step_file(path, plan, columns)
-                opened.wrote = time.monotonic() - began
+                if not self._write(opened, plan, groups):
+                    continue
                 self.checkpoints.wait_for_copies()
                 began = time.monotonic()
                 updates = self._update(opened, plan)
@@ -108,7 +109,7 @@ class Training:
                 self._commit(opened, groups, plan, updates)
                 self._announce(telemetry.inject(span))
                 self.checkpoints.after_step(plan.step)
-                del opened, groups, columns, updates  # not kept while the next step fills
+                del opened, groups, updates  # not kept while the next step fills
         while True:
             self._serve_requests(f"all {self._config.run.steps} steps are done")
             time.sleep(IDLE_SECONDS)  # idle: there is nothing left to train
@@ -129,15 +130,7 @@ class Training:
                     if self._controls.paused.is_set():
                         continue
                     complete = self._phases.close(opened)
-                    if lost := self._intake.lost(opened.members):
-                        logger.warning(
-                            "step %d starts over: groups %s were closed",
-                            opened.number,
-                            ", ".join(lost),
-                        )
-                        self._intake.forget(lost)
-                        opened.end_spans()
-                        self.rank.run(Discard())
+                    if self._starts_over(opened):
                         return None
                     if not complete:
                         raise RuntimeError(f"a rank can't load groups of step {opened.number}, which are open")
@@ -152,6 +145,49 @@ class Training:
                     logger.warning("waiting for the board, which is unavailable: %s", error)
                 unavailable = True
                 time.sleep(TICK_SECONDS)  # named: by the warning
+
+    def _starts_over(self, opened: StepBuilder) -> bool:
+        """Discard the step if groups of it were closed. Return whether it was. Raises BoardUnavailable."""
+        lost = self._intake.lost(opened.members)
+        if lost:
+            logger.warning("step %d starts over: groups %s were closed", opened.number, ", ".join(lost))
+            self._intake.forget(lost)
+            opened.end_spans()
+            self.rank.run(Discard())
+        return bool(lost)
+
+    def _write(self, opened: StepBuilder, plan: StepPlan, groups: Sequence[TrainGroup]) -> bool:
+        """Write the step's file; while its disk refuses it, as a full one does, wait and try again.
+
+        The other ranks wait for commands meanwhile, and requests are served: the weights are still those before the
+        step. Returns False if the step was discarded during the wait, because groups of it were closed.
+        """
+        began, failures = time.monotonic(), 0
+        with ExitStack() as waits:
+            while problem := self._problem_of_writing(plan, groups):
+                if not failures:
+                    waits.enter_context(waiting(problem, on="the disk"))
+                    logger.warning("%s", problem)
+                failures += 1
+                again = time.monotonic() + DISK_BACKOFF.pause(failures)
+                while time.monotonic() < again:
+                    self._serve_requests(problem)
+                    time.sleep(IDLE_SECONDS)  # named: above
+                with suppress(BoardUnavailable):  # the commit waits for the board
+                    if self._starts_over(opened):
+                        return False
+        opened.wrote = time.monotonic() - began
+        return True
+
+    def _problem_of_writing(self, plan: StepPlan, groups: Sequence[TrainGroup]) -> str:
+        """Try to write the step's file. Return '', or what the step then waits for, in words for people."""
+        path, columns = step_file_path(self._run_folder, plan.step), {group.group_id: group.columns for group in groups}
+        with self.rank.rank0_only(f"writing {path}"):
+            try:
+                write_step_file(path, plan, columns)
+            except OSError as error:
+                return f"waiting for the disk of {path.parent}, to write the file of step {plan.step}: {error}"
+        return ""
 
     def _take(self, opened: StepBuilder, entry: MicroBatchRound) -> None:
         """Work on one round on all ranks, while the step fills."""

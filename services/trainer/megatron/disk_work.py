@@ -32,6 +32,10 @@ class DiskStalled(TimeoutError):
     """Another rank made no progress for trainer.disk_stall_seconds."""
 
 
+class DiskRefused(RuntimeError):
+    """The disk, such as a full one, refused what all ranks write together. No rank fails because of it."""
+
+
 @dataclass
 class _RankProgress:
     """Last known progress of another rank."""
@@ -43,7 +47,7 @@ class _RankProgress:
 
 
 class DiskWork:
-    """Disk work of all ranks, as seen by this rank. Used by the training thread only."""
+    """Disk work of all ranks, as seen by this rank. Used by the training thread only, but for `tell`."""
 
     def __init__(
         self,
@@ -67,6 +71,7 @@ class DiskWork:
         """
         self._store = store
         self._rank = rank
+        self._size = size
         self._others = [other for other in range(size) if other != rank]
         self._stall_seconds = stall_seconds
         self._clock = clock
@@ -106,6 +111,34 @@ class DiskWork:
             self._await_others(work)
             self._delete_keys()
 
+    def tell(self, work: str, text: str) -> None:
+        """Tell rank 0 how this rank's part of work in the background has ended. Any thread may call it, once.
+
+        This needs no disk, which may be the one that is full.
+
+        Args:
+            work: a name that all ranks use, and no other work has.
+            text: what there is to say.
+        """
+        self._store.set(self._told_key(work, self._rank), text)
+        self._store.add(f"{work}/told", 1)
+
+    def told(self, work: str) -> list[str] | None:
+        """Return what each rank has told, once all have; None before. Doesn't wait."""
+        if self._store.add(f"{work}/told", 0) < self._size:
+            return None
+        return [self._store.get(self._told_key(work, rank)).decode() for rank in range(self._size)]
+
+    def silent(self, work: str) -> list[int]:
+        """Return the ranks that have told nothing yet."""
+        return [rank for rank in range(self._size) if not self._store.check([self._told_key(work, rank)])]
+
+    def forget(self, work: str) -> None:
+        """Forget what this rank has told. All ranks call it, after `told`."""
+        self._store.delete_key(self._told_key(work, self._rank))
+        if self._rank == 0:
+            self._store.delete_key(f"{work}/told")
+
     def _progress(self, work: str) -> Progress:
         done, noted = 0, self._clock()
 
@@ -116,7 +149,7 @@ class DiskWork:
                 noted = self._clock()
                 with self._reachable(work):
                     self._publish(done)
-                self.report(f"{work}: {_amount(done)}")
+                self.report(f"{work}: {amount(done)}")
 
         return progress
 
@@ -178,6 +211,9 @@ class DiskWork:
     def _end_key(self, rank: int, turn: int = 0) -> str:
         return f"{self._key(rank, turn)}/end"
 
+    def _told_key(self, work: str, rank: int) -> str:
+        return f"{work}/told/{rank}"
+
     @contextmanager
     def _reachable(self, work: str) -> Iterator[None]:
         try:
@@ -187,8 +223,9 @@ class DiskWork:
 
 
 def _state(done: int | None) -> str:
-    return "has not started" if done is None else f"has processed {_amount(done)}"
+    return "has not started" if done is None else f"has processed {amount(done)}"
 
 
-def _amount(count: int) -> str:
+def amount(count: int) -> str:
+    """Format bytes for people."""
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"

@@ -17,6 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from services.trainer.batch.durable import errors_of_the_system
+from services.trainer.megatron.disk_work import DiskRefused, DiskWorkFailed
 from services.trainer.megatron.parallel import GatherGroups, World
 from services.trainer.model.architecture import Architecture, ModelError
 from services.trainer.model.layouts import Replicated
@@ -186,10 +188,24 @@ def save_hf(model: torch.nn.Module, folder: Path, original: Path, shape: Archite
         world: this rank's place in the world.
 
     Raises:
-        OSError: this rank can't write its part.
-        DiskWorkFailed, DiskStalled: another rank failed to write its part.
+        DiskRefused: on all ranks, if one can't write its part. Nothing of it is left, and an existing folder stays.
+        DiskWorkFailed, DiskStalled: another rank is gone, or stuck.
     """
     partial = folder.with_name(folder.name + ".partial")
+    try:
+        _write_hf(model, folder, partial, original, shape, world)
+    except (OSError, DiskWorkFailed) as error:
+        with world.disk.all_ranks(f"giving up {folder}"):
+            pass  # until no rank writes
+        with world.disk.all_ranks(f"removing {partial}"):
+            if world.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+        raise DiskRefused(f"{folder} was not written: {error}") from error
+
+
+def _write_hf(
+    model: torch.nn.Module, folder: Path, partial: Path, original: Path, shape: Architecture, world: World
+) -> None:
     what = f"writing {folder}"
     with world.disk.all_ranks(what):
         if world.rank == 0:
@@ -207,7 +223,8 @@ def save_hf(model: torch.nn.Module, folder: Path, original: Path, shape: Archite
         with world.disk.all_ranks(what) as progress:
             if tensors:
                 name = f"model-{world.pp_rank:03d}-{number:05d}.safetensors"
-                save_file(tensors, partial / name, metadata={"format": "pt"})
+                with errors_of_the_system(partial / name):
+                    save_file(tensors, partial / name, metadata={"format": "pt"})
                 written |= dict.fromkeys(tensors, name)
                 size = sum(tensor.nbytes for tensor in tensors.values())
                 total += size

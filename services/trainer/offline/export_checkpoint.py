@@ -12,6 +12,7 @@ from relaxd.data.errors import DataError
 from relaxd.data.models import resolve_model
 from services.trainer.checkpoints.folder import checkpoint_path, checkpoint_steps
 from services.trainer.learner.snapshots.checkpoint import CheckpointError, load_model
+from services.trainer.megatron.disk_work import DiskRefused
 from services.trainer.model.architecture import ModelError
 from services.trainer.offline.run_folder import OfflineError, newest_intact, print_result, read_config
 
@@ -24,6 +25,7 @@ def export_checkpoint(run_folder: Path, step: int | None, out: Path) -> dict[str
     Raises:
         OfflineError: there is no such checkpoint, or `out` exists and isn't a model.
         CheckpointError: the checkpoint doesn't fit the model.
+        DiskRefused: `out` can't be written, such as on a full disk.
     """
     from services.trainer.megatron.parallel import initialize
     from services.trainer.model.architectures import read_architecture
@@ -57,7 +59,7 @@ def main() -> int:
     parser.add_argument("--step", type=int)
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    expected = (OfflineError, CheckpointError, ModelError, DataError, OSError)
+    expected = (OfflineError, CheckpointError, ModelError, DataError, DiskRefused, OSError)
     return print_result(lambda: export_checkpoint(given.run_folder, given.step, given.out), expected)
 
 

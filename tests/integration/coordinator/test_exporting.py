@@ -4,12 +4,15 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
 import pytest
 
 from relaxd.roles import TRAINER
 from relaxd.v1 import trainer_pb2, trainer_pb2_grpc
+from relaxd.waiting import waits
 from services.coordinator.runs import exporting
 from services.coordinator.runs.exporting import ExportFailed, export_model
+from services.coordinator.state.retry import DISK
 from tests.integration.coordinator.fleet_kit import FleetKit
 from tests.kit.waiting import eventually
 
@@ -20,12 +23,14 @@ class Trainer(trainer_pb2_grpc.TrainerServicer):
     """Exports once the test allows it."""
 
     def __init__(self) -> None:
-        self.asked = self.left = False
+        self.asked = self.left = self.full = False
         self.written = asyncio.Event()
 
     async def ExportHuggingFace(self, request: trainer_pb2.ExportHuggingFaceRequest, context: Any) -> Any:
         self.asked = True
         assert context.time_remaining() > DAY
+        if self.full:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "model was not written: No space left on device")
         try:
             await self.written.wait()
         except asyncio.CancelledError:
@@ -37,6 +42,7 @@ class Trainer(trainer_pb2_grpc.TrainerServicer):
 @pytest.fixture
 async def kit(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FleetKit]:
     monkeypatch.setattr(exporting, "POLL_SECONDS", 0.1)
+    monkeypatch.setattr(exporting, "DISK_SECONDS", 0.1)
     kit = FleetKit(redis_url)
     yield kit
     await kit.close()
@@ -59,6 +65,21 @@ async def test_the_trainer_may_take_any_time_and_the_next_one_is_asked_when_it_i
     await eventually(lambda: following.asked)
     following.written.set()
     assert await exporting == "/runs/model"
+
+
+async def test_it_waits_for_room_on_the_trainers_disk_and_says_so(kit: FleetKit) -> None:
+    trainer = await start(kit, "trainer-0")
+    trainer.full = True
+    exporting = asyncio.create_task(export_model(kit.fleet, kit.peers, away_seconds=30))
+    await eventually(lambda: any(wait.on == DISK for wait in waits()))
+    (wait,) = [wait for wait in waits() if wait.on == DISK]
+    assert str(wait) == (
+        "trainer-0's disk, to write the run's last files: model was not written: No space left on device (the disk)"
+    )
+    trainer.written.set()
+    trainer.full = False
+    assert await exporting == "/runs/model"
+    assert not [wait for wait in waits() if wait.on == DISK]
 
 
 async def test_without_a_trainer_it_gives_up_in_the_end(kit: FleetKit) -> None:

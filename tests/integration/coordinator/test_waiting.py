@@ -1,13 +1,13 @@
 """What a run says while its reward fails and hangs or its disk is full, and that it goes on without a loss."""
 
 import json
-import resource
 from pathlib import Path
 
 import pytest
 
 from relaxd.v1 import coordinator_pb2 as pb
 from tests.integration.coordinator.cluster import Cluster
+from tests.kit.disks import full_disk
 
 PLACE = "tests/integration/coordinator/rewards.py:"
 
@@ -69,21 +69,18 @@ def test_a_run_waits_for_room_on_its_disk(cluster: Cluster) -> None:
     cluster.start_when_up("run", run__steps=12)
     cluster.until_step(1)
     coordinator = cluster.processes["coordinator"]
-    soft, hard = resource.prlimit(coordinator.pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(coordinator.pid, resource.RLIMIT_FSIZE, (0, hard))  # no file may grow, as on a full disk
-    run = cluster.until("the wait", lambda: (run := cluster.run()).wait.kind == "disk" and run)
-    assert run.waiting_for.startswith(
-        f"it waits for the disk of {run.folder}, for run run: [Errno 27] File too large, for"
-    )
-    assert (run.wait.on, run.wait.advice[0].split(":")[0]) == (
-        "the disk",
-        "make room on the disk, or let the coordinator write to it",
-    )
-    cluster.stub.PauseRun(pb.PauseRunRequest(reason="by hand"), timeout=5)  # commands don't wait for the disk
-    cluster.until_state(pb.RUN_STATE_PAUSED)
-    cluster.stub.ResumeRun(pb.ResumeRunRequest(), timeout=5)
-
-    resource.prlimit(coordinator.pid, resource.RLIMIT_FSIZE, (soft, hard))
+    with full_disk(pid=coordinator.pid):
+        run = cluster.until("the wait", lambda: (run := cluster.run()).wait.kind == "disk" and run)
+        assert run.waiting_for.startswith(
+            f"it waits for the disk of {run.folder}, for run run: [Errno 27] File too large, for"
+        )
+        assert (run.wait.on, run.wait.advice[0].split(":")[0]) == (
+            "the disk",
+            "make room on the disk, or let the coordinator write to it",
+        )
+        cluster.stub.PauseRun(pb.PauseRunRequest(reason="by hand"), timeout=5)  # commands don't wait for the disk
+        cluster.until_state(pb.RUN_STATE_PAUSED)
+        cluster.stub.ResumeRun(pb.ResumeRunRequest(), timeout=5)
     run = cluster.until_state(pb.RUN_STATE_STOPPED, 60)
     assert run.outcome == pb.RUN_OUTCOME_COMPLETED
     assert coordinator.poll() is None

@@ -1,6 +1,7 @@
 """The account of every prompt's fate: from the board, through the run's folder, to `relaxd ledger`."""
 
 import json
+import random
 import sys
 import time
 from pathlib import Path
@@ -12,7 +13,11 @@ from typer.testing import CliRunner
 from relaxd.board import Board, DropReason, NewGroup, stages_for
 from relaxd.board.facts import facts_of
 from relaxd.cli.main import app
+from relaxd.config.prompts.curriculum import CurriculumConfig
+from relaxd.data.curriculum.record import GrowingRecord, Record
+from relaxd.report import fates
 from relaxd.report.fates import ConditionError, GroupSet, condition, of_prompt, read_fates, summarise_fates
+from relaxd.run_folder import read_lines
 from services.coordinator.runs.run_files import RunFiles
 from tests.integration.scoring.processes import run_config
 from tests.kit.run_folders import write_run
@@ -152,6 +157,34 @@ def test_a_prompt_is_a_row_or_a_visit(tmp_path, prompt, groups):
 def test_the_newest_line_of_a_group_counts(tmp_path):
     write_lines(tmp_path, [*LINES, {"group": "0-2", "index": 2, "step": 7}])
     assert {line["group"]: line.get("step") for line in read_fates(tmp_path)}["0-2"] == 7
+    summary = summarise_fates(tmp_path)
+    assert (summary.all.closed, summary.all.trained, +summary.all.reasons) == (4, 3, {"bad_prompt": 1})
+    assert sum(bucket.closed for bucket in summary.by["difficulty"].values()) == 4
+
+
+def test_the_file_is_read_once_a_page_at_a_time(tmp_path, monkeypatch):
+    choices = random.Random(1)
+    written = [
+        {"group": f"0-{number}", "index": choices.randrange(70), "step": 1, "reward": choices.random()}
+        for number in range(209)
+    ]
+    write_lines(tmp_path, written)
+    reads, pages = [], []
+    monkeypatch.setattr(fates, "PAGE", 100)
+    monkeypatch.setattr(fates, "read_lines", lambda path: reads.append(path) or read_lines(path))
+    curriculum = CurriculumConfig(sampler="hard")
+    growing, known = GrowingRecord(curriculum), Record(70, curriculum)
+
+    def see(lines):
+        pages.append(len(lines))
+        growing.observe(lines)
+
+    assert summarise_fates(tmp_path, see).all.closed == len(written)
+    assert (len(reads), pages) == (1, [100, 100, 9])
+    known.observe(written)
+    assert (growing.record.histogram, growing.record.tried) == (known.histogram, known.tried)
+    np.testing.assert_array_equal(growing.record.pass_rate[:70], known.pass_rate)
+    assert (growing.record.solved, growing.record.too_hard) == (known.solved, known.too_hard)
 
 
 def test_ids_are_told_apart():
@@ -172,7 +205,7 @@ def test_ids_of_many_groups_take_little_memory():
 
 def test_the_summary_shows_whom_training_leaves_out(tmp_path):
     write_lines(tmp_path, LINES)
-    summary = summarise_fates(read_fates(tmp_path))
+    summary = summarise_fates(tmp_path)
     assert (summary.all.closed, summary.all.trained, summary.retried) == (4, 2, 1)
     lengths = summary.by["length of the answers"]
     assert {label: (one.closed, one.trained) for label, one in lengths.items()} == {
@@ -226,5 +259,5 @@ def test_twenty_thousand_steps_are_read_quickly(tmp_path):
         for number in range(640_000):
             file.write(json.dumps(line | {"group": f"0-{number:06d}", "step": number // 32}) + "\n")
     began = time.process_time()
-    assert summarise_fates(read_fates(tmp_path)).all.trained == 640_000
+    assert summarise_fates(tmp_path).all.trained == 640_000
     assert time.process_time() - began < 20

@@ -115,13 +115,31 @@ def test_who_works_alone_says_how_far_it_is(time: Time) -> None:
     assert told == ["reading: 3.0 GB"]
 
 
+def test_what_ranks_tell_of_work_in_the_background(make: Callable[[int], DiskWork]) -> None:
+    one, other = make(0), make(1)
+    other.tell("saving 1", "done")
+    assert one.told("saving 1") is None
+    assert one.silent("saving 1") == [0]
+    one.tell("saving 1", "no space")
+    assert one.told("saving 1") == ["no space", "done"]
+    assert one.told("saving 2") is None
+    one.forget("saving 1")
+    other.forget("saving 1")
+    assert one.told("saving 1") is None
+    assert one.silent("saving 1") == [0, 1]
+
+
 def test_the_store_does_not_grow(time: Time) -> None:
     store = dist.HashStore()
     one, other = (DiskWork(store, rank, 2, STALL_SECONDS, clock=time.clock, sleep=time.sleep) for rank in range(2))
     kept = set()
-    for _ in range(5):
+    for turn in range(5):
         time.happens = working(other, 3, forever(1))
         with one.all_ranks("reading"):
             pass
+        for each in (one, other):
+            each.tell(f"saving {turn}", "done")
+        for each in (one, other):
+            each.forget(f"saving {turn}")
         kept.add(store.num_keys())
     assert max(kept) <= 6

@@ -8,24 +8,13 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from relaxd.run_folder import append_whole
+
 LEFTOVER_SECONDS = 3600.0
 """Time without a write after which a temporary file is that of a coordinator that died."""
 
 Check = Callable[[], None]
 """Raises Superseded if this coordinator was replaced."""
-
-
-def append_whole(file: io.FileIO, data: bytes) -> int:
-    """Append to a file without a buffer: all of it, or nothing, as on a full disk. Returns its size. Raises OSError."""
-    start = file.seek(0, os.SEEK_END)
-    rest = memoryview(data)
-    try:
-        while rest:
-            rest = rest[file.write(rest) :]
-    except OSError:
-        file.truncate(start)
-        raise
-    return start + len(data)
 
 
 class AppendedFile:

@@ -8,6 +8,7 @@ over torch's AdamW, without Transformer Engine or apex, has three pitfalls, hand
 """
 
 import contextlib
+import io
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,7 +23,9 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
@@ -159,17 +162,16 @@ class Snapshot:
                 add_prefix_for_sharding(content[role], f"{role}.")
         parts = set(content)
         again = on_all_ranks(kept.plan is not None and kept.parts == parts, state.world)
+        # `dist_checkpointing.save` would write common.pt here, where a full disk would end training.
+        # Megatron validates that exactly one copy of each parameter is saved among all ranks: once is enough.
+        sharded, common = save_preprocess(content, validate_access_integrity=not again)
+        self._common = _serialized(common) if state.world.rank == 0 else b""
+        self._folder = folder
         self._strategy = strategy = ThreadStrategy(state.world, kept.plan if again else None)
-        request = dist_checkpointing.save(
-            content,
-            str(folder),
-            sharded_strategy=strategy,
-            async_sharded_save=True,
-            # Of each parameter, exactly one copy among all ranks is saved: once is enough.
-            validate_access_integrity=not again,
-        )
-        assert request is not None
+        request = strategy.async_save(sharded, folder)
         kept.plan, kept.parts = strategy.plan, parts
+        self.nbytes = sum(tensor.nbytes for tensor in strategy.tensors) + len(self._common)
+        """Bytes that this rank writes, but for a few."""
         if not all(self.copies.owns(tensor) for tensor in strategy.tensors):
             raise RuntimeError("Megatron has copied a tensor before it was filled")
         self._request: AsyncRequest = request
@@ -200,14 +202,16 @@ class Snapshot:
         """
         try:
             self.copies.check()
+            if self._common:
+                (self._folder / COMMON_STATE_FNAME).write_bytes(self._common)
             assert self._request.async_fn is not None
             self._request.async_fn(*self._request.async_fn_args)
         finally:
             self._kept.in_use = False
 
-    def finish(self) -> None:
-        """Write the metadata. All ranks call it together, after `write` has succeeded on all of them."""
-        self._strategy.finish()  # not the request's own functions, which wait for files in collectives
+    def finish(self) -> str:
+        """Write the metadata; see `ThreadStrategy.finish`. All ranks call it, after `write` has succeeded on all."""
+        return self._strategy.finish()  # not the request's own functions, which wait for files in collectives
 
 
 def load_snapshot(state: Stateful, folder: Path, *, same_layout: bool) -> Loaded:
@@ -277,6 +281,7 @@ def _set(state: TrainedModel, loaded: dict[str, Any]) -> None:
     with _accept_missing_step(state.optimizer):
         state.optimizer.load_state_dict(loaded["optimizer"])
     _separate_steps(state.optimizer)
+    state.schedule.num_steps = 0  # Megatron adds the checkpoint's steps to those that the schedule has
     state.schedule.load_state_dict(loaded["schedule"])
 
 
@@ -322,6 +327,12 @@ def _load(content: dict[str, Any], folder: Path, disk: DiskWork) -> dict[str, An
     except CheckpointException as error:
         reasons = {str(failure) or type(failure).__name__ for failure, _ in error.failures.values()}
         raise CheckpointError(f"{folder} doesn't fit this model and trainer: {'; '.join(sorted(reasons))}") from error
+
+
+def _serialized(value: dict[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
 
 
 def _generators(world: World, states: dict[str, Any] | None) -> ShardedObject:

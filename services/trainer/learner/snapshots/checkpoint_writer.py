@@ -156,8 +156,6 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
 
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> AsyncRequest:
         """Plan the files. The request's function writes; then all ranks call `finish` together."""
-        with self._world.disk.all_ranks(f"writing {checkpoint_dir}"):
-            pass  # rank 0 has just written common.pt
         writer = self._writer = ThreadWriter(Path(checkpoint_dir))
         contents = _contents(sharded_state_dict)
         fits = on_all_ranks(self._last is not None and self._last.contents == contents, self._world)
@@ -177,13 +175,15 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
         )
         return FilePlan(contents, writer.write_buckets, metadata, ranks)
 
-    def finish(self) -> None:
+    def finish(self) -> str:
         """Write the metadata on rank 0 while the other ranks wait. All ranks call it together.
+
+        Returns:
+            ''; on rank 0 also the error, if it can't be written, as on a full disk.
 
         Raises:
             CheckpointException: a rank has not written its file.
-            OSError: the metadata can't be written.
-            DiskWorkFailed, DiskStalled: rank 0 failed to write it.
+            DiskWorkFailed, DiskStalled: rank 0 is gone, or stuck.
         """
         assert self.plan is not None
         assert self._writer is not None
@@ -195,8 +195,12 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
                 if failures := _get_failure_dict(results):
                     raise CheckpointException("write", failures)
                 assert metadata is not None
-                writer.finish(metadata, results)
-                save_config(CheckpointingConfig(*FORMAT), folder)
+                try:
+                    writer.finish(metadata, results)
+                    save_config(CheckpointingConfig(*FORMAT), folder)
+                except OSError as error:  # the other ranks need not fail
+                    return f"{type(error).__name__}: {error}"
+        return ""
 
 
 def on_all_ranks(condition: bool, world: World) -> bool:

@@ -69,6 +69,27 @@ def test_the_next_step_goes_on_until_its_weights_would_change(
     assert torch.equal(optimizer_state(learner), moments)
 
 
+def test_a_learner_that_has_trained_further_goes_back_with_its_schedule(learner: Learner, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    snapshot = learner.snapshot(folder)
+    snapshot.write()
+    snapshot.finish()
+
+    def go_on() -> tuple[list[float], list[int]]:
+        rates, checksums = [], []
+        for seed in (2, 3):
+            learner.accumulate([pack(make_samples(6, seed=seed))])
+            rates.append(learner.finish(6.0).lr)
+            checksums.append(learner.checksum())
+        return rates, checksums
+
+    first = go_on()
+    learner.restore(folder, 1, same_layout=True)
+    assert go_on() == first
+    assert learner._schedule.num_steps == 3
+
+
 @pytest.fixture
 def three_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_writer, "FILE_BYTES", 1 << 12)

@@ -75,20 +75,25 @@ def command(rank: Any, folder: Path) -> dict[str, Any]:
     rank.run(Accumulate())
     first, at_1 = rank.run(commands.Update(20.0)), rank.run(commands.EndStep())
     rank.channel.send(TICK)
-    checkpoint, abandoned = folder / "checkpoint", folder / "abandoned"
+    checkpoint, abandoned, refused = folder / "checkpoint", folder / "abandoned", folder / "refused"
     checkpoint.mkdir()
     abandoned.mkdir()
-    saved = rank.run(commanded_rank.BeginCheckpoint(checkpoint))
-    wait_until(lambda: len(list(checkpoint.glob("written-*.json"))) == rank.channel.size, "both ranks have written")
+    saved, _ = rank.run(commanded_rank.BeginCheckpoint(checkpoint))
+    wait_until(lambda: rank.checkpoint.reports() is not None, "both ranks have written")
     rank.run(commanded_rank.EndCheckpoint(written=True))
     rank.run(Accumulate())
     slept = rank.run(commands.Move(to_host=True))
     woken = rank.run(commands.Move(to_host=False))
     second, at_2 = rank.run(commands.Update(20.0)), rank.run(commands.EndStep())
     rank.run(commanded_rank.Restore(checkpoint, 1, same_layout=True))
-    restored = rank.run(commanded_rank.BeginCheckpoint(abandoned))
+    restored, _ = rank.run(commanded_rank.BeginCheckpoint(abandoned))
     rank.run(commanded_rank.EndCheckpoint(written=False))
+    refused.mkdir()
+    (refused / ".metadata.tmp").mkdir()  # where a file should go
+    rank.run(commanded_rank.BeginCheckpoint(refused))
+    wait_until(lambda: rank.checkpoint.reports() is not None, "both ranks have written")
     return {
+        "refused": rank.run(commanded_rank.EndCheckpoint(written=True)),
         "steps": [first.step, second.step],
         "checksums": [at_1, saved, at_2, restored],
         "memory": [*slept, *woken],

@@ -2,10 +2,8 @@
 
 import json
 import os
-import resource
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from services.coordinator.runs.lines.ledger_file import PAGE
 from services.coordinator.runs.run_files import RunFiles
 from services.coordinator.state.records import Evaluation
 from services.coordinator.state.store import StoreUnavailable, Superseded
+from tests.kit.disks import full_disk
 
 
 class Ledger:
@@ -237,17 +236,6 @@ def test_a_long_run_is_read_from_where_its_files_end(tmp_path: Path) -> None:
     follow(open_files(tmp_path, ledger), ledger)
     check(tmp_path, ledger)
     assert ledger.read_entries < 10
-
-
-@contextmanager
-def full_disk(most: int) -> Iterator[None]:
-    """Let no file of this process grow beyond `most` bytes: a write then fails in the middle, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_full_disk_leaves_no_part_of_a_line(tmp_path: Path) -> None:

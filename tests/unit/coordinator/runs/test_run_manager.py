@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from relaxd.rpc.errors import ResourceExhausted
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.rpc.tls import TlsFiles
 from services.coordinator.fleet.peers import Peers
@@ -15,6 +16,7 @@ from services.coordinator.runs.manager import RunManager
 from services.coordinator.state import retry
 from services.coordinator.state.records import RunRecord
 from services.coordinator.state.store import Store, StoreUnavailable
+from tests.kit.disks import full_disk
 from tests.kit.tokenizer import write_tokenizer
 from tests.kit.waiting import eventually
 
@@ -99,17 +101,16 @@ async def test_a_restored_run_whose_creation_redis_did_not_answer_is_driven(
     assert desk.store.active_run_id() == "again"
 
 
-async def test_a_run_whose_folder_can_not_be_extended_is_not_left_active(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_run_that_is_extended_on_a_full_disk_stays_as_it_is(desk: Desk) -> None:
     await desk.start("first")
     await desk.stop()
-    folder = desk.folder / "first" / "again"
-    (folder / "config.tmp").mkdir()  # where the next config.toml is written
-    with pytest.raises(IsADirectoryError):
+    folder, before = desk.folder / "first" / "again", desk.keys()
+    config = (folder / "config.toml").read_bytes()
+    with full_disk(), pytest.raises(ResourceExhausted, match=r"can't be written to: .*File too large.*make room"):
         await desk.manager.restore(str(folder), steps=2)
     assert desk.store.active_run_id() is None
-    (folder / "config.tmp").rmdir()
+    assert desk.keys() == before
+    assert (folder / "config.toml").read_bytes() == config
     assert (await desk.manager.restore(str(folder), steps=2)).record.run_id == "again"
 
 

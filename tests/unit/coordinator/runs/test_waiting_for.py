@@ -45,6 +45,17 @@ CASES = [
         "make room on the disk",
     ),
     (
+        "disk",
+        {
+            "peers": without(
+                "trainer",
+                Peer("trainer-0", "trainer", detail="waiting for the disk of /runs/demo/steps: No space left"),
+            ),
+        },
+        "trainer-0 is waiting for the disk of /runs/demo/steps: No space left",
+        "make room on the disk, or let trainer-0 write to it",
+    ),
+    (
         "stopping",
         {"stopping": "by hand", "waits": [Named("trainer-0 to hand back 4 groups", "trainer-0", NOW - 12)]},
         "it is stopping (by hand): waiting for trainer-0 to hand back 4 groups, for 12 s",

@@ -1,5 +1,6 @@
 """Step files: everything comes back, and what is damaged or not committed is named."""
 
+import errno
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from services.trainer.batch.step_file import (
 )
 from services.trainer.batch.step_plan import MicroBatchRound, MiniBatch, SequenceSlice, StepPlan
 from services.trainer.checkpoints.folder import plan_sha256
+from tests.kit.disks import full_disk
 
 ROUND = MicroBatchRound((((SequenceSlice("a", (0,)), SequenceSlice("b/c", (0, 1))),),))
 PLAN = StepPlan(2, 1, 0, ("a", "b/c"), (MiniBatch((ROUND,), 3, 5, 5.0),))
@@ -51,6 +53,20 @@ def test_the_ledger_adds_what_became_of_the_updates(tmp_path: Path) -> None:
     # A ledger that is restored from step files lacks it, and a checkpoint of the step is as good as before.
     assert plan_sha256(committed.to_json()) == plan_sha256(PLAN.to_json())
     assert plan_sha256(replace(PLAN, term=2).to_json()) != plan_sha256(PLAN.to_json())
+
+
+@pytest.mark.parametrize("most", [0, 500])
+def test_a_full_disk_is_an_error_of_the_system_and_leaves_nothing(tmp_path: Path, most: int) -> None:
+    path = step_file_path(tmp_path, 2)
+    with full_disk(most), pytest.raises(OSError, match="File too large") as refused:
+        write_step_file(path, PLAN, GROUPS)
+    assert refused.value.errno == errno.EFBIG
+    assert not list(path.parent.iterdir())
+    write_step_file(path, PLAN, GROUPS)
+    with full_disk(most), pytest.raises(OSError, match="File too large"):
+        write_step_file(path, replace(PLAN, term=2), GROUPS)
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    assert read_step_file(path).plan == PLAN
 
 
 def test_a_later_attempt_replaces_what_was_never_committed(tmp_path: Path) -> None:

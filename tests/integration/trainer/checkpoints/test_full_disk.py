@@ -1,0 +1,78 @@
+"""The trainer on a full disk: no rank fails, nothing waits in a collective, and nothing is lost."""
+
+from functools import partial
+from pathlib import Path
+
+import grpc
+import pytest
+
+from relaxd.v1 import trainer_pb2
+from services.trainer.batch.step_file import read_committed, step_file_path
+from services.trainer.checkpoints.folder import checkpoint_path, checkpoint_steps, checkpoints_folder, verify
+from tests.integration.trainer.service_kit import TrainerProcess, export, make_config, trainer_service
+from tests.kit.disks import full_disk
+
+
+def refusal(process: TrainerProcess, what: str) -> str:
+    """What the trainer says when it can't write a checkpoint or an export."""
+    request = trainer_pb2.TrainerSaveCheckpointRequest()
+    ask = partial(process.trainer.SaveCheckpoint, request, timeout=60) if what == "checkpoint" else None
+    with pytest.raises(grpc.RpcError) as refused:
+        (ask or partial(export, process, what))()
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    return str(refused.value.details())
+
+
+@pytest.mark.slow
+def test_two_ranks_outlive_a_full_disk(tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:
+    config = make_config(
+        tiny_qwen3,
+        trainer={
+            "ranks": 2,
+            "tensor_parallel": 2,
+            "collective_timeout_seconds": 3.0,
+            "disk_stall_seconds": 3.0,
+            "checkpoint": {"every": 0},
+        },
+    )
+    with trainer_service(config, redis_url, tmp_path) as (coordinator, feeder, process):
+        feeder.feed(2, 0)
+        coordinator.wait_for_version(1, 1)
+        request = trainer_pb2.TrainerSaveCheckpointRequest()
+        assert process.trainer.SaveCheckpoint(request, timeout=60).weights.version == 1
+
+        feeder.feed(2, 1)
+        coordinator.wait_for_version(1, 2)
+        checkpoints = checkpoints_folder(tmp_path)
+        for rank in (1, 0):
+            with full_disk(pid=process.rank_pid(rank)):
+                said = refusal(process, "checkpoint")
+            assert f"rank {rank}: " in said
+            assert "File too large" in said or "file write failed" in said
+            assert f"it needs 1 MB on the disk of {checkpoints}, which has " in said
+            assert [path.name for path in checkpoints.iterdir()] == ["step-000001"], "nothing else takes room"
+        with full_disk(pid=process.rank_pid()):
+            assert "File too large" in refusal(process, "model")
+            assert not list(tmp_path.glob("model*"))
+            feeder.feed(2, 2)
+            path = step_file_path(tmp_path, 3)
+            coordinator.wait(lambda: coordinator.status.detail.startswith(f"waiting for the disk of {path.parent}"))
+            assert coordinator.status.held_groups == 2
+            # Requests are served meanwhile, and the other rank waits for longer than it may in a collective.
+            told = coordinator.status.progress
+            refusal(process, "checkpoint")
+            coordinator.wait(lambda: coordinator.status.progress > told + 200)
+            assert len(list(path.parent.iterdir())) == 2
+            assert coordinator.announced[-1] == (1, 2)
+        coordinator.wait_for_version(1, 3)
+        assert coordinator.announced == [(1, 0), (1, 1), (1, 2), (1, 3)], "no rank has died"
+        counts = feeder.board.counts()
+        counts.check()
+        assert (counts.trained, counts.open, counts.dropped) == (6, 0, 0)
+        (entry,) = feeder.board.ledger(after_step=2)
+        assert list(read_committed(tmp_path, 3, entry.plan).plan.groups) == ["g5", "g6"]
+        assert len(list(path.parent.iterdir())) == 3
+        assert process.trainer.SaveCheckpoint(request, timeout=60).weights.version == 3
+        assert checkpoint_steps(tmp_path) == [3, 1]
+        verify(checkpoint_path(tmp_path, 3))
+        assert (export(process, "model") / "model.safetensors").is_file()
