@@ -1,7 +1,7 @@
 """The replicas of one run and the versions that its engines serve."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 from relaxd.roles import REWARD, ROLES, ROLLOUT, TRAINER
 from relaxd.v1.replica_pb2 import (
@@ -67,6 +67,23 @@ class Fleet:
         works = replica.registration.role == ROLLOUT and replica.status.run_id == self.run_id
         able = replica.status.state in ABLE and not replica.draining and replica.replica_id not in self._set_aside
         return works and able and replica.version is not None and replica.version[0] == term
+
+    def idle_reason(self, replica_id: str, failed: Container[str]) -> str:
+        """Return why a replica gets no part in the run: its role has as many replicas as it takes. Else "".
+
+        Those come first that registered first, unless they drain or are among the `failed` instances. So the next one
+        takes over from one that is lost.
+        """
+        replica = self.registry.get(replica_id)
+        most = ROLES[replica.registration.role].most if replica is not None else 0
+        if replica is None or not most:
+            return ""
+        role = replica.registration.role
+        ranked = sorted(self.registry.of_role(role), key=lambda one: (one.draining, one.instance in failed))
+        if replica in (first := ranked[:most]):
+            return ""
+        names = ", ".join(one.replica_id for one in first)
+        return f"run {self.run_id} has {names} as its {role}, and takes {most}: this one stands by, and takes over after it"
 
     def devices(self) -> list[Replica]:
         """Return the replicas that hold a model, in any state."""

@@ -7,7 +7,14 @@ from typing import Any
 from relaxd import telemetry
 from relaxd.config import HealthConfig
 from relaxd.retry import Backoff
-from relaxd.v1.replica_pb2 import REPLICA_STATE_DRAINING, REPLICA_STATE_QUARANTINED, REPLICA_STATE_READY
+from relaxd.roles import ROLES
+from relaxd.v1.replica_pb2 import (
+    REPLICA_STATE_DRAINING,
+    REPLICA_STATE_FAILED,
+    REPLICA_STATE_IDLE,
+    REPLICA_STATE_QUARANTINED,
+    REPLICA_STATE_READY,
+)
 from services.coordinator.fleet.registry import Replica
 from services.coordinator.health.health_update import DOWN, HealthUpdate, RestartMode, next_restart
 from services.coordinator.health.signs import HealthIssue, Signs
@@ -67,17 +74,24 @@ class ReplicaReconciler:
     def _replace(self, draft: HealthUpdate, one: ReplicaHealth, replica: Replica) -> ReplicaHealth:
         """Record that a new process replaced the known one."""
         draft.lost_ids.append(one.replica_id)
-        changes = {"replica_id": replica.replica_id, "address": replica.registration.address, "seen_working": False}
-        if one.state in DOWN:
+        changes: dict[str, Any] = {"replica_id": replica.replica_id, "address": replica.registration.address}
+        changes["seen_working"] = False
+        if one.counted_id == one.replica_id:  # its end was asked for, or noticed before
             return draft.set_replica(one, **changes)
         text = f"{one.replica_id} died, and {replica.replica_id} replaced it"
+        text += f": {one.failure}" if one.failure else ""
+        if one.tries >= self._config.max_restarts and not one.seen_working:
+            self._fail(draft, one, text)
+            return draft.set_replica(draft.replicas[one.instance], **changes, counted_id=one.replica_id)
         draft.add_event(one.role, one.instance, Health.RESTARTING, text)
-        tries = 1 if one.seen_working else one.tries + 1
-        return draft.set_replica(one, **changes, state=Health.RESTARTING, reason=text, tries=tries)
+        changes |= {"tries": 1 if one.seen_working else one.tries + 1, "counted_id": one.replica_id}
+        return draft.set_replica(one, **changes, state=Health.RESTARTING, since=draft.now, reason=text)
 
     def _check(self, draft: HealthUpdate, one: ReplicaHealth, replica: Replica) -> None:
         """Update a registered replica."""
         issue = self._signs.issue(replica)
+        if replica.status.state == REPLICA_STATE_FAILED and replica.status.detail != one.failure:
+            one = draft.set_replica(one, failure=replica.status.detail)
         if one.state in DOWN and replica.replica_id == one.stopped_id:
             ready = replica.status.state == REPLICA_STATE_READY and issue is None
             if ready and draft.now - one.since > IGNORED_RESTART_SECONDS:
@@ -89,13 +103,15 @@ class ReplicaReconciler:
         elif one.state in DOWN:
             if replica.status.state in (REPLICA_STATE_READY, REPLICA_STATE_QUARANTINED):
                 self._record_recovery(draft, one, f"{one.replica_id} works after {draft.now - one.down_since:.1f} s")
+            elif one.state == Health.RESTARTING and _stands_by(replica):
+                self._record_recovery(draft, one, f"{one.replica_id} stands by")
         else:
             changes: dict[str, Any] = {"state": Health.HEALTHY, "reason": ""}
             if issue is not None:
                 same = _without_digits(issue.text) == _without_digits(one.reason)
                 changes = {"state": Health.SUSPECT, "reason": one.reason if same else issue.text}
             if replica.status.done_groups > 0 and not one.seen_working:
-                changes |= {"seen_working": True, "tries": 0}
+                changes |= {"seen_working": True, "tries": 0, "failure": ""}
             if any(getattr(one, name) != value for name, value in changes.items()):
                 draft.set_replica(one, **changes)
 
@@ -103,7 +119,7 @@ class ReplicaReconciler:
         draft.add_event(one.role, one.instance, Health.HEALTHY, text)
         labels = {"relaxd.run_id": self._run_id, "relaxd.role": one.role}
         telemetry.record("health.recovery_seconds", draft.now - one.down_since, labels)
-        draft.set_replica(one, state=Health.HEALTHY, reason="", stopped_id="")
+        draft.set_replica(one, state=Health.HEALTHY, reason="", stopped_id="", counted_id="")
 
     def _restart(self, draft: HealthUpdate, one: ReplicaHealth, issue: HealthIssue) -> None:
         """Restart a registered replica if supervision, back-off and the limit of tries allow it."""
@@ -165,9 +181,16 @@ class ReplicaReconciler:
     def _fail(self, draft: HealthUpdate, one: ReplicaHealth, why: str) -> None:
         if one.state == Health.FAILED:
             return
+        if one.failure not in why:
+            why += f"; before, it failed: {one.failure}"
         text = f"{one.replica_id} failed after {one.tries} tries: {why}"
         draft.add_event(one.role, one.instance, Health.FAILED, text)
         draft.set_replica(one, state=Health.FAILED, reason=why)
+
+
+def _stands_by(replica: Replica) -> bool:
+    """Return whether it is idle because its role has as many replicas as it takes (Fleet.idle_reason)."""
+    return replica.status.state == REPLICA_STATE_IDLE and bool(ROLES[replica.registration.role].most)
 
 
 def _without_digits(reason: str) -> str:

@@ -6,7 +6,12 @@ from dataclasses import dataclass
 
 from relaxd.config import RunConfig
 from relaxd.roles import ROLES
-from relaxd.v1.replica_pb2 import REPLICA_STATE_FAILED, REPLICA_STATE_READY, REPLICA_STATE_STARTING
+from relaxd.v1.replica_pb2 import (
+    REPLICA_STATE_FAILED,
+    REPLICA_STATE_QUARANTINED,
+    REPLICA_STATE_READY,
+    REPLICA_STATE_STARTING,
+)
 from services.coordinator.fleet.registry import Replica
 
 SENDER_PATIENCE = 3
@@ -35,6 +40,7 @@ class _Watch:
     changed_at: float
     """Last change of state, detail or progress."""
     failed_at: float | None = None
+    """Time of its first failure since it last worked."""
 
 
 class Signs:
@@ -119,10 +125,10 @@ class Signs:
         if state_and_detail != watch.state_and_detail or status.progress != watch.progress:
             watch.changed_at = now
         watch.progress, watch.state_and_detail = status.progress, state_and_detail
-        if status.state != REPLICA_STATE_FAILED:
+        if status.state == REPLICA_STATE_FAILED:
+            watch.failed_at = now if watch.failed_at is None else watch.failed_at
+        elif status.state in (REPLICA_STATE_READY, REPLICA_STATE_QUARANTINED):  # a new attempt has not recovered yet
             watch.failed_at = None
-        elif watch.failed_at is None:
-            watch.failed_at = now
         return watch
 
 

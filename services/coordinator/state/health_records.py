@@ -43,6 +43,10 @@ class ReplicaHealth(Record):
     """Unix times of the last restarts, by this or an earlier coordinator."""
     tries: int = 0
     """Consecutive losses and missed returns without work in between."""
+    counted_id: str = ""
+    """Id of the process whose end is among `tries`."""
+    failure: str = ""
+    """The last error that one of its processes reported, since one worked."""
     seen_working: bool = False
     """Its newest process has made progress."""
 
@@ -84,6 +88,11 @@ class HealthRecord(Record):
     """By role."""
     events: tuple[Event, ...] = ()
     """Latest events, oldest first."""
+
+    @property
+    def failed(self) -> frozenset[str]:
+        """Instances that are not restarted any more."""
+        return frozenset(instance for instance, one in self.replicas.items() if one.state == Health.FAILED)
 
     def with_reset_timers(self, now: float) -> "HealthRecord":
         """Return a copy in which all waits start at `now`, after a time without a coordinator."""

@@ -7,7 +7,7 @@ import pytest
 
 from services.coordinator.health.health_update import RestartMode
 from services.coordinator.state.health_records import Health
-from tests.unit.coordinator.health_world import LEASE_SECONDS, START_SECONDS, TICK_SECONDS, World
+from tests.unit.coordinator.health_world import LEASE_SECONDS, ROLES, START_SECONDS, TICK_SECONDS, World
 
 FAILED, HEALTHY, REBUILDING = Health.FAILED, Health.HEALTHY, Health.REBUILDING
 RESTARTING, SUSPECT = Health.RESTARTING, Health.SUSPECT
@@ -216,3 +216,32 @@ async def test_a_role_without_replicas_waits_for_new_ones(make_world: MakeWorld)
     await world.add("rollout-3")
     await world.until(HEALTHY, "rollout", 5.0)
     assert not world.restarts
+
+
+@pytest.mark.parametrize(
+    ("does", "error", "most_seconds"),
+    [("fails", "its checkpoint doesn't fit", 1200.0), ("dies", "the file of step 4 isn't there", 300.0)],
+)
+@pytest.mark.parametrize("role", ["critic", "trainer"])
+async def test_a_role_that_fails_in_the_same_way_each_time_fails_the_run(
+    redis_url: str, role: str, does: str, error: str, most_seconds: float
+) -> None:
+    """Whether it fails to start, or each of its processes ends soon after: such as a critic that can't catch up."""
+    world = await start(World(redis_url, {**QUICK, "max_rebuilds": 1}, roles=(*ROLES, "critic")), "critic-1")
+    world.instances[f"{role}-1"].plan = [does]
+    world.die(f"{role}-1", next_after=1.0)
+    assert error in (await world.until(FAILED, f"{role}-1", most_seconds)).text
+    await world.until(FAILED, role, most_seconds)
+    assert world.policy.failure.startswith(f"{role} could not be rebuilt: ")
+    assert error in world.policy.failure
+    assert [event.state for event in world.events(role) if event.state != HEALTHY] == [REBUILDING, FAILED]
+
+
+async def test_a_replica_that_works_before_it_dies_is_restarted_without_end(make_world: MakeWorld) -> None:
+    world = await start(make_world(max_rebuilds=1))
+    world.instances["reward-1"].plan = ["works and dies"]
+    world.die("reward-1", next_after=1.0)
+    await world.passes(200.0)
+    assert {event.state for event in world.events("reward-1")} == {RESTARTING, HEALTHY}
+    assert len(world.events("reward-1")) > 50
+    assert world.events("reward") == []
