@@ -23,7 +23,7 @@ from benchmarks.board import Clock, in_processes
 from benchmarks.reporting import report
 from relaxd.board import Board, NewGroup, Stage
 from relaxd.config import BoardConfig
-from tests.kit.redis_server import RedisServer
+from tests.kit.redis.redis_server import RedisServer
 
 COLUMNS = tuple(f"column_{number}" for number in range(4))
 COLUMN_BYTES = 2 << 20

@@ -23,7 +23,7 @@ from benchmarks.training_step import divide
 from relaxd.algorithms import Algorithm, Filtered, create
 from relaxd.algorithms.terms.whitening import Whitening
 from relaxd.config import AlgorithmConfig, TrainerConfig
-from relaxd.data.addition import addition
+from relaxd.data.sources.addition import addition
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.rewards.base import RewardInput
 from relaxd.rewards.hub.addition import addition as score_addition

@@ -38,7 +38,7 @@ from relaxd.board.types import Delivery
 from relaxd.config import BoardConfig
 from tests.kit.boards import audit
 from tests.kit.processes import kill, start_python
-from tests.kit.sentinels import DOWN_MILLISECONDS, WatchedRedis
+from tests.kit.redis.sentinels import DOWN_MILLISECONDS, WatchedRedis
 from tests.kit.waiting import wait_until
 
 RUN = "failover"

@@ -31,9 +31,9 @@ from benchmarks.gpu_models import SHAPES, count_parameters, flops, make_batch, m
 from benchmarks.gpu_profile import profile
 from benchmarks.reporting import report
 from benchmarks.sequential_experts import sequential_experts
-from services.trainer.kernels.fusion import fused_kernels
 from services.trainer.learner.learner import Learner
 from services.trainer.megatron.parallel import leave_layout, shut_down
+from services.trainer.transformer.kernels.fusion import fused_kernels
 
 SIZES = {"TP": "tensor_parallel", "PP": "pipeline_parallel", "CP": "context_parallel"}
 LAYOUTS = {

@@ -27,12 +27,18 @@ SECONDS = 4.0
 """Wall time of a measurement."""
 THINKING = "We add the terms one by one and simplify. " * 250
 """About 10,000 characters, as a reasoning model writes before its answer."""
+FORMULAS = "We add $\\frac{1}{2}$ to $x_{1}$, simplify, and get $y$. " * 190
+"""The same length, with formulas in LaTeX."""
 CODE = "def square(x):\n    return x * x\n"
 PROGRAM = "for line in range(int(input())):\n    print(int(input()) ** 2)\n"
 TEN = list("0123456789")
 CASES: dict[str, tuple[str, str, str, str]] = {
     "gsm8k": ("gsm8k", f"{THINKING}\n#### 1,234", "1234", "gsm8k"),
     "math, the same number": ("math", f"{THINKING} \\boxed{{\\frac{{1}}{{2}}}}", "\\frac12", "math_reward"),
+    "math, the same number, after formulas": (
+        "math", f"{FORMULAS} \\boxed{{\\frac{{1}}{{2}}}}", "\\frac12", "math_reward",
+    ),
+    "math, a decimal for a fraction": ("math", f"{THINKING} \\boxed{{0.25}}", "\\frac14", ""),
     "math, by sympy": ("math", f"{THINKING} \\boxed{{2x + 2}}", "2(x+1)", ""),
     "dapo": ("dapo", f"{THINKING}\nAnswer: 34", "34", "math_dapo"),
     "openr1mm": (
@@ -48,7 +54,7 @@ CASES: dict[str, tuple[str, str, str, str]] = {
         "prime_code",
     ),
 }  # fmt: skip
-"""By what is shown: reward, reply, answer, and verl's module; "" where verl's needs a package that relaxd hasn't."""
+"""By what is shown: reward, reply, answer, and verl's module; "" where verl's says wrong or needs more packages."""
 
 
 def computed() -> float:

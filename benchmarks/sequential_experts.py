@@ -18,9 +18,9 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from services.trainer.kernels.swiglu import swiglu
 from services.trainer.learner import learner
 from services.trainer.model import layers
+from services.trainer.transformer.kernels.swiglu import swiglu
 
 
 class SequentialExperts(nn.Module):

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from relaxd.config.algorithm import BUILT_IN
-from relaxd.config.settings import Setting, sections, settings
+from relaxd.config.names.settings import Setting, sections, settings
 from relaxd.config.write import toml
 
 ALGORITHMS = tuple(BUILT_IN)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from tests.kit.redis_server import RedisServer
+from tests.kit.redis.redis_server import RedisServer
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -1,8 +1,8 @@
 """The sample board of a run."""
 
-from relaxd.board.coordinator_side import CoordinatorSide
-from relaxd.board.stage_side import StageSide
-from relaxd.board.trainer_side import TrainerSide
+from relaxd.board.sides.coordinator import CoordinatorSide
+from relaxd.board.sides.stage import StageSide
+from relaxd.board.sides.trainer import TrainerSide
 
 
 class Board(CoordinatorSide, StageSide, TrainerSide):

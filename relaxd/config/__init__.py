@@ -5,7 +5,7 @@ from relaxd.config.evaluation import EvalConfig
 from relaxd.config.health import HealthConfig
 from relaxd.config.moe import MoEConfig
 from relaxd.config.optimizer import OptimizerConfig
-from relaxd.config.reasoning_gym import ReasoningGymConfig
+from relaxd.config.prompts.reasoning_gym import ReasoningGymConfig
 from relaxd.config.rehearsal import RehearsalConfig
 from relaxd.config.roles import (
     CriticConfig,

@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from relaxd.config.algorithm import BUILT_IN, OWN
+from relaxd.config.names.settings import Place, sections, settings
+from relaxd.config.names.suggest import elsewhere, homes, is_elsewhere, suggest
 from relaxd.config.run import RunConfig
-from relaxd.config.settings import Place, sections, settings
-from relaxd.config.suggest import elsewhere, homes, is_elsewhere, suggest
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from pydantic import Field, field_validator, model_validator
 
 from relaxd.config.algorithm import AlgorithmConfig, GRPOConfig, OwnConfig
 from relaxd.config.base import Section
-from relaxd.config.data import DataConfig
 from relaxd.config.evaluation import EvalConfig
 from relaxd.config.health import HealthConfig
 from relaxd.config.moe import MoEConfig
 from relaxd.config.optimizer import OptimizerConfig
+from relaxd.config.prompts.data import DataConfig
 from relaxd.config.rehearsal import RehearsalConfig
 from relaxd.config.reward import RewardConfig
 from relaxd.config.roles import CriticConfig, RolesConfig

@@ -7,7 +7,7 @@ from relaxd.config import RunConfig
 from relaxd.data.errors import DataError
 from relaxd.data.examples import Example
 from relaxd.data.privileged import PrivilegedPrompts
-from relaxd.data.sources import Source
+from relaxd.data.sources.sources import Source
 from relaxd.data.tokenizer import PromptTokenizer
 
 CHECK_BATCH = 1024

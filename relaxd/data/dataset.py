@@ -11,13 +11,13 @@ from relaxd.config import RunConfig
 from relaxd.data.checking import CHECKED, Limit, check_source, evenly_spread
 from relaxd.data.duplicates import Chosen, Seen, keys_of
 from relaxd.data.errors import DataError
-from relaxd.data.evaluation_sets import read_set
 from relaxd.data.examples import Example, Message
 from relaxd.data.files.rows import Joined
 from relaxd.data.mixture import Share, epoch_visits
 from relaxd.data.models import resolve_model, routed_expert_bytes
 from relaxd.data.privileged import PrivilegedPrompts, check_teachers, privileged_prompts
-from relaxd.data.sources import Source, read_sources
+from relaxd.data.sources.evaluation_sets import read_set
+from relaxd.data.sources.sources import Source, read_sources
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.run_folder import HELD_OUT
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from relaxd.data.columns import Examples
 from relaxd.data.examples import Example
 from relaxd.data.files.rows import OnDemand
+from relaxd.data.sources.columns import Examples
 
 _BYTES = 8
 """Length of a hash: of a million prompts, two different ones share one with a probability of 3e-8."""

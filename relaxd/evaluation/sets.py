@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from relaxd.config import RunConfig
 from relaxd.config.evaluation import EvalSet
-from relaxd.data.benchmarks import BENCHMARKS
+from relaxd.data.sources.benchmarks import BENCHMARKS
 from relaxd.run_folder import HELD_OUT
 
 

@@ -1,12 +1,12 @@
-"""verl's settings as relaxd's: what differs in more than its name. relaxd.config.equivalents has the names."""
+"""verl's settings as relaxd's: what differs in more than its name. relaxd.config.names.equivalents has the names."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from relaxd.config.equivalents import EQUIVALENTS, Equivalent
 from relaxd.config.load import ConfigError, load
-from relaxd.config.settings import settings
+from relaxd.config.names.equivalents import EQUIVALENTS, Equivalent
+from relaxd.config.names.settings import settings
 from relaxd.config.write import toml
 
 ACTOR = "actor_rollout_ref."

@@ -13,7 +13,7 @@ from typing import Any
 from relaxd.board import expert_dtype
 from relaxd.board.sizes import worst_bytes
 from relaxd.config import RehearsalConfig, RunConfig
-from relaxd.config.data import DataSource
+from relaxd.config.prompts.data import DataSource
 
 REWARD = "relaxd.rehearsal.reward:scripted"
 MANY_STEPS = 1_000_000

@@ -9,7 +9,7 @@ import pytest
 from relaxd.local.state import StateFolder
 from tests.e2e.conftest import Workplace
 from tests.e2e.test_run import check_books, read_summary
-from tests.kit.redis_server import await_append_only_file
+from tests.kit.redis.redis_server import await_append_only_file
 
 
 @pytest.mark.slow

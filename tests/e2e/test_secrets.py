@@ -18,8 +18,8 @@ from tests.e2e.conftest import Workplace
 from tests.e2e.test_run import check_books, read_summary
 from tests.kit.certificates import CertificateAuthority, environment
 from tests.kit.otlp import otlp_receiver
-from tests.kit.redis_acl import USER, apply_acl
-from tests.kit.redis_server import RedisServer
+from tests.kit.redis.redis_acl import USER, apply_acl
+from tests.kit.redis.redis_server import RedisServer
 from tests.kit.tls_proxy import tls_proxy
 
 

@@ -26,7 +26,7 @@ from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 from tests.kit.models import make_tiny_model
 from tests.kit.ports import free_port
 from tests.kit.processes import kill, start_python
-from tests.kit.redis_server import RedisServer
+from tests.kit.redis.redis_server import RedisServer
 from tests.kit.waiting import wait_until
 
 PATIENCE = 180.0

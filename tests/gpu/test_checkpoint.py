@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.integration.trainer.checkpoint_worlds import CheckpointJob, run_world
+from tests.integration.trainer.checkpoints.checkpoint_worlds import CheckpointJob, run_world
 from tests.integration.trainer.trainer_worlds import make_model
 from tests.kit.ports import free_port
 

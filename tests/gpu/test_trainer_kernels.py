@@ -6,16 +6,16 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from services.trainer.attention.attention_kernels import attention_kernel, varlen_attention
-from services.trainer.attention.heads import Rotary, rotary_table, rotate, split_heads
-from services.trainer.attention.sequence_layout import cudnn_batches, scatter_to_sequences, sequence_layout
 from services.trainer.batch.row_packing import TrainSequence, pack
-from services.trainer.kernels.grouped_products import grouped_kernels
-from services.trainer.kernels.swiglu import swiglu
 from services.trainer.learner.logprobs import VocabShard, token_logprobs
-from services.trainer.mlp.expert_rows import sort_by_expert
-from services.trainer.mlp.experts import _Experts
-from services.trainer.mlp.router import float32_logits
+from services.trainer.transformer.attention.attention_kernels import attention_kernel, varlen_attention
+from services.trainer.transformer.attention.heads import Rotary, rotary_table, rotate, split_heads
+from services.trainer.transformer.attention.sequence_layout import cudnn_batches, scatter_to_sequences, sequence_layout
+from services.trainer.transformer.kernels.grouped_products import grouped_kernels
+from services.trainer.transformer.kernels.swiglu import swiglu
+from services.trainer.transformer.mlp.expert_rows import sort_by_expert
+from services.trainer.transformer.mlp.experts import _Experts
+from services.trainer.transformer.mlp.router import float32_logits
 from tests.kit.expert_formulas import EXPERTS, LOADS, choose, mixture
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -26,7 +26,7 @@ BF16 = {"atol": 2e-2, "rtol": 1.6e-2}
 
 @pytest.fixture(autouse=True)
 def fused() -> None:
-    from services.trainer.kernels.fusion import fused_kernels
+    from services.trainer.transformer.kernels.fusion import fused_kernels
 
     torch.manual_seed(0)
     if not fused_kernels():
@@ -167,7 +167,7 @@ def test_attention(window: int | None, kernel: str, lengths: list[int], heads: t
     tokens, scale = sum(lengths), 128**-0.5
     query, key, value = inputs = [leaf(tokens, count, 128) for count in (heads[0], heads[1], heads[1])]
     if kernel == "cudnn":
-        from services.trainer.attention.cudnn_attention import cudnn_attention
+        from services.trainer.transformer.attention.cudnn_attention import cudnn_attention
 
         ours = cudnn_attention(query, key, value, cudnn_batches(lengths, torch.device("cuda")), scale, window)
     else:
@@ -232,7 +232,7 @@ def test_router_logits() -> None:
 @pytest.mark.parametrize("width", [256, 2560, 4096])
 @pytest.mark.parametrize("adds", [True, False])
 def test_norm_of_a_sum(adds: bool, width: int) -> None:
-    from services.trainer.kernels.norm_kernels import norm_backward, norm_forward
+    from services.trainer.transformer.kernels.norm_kernels import norm_backward, norm_forward
 
     x, addend, weight = leaf(3001, 1, width), leaf(3001, 1, width), leaf(width)
     grad_total, grad = torch.randn_like(x), torch.randn_like(x)

@@ -17,12 +17,12 @@ from relaxd.config.load import ConfigError, Problem
 from relaxd.data.checking import evenly_spread, read_some
 from relaxd.data.duplicates import Keys, Repeats, keys_of, overlap, repeats
 from relaxd.data.errors import DataError
-from relaxd.data.evaluation_sets import read_set
 from relaxd.data.examples import Example
 from relaxd.data.files.json_lines import kind_of
 from relaxd.data.mixture import Share
 from relaxd.data.models import resolve_model
-from relaxd.data.sources import Source, read_sources
+from relaxd.data.sources.evaluation_sets import read_set
+from relaxd.data.sources.sources import Source, read_sources
 from relaxd.data.tokenizer import PromptTokenizer
 
 MOST_READ = 2000

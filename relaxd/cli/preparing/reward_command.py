@@ -18,7 +18,7 @@ from relaxd.data.dataset import Prompt
 from relaxd.data.errors import DataError
 from relaxd.data.examples import Example
 from relaxd.data.models import resolve_model
-from relaxd.data.sources import read_sources
+from relaxd.data.sources.sources import read_sources
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.local.modules import REWARD_TRIAL, ROLLOUT_TRIAL
 from relaxd.local.programs import run_program

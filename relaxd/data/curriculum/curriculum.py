@@ -13,6 +13,7 @@ from relaxd.data.curriculum.record import BUCKETS, Record
 from relaxd.data.curriculum.visits import Visits
 from relaxd.data.dataset import PromptDataset
 from relaxd.data.errors import DataError
+from relaxd.run_folder import CURRICULUM
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +42,11 @@ class Curriculum:
         self.record.observe(lines)
         self._unsaved += len(lines)
         if self._unsaved >= history.SNAPSHOT_GROUPS:
-            history.save(self.record, folder, end)
-            self._unsaved = 0
+            try:
+                history.save(self.record, folder, end)
+                self._unsaved = 0
+            except OSError as error:  # it only saves time at the next start
+                logger.warning("%s can't be written, and is tried again: %s", folder / CURRICULUM, error)
         self._tell()
 
     @property

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from relaxd.config.curriculum import CurriculumConfig
+from relaxd.config.prompts.curriculum import CurriculumConfig
 from relaxd.data.errors import DataError
 from relaxd.importing import ImportProblem, describe_error, import_own
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from relaxd.config.curriculum import CurriculumConfig
+from relaxd.config.prompts.curriculum import CurriculumConfig
 from relaxd.data.curriculum.pool import Pool
 
 Visit = Literal["", "replay", "retest"]

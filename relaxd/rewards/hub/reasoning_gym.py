@@ -4,7 +4,7 @@ import json
 from functools import lru_cache
 from typing import Any
 
-from relaxd.data.reasoning_gym import KEY, Task, make_task
+from relaxd.data.sources.reasoning_gym import KEY, Task, make_task
 from relaxd.rewards.base import RewardInput
 from relaxd.rewards.tags import tagged
 

@@ -7,6 +7,7 @@ import re
 from relaxd.rewards.limit import TooSlow, time_limit
 from relaxd.rewards.mathematics.formulas import Unreadable, parse
 from relaxd.rewards.mathematics.mathd import normalize
+from relaxd.rewards.mathematics.numerals import numeral, rational
 from relaxd.rewards.mathematics.plain import plain
 
 MAX_LETTERS = 2000
@@ -24,10 +25,14 @@ def are_equal(answer: str, expected: str) -> bool:
     """Return whether an answer equals the reference: as text in MATH's normal form, or as formulas for sympy.
 
     Tuples and intervals need the same brackets and are compared item by item. Two fractions of whole numbers must be
-    equal as texts, so an unreduced one is wrong; a whole number equals only what is written as one.
+    equal as texts, so an unreduced one is wrong; a whole number equals only what is written as one. Ordinary numbers
+    take a shorter way to the same result.
     """
     if len(answer) > MAX_LETTERS or len(expected) > MAX_LETTERS:
         return answer.strip() == expected.strip()
+    number, expected_number = numeral(answer), numeral(expected)
+    if number is not None and expected_number is not None:  # equal in the normal form is then equal as a formula
+        return _is_equal_item(number, expected_number)
     normal = normalize(answer)
     return bool(normal) and (normal == normalize(expected) or _are_equal_formulas(plain(answer), plain(expected)))
 
@@ -52,6 +57,9 @@ def _is_equal_item(answer: str, expected: str) -> bool:
     whole, expected_whole = _whole(answer), _whole(expected)
     if whole is not None or expected_whole is not None:
         return whole == expected_whole
+    value, expected_value = rational(answer), rational(expected)
+    if value is not None and expected_value is not None:
+        return value == expected_value
     try:
         with time_limit(SYMPY_SECONDS):
             return _is_zero_difference(answer, expected)
@@ -79,7 +87,9 @@ def _whole(text: str) -> int | None:
     if not _NUMBER.fullmatch(text):
         return None
     before, _, after = text.partition(".")
-    return int(before or 0) if not after.strip("0") and len(before) < 4000 else None
+    if after.strip("0") or len(before) >= 4000:
+        return None
+    return int(before) if before[-1:].isdigit() else 0  # "-.0" has only a sign before its point
 
 
 def _brackets(text: str) -> str:

@@ -9,11 +9,9 @@ _DEEPEST = 32
 """Most fractions and roots within each other; deeper ones stay as they are."""
 _LARGE = {"million": 6, "billion": 9, "trillion": 12}
 _LARGE_NUMBER = re.compile(rf"([0-9]{{1,12}})(\.[0-9]{{1,12}})?\s*({'|'.join(_LARGE)})s?(?![a-z])", re.IGNORECASE)
-_UNITS = re.compile(
-    r"(?<![a-z\\])(?:degree|cm|centimeter|meter|mile|second|minute|hour|day|week|month|year|foot|feet|inch|yard)"
-    r"(?:es|s)?(?![a-z])\s*(?:\^\s*\{?[0-9]+\}?)?",
-    re.IGNORECASE,
-)
+UNIT = r"(?:degree|cm|centimeter|meter|mile|second|minute|hour|day|week|month|year|foot|feet|inch|yard)(?:es|s)?"
+"""Names of units that are dropped, as a regular expression."""
+_UNITS = re.compile(rf"(?<![a-z\\]){UNIT}(?![a-z])\s*(?:\^\s*\{{?[0-9]+\}}?)?", re.IGNORECASE)
 _TEXT = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 _LAYOUT = re.compile(
     r"\\(?:left|right|displaystyle|quad|qquad)(?![a-z])|\\[!,;: ]|\\?\$|\\?%|\^\s*(?:\{\s*\\circ\s*\}|\\circ)|°"

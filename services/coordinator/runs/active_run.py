@@ -5,14 +5,13 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from relaxd import telemetry
 from relaxd.board import Counts, DropReason
-from relaxd.board.types import Fate
 from relaxd.config import RunConfig
 from relaxd.data.curriculum.curriculum import Curriculum
 from relaxd.data.dataset import RunData
@@ -29,12 +28,13 @@ from services.coordinator.runs.run_files import RunFiles, summarise
 from services.coordinator.runs.usage import Usage
 from services.coordinator.runs.wait_watcher import WaitWatcher
 from services.coordinator.state.records import Evaluation, Outcome, Phase, RunRecord, WeightsRecord
-from services.coordinator.state.retry import RedisRetry
+from services.coordinator.state.retry import FolderRetry, RedisRetry
 from services.coordinator.state.store import StoreUnavailable
 from services.coordinator.weights.gpu_handoff import GpuHandoff
 from services.coordinator.weights.weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 WATCH_SECONDS = 0.3
 """Interval at which the board is polled for progress."""
 RELEASE_SECONDS = 30.0
@@ -78,6 +78,7 @@ class ActiveRun:
         self._files = files
         self._changed = context.registry.changed
         self._redis = RedisRetry(f"run {context.run_id}")
+        self._disk = FolderRetry(f"run {context.run_id}", files.folder)
         self.sync = WeightSync(context, weights)
         self._evaluator = Evaluator(context, data)
         self.handoff: GpuHandoff | None = None
@@ -103,6 +104,8 @@ class ActiveRun:
         self._reported_drops: Counter[str] | None = None
         """Drops by reason that earlier steps' metrics contain; None until the first metrics after a start."""
         self._saving = asyncio.Lock()
+        self._written: RunRecord | None = None
+        """The record that run.json has."""
         self._evaluation: asyncio.Task[None] | None = None
         """The last evaluation that was started beside training."""
         self._evaluated = 0
@@ -173,8 +176,7 @@ class ActiveRun:
             steps=self.config.run.steps,
         )
         await asyncio.to_thread(telemetry.write_traces, self.config.trace_folder(self.record.folder))
-        async with self._saving:  # an immediate pause or stop writes the same file
-            await asyncio.to_thread(self._files.write_record, self.record)
+        await self._try_write_record()
         self.assignable = True
         self._changed.fire()
         parts = (self.handoff or self.sync, self._publisher, self.health, self.waiting)
@@ -195,11 +197,12 @@ class ActiveRun:
 
     async def _phases(self) -> None:
         try:
-            await self._redis.in_thread(
-                self._files.take_over_steps, self.board.ledger, self.context.store.check, self.record.evaluations
+            evaluations = self.record.evaluations
+            await self._with_redis(
+                self._files.take_over_steps, self.board.ledger, self.context.store.check, evaluations
             )
-            self._sampled_step = await asyncio.to_thread(self._files.end_samples)
-            self._last_fate = await asyncio.to_thread(self._files.end_groups)
+            self._sampled_step = await self._disk.in_thread(self._files.end_samples)
+            self._last_fate = await self._disk.in_thread(self._files.end_groups)
             with waiting("the groups that the run has closed so far, to be counted"):
                 await asyncio.to_thread(self.curriculum.load, self._files.folder)
             if self.record.phase == Phase.PENDING:
@@ -243,6 +246,7 @@ class ActiveRun:
             if counts.last_step != self._files.last_step:
                 await self._append_metrics()
             await self._append_fates()
+            await self._disk.call(self._write_record)
             await self._redis.in_thread(self.board.sweep, term=self.context.term)
             if counts.last_step >= self.config.run.steps or self._stopping():
                 break
@@ -298,11 +302,12 @@ class ActiveRun:
         end = {"phase": phase, "outcome": outcome, "reason": reason, "end_time": datetime.now(UTC)}
         record = self.record.model_copy(update=end)
         ledger = await self._redis.in_thread(self.board.ledger) if self.handoff is not None else ()
-        await asyncio.to_thread(self._files.write_summary, summarise(record, counts, model, ledger))
+        await self._disk.in_thread(self._files.write_summary, summarise(record, counts, model, ledger))
         with contextlib.suppress(StoreUnavailable):  # only cleanup: the group's name is unique
             await self.sync.close()
         size = await self._redis.in_thread(self.board.measure)
         await self._save(**end, paused=None, board_bytes=size)
+        await self._disk.call(self._write_record)
         logger.info("run %s ended after %d steps: %s", record.run_id, counts.last_step, reason)
 
     # --- parts of phases ------------------------------------------------------------------------------------------
@@ -356,8 +361,11 @@ class ActiveRun:
         announced = self.sync.announced
         if announced is None or announced.version != step:
             raise EvaluationFailed(f"the engines don't serve version {step}")
-        with self._files.answers(step) as keep:
-            found = await self._evaluator.evaluate((announced.term, step), keep)
+        try:
+            with self._files.answers(step) as keep:
+                found = await self._evaluator.evaluate((announced.term, step), keep)
+        except OSError as error:
+            raise EvaluationFailed(f"its answers can't be written: {error}") from error
         await self._record_evaluation(step, found)
 
     def _start_evaluation(self) -> None:
@@ -390,7 +398,7 @@ class ActiveRun:
         await self._save(evaluations=(*self.record.evaluations, evaluation))
         telemetry.record_step(self.record.run_id, step, metrics)
         # It asks Redis whether this coordinator was replaced, before it replaces the file.
-        await self._redis.in_thread(self._files.add_evaluation, evaluation)
+        await self._with_redis(self._files.add_evaluation, evaluation)
 
     async def _last_sync(self, version: int) -> bool:
         """Wait until the engines serve the last version; otherwise adds a note and returns False.
@@ -502,12 +510,30 @@ class ActiveRun:
             record = self.record.model_copy(update=changes)
             await self._redis.in_thread(self.context.store.save_run, record)
             self.record = record
-            await asyncio.to_thread(self._files.write_record, record)
+        await self._try_write_record()
         self.waiting.refresh()
         self._changed.fire()
 
+    async def _try_write_record(self) -> None:
+        """Write run.json; if that fails, it is written later: a command doesn't wait for the disk."""
+        try:
+            await self._write_record()
+        except OSError as error:
+            logger.warning("run %s: run.json can't be written, and will be: %s", self.record.run_id, error)
+
+    async def _write_record(self) -> None:
+        """Write run.json, unless it has the record. Raises OSError."""
+        async with self._saving:  # one writes at a time
+            if self._written is not self.record:
+                await asyncio.to_thread(self._files.write_record, self.record)
+                self._written = self.record
+
+    async def _with_redis(self, operation: Callable[..., Result], *arguments: Any) -> Result:
+        """Run an operation that asks Redis and writes to the run's folder, as soon as both are there."""
+        return await self._disk.call(self._redis.in_thread, operation, *arguments)
+
     async def _append_metrics(self) -> None:
-        ledger = await self._redis.in_thread(self._files.next_steps, self.board.ledger)
+        ledger = await self._with_redis(self._files.next_steps, self.board.ledger)
         synced, self._reported_sync_seconds = self.sync.seconds - self._reported_sync_seconds, self.sync.seconds
         measured = {**self._usage.take(self.fleet.devices()), "sync_seconds": synced / max(len(ledger), 1)}
         measured |= await self._take_drops(len(ledger))
@@ -516,26 +542,23 @@ class ActiveRun:
         self._sampled_step = min([self._sampled_step, *(entry.step - 1 for entry in ledger[:1])])  # committed again
         for step, metrics in steps:
             telemetry.record_step(self.record.run_id, step, metrics)
-        await asyncio.to_thread(self._files.append_metrics, steps)
+        await self._disk.in_thread(self._files.append_metrics, steps)
         await self._append_samples()
 
     async def _append_fates(self) -> None:
         """Move what became of closed groups from the board to the run's folder."""
         while fates := await self._redis.in_thread(self.board.fates, self._last_fate):
-            await asyncio.to_thread(self._keep_fates, fates)
+            end = await self._disk.in_thread(self._files.append_groups, fates)
+            await asyncio.to_thread(self.curriculum.observe, self._files.folder, [fate.record for fate in fates], end)
             self._last_fate = fates[-1].entry_id
             await self._redis.in_thread(self.board.forget_fates, self._last_fate)
-
-    def _keep_fates(self, fates: Sequence[Fate]) -> None:
-        end = self._files.append_groups(fates)
-        self.curriculum.observe(self._files.folder, [fate.record for fate in fates], end)
 
     async def _append_samples(self) -> None:
         """Copy the samples of new steps to the run's folder. A restored board has none of earlier steps."""
         if kept := self.config.telemetry.samples_per_step:
             for step in range(self._sampled_step + 1, self._files.last_step + 1):
                 samples = await self._redis.in_thread(self.board.samples, step, kept)
-                await asyncio.to_thread(self._files.append_samples, samples)
+                await self._disk.in_thread(self._files.append_samples, samples)
                 self._sampled_step = step
 
     async def _take_drops(self, steps: int) -> dict[str, float]:

@@ -29,7 +29,7 @@ from relaxd.run_folder import (
     newest_lines,
 )
 from services.coordinator.runs.code_version import code_version
-from services.coordinator.runs.lines.appended_file import Check
+from services.coordinator.runs.lines.appended_file import Check, append_whole
 from services.coordinator.runs.lines.ledger_file import PAGE, LedgerFile, ReadLedger
 from services.coordinator.runs.lines.metrics_file import MetricsFile, Steps, finite, json_line
 from services.coordinator.state.records import Evaluation, RunRecord
@@ -123,16 +123,17 @@ class RunFiles:
         return str(next(newest_lines(path), {}).get("entry", ""))
 
     def append_groups(self, fates: Sequence[Fate]) -> int:
-        """Append what became of groups to groups.jsonl. Returns the bytes that it has then."""
+        """Append what became of groups to groups.jsonl, all or none. Returns the bytes that it has then.
+
+        Raises OSError; then it can be repeated, as all that writes here.
+        """
         lines = [json.dumps({**fate.record, "entry": fate.entry_id}, separators=(",", ":")) + "\n" for fate in fates]
-        with (self.folder / GROUPS).open("a") as file:
-            file.writelines(lines)
-            return file.tell()
+        return _append(self.folder / GROUPS, "".join(lines))
 
     def append_samples(self, samples: Iterable[Mapping[str, Any]]) -> None:
-        """Append samples, oldest first, to samples.jsonl."""
-        with (self.folder / SAMPLES).open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(finite(sample), ensure_ascii=False) + "\n" for sample in samples))
+        """Append samples, oldest first, to samples.jsonl, all or none. Raises OSError."""
+        lines = "".join(json.dumps(finite(sample), ensure_ascii=False) + "\n" for sample in samples)
+        _append(self.folder / SAMPLES, lines)
 
     @contextmanager
     def answers(self, step: int) -> Iterator[KeepLines]:
@@ -163,6 +164,12 @@ class RunFiles:
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json."""
         _replace(self.folder / SUMMARY, json.dumps(finite(summary), indent=2) + "\n")
+
+
+def _append(path: Path, text: str) -> int:
+    """Append to a file, all or nothing. Returns its size. Raises OSError."""
+    with path.open("ab", buffering=0) as file:
+        return append_whole(file, text.encode())
 
 
 def _end_line(path: Path) -> None:

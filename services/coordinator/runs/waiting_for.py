@@ -1,7 +1,7 @@
 """Explain what a run waits for: one sentence, from one snapshot of the run. Pure: nothing here reads or acts.
 
 `REASONS` is the table: its functions are asked in order, and the first one that finds a reason is right. Add a reason
-there, with a case in tests/unit/coordinator/test_waiting_for.py.
+there, with a case in tests/unit/coordinator/runs/test_waiting_for.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from relaxd.board import HeldGroup, QueueDepth
 from relaxd.roles import REWARD, ROLES, SCALABLE_ROLES
 from relaxd.waiting import duration
+from services.coordinator.state.retry import DISK
 
 LATE_FACTOR = 2.0
 """A step is late once it takes this many times as long as the last ones usually did ..."""
@@ -151,6 +152,15 @@ def _redis(run: Snapshot) -> Reason | None:
         advice=("restart Redis, or make the network to it work: the run goes on by itself",),
         always=True,
     )
+
+
+def _disk(run: Snapshot) -> Reason | None:
+    """The run's folder can't be written to."""
+    wait = next((wait for wait in run.waits if wait.on == DISK), None)
+    if wait is None:
+        return None
+    advice = ("make room on the disk, or let the coordinator write to it: the run goes on by itself",)
+    return Reason("disk", f"it waits for {wait.reason}", on=DISK, since=wait.since, advice=advice, always=True)
 
 
 def _stopping(run: Snapshot) -> Reason | None:
@@ -332,6 +342,7 @@ def _gate(run: Snapshot) -> Reason | None:
 
 REASONS: tuple[Callable[[Snapshot], Reason | None], ...] = (
     _redis,
+    _disk,
     _stopping,
     _paused,
     _role,

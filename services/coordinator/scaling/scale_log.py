@@ -84,9 +84,10 @@ class ScaleLog:
             await RedisRetry(f"scale request {record.request_id}").call(self._write, record, forget)
 
     async def cancel(self, request_id: str) -> ScaleRecord:
-        """Cancel a request; without an id, the one in progress.
+        """Cancel a request as soon as Redis is available; without an id, the one in progress.
 
-        Raises NotFound; FailedPrecondition: nothing can be rolled back, or several are in progress; StoreUnavailable.
+        It is repeated, as `add` is: Redis may have the cancellation although its answer was lost. Raises NotFound;
+        FailedPrecondition: nothing can be rolled back, or several are in progress.
         """
         async with self._saving:
             if not request_id:
@@ -104,7 +105,7 @@ class ScaleLog:
                     f"scale request {record.request_id!r} is {record.state.lower()}: there is nothing left to roll back"
                 )
             record = record.model_copy(update={"cancelled": True, "reason": "cancelled"})
-            await self._write(record)
+            await RedisRetry(f"scale request {record.request_id}").call(self._write, record)
         self._changed.fire()
         return record
 

@@ -1,9 +1,10 @@
-"""Retries of Redis operations while Redis is away."""
+"""Retries of operations while Redis, or the disk of a run's folder, is away."""
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, TypeVar
 
 from relaxd.board import BoardUnavailable
@@ -14,32 +15,56 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 RETRY_SECONDS = 0.5
+DISK = "the disk"
+"""Who has to act when a run's folder can't be written to."""
 WARN_EVERY = 20
 """Failed attempts between two warnings."""
 
 
-class RedisRetry:
-    """Repeats an operation until Redis answers, and logs who waits."""
+class Retry:
+    """Repeats an operation until something that it needs is there, and logs who waits."""
 
-    def __init__(self, owner: str) -> None:
-        """`owner` appears in the log, such as "run demo"."""
+    def __init__(self, owner: str, needs: str, on: str, errors: tuple[type[Exception], ...]) -> None:
+        """`owner` appears in the log, such as "run demo"; `errors` say that what it `needs` isn't there."""
         self._owner = owner
+        self._needs = needs
+        self._on = on
+        self._errors = errors
 
     async def call(self, operation: Callable[..., Awaitable[Result]], *arguments: Any, **named: Any) -> Result:
-        """Await the operation until Redis answers. Raises whatever else the operation raises."""
+        """Await the operation until it doesn't raise one of the errors. Raises whatever else it raises."""
         attempt = 0
         with ExitStack() as waits:
             while True:
                 try:
                     return await operation(*arguments, **named)
-                except (StoreUnavailable, BoardUnavailable) as error:
+                except self._errors as error:
                     if attempt == 0:
-                        waits.enter_context(waiting(f"Redis, for {self._owner}", on="redis"))
+                        waits.enter_context(waiting(f"{self._needs}, for {self._owner}: {error}", on=self._on))
                     if attempt % WARN_EVERY == 0:
-                        logger.warning("%s waits for Redis: %s", self._owner, error)
+                        logger.warning("%s waits for %s: %s", self._owner, self._needs, error)
                     attempt += 1
                     await asyncio.sleep(RETRY_SECONDS)  # named: above
 
     async def in_thread(self, operation: Callable[..., Result], *arguments: Any, **named: Any) -> Result:
-        """Run a blocking operation in a thread until Redis answers. Raises whatever else the operation raises."""
+        """Run a blocking operation in a thread. See `call`."""
         return await self.call(asyncio.to_thread, operation, *arguments, **named)
+
+
+class RedisRetry(Retry):
+    """Repeats an operation until Redis answers."""
+
+    def __init__(self, owner: str) -> None:
+        """`owner` appears in the log."""
+        super().__init__(owner, "Redis", "redis", (StoreUnavailable, BoardUnavailable))
+
+
+class FolderRetry(Retry):
+    """Repeats an operation until it can write to a run's folder, such as when its disk is full.
+
+    What fails must leave nothing behind that a repetition would add to.
+    """
+
+    def __init__(self, owner: str, folder: Path) -> None:
+        """`owner` appears in the log."""
+        super().__init__(owner, f"the disk of {folder}", DISK, (OSError,))

@@ -242,6 +242,8 @@ class ChildEngine(RolloutEngine):
             return
         except RpcError as error:
             logger.error("killing the engine, which does not take requests any more: %s", error)
+        except Exception:  # such as an output that can't be decoded: nothing more would be delivered
+            logger.exception("killing the engine, whose answers can't be read")
         self._child.kill()
 
     def _deliver(self, request_id: str, output: Output | Exception) -> None:

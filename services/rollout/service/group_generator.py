@@ -24,6 +24,8 @@ CUT_SECONDS = 2.0
 """Time for an engine to end requests that are cut off; then they are kept as far as it has reported them."""
 KEEP_SECONDS = 15.0
 """Time for cut-off groups to get onto the board, which may take an attempt as long as Board.retry_seconds."""
+PAUSE_POLL_SECONDS = 0.02
+"""Interval at which answers that will be continued look whether a pause has ended."""
 REPORTS_PER_SAVE = 8
 """Reports of a sample's tokens between two saves that rollout.partial.save_tokens allows."""
 
@@ -135,6 +137,8 @@ class GroupGenerator:
     ) -> Result:
         sampling = run_sampling(self._config.rollout, group_seed(self._config.run.seed, delivery.group_id), own)
         while not kept.answers.ended:
+            if kept.answers.tokens:
+                await self._pause_over()
             engine = self._engine()
             weights = engine.weights if engine is not None else None
             if engine is None or weights is None or self._cut_off:
@@ -157,6 +161,14 @@ class GroupGenerator:
                 return Drop(DropReason.TOO_LARGE)
             # After a pause in mode "abort", go on under the next weights.
         return kept.answers.columns(self._writes)
+
+    async def _pause_over(self) -> None:
+        """Wait for the end of a pause, if there is one: only then it is known which weights continue an answer."""
+        if not self._occupancy.is_paused:
+            return
+        with waiting("the engine's pause to end, because the weights after it continue unfinished answers"):
+            while self._occupancy.is_paused and not self._cut_off and self._engine() is not None:
+                await asyncio.sleep(PAUSE_POLL_SECONDS)
 
     async def _generate_samples(
         self, engine: RolloutEngine, group_id: str, prompt: tuple[int, ...], sampling: Sampling, answers: Answers

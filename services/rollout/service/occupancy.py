@@ -41,11 +41,15 @@ class Occupancy:
         self._count()
         self._paused_until = None
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether there is a pause, whose lease hasn't ended."""
+        self._count()
+        return self._paused_until is not None
+
     def gauges(self) -> dict[str, float]:
         """Return engine_busy_seconds and engine_paused_seconds so far, and engine_state: 0 idle, 1 busy, 2 paused."""
-        self._count()
-        paused = self._paused_until is not None
-        state = 2.0 if paused else 1.0 if self._requests else 0.0
+        state = 2.0 if self.is_paused else 1.0 if self._requests else 0.0
         return dict(zip(GAUGES, (self._busy, self._paused, state), strict=True))
 
     def _count(self) -> None:

@@ -3,7 +3,7 @@
 checkpoints/step-000020/           complete: renamed to this once everything in it was on disk
     manifest.json                  size and SHA-256 of every other file
     state.json                     step, ledger, data cursor, configuration: everything but tensors
-    common.pt .metadata metadata.json __0_0.distcp ...    Megatron's
+    common.pt .metadata metadata.json __0_0.distcp ...    Megatron's: __RANK_NUMBER, several of a large rank
     kept                           only in one that was requested: it is never removed
 checkpoints/.step-000040.3.partial being written by the trainer of term 3
 checkpoints/step-000040.broken     found damaged, renamed
@@ -16,8 +16,10 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -30,6 +32,10 @@ KEPT = "kept"
 """Empty file in a checkpoint that is never removed."""
 CHUNK_BYTES = 1 << 20
 """Bytes per read for a checksum."""
+READERS = 8
+"""Files that are read at the same time for their checksums."""
+REPORT_SECONDS = 0.2
+"""Interval at which progress is reported."""
 REMOVED_TERM = 0
 """Replaces the trainer's term in the names of checkpoints being removed."""
 NAME = re.compile(r"step-(\d{6,})")
@@ -140,6 +146,25 @@ def describe(path: Path, progress: Callable[[int], None] = lambda count: None) -
     return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
+def describe_all(
+    paths: Iterable[Path], progress: Callable[[int], None] = lambda count: None
+) -> dict[str, dict[str, Any]]:
+    """Return `describe` of several files by name, read at the same time; call `progress` in this thread.
+
+    Raises:
+        OSError: a file can't be read.
+    """
+    read: SimpleQueue[int] = SimpleQueue()
+    with ThreadPoolExecutor(READERS, "checksum") as pool:
+        found = {path.name: pool.submit(describe, path, read.put) for path in paths}
+        reading = set(found.values())
+        while reading:
+            _, reading = wait(reading, REPORT_SECONDS)  # named: the caller's work, with what `progress` counts
+            while not read.empty():
+                progress(read.get_nowait())
+    return {name: work.result() for name, work in found.items()}
+
+
 def write_report(partial: Path, rank: int, report: Mapping[str, Any]) -> None:
     """Write a rank's report to the folder: its files by name ("files"), or its error ("error")."""
     temporary = partial / f".written-{rank}.tmp"
@@ -202,10 +227,12 @@ def verify(path: Path, share: int = 0, shares: int = 1, progress: Callable[[int]
     """
     try:
         files: dict[str, dict[str, Any]] = json.loads((path / MANIFEST).read_text())["files"]
-        for number, (name, expected) in enumerate(sorted(files.items())):
+        for name, expected in files.items():
             if (path / name).stat().st_size != expected["bytes"]:
                 raise CheckpointBroken(f"{path / name} has {(path / name).stat().st_size} bytes, not {expected}")
-            if number % shares == share and describe(path / name, progress) != expected:
+        own = sorted(files)[share::shares]
+        for name, found in describe_all((path / name for name in own), progress).items():
+            if found != files[name]:
                 raise CheckpointBroken(f"{path / name} is damaged: its checksum isn't the manifest's")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointBroken(f"{path} is damaged: {error}") from error

@@ -4,8 +4,8 @@ import logging
 import threading
 from pathlib import Path
 
-from services.trainer.checkpoints.folder import CheckpointBroken, describe, verify, write_report
-from services.trainer.learner.checkpoint import Checkpointed, Snapshot
+from services.trainer.checkpoints.folder import CheckpointBroken, describe_all, verify, write_report
+from services.trainer.learner.snapshots.checkpoint import Checkpointed, Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +52,7 @@ def _write(snapshot: Snapshot, partial: Path, rank: int) -> None:
     """Write this rank's files and report. An error goes into the report and doesn't end training."""
     try:
         snapshot.write()
-        written = sorted(partial.glob(f"__{rank}_*.distcp"))
-        write_report(partial, rank, {"files": {path.name: describe(path) for path in written}})
+        write_report(partial, rank, {"files": describe_all(partial.glob(f"__{rank}_*.distcp"))})
     except Exception as error:
         logger.exception("rank %d could not write its part of %s", rank, partial.name)
         try:

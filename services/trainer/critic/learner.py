@@ -26,10 +26,10 @@ from services.trainer.batch.row_packing import PackedMicroBatch, pack
 from services.trainer.batch.step_file import StepFile, StepFileError
 from services.trainer.batch.step_plan import MicroBatchRound, MiniBatch
 from services.trainer.frozen.stage_rank import world_config
-from services.trainer.learner.checkpoint import Snapshot, Stateful, load_snapshot
-from services.trainer.learner.checkpoint_copies import HostCopies
 from services.trainer.learner.critic import VALUE_LOSS, Critic
 from services.trainer.learner.forward import Forward
+from services.trainer.learner.snapshots.checkpoint import Snapshot, Stateful, load_snapshot
+from services.trainer.learner.snapshots.checkpoint_copies import HostCopies
 from services.trainer.learner.sums import bit_sum, merge, reduce_over_ranks
 from services.trainer.learner.update import update_weights
 from services.trainer.learner.update_stats import UpdateStats, step_metrics

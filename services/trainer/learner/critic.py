@@ -15,14 +15,14 @@ from relaxd.algorithms.terms.value_loss import clipped_value_loss
 from relaxd.board import RETURNS, VALUES
 from relaxd.config import CriticConfig, TrainerConfig
 from services.trainer.batch.row_packing import PackedMicroBatch
-from services.trainer.learner.checkpoint import TrainedModel
 from services.trainer.learner.data_parallel import DataParallel
 from services.trainer.learner.device_batch import DeviceBatch
 from services.trainer.learner.forward import Forward, StageOutput, no_tokens
 from services.trainer.learner.optimizer import build_optimizer, build_schedule
+from services.trainer.learner.snapshots.checkpoint import TrainedModel
 from services.trainer.learner.update import PendingUpdate
-from services.trainer.mlp import expert_load
 from services.trainer.model.model import freeze_routers, routers
+from services.trainer.transformer.mlp import expert_load
 
 VALUE_LOSS = "value_loss"
 """Name under which micro-batches report their sum of the critic's loss."""

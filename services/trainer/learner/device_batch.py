@@ -7,11 +7,16 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.trainer.attention.heads import Rotary, rotary_table
-from services.trainer.attention.sequence_layout import AttentionKernel, SequenceLayout, sequence_layout, to_device
 from services.trainer.batch.row_packing import PackedMicroBatch, with_padding
 from services.trainer.megatron.parallel import World
-from services.trainer.mlp.routing import RouterInputs
+from services.trainer.transformer.attention.heads import Rotary, rotary_table
+from services.trainer.transformer.attention.sequence_layout import (
+    AttentionKernel,
+    SequenceLayout,
+    sequence_layout,
+    to_device,
+)
+from services.trainer.transformer.mlp.routing import RouterInputs
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from relaxd.board import CANDIDATES, TEACHER_CANDIDATE_LOGPROBS
 from relaxd.config import TrainerConfig
-from services.trainer.attention.attention_kernels import attention_kernel
 from services.trainer.batch.row_packing import PackedMicroBatch
 from services.trainer.learner.device_batch import DeviceBatch, to_device_batch
 from services.trainer.learner.logprobs import TokenLogprobs, VocabShard, likeliest_tokens, token_logprobs
@@ -32,6 +31,7 @@ from services.trainer.model.architectures import read_architecture
 from services.trainer.model.critic import VALUE_HEAD, CriticModel, build_critic
 from services.trainer.model.hf_weights import load_hf
 from services.trainer.model.model import PolicyModel, build_model, padded_vocab, transformer_config
+from services.trainer.transformer.attention.attention_kernels import attention_kernel
 
 StageOutput = tuple[Tensor, Tensor, dict[str, Tensor]]
 """The result of a micro-batch in Megatron's schedule: loss, an unused token count, and values to report."""

@@ -45,8 +45,6 @@ from relaxd.roles import REFERENCE
 from services.trainer.batch.groups import RoutingShape
 from services.trainer.batch.row_packing import PackedMicroBatch, no_values
 from services.trainer.learner import mismatch
-from services.trainer.learner.checkpoint import Snapshot, Stateful, TrainedModel, load_snapshot
-from services.trainer.learner.checkpoint_copies import HostCopies
 from services.trainer.learner.compared.frozen_model import COLUMNS_OF, FrozenModel, Student
 from services.trainer.learner.critic import VALUE_LOSS, Critic
 from services.trainer.learner.data_parallel import DataParallel
@@ -54,12 +52,12 @@ from services.trainer.learner.forward import Forward
 from services.trainer.learner.offload import Offload, gradient_tensors, memory_in_use, state_tensors
 from services.trainer.learner.optimizer import build_optimizer, build_schedule
 from services.trainer.learner.policy_loss import PolicyLoss
+from services.trainer.learner.snapshots.checkpoint import Snapshot, Stateful, TrainedModel, load_snapshot
+from services.trainer.learner.snapshots.checkpoint_copies import HostCopies
 from services.trainer.learner.sums import bit_sum, merge, reduce_over_ranks
 from services.trainer.learner.update import PendingUpdate, update_weights
 from services.trainer.learner.update_stats import UpdateStats
 from services.trainer.megatron.host_memory import TRIM_EVERY_STEPS, trim_heap
-from services.trainer.mlp import expert_load
-from services.trainer.mlp.routing_record import recorded_experts, recording
 from services.trainer.model.hf_weights import (
     HFTensorSpec,
     exported_parameters,
@@ -68,6 +66,8 @@ from services.trainer.model.hf_weights import (
     save_hf,
 )
 from services.trainer.model.model import freeze_routers, routers
+from services.trainer.transformer.mlp import expert_load
+from services.trainer.transformer.mlp.routing_record import recorded_experts, recording
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.trainer.kernels.fusion import fused_kernels
-from services.trainer.kernels.gradients import add_product_
+from services.trainer.transformer.kernels.fusion import fused_kernels
+from services.trainer.transformer.kernels.gradients import add_product_
 
 CPU_CHUNK_TOKENS = 512
 """Tokens per chunk on CPU."""
@@ -136,7 +136,7 @@ def likeliest_tokens(
         found = logits[:, :eligible].topk(own, dim=-1)
         ids[rows, :own] = (found.indices + shard.start).int()
         if fused:
-            from services.trainer.kernels.vocabulary_kernels import vocabulary_statistics
+            from services.trainer.transformer.kernels.vocabulary_kernels import vocabulary_statistics
 
             values[rows, :own] = _tempered(found.values, temperature[rows])
             statistics[:, rows] = vocabulary_statistics(logits, temperature[rows], no_token[rows])
@@ -192,7 +192,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for rows in chunks.rows(hidden.shape[0]):
             logits = hidden[rows] @ weight[: shard.size].t()
             if fused:
-                from services.trainer.kernels.vocabulary_kernels import vocabulary_statistics
+                from services.trainer.transformer.kernels.vocabulary_kernels import vocabulary_statistics
 
                 statistics[:, rows] = vocabulary_statistics(logits, temperature[rows], columns[rows])
                 of_others[rows] = _tempered(_at(logits, others[rows]), temperature[rows])
@@ -249,7 +249,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 None if grad_entropies is None else grad_entropies[rows],
             )
             if ctx.fused:
-                from services.trainer.kernels.vocabulary_kernels import vocabulary_gradient_
+                from services.trainer.transformer.kernels.vocabulary_kernels import vocabulary_gradient_
 
                 grad_logits = vocabulary_gradient_(*arguments)
             else:

@@ -12,7 +12,7 @@ from typing import NoReturn, Protocol, TypeVar
 
 from relaxd.board import Board
 from services.trainer.checkpoints.part import CheckpointPart
-from services.trainer.learner.checkpoint import Checkpointed
+from services.trainer.learner.snapshots.checkpoint import Checkpointed
 from services.trainer.megatron.disk_work import Progress
 from services.trainer.megatron.rank_channel import RankChannel
 

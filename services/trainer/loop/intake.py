@@ -278,4 +278,12 @@ class Intake:
                 unavailable = True
                 continue
             # Others have closed or taken these. A step that has one of them notices before it closes.
-            self.forget([delivery.group_id for delivery in deliveries if delivery.group_id not in still_held])
+            self._forget_deliveries([delivery for delivery in deliveries if delivery.group_id not in still_held])
+
+    def _forget_deliveries(self, deliveries: Collection[Delivery]) -> None:
+        """Forget the groups that are held by these deliveries, but not those that have come again meanwhile."""
+        with self._lock:
+            for delivery in deliveries:
+                held = self._held.get(delivery.group_id)
+                if held is not None and held.delivery is delivery:
+                    del self._held[delivery.group_id]

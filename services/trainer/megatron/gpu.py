@@ -8,7 +8,7 @@ from typing import Any
 import megatron.core.tensor_parallel.layers as layers
 from torch import Tensor
 
-from services.trainer.kernels.gradients import add_product_
+from services.trainer.transformer.kernels.gradients import add_product_
 
 
 class _MatrixProducts:

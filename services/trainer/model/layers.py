@@ -20,15 +20,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 
-from services.trainer.attention.attention import PackedAttention
-from services.trainer.attention.context_parallel import heads_to_tokens, tokens_to_heads
-from services.trainer.attention.heads import split_heads
-from services.trainer.attention.sequence_layout import SequenceLayout
-from services.trainer.kernels.recompute import Recompute
-from services.trainer.mlp.dense_mlp import DenseMLP
-from services.trainer.mlp.mixture import MixtureOfExperts
 from services.trainer.model.norms import RMSNorm
 from services.trainer.model.packed_layer import PackedLayer, PolicyConfig
+from services.trainer.transformer.attention.attention import PackedAttention
+from services.trainer.transformer.attention.context_parallel import heads_to_tokens, tokens_to_heads
+from services.trainer.transformer.attention.heads import split_heads
+from services.trainer.transformer.attention.sequence_layout import SequenceLayout
+from services.trainer.transformer.kernels.recompute import Recompute
+from services.trainer.transformer.mlp.dense_mlp import DenseMLP
+from services.trainer.transformer.mlp.mixture import MixtureOfExperts
 
 
 class PackedSelfAttention(SelfAttention):

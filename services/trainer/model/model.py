@@ -12,13 +12,13 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from relaxd.config import TrainerConfig
-from services.trainer.attention.sequence_layout import SequenceLayout
 from services.trainer.megatron import gpu as megatron_gpu
 from services.trainer.megatron.parallel import World, expert_tensor_parallel
-from services.trainer.mlp.router import Router
 from services.trainer.model.architecture import Architecture, ModelError
 from services.trainer.model.layers import block_spec
 from services.trainer.model.packed_layer import PolicyConfig
+from services.trainer.transformer.attention.sequence_layout import SequenceLayout
+from services.trainer.transformer.mlp.router import Router
 
 
 def transformer_config(shape: Architecture, config: TrainerConfig) -> PolicyConfig:

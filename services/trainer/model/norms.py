@@ -10,7 +10,7 @@ import torch.nn.functional as functional
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from services.trainer.kernels.fusion import fused_kernels
+from services.trainer.transformer.kernels.fusion import fused_kernels
 
 
 class RMSNorm(torch.nn.Module):
@@ -42,7 +42,7 @@ class RMSNorm(torch.nn.Module):
 class _NormOfSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, addend: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-        from services.trainer.kernels.norm_kernels import norm_forward
+        from services.trainer.transformer.kernels.norm_kernels import norm_forward
 
         x = x.contiguous()
         total, output, inverses = norm_forward(x, None if addend is None else addend.contiguous(), weight, epsilon)
@@ -52,7 +52,7 @@ class _NormOfSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        from services.trainer.kernels.norm_kernels import norm_backward
+        from services.trainer.transformer.kernels.norm_kernels import norm_backward
 
         grad, grad_weight = norm_backward(*ctx.saved_tensors, *grads)
         return grad, grad if ctx.adds else None, grad_weight, None

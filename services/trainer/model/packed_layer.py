@@ -10,9 +10,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from torch import Tensor
 
-from services.trainer.attention.sequence_layout import SequenceLayout
-from services.trainer.kernels.recompute import Recompute
-from services.trainer.mlp.mixture import MixtureOfExperts
+from services.trainer.transformer.attention.sequence_layout import SequenceLayout
+from services.trainer.transformer.kernels.recompute import Recompute
+from services.trainer.transformer.mlp.mixture import MixtureOfExperts
 
 
 @dataclass

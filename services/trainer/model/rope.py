@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from services.trainer.attention.heads import Rotary
+from services.trainer.transformer.attention.heads import Rotary
 
 
 class RopeError(ValueError):

@@ -11,7 +11,7 @@ from typing import Any
 from relaxd.data.errors import DataError
 from relaxd.data.models import resolve_model
 from services.trainer.checkpoints.folder import checkpoint_path, checkpoint_steps
-from services.trainer.learner.checkpoint import CheckpointError, load_model
+from services.trainer.learner.snapshots.checkpoint import CheckpointError, load_model
 from services.trainer.model.architecture import ModelError
 from services.trainer.offline.run_folder import OfflineError, newest_intact, print_result, read_config
 

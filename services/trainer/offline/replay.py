@@ -21,7 +21,7 @@ from relaxd.weights.ports import NoFreePort, free_port
 from services.trainer.batch.step_file import StepFileError, read_step_file, step_file_path
 from services.trainer.batch.step_plan import OUTCOME
 from services.trainer.checkpoints.folder import CheckpointBroken, checkpoint_path, read_state
-from services.trainer.learner.checkpoint import CheckpointError
+from services.trainer.learner.snapshots.checkpoint import CheckpointError
 from services.trainer.learner.update_stats import step_metrics
 from services.trainer.megatron.disk_work import DiskStalled, DiskWorkFailed
 from services.trainer.model.architecture import ModelError

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.coordinator.cluster import Cluster
-from tests.kit.redis_server import RedisServer
+from tests.kit.redis.redis_server import RedisServer
 from tests.kit.tokenizer import write_tokenizer
 
 

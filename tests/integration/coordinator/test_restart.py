@@ -18,7 +18,7 @@ from relaxd.client.errors import CliError
 from relaxd.config import RunConfig
 from relaxd.v1 import coordinator_pb2 as pb
 from tests.integration.coordinator.cluster import Cluster
-from tests.kit.redis_server import RedisServer
+from tests.kit.redis.redis_server import RedisServer
 from tests.kit.tokenizer import write_tokenizer
 
 STOPPED = pb.RUN_STATE_STOPPED

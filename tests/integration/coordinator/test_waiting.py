@@ -1,6 +1,7 @@
-"""What a run says while its reward fails and hangs, and that its prompts are given again once it is repaired."""
+"""What a run says while its reward fails and hangs or its disk is full, and that it goes on without a loss."""
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,37 @@ def test_a_run_says_why_it_waits_for_its_reward(cluster: Cluster) -> None:
     trained = [group for line in lines for group in json.loads(line)["plan"]["groups"]]
     assert sum("~" in group for group in trained) == failed
     assert len({group.partition("~")[0] for group in trained}) == len(trained)
+
+
+@pytest.mark.slow
+def test_a_run_waits_for_room_on_its_disk(cluster: Cluster) -> None:
+    cluster.judges()
+    cluster.trainer()
+    cluster.rollout("rollout-1")
+    cluster.start_when_up("run", run__steps=12)
+    cluster.until_step(1)
+    coordinator = cluster.processes["coordinator"]
+    soft, hard = resource.prlimit(coordinator.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(coordinator.pid, resource.RLIMIT_FSIZE, (0, hard))  # no file may grow, as on a full disk
+    run = cluster.until("the wait", lambda: (run := cluster.run()).wait.kind == "disk" and run)
+    assert run.waiting_for.startswith(
+        f"it waits for the disk of {run.folder}, for run run: [Errno 27] File too large, for"
+    )
+    assert (run.wait.on, run.wait.advice[0].split(":")[0]) == (
+        "the disk",
+        "make room on the disk, or let the coordinator write to it",
+    )
+    cluster.stub.PauseRun(pb.PauseRunRequest(reason="by hand"), timeout=5)  # commands don't wait for the disk
+    cluster.until_state(pb.RUN_STATE_PAUSED)
+    cluster.stub.ResumeRun(pb.ResumeRunRequest(), timeout=5)
+
+    resource.prlimit(coordinator.pid, resource.RLIMIT_FSIZE, (soft, hard))
+    run = cluster.until_state(pb.RUN_STATE_STOPPED, 60)
+    assert run.outcome == pb.RUN_OUTCOME_COMPLETED
+    assert coordinator.poll() is None
+    folder = Path(run.folder)
+    for name in ("ledger.jsonl", "metrics.jsonl"):
+        assert [json.loads(line)["step"] for line in (folder / name).read_text().splitlines()] == list(range(1, 13))
+    groups = [json.loads(line)["group"] for line in (folder / "groups.jsonl").read_text().splitlines()]
+    assert len(groups) == len(set(groups)) == run.groups.trained + run.groups.dropped
+    cluster.until("run.json", lambda: json.loads((folder / "run.json").read_text())["phase"] == "STOPPED")

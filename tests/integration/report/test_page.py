@@ -1,4 +1,4 @@
-"""The charts of report.html, drawn by a real browser. (What they hold is tests/unit/test_charts.py.)"""
+"""The charts of report.html, drawn by a real browser. (What they hold is tests/unit/report/test_charts.py.)"""
 
 import json
 from pathlib import Path

@@ -8,7 +8,7 @@ import pytest
 
 from relaxd.config import RolloutConfig
 from tests.integration.rollout.rollout_kit import Source
-from tests.integration.sglang.syncs import check_logprobs, sync
+from tests.integration.rollout.sglang.syncs import check_logprobs, sync
 from tests.kit.engines import EngineRunner
 from tests.kit.models import make_tiny_model
 

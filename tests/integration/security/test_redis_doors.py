@@ -14,7 +14,7 @@ from relaxd.rpc.settings import parse_settings
 from tests.kit.boards import advance, group, make_board, take
 from tests.kit.certificates import CertificateAuthority
 from tests.kit.processes import run_python
-from tests.kit.redis_acl import USER, apply_acl
+from tests.kit.redis.redis_acl import USER, apply_acl
 from tests.kit.tls_proxy import tls_proxy
 
 PASSWORD = "p@ss/word of the test"

@@ -250,7 +250,7 @@ def test_the_gate_counts_payloads_until_they_are_freed(redis_url):
 
 
 def test_a_sweep_frees_many_attempts_in_pieces(redis_url, monkeypatch):
-    monkeypatch.setattr("relaxd.board.coordinator_side.SWEPT_TOGETHER", 3)
+    monkeypatch.setattr("relaxd.board.sides.coordinator.SWEPT_TOGETHER", 3)
     board = make_board(redis_url, groups_per_step=10)
     board.publish(term=1, groups=[group(f"g{i}") for i in range(10)])
     advance(board, ["rollout"], tokens=LARGE)

@@ -15,7 +15,7 @@ import redis
 from relaxd.board import Board, BoardUnavailable
 from services.coordinator.state.store import Store, StoreUnavailable
 from tests.kit.boards import audit, group, make_board, output, take
-from tests.kit.redis_server import RedisServer
+from tests.kit.redis.redis_server import RedisServer
 from tests.kit.waiting import wait_until
 
 PATIENCE = 10.0

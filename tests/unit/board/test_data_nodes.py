@@ -12,7 +12,7 @@ from relaxd.board import Board, BoardUnavailable, NewGroup, RunExists, RunMissin
 from relaxd.board.payloads import transfer
 from relaxd.config import BoardConfig
 from tests.kit.boards import LARGE, advance, audit, group, make_board, make_overdue, output, take
-from tests.kit.redis_server import RedisServer
+from tests.kit.redis.redis_server import RedisServer
 
 Make = Callable[..., RedisServer]
 MB = 1 << 20

@@ -9,7 +9,7 @@ import pytest
 from services.coordinator.fleet.changes import Signal
 from services.coordinator.scaling.scale_log import ScaleLog
 from services.coordinator.state import retry
-from services.coordinator.state.scale_records import Direction, ScaleRecord, ScaleSpec
+from services.coordinator.state.scale_records import Direction, ScaledReplica, ScaleRecord, ScaleSpec
 from services.coordinator.state.store import Store, StoreUnavailable
 
 
@@ -35,3 +35,20 @@ async def test_a_request_whose_answer_was_lost_is_not_refused(redis_url: str, mo
         await log.add(record)
         assert store.lost
         assert store.scaling() == log.all() == [record]
+
+
+async def test_a_cancellation_whose_answer_was_lost_is_repeated(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retry, "RETRY_SECONDS", 0.0)
+    with contextlib.closing(LossyStore(redis_url)) as store:
+        store.take_over()
+        log = ScaleLog(store, Signal())
+        spec = ScaleSpec(direction=Direction.OUT, role="rollout", replicas=1, seconds=60.0)
+        scaled = (ScaledReplica(launch_id="rollout-1"),)
+        await log.add(ScaleRecord(request_id="r", spec=spec, scaled=scaled, deadline=datetime.now(UTC)))
+        store.lost = False
+        cancelled = await log.cancel("r")
+        assert store.lost
+        assert cancelled.cancelled
+        assert store.scaling() == log.all() == [cancelled]

@@ -8,8 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from relaxd.config.evaluation import EvalSet
-from relaxd.data.benchmarks import read_benchmark
 from relaxd.data.errors import DataError
+from relaxd.data.sources.benchmarks import read_benchmark
 from relaxd.rewards import RewardInput, resolve
 
 PROBLEM = {

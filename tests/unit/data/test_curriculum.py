@@ -17,8 +17,8 @@ from rich.console import Console
 
 from relaxd.board import stages_for
 from relaxd.cli.reading.status import print_run
-from relaxd.config.curriculum import CurriculumConfig
 from relaxd.config.load import ConfigError, load
+from relaxd.config.prompts.curriculum import CurriculumConfig
 from relaxd.data.curriculum import history
 from relaxd.data.curriculum.curriculum import Curriculum
 from relaxd.data.curriculum.group_filter import COLUMNS, FilterError, GroupFilter, samples_of
@@ -236,7 +236,7 @@ def test_a_million_prompts_that_are_nearly_all_solved_cost_little() -> None:
     program = """
 import time
 import numpy as np
-from relaxd.config.curriculum import CurriculumConfig
+from relaxd.config.prompts.curriculum import CurriculumConfig
 from relaxd.data.curriculum.record import Record
 from relaxd.data.curriculum.visits import Visits
 from relaxd.data.dataset import Cursor, Prompt, PromptDataset

@@ -15,16 +15,16 @@ import pyarrow.parquet
 import pytest
 
 from relaxd.config import RunConfig
-from relaxd.config.curriculum import CurriculumConfig
 from relaxd.config.load import ConfigError, load
+from relaxd.config.prompts.curriculum import CurriculumConfig
 from relaxd.data import checking
-from relaxd.data.columns import Columns, Examples
 from relaxd.data.curriculum.record import Record
 from relaxd.data.curriculum.visits import Visits
 from relaxd.data.dataset import Cursor, RunData, load_data
 from relaxd.data.errors import DataError
 from relaxd.data.files.opening import open_rows
 from relaxd.data.mixture import Share, epoch_visits
+from relaxd.data.sources.columns import Columns, Examples
 from tests.kit.tokenizer import write_tokenizer
 
 ROWS = [

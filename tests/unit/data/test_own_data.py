@@ -14,12 +14,12 @@ import pytest
 from relaxd.cli.execute import with_absolute_paths
 from relaxd.config import RunConfig
 from relaxd.config.load import ConfigError, load
-from relaxd.data.columns import Columns
 from relaxd.data.dataset import load_data
 from relaxd.data.duplicates import keys_of, normalised, overlap, repeats
 from relaxd.data.errors import DataError
 from relaxd.data.examples import Example
 from relaxd.data.files.opening import open_rows
+from relaxd.data.sources.columns import Columns
 from tests.kit.tokenizer import CHATML, write_tokenizer
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}

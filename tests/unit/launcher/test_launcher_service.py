@@ -15,7 +15,7 @@ from relaxd.rpc.terms import RedisTerm
 from relaxd.v1 import launcher_pb2 as pb
 from relaxd.v1.launcher_pb2_grpc import LauncherStub, add_LauncherServicer_to_server
 from services.coordinator.state.store import Store
-from tests.kit.redis_server import RedisServer
+from tests.kit.redis.redis_server import RedisServer
 
 
 class Memory:

@@ -38,9 +38,12 @@ def test_time_is_counted_once_and_as_what_it_was() -> None:
 def test_a_pause_ends_with_its_lease() -> None:
     clock = Clock()
     occupancy = Occupancy(clock)
+    assert not occupancy.is_paused
     occupancy.pause(lease_seconds=2)
+    assert occupancy.is_paused
     with occupancy.working():
         clock.now += 5
+    assert not occupancy.is_paused
     assert occupancy.gauges() == {"engine_busy_seconds": 3.0, "engine_paused_seconds": 2.0, "engine_state": 0.0}
 
 

@@ -107,7 +107,7 @@ WITHOUT_DEADLINE = {
         ("services/rollout/engines/sglang/schedulers.py", "Schedulers._answer"),  # the call's timeout
         ("services/rollout/service/service.py", "RolloutService.stop_run"),  # cancelled
         ("services/rollout/engines/sglang/process.py", "SGLangProcess.load"),  # see health.start_seconds
-        ("services/trainer/learner/checkpoint_copies.py", "HostCopies.check"),  # copies within this process
+        ("services/trainer/learner/snapshots/checkpoint_copies.py", "HostCopies.check"),  # copies within this process
         ("services/trainer/service/rank_processes.py", "RankProcesses.kill"),  # SIGKILL was sent
         ("services/trainer/service/server.py", "TrainerService.stop_run"),  # cancelled
         ("services/trainer/frozen/service.py", "StageService.start_run"),  # see health.start_seconds

@@ -14,10 +14,10 @@ OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatt
 CHECKPOINTS = "torch's distributed checkpoints, whose .metadata is a pickle: files of the run's own folder"
 RANKS = "between the trainer's own ranks, over their own process group"
 ARGUED = {
-    "services/trainer/learner/checkpoint.py": CHECKPOINTS,
-    "services/trainer/learner/checkpoint_reader.py": CHECKPOINTS,
-    "services/trainer/learner/checkpoint_writer.py": CHECKPOINTS,
-    "services/trainer/mlp/experts.py": CHECKPOINTS,
+    "services/trainer/learner/snapshots/checkpoint.py": CHECKPOINTS,
+    "services/trainer/learner/snapshots/checkpoint_reader.py": CHECKPOINTS,
+    "services/trainer/learner/snapshots/checkpoint_writer.py": CHECKPOINTS,
+    "services/trainer/transformer/mlp/experts.py": CHECKPOINTS,
     "services/trainer/model/hf_weights.py": RANKS,
     "services/trainer/megatron/parallel.py": RANKS,
     "services/trainer/learner/sums.py": RANKS,

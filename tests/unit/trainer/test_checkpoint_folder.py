@@ -1,5 +1,7 @@
 """A run's checkpoints on the disk: whole or not there, damage noticed, the right ones kept."""
 
+import hashlib
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from services.trainer.checkpoints.folder import (
     checkpoint_path,
     checkpoint_steps,
     describe,
+    describe_all,
     keep,
     oldest_kept,
     partial_path,
@@ -83,6 +86,27 @@ def test_a_sealed_checkpoint_is_what_was_written(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="not empty"):
         seal(write_partial(tmp_path, 20), final, state(20))
     verify(final)
+
+
+def test_checksums_of_many_files(tmp_path: Path) -> None:
+    contents = {f"{number}": bytes([number]) * (number * 300_000) for number in range(20)}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    counts, threads = [], set()
+
+    def progress(count: int) -> None:
+        counts.append(count)
+        threads.add(threading.current_thread())
+
+    found = describe_all(tmp_path.iterdir(), progress)
+    assert found == {
+        name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        for name, content in contents.items()
+    }
+    assert sum(counts) == sum(map(len, contents.values()))
+    assert threads == {threading.current_thread()}
+    with pytest.raises(FileNotFoundError, match="missing"):
+        describe_all([tmp_path / "1", tmp_path / "missing"])
 
 
 def finding(path: Path, share: int) -> str:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer.attention.sequence_layout import (
+from services.trainer.transformer.attention.sequence_layout import (
     MAX_LENGTH_RATIO,
     MIN_LENGTH,
     MIN_SEQUENCES,

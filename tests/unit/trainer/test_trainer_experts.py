@@ -10,10 +10,10 @@ import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
 import torch
 from torch import Tensor
 
-from services.trainer.mlp.expert_rows import copy_to_rows, sort_by_expert, sum_of_rows
-from services.trainer.mlp.experts import _Experts
-from services.trainer.mlp.router import Router
 from services.trainer.model.packed_layer import PolicyConfig
+from services.trainer.transformer.mlp.expert_rows import copy_to_rows, sort_by_expert, sum_of_rows
+from services.trainer.transformer.mlp.experts import _Experts
+from services.trainer.transformer.mlp.router import Router
 from tests.kit.expert_formulas import EXPERTS, LOADS, TOP_K, choose, mixture
 
 HIDDEN, FFN = 24, 20

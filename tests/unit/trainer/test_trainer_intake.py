@@ -1,7 +1,8 @@
 """Which groups a step gets, which are too old, when it may close: the rules, and on a real board."""
 
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,30 @@ def test_holds_are_renewed_and_lost_groups_noticed(trainer: Trainer) -> None:
     assert trainer.intake.lost(["g1", "g2"]) == ["g2"]
     trainer.intake.release_all()
     assert [d.group_id for d in trainer.board.take("train", "another", count=5, block_seconds=1.0)] == ["g1"]
+
+
+@one_off
+def test_a_group_that_comes_again_while_leases_are_renewed_is_held(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renewed, renew = threading.Event(), trainer.board.renew
+    held: list[str] = []
+
+    def come_again(stage: str, consumer: str, deliveries: Sequence[Delivery]) -> set[str]:
+        if held:  # the second renewal, if there is anything to renew
+            renewed.set()
+        else:
+            trainer.board.nack(stage, consumer, deliveries)
+            assert trainer.intake.take(1.0)
+            held.append("g1")
+        return renew(stage, consumer, deliveries)
+
+    trainer.feeder.feed(1, 0)
+    trainer.take_all()
+    monkeypatch.setattr(trainer.board, "renew", come_again)
+    assert renewed.wait(5.0)
+    assert trainer.intake.held == 1
+    assert trainer.intake.lost(["g1"]) == []
 
 
 @one_off

@@ -1,18 +1,31 @@
 """A file that one coordinator at a time appends to."""
 
 import contextlib
+import io
 import os
 import secrets
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import BinaryIO
 
 LEFTOVER_SECONDS = 3600.0
 """Time without a write after which a temporary file is that of a coordinator that died."""
 
 Check = Callable[[], None]
 """Raises Superseded if this coordinator was replaced."""
+
+
+def append_whole(file: io.FileIO, data: bytes) -> int:
+    """Append to a file without a buffer: all of it, or nothing, as on a full disk. Returns its size. Raises OSError."""
+    start = file.seek(0, os.SEEK_END)
+    rest = memoryview(data)
+    try:
+        while rest:
+            rest = rest[file.write(rest) :]
+    except OSError:
+        file.truncate(start)
+        raise
+    return start + len(data)
 
 
 class AppendedFile:
@@ -25,7 +38,7 @@ class AppendedFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: BinaryIO | None = None
+        self._file: io.FileIO | None = None
 
     def replace(self, parts: Iterable[bytes], check: Check) -> None:
         """Replace the file by one with this content, and append to that one from now on. Raises what `check` raises.
@@ -35,10 +48,10 @@ class AppendedFile:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         # In containers both coordinators may have the same process id.
         temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-        file = temporary.open("wb")
+        file = temporary.open("wb", buffering=0)
         try:
-            file.writelines(parts)
-            file.flush()
+            for part in parts:
+                append_whole(file, part)
             check()
             os.replace(temporary, self._path)
         except BaseException:
@@ -56,10 +69,9 @@ class AppendedFile:
                     path.unlink()
 
     def append(self, parts: Iterable[bytes]) -> None:
-        """Append to the file."""
+        """Append to the file, all parts or none. Raises OSError."""
         assert self._file is not None, "replace comes first"
-        self._file.writelines(parts)
-        self._file.flush()
+        append_whole(self._file, b"".join(parts))
 
     def close(self) -> None:
         """Close the file."""

@@ -47,17 +47,18 @@ class MetricsFile:
             self._rewrite(lambda after, limit: [], last_step)
 
     def append(self, steps: Steps) -> None:
-        """Append steps."""
+        """Append steps, all or none. Raises OSError; then it can be repeated."""
         with self._writing:
-            for step, metrics in steps:
-                self._file.append([self._line(step, metrics)])
-                self.last_step = step
+            steps = list(steps)
+            self._file.append(self._line(step, metrics) for step, metrics in steps)
+            self.last_step = max((step for step, _ in steps), default=self.last_step)
 
     def add(self, evaluation: Evaluation) -> None:
         """Add an evaluation to its step's line, or to the line that the step is going to have."""
         self._evaluations[evaluation.step] = evaluation.metrics
         if evaluation.step <= self.last_step:
-            self._rewrite(lambda after, limit: [], self.last_step)
+            with self._writing:
+                self._file.replace(self._lines_with(evaluation.step), self._check)
 
     def close(self) -> None:
         """Close the file."""
@@ -67,6 +68,21 @@ class MetricsFile:
         with self._writing:
             self._file.replace(self._lines(read, last_step), self._check)
             self.last_step = last_step
+
+    def _lines_with(self, step: int) -> Iterator[bytes]:
+        """Yield all lines as they are but that of a step, which gets its evaluation: encoding all takes seconds."""
+        beginning = json_line({"step": step})[:-2]
+        with self._path.open("rb") as file:
+            lines = iter(file)
+            if step == 0:
+                first = next(lines, b"")
+                if _begins(first, beginning):
+                    yield self._line(0, json.loads(first))
+                else:
+                    yield self._line(0, {})
+                    yield first
+            for line in lines:
+                yield self._line(step, json.loads(line)) if _begins(line, beginning) else line
 
     def _lines(self, read: ReadLedger, last_step: int) -> Iterator[bytes]:
         """Yield the line of every step up to the last one, in order."""
@@ -95,6 +111,11 @@ class MetricsFile:
 
     def _line(self, step: int, metrics: Mapping[str, Any]) -> bytes:
         return json_line({"step": step, **metrics, **self._evaluations.get(step, {})})
+
+
+def _begins(line: bytes, beginning: bytes) -> bool:
+    """Return whether a line is that of a step, given how it begins: that of step 12 isn't that of step 1."""
+    return line.startswith(beginning) and line[len(beginning) :][:1] in (b",", b"}")
 
 
 def json_line(values: Mapping[str, Any]) -> bytes:

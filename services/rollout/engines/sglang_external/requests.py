@@ -181,6 +181,11 @@ class ExternalRequests:
                     request.outputs.put_nowait(sample.undelivered())
                 if all(sample.ended for sample in request.samples):
                     return
+        missing = [f"{sample.tokens} tokens of sample {sample.index}" for sample in request.samples if not sample.ended]
+        raise RequestFailed(
+            f"{self._client.url} ended its answer to /generate before all samples had ended: "
+            f"it has sent {', '.join(missing)} without a finish_reason"
+        )
 
     async def _prefill(self, prompt: tuple[int, ...], weights: Version) -> None:
         """Have the server compute a prompt for its prefix cache."""

@@ -78,6 +78,11 @@ class ExternalSample:
         """Number of new tokens that were delivered."""
 
     @property
+    def index(self) -> int:
+        """Index of the sample in its request."""
+        return self._output.sample
+
+    @property
     def tokens(self) -> int:
         """Number of new tokens that were reported."""
         return len(self._logprobs)

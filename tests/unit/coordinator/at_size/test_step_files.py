@@ -2,12 +2,17 @@
 
 import json
 import os
+import resource
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from relaxd.board import LedgerEntry
+from relaxd.board.types import Fate
 from relaxd.run_folder import read_lines
 from services.coordinator.runs.lines.appended_file import LEFTOVER_SECONDS
 from services.coordinator.runs.lines.ledger_file import PAGE
@@ -232,3 +237,77 @@ def test_a_long_run_is_read_from_where_its_files_end(tmp_path: Path) -> None:
     follow(open_files(tmp_path, ledger), ledger)
     check(tmp_path, ledger)
     assert ledger.read_entries < 10
+
+
+@contextmanager
+def full_disk(most: int) -> Iterator[None]:
+    """Let no file of this process grow beyond `most` bytes: a write then fails in the middle, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_leaves_no_part_of_a_line(tmp_path: Path) -> None:
+    ledger = Ledger()
+    files = open_files(tmp_path, ledger)
+    ledger.commit(*range(1, 21))
+    follow(files, ledger)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    ledger.commit(*range(21, 41))
+    evaluation = Evaluation(step=20, metrics={"eval_reward": 0.5})
+    samples = [{"step": step, "response": "x" * 100} for step in range(1, 21)]
+    fates = [Fate(f"{number}-0", {"group": f"0-{number}"}) for number in range(100)]
+    writes: dict[str, Callable[[], object]] = {
+        "ledger.jsonl": lambda: files.next_steps(ledger.read),
+        "metrics.jsonl": lambda: files.append_metrics((entry.step, entry.metrics) for entry in ledger.entries[20:]),
+        "metrics.jsonl.tmp": lambda: files.add_evaluation(evaluation),
+        "samples.jsonl": lambda: files.append_samples(samples),
+        "groups.jsonl": lambda: files.append_groups(fates),
+    }
+    for name, write in writes.items():
+        with full_disk(len(before.get(name, b"")) + 20), pytest.raises(OSError, match="too large"):
+            write()
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.stat().st_size} == before
+    entries = files.next_steps(ledger.read)
+    files.append_metrics((entry.step, entry.metrics) for entry in entries)
+    files.add_evaluation(evaluation)
+    files.append_samples(samples)
+    assert files.append_groups(fates) == (tmp_path / "groups.jsonl").stat().st_size
+    check(tmp_path, ledger)
+    assert [line["step"] for line in lines(tmp_path, "metrics.jsonl") if "eval_reward" in line] == [20]
+    assert lines(tmp_path, "samples.jsonl") == samples
+    assert len(lines(tmp_path, "groups.jsonl")) == 100
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_an_evaluation_changes_its_steps_line_only(tmp_path: Path) -> None:
+    ledger = Ledger()
+    files = open_files(tmp_path, ledger)
+    ledger.commit(*range(1, 122))
+    follow(files, ledger)
+    before = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    for number, step in enumerate((12, 121, 0, 0)):
+        files.add_evaluation(Evaluation(step=step, metrics={"eval_reward": float(number)}))
+    after = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    check(tmp_path, ledger)
+    assert [(json.loads(line)["step"], json.loads(line)["eval_reward"]) for line in after if line not in before] == [
+        (0, 3.0),
+        (12, 0.0),
+        (121, 1.0),
+    ]
+    assert len(after) == len(before) + 1
+
+
+def test_an_evaluation_of_a_long_run_is_added_without_encoding_all_steps(tmp_path: Path) -> None:
+    metrics = {f"metric_{number}": number / 7 for number in range(80)}
+    files = open_files(tmp_path, Ledger())
+    began = time.process_time()
+    files.append_metrics((step, metrics) for step in range(1, 5001))
+    written = time.process_time()
+    files.add_evaluation(Evaluation(step=5000, metrics={"eval_reward": 0.5}))
+    seconds, encoding = time.process_time() - written, written - began
+    assert json.loads((tmp_path / "metrics.jsonl").read_bytes().splitlines()[-1])["eval_reward"] == 0.5
+    assert seconds < encoding / 3, "it encodes all lines again"

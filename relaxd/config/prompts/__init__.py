@@ -1,0 +1,1 @@
+"""The settings of prompts: the section [data] and its tables."""

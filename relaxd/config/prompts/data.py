@@ -1,0 +1,128 @@
+"""Settings of the data of a run."""
+
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from relaxd.config.base import Section
+from relaxd.config.prompts.curriculum import CurriculumConfig
+from relaxd.config.prompts.reasoning_gym import ReasoningGymConfig
+from relaxd.importing import check_known_or_own, check_own
+
+SOURCES = ("addition", "files", "jsonl", "reasoning_gym")
+"""The sources that relaxd has."""
+
+
+class DataSource(Section):
+    """One of several sources of prompts."""
+
+    path: Path
+    """As data.path."""
+    name: str = ""
+    """Becomes metadata.data_source of its prompts, unless they have one."""
+    weight: float = Field(default=1.0, gt=0)
+    """How often an epoch visits each of its prompts: 2 is twice, 0.5 visits every second one, others in each epoch."""
+    prompt_key: str = ""
+    """As data.prompt_key; empty means that."""
+    answer_key: str = ""
+    """As data.answer_key; empty means that."""
+    metadata_key: str = ""
+    """As data.metadata_key; empty means that."""
+    max_new_tokens: int = Field(default=0, ge=0)
+    """Maximum length of answers to its prompts, at most rollout.max_new_tokens; 0 means that."""
+    top_p: float = Field(default=0.0, ge=0, le=1)
+    """Nucleus sampling of answers to its prompts; 1 turns it off, 0 means rollout.top_p."""
+
+    @property
+    def sampling(self) -> dict[str, int | float]:
+        """Its sampling parameters that differ from the run's, by name."""
+        return {name: value for name in ("max_new_tokens", "top_p") if (value := getattr(self, name))}
+
+
+class DataConfig(Section):
+    """The source of prompts (docs/data.md)."""
+
+    source: str
+    """addition: generated sums. files: prompts in files; jsonl is another name for it. reasoning_gym: a task of that
+    package. Or a class of your own, "package.module:Class" or "file.py:Class" (docs/data.md)."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of a source of your own."""
+    path: Path | None = None
+    """File with prompts (JSON lines, Parquet, Arrow or CSV, by its ending), a folder of such files, or a data set of
+    the Hugging Face hub, "owner/name" or "owner/name/config:split". "PATH@[0:100]" is a part of it. Each row has
+    "prompt" (text or a list of chat messages), optionally "answer", and any other columns, which the reward gets as
+    metadata."""
+    eval_path: Path | None = None
+    """Held-out prompts, as path. Without it there is no evaluation."""
+    sources: tuple[DataSource, ...] = ()
+    """Instead of path: several sources that are mixed, each in a table [[data.sources]] with path, weight, name,
+    and prompt_key, answer_key, metadata_key, max_new_tokens and top_p of its own."""
+    prompt_key: str = "prompt"
+    """Column of the prompt. Dots lead into objects, as in "extra_info.question"."""
+    answer_key: str = "answer"
+    """Column of the reference answer, such as "reward_model.ground_truth". Rows may lack it only if it is "answer"."""
+    metadata_key: str = ""
+    """Column with an object that the reward gets as metadata; empty means all columns but prompt and answer."""
+    tools_key: str = ""
+    """Column with tools for the chat template, which rows may lack: a list of objects, or its JSON text. Empty means
+    that there are none."""
+    prompt_function: str = ""
+    """Your own function "package.module:function" or "file.py:function", which gets a row as a dict and returns the
+    prompt: text, or a list of chat messages. prompt_key isn't read then."""
+    system_prompt: str = ""
+    """Text of a system message that is put before prompts without one."""
+    digits: int = Field(default=2, ge=1, le=6)
+    """Digits of each number of the addition source."""
+    reasoning_gym: ReasoningGymConfig = ReasoningGymConfig()
+    """The task of the reasoning_gym source."""
+    max_prompt_tokens: int = Field(default=1024, ge=1)
+    """Maximum length of a prompt."""
+    overlong: Literal["error", "skip"] = "error"
+    """Longer prompts: error refuses to start and names the prompt; skip leaves them out and counts them."""
+    deduplicate: bool = False
+    """Leave out prompts that are there twice, and those that are in an evaluation set. Case and white space don't
+    count. Reads all prompts before the run, a million in about half a minute."""
+    shuffle: bool = True
+    """Shuffle prompts in each epoch, seeded by run.seed."""
+    curriculum: CurriculumConfig = CurriculumConfig()
+    """Which prompts are given how often."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether prompts come from a source of the user's own."""
+        return self.source not in SOURCES
+
+    @property
+    def has_files(self) -> bool:
+        """Whether prompts come from files."""
+        return self.source in ("files", "jsonl")
+
+    @field_validator("source")
+    @classmethod
+    def _is_known(cls, name: str) -> str:
+        return check_known_or_own("data.source", name, SOURCES, "there are", "A source of your own")
+
+    @field_validator("prompt_function")
+    @classmethod
+    def _is_function(cls, name: str) -> str:
+        return check_own("data.prompt_function", name, "function")
+
+    @model_validator(mode="after")
+    def _path_fits_source(self) -> Self:
+        if self.has_files and self.path is None and not self.sources:
+            raise ValueError(f'data.path is missing: source = "{self.source}" needs the path of a file')
+        if self.path is not None and self.sources:
+            raise ValueError("data.path is set, but there are data.sources, too: give one of them")
+        if self.sources and not self.has_files:
+            raise ValueError(f'data.sources are for source = "files", but it is "{self.source}"')
+        if self.path is not None and self.is_own:
+            raise ValueError(f'data.path is for source = "files", but it is "{self.source}": use data.settings')
+        if self.settings and not self.is_own:
+            raise ValueError(f'data.settings are for a source of your own, but data.source is "{self.source}"')
+        if self.source == "reasoning_gym" and not self.reasoning_gym.task:
+            raise ValueError(
+                'data.reasoning_gym.task is missing: source = "reasoning_gym" needs the name of a task, such as '
+                '"spell_backward"'
+            )
+        return self

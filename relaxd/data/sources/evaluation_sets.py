@@ -1,0 +1,48 @@
+"""The prompts of [[eval.sets]]."""
+
+from relaxd.config import RunConfig
+from relaxd.config.evaluation import EvalSet
+from relaxd.config.prompts.reasoning_gym import ReasoningGymConfig
+from relaxd.data.errors import DataError
+from relaxd.data.examples import Example
+from relaxd.data.files.opening import open_rows
+from relaxd.data.sources.benchmarks import read_benchmark
+from relaxd.data.sources.columns import Examples
+from relaxd.data.sources.reasoning_gym import reasoning_gym
+from relaxd.data.sources.sources import Source, columns_of
+
+TASK_PROMPTS = 100
+"""Prompts of a task if eval.sets says nothing."""
+TASK_SEED = 1_000_000_000
+"""Seed of the tasks' prompts. A task makes item i from seed + i, so training's, which are small, are others."""
+
+
+def read_set(config: RunConfig, number: int) -> Source:
+    """Open the prompts of one of eval.sets, all that it has. Raises DataError, which names the setting and the file."""
+    one = config.eval.sets[number]
+    kind = "task" if one.task else "benchmark" if one.benchmark else "path"
+    field = f"eval.sets.{number}.{kind}"
+    if one.task:
+        return Source(_of_task(one, field), field, shown=one.name)
+    if one.benchmark:
+        return Source(read_benchmark(one.benchmark, field), field, shown=one.name)
+    assert one.path is not None  # checked by EvalSet
+    examples = Examples(open_rows(one.path, field), columns_of(config.data, one))
+    if not len(examples):
+        raise DataError(field, f"{one.path} has no prompts")
+    return Source(examples, field, shown=one.name)
+
+
+def _of_task(one: EvalSet, field: str) -> list[Example]:
+    settings = ReasoningGymConfig(
+        task=one.task,
+        settings=one.task_settings,
+        size=one.prompts or TASK_PROMPTS,
+        held_out=0,
+        seed=TASK_SEED,
+        instruction=one.instruction,
+    )
+    try:
+        return reasoning_gym(settings)[0]
+    except DataError as error:
+        raise DataError(field, error.message.removeprefix("= ")) from error

@@ -1,0 +1,81 @@
+"""Causal attention within packed sequences."""
+
+import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
+
+# isort: split
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
+
+from services.trainer.transformer.attention.attention_kernels import varlen_attention, visible
+from services.trainer.transformer.attention.sequence_layout import (
+    SequenceLayout,
+    gather_from_sequences,
+    scatter_to_sequences,
+)
+from services.trainer.transformer.kernels.recompute import Recompute
+
+
+class PackedAttention(MegatronModule):
+    """Causal attention within each packed sequence, by the kernel of the layout.
+
+    Layers that Megatron's `window_attn_skip_freq` marks attend only to the last tokens (`window_size`).
+    """
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **_: object
+    ) -> None:
+        super().__init__(config=config)
+        self.scale = softmax_scale
+        self.window: int | None = None
+        """Tokens that a token attends to, itself included; None for all before it."""
+        if config.window_size and is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        ):
+            self.window = config.window_size[0] + 1
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout, recompute: Recompute
+    ) -> Tensor:
+        """Attend: query [T, heads, size], key and value [T, kv_heads, size] -> [T, heads, size]."""
+        if not layout.as_packed:
+            # The output of repeated queries isn't read, so their gradient is zero.
+            query = recompute(partial(scatter_to_sequences, sum_copies=False), query, layout)
+            key, value = (
+                recompute(partial(scatter_to_sequences, sum_copies=layout.shared), x, layout) for x in (key, value)
+            )
+        scale = self.scale or query.shape[-1] ** -0.5
+        if layout.kernel == "cudnn":
+            from services.trainer.transformer.attention.cudnn_attention import cudnn_attention
+
+            output = cudnn_attention(query, key, value, layout.cudnn_batches, scale, self.window)
+        elif layout.kernel == "varlen":
+            output = varlen_attention(query, key, value, layout.cu_seqlens, layout.longest, scale, self.window)
+        else:
+            output = self._blocks(query, key, value, layout, scale)
+        return output if layout.as_packed else recompute(gather_from_sequences, output, layout)
+
+    def _blocks(self, query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout, scale: float) -> Tensor:
+        outputs, begin = [], 0
+        for count, width in layout.blocks:
+            end = begin + count * width
+            q, k, v = (x[begin:end].view(count, width, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
+            settings: dict[str, Any] = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+            if self.window is None or self.window >= width:
+                settings["is_causal"] = True
+            else:
+                settings["attn_mask"] = visible(width, self.window, query.device)
+            block = functional.scaled_dot_product_attention(q, k, v, **settings)
+            outputs.append(block.transpose(1, 2).reshape(count * width, *query.shape[1:]))
+            begin = end
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def sharded_state_dict(self, *_: object, **__: object) -> dict[str, Any]:
+        """Return {}: there are no parameters."""
+        return {}

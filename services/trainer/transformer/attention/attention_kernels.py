@@ -1,0 +1,169 @@
+"""The choice of attention kernel: the first one that works on this machine, tried once per process."""
+
+import inspect
+import logging
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+from services.trainer.transformer.attention.sequence_layout import AttentionKernel, cudnn_batches
+
+logger = logging.getLogger(__name__)
+
+LENGTHS = (300, 1, 77, 128)
+"""Sequence lengths on which kernels are tried."""
+WINDOW = 100
+"""Window with which they are tried."""
+
+
+class AttentionUnavailable(RuntimeError):
+    """The configured attention kernel doesn't work on this machine."""
+
+
+def attention_kernel(
+    device: torch.device, dtype: torch.dtype, head_size: int, configured: str, window: int | None = None
+) -> AttentionKernel:
+    """Return the kernel to use; log it once, with the reason if a faster one doesn't work.
+
+    Args:
+        device: device of the computation.
+        dtype: element type of queries, keys and values.
+        head_size: width of a head.
+        configured: `trainer.attention`.
+        window: tokens that a token attends to in layers with sliding-window attention, if there are any.
+
+    Raises:
+        AttentionUnavailable: `configured` isn't "auto" and doesn't work, or no kernel computes windows.
+    """
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return "blocks"
+    return _on_gpu(configured, head_size, window is not None)
+
+
+@lru_cache
+def _on_gpu(configured: str, head_size: int, windowed: bool) -> AttentionKernel:
+    failure = None
+    if configured != "varlen":
+        failure = _failure(_cudnn, head_size, windowed)
+        if failure is None:
+            logger.info("attention by cuDNN")
+            return "cudnn"
+        if configured == "cudnn":
+            raise AttentionUnavailable(
+                f'trainer.attention is "cudnn", which doesn\'t work here: {failure}. It needs the package '
+                'nvidia-cudnn-frontend, cuDNN 9.6 and an H100 or newer; "auto" uses it only where it works'
+            )
+    flash = _newest_flash_attention(head_size, windowed)
+    if windowed and (broken := _failure(_varlen, head_size, windowed)):
+        raise AttentionUnavailable(f"no attention kernel computes sliding windows here; {flash} fails: {broken}")
+    logger.info(
+        "attention by torch's variable-length kernel (%s)%s", flash, f"; cuDNN fails: {failure}" if failure else ""
+    )
+    return "varlen"
+
+
+def visible(width: int, window: int, device: torch.device) -> Tensor:
+    """Return which keys each query attends to, bool [width, width]: itself and the window - 1 tokens before it."""
+    return torch.ones(width, width, dtype=torch.bool, device=device).tril().triu(1 - window)
+
+
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, scale: float, window: int | None = None
+) -> Tensor:
+    """Causal attention within each sequence by torch's variable-length kernel.
+
+    Args:
+        query: bfloat16 [T, heads, size].
+        key: bfloat16 [T, kv_heads, size]; kv_heads divide heads.
+        value: like `key`.
+        cu_seqlens: int32 [sequences + 1].
+        longest: tokens of the longest sequence.
+        scale: factor of the scores.
+        window: tokens that a token attends to, itself included; None for all before it.
+
+    Returns:
+        [T, heads, size].
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    before = -1 if window is None else window - 1
+    settings: dict[str, Any] = {"scale": scale, "window_size": (before, 0), **_grouped_heads()}
+    output: Any = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, **settings)
+    return output
+
+
+@lru_cache
+def _grouped_heads() -> dict[str, bool]:
+    """Return the argument that torch 2.13 and later need for grouped-query attention."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+def _newest_flash_attention(head_size: int, windowed: bool) -> str:
+    """Make torch's kernel FlashAttention 3 if it is installed and works; return the version in use."""
+    try:
+        from torch.nn import attention
+
+        attention.activate_flash_attention_impl("FA3")
+    except (AttributeError, ImportError, RuntimeError, ValueError):
+        return "FlashAttention 2"
+    failure = _failure(_varlen, head_size, windowed)
+    if failure is None:
+        return "FlashAttention 3"
+    logger.warning("FlashAttention 3 is installed, but fails: %s", failure)
+    attention.restore_flash_attention_impl()
+    return "FlashAttention 2"
+
+
+def _cudnn(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+    from services.trainer.transformer.attention.cudnn_attention import cudnn_attention
+
+    return cudnn_attention(query, key, value, cudnn_batches(LENGTHS, query.device), query.shape[-1] ** -0.5, window)
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+    cu_seqlens = torch.tensor(np.cumsum([0, *LENGTHS]), dtype=torch.int32, device=query.device)
+    return varlen_attention(query, key, value, cu_seqlens, max(LENGTHS), query.shape[-1] ** -0.5, window)
+
+
+def _failure(
+    attend: Callable[[Tensor, Tensor, Tensor, int | None], Tensor], head_size: int, windowed: bool
+) -> str | None:
+    """Compare a kernel, forward and backward, with the formula in float32. Return the failure or None."""
+    try:
+        if attend is _cudnn and torch.cuda.get_device_capability() < (9, 0):
+            return f"the GPU has compute capability {torch.cuda.get_device_capability()}"
+        generator = torch.Generator("cuda").manual_seed(0)
+        settings: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
+        inputs = [torch.randn(sum(LENGTHS), heads, head_size, **settings).requires_grad_() for heads in (4, 2, 2)]
+        grad = torch.randn(sum(LENGTHS), 4, head_size, **settings)
+        query, key, value = inputs
+        exact = [x.detach().float().requires_grad_() for x in inputs]
+        for window in (None, WINDOW) if windowed else (None,):
+            output = attend(query, key, value, window)
+            found = [output, *torch.autograd.grad(output, inputs, grad)]
+            reference = _formula(exact[0], exact[1], exact[2], window)
+            expected = [reference, *torch.autograd.grad(reference, exact, grad.float())]
+            for ours, theirs in zip(found, expected, strict=True):
+                error = float((ours.detach().float() - theirs.detach()).norm() / theirs.detach().norm())
+                if not error < 0.02:
+                    return f"its results are off by {error:.3g}" + (f" with a window of {window}" if window else "")
+    except Exception as error:  # third-party code: any exception means that it doesn't work
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _formula(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+    outputs = []
+    for q, k, v in zip(*(x.transpose(0, 1).split(LENGTHS, 1) for x in (query, key, value)), strict=True):
+        mask = visible(q.shape[1], window or q.shape[1], q.device)
+        outputs.append(
+            functional.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, enable_gqa=True)
+        )
+    return torch.cat(outputs, 2)[0].transpose(0, 1)

@@ -1,0 +1,99 @@
+"""Query, key and value heads: split from their common projection, normalised per head, rotated."""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+from services.trainer.transformer.kernels.fusion import fused_kernels
+
+
+class Rotary(NamedTuple):
+    """A rotary embedding for one size of head."""
+
+    frequencies: Tensor
+    """float32 [head_size / 2]: radians per position."""
+    scale: float = 1.0
+    """Factor of cosine and sine (YaRN)."""
+
+
+def split_heads(
+    qkv: Tensor, norms: tuple[Tensor, Tensor] | None, table: Tensor, head_size: int, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split into queries, keys and values, normalise per head, and rotate.
+
+    Args:
+        qkv: [T, groups, (queries + 2) x head_size]: each key-value head with its query heads before it.
+        norms: weights [head_size] of the queries' and the keys' RMSNorm, if there are any.
+        table: `rotary_table` of the tokens' positions, [2, T, 1, head_size / 2].
+        head_size: width of a head.
+        epsilon: epsilon of the norms.
+
+    Returns:
+        [T, groups x queries, head_size], [T, groups, head_size] and [T, groups, head_size].
+    """
+    power_of_two = head_size & (head_size - 1) == 0  # Triton needs it
+    if qkv.dtype == torch.bfloat16 and power_of_two and fused_kernels():
+        query_weight, key_weight = norms or (None, None)
+        fused: tuple[Tensor, Tensor, Tensor] = _Heads.apply(qkv, query_weight, key_weight, table, head_size, epsilon)
+        return fused
+    tokens, _, width = qkv.shape
+    query, key, value = qkv.split([width - 2 * head_size, head_size, head_size], dim=-1)
+    query = query.reshape(tokens, -1, head_size)
+    if norms is not None:
+        query = functional.rms_norm(query, norms[0].shape, norms[0], epsilon)
+        key = functional.rms_norm(key, norms[1].shape, norms[1], epsilon)
+    table = table.to(qkv.dtype)
+    return rotate(query, table), rotate(key, table), value
+
+
+class _Heads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        query_weight: Tensor | None,
+        key_weight: Tensor | None,
+        table: Tensor,
+        head_size: int,
+        epsilon: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from services.trainer.transformer.kernels.layer_kernels import heads_forward
+
+        ctx.save_for_backward(qkv, query_weight, key_weight, table)
+        ctx.head_size, ctx.epsilon = head_size, epsilon
+        norms = None if query_weight is None or key_weight is None else (query_weight, key_weight)
+        return heads_forward(qkv.flatten(1).contiguous(), norms, table, qkv.shape[1], head_size, epsilon)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from services.trainer.transformer.kernels.layer_kernels import heads_backward
+
+        qkv, query_weight, key_weight, table = ctx.saved_tensors
+        norms = None if query_weight is None else (query_weight, key_weight)
+        flat = qkv.flatten(1).contiguous()
+        arguments = (flat, norms, table, qkv.shape[1], ctx.head_size, ctx.epsilon)
+        grad_qkv, grad_query_weight, grad_key_weight = heads_backward(*arguments, (grads[0], grads[1], grads[2]))
+        return grad_qkv.view(qkv.shape), grad_query_weight, grad_key_weight, None, None, None
+
+
+def rotary_table(positions: Tensor, rotary: Rotary) -> Tensor:
+    """Compute cosine and sine of every token's rotary angles, times the embedding's scale.
+
+    Args:
+        positions: int64 [T], each token's position in its sequence.
+        rotary: the embedding, on the same device.
+
+    Returns:
+        float32 [2, T, 1, head_size / 2].
+    """
+    angles = torch.outer(positions.float(), rotary.frequencies).unsqueeze(1)
+    return torch.stack((angles.cos(), angles.sin())) * rotary.scale
+
+
+def rotate(x: Tensor, table: Tensor) -> Tensor:
+    """Apply the rotary embedding (the "rotate half" convention of Hugging Face) to x [T, heads, head_size]."""
+    cos, sin = table[0], table[1]
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -1,0 +1,98 @@
+"""Rows of tokens, one per token and expert, sorted by expert.
+
+Nothing here synchronizes with the device: the number of rows is known, and the assignment of rows stays on the device.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from services.trainer.transformer.kernels.fusion import fused_kernels
+
+
+def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Assign a row to each copy of a token: an expert's rows are consecutive and in the tokens' order.
+
+    Args:
+        experts: int64 [T, K], the experts of each token.
+        count: number of experts.
+
+    Returns:
+        int64 [T, K], the rows of each token's copies; int32 [count], the end of each expert's rows.
+    """
+    found, order = experts.flatten().to(torch.int16 if count < 1 << 15 else torch.int32).sort(stable=True)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    numbers = torch.arange(count, device=order.device, dtype=found.dtype)
+    return places.view(experts.shape), torch.searchsorted(found, numbers, right=True, out_int32=True)
+
+
+def copy_to_rows(x: Tensor, places: Tensor) -> Tensor:
+    """Copy each token to its rows.
+
+    Args:
+        x: [T, width].
+        places: int64 [T, K], a permutation of the rows.
+
+    Returns:
+        [T x K, width].
+    """
+    if _fused(x):
+        from services.trainer.transformer.kernels import expert_kernels
+
+        return expert_kernels.copy_to_rows(x, places)
+    rows = x.new_empty(places.numel(), x.shape[1])
+    rows[places.flatten()] = x.repeat_interleave(places.shape[1], 0)
+    return rows
+
+
+def sum_of_rows(rows: Tensor, places: Tensor) -> Tensor:
+    """Sum the rows of each token in float32, always in the same order.
+
+    Args:
+        rows: [T x K, width].
+        places: int64 [T, K], a permutation of the rows.
+
+    Returns:
+        [T, width].
+    """
+    if _fused(rows):
+        from services.trainer.transformer.kernels import expert_kernels
+
+        return expert_kernels.sum_of_rows(rows, places)
+    return rows[places].float().sum(1).to(rows.dtype)
+
+
+class CopyToRows(torch.autograd.Function):
+    """`copy_to_rows` for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
+        """Copy."""
+        ctx.save_for_backward(places)
+        return copy_to_rows(x, places)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Add up."""
+        return sum_of_rows(grads[0].contiguous(), ctx.saved_tensors[0]), None
+
+
+class SumOfRows(torch.autograd.Function):
+    """`sum_of_rows` for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
+        """Add up."""
+        ctx.save_for_backward(places)
+        return sum_of_rows(rows, places)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Copy."""
+        return copy_to_rows(grads[0].contiguous(), ctx.saved_tensors[0]), None
+
+
+def _fused(x: Tensor) -> bool:
+    return x.dtype == torch.bfloat16 and x.is_cuda and fused_kernels()

@@ -1,0 +1,167 @@
+"""The router of a mixture of experts: chooses each token's experts and their weights."""
+
+from typing import Any
+
+import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
+
+# isort: split
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from services.trainer.transformer.kernels.gradients import add_product_
+from services.trainer.transformer.mlp.routing import Routing
+
+
+class Router(MegatronModule):
+    """Softmax routing in float32, as in Qwen's and Mixtral's models.
+
+    Attributes:
+        load: int64 [experts], tokens routed to each expert on this rank since `expert_load.reset`.
+        losses: float32 [3], sums since then over micro-batches: weight times load-balancing loss, weight times z-loss,
+            and weight.
+        replays: whether it uses the experts that a micro-batch brings.
+        replaced: int64 [], choices since then that were given and that it would have made differently.
+        recorded: uint8 or int16 [T, top_k], the experts of each pass in order, while they are recorded; see
+            `routing_record`.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config=config)
+        assert config.num_moe_experts is not None
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.weight = torch.nn.Parameter(
+            torch.empty(config.num_moe_experts, config.hidden_size, dtype=config.params_dtype, device=device)
+        )
+        # Each tensor-parallel rank routes its own slice of the tokens.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.load = torch.zeros(config.num_moe_experts, dtype=torch.int64, device=device)
+        self.losses = torch.zeros(3, dtype=torch.float32, device=device)
+        self.replays = False
+        self.replaced = torch.zeros((), dtype=torch.int64, device=device)
+        self.recorded: list[Tensor] | None = None
+
+    def forward(self, x: Tensor, weight: float = 0.0, experts: Tensor | None = None) -> Routing:
+        """Route this rank's tokens.
+
+        Args:
+            x: [T, hidden].
+            weight: `RouterInputs.weight`.
+            experts: integers [T, top_k], the experts to use; where they are negative, and by default, those with the
+                highest scores.
+        """
+        logits = float32_logits(x, self.weight)
+        highest = logits.detach().topk(self.config.moe_router_topk, dim=-1)
+        chosen = highest.indices if experts is None else _with_given(experts, highest.indices)
+        if self.recorded is not None:
+            self.recorded.append(chosen.to(torch.uint8 if logits.shape[-1] <= 256 else torch.int16))
+        if self.config.moe_router_pre_softmax:
+            weights = logits.softmax(-1).gather(-1, chosen)
+        else:  # equals normalising the chosen experts' part of the whole softmax
+            weights = logits.gather(-1, chosen).softmax(-1)
+        # A pass without gradients is an evaluation, or will be recomputed.
+        if torch.is_grad_enabled():
+            counts = torch.zeros_like(self.load).scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
+            self.load += counts
+            if experts is not None:
+                self.replaced += (logits.detach().gather(-1, chosen) < highest.values[:, -1:]).sum()
+            weights = self._with_losses(weights, logits, counts, weight)
+        return Routing(chosen, weights)
+
+    def _with_losses(self, weights: Tensor, logits: Tensor, counts: Tensor, weight: float) -> Tensor:
+        """Attach the router's own losses to the weights, so that the backward pass includes their gradient.
+
+        A rank with a slice of the micro-batch adds its part; the sum over ranks is the micro-batch's loss.
+        """
+        balance, z = self.config.moe_aux_loss_coeff, self.config.moe_z_loss_coeff or 0.0
+        if not balance and not z:
+            return weights
+        sizes = torch.full((1,), float(len(logits)), device=logits.device)
+        whole = torch.cat((counts.float(), sizes))
+        group = parallel_state.get_tensor_and_context_parallel_group()
+        if group.size() > 1:
+            dist.all_reduce(whole, group=group)
+        tokens = whole[-1]
+        probabilities, experts = logits.softmax(-1).sum(0), len(counts)
+        balance_loss = experts * (whole[:-1] * probabilities).sum() / (self.config.moe_router_topk * tokens * tokens)
+        z_loss = logits.logsumexp(-1).square().sum() / tokens
+        found = torch.stack((balance_loss.detach(), z_loss.detach(), (sizes / tokens).squeeze()))
+        self.losses += weight * found
+        extra: Tensor = balance * balance_loss + z * z_loss
+        attached: Tensor = _Attach.apply(weights, extra, weight)
+        return attached
+
+
+def _with_given(given: Tensor, own: Tensor) -> Tensor:
+    """Return the given experts, and a router's own where those are negative."""
+    if given.shape != own.shape:
+        raise ValueError(f"experts is {list(given.shape)}: it must be [tokens, top_k] = {list(own.shape)}")
+    return torch.where(given < 0, own, given.long())
+
+
+class _Attach(torch.autograd.Function):
+    """Identity of x whose backward pass also starts that of a loss, with gradient `scale`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(loss)
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grads[0], torch.full_like(ctx.saved_tensors[0], ctx.scale), None
+
+
+def float32_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x @ weight.T in float32.
+
+    If the weight has Megatron's gradient buffer (`main_grad`), its gradient goes there and not to `grad`.
+
+    Args:
+        x: [T, hidden].
+        weight: [experts, hidden].
+
+    Returns:
+        float32 [T, experts].
+    """
+    logits: Tensor = _Float32Logits.apply(x, weight)
+    return logits
+
+
+class _Float32Logits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.main_grad = getattr(weight, "main_grad", None)
+        if _on_tensor_cores(x):
+            return torch.mm(x, weight.t(), out_dtype=torch.float32)  # products of bf16 are exact in float32
+        return x.float() @ weight.float().t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (x, weight), grad = ctx.saved_tensors, grads[0]
+        grad_x = grad_weight = None
+        if _on_tensor_cores(x):
+            # Split the gradient into a sum of two bf16 numbers, with 16 significant bits together: tensor cores compute
+            # both products and sum them in float32.
+            high = grad.bfloat16()
+            grad = torch.cat((high, (grad - high).bfloat16()), 1)
+            matrix = torch.cat((weight, weight))
+        else:
+            matrix, x = weight.float(), x.float()
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad @ matrix).to(ctx.saved_tensors[0].dtype)
+        if ctx.needs_input_grad[1]:
+            total = torch.zeros_like(weight, dtype=torch.float32) if ctx.main_grad is None else ctx.main_grad
+            for part in grad.split(len(weight), 1):
+                add_product_(total, part, x)
+            grad_weight = total.to(weight.dtype) if ctx.main_grad is None else None
+        return grad_x, grad_weight
+
+
+def _on_tensor_cores(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype == torch.bfloat16

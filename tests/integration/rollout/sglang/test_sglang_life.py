@@ -1,0 +1,51 @@
+"""How an SGLang engine starts, fails to, and ends: with everything that belongs to it."""
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from relaxd.process.child import ChildExited
+from relaxd.rpc.errors import FailedPrecondition, InvalidArgument
+from tests.integration.rollout.rollout_kit import Source
+from tests.integration.rollout.sglang.syncs import sync
+from tests.kit.engines import EngineRunner, assert_gone, family
+
+PROMPT = [5, 9, 17, 200, 33]
+
+
+def test_a_scheduler_process_that_dies_ends_the_engine(start: Callable[..., EngineRunner], source: Source) -> None:
+    before = set(Path("/dev/shm").glob("sglang_loads_*"))
+    runner = start()
+    assert set(Path("/dev/shm").glob("sglang_loads_*")) <= before
+    sync(runner, source, 0)
+    asked = runner.ask(PROMPT, 2, stream=True, max_new_tokens=400, ignore_eos=True)
+    runner.wait_begun(asked)
+    processes = family(runner.engine.pid)
+    (scheduler,) = [each for each in processes if "scheduler" in " ".join(each.cmdline())]
+    os.kill(scheduler.pid, signal.SIGKILL)
+    ended = runner.wait_exit()
+    assert ended.exit_code == 1
+    assert any("scheduler process 0 of SGLang is gone" in line for line in ended.last_lines)
+    with pytest.raises(ChildExited):
+        runner.wait(asked)
+    assert not runner.engine.alive
+    assert_gone(processes)
+
+
+def test_options_that_sglang_does_not_have(start: Callable[..., EngineRunner]) -> None:
+    with pytest.raises(InvalidArgument) as error:
+        start(sglang={"chunked_prefil_size": 4})
+    assert "rollout.sglang.chunked_prefil_size is not an option of SGLang" in str(error.value)
+    assert "did you mean chunked_prefill_size?" in str(error.value)
+
+
+def test_a_model_that_sglang_cannot_load(start: Callable[..., EngineRunner], model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(model, tmp_path / "model")
+    for weights in folder.glob("*.safetensors"):
+        weights.unlink()
+    with pytest.raises(FailedPrecondition, match="Cannot find any model weights"):
+        start(folder)

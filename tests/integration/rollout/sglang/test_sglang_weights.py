@@ -1,0 +1,236 @@
+"""SGLang's own models receive weights: what arrives is what SGLang's loaders would have made of them."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from relaxd.weights.checksum import checksum
+from relaxd.weights.group import WeightGroup, host_store
+from relaxd.weights.layout import as_sent
+from relaxd.weights.manifest import Bucket, TensorSpec, pack, plan_buckets, to_proto
+from tests.sglang.environment import CPU_ENVIRONMENT, EnvironmentUnavailable, sglang_python
+
+SHAPE = {
+    "vocab_size": 259, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16,
+    "num_attention_heads": 4, "max_position_embeddings": 128,
+}  # fmt: skip
+"""259 is padded by SGLang, to a multiple of 64."""
+NAMES = count()
+STORE = host_store()
+
+
+def make_models(folder: Path) -> dict[str, Path]:
+    """A tied dense model whose one key-value head two ranks share, and an untied mixture of experts."""
+    torch.manual_seed(0)
+    models: dict[str, PreTrainedModel] = {
+        "qwen3": Qwen3ForCausalLM(Qwen3Config(**SHAPE, num_key_value_heads=1, tie_word_embeddings=True)),
+        "qwen3_moe": Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(
+                **SHAPE, num_key_value_heads=2, tie_word_embeddings=False, num_experts=4, num_experts_per_tok=2,
+                moe_intermediate_size=32,
+            )
+        ),
+    }  # fmt: skip
+    for name, model in models.items():
+        model.bfloat16().save_pretrained(folder / name)
+    return {name: folder / name for name in models}
+
+
+class Source:
+    """The trainer's side of one group: new values for a model's tensors."""
+
+    def __init__(self, folder: Path, seed: int, dtype: torch.dtype = torch.bfloat16) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.tensors = {
+            name: torch.randn(tensor.shape, generator=generator).to(dtype)
+            for name, tensor in load_file(folder / "model.safetensors").items()
+        }
+        self.specs = [TensorSpec(name, t.dtype, tuple(t.shape)) for name, t in self.tensors.items()]
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """Several."""
+        buckets = plan_buckets(self.specs, 20_000, 0)
+        assert len(buckets) > 4
+        return buckets
+
+    def send(self, group: WeightGroup, layout: str, buckets: list[Bucket]) -> None:
+        """As a trainer does."""
+        for bucket in buckets:
+            flat = pack(bucket, self.tensors, torch.empty(bucket.nbytes, dtype=torch.uint8))
+            tensors = [flat] if layout == "flat" else as_sent(bucket, self.tensors)
+            group.start_broadcasts(tensors, 0, 20).wait()
+
+
+class Ranks:
+    """The tensor-parallel ranks of one engine."""
+
+    def __init__(self, size: int) -> None:
+        try:
+            python = sglang_python()
+        except EnvironmentUnavailable as error:
+            pytest.fail(str(error))
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        self.processes = [
+            subprocess.Popen(
+                [python, "-m", "tests.integration.rollout.sglang.weights_member", *map(str, (rank, size, port))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, **CPU_ENVIRONMENT, "PYTHONPATH": str(Path(__file__).parents[4])},
+            )
+            for rank in range(size)
+        ]
+
+    def tell(self, do: str, **command: Any) -> None:
+        """Begin something on all ranks."""
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps({"do": do, **command}) + "\n")
+            process.stdin.flush()
+
+    def answers(self) -> list[dict[str, Any]]:
+        """How it ended on each rank."""
+        found = []
+        for process in self.processes:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line, f"a rank ended with {process.wait()}"
+            found.append(dict(json.loads(line)))
+        return found
+
+    def do(self, do: str, **command: Any) -> list[dict[str, Any]]:
+        """All of it."""
+        self.tell(do, **command)
+        return self.answers()
+
+    def join(self, source: Source, layout: str) -> tuple[WeightGroup, list[dict[str, Any]]]:
+        """A new group of the source and all ranks."""
+        size = len(self.processes) + 1
+        group = WeightGroup("gloo", "127.0.0.1", STORE.port, f"group-{next(NAMES)}", 0, size)
+        connecting = threading.Thread(target=group.connect, args=(30,))
+        connecting.start()
+        manifest = to_proto(source.buckets).SerializeToString().hex()
+        for rank, process in enumerate(self.processes, start=1):
+            place = {"port": STORE.port, "name": group.name, "rank": rank, "world_size": size}
+            assert process.stdin is not None
+            process.stdin.write(json.dumps({"do": "join", "manifest": manifest, "layout": layout, **place}) + "\n")
+            process.stdin.flush()
+        connecting.join()
+        return group, self.answers()
+
+    def refuse(self, source: Source) -> str:
+        """Why the first rank doesn't join."""
+        manifest = to_proto(source.buckets).SerializeToString().hex()
+        place = {"port": STORE.port, "name": f"group-{next(NAMES)}", "rank": 1, "world_size": 2}
+        return str(self.do("join", manifest=manifest, layout="flat", **place)[0]["error"])
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return make_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    ranks = Ranks(request.param)
+    yield ranks
+    for process in ranks.processes:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_what_arrives_is_what_sglang_s_loader_makes_of_it(
+    name: str, ranks: Ranks, models: dict[str, Path], tmp_path: Path
+) -> None:
+    alone = len(ranks.processes) == 1
+    ranks.do("load", folder=str(models[name]))
+    for seed, layout in enumerate(("flat", "direct", "direct"), start=1):
+        source = Source(models[name], seed, torch.float32 if seed == 3 else torch.bfloat16)
+        group, joined = ranks.join(source, layout)
+        if layout == "direct" and seed != 3:  # where ranks share matrices, and for other types, there is a copy
+            assert all((answer["staged"] == 0) == alone for answer in joined), joined
+        ranks.tell("receive", name=group.name)
+        source.send(group, layout, source.buckets)
+        expected = {tensor: checksum(value) for tensor, value in source.tensors.items()}
+        for answer in ranks.answers():
+            assert answer["touched"]
+            assert answer["checksums"] == expected
+        file = tmp_path / f"{seed}.safetensors"
+        save_file({tensor: value.bfloat16() for tensor, value in source.tensors.items()}, file)
+        assert [answer["different"] for answer in ranks.do("compare", file=str(file))] == [[]] * len(joined)
+        assert not any(answer["unusable"] for answer in ranks.do("leave", name=group.name))
+        group.abort()
+
+
+def test_what_does_not_fit_is_named_and_what_breaks_is_told(
+    ranks: Ranks, models: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = models["qwen3"]
+    ranks.do("load", folder=str(folder))
+    # A source that goes away in the middle leaves a model that nobody may use.
+    source = Source(folder, 1)
+    group, _ = ranks.join(source, "direct")
+    ranks.tell("receive", name=group.name)
+    source.send(group, "direct", source.buckets[:2])
+    group.abort()
+    assert all("WeightGroupError" in answer["error"] for answer in ranks.answers())
+    assert all(answer["unusable"] for answer in ranks.do("leave", name=group.name))
+    group, _ = ranks.join(source, "direct")  # the next version heals it
+    ranks.tell("receive", name=group.name)
+    source.send(group, "direct", source.buckets)
+    assert all("error" not in answer for answer in ranks.answers())
+    assert not any(answer["unusable"] for answer in ranks.do("leave", name=group.name))
+
+    # A loader that computes is called with what came.
+    ranks.do("load", folder=str(folder))
+    ranks.do("double", parameter="model.norm.weight")
+    group, _ = ranks.join(source, "direct")
+    ranks.tell("receive", name=group.name)
+    source.send(group, "direct", source.buckets)
+    assert all("error" not in answer for answer in ranks.answers())
+    save_file(source.tensors, tmp_path / "sent.safetensors")  # its loader doubles here, too
+    assert all(not answer["different"] for answer in ranks.do("compare", file=str(tmp_path / "sent.safetensors")))
+    ranks.do("load", folder=str(folder))
+    if len(ranks.processes) > 1:
+        return
+    q_proj, down_proj = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight"
+    extra = TensorSpec("model.layers.1.self_attn.x", torch.bfloat16, (4,))
+    changes: list[tuple[Callable[[Source], object], str]] = [
+        (lambda s: s.specs.pop(-1), "model.norm.weight: the manifest does not have this tensor"),
+        (lambda s: s.specs.append(extra), "self_attn.x: the model has no such tensor"),
+        (lambda s: s.specs.append(s.specs[-1]), "model.norm.weight: the manifest has parts of it twice"),
+        (lambda s: resize(s, q_proj, (96, 64)), "q_proj.weight: the shape .* but the model uses only a part"),
+        (lambda s: resize(s, down_proj, (64, 120)), "down_proj.weight: the manifest does not have .* all of it"),
+        (lambda s: resize(s, "model.norm.weight", (63,)), "model.norm.weight: .*refuses the shape"),
+    ]
+    for change, complaint in changes:
+        source = Source(folder, 1)
+        change(source)
+        error = ranks.refuse(source)
+        assert error.startswith("ManifestMismatch"), error
+        assert re.search(complaint, error), error
+    assert (
+        "model.layers.0.mlp.down_proj stores its weights by Fp8LinearMethod"
+        in ranks.do("quantise", module="model.layers.0.mlp.down_proj")[0]["error"]
+    )
+
+
+def resize(source: Source, name: str, shape: tuple[int, ...]) -> None:
+    """Give a tensor of the manifest another shape."""
+    source.specs = [TensorSpec(s.name, s.dtype, shape) if s.name == name else s for s in source.specs]

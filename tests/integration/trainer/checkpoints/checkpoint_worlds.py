@@ -1,0 +1,96 @@
+"""Worlds of real processes that train, save, and go on from what was saved, perhaps arranged otherwise.
+
+A process costs seconds of imports, so one spawn does a list of jobs, one after the other.
+"""
+
+import random
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.integration.trainer import trainer_worlds
+from tests.integration.trainer.trainer_worlds import Job, copied, make_learner, make_samples, micro_batches
+
+
+@dataclass(frozen=True)
+class CheckpointJob:
+    """Start from the model or from a checkpoint, train two steps, save, train two more."""
+
+    model: Path
+    parallel: dict[str, int] = field(default_factory=dict)
+    load: Path | None = None
+    """Start from here, at step 2, and only do the last two steps."""
+    same_layout: bool = False
+    save: Path | None = None
+
+
+def train(learner: Any, steps: int) -> list[tuple[float, float]]:
+    """Steps on the same samples; loss and gradient norm of each."""
+    batches = micro_batches(make_samples(), 60, learner.world.dp_size)[learner.world.dp_rank]
+    found = []
+    for _ in range(steps):
+        learner.accumulate(batches)
+        stats = learner.finish(20.0)
+        found.append((stats.loss, stats.grad_norm))
+    return found
+
+
+def drawn() -> list[float]:
+    """What this process's generators give next, all of them."""
+    import torch
+
+    return [float(torch.rand(())), float(np.random.random()), random.random()]
+
+
+def run_job(job: CheckpointJob, ranks: int = 1) -> dict[str, Any]:
+    """Run one job on this rank."""
+    import torch.distributed as dist
+
+    learner = make_learner(Job(job.model, job.parallel), ranks)
+    result: dict[str, Any] = {}
+    if job.load is not None:
+        drawn()
+        learner.restore(job.load, 2, same_layout=job.same_layout)
+        result["at_load"] = copied(learner)
+    else:
+        train(learner, 2)
+        drawn()
+    if job.save is not None:
+        if learner.world.rank == 0:
+            job.save.mkdir(parents=True)
+        dist.barrier()
+        began = time.monotonic()
+        snapshot = learner.snapshot(job.save)
+        result["stall"] = time.monotonic() - began
+        result["at_save"] = copied(learner)
+    result["drawn"] = drawn()
+    result["trajectory"] = train(learner, 1)
+    if job.save is not None:
+        snapshot.write()  # only now: a snapshot holds what was, not what is
+        dist.barrier()
+        snapshot.finish()
+    result["trajectory"] += train(learner, 1)
+    result["step"] = learner.step
+    result["tensors"] = copied(learner)
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    from services.trainer.megatron.parallel import leave_layout
+
+    result["spawned"] = filesystem_async._results_queue is not None
+    leave_layout()
+    return result
+
+
+def run_world(jobs: list[CheckpointJob], ranks: int, folder: Path, port: int) -> list[list[dict[str, Any]]]:
+    """Run jobs in a world of `ranks` gloo processes. Returns for each job the results of each rank."""
+    return trainer_worlds.run_world(jobs, ranks, folder, port, program=__name__)
+
+
+if __name__ == "__main__":
+    # Under its own name, or the pickled jobs would be of another class than __main__'s.
+    from tests.integration.trainer.checkpoints import checkpoint_worlds
+
+    trainer_worlds.work(checkpoint_worlds.run_job)

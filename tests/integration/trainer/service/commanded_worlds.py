@@ -1,0 +1,103 @@
+"""Worlds of two processes in which rank 0 commands and the other rank follows."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.integration.trainer import trainer_worlds
+from tests.integration.trainer.trainer_worlds import Job, copied, make_learner, make_samples
+from tests.kit.waiting import wait_until
+
+
+@dataclass(frozen=True)
+class CommandJob:
+    """Every command that needs no board, on a model in two halves."""
+
+    model: Path
+    folder: Path
+
+
+class Ended(Exception):
+    """The last command was executed."""
+
+
+@dataclass(frozen=True)
+class Accumulate:
+    """Run forward and backward of made-up samples."""
+
+    def execute(self, rank: Any) -> None:
+        from services.trainer.batch.row_packing import pack
+
+        rank.learner.accumulate([pack(make_samples())])
+
+
+@dataclass(frozen=True)
+class End:
+    """End `TrainingRank.follow`, which otherwise ends with its process."""
+
+    def execute(self, rank: Any) -> None:
+        raise Ended
+
+
+def run_job(job: CommandJob, ranks: int = 1) -> dict[str, Any]:
+    """Run one job on this rank."""
+    from services.trainer.checkpoints.part import CheckpointPart
+    from services.trainer.loop.commands import TrainingRank
+    from services.trainer.megatron.rank_channel import RankChannel
+
+    learner = make_learner(Job(job.model, {"tensor_parallel": 2}), ranks)
+    channel = RankChannel(60.0, learner.world.disk)
+    nothing: Any = None
+    rank = TrainingRank(channel, learner, CheckpointPart(learner), nothing, job.folder, runner=nothing)
+    result: dict[str, Any] = {}
+    try:
+        if learner.world.rank == 0:
+            result = command(rank, job.folder)
+            rank.run(End())
+        else:
+            rank.follow()
+    except Ended:
+        pass
+    result |= {"step": learner.step, "tensors": copied(learner)}
+    from services.trainer.megatron.parallel import leave_layout
+
+    leave_layout()
+    return result
+
+
+def command(rank: Any, folder: Path) -> dict[str, Any]:
+    """Rank 0's part."""
+    from services.trainer.loop import commanded_rank, commands
+    from services.trainer.megatron.rank_channel import TICK
+
+    rank.run(Accumulate())
+    rank.run(commands.Discard())
+    rank.run(Accumulate())
+    first, at_1 = rank.run(commands.Update(20.0)), rank.run(commands.EndStep())
+    rank.channel.send(TICK)
+    checkpoint, abandoned = folder / "checkpoint", folder / "abandoned"
+    checkpoint.mkdir()
+    abandoned.mkdir()
+    saved = rank.run(commanded_rank.BeginCheckpoint(checkpoint))
+    wait_until(lambda: len(list(checkpoint.glob("written-*.json"))) == rank.channel.size, "both ranks have written")
+    rank.run(commanded_rank.EndCheckpoint(written=True))
+    rank.run(Accumulate())
+    slept = rank.run(commands.Move(to_host=True))
+    woken = rank.run(commands.Move(to_host=False))
+    second, at_2 = rank.run(commands.Update(20.0)), rank.run(commands.EndStep())
+    rank.run(commanded_rank.Restore(checkpoint, 1, same_layout=True))
+    restored = rank.run(commanded_rank.BeginCheckpoint(abandoned))
+    rank.run(commanded_rank.EndCheckpoint(written=False))
+    return {
+        "steps": [first.step, second.step],
+        "checksums": [at_1, saved, at_2, restored],
+        "memory": [*slept, *woken],
+        "exported": rank.run(commands.Export(folder / "export")),
+    }
+
+
+if __name__ == "__main__":
+    # Under its own name, or the pickled jobs would be of another class than __main__'s.
+    from tests.integration.trainer.service import commanded_worlds
+
+    trainer_worlds.work(commanded_worlds.run_job)
