@@ -177,18 +177,20 @@ class _Observed:
             self._token = attach(trace.set_span_in_context(self._span))
 
     def end(self) -> None:
+        """End the span and record the duration once the response is under way: neither is worth its caller's time."""
+        ended, ended_at = time.perf_counter(), time.time_ns()
+        # Scheduled before the span is detached, so that the recorded duration has it as its exemplar.
+        asyncio.get_running_loop().call_soon(self._finish, ended - self._begun, ended_at)
+        if self._token is not None and not self.in_other_task:
+            detach(self._token)
+
+    def _finish(self, seconds: float, ended_at: int) -> None:
         status = self.code.name
-        telemetry.record(
-            "rpc.seconds",
-            time.perf_counter() - self._begun,
-            {"rpc.method": self._method, "rpc.grpc.status_code": status},
-        )
+        telemetry.record("rpc.seconds", seconds, {"rpc.method": self._method, "rpc.grpc.status_code": status})
         if self._token is not None:
             if self.code is not grpc.StatusCode.OK:
                 self._span.set_status(Status(StatusCode.ERROR, status))
-            self._span.end()
-            if not self.in_other_task:
-                detach(self._token)
+            self._span.end(ended_at)
 
 
 def _parsed(parse: Callable[[bytes], Any] | None, request: Any) -> Any:

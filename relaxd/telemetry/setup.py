@@ -2,6 +2,7 @@
 
 import logging
 import os
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -9,6 +10,7 @@ from urllib.parse import urlsplit
 from opentelemetry import metrics, trace
 from opentelemetry.metrics import Meter
 from opentelemetry.trace import Tracer
+from opentelemetry.trace import TracerProvider as AbstractTracerProvider
 
 from relaxd import __version__
 
@@ -136,7 +138,13 @@ def enabled() -> bool:
 
 def tracer() -> Tracer:
     """Return the tracer of this process; its spans do nothing unless something is exported."""
-    return trace.get_tracer("relaxd", __version__)
+    return _tracer_of(trace.get_tracer_provider())
+
+
+@cache
+def _tracer_of(provider: AbstractTracerProvider) -> Tracer:
+    # The SDK makes a new tracer for each request for one, which takes half as long as a span.
+    return provider.get_tracer("relaxd", __version__)
 
 
 def meter() -> Meter:

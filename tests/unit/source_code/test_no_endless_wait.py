@@ -41,6 +41,7 @@ WITHOUT_DEADLINE = {
         ("services/coordinator/service.py", "CoordinatorProcess.run"),
         ("services/coordinator/weights/weight_group_client.py", "WeightGroupClient._broadcast"),
         ("services/rollout/service/child_engine.py", "ChildEngine.start"),
+        ("services/trainer/checkpoints/folder.py", "describe_all"),
         ("services/trainer/service/rank_processes.py", "RankProcesses._exited"),
     },
     WORK: {
