@@ -1,7 +1,7 @@
 """The replicas of one run and the versions that its engines serve."""
 
 import time
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from relaxd.roles import REWARD, ROLES, ROLLOUT, TRAINER
 from relaxd.v1.replica_pb2 import (
@@ -68,22 +68,21 @@ class Fleet:
         able = replica.status.state in ABLE and not replica.draining and replica.replica_id not in self._set_aside
         return works and able and replica.version is not None and replica.version[0] == term
 
-    def idle_reason(self, replica_id: str, failed: Container[str]) -> str:
+    def idle_reason(self, replica_id: str, has_failed: Callable[[str], bool]) -> str:
         """Return why a replica gets no part in the run: its role has as many replicas as it takes. Else "".
 
-        Those come first that registered first, unless they drain or are among the `failed` instances. So the next one
-        takes over from one that is lost.
+        Those come first that registered first, unless they drain or their instance `has_failed`. So the next one takes
+        over from one that is lost.
         """
         replica = self.registry.get(replica_id)
-        most = ROLES[replica.registration.role].most if replica is not None else 0
-        if replica is None or not most:
+        role = replica.registration.role if replica is not None else ""
+        if replica is None or role not in self.roles or not (most := ROLES[role].most):
             return ""
-        role = replica.registration.role
-        ranked = sorted(self.registry.of_role(role), key=lambda one: (one.draining, one.instance in failed))
+        ranked = sorted(self.registry.of_role(role), key=lambda one: (one.draining, has_failed(one.instance)))
         if replica in (first := ranked[:most]):
             return ""
         names = ", ".join(one.replica_id for one in first)
-        return f"run {self.run_id} has {names} as its {role}, and takes {most}: this one stands by, and takes over after it"
+        return f"it stands by, and takes over from {names}: run {self.run_id} takes no more than {most} {role}"
 
     def devices(self) -> list[Replica]:
         """Return the replicas that hold a model, in any state."""

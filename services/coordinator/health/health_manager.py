@@ -57,6 +57,7 @@ class HealthManager:
             context.registry.heartbeat_seconds,
             sync.failures,
             self._restarter.failures,
+            lambda replica_id: bool(self.idle_reason(replica_id)),
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._unknown: set[str] = set()
@@ -76,6 +77,10 @@ class HealthManager:
     def rebuilding(self) -> bool:
         """A role is being rebuilt; the run's pause ends once it is back."""
         return any(role.state == Health.REBUILDING for role in self.record.roles.values())
+
+    def idle_reason(self, replica_id: str) -> str:
+        """Return why a replica gets no part in the run; see Fleet.idle_reason."""
+        return self._context.fleet.idle_reason(replica_id, self.record.has_failed)
 
     async def run_forever(self) -> None:
         """Check and act every TICK_SECONDS. Raises Superseded, Fenced."""

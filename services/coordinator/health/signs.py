@@ -6,12 +6,7 @@ from dataclasses import dataclass
 
 from relaxd.config import RunConfig
 from relaxd.roles import ROLES
-from relaxd.v1.replica_pb2 import (
-    REPLICA_STATE_FAILED,
-    REPLICA_STATE_QUARANTINED,
-    REPLICA_STATE_READY,
-    REPLICA_STATE_STARTING,
-)
+from relaxd.v1.replica_pb2 import REPLICA_STATE_FAILED, REPLICA_STATE_READY, REPLICA_STATE_STARTING
 from services.coordinator.fleet.registry import Replica
 
 SENDER_PATIENCE = 3
@@ -127,7 +122,7 @@ class Signs:
         watch.progress, watch.state_and_detail = status.progress, state_and_detail
         if status.state == REPLICA_STATE_FAILED:
             watch.failed_at = now if watch.failed_at is None else watch.failed_at
-        elif status.state in (REPLICA_STATE_READY, REPLICA_STATE_QUARANTINED):  # a new attempt has not recovered yet
+        elif status.state != REPLICA_STATE_STARTING:  # which is another attempt, and may fail, too
             watch.failed_at = None
         return watch
 

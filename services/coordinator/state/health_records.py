@@ -44,7 +44,7 @@ class ReplicaHealth(Record):
     tries: int = 0
     """Consecutive losses and missed returns without work in between."""
     counted_id: str = ""
-    """Id of the process whose end is among `tries`."""
+    """Id of the last process whose end is among `tries`."""
     failure: str = ""
     """The last error that one of its processes reported, since one worked."""
     seen_working: bool = False
@@ -89,15 +89,19 @@ class HealthRecord(Record):
     events: tuple[Event, ...] = ()
     """Latest events, oldest first."""
 
-    @property
-    def failed(self) -> frozenset[str]:
-        """Instances that are not restarted any more."""
-        return frozenset(instance for instance, one in self.replicas.items() if one.state == Health.FAILED)
+    def has_failed(self, instance: str) -> bool:
+        """Return whether an instance is given up."""
+        return instance in self.replicas and self.replicas[instance].state == Health.FAILED
 
     def with_reset_timers(self, now: float) -> "HealthRecord":
-        """Return a copy in which all waits start at `now`, after a time without a coordinator."""
+        """Return a copy in which all waits start at `now`, after a time without a coordinator or without Redis.
+
+        Tries begin anew, too: a process may have ended because of that time.
+        """
         replicas = {
-            key: one.model_copy(update={"since": now}) if one.state == Health.RESTARTING else one
+            key: one.model_copy(update={"tries": 0, "since": now if one.state == Health.RESTARTING else one.since})
+            if one.state != Health.FAILED
+            else one
             for key, one in self.replicas.items()
         }
         roles = {

@@ -7,6 +7,7 @@ from relaxd.config import DataConfig, HealthConfig, ModelConfig, RewardConfig, R
 from relaxd.v1.coordinator_pb2 import Registration
 from relaxd.v1.replica_pb2 import (
     REPLICA_STATE_FAILED,
+    REPLICA_STATE_IDLE,
     REPLICA_STATE_READY,
     REPLICA_STATE_STARTING,
     ReplicaStatus,
@@ -40,6 +41,7 @@ class Process:
     replica_id: str
     does: str
     began: float
+    """Time since which it has a part in the run."""
     progress: int = 0
 
 
@@ -73,6 +75,8 @@ class World:
     redis_url: str
     health: dict[str, Any] = field(default_factory=dict)
     roles: tuple[str, ...] = ROLES
+    supervisor_seconds: float = 1.0
+    """Time from the end of a process that "dies" to the registration of the next."""
     now: float = 1e9
     step: int = 3
     record: HealthRecord = field(default_factory=HealthRecord)
@@ -107,7 +111,14 @@ class World:
         self.registry.load(self.store.replicas(), {})
         self.fleet = Fleet(self.registry, RUN, self.roles, self.clock)
         self.policy = HealthPolicy(
-            RUN, self.config, self.roles, HEARTBEAT_SECONDS, self._sync_failures, self.launcher_errors, self.clock
+            RUN,
+            self.config,
+            self.roles,
+            HEARTBEAT_SECONDS,
+            self._sync_failures,
+            self.launcher_errors,
+            self._stands_by,
+            self.clock,
         )
         self.record = HealthRecord.model_validate_json(self.record.model_dump_json()).with_reset_timers(self.now)
 
@@ -145,6 +156,10 @@ class World:
         """The events of an instance or, by its name, of a role."""
         return [event for event in self.record.events if subject == (event.instance or event.role)]
 
+    def working(self, role: str) -> list[str]:
+        """The ids of the replicas of a role that have a part in the run."""
+        return [one.replica_id for one in self.registry.of_role(role, RUN)]
+
     async def _tick(self) -> None:
         self.now += TICK_SECONDS
         for instance in self.instances.values():
@@ -180,8 +195,15 @@ class World:
             )
         )
 
+    def _stands_by(self, replica_id: str) -> bool:
+        return bool(self.fleet.idle_reason(replica_id, self.record.has_failed))
+
     def _heartbeat(self, instance: Instance, process: Process) -> None:
         if process.does == "frozen":
+            return
+        if self._stands_by(process.replica_id):
+            process.began = self.now
+            self.registry.heartbeat(process.replica_id, ReplicaStatus(state=REPLICA_STATE_IDLE))
             return
         age, state, detail = self.now - process.began, REPLICA_STATE_READY, ""
         if process.does == "fails":
@@ -190,7 +212,7 @@ class World:
             detail = f"its checkpoint doesn't fit (attempt {attempt + 1:.0f})" if state == REPLICA_STATE_FAILED else ""
         elif process.does.endswith("dies") and age > LIFE_SECONDS:
             state, detail = REPLICA_STATE_FAILED, "the file of step 4 isn't there"
-            self.die(instance.name, next_after=1.0)
+            self.die(instance.name, next_after=self.supervisor_seconds)
         process.progress += process.does.startswith("works")
         status = ReplicaStatus(
             state=state,
