@@ -57,7 +57,7 @@ class HealthManager:
             context.registry.heartbeat_seconds,
             sync.failures,
             self._restarter.failures,
-            lambda replica_id: bool(self.idle_reason(replica_id)),
+            context.fleet.idle_reason,
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._unknown: set[str] = set()
@@ -78,10 +78,6 @@ class HealthManager:
         """A role is being rebuilt; the run's pause ends once it is back."""
         return any(role.state == Health.REBUILDING for role in self.record.roles.values())
 
-    def idle_reason(self, replica_id: str) -> str:
-        """Return why a replica gets no part in the run; see Fleet.idle_reason."""
-        return self._context.fleet.idle_reason(replica_id, self.record.has_failed)
-
     async def run_forever(self) -> None:
         """Check and act every TICK_SECONDS. Raises Superseded, Fenced."""
         loaded = False
@@ -91,6 +87,7 @@ class HealthManager:
                 try:
                     if not loaded:
                         self.record = await asyncio.to_thread(self._context.store.health, self._context.run_id)
+                        self._context.fleet.give_up(self.record.given_up)
                         loaded = True
                         self._reset_timers()
                     await self._tick()
@@ -128,6 +125,7 @@ class HealthManager:
         if (changed := draft.result()) != self.record:
             await asyncio.to_thread(self._context.store.save_health, self._context.run_id, changed)
             self.record = changed
+            self._context.fleet.give_up(changed.given_up)
             self._context.registry.changed.fire()
         self._to_reclaim += draft.lost_ids
         self._report(draft)

@@ -22,14 +22,14 @@ class HealthPolicy:
         heartbeat_seconds: float,
         sync_failures: Callable[[Replica], int],
         restart_failures: Mapping[str, str],
-        stands_by: Callable[[str], bool],
+        idle_reason: Callable[[str], str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`roles` are those that the run needs; `restart_failures` is the error of each instance's last restart;
-        `stands_by` says by id whether a replica gets no part in the run; for the rest see Signs."""
+        `idle_reason` is the fleet's; for the rest see Signs."""
         self._needed = roles
         self._signs = Signs(config, heartbeat_seconds, sync_failures, clock)
-        self._replicas = ReplicaReconciler(run_id, config.health, self._signs, restart_failures, stands_by)
+        self._replicas = ReplicaReconciler(run_id, config.health, self._signs, restart_failures, idle_reason)
         self._roles = RoleReconciler(config.health, clock)
 
     @property

@@ -33,14 +33,14 @@ class ReplicaReconciler:
         config: HealthConfig,
         signs: Signs,
         failures: Mapping[str, str],
-        stands_by: Callable[[str], bool],
+        idle_reason: Callable[[str], str],
     ) -> None:
-        """`failures`: the error of the last restart, by instance; for `stands_by` see HealthPolicy."""
+        """`failures`: the error of the last restart, by instance; `idle_reason` is the fleet's."""
         self._run_id = run_id
         self._config = config
         self._signs = signs
         self._failures = failures
-        self._stands_by = stands_by
+        self._idle_reason = idle_reason
         self._leaving: dict[str, str] = {}
         """Replica ids of draining replicas, by instance: their end is expected."""
 
@@ -111,7 +111,7 @@ class ReplicaReconciler:
             well = one.state != Health.FAILED or replica.status.done_groups > 0
             if well and replica.status.state in (REPLICA_STATE_READY, REPLICA_STATE_QUARANTINED):
                 self._record_recovery(draft, one, f"{one.replica_id} works after {draft.now - one.down_since:.1f} s")
-            elif one.state == Health.RESTARTING and self._stands_by(replica.replica_id):
+            elif one.state == Health.RESTARTING and self._idle_reason(replica.replica_id):
                 self._record_recovery(draft, one, f"{one.replica_id} stands by")
         else:
             changes: dict[str, Any] = {"state": Health.HEALTHY, "reason": ""}

@@ -426,7 +426,7 @@ class RunManager:
         """Return the run that a replica works on."""
         if self.active is None or not self.active.assignable:
             return pb.Assignment()
-        if reason := self.active.health.idle_reason(replica_id):
+        if reason := self.active.fleet.idle_reason(replica_id):
             return pb.Assignment(idle_reason=reason)
         record = self.active.record
         if self._assigned is None or self._assigned[0] is not record:

@@ -1,5 +1,6 @@
 """Records of a run's health in Redis."""
 
+from collections.abc import Iterator
 from datetime import datetime
 from enum import StrEnum
 
@@ -89,9 +90,10 @@ class HealthRecord(Record):
     events: tuple[Event, ...] = ()
     """Latest events, oldest first."""
 
-    def has_failed(self, instance: str) -> bool:
-        """Return whether an instance is given up."""
-        return instance in self.replicas and self.replicas[instance].state == Health.FAILED
+    @property
+    def given_up(self) -> Iterator[str]:
+        """The instances that failed."""
+        return (instance for instance, one in self.replicas.items() if one.state == Health.FAILED)
 
     def with_reset_timers(self, now: float) -> "HealthRecord":
         """Return a copy in which all waits start at `now`, after a time without a coordinator or without Redis.

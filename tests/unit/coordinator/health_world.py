@@ -117,10 +117,11 @@ class World:
             HEARTBEAT_SECONDS,
             self._sync_failures,
             self.launcher_errors,
-            self._stands_by,
+            self.fleet.idle_reason,
             self.clock,
         )
         self.record = HealthRecord.model_validate_json(self.record.model_dump_json()).with_reset_timers(self.now)
+        self.fleet.give_up(self.record.given_up)
 
     def clock(self) -> float:
         return self.now
@@ -171,6 +172,7 @@ class World:
         draft = HealthUpdate(self.record, self.now)
         self.policy.update(draft, self.registry.all(), RoleSigns(self.fleet.missing(), self.step))
         self.record = HealthRecord.model_validate_json(draft.result().model_dump_json())
+        self.fleet.give_up(self.record.given_up)
         self.lost += draft.lost_ids
         for order in draft.restarts:
             self.restarts.append(Restart(self.now, order.instance, order.mode))
@@ -195,13 +197,10 @@ class World:
             )
         )
 
-    def _stands_by(self, replica_id: str) -> bool:
-        return bool(self.fleet.idle_reason(replica_id, self.record.has_failed))
-
     def _heartbeat(self, instance: Instance, process: Process) -> None:
         if process.does == "frozen":
             return
-        if self._stands_by(process.replica_id):
+        if self.fleet.idle_reason(process.replica_id):
             process.began = self.now
             self.registry.heartbeat(process.replica_id, ReplicaStatus(state=REPLICA_STATE_IDLE))
             return
