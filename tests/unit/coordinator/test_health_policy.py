@@ -234,7 +234,8 @@ async def test_a_role_that_fails_in_the_same_way_each_time_fails_the_run(
     redis_url: str, role: str, does: str, supervisor_seconds: float, error: str, most_seconds: float
 ) -> None:
     """Whether it fails to start, or each of its processes ends soon after: such as a critic that can't catch up."""
-    world = World(redis_url, {**QUICK, "max_rebuilds": 1}, (*ROLES, "critic"), supervisor_seconds)
+    quick = {**QUICK, "failed_seconds": 20.0, "max_rebuilds": 1}
+    world = World(redis_url, quick, (*ROLES, "critic"), supervisor_seconds)
     await start(world, "critic-1")
     world.instances[f"{role}-1"].plan = [does]
     world.die(f"{role}-1", next_after=1.0)
@@ -255,9 +256,9 @@ async def test_a_replica_that_works_before_it_dies_is_restarted_without_end(
     world = await start(World(redis_url, {**QUICK, "max_rebuilds": 1}, supervisor_seconds=supervisor_seconds))
     world.instances["reward-1"].plan = ["works and dies"]
     world.die("reward-1", next_after=1.0)
-    await world.passes(200.0)
+    await world.passes(100.0)
     assert {event.state for event in world.events("reward-1")} == {RESTARTING, HEALTHY}
-    assert len(world.events("reward-1")) > 30
+    assert len(world.events("reward-1")) > 15
     assert world.events("reward") == []
 
 
@@ -333,7 +334,8 @@ async def test_a_critic_that_is_given_up_stands_by(redis_url: str) -> None:
 
 
 async def test_two_critics_that_fail_in_the_same_way_fail_the_run(redis_url: str) -> None:
-    world = await two_critics(World(redis_url, {**QUICK, "max_rebuilds": 1}, (*ROLES, "critic")), "fails")
+    quick = {**QUICK, "failed_seconds": 10.0, "max_rebuilds": 1}
+    world = await two_critics(World(redis_url, quick, (*ROLES, "critic")), "fails")
     world.instances["critic-1"].plan = ["fails"]
     world.die("critic-1", next_after=1.0)
     await world.until(FAILED, "critic", 2400.0)
