@@ -63,6 +63,11 @@ class AssignmentFollower:
         self._wanted = assignment
         self._interrupt()
 
+    @property
+    def idle_reason(self) -> str:
+        """Why it is idle although there is a run; else empty."""
+        return self._wanted.idle_reason
+
     async def drain(self, seconds: float) -> int:
         """Take no new work, and finish or hand back held groups. Returns how many are still held."""
         if not self.draining:

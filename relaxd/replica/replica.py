@@ -5,7 +5,7 @@ run_replica runs a ReplicaService:
 - It starts the gRPC server, then registers. It waits for a coordinator that is away, at the start or later, and
   registers again with one that answers NOT_FOUND. Work goes on meanwhile.
 - The assignment names the run to work on. A new run: stop_run of the old one, start_run of the new one. PAUSED and
-  back: pause_run, resume_run. No run, or one that ended: stop_run.
+  back: pause_run, resume_run. No run, or one that ended: stop_run. The status then has its idle_reason.
 - A start_run that fails puts the replica in FAILED with the reason in status.detail. It is tried again after 1 s, 2 s,
   4 s ... at most 30 s, as long as the assignment stays: the cause may be a Redis that is still starting.
 - A drain, requested by call or by heartbeat, lasts until the replica is given another run, or until heartbeats
@@ -97,7 +97,14 @@ class _Life:
             role=self.service.role,
             state=state,
             run_id=follower.run_id,
-            detail=self.context.failure or follower.detail or self.gpus.waiting or own.detail or _longest_wait(),
+            detail=(
+                self.context.failure
+                or follower.detail
+                or follower.idle_reason
+                or self.gpus.waiting
+                or own.detail
+                or _longest_wait()
+            ),
             held_groups=own.held_groups,
             done_groups=own.done_groups,
             weights=own.weights,

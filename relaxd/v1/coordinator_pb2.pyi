@@ -1168,6 +1168,7 @@ class Assignment(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     FOLDER_FIELD_NUMBER: _builtins.int
     BEGIN_TIME_FIELD_NUMBER: _builtins.int
+    IDLE_REASON_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run to work on; empty means none: be idle."""
     config_json: _builtins.str
@@ -1176,6 +1177,8 @@ class Assignment(_message.Message):
     """State of the run. When paused, take no new work."""
     folder: _builtins.str
     """The run's folder, as the coordinator sees it."""
+    idle_reason: _builtins.str
+    """Why this replica is to be idle although there is a run: others of its role work on it, and it takes no more."""
     @_builtins.property
     def begin_time(self) -> _timestamp_pb2.Timestamp:
         """When the run began, or was restored last. If it changes, leave the run and start it again: an end in between may
@@ -1190,10 +1193,11 @@ class Assignment(_message.Message):
         state: Global___RunState.ValueType = ...,
         folder: _builtins.str = ...,
         begin_time: _timestamp_pb2.Timestamp | None = ...,
+        idle_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["begin_time", b"begin_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_time", b"begin_time", "config_json", b"config_json", "folder", b"folder", "run_id", b"run_id", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_time", b"begin_time", "config_json", b"config_json", "folder", b"folder", "idle_reason", b"idle_reason", "run_id", b"run_id", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

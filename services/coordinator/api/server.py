@@ -156,7 +156,7 @@ class CoordinatorService(CoordinatorServicer):
         return pb.RegisterResponse(
             lease_seconds=self._registry.lease_seconds,
             heartbeat_seconds=self._registry.heartbeat_seconds,
-            assignment=self._manager.assignment(),
+            assignment=self._manager.assignment(registration.replica_id),
             gpu_lease_seconds=self._registry.gpu_lease_seconds,
             term=self._registry.term,
         )
@@ -169,7 +169,7 @@ class CoordinatorService(CoordinatorServicer):
             raise NotFound(f"no replica {request.replica_id!r} is registered: register again")
         until = replica.drain_until
         return pb.HeartbeatResponse(
-            assignment=self._manager.assignment(),
+            assignment=self._manager.assignment(request.replica_id),
             drain=replica.draining,
             drain_seconds=None if until is None else max(0.0, until - time.time()),
             gpu_lease_seconds=self._registry.gpu_lease_seconds,

@@ -32,6 +32,8 @@ class Fleet:
         """Clock time of a role's first failure since it last worked."""
         self._set_aside: frozenset[str] = frozenset()
         """Ids of engines that are excluded from weight synchronisation: their old version must not close the gate."""
+        self._given_up: frozenset[str] = frozenset()
+        """Instances that health has given up."""
 
     def trainer(self) -> Replica | None:
         """Return the newest trainer that is ready."""
@@ -67,6 +69,26 @@ class Fleet:
         works = replica.registration.role == ROLLOUT and replica.status.run_id == self.run_id
         able = replica.status.state in ABLE and not replica.draining and replica.replica_id not in self._set_aside
         return works and able and replica.version is not None and replica.version[0] == term
+
+    def give_up(self, instances: Iterable[str]) -> None:
+        """Let these instances, and no others, work only where no other one can (see `idle_reason`)."""
+        self._given_up = frozenset(instances)
+
+    def idle_reason(self, replica_id: str) -> str:
+        """Return why a replica gets no part in the run: its role has as many replicas as it takes. Else "".
+
+        Those come first that registered first, unless they drain or were given up. So the next one takes over from one
+        that is lost.
+        """
+        replica = self.registry.get(replica_id)
+        role = replica.registration.role if replica is not None else ""
+        if replica is None or role not in self.roles or not (most := ROLES[role].most):
+            return ""
+        ranked = sorted(self.registry.of_role(role), key=lambda one: (one.draining, one.instance in self._given_up))
+        if replica in (first := ranked[:most]):
+            return ""
+        names = ", ".join(one.replica_id for one in first)
+        return f"it stands by, and takes over from {names}: run {self.run_id} takes no more than {most} {role}"
 
     def devices(self) -> list[Replica]:
         """Return the replicas that hold a model, in any state."""

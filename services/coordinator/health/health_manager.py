@@ -57,6 +57,7 @@ class HealthManager:
             context.registry.heartbeat_seconds,
             sync.failures,
             self._restarter.failures,
+            context.fleet.idle_reason,
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._unknown: set[str] = set()
@@ -86,6 +87,7 @@ class HealthManager:
                 try:
                     if not loaded:
                         self.record = await asyncio.to_thread(self._context.store.health, self._context.run_id)
+                        self._context.fleet.give_up(self.record.given_up)
                         loaded = True
                         self._reset_timers()
                     await self._tick()
@@ -123,6 +125,7 @@ class HealthManager:
         if (changed := draft.result()) != self.record:
             await asyncio.to_thread(self._context.store.save_health, self._context.run_id, changed)
             self.record = changed
+            self._context.fleet.give_up(changed.given_up)
             self._context.registry.changed.fire()
         self._to_reclaim += draft.lost_ids
         self._report(draft)

@@ -100,6 +100,7 @@ class HealthUpdate:
             stopped_id="" if mode == RestartMode.PROBE else one.replica_id,
             restarts=one.restarts if mode == RestartMode.PROBE else (*one.restarts, self.now),
             tries=1 if one.seen_working else one.tries + 1,
+            counted_id=one.replica_id,
             seen_working=False,
         )
         action = "waiting for the next process of" if mode == RestartMode.PROBE else "restarting"

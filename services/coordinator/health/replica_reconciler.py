@@ -1,13 +1,18 @@
 """First tier of health: one replica at a time. Changes only the draft; the health manager acts on it."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from relaxd import telemetry
 from relaxd.config import HealthConfig
 from relaxd.retry import Backoff
-from relaxd.v1.replica_pb2 import REPLICA_STATE_DRAINING, REPLICA_STATE_QUARANTINED, REPLICA_STATE_READY
+from relaxd.v1.replica_pb2 import (
+    REPLICA_STATE_DRAINING,
+    REPLICA_STATE_FAILED,
+    REPLICA_STATE_QUARANTINED,
+    REPLICA_STATE_READY,
+)
 from services.coordinator.fleet.registry import Replica
 from services.coordinator.health.health_update import DOWN, HealthUpdate, RestartMode, next_restart
 from services.coordinator.health.signs import HealthIssue, Signs
@@ -22,12 +27,20 @@ IGNORED_RESTART_SECONDS = 10.0
 class ReplicaReconciler:
     """Decides on restarts of a run's replicas."""
 
-    def __init__(self, run_id: str, config: HealthConfig, signs: Signs, failures: Mapping[str, str]) -> None:
-        """`failures`: the error of the last restart, by instance."""
+    def __init__(
+        self,
+        run_id: str,
+        config: HealthConfig,
+        signs: Signs,
+        failures: Mapping[str, str],
+        idle_reason: Callable[[str], str],
+    ) -> None:
+        """`failures`: the error of the last restart, by instance; `idle_reason` is the fleet's."""
         self._run_id = run_id
         self._config = config
         self._signs = signs
         self._failures = failures
+        self._idle_reason = idle_reason
         self._leaving: dict[str, str] = {}
         """Replica ids of draining replicas, by instance: their end is expected."""
 
@@ -67,17 +80,24 @@ class ReplicaReconciler:
     def _replace(self, draft: HealthUpdate, one: ReplicaHealth, replica: Replica) -> ReplicaHealth:
         """Record that a new process replaced the known one."""
         draft.lost_ids.append(one.replica_id)
-        changes = {"replica_id": replica.replica_id, "address": replica.registration.address, "seen_working": False}
-        if one.state in DOWN:
+        changes: dict[str, Any] = {"replica_id": replica.replica_id, "address": replica.registration.address}
+        changes["seen_working"] = False
+        if one.counted_id == one.replica_id:  # its end was asked for, or noticed before
             return draft.set_replica(one, **changes)
         text = f"{one.replica_id} died, and {replica.replica_id} replaced it"
+        changes["counted_id"] = one.replica_id
+        if self._no_try_left(one):
+            return draft.set_replica(self._fail(draft, one, text), **changes)
+        text += f"; its last error: {one.failure}" if one.failure else ""
         draft.add_event(one.role, one.instance, Health.RESTARTING, text)
-        tries = 1 if one.seen_working else one.tries + 1
-        return draft.set_replica(one, **changes, state=Health.RESTARTING, reason=text, tries=tries)
+        changes["tries"] = 1 if one.seen_working else one.tries + 1
+        return draft.set_replica(one, **changes, state=Health.RESTARTING, since=draft.now, reason=text)
 
     def _check(self, draft: HealthUpdate, one: ReplicaHealth, replica: Replica) -> None:
         """Update a registered replica."""
         issue = self._signs.issue(replica)
+        if replica.status.state == REPLICA_STATE_FAILED and replica.status.detail != one.failure:
+            one = draft.set_replica(one, failure=replica.status.detail)
         if one.state in DOWN and replica.replica_id == one.stopped_id:
             ready = replica.status.state == REPLICA_STATE_READY and issue is None
             if ready and draft.now - one.since > IGNORED_RESTART_SECONDS:
@@ -87,15 +107,19 @@ class ReplicaReconciler:
         elif issue is not None and issue.due:
             self._restart(draft, one, issue)
         elif one.state in DOWN:
-            if replica.status.state in (REPLICA_STATE_READY, REPLICA_STATE_QUARANTINED):
+            # One that failed may have been ready each time, until it ended: only work shows that it is well.
+            well = one.state != Health.FAILED or replica.status.done_groups > 0
+            if well and replica.status.state in (REPLICA_STATE_READY, REPLICA_STATE_QUARANTINED):
                 self._record_recovery(draft, one, f"{one.replica_id} works after {draft.now - one.down_since:.1f} s")
+            elif one.state == Health.RESTARTING and self._idle_reason(replica.replica_id):
+                self._record_recovery(draft, one, f"{one.replica_id} stands by")
         else:
             changes: dict[str, Any] = {"state": Health.HEALTHY, "reason": ""}
             if issue is not None:
                 same = _without_digits(issue.text) == _without_digits(one.reason)
                 changes = {"state": Health.SUSPECT, "reason": one.reason if same else issue.text}
             if replica.status.done_groups > 0 and not one.seen_working:
-                changes |= {"seen_working": True, "tries": 0}
+                changes |= {"seen_working": True, "tries": 0, "failure": ""}
             if any(getattr(one, name) != value for name, value in changes.items()):
                 draft.set_replica(one, **changes)
 
@@ -103,7 +127,7 @@ class ReplicaReconciler:
         draft.add_event(one.role, one.instance, Health.HEALTHY, text)
         labels = {"relaxd.run_id": self._run_id, "relaxd.role": one.role}
         telemetry.record("health.recovery_seconds", draft.now - one.down_since, labels)
-        draft.set_replica(one, state=Health.HEALTHY, reason="", stopped_id="")
+        draft.set_replica(one, state=Health.HEALTHY, reason="", stopped_id="", counted_id="")
 
     def _restart(self, draft: HealthUpdate, one: ReplicaHealth, issue: HealthIssue) -> None:
         """Restart a registered replica if supervision, back-off and the limit of tries allow it."""
@@ -111,7 +135,7 @@ class ReplicaReconciler:
         reason = issue.text
         if not one.supervised:
             reason += "; no supervisor would start it again (RELAXD_INSTANCE is not set): restart it by hand"
-        elif one.tries >= self._config.max_restarts and not one.seen_working and not self._may_retry(draft, one):
+        elif self._no_try_left(one) and not self._may_retry(draft, one):
             self._fail(draft, one, issue.text)
             return
         elif draft.now < allowed_at:
@@ -134,6 +158,8 @@ class ReplicaReconciler:
                 one.role, one.instance, Health.FAILED, f"{one.replica_id} is gone, and no supervisor restarts it"
             )
             del draft.replicas[one.instance]
+        elif self._no_try_left(one):
+            draft.set_replica(self._fail(draft, one, "its heartbeats stopped"), counted_id=one.replica_id)
         else:
             draft.restart(one, "its heartbeats stopped", RestartMode.PROBE)
 
@@ -147,7 +173,7 @@ class ReplicaReconciler:
             why = f"it did not come back within {timeout:g} s"
             if failure := self._failures.get(one.instance):
                 why += f": {failure}"
-            if one.tries >= self._config.max_restarts:
+            if self._no_try_left(one):
                 self._fail(draft, one, why)
             elif draft.now >= next_restart(one.restarts, self._config, draft.now):
                 draft.restart(one, why, RestartMode.FORCE)
@@ -162,12 +188,18 @@ class ReplicaReconciler:
         """Return whether it failed so long ago that it may be tried again."""
         return one.state == Health.FAILED and draft.now - one.since > self._config.restart_window_seconds
 
-    def _fail(self, draft: HealthUpdate, one: ReplicaHealth, why: str) -> None:
+    def _no_try_left(self, one: ReplicaHealth) -> bool:
+        """Return whether max_restarts of its processes ended without work in between."""
+        return one.tries >= self._config.max_restarts and not one.seen_working
+
+    def _fail(self, draft: HealthUpdate, one: ReplicaHealth, why: str) -> ReplicaHealth:
         if one.state == Health.FAILED:
-            return
+            return one
+        if one.failure not in why:
+            why += f"; its last error: {one.failure}"
         text = f"{one.replica_id} failed after {one.tries} tries: {why}"
         draft.add_event(one.role, one.instance, Health.FAILED, text)
-        draft.set_replica(one, state=Health.FAILED, reason=why)
+        return draft.set_replica(one, state=Health.FAILED, reason=why)
 
 
 def _without_digits(reason: str) -> str:

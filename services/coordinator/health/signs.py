@@ -35,6 +35,7 @@ class _Watch:
     changed_at: float
     """Last change of state, detail or progress."""
     failed_at: float | None = None
+    """Time of its first failure since it last worked."""
 
 
 class Signs:
@@ -119,10 +120,10 @@ class Signs:
         if state_and_detail != watch.state_and_detail or status.progress != watch.progress:
             watch.changed_at = now
         watch.progress, watch.state_and_detail = status.progress, state_and_detail
-        if status.state != REPLICA_STATE_FAILED:
+        if status.state == REPLICA_STATE_FAILED:
+            watch.failed_at = now if watch.failed_at is None else watch.failed_at
+        elif status.state != REPLICA_STATE_STARTING:  # which is another attempt, and may fail, too
             watch.failed_at = None
-        elif watch.failed_at is None:
-            watch.failed_at = now
         return watch
 
 

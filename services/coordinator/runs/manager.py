@@ -424,10 +424,12 @@ class RunManager:
             return active.health.record.events
         return (await asyncio.to_thread(self._store.health, record.run_id)).events
 
-    def assignment(self) -> pb.Assignment:
-        """Return the run that replicas work on."""
+    def assignment(self, replica_id: str) -> pb.Assignment:
+        """Return the run that a replica works on."""
         if self.active is None or not self.active.assignable:
             return pb.Assignment()
+        if reason := self.active.fleet.idle_reason(replica_id):
+            return pb.Assignment(idle_reason=reason)
         record = self.active.record
         if self._assigned is None or self._assigned[0] is not record:
             assignment = pb.Assignment(

@@ -139,9 +139,10 @@ class WaitWatcher:
         return Snapshot(**{**values, **self._progress, **own, "redis": redis or own["redis"]})
 
     def _replicas(self, role: str) -> list[Replica]:
-        """Return the replicas of a role that work on the run, or on none yet."""
-        found = self._context.fleet.registry.of_role(role)
-        return [replica for replica in found if replica.status.run_id in ("", self._context.run_id)]
+        """Return the replicas of a role that work on the run, or on none yet; none that stands by."""
+        fleet, runs = self._context.fleet, ("", self._context.run_id)
+        found = [replica for replica in fleet.registry.of_role(role) if replica.status.run_id in runs]
+        return [replica for replica in found if not fleet.idle_reason(replica.replica_id)]
 
     def _log(self) -> None:
         sentence, now = self.sentence, time.monotonic()

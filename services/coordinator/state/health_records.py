@@ -1,5 +1,6 @@
 """Records of a run's health in Redis."""
 
+from collections.abc import Iterator
 from datetime import datetime
 from enum import StrEnum
 
@@ -43,6 +44,10 @@ class ReplicaHealth(Record):
     """Unix times of the last restarts, by this or an earlier coordinator."""
     tries: int = 0
     """Consecutive losses and missed returns without work in between."""
+    counted_id: str = ""
+    """Id of the last process whose end is among `tries`."""
+    failure: str = ""
+    """The last error that one of its processes reported, since one worked."""
     seen_working: bool = False
     """Its newest process has made progress."""
 
@@ -85,10 +90,20 @@ class HealthRecord(Record):
     events: tuple[Event, ...] = ()
     """Latest events, oldest first."""
 
+    @property
+    def given_up(self) -> Iterator[str]:
+        """The instances that failed."""
+        return (instance for instance, one in self.replicas.items() if one.state == Health.FAILED)
+
     def with_reset_timers(self, now: float) -> "HealthRecord":
-        """Return a copy in which all waits start at `now`, after a time without a coordinator."""
+        """Return a copy in which all waits start at `now`, after a time without a coordinator or without Redis.
+
+        Tries begin anew, too: a process may have ended because of that time.
+        """
         replicas = {
-            key: one.model_copy(update={"since": now}) if one.state == Health.RESTARTING else one
+            key: one.model_copy(update={"tries": 0, "since": now if one.state == Health.RESTARTING else one.since})
+            if one.state != Health.FAILED
+            else one
             for key, one in self.replicas.items()
         }
         roles = {

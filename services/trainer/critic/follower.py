@@ -98,8 +98,8 @@ class Follower:
         try:
             if (term := self._board.critic_term()) > self._term:
                 raise Superseded(
-                    f"this critic, of term {self._term}, ends: another one, of term {term}, follows the run. A run has "
-                    "one critic: don't start a second"
+                    f"this critic, of term {self._term}, ends: another one, of term {term}, took over while this one "
+                    "was out of touch. A run has one critic"
                 )
             following = self._board.ledger(after_step=self._rank.learner.step, limit=1)
             last = following[0].step if following else self._board.last_step()

@@ -2,8 +2,9 @@
 
 `python -m tests.integration.health.doubles FOLDER ROLE` takes the flags of a service.
 
-Files in FOLDER are the commands. FAULT-INSTANCE (fail: don't start, stuck: get nothing done, wrong: fail weight
-synchronisations) holds for the process whose id is its content, or for every process of the instance when it is empty.
+Files in FOLDER are the commands. FAULT-INSTANCE (fail: don't start, refuse: don't start a run, stuck: get nothing done,
+wrong: fail weight synchronisations) holds for the process whose id is its content, or for every process of the instance
+when it is empty.
 """
 
 import asyncio
@@ -15,9 +16,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from relaxd.board import CRITIC_STATE, VALUES, Column, Delivery
+from relaxd.board.worker import Process
+from relaxd.config import RunConfig
 from relaxd.replica.context import ReplicaContext, open_context
 from relaxd.replica.replica import run_replica
 from relaxd.replica.service import ReplicaService
+from relaxd.replica.stage_replica import StageReplica
+from relaxd.roles import CRITIC
 from relaxd.rpc.errors import Aborted
 from relaxd.rpc.settings import parse_settings
 from relaxd.v1 import rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc
@@ -42,6 +50,26 @@ async def run_double(
         await run_replica(double, context, [(add, double, f"relaxd.v1.{role.title()}")])
 
 
+class Critic(StageReplica):
+    """Gives the value 0 to every token, and learns nothing."""
+
+    role = stage = CRITIC
+
+    async def prepare(self, config: RunConfig) -> tuple[Process, int]:
+        if is_to("refuse"):
+            raise FileNotFoundError("model.safetensors is gone")
+
+        def process(delivery: Delivery, columns: dict[str, Column]) -> dict[str, Column]:
+            return {VALUES: np.zeros(len(columns["tokens"]), np.float32), CRITIC_STATE: {"step": 0, "metrics": {}}}
+
+        return process, 1
+
+
+async def run_critic() -> None:
+    async with open_context(parse_settings(CRITIC, sys.argv[3:])) as context:
+        await run_replica(Critic(context), context)
+
+
 def main() -> None:
     role = sys.argv[2]
     if role == "trainer":
@@ -58,6 +86,8 @@ def main() -> None:
                 return trainer_pb2.TrainerSaveCheckpointResponse(path="checkpoint", weights=self.weights)
 
         asyncio.run(run_double(role, Trainer, trainer_pb2_grpc.add_TrainerServicer_to_server))
+    elif role == CRITIC:
+        asyncio.run(run_critic())
     elif role != "rollout":  # the real one
         module = f"services.{role}"
         sys.argv = [module, *sys.argv[3:]]

@@ -5,7 +5,14 @@ from typing import Any
 
 from relaxd.config import DataConfig, HealthConfig, ModelConfig, RewardConfig, RunConfig, RunSection, WeightsConfig
 from relaxd.v1.coordinator_pb2 import Registration
-from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, ReplicaStatus, WeightVersion
+from relaxd.v1.replica_pb2 import (
+    REPLICA_STATE_FAILED,
+    REPLICA_STATE_IDLE,
+    REPLICA_STATE_READY,
+    REPLICA_STATE_STARTING,
+    ReplicaStatus,
+    WeightVersion,
+)
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.registry import Registry
 from services.coordinator.health.health_policy import HealthPolicy
@@ -19,14 +26,22 @@ ROLES = ("trainer", "rollout", "reward", "advantage")
 LEASE_SECONDS, HEARTBEAT_SECONDS, TICK_SECONDS = 3.0, 1.0, 0.5
 START_SECONDS = 2.0
 """Time from a restart to the registration of the next process."""
+ATTEMPT_SECONDS, LIFE_SECONDS = 15.0, 3.0
+"""Time between two starts of a run that "fails", and from one that "dies" to its end."""
 
 
 @dataclass
 class Process:
-    """One process: it "works", is "stuck", answers "wrong" or is "frozen"; "gone" is one that never registers."""
+    """One process: it "works", is "stuck", answers "wrong" or is "frozen"; "gone" is one that never registers.
+
+    One that "fails" tries again and again to start the run; one that "dies" ends soon after it was ready, without work
+    done, and one that "works and dies" with work done. The next one is started by their supervisor.
+    """
 
     replica_id: str
     does: str
+    began: float
+    """Time since which it has a part in the run."""
     progress: int = 0
 
 
@@ -59,6 +74,9 @@ class World:
 
     redis_url: str
     health: dict[str, Any] = field(default_factory=dict)
+    roles: tuple[str, ...] = ROLES
+    supervisor_seconds: float = 1.0
+    """Time from the end of a process that "dies" to the registration of the next."""
     now: float = 1e9
     step: int = 3
     record: HealthRecord = field(default_factory=HealthRecord)
@@ -91,11 +109,19 @@ class World:
             clock=self.clock,
         )
         self.registry.load(self.store.replicas(), {})
-        self.fleet = Fleet(self.registry, RUN, ROLES, self.clock)
+        self.fleet = Fleet(self.registry, RUN, self.roles, self.clock)
         self.policy = HealthPolicy(
-            RUN, self.config, ROLES, HEARTBEAT_SECONDS, self._sync_failures, self.launcher_errors, self.clock
+            RUN,
+            self.config,
+            self.roles,
+            HEARTBEAT_SECONDS,
+            self._sync_failures,
+            self.launcher_errors,
+            self.fleet.idle_reason,
+            self.clock,
         )
         self.record = HealthRecord.model_validate_json(self.record.model_dump_json()).with_reset_timers(self.now)
+        self.fleet.give_up(self.record.given_up)
 
     def clock(self) -> float:
         return self.now
@@ -131,17 +157,22 @@ class World:
         """The events of an instance or, by its name, of a role."""
         return [event for event in self.record.events if subject == (event.instance or event.role)]
 
+    def working(self, role: str) -> list[str]:
+        """The ids of the replicas of a role that have a part in the run."""
+        return [one.replica_id for one in self.registry.of_role(role, RUN)]
+
     async def _tick(self) -> None:
         self.now += TICK_SECONDS
         for instance in self.instances.values():
             if instance.starts_at is not None and self.now >= instance.starts_at:
                 await self._start(instance)
             if instance.process is not None:
-                self._heartbeat(instance.process)
+                self._heartbeat(instance, instance.process)
         await self.registry.expire()
         draft = HealthUpdate(self.record, self.now)
         self.policy.update(draft, self.registry.all(), RoleSigns(self.fleet.missing(), self.step))
         self.record = HealthRecord.model_validate_json(draft.result().model_dump_json())
+        self.fleet.give_up(self.record.given_up)
         self.lost += draft.lost_ids
         for order in draft.restarts:
             self.restarts.append(Restart(self.now, order.instance, order.mode))
@@ -156,7 +187,7 @@ class World:
             return
         replica_id = f"{instance.name}-r{instance.count}" if instance.count else instance.name
         instance.count += 1
-        instance.process = Process(replica_id, does)
+        instance.process = Process(replica_id, does, self.now)
         await self.registry.register(
             Registration(
                 replica_id=replica_id,
@@ -166,12 +197,25 @@ class World:
             )
         )
 
-    def _heartbeat(self, process: Process) -> None:
+    def _heartbeat(self, instance: Instance, process: Process) -> None:
         if process.does == "frozen":
             return
-        process.progress += process.does == "works"
+        if self.fleet.idle_reason(process.replica_id):
+            process.began = self.now
+            self.registry.heartbeat(process.replica_id, ReplicaStatus(state=REPLICA_STATE_IDLE))
+            return
+        age, state, detail = self.now - process.began, REPLICA_STATE_READY, ""
+        if process.does == "fails":
+            attempt, seconds = divmod(age, ATTEMPT_SECONDS)
+            state = REPLICA_STATE_FAILED if seconds > START_SECONDS else REPLICA_STATE_STARTING
+            detail = f"its checkpoint doesn't fit (attempt {attempt + 1:.0f})" if state == REPLICA_STATE_FAILED else ""
+        elif process.does.endswith("dies") and age > LIFE_SECONDS:
+            state, detail = REPLICA_STATE_FAILED, "the file of step 4 isn't there"
+            self.die(instance.name, next_after=self.supervisor_seconds)
+        process.progress += process.does.startswith("works")
         status = ReplicaStatus(
-            state=REPLICA_STATE_READY,
+            state=state,
+            detail=detail,
             run_id=RUN,
             held_groups=2,
             progress=process.progress,

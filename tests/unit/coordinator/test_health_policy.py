@@ -7,7 +7,7 @@ import pytest
 
 from services.coordinator.health.health_update import RestartMode
 from services.coordinator.state.health_records import Health
-from tests.unit.coordinator.health_world import LEASE_SECONDS, START_SECONDS, TICK_SECONDS, World
+from tests.unit.coordinator.health_world import LEASE_SECONDS, ROLES, START_SECONDS, TICK_SECONDS, World
 
 FAILED, HEALTHY, REBUILDING = Health.FAILED, Health.HEALTHY, Health.REBUILDING
 RESTARTING, SUSPECT = Health.RESTARTING, Health.SUSPECT
@@ -216,3 +216,127 @@ async def test_a_role_without_replicas_waits_for_new_ones(make_world: MakeWorld)
     await world.add("rollout-3")
     await world.until(HEALTHY, "rollout", 5.0)
     assert not world.restarts
+
+
+DIES = "the file of step 4 isn't there"
+
+
+@pytest.mark.parametrize(
+    ("does", "supervisor_seconds", "error", "most_seconds"),
+    [
+        ("fails", 1.0, "its checkpoint doesn't fit", 1200.0),
+        ("dies", 1.0, DIES, 300.0),
+        ("dies", 2 * LEASE_SECONDS, DIES, 300.0),  # its lease ends before the next process registers
+    ],
+)
+@pytest.mark.parametrize("role", ["critic", "trainer"])
+async def test_a_role_that_fails_in_the_same_way_each_time_fails_the_run(
+    redis_url: str, role: str, does: str, supervisor_seconds: float, error: str, most_seconds: float
+) -> None:
+    """Whether it fails to start, or each of its processes ends soon after: such as a critic that can't catch up."""
+    quick = {**QUICK, "failed_seconds": 20.0, "max_rebuilds": 1}
+    world = World(redis_url, quick, (*ROLES, "critic"), supervisor_seconds)
+    await start(world, "critic-1")
+    world.instances[f"{role}-1"].plan = [does]
+    world.die(f"{role}-1", next_after=1.0)
+    gave_up = await world.until(FAILED, f"{role}-1", most_seconds)
+    assert error in gave_up.text
+    assert gave_up.text.count(error) == 1
+    await world.until(FAILED, role, most_seconds)
+    assert world.policy.failure.startswith(f"{role} could not be rebuilt: ")
+    assert error in world.policy.failure
+    assert [event.state for event in world.events(role) if event.state != HEALTHY] == [REBUILDING, FAILED]
+    assert len(world.events(f"{role}-1")) < 30  # no storm
+
+
+@pytest.mark.parametrize("supervisor_seconds", [1.0, 2 * LEASE_SECONDS])
+async def test_a_replica_that_works_before_it_dies_is_restarted_without_end(
+    redis_url: str, supervisor_seconds: float
+) -> None:
+    world = await start(World(redis_url, {**QUICK, "max_rebuilds": 1}, supervisor_seconds=supervisor_seconds))
+    world.instances["reward-1"].plan = ["works and dies"]
+    world.die("reward-1", next_after=1.0)
+    await world.passes(100.0)
+    assert {event.state for event in world.events("reward-1")} == {RESTARTING, HEALTHY}
+    assert len(world.events("reward-1")) > 15
+    assert world.events("reward") == []
+
+
+@pytest.mark.parametrize("does", ["fails", "dies"])
+async def test_an_outage_costs_no_tries(make_world: MakeWorld, does: str) -> None:
+    """Of Redis or of the coordinator: a process may have ended because of it."""
+    world = await start(make_world(failed_seconds=10.0, restart_window_seconds=30.0))
+    instance = world.instances["reward-1"]
+    instance.plan = [does]
+    world.die("reward-1", next_after=1.0)
+    for outage in range(1, 4):
+        while instance.count < 2 * outage:
+            await world.passes(TICK_SECONDS)
+        world.coordinator()
+    assert {event.state for event in world.events("reward-1")} <= {RESTARTING, HEALTHY}
+    await world.until(FAILED, "reward-1")  # without an outage
+
+
+async def test_a_replica_that_died_too_often_is_well_once_it_works(make_world: MakeWorld) -> None:
+    """Not as soon as it is ready: it was ready each time."""
+    world = await start(make_world())
+    await world.add("rollout-2", "dies")
+    await world.until(FAILED, "rollout-2")
+    before = len(world.events("rollout-2"))
+    await world.passes(60.0)
+    assert len(world.events("rollout-2")) == before
+    assert list(world.record.given_up) == ["rollout-2"]
+    world.instances["rollout-2"].plan = ["works"]
+    await world.passes(20.0)
+    assert world.events("rollout-2")[-1].state == HEALTHY
+    assert world.events("rollout") == []
+
+
+async def two_critics(world: World, *plan: str) -> World:
+    """Let the first of two critics work, and the second stand by."""
+    await start(world, "critic-1")
+    await world.add("critic-2", *plan)
+    await world.passes(5.0)
+    assert world.working("critic") == ["critic-1"]
+    assert not world.record.events
+    return world
+
+
+async def test_a_critic_that_stands_by_takes_over_once(redis_url: str) -> None:
+    world = await two_critics(World(redis_url, QUICK, (*ROLES, "critic")))
+    world.die("critic-1", next_after=1.0)
+    await world.passes(4.0)
+    assert world.working("critic") == ["critic-2"]
+    assert [event.text for event in world.events("critic-1")][1:] == ["critic-1-r1 stands by"]
+    leaving = world.registry.get("critic-2")
+    assert leaving is not None
+    await world.registry.drain(leaving)
+    await world.passes(5.0)
+    assert world.working("critic") == ["critic-1-r1"]
+    assert (world.record.roles["critic"].state, world.events("critic")) == (HEALTHY, [])
+    world.coordinator()
+    await world.passes(5.0)
+    assert world.working("critic") == ["critic-1-r1"]
+
+
+async def test_a_critic_that_is_given_up_stands_by(redis_url: str) -> None:
+    world = await two_critics(World(redis_url, QUICK, (*ROLES, "critic")), "works")
+    world.instances["critic-1"].plan = ["dies"]
+    for _ in range(QUICK["max_restarts"] + 1):  # the other one is lost each time, too
+        world.die("critic-1", next_after=1.0)
+        await world.passes(3.0)
+        world.die("critic-2", next_after=1.0)
+        await world.passes(10.0)
+    assert list(world.record.given_up) == ["critic-1"]
+    world.die("critic-2", next_after=1.0)
+    await world.passes(3.0)
+    assert world.working("critic") == ["critic-2-r5"]
+
+
+async def test_two_critics_that_fail_in_the_same_way_fail_the_run(redis_url: str) -> None:
+    quick = {**QUICK, "failed_seconds": 10.0, "max_rebuilds": 1}
+    world = await two_critics(World(redis_url, quick, (*ROLES, "critic")), "fails")
+    world.instances["critic-1"].plan = ["fails"]
+    world.die("critic-1", next_after=1.0)
+    await world.until(FAILED, "critic", 2400.0)
+    assert "its checkpoint doesn't fit" in world.policy.failure

@@ -8,10 +8,10 @@ import pytest
 
 from relaxd.board import Board
 from relaxd.config import BoardConfig, DataConfig, ModelConfig, RewardConfig, RunConfig, RunSection, TrainerConfig
-from relaxd.roles import REWARD, ROLLOUT
+from relaxd.roles import CRITIC, REWARD, ROLLOUT
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.coordinator_pb2 import Registration
-from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, REPLICA_STATE_STARTING, ReplicaStatus
+from relaxd.v1.replica_pb2 import REPLICA_STATE_IDLE, REPLICA_STATE_READY, REPLICA_STATE_STARTING, ReplicaStatus
 from relaxd.waiting import waiting
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.peers import Peers
@@ -28,7 +28,7 @@ RUN = {"going_since": 0.0, "redis": "", "announced": 0}
 class World:
     """A run with a board and a registry, and what it says of itself."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, roles: tuple[str, ...] = (ROLLOUT, REWARD)) -> None:
         config = RunConfig(
             run=RunSection(steps=9),
             model=ModelConfig(path="none"),
@@ -42,7 +42,7 @@ class World:
         self.board = Board(url, "run", STAGES, BoardConfig(), retry_seconds=0.2)
         self.board.create(term=1, groups_per_step=2, steps=9)
         self.board.set_gate(term=1, oldest_version=0, open=True)
-        fleet = Fleet(self.registry, "run", (ROLLOUT, REWARD))
+        fleet = Fleet(self.registry, "run", roles)
         context = RunContext("run", config, self.board, store, fleet, Peers("", None, 1))
         self.run: dict[str, Any] = {**RUN, "going_since": time.time()}
         self.watcher = WaitWatcher(context, lambda: dict(self.run))
@@ -123,3 +123,11 @@ async def test_it_speaks_while_redis_is_away(tmp_path: Any) -> None:
     assert world.watcher.redis_is_away
     assert run.waiting_for.startswith("it waits for Redis: Redis at 127.0.0.1:")
     assert "groups: 1 published, 1 open, 0 dropped" in run.wait.evidence  # what it last said
+
+
+async def test_nobody_waits_for_a_replica_that_stands_by(redis_url: str) -> None:
+    world = World(redis_url, (CRITIC,))
+    await world.replica("critic-1", CRITIC, REPLICA_STATE_STARTING, "loading the model")
+    await world.replica("critic-2", CRITIC)
+    world.registry.heartbeat("critic-2", ReplicaStatus(state=REPLICA_STATE_IDLE, detail="it stands by"))
+    assert (await world.look()).waiting_for.startswith("critic-1 is starting: loading the model")
