@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.02
 """Interval at which the training thread checks for requests while it may not train."""
-DISK_BACKOFF = Backoff(first_seconds=0.5, max_seconds=8.0)
+DISK_BACKOFF = Backoff(first_seconds=0.5, max_seconds=4.0)
 """Between two tries to write a step file, which may have gigabytes."""
 LEDGER_PAGE = 16
 """Steps that are read from the ledger at once: a plan may have hundreds of kilobytes."""

@@ -69,6 +69,14 @@ def test_a_full_disk_is_an_error_of_the_system_and_leaves_nothing(tmp_path: Path
     assert read_step_file(path).plan == PLAN
 
 
+def test_what_is_written_but_refused_its_name_leaves_nothing(tmp_path: Path) -> None:
+    path = step_file_path(tmp_path, 2)
+    path.mkdir(parents=True)
+    with pytest.raises(IsADirectoryError):
+        write_step_file(path, PLAN, GROUPS)
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
 def test_a_later_attempt_replaces_what_was_never_committed(tmp_path: Path) -> None:
     path = step_file_path(tmp_path, 2)
     write_step_file(path, PLAN, GROUPS)
