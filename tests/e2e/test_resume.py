@@ -46,7 +46,7 @@ def kill_everything_at(process: "Popen[str]", state: StateFolder, steps: Iterato
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_a_run_goes_on_after_everything_was_killed(workplace: Workplace, tiny_model: Path) -> None:
     state, steps = StateFolder(workplace.folder / ".relaxd"), iter((3, 6))
     folder = workplace.folder / "runs" / "r"
