@@ -42,9 +42,9 @@ from services.trainer.checkpoints import folder as folders
 from services.trainer.checkpoints.folder import BoardState, CheckpointState, Ledger
 from services.trainer.checkpoints.part import CheckpointPart
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.snapshots.checkpoint_writer import on_all_ranks
 from services.trainer.megatron.host_memory import freeze_objects
 from services.trainer.megatron.parallel import shut_down
+from services.trainer.megatron.rank_channel import all_ranks_agree
 
 SMOLLM2 = {
     "hidden_size": 576,
@@ -109,14 +109,14 @@ class Bench:
         if self._partial is None:
             return True
         if self._sealed is not None:
-            if not on_all_ranks(self._sealed.done(), self.learner.world):
+            if not all_ranks_agree(self._sealed.done(), device=self.learner.world.device):
                 return False
             self._sealed.result()
             self._sealed, self._partial = None, None
             self.wrote = time.perf_counter() - self._begun
             return True
         reports = self.part.reports()
-        if on_all_ranks(reports is not None, self.learner.world) and reports is not None:
+        if all_ranks_agree(reports is not None, device=self.learner.world.device) and reports is not None:
             began = time.perf_counter()
             self.part.end()
             self.stalled[2] += time.perf_counter() - began

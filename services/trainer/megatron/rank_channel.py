@@ -21,6 +21,17 @@ TICK = None
 """Sent instead of a command."""
 
 
+def all_ranks_agree(yes: bool, *, device: torch.device | None = None, group: dist.ProcessGroup | None = None) -> bool:
+    """Return whether `yes` is True on all ranks of a group, by default the world. All call it together.
+
+    `device` is one on which the group communicates; by default the CPU.
+    """
+    votes = torch.tensor([int(yes)], device=device)
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(votes, dist.ReduceOp.MIN, group=group)
+    return bool(votes)
+
+
 class RankChannel:
     """The control channel of the world. All ranks create it together; only their training threads use it."""
 
@@ -40,10 +51,7 @@ class RankChannel:
 
     def all_ranks_agree(self, yes: bool) -> bool:
         """Return whether `yes` is True on all ranks. All call it together."""
-        votes = torch.tensor([int(yes)])
-        if self.size > 1:
-            dist.all_reduce(votes, dist.ReduceOp.MIN, group=self._group)
-        return bool(votes)
+        return all_ranks_agree(yes, group=self._group)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, which can be pickled, on rank 0; nothing elsewhere. All call it together."""

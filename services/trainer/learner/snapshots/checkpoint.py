@@ -8,7 +8,6 @@ over torch's AdamW, without Transformer Engine or apex, has three pitfalls, hand
 """
 
 import contextlib
-import io
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,7 +23,6 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer import MegatronOptimizer
@@ -36,9 +34,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from services.trainer.learner.compared.frozen_model import FrozenModel
 from services.trainer.learner.snapshots.checkpoint_copies import HostCopies, HostMemory
 from services.trainer.learner.snapshots.checkpoint_reader import ReadCommonStrategy, ReadStrategy
-from services.trainer.learner.snapshots.checkpoint_writer import FilePlan, ThreadStrategy, on_all_ranks
+from services.trainer.learner.snapshots.checkpoint_writer import FilePlan, SnapshotFiles, serialized
 from services.trainer.megatron.disk_work import DiskWork
 from services.trainer.megatron.parallel import World
+from services.trainer.megatron.rank_channel import all_ranks_agree
 from services.trainer.model.model import PolicyModel
 
 SHARDING = {
@@ -117,7 +116,7 @@ class Checkpointed(Protocol):
 
 
 class Kept:
-    """What a learner keeps of a snapshot for the next one: the host's memory, and the plan of the files."""
+    """The host's memory and the plan of the files, which a learner keeps from one snapshot for the next."""
 
     def __init__(self) -> None:
         self.memory = HostMemory()
@@ -161,20 +160,19 @@ class Snapshot:
                 }
                 add_prefix_for_sharding(content[role], f"{role}.")
         parts = set(content)
-        again = on_all_ranks(kept.plan is not None and kept.parts == parts, state.world)
+        again = all_ranks_agree(kept.plan is not None and kept.parts == parts, device=state.world.device)
         # `dist_checkpointing.save` would write common.pt here, where a full disk would end training.
         # Megatron validates that exactly one copy of each parameter is saved among all ranks: once is enough.
         sharded, common = save_preprocess(content, validate_access_integrity=not again)
-        self._common = _serialized(common) if state.world.rank == 0 else b""
+        self._common = serialized(common).getvalue() if state.world.rank == 0 else b""
         self._folder = folder
-        self._strategy = strategy = ThreadStrategy(state.world, kept.plan if again else None)
-        request = strategy.async_save(sharded, folder)
-        kept.plan, kept.parts = strategy.plan, parts
-        self.nbytes = sum(tensor.nbytes for tensor in strategy.tensors) + len(self._common)
+        self._files = SnapshotFiles(sharded, folder, state.world, kept.plan if again else None)
+        kept.plan, kept.parts = self._files.plan, parts
+        tensors = self._files.tensors
+        self.nbytes = sum(tensor.nbytes for tensor in tensors) + len(self._common)
         """Bytes that this rank writes, but for a few."""
-        if not all(self.copies.owns(tensor) for tensor in strategy.tensors):
+        if not all(self.copies.owns(tensor) for tensor in tensors):
             raise RuntimeError("Megatron has copied a tensor before it was filled")
-        self._request: AsyncRequest = request
         self.copies.start()
 
     def _content(self, state: TrainedModel) -> dict[str, Any]:
@@ -204,14 +202,13 @@ class Snapshot:
             self.copies.check()
             if self._common:
                 (self._folder / COMMON_STATE_FNAME).write_bytes(self._common)
-            assert self._request.async_fn is not None
-            self._request.async_fn(*self._request.async_fn_args)
+            self._files.write()
         finally:
             self._kept.in_use = False
 
     def finish(self) -> str:
-        """Write the metadata; see `ThreadStrategy.finish`. All ranks call it, after `write` has succeeded on all."""
-        return self._strategy.finish()  # not the request's own functions, which wait for files in collectives
+        """Write the metadata; see `SnapshotFiles.finish`. All ranks call it, after `write` has succeeded on all."""
+        return self._files.finish()
 
 
 def load_snapshot(state: Stateful, folder: Path, *, same_layout: bool) -> Loaded:
@@ -327,12 +324,6 @@ def _load(content: dict[str, Any], folder: Path, disk: DiskWork) -> dict[str, An
     except CheckpointException as error:
         reasons = {str(failure) or type(failure).__name__ for failure, _ in error.failures.values()}
         raise CheckpointError(f"{folder} doesn't fit this model and trainer: {'; '.join(sorted(reasons))}") from error
-
-
-def _serialized(value: dict[str, Any]) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
 
 
 def _generators(world: World, states: dict[str, Any] | None) -> ShardedObject:

@@ -16,11 +16,9 @@ import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
 
 # isort: split
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import (
     FileSystemWriterAsync,
     _item_size,
@@ -29,7 +27,6 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import (
 from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
@@ -40,6 +37,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper, _get_failure_dict
 
 from services.trainer.batch.durable import sync
 from services.trainer.megatron.parallel import World
+from services.trainer.megatron.rank_channel import all_ranks_agree
 
 FORMAT = ("torch_dist", 1)
 """Name and version of Megatron's format."""
@@ -137,43 +135,45 @@ class FilePlan:
     """All ranks."""
 
 
-class ThreadStrategy(TorchDistSaveShardedStrategy):
-    """Writes Megatron's torch_dist format: all ranks plan together, a `ThreadWriter` writes each rank's files."""
+class SnapshotFiles:
+    """The files of a snapshot in Megatron's torch_dist format: each rank writes its own."""
 
-    def __init__(self, world: World, last: FilePlan | None = None) -> None:
-        """Use the plan of the last snapshot if it fits on all ranks, since planning takes a tenth of a second."""
-        super().__init__(*FORMAT)
+    def __init__(self, content: ShardedStateDict, folder: Path, world: World, last: FilePlan | None) -> None:
+        """Plan the files. All ranks create it together.
+
+        Args:
+            content: the sharded part of the state, of which the main replicas are saved.
+            folder: where the files go.
+            world: this rank's place in the world.
+            last: the plan of the last snapshot, on all ranks or on none. It is used if it fits on all of them, since
+                planning takes a tenth of a second.
+        """
         self._world = world
-        self._last = last
-        self._writer: ThreadWriter | None = None
-        self.plan: FilePlan | None = None
-        """The plan, once `async_save` was called."""
+        self._writer = ThreadWriter(folder)
+        contents = _contents(content)
+        if last is not None and all_ranks_agree(last.contents == contents, device=world.device):
+            self.plan = last
+            self._writer.set_up_storage_writer(last.ranks.is_coordinator)
+            self._writer.use(_with_objects(last.buckets, content))
+        else:
+            self.plan = self._make_plan(content, contents)
+
+    def _make_plan(self, content: ShardedStateDict, contents: tuple[Any, ...]) -> FilePlan:
+        renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(content, keep_only_main_replica=True)
+        planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+        (_, metadata, ranks), *_ = save_state_dict_async_plan(
+            mcore_to_pyt_state_dict(renamed, False), self._writer, None, 0, planner=planner
+        )
+        return FilePlan(contents, self._writer.write_buckets, metadata, ranks)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The tensors of this rank's files."""
-        return [tensor for bucket in self.plan.buckets for _, tensor in bucket.tensors] if self.plan else []
+        return [tensor for bucket in self.plan.buckets for _, tensor in bucket.tensors]
 
-    def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> AsyncRequest:
-        """Plan the files. The request's function writes; then all ranks call `finish` together."""
-        writer = self._writer = ThreadWriter(Path(checkpoint_dir))
-        contents = _contents(sharded_state_dict)
-        fits = on_all_ranks(self._last is not None and self._last.contents == contents, self._world)
-        if fits and self._last is not None:
-            self.plan = self._last
-            writer.set_up_storage_writer(self.plan.ranks.is_coordinator)
-            writer.use(_with_objects(self.plan.buckets, sharded_state_dict))
-        else:
-            self.plan = self._make_plan(writer, sharded_state_dict, contents)
-        return AsyncRequest(writer.write, (), [])
-
-    def _make_plan(self, writer: ThreadWriter, content: ShardedStateDict, contents: tuple[Any, ...]) -> FilePlan:
-        renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(content, self.keep_only_main_replica)
-        planner = MCoreSavePlanner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False)
-        (_, metadata, ranks), *_ = save_state_dict_async_plan(
-            mcore_to_pyt_state_dict(renamed, False), writer, None, 0, planner=planner
-        )
-        return FilePlan(contents, writer.write_buckets, metadata, ranks)
+    def write(self) -> None:
+        """Write this rank's files, from any thread, and wait until they are on disk; see `ThreadWriter.write`."""
+        self._writer.write()
 
     def finish(self) -> str:
         """Write the metadata on rank 0 while the other ranks wait. All ranks call it together.
@@ -185,8 +185,6 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
             CheckpointException: a rank has not written its file.
             DiskWorkFailed, DiskStalled: rank 0 is gone, or stuck.
         """
-        assert self.plan is not None
-        assert self._writer is not None
         writer, metadata, ranks = self._writer, self.plan.metadata, self.plan.ranks
         results: Any = ranks.gather_object(writer.retrieve_write_results())
         folder = str(writer.checkpoint_dir)
@@ -203,43 +201,36 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
         return ""
 
 
-def on_all_ranks(condition: bool, world: World) -> bool:
-    """Return whether a condition holds on all ranks, which call it together."""
-    flag = torch.tensor(int(condition), device=world.device)
-    dist.all_reduce(flag, dist.ReduceOp.MIN)
-    return bool(flag)
-
-
 def _contents(content: ShardedStateDict) -> tuple[Any, ...]:
     """Return what a plan of the files depends on."""
-    tensors: list[Any] = []
+    found: list[Any] = []
     for part in nested_values(content):
         if isinstance(part, ShardedTensor):
             place = (part.global_shape, part.global_offset, part.axis_fragmentations, part.replica_id)
             assert part.data is not None
-            tensors.append((part.key, place, part.data.shape, part.data.dtype, part.data.data_ptr()))
+            found.append((part.key, place, part.data.shape, part.data.dtype, part.data.data_ptr()))
         else:
-            tensors.append((part.unique_key, part.replica_id))
-    return tuple(tensors)
+            found.append((part.unique_key, part.replica_id))
+    return tuple(found)
 
 
 def _with_objects(buckets: list[Bucket], content: ShardedStateDict) -> list[Bucket]:
     """Return the files with the objects of another snapshot."""
     found = {part.unique_key: part.data for part in nested_values(content) if isinstance(part, ShardedObject)}
-    nothing = _serialized(None)  # most of them: the extra state of each layer
+    nothing = serialized([None])  # most of them: the extra state of each layer
 
     def objects(bucket: Bucket) -> Iterator[tuple[WriteItem, io.BytesIO]]:
         for item, _ in bucket.objects:
             value = found[item.index.fqn]
-            yield item, nothing if value is None else _serialized(value)
+            yield item, nothing if value is None else serialized([value])  # lists, as Megatron saves
 
     return [replace(bucket, objects=list(objects(bucket))) for bucket in buckets]
 
 
-def _serialized(value: Any) -> io.BytesIO:
-    """Return an object as in `mcore_to_pyt_state_dict`: in a list."""
+def serialized(value: Any) -> io.BytesIO:
+    """Return a value as `torch.save` writes it."""
     buffer = io.BytesIO()
-    torch.save([value], buffer)
+    torch.save(value, buffer)
     return buffer
 
 

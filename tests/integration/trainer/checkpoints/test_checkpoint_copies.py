@@ -113,7 +113,7 @@ def test_a_large_rank_writes_several_files(learner: Learner, tmp_path: Path, thr
 
 
 def places(snapshot: Snapshot) -> list[int]:
-    return [tensor.data_ptr() for tensor in snapshot._strategy.tensors]
+    return [tensor.data_ptr() for tensor in snapshot._files.tensors]
 
 
 def test_a_snapshot_uses_memory_and_plan_of_the_one_before(learner: Learner, tmp_path: Path, three_files: None) -> None:
@@ -127,7 +127,7 @@ def test_a_snapshot_uses_memory_and_plan_of_the_one_before(learner: Learner, tmp
         snapshot = learner.snapshot(folder)
         snapshot.write()
         snapshot.finish()
-        taken.append((snapshot._strategy.plan, places(snapshot)))
+        taken.append((snapshot._files.plan, places(snapshot)))
     assert taken[0] == taken[1] == taken[2]
     for folder, (checksum, moments, generator) in expected.items():
         learner.restore(folder, 1, same_layout=True)
