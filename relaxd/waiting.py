@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+DISK = "the disk"
+"""`Wait.on` of a wait for room in a run's folder."""
 TICK_SECONDS = 1.0
 FIRST_NOTICE_SECONDS = 30.0
 """A wait that lasts this long is logged, and again each time its length has doubled."""

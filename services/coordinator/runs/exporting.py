@@ -12,11 +12,10 @@ from relaxd.roles import TRAINER
 from relaxd.rpc.errors import explain
 from relaxd.v1.trainer_pb2 import ExportHuggingFaceRequest, TrainerSaveCheckpointRequest
 from relaxd.v1.trainer_pb2_grpc import TrainerStub
-from relaxd.waiting import Wait, waiting
+from relaxd.waiting import DISK, Wait, waiting
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.stall_limit import LONG_CALL_SECONDS, NoAnswer, answer
-from services.coordinator.state.retry import DISK
 
 POLL_SECONDS = 1.0
 DISK_SECONDS = 5.0

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 from relaxd.board import HeldGroup, QueueDepth
 from relaxd.roles import REWARD, ROLES, SCALABLE_ROLES
-from relaxd.waiting import duration
-from services.coordinator.state.retry import DISK
+from relaxd.waiting import DISK, duration
 
 LATE_FACTOR = 2.0
 """A step is late once it takes this many times as long as the last ones usually did ..."""

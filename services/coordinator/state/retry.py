@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from relaxd.board import BoardUnavailable
-from relaxd.waiting import waiting
+from relaxd.waiting import DISK, waiting
 from services.coordinator.state.store import StoreUnavailable
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 RETRY_SECONDS = 0.5
-DISK = "the disk"
-"""Who has to act when a run's folder can't be written to."""
 WARN_EVERY = 20
 """Failed attempts between two warnings."""
 

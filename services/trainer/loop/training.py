@@ -14,7 +14,7 @@ from relaxd.config import RunConfig
 from relaxd.retry import Backoff
 from relaxd.v1.rank_pb2 import RankProgress, VersionCommitted, WorkResponse
 from relaxd.v1.replica_pb2 import WeightVersion
-from relaxd.waiting import waiting
+from relaxd.waiting import DISK, waiting
 from services.trainer.batch.groups import TrainGroup
 from services.trainer.batch.pipeline import bubble_share
 from services.trainer.batch.step_file import step_file_path, write_step_file
@@ -166,7 +166,7 @@ class Training:
         with ExitStack() as waits:
             while problem := self._problem_of_writing(plan, groups):
                 if not failures:
-                    waits.enter_context(waiting(problem, on="the disk"))
+                    waits.enter_context(waiting(problem, on=DISK))
                     logger.warning("%s", problem)
                 failures += 1
                 again = time.monotonic() + DISK_BACKOFF.pause(failures)

@@ -9,10 +9,9 @@ import pytest
 
 from relaxd.roles import TRAINER
 from relaxd.v1 import trainer_pb2, trainer_pb2_grpc
-from relaxd.waiting import waits
+from relaxd.waiting import DISK, waits
 from services.coordinator.runs import exporting
 from services.coordinator.runs.exporting import ExportFailed, export_model
-from services.coordinator.state.retry import DISK
 from tests.integration.coordinator.fleet_kit import FleetKit
 from tests.kit.waiting import eventually
 

@@ -1,4 +1,4 @@
-"""What a run says while its reward fails and hangs or its disk is full, and that it goes on without a loss."""
+"""A run names its wait while its reward fails or hangs or its disk is full, and goes on without a loss."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What becomes of requests when the engine's outputs can't be read."""
+"""Requests fail when the outputs of the engine's process can't be read."""
 
 import contextlib
 from pathlib import Path

@@ -14,7 +14,7 @@ from tests.kit.disks import full_disk
 
 
 def refusal(process: TrainerProcess, what: str) -> str:
-    """What the trainer says when it can't write a checkpoint or an export."""
+    """Return the trainer's error when it can't write a checkpoint or an export."""
     request = trainer_pb2.TrainerSaveCheckpointRequest()
     ask = partial(process.trainer.SaveCheckpoint, request, timeout=60) if what == "checkpoint" else None
     with pytest.raises(grpc.RpcError) as refused:
