@@ -37,7 +37,7 @@ class EvalSet(Section):
     answer_key: str = ""
     """As data.answer_key; empty means that."""
     metadata_key: str = ""
-    """As data.metadata_key; empty means that."""
+    """As data.metadata_key; empty means that, "*" all columns but prompt and answer."""
     samples_per_prompt: int = Field(default=1, ge=1, le=MAX_SAMPLES)
     """Answers to each prompt (n)."""
     k: tuple[int, ...] = ()

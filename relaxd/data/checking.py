@@ -73,13 +73,14 @@ def check_source(
     kept = []
     for start in range(0, len(examples), CHECK_BATCH):
         batch = examples[start : start + CHECK_BATCH]
-        for example, tokens in zip(batch, tokenizer.encode(batch), strict=True):
-            if len(tokens) > limit.tokens:
+        longer = tokenizer.longer(batch, limit.tokens)
+        for index, example in enumerate(batch):
+            if tokens := longer.get(index):
                 if not limit.skip:
-                    raise limit.too_long(example.place, len(tokens))
-            elif teacher is not None and (long := len(*teacher.encode(tokenizer, [example]))) > teacher.limit:
+                    raise limit.too_long(example.place, tokens)
+            elif teacher is not None and (teachers := tokenizer.longer([teacher.example(example)], teacher.limit)):
                 if not limit.skip:
-                    raise teacher.too_long(example.place, long)
+                    raise teacher.too_long(example.place, teachers[0])
             else:
                 kept.append(example)
     if examples and not kept:

@@ -1,16 +1,22 @@
 """Tokenising of prompts with the model's tokenizer, without transformers."""
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 from relaxd.data.errors import DataError
 from relaxd.data.examples import Example
 from relaxd.data.templating import load_chat_template
+
+NFC_GROWTH = 3
+"""Most bytes of UTF-8 that Unicode's normal form C makes of one (Unicode FAQ, Normalization)."""
+SPLITS = {"ByteLevel", "Digits", "Punctuation", "Split"}
+"""Steps before a tokenizer's model that add nothing to a text."""
 
 
 @lru_cache(maxsize=4)
@@ -41,20 +47,25 @@ class PromptTokenizer:
         except Exception as error:  # the Rust binding raises plain Exception
             raise DataError("model.path", f"{file} is not a tokenizer: {error}") from error
         self._template = load_chat_template(folder, chat_template, arguments)
+        self._growth = _growth(self._tokenizer)
 
     def encode(self, examples: Sequence[Example]) -> list[np.ndarray]:
         """Tokenise prompts: an int32 array [P] each.
 
-        Raises DataError if the template rejects a prompt, a conversation has no template, or a prompt has no tokens.
+        Raises DataError if the template rejects a prompt, a conversation has no template, or a prompt has no tokens or
+        isn't valid Unicode.
+        """
+        return self._encode(examples, [self.render(example) for example in examples])
+
+    def longer(self, examples: Sequence[Example], limit: int) -> dict[int, int]:
+        """Return the numbers of tokens of prompts that have more than `limit`, by index.
+
+        It doesn't tokenise prompts of so few bytes that they can't have as many. Raises DataError, see `encode`.
         """
         texts = [self.render(example) for example in examples]
-        # A template writes special tokens itself; without one, the tokenizer adds them.
-        # The fast one leaves out where in the text each token is.
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=self._template is None)
-        for example, encoding in zip(examples, encodings, strict=True):
-            if not encoding.ids:
-                raise DataError("data", f"{example.place} has no tokens")
-        return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
+        doubtful = [index for index, text in enumerate(texts) if self._may_exceed(text, limit)]
+        encoded = self._encode([examples[index] for index in doubtful], [texts[index] for index in doubtful])
+        return {index: len(tokens) for index, tokens in zip(doubtful, encoded, strict=True) if len(tokens) > limit}
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Decode token ids without special tokens."""
@@ -62,6 +73,15 @@ class PromptTokenizer:
 
     def render(self, example: Example) -> str:
         """Return a prompt as the model gets it. Raises DataError, see `encode`."""
+        text = self._render(example)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # JSON's "\ud83d" without its second half
+            problem = f"has {text[error.start]!r}, half of a character, which can't be tokenised: repair or remove it"
+            raise DataError("data", f"{example.place} {problem}") from None
+        return text
+
+    def _render(self, example: Example) -> str:
         if self._template is None:
             if isinstance(example.prompt, str) and not example.tools:
                 return example.prompt
@@ -73,3 +93,47 @@ class PromptTokenizer:
             return self._template.render(example.messages, example.tools)
         except DataError as error:
             raise DataError(error.field, f"{example.place}: {error.message}") from error
+
+    def _encode(self, examples: Sequence[Example], texts: list[str]) -> list[np.ndarray]:
+        # A template writes special tokens itself; without one, the tokenizer adds them.
+        # The fast one leaves out where in the text each token is.
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=self._template is None)
+        for example, encoding in zip(examples, encodings, strict=True):
+            if not encoding.ids:
+                raise DataError("data", f"{example.place} has no tokens")
+        return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
+
+    def _may_exceed(self, text: str, limit: int) -> bool:
+        """Return whether a text may have more tokens than the limit, as far as its bytes tell."""
+        if self._growth is None or not text:
+            return True
+        added = self._tokenizer.num_special_tokens_to_add(is_pair=False) if self._template is None else 0
+        most = len(text) if text.isascii() else len(text.encode()) * self._growth
+        return most + added > limit
+
+
+def _growth(tokenizer: Tokenizer) -> int | None:
+    """Return how often tokens may outnumber the bytes of a text that isn't ASCII, of which they never do.
+
+    Known of byte-level BPE, each of whose tokens has at least one byte of the normalised text; None of all others.
+    """
+    normalizers = _parts(tokenizer.normalizer, "normalizers")
+    splits = _parts(tokenizer.pre_tokenizer, "pretokenizers")
+    kinds = [one["type"] for one in splits]
+    byte_level = kinds.count("ByteLevel") == 1 and set(kinds) <= SPLITS and isinstance(tokenizer.model, models.BPE)
+    # A space before each piece, and bytes of what byte level made of bytes, would be more tokens.
+    if not byte_level or any(one.get("add_prefix_space") for one in splits) or tokenizer.model.byte_fallback:
+        return None
+    if any(one["type"] != "NFC" for one in normalizers):
+        return None
+    return NFC_GROWTH if normalizers else 1
+
+
+def _parts(step: Any, name: str) -> list[dict[str, Any]]:
+    """Return the descriptions of a tokenizer's step, or of those in it if it is a sequence of steps."""
+    if step is None:
+        return []
+    described = json.loads(step.__getstate__())  # what pickling uses: only the whole tokenizer has a to_str()
+    if described["type"] != "Sequence":
+        return [described]
+    return described[name]

@@ -28,7 +28,7 @@ class DataSource(Section):
     answer_key: str = ""
     """As data.answer_key; empty means that."""
     metadata_key: str = ""
-    """As data.metadata_key; empty means that."""
+    """As data.metadata_key; empty means that, "*" all columns but prompt and answer."""
     max_new_tokens: int = Field(default=0, ge=0)
     """Maximum length of answers to its prompts, at most rollout.max_new_tokens; 0 means that."""
     top_p: float = Field(default=0.0, ge=0, le=1)
@@ -63,7 +63,7 @@ class DataConfig(Section):
     answer_key: str = "answer"
     """Column of the reference answer, such as "reward_model.ground_truth". Rows may lack it only if it is "answer"."""
     metadata_key: str = ""
-    """Column with an object that the reward gets as metadata; empty means all columns but prompt and answer."""
+    """Column with an object that the reward gets as metadata; "*" or empty means all columns but prompt and answer."""
     tools_key: str = ""
     """Column with tools for the chat template, which rows may lack: a list of objects, or its JSON text. Empty means
     that there are none."""

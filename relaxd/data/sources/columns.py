@@ -11,6 +11,8 @@ from relaxd.data.files.json_lines import kind_of
 from relaxd.data.files.rows import OnDemand, Rows
 from relaxd.importing import describe_error
 
+ALL = "*"
+"""Stands for all columns but those of prompt and answer."""
 ANSWER = "answer"
 """The column of the answer if none is named; rows need not have it."""
 
@@ -22,7 +24,7 @@ class Columns:
     prompt: str = "prompt"
     answer: str = ANSWER
     metadata: str = ""
-    """Column with an object; empty means all columns but those of prompt and answer."""
+    """Column with an object; ALL or empty means all columns but those of prompt and answer."""
     system_prompt: str = ""
     """Text of a system message to put before prompts that have none."""
     source: str = ""
@@ -61,7 +63,7 @@ class Columns:
             raise ValueError(f"data.prompt_function failed: {describe_error(error)}") from error
 
     def _metadata(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        if not self.metadata:
+        if self.metadata in ("", ALL):
             return {name: value for name, value in record.items() if name not in (self.prompt, self.answer)}
         found = _find(record, self.metadata, "data.metadata_key")
         if isinstance(found, str):

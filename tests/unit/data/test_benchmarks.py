@@ -7,10 +7,14 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from relaxd.config import RunConfig
 from relaxd.config.evaluation import EvalSet
+from relaxd.data.dataset import load_data
 from relaxd.data.errors import DataError
 from relaxd.data.sources.benchmarks import read_benchmark
+from relaxd.evaluation.sets import sets_of
 from relaxd.rewards import RewardInput, resolve
+from tests.kit.tokenizer import write_tokenizer
 
 PROBLEM = {
     "task_id": "HumanEval/900",
@@ -50,6 +54,46 @@ def test_humaneval_is_scored_by_its_tests(packages: Path) -> None:
 def test_ifbench_has_the_metadata_of_its_reward(packages: Path) -> None:
     (example,) = read_benchmark("ifbench", "eval.sets.0.benchmark")
     assert example.metadata == {"key": "7", "instruction_id_list": ["format:no_whitespace"], "kwargs": [{"m": 1}]}
+
+
+@pytest.mark.parametrize("metadata_key", ["", "extra_info"])
+def test_the_file_of_ifeval_is_read_as_it_is_beside_data_with_other_columns(tmp_path: Path, metadata_key: str) -> None:
+    rows = [
+        {
+            "key": 1000,
+            "prompt": "Write two words. Do not use any commas.",
+            "instruction_id_list": ["punctuation:no_comma", "length_constraints:number_words"],
+            "kwargs": [{}, {"relation": "less than", "num_words": 3}],
+        },
+        {
+            "key": 1001,
+            "prompt": "Name a colour, in quotation marks.",
+            "instruction_id_list": ["startend:quotation"],
+            "kwargs": [{"num_words": None}],
+        },
+    ]
+    (tmp_path / "input_data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train = {"prompt": "1 + 1?", "reward_model": {"ground_truth": "2"}, "extra_info": {"index": 7}}
+    (tmp_path / "train.jsonl").write_text(json.dumps(train) + "\n")
+    data = {"source": "files", "path": tmp_path / "train.jsonl", "answer_key": "reward_model.ground_truth"}
+    data |= {"metadata_key": metadata_key}
+    ifeval = {"path": tmp_path / "input_data.jsonl", "reward": "ifeval", "answer_key": "answer"}
+    ifeval |= {"metadata_key": "*"} if metadata_key else {}
+    config = RunConfig.model_validate(
+        {
+            "run": {"steps": 1},
+            "model": {"path": str(write_tokenizer(tmp_path / "model"))},
+            "data": data,
+            "reward": {"name": "math"},
+            "eval": {"sets": [{"name": "ifeval"} | ifeval]},
+        }
+    )
+    prompts = load_data(config).evaluation["ifeval"]
+    assert [prompts.prompt(index).text for index in range(len(prompts))] == [row["prompt"] for row in rows]
+    assert [prompts.prompt(index).metadata for index in range(len(prompts))] == [
+        {name: value for name, value in row.items() if name != "prompt"} for row in rows
+    ]  # which tests/unit/rewards/test_hub.py scores
+    assert [one.reward for one in sets_of(config)] == ["ifeval"]
 
 
 def test_what_is_missing_is_named(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:

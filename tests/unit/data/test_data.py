@@ -4,11 +4,13 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from relaxd.config import RunConfig
 from relaxd.data.dataset import Cursor, PromptDataset, load_data
@@ -86,6 +88,57 @@ def test_tokens_are_what_transformers_makes_of_the_same_messages(model_folder: P
             )
             assert tokens.dtype == np.int32
             assert tokens.tolist() == list(expected)
+
+
+def byte_level(tokenizer: Tokenizer) -> None:
+    pieces = pre_tokenizers.Split(Regex(r"\s+"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, pre_tokenizers.ByteLevel(False, use_regex=False)])
+
+
+def normalised(tokenizer: Tokenizer) -> None:
+    byte_level(tokenizer)
+    tokenizer.normalizer = normalizers.NFC()
+
+
+def compatible(tokenizer: Tokenizer) -> None:
+    byte_level(tokenizer)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.NFKC()])
+
+
+def begun(tokenizer: Tokenizer) -> None:
+    byte_level(tokenizer)
+    tokenizer.post_processor = processors.TemplateProcessing("<|im_start|> $A", None, [("<|im_start|>", 256)])
+
+
+def spaced(tokenizer: Tokenizer) -> None:
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+
+
+def replaced(tokenizer: Tokenizer) -> None:
+    """As Llama 2's: a space is three bytes, each of which may be a token."""
+    byte_tokens = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    tokenizer.model = models.BPE(vocab=byte_tokens, merges=[], byte_fallback=True)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.pre_tokenizer = None
+
+
+@pytest.mark.parametrize(
+    ("kind", "spared"),
+    [(byte_level, 7), (normalised, 4), (begun, 4), (compatible, 0), (spaced, 0), (replaced, 0)],
+)
+def test_only_prompts_that_may_be_too_long_are_tokenised(tmp_path: Path, kind: Any, spared: int) -> None:
+    changed = Tokenizer.from_file(str(write_tokenizer(tmp_path) / "tokenizer.json"))
+    kind(changed)
+    changed.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").unlink()  # no template, so that the text is the prompt
+    tokenizer = PromptTokenizer(tmp_path)
+    texts = ["a", "a b c", " x y", "1" * 12, "é" * 6, "\U0001d160" * 3, "\ufdfa" * 3, "<|im_end|>" * 4, "b" * 40]
+    examples = [Example(text) for text in texts]
+    lengths = list(map(len, tokenizer.encode(examples)))
+    for limit in range(70):
+        expected = {index: length for index, length in enumerate(lengths) if length > limit}
+        assert tokenizer.longer(examples, limit) == expected
+    assert sum(not tokenizer._may_exceed(text, 12) for text in texts) == spared
 
 
 def test_a_prompt_of_several_messages_keeps_them(model_folder: Path) -> None:
@@ -174,6 +227,12 @@ def test_jsonl_keeps_answer_and_metadata(tmp_path: Path) -> None:
 def test_a_broken_line_is_named_by_its_number(tmp_path: Path, model_folder: Path, line: str, complaint: str) -> None:
     path = write(tmp_path / "d.jsonl", {"prompt": "fine"}, line, {"prompt": "fine too"})
     with pytest.raises(DataError, match=rf"data\.path: 1 of 3 rows are wrong: .*line 2: .*{complaint}"):
+        load_data(config(model_folder, source="jsonl", path=path))
+
+
+def test_half_a_character_is_named(tmp_path: Path, model_folder: Path) -> None:
+    path = write(tmp_path / "d.jsonl", {"prompt": "fine"}, '{"prompt": "so \\ud83d"}')
+    with pytest.raises(DataError, match=r"line 2 has '\\ud83d', half of a character, which can't be tokenised"):
         load_data(config(model_folder, source="jsonl", path=path))
 
 

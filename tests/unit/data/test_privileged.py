@@ -110,9 +110,9 @@ def test_a_source_without_a_teacher_is_named(model: Path, tmp_path: Path) -> Non
             'list the source "x" twice',
         ),
         (
-            f'{DISTILLED}\nroles.teacher.placement = "trainer"\n'
+            f'{DISTILLED}\nroles.teacher.placement = "trainer"\nroles.teacher.refresh_every = 5\n'
             'roles.teacher.models = [{model = "a", sources = ["x"]}]',
-            "where there is room for one",
+            "refresh_every is 5, but roles.teacher.models are several teachers",
         ),
     ],
 )
