@@ -1,14 +1,16 @@
 """Settings of an optimizer."""
 
-from typing import Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from relaxd.config.base import Section
 
 
 class OptimizerConfig(Section):
     """AdamW and its learning-rate schedule."""
+
+    section: ClassVar[str] = "trainer.optimizer"
 
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate."""
@@ -28,5 +30,23 @@ class OptimizerConfig(Section):
     """AdamW's epsilon."""
     clip_grad: float = Field(default=1.0, ge=0)
     """Maximum global gradient norm, above which gradients are clipped; 0 turns clipping off."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """Element type in which AdamW keeps its two moments. bfloat16: 4 bytes for each parameter instead of 8, and a
+    slower update, which still computes in float32 and rounds stochastically (docs/fit.md). A checkpoint of the other
+    type is converted."""
     cpu_offload: bool = False
     """Keep and update the optimizer's state and main weights in host memory."""
+
+    @model_validator(mode="after")
+    def _offloaded_moments_are_float32(self) -> Self:
+        if self.cpu_offload and self.moments != "float32":
+            raise ValueError(
+                f'{self.section}.moments is "{self.moments}", but {self.section}.cpu_offload is true: moments in the '
+                'host\'s memory are "float32"; set one of the two'
+            )
+        return self
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of a parameter's two moments."""
+        return 4 if self.moments == "bfloat16" else 8

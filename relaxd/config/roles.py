@@ -166,6 +166,8 @@ class TeacherConfig(FrozenModelConfig):
 class CriticOptimizerConfig(OptimizerConfig):
     """AdamW of the critic, and its learning-rate schedule."""
 
+    section: ClassVar[str] = "roles.critic.optimizer"
+
     lr: float = Field(default=1e-5, gt=0)
     """Peak learning rate; usually above the policy's, because the critic has to keep up with it."""
 

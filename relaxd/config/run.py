@@ -182,6 +182,10 @@ class TrainerConfig(Section):
     their prompts have at most twice as many tokens."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type of weights and activations. With bfloat16, the optimizer keeps float32 main weights."""
+    fp32_lm_head: bool = False
+    """With dtype = "bfloat16": compute logits in float32 from the model's last hidden states, instead of rounding them
+    to bfloat16, so that log-probs are closer to those of an engine that does the same (docs/mismatch.md). Log-probs of
+    references and teachers, too."""
     ranks: int = Field(default=1, ge=1)
     """Processes of the Megatron world on this node."""
     tensor_parallel: int = Field(default=1, ge=1)

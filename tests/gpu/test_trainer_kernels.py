@@ -85,27 +85,39 @@ def test_heads(norm: bool, groups: int, queries: int, size: int, tokens: int) ->
             assert relative(a.grad, b.grad) < 5e-3
 
 
+@pytest.mark.parametrize("float32_logits", [False, True])
 @pytest.mark.parametrize("kept", [0, 1 << 30])
 @pytest.mark.parametrize("entropy_share", [0.0, 0.7])
-def test_log_probs(kept: int, entropy_share: float) -> None:
+def test_log_probs(kept: int, entropy_share: float, float32_logits: bool) -> None:
     count, width, vocabulary, size = 700, 256, 20011, 20000
     hidden, weight = leaf(count, width), leaf(vocabulary, width)
     weight.main_grad = torch.ones(vocabulary, width, device="cuda")  # type: ignore[attr-defined]
     temperature = torch.rand(count, device="cuda") * 5 + 5
     tokens = torch.randint(0, size, (count,), device="cuda")
     exact_hidden, exact_weight = exact(hidden), exact(weight)
-    # The logits are rounded to bf16, as those of the engine are.
     logits = exact_hidden @ exact_weight[:size].t()
-    logits = logits + (logits.bfloat16().double() - logits).detach()
+    if not float32_logits:  # they are rounded to bf16, as those of the engine are
+        logits = logits + (logits.bfloat16().double() - logits).detach()
     full = torch.log_softmax(logits / temperature[:, None].double(), -1)
     expected, entropy = full.gather(-1, tokens[:, None])[:, 0], -(full.exp() * full).sum(-1)
     factors = torch.linspace(-1, 2, count, device="cuda")
     (expected * factors.double() + entropy_share * entropy).sum().backward()
     shard = VocabShard(0, size, None)
-    ours, our_entropy, _ = token_logprobs(hidden, weight, tokens, temperature, shard, chunk_tokens=256, kept_bytes=kept)
+    ours, our_entropy, _ = token_logprobs(
+        hidden,
+        weight,
+        tokens,
+        temperature,
+        shard,
+        chunk_tokens=256,
+        kept_bytes=kept,
+        float32_logits=float32_logits,
+    )
     (ours * factors + entropy_share * our_entropy).sum().backward() if entropy_share else (
         ours * factors
     ).sum().backward()
+    # Without rounding only sums differ.
+    assert not float32_logits or (ours - expected).abs().max() < 1e-3
     assert (ours - expected).abs().max() < 0.05  # cuBLAS adds up in another order: a logit may round the other way
     assert (ours - expected).abs().mean() < 2e-3
     assert (our_entropy - entropy).abs().max() < 1e-2

@@ -269,6 +269,7 @@ EQUIVALENTS = (
     Equivalent("trainer.epochs", "num_iterations", "@actor.ppo_epochs", "", "", "passes over a step's groups"),
     Equivalent("trainer.micro_batch_tokens", "", "@actor.ppo_max_token_len_per_gpu", "seq_len", "--max-tokens-per-gpu"),
     Equivalent("trainer.dtype", "bf16", "", "trainer.model.optimization_dtype", "--bf16", '"bfloat16" or "float32"'),
+    Equivalent("trainer.fp32_lm_head", "cast_lm_head_to_fp32", "", "", ""),
     Equivalent(
         "trainer.ranks",
         "",
@@ -353,6 +354,14 @@ EQUIVALENTS = (
     Equivalent("trainer.optimizer.epsilon", "adam_epsilon", "", "", "--adam-eps"),
     Equivalent(
         "trainer.optimizer.clip_grad", "max_grad_norm", "@actor.grad_clip", "trainer.optim.max_norm", "--clip-grad"
+    ),
+    Equivalent(
+        "trainer.optimizer.moments",
+        "",
+        "",
+        "",
+        "--exp-avg-dtype --exp-avg-sq-dtype",
+        '"bfloat16" or "float32" for both; it needs no Transformer Engine',
     ),
     Equivalent(
         "trainer.optimizer.cpu_offload",

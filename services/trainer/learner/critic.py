@@ -63,7 +63,7 @@ class Critic:
         if trainer.moe.freeze_router:
             freeze_routers(self.module)
         self.model = DataParallel(self.module)
-        self.optimizer = build_optimizer(self.model, trainer, config.optimizer)
+        self.optimizer = build_optimizer(self.model, trainer, config.optimizer, seed=forward.seed)
         self._schedule = build_schedule(self.optimizer, config.optimizer, steps, "roles.critic.optimizer")
         self.model.zero_grad_buffer()
 

@@ -70,12 +70,14 @@ class Forward:
             ValueError: the number of processes is wrong.
         """
         self.folder = folder
+        self.seed = seed
         self.architecture = read_architecture(folder)
         self.megatron_config = transformer_config(self.architecture, trainer)
         self.world = initialize(trainer, seed) if world is None else world
         if report is not None:
             self.world.disk.report = report
         self.vocab = _vocab_shard(self.architecture.vocab_size, self.world)
+        self._float32_logits = trainer.fp32_lm_head
         self._kernel = attention_kernel(
             self.world.device,
             self.megatron_config.params_dtype,
@@ -135,7 +137,13 @@ class Forward:
 
         def compute(weight: Tensor, batch: DeviceBatch, hidden: Tensor) -> Tensor:
             found = likeliest_tokens(
-                self._rows(batch, hidden), weight, batch.temperature, self.vocab, count, ids_below=ids_below
+                self._rows(batch, hidden),
+                weight,
+                batch.temperature,
+                self.vocab,
+                count,
+                ids_below=ids_below,
+                float32_logits=self._float32_logits,
             )
             return torch.cat([found.ids.float(), found.logprobs], -1)  # exact for ids below 2^24
 
@@ -250,7 +258,15 @@ class Forward:
         No other position's logits are computed. See `OutputFunction` for the arguments.
         """
         rows, candidates = self._rows(batch, hidden), batch.columns.get(CANDIDATES)
-        return token_logprobs(rows, weight, batch.targets, batch.temperature, self.vocab, candidates=candidates)
+        return token_logprobs(
+            rows,
+            weight,
+            batch.targets,
+            batch.temperature,
+            self.vocab,
+            candidates=candidates,
+            float32_logits=self._float32_logits,
+        )
 
     def _rows(self, batch: DeviceBatch, hidden: Tensor) -> Tensor:
         """Return the hidden states that predict the trained tokens, [N, hidden]."""

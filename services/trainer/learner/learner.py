@@ -134,7 +134,7 @@ class Learner:
             freeze_routers(self._policy)
         self._frozen = self._load_frozen({REFERENCE: model_folder} if frozen is None else frozen)
         self._model = DataParallel(self._policy)
-        self._optimizer = build_optimizer(self._model, trainer)
+        self._optimizer = build_optimizer(self._model, trainer, seed=seed)
         self._schedule = build_schedule(self._optimizer, trainer.optimizer, steps)
         self._critic: Critic | None = None
         critic = critic or CriticConfig()

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from services.trainer.transformer.kernels.float32_product import float32_product
 from services.trainer.transformer.kernels.fusion import fused_kernels
 from services.trainer.transformer.kernels.gradients import add_product_
 
@@ -61,10 +62,15 @@ def token_logprobs(
     chunk_tokens: int | None = None,
     kept_bytes: int | None = None,
     candidates: Tensor | None = None,
+    *,
+    float32_logits: bool = False,
 ) -> TokenLogprobs:
     """Compute log-probs of tokens and of candidates in their places, and the entropy of the distributions.
 
     log p(t) = z_t - log(sum_j exp z_j) and H = -sum_j p_j log p_j with z = hidden @ weight.T / temperature, in float32.
+    Hidden states and weights in bfloat16 give logits in bfloat16, unless `float32_logits`: then nothing is rounded
+    between hidden states and log-probs. Gradients of logits are in the element type of the hidden states either way.
+
     Logits are computed chunk by chunk. For the backward pass the first chunks are kept, up to `kept_bytes`, and the
     others recomputed. With a sharded vocabulary, the gradient of `hidden` is this shard's part; the backward pass of
     the caller's copy or gather of `hidden` sums the parts over ranks.
@@ -80,18 +86,19 @@ def token_logprobs(
         chunk_tokens: tokens per chunk; by default chosen for the device.
         kept_bytes: largest size of kept logits; by default chosen for the device.
         candidates: int64 [N, k], token ids of the whole vocabulary, no id twice in a row; -1 for none.
+        float32_logits: whether logits are computed in float32 (MiniMax-M1, arXiv 2506.13585).
 
     Returns:
         Differentiable, the same on all ranks of the shard's group.
     """
-    width = shard.size * hidden.element_size()
+    width = shard.size * (4 if float32_logits else hidden.element_size())
     chunk_tokens = chunk_tokens or _chunk_tokens(hidden, width)
     if not torch.is_grad_enabled():
         kept_bytes = 0
     elif kept_bytes is None:
         memory = torch.cuda.get_device_properties(hidden.device).total_memory if hidden.is_cuda else 0
         kept_bytes = int(memory * KEPT_SHARE) if hidden.is_cuda else CPU_KEPT_BYTES
-    chunks = _Chunks(chunk_tokens, kept_bytes // (chunk_tokens * width), shard)
+    chunks = _Chunks(chunk_tokens, kept_bytes // (chunk_tokens * width), shard, float32_logits)
     if candidates is None:
         candidates = tokens.new_zeros(len(tokens), 0)
     return TokenLogprobs(*_TokenLogprobs.apply(hidden, weight, tokens, candidates, temperature, chunks))
@@ -107,6 +114,7 @@ def likeliest_tokens(
     *,
     ids_below: int,
     chunk_tokens: int | None = None,
+    float32_logits: bool = False,
 ) -> LikeliestTokens:
     """Find the likeliest tokens in each place, and their log-probs. The arguments are those of `token_logprobs`.
 
@@ -118,6 +126,7 @@ def likeliest_tokens(
         count: k, at most the number of ids from which to choose.
         ids_below: ids to choose from, which may be fewer than the model has. Log-probs are those of all.
         chunk_tokens: tokens per chunk; by default chosen for the device.
+        float32_logits: whether logits are computed in float32.
 
     Returns:
         The same on all ranks of the shard's group.
@@ -129,9 +138,10 @@ def likeliest_tokens(
     statistics = hidden.new_empty(4, len(hidden), dtype=torch.float32)
     no_token = torch.full((len(hidden),), -1, dtype=torch.int64, device=hidden.device)
     fused = hidden.dtype == torch.bfloat16 and fused_kernels()
-    chunks = _Chunks(chunk_tokens or _chunk_tokens(hidden, shard.size * hidden.element_size()), 0, shard)
+    width = shard.size * (4 if float32_logits else hidden.element_size())
+    chunks = _Chunks(chunk_tokens or _chunk_tokens(hidden, width), 0, shard, float32_logits)
     for rows in chunks.rows(len(hidden)):
-        logits = hidden[rows] @ weight[: shard.size].t()
+        logits = chunks.logits(hidden, weight, rows)
         logits = logits if fused else _tempered(logits, temperature[rows])
         found = logits[:, :eligible].topk(own, dim=-1)
         ids[rows, :own] = (found.indices + shard.start).int()
@@ -167,6 +177,13 @@ class _Chunks:
     kept: int
     """Number of chunks whose logits are kept."""
     shard: VocabShard
+    float32: bool
+    """Whether logits are computed in float32."""
+
+    def logits(self, hidden: Tensor, weight: Tensor, rows: slice) -> Tensor:
+        """Return the logits of some rows, [rows, shard.size]."""
+        weight = weight[: self.shard.size]
+        return float32_product(hidden[rows], weight) if self.float32 else hidden[rows] @ weight.t()
 
     def rows(self, count: int) -> list[slice]:
         return [slice(begin, min(begin + self.tokens, count)) for begin in range(0, count, self.tokens)]
@@ -190,7 +207,7 @@ class _TokenLogprobs(torch.autograd.Function):
         of_others = hidden.new_empty(others.shape, dtype=torch.float32)
         kept: list[Tensor] = []
         for rows in chunks.rows(hidden.shape[0]):
-            logits = hidden[rows] @ weight[: shard.size].t()
+            logits = chunks.logits(hidden, weight, rows)
             if fused:
                 from services.trainer.transformer.kernels.vocabulary_kernels import vocabulary_statistics
 
@@ -232,7 +249,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if kept:
                 logits = kept.pop()
             else:
-                logits = hidden[rows] @ weight[: shard.size].t()
+                logits = ctx.chunks.logits(hidden, weight, rows)
                 logits = logits if ctx.fused else _tempered(logits, temperature[rows])
             through, of_tokens = grad_logprobs[rows], columns[rows]
             if grad_others is not None:
@@ -251,7 +268,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if ctx.fused:
                 from services.trainer.transformer.kernels.vocabulary_kernels import vocabulary_gradient_
 
-                grad_logits = vocabulary_gradient_(*arguments)
+                grad_logits = vocabulary_gradient_(*arguments).to(hidden.dtype)
             else:
                 grad_logits = _gradient(*arguments).to(hidden.dtype)
             if grad_others is not None:

@@ -1,5 +1,7 @@
 """Megatron's distributed optimizer and learning-rate schedule, from the run's configuration."""
 
+from typing import Any
+
 import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
 
 # isort: split
@@ -8,23 +10,30 @@ from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_standard_config_overrides as no_decay_for_norms
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
 
 from relaxd.config import OptimizerConfig, TrainerConfig
+from services.trainer.learner.bfloat16_moments import Bfloat16MomentsAdamW, Place
 from services.trainer.learner.data_parallel import DataParallel
+
+EMBEDDING = "embedding.word_embeddings.weight"
+"""Name of the embedding in the first pipeline stage."""
 
 
 def build_optimizer(
-    model: DataParallel, config: TrainerConfig, settings: OptimizerConfig | None = None
+    model: DataParallel, config: TrainerConfig, settings: OptimizerConfig | None = None, *, seed: int
 ) -> MegatronOptimizer:
     """Build AdamW (arXiv 1711.05101) with state and main weights sharded over the data-parallel ranks.
 
     Norms have no weight decay. With `cpu_offload`, state and main weights are in the host's memory and updates are
-    computed there, one parameter at a time, overlapping the transfer of others.
+    computed there, one parameter at a time, overlapping the transfer of others. With moments in bfloat16 the update is
+    ours, because Megatron's needs Transformer Engine for that.
 
     Args:
         model: the model.
         config: the trainer's settings.
         settings: those of the optimizer; None: the trainer's.
+        seed: seed of the run, for moments that are rounded stochastically.
     """
     settings = settings or config.optimizer
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
@@ -54,7 +63,25 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(megatron_config, [model], config_overrides=no_decay_for_norms(megatron_config))
     for group in optimizer.param_groups:
         group["fused"] = True  # one pass over memory instead of about twelve
+    if settings.moments == "bfloat16":
+        for one in optimizer.chained_optimizers:
+            if one.optimizer is not None:
+                one.optimizer = Bfloat16MomentsAdamW(one.optimizer, _places(one, model), seed)
     return optimizer
+
+
+def _places(one: Any, model: DataParallel) -> dict[Tensor, Place]:
+    """Return where the shards of one of Megatron's distributed optimizers are in the model.
+
+    With tied embeddings the first and the last pipeline stage have a copy of one parameter each.
+    """
+    names = {parameter: name for name, parameter in model.module.named_parameters()}
+    found = {}
+    for parameter, (group, index) in one.model_param_group_index_map.items():
+        name = EMBEDDING if getattr(parameter, "shared_embedding", False) else names[parameter]
+        start = one._get_model_param_range_map(parameter)["param"].start
+        found[one.optimizer.param_groups[group]["params"][index]] = Place(name, start)
+    return found
 
 
 def build_schedule(

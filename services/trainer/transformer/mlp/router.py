@@ -12,6 +12,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from services.trainer.transformer.kernels.float32_product import float32_product
 from services.trainer.transformer.kernels.gradients import add_product_
 from services.trainer.transformer.mlp.routing import Routing
 
@@ -137,9 +138,7 @@ class _Float32Logits(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.main_grad = getattr(weight, "main_grad", None)
-        if _on_tensor_cores(x):
-            return torch.mm(x, weight.t(), out_dtype=torch.float32)  # products of bf16 are exact in float32
-        return x.float() @ weight.float().t()
+        return float32_product(x, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -56,6 +56,10 @@ def jobs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
     bf16 = {"dtype": "bfloat16"}
     made["qwen3", "bf16"] = Job(models["qwen3"], bf16, steps=3)
     made["qwen3", "bf16 offloaded"] = Job(models["qwen3"], {**bf16, "optimizer": {"cpu_offload": True}}, steps=3)
+    for model in ("llama_tied", "qwen3"):
+        for head in (False, True):
+            own = {**bf16, **TP, "fp32_lm_head": head}
+            made[model, f"bf16 TP2 head {head}"] = Job(models[model], own, logits=True)
     made["qwen3", "CP2 untrained"] = Job(models["qwen3"], CP)
     made["qwen2_sliding", "CP2 untrained"] = Job(models["qwen2_sliding"], CP)
     for model in (*KINDS, "llama_tied"):
@@ -172,6 +176,17 @@ def test_an_offloaded_optimizer_makes_the_same_updates(
         assert len(ours["trajectory"]) == 3
         for name, tensor in theirs["tensors"].items():
             assert np.array_equal(ours["tensors"][name], tensor), name
+
+
+@pytest.mark.parametrize("model", ["llama_tied", "qwen3"])
+def test_a_float32_head_rounds_nothing_with_a_divided_vocabulary_either(
+    two_ranks: dict[tuple[str, str], list[dict[str, Any]]], model: str
+) -> None:
+    for head in (False, True):
+        one, other = two_ranks[model, f"bf16 TP2 head {head}"]
+        assert all(np.array_equal(a, b) for a, b in zip(one["logprobs"], other["logprobs"], strict=True))
+        assert one["head_error"] == other["head_error"]
+        assert (one["head_error"] < 1e-5) if head else (one["head_error"] > 1e-3)
 
 
 def test_gathering_beside_training_sees_the_weights_before_the_step(

@@ -158,3 +158,57 @@ def test_the_likeliest_tokens_are_those_of_the_whole_vocabulary(
         assert found.ids.dtype == torch.int32
         assert torch.equal(found.ids.long(), expected.indices)
         torch.testing.assert_close(found.logprobs.double(), expected.values, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 2 * 4 * VOCAB * 4, 1 << 20])
+def test_float32_logits_are_exact_from_bfloat16_hidden_states(
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], kept_bytes: int
+) -> None:
+    hidden, weight, tokens, temperature = inputs
+    candidates = torch.stack([(tokens + step) % VOCAB for step in (3, 0)], -1)
+    exact_hidden, exact_weight = (tensor.bfloat16().double().requires_grad_() for tensor in (hidden, weight))
+    exact = torch.log_softmax(exact_hidden @ exact_weight[:VOCAB].T / temperature.float().double()[:, None], -1)
+    entropies, shard = -(exact.exp() * exact).sum(-1), VocabShard(0, VOCAB, None)
+    factors = torch.linspace(-1, 2, COUNT, dtype=torch.float64)
+    of_tokens, of_candidates = exact.gather(-1, tokens[:, None])[:, 0], exact.gather(-1, candidates)
+    ((of_candidates.sum(-1) + of_tokens + entropies) * factors).sum().backward()
+    worst = []
+    for float32_logits in (False, True):
+        ours_hidden, ours_weight = (tensor.bfloat16().requires_grad_() for tensor in (hidden, weight))
+        ours_weight.main_grad = of_weight = torch.zeros(ROWS, HIDDEN)  # type: ignore[attr-defined]
+        found = token_logprobs(
+            ours_hidden,
+            ours_weight,
+            tokens,
+            temperature.float(),
+            shard,
+            4,
+            kept_bytes,
+            candidates,
+            float32_logits=float32_logits,
+        )
+        errors = (
+            found.tokens - of_tokens,
+            found.candidates - of_candidates,
+            found.entropies - entropies,
+        )
+        worst.append([float(error.detach().abs().max()) for error in errors])
+        ((found.candidates.sum(-1) + found.tokens + found.entropies) * factors.float()).sum().backward()
+        for grad, expected in ((ours_hidden.grad, exact_hidden.grad), (of_weight, exact_weight.grad)):
+            assert grad is not None
+            assert expected is not None
+            assert (grad.double() - expected).norm() < 0.02 * expected.norm()
+    assert all(rounded > 1e-3 for rounded in worst[0])
+    assert all(unrounded < 2e-5 for unrounded in worst[1])
+
+
+def test_the_likeliest_tokens_by_float32_logits(
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+) -> None:
+    hidden, weight, temperature = inputs[0].bfloat16(), inputs[1].bfloat16(), inputs[3].float()
+    exact = torch.log_softmax(hidden.double() @ weight.double()[:VOCAB].T / temperature.double()[:, None], -1).topk(7)
+    found = likeliest_tokens(
+        hidden, weight, temperature, VocabShard(0, VOCAB, None), 7, ids_below=VOCAB, float32_logits=True
+    )
+    assert torch.equal(found.ids.long(), exact.indices)
+    torch.testing.assert_close(found.logprobs.double(), exact.values, atol=1e-5, rtol=1e-5)
