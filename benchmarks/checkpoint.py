@@ -37,12 +37,13 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from benchmarks.gpu_models import SHAPES, count_parameters, make_batch, prepare_model
 from benchmarks.reporting import report
 from relaxd.config import GRPOConfig, TrainerConfig
+from relaxd.process.garbage import freeze_objects
+from relaxd.run_folder import checkpoint_path, checkpoint_steps
 from services.trainer.batch.row_packing import PackedMicroBatch
 from services.trainer.checkpoints import folder as folders
 from services.trainer.checkpoints.folder import BoardState, CheckpointState, Ledger
 from services.trainer.checkpoints.part import CheckpointPart
 from services.trainer.learner.learner import Learner
-from services.trainer.megatron.host_memory import freeze_objects
 from services.trainer.megatron.parallel import shut_down
 from services.trainer.megatron.rank_channel import all_ranks_agree
 
@@ -102,6 +103,7 @@ class Bench:
             self._partial.mkdir(parents=True)
         dist.barrier()
         self.part.begin(self._partial)
+        self.part.write()
         self.stalled[0] += time.perf_counter() - self._begun
 
     def complete(self) -> bool:
@@ -128,7 +130,7 @@ class Bench:
             errors = [report["error"] for report in reports if "error" in report]
             assert not errors, errors
             files = {name: file for report in reports for name, file in report["files"].items()}
-            final = folders.checkpoint_path(self.folder, step)
+            final = checkpoint_path(self.folder, step)
             folders.seal(partial, final, make_state(step), files)
             folders.rotate(self.folder, 1)
             folders.remove_rotated(self.folder)
@@ -136,9 +138,9 @@ class Bench:
     def load(self) -> float:
         """Verify and load the newest checkpoint; return the seconds of both."""
         dist.barrier()
-        (step,) = folders.checkpoint_steps(self.folder)
+        (step,) = checkpoint_steps(self.folder)
         began = time.perf_counter()
-        path = folders.checkpoint_path(self.folder, step)
+        path = checkpoint_path(self.folder, step)
         assert self.part.intact(path)
         self.learner.restore(path, step, same_layout=True)
         if torch.cuda.is_available():
@@ -200,8 +202,8 @@ def measure(bench: Bench, rounds: int, steps: int) -> dict[str, Any]:
             print(f"round {number}: {found}", flush=True)
     step, longer, written = (statistics.median(each) for each in (singles, spans, writes))
     stall = statistics.median(map(sum, stalls))
-    (saved,) = folders.checkpoint_steps(bench.folder)
-    checkpoint = folders.checkpoint_path(bench.folder, saved)
+    (saved,) = checkpoint_steps(bench.folder)
+    checkpoint = checkpoint_path(bench.folder, saved)
     size = sum(file.stat().st_size for file in checkpoint.glob("*.distcp")) / 1e9
     raw = raw_rate(bench.folder) if bench.learner.world.rank == 0 else math.nan
     dist.barrier()

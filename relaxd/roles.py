@@ -45,6 +45,8 @@ class Role:
     """Its part in weight synchronisations. A role that receives weights works only once it has some."""
     gpus: Callable[[RunConfig], int] = lambda config: 0
     """GPUs that a replica leases for a run."""
+    gpu_share: Callable[[RunConfig], float] = lambda config: 1.0
+    """Share of each of these GPUs' memory that it leases."""
     takes_turns: bool = False
     """Whether it shares its GPUs with the other roles that take turns, in a colocated run."""
     always_busy: bool = False
@@ -76,6 +78,7 @@ ROLES: dict[str, Role] = {
             model="policy",
             weights="receives",
             gpus=lambda config: config.rollout.tensor_parallel if config.rollout.engine == "sglang" else 0,
+            gpu_share=lambda config: config.roles.judge.engine_gpu_share,
             takes_turns=True,
             timeout_seconds=lambda config: config.weights.timeout_seconds + config.weights.connect_timeout_seconds,
         ),
@@ -126,6 +129,7 @@ ROLES: dict[str, Role] = {
             replicas=0,
             model="judge",
             gpus=lambda config: config.roles.judge.tensor_parallel if config.roles.judge.engine == "sglang" else 0,
+            gpu_share=lambda config: config.roles.judge.gpu_share,
         ),
     )
 }

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,14 @@ TRACES = "traces"
 """Spans of each process (telemetry.traces = "file")."""
 STEPS = "steps"
 """Step files."""
+CHECKPOINTS = "checkpoints"
+"""The trainer's checkpoints, by step; what is in one, services/trainer/checkpoints/folder.py says."""
+CHECKPOINT_STATE = "state.json"
+"""In a checkpoint: step, ledger, data cursor, configuration."""
+KEPT = "kept"
+"""Empty file in a checkpoint that is never removed."""
+CHECKPOINT_NAME = re.compile(r"step-(\d{6,})")
+"""Name of a complete checkpoint."""
 EVALUATIONS = "evaluations"
 """Answers of evaluations: step-N.jsonl for the held-out prompts, SET/step-N.jsonl for other sets."""
 HELD_OUT = "held_out"
@@ -46,6 +55,28 @@ def answers_folder(folder: Path, name: str) -> Path:
     return folder / EVALUATIONS / ("" if name == HELD_OUT else name)
 
 
+def critic_folder(folder: Path) -> Path:
+    """Return the folder of a critic service in a run's folder. It has checkpoints of its own, of the same steps."""
+    return folder / "critic"
+
+
+def checkpoints_folder(folder: Path) -> Path:
+    """Return the folder of the checkpoints of a run, or of its critic service."""
+    return folder / CHECKPOINTS
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Return the path of a step's checkpoint."""
+    return checkpoints_folder(folder) / f"step-{step:06d}"
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    """Return the steps of the complete checkpoints, newest first."""
+    checkpoints = checkpoints_folder(folder)
+    found = (CHECKPOINT_NAME.fullmatch(path.name) for path in checkpoints.iterdir()) if checkpoints.is_dir() else ()
+    return sorted((int(match[1]) for match in found if match), reverse=True)
+
+
 def holds_run(folder: Path) -> bool:
     """Return whether a run has left its record or results in this folder."""
     return any((folder / name).exists() for name in (RECORD, METRICS, STEPS))
@@ -57,16 +88,64 @@ def is_run(folder: Path) -> bool:
 
 
 def append_whole(file: io.FileIO, data: bytes) -> int:
-    """Append to a file without a buffer: all of it, or nothing, as on a full disk. Returns its size. Raises OSError."""
+    """Append to a file without a buffer: all of it, or nothing, as on a full disk. Raises OSError.
+
+    Returns the byte at which it ends. What another process appends meanwhile stays.
+    """
     start = file.seek(0, os.SEEK_END)
     rest = memoryview(data)
     try:
         while rest:
             rest = rest[file.write(rest) :]
     except OSError:
-        file.truncate(start)
+        if file.seek(0, os.SEEK_END) == start + len(data) - len(rest):  # else others' lines follow
+            file.truncate(start)
         raise
-    return start + len(data)
+    return file.tell()
+
+
+def append_lines(path: Path, text: str) -> int:
+    """Append lines to a file as `append_whole`. A last line whose writer died is ended first: readers skip it."""
+    with path.open("ab+", buffering=0) as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+        line_feed = b"" if file.read(1) in (b"", b"\n") else b"\n"
+        return append_whole(file, line_feed + text.encode())
+
+
+def closed_groups(folder: Path, start: int = 0, after: str = "") -> Iterator[dict[str, Any]]:
+    """Yield the lines of GROUPS, oldest first, each entry of the board's fates once.
+
+    A coordinator that was replaced, but doesn't know it yet, appends entries that its successor appends, too. Each
+    appends them in order and leaves none out, so a line is new if its entry is above those of all lines before.
+
+    Args:
+        folder: the run's folder.
+        start: the byte at which to begin: the start of a line.
+        after: the highest entry before `start`.
+    """
+    highest = _order(after)
+    for line in read_lines(folder / GROUPS, start):
+        order = _order(line.get("entry"))
+        if order is None or highest is None or order > highest:
+            yield line
+            highest = order or highest
+
+
+def _order(entry: object) -> tuple[int, int] | None:
+    """Return what entries are sorted by; None for what is no entry."""
+    milliseconds, _, number = str(entry).partition("-")
+    return (int(milliseconds), int(number)) if milliseconds.isdecimal() and number.isdecimal() else None
+
+
+def newest_samples(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of SAMPLES, newest first, each sample once: two coordinators may have appended it."""
+    seen: set[str] = set()
+    for line in newest_lines(folder / SAMPLES):
+        entry = line.get("entry")
+        if entry is None or entry not in seen:
+            yield line
+        if entry is not None:
+            seen.add(entry)
 
 
 def read_lines(path: Path, start: int = 0) -> Iterator[dict[str, Any]]:

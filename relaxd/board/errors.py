@@ -21,6 +21,14 @@ class StepConflict(BoardError):
     """The step is not the last one plus one, or its plan names a group that is not open."""
 
 
+class LedgerTrimmed(BoardError):
+    """The board has trimmed these steps from its ledger: they are in the run's folder. Its first step is `first`."""
+
+    def __init__(self, first: int, message: str) -> None:
+        super().__init__(message)
+        self.first = first
+
+
 class RunExists(BoardError):
     """The run is on the board already, with other settings."""
 

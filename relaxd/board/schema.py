@@ -52,6 +52,8 @@ OFF_POLICY_TOKENS = "off_policy_tokens"
 """The column that a run has where rollout.partial.mask_off_policy is set."""
 REF_LOGPROBS = "ref_logprobs"
 """The column that a run has where a reference service computes it; otherwise the trainer computes it if it needs it."""
+REFERENCE_WEIGHTS = "reference_weights"
+"""The column that goes with `REF_LOGPROBS` of a reference service that takes over the policy's weights."""
 TEACHER_LOGPROBS = "teacher_logprobs"
 """The column that a run has where a teacher has a part in advantages or loss."""
 CANDIDATES = "candidates"
@@ -160,6 +162,15 @@ COLUMNS: dict[str, ColumnSpec] = {
             "float32",
             "T",
             "Log-prob of each token under the reference model, under the sampling temperature.",
+            optional=True,
+        ),
+        ColumnSpec(
+            REFERENCE_WEIGHTS,
+            "reference",
+            "json",
+            "",
+            "Weights of the reference service that gave ref_logprobs: the name of their folder in the run's folder "
+            'reference, such as "step-000050.1", or "" for those that it began with. With refresh_every.',
             optional=True,
         ),
         ColumnSpec(

@@ -95,6 +95,14 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
     if config.has_privileged_teacher and "teacher" in config.frozen_roles("trainer"):
         asked.add(schema.TEACHER_PROMPT_TOKENS)
     asked |= set(schema.written_by("critic", schema.COLUMNS)) if valued else set()
+    if "reference" in config.frozen_roles("service") and config.roles.reference.refresh_every:
+        if schema.REF_LOGPROBS in needs.advantages:
+            raise ValueError(
+                f"roles.reference.refresh_every is {config.roles.reference.refresh_every}, but the advantages have a "
+                "part of the reference (algorithm.kl_reward_coef), and are fixed before it is known which step trains "
+                "on them: remove one of the two, or use algorithm.kl_coef"
+            )
+        asked.add(schema.REFERENCE_WEIGHTS)
     partial = config.rollout.partial
     asked |= {schema.CONTINUED} if partial.enabled else set()
     asked |= {schema.OFF_POLICY_TOKENS} if partial.mask_off_policy else set()

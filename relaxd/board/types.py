@@ -91,6 +91,18 @@ class Retry:
 
 
 @dataclass(frozen=True)
+class CriticOrders:
+    """The current critic term, and the checkpoints that the trainer asks a critic service for."""
+
+    term: int
+    """The current critic term; 0 before the first."""
+    checkpoint: int | None
+    """The last step of which the trainer has asked for a checkpoint; None: of none yet."""
+    kept: int | None
+    """The same, of those that are never removed."""
+
+
+@dataclass(frozen=True)
 class LedgerEntry:
     """A committed step."""
 
@@ -160,6 +172,11 @@ class Fate:
     record: dict[str, Any]
     """`group`; of a trained one `step`, of a dropped one `reason`, `stage`, `attempt` and `retried`; and its facts
     (`NewGroup.facts`, relaxd.board.facts)."""
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """Its line in the run's groups.jsonl."""
+        return {**self.record, "entry": self.entry_id}
 
 
 @dataclass(frozen=True)

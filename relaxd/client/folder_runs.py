@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from google.protobuf.json_format import ParseDict
 
 from relaxd.client.errors import CliError, NotFoundError
-from relaxd.run_folder import CONFIG, METRICS, RECORD, SAMPLES, SUMMARY, is_run, newest_lines, read_lines
+from relaxd.run_folder import CONFIG, METRICS, RECORD, SUMMARY, is_run, newest_lines, newest_samples, read_lines
 from relaxd.v1 import coordinator_pb2 as pb
 
 ENDED_PHASES = ("STOPPED", "FAILED")
@@ -66,7 +66,7 @@ class FolderRuns:
         self, run_id: str = "", step: int = 0, limit: int = 16, *, patience_seconds: float = 0.0
     ) -> list[pb.TrainedSample]:
         """List trained samples, newest first."""
-        lines = newest_lines(self.folder(run_id) / SAMPLES)
+        lines = newest_samples(self.folder(run_id))
         found = (line for line in lines if step in (0, line.get("step")))
         return [ParseDict(line, pb.TrainedSample(), ignore_unknown_fields=True) for line in islice(found, limit)]
 

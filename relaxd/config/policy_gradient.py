@@ -165,7 +165,9 @@ class PolicyGradientConfig(Section):
         if self.distill_top_k > 0 and self.distill_loss_coef == 0:
             raise ValueError(
                 f"algorithm.distill_top_k is {self.distill_top_k}, but algorithm.distill_loss_coef is 0: only the loss "
-                "compares several tokens in a place; set distill_loss_coef, and distill_coef = 0"
+                "compares several tokens in a place, because as an advantage their divergence, which is the same "
+                "whatever token was sampled, has no gradient in expectation: set distill_loss_coef, and "
+                "distill_coef = 0"
             )
         if self.distill_top_k == 0:
             for name in ("distill_candidates", "distill_divergence"):

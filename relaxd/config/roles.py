@@ -52,22 +52,13 @@ class FrozenModelConfig(ReplicaSizes):
     placement: Literal["trainer", "service"] = "service"
     """trainer: in the trainer's ranks, beside the model that they train. service: in replicas of its own."""
     refresh_every: int = Field(default=0, ge=0)
-    """Take over the trained model's weights after every so many steps, recorded in the ledger; 0: never. Needs
-    placement = "trainer", and the initial model to begin with."""
+    """Take over the trained model's weights after every so many steps, recorded in the ledger; 0: never. Needs the
+    initial model to begin with. A teacher needs placement = "trainer", too."""
 
     @property
     def settings(self) -> dict[str, str]:
         """The models that it holds, by the setting that names them; "" is the initial model."""
         return {f"{self.section}.model": self.model}
-
-    @model_validator(mode="after")
-    def _weights_are_at_hand(self) -> Self:
-        if self.refresh_every and self.placement != "trainer":
-            raise ValueError(
-                f'{self.section}.refresh_every is {self.refresh_every}, but {self.section}.placement is "service", '
-                'which gets no weights of the trainer: set "trainer"'
-            )
-        return self
 
 
 class ReferenceConfig(FrozenModelConfig):
@@ -101,8 +92,8 @@ class TeacherConfig(FrozenModelConfig):
     """A Hugging Face folder, the name of a fetched model, or a hub name: a model of any supported architecture and
     size, with the vocabulary of the trained model. With models it judges the prompts of all other sources."""
     models: tuple[TeacherModel, ...] = ()
-    """Several teachers, each in a table [[roles.teacher.models]] with model and sources, all in each replica. A prompt
-    whose source none of them lists has the teacher model; if that is empty, it is refused."""
+    """Several teachers, each in a table [[roles.teacher.models]] with model and sources, all in each replica, or in the
+    trainer's ranks. A prompt whose source none of them lists has the teacher model; if that is empty, it is refused."""
     privileged_key: str = ""
     """What only the teacher sees: "answer", or a column of the metadata such as "solution". The teacher may then be the
     trained model itself. Empty: it sees what the student sees."""
@@ -143,10 +134,19 @@ class TeacherConfig(FrozenModelConfig):
         listed = [source for one in self.models for source in one.sources]
         if twice := sorted({source for source in listed if listed.count(source) > 1}):
             raise ValueError(f'{self.section}.models list the source "{twice[0]}" twice: a prompt has one teacher')
-        if self.models and self.placement == "trainer":
+        if self.models and self.refresh_every:
             raise ValueError(
-                f'{self.section}.models are {len(self.models)} teachers, but {self.section}.placement is "trainer", '
-                'where there is room for one: set "service", or use model'
+                f"{self.section}.refresh_every is {self.refresh_every}, but {self.section}.models are several "
+                "teachers, and one takes over the trained model's weights: remove it, or use model"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _weights_are_at_hand(self) -> Self:
+        if self.refresh_every and self.placement != "trainer":
+            raise ValueError(
+                f'{self.section}.refresh_every is {self.refresh_every}, but {self.section}.placement is "service", '
+                'which gets no weights of the trainer: set "trainer"'
             )
         return self
 
@@ -243,8 +243,12 @@ class JudgeConfig(Section):
     """CPU threads of a replica; 0 means all cores."""
     tensor_parallel: int = Field(default=1, ge=1)
     """GPUs of a replica, which share each layer's matrices (sglang)."""
+    gpu_share: float = Field(default=1.0, gt=0, le=1)
+    """Share of the memory of each of its GPUs that a replica has; 1: GPUs of its own. Below 1 a rollout engine may be
+    on the same GPU: every engine of the run leaves this share free. With run.colocate the judge then sleeps whenever
+    the engines do."""
     memory_fraction: float = Field(default=0.0, ge=0, lt=1)
-    """Share of GPU memory for weights and key-value cache; 0 lets SGLang decide (sglang)."""
+    """Share of GPU memory, or of gpu_share, for weights and key-value cache; 0 lets SGLang decide (sglang)."""
     sglang: dict[str, Any] = Field(default_factory=dict)
     """SGLang's own options, as in rollout.sglang, such as context_length = 8192."""
 
@@ -257,6 +261,16 @@ class JudgeConfig(Section):
     def has_replicas(self) -> bool:
         """Whether the judge is the run's own replicas."""
         return bool(self.model) and not self.address
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether the judge may be on rollout engines' GPUs. In a colocated run it then takes turns, as they do."""
+        return self.gpu_share < 1
+
+    @property
+    def engine_gpu_share(self) -> float:
+        """Share of the memory of each of its GPUs that is a rollout engine's."""
+        return 1.0 - self.gpu_share if self.shares_gpus else 1.0
 
     @field_validator("address")
     @classmethod
@@ -288,7 +302,7 @@ class JudgeConfig(Section):
                 f"roles.judge.{min(given)} is set, but roles.judge.model is empty: name the judge's model"
                 + (", as the server at the address knows it" if self.address else "")
             )
-        for_replicas = {"chat_template", *ENGINE_SETTINGS} & given
+        for_replicas = {"chat_template", "gpu_share", *ENGINE_SETTINGS} & given
         if self.address and for_replicas:
             raise ValueError(
                 f"roles.judge.{min(for_replicas)} is for a judge's replicas, but roles.judge.address is "

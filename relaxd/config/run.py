@@ -104,7 +104,8 @@ class RolloutConfig(Section):
     tensor_parallel: int = Field(default=1, ge=1)
     """GPUs that share each layer's matrices (sglang; for sglang_external, as the servers were started)."""
     memory_fraction: float = Field(default=0.0, ge=0, lt=1)
-    """Share of GPU memory for weights and key-value cache; 0 lets SGLang decide (sglang)."""
+    """Share of GPU memory for weights and key-value cache, or of what roles.judge.gpu_share leaves of it; 0 lets SGLang
+    decide (sglang)."""
     return_routed_experts: bool = False
     """Store each token's experts in the column routed_experts (sglang, mixture-of-experts models)."""
     partial: PartialConfig = PartialConfig()
@@ -156,6 +157,12 @@ class CheckpointConfig(Section):
     every: int = Field(default=50, ge=0)
     """Steps between checkpoints. One more is saved when the run ends or is stopped, and at Ctrl-C and `relaxd down`. 0
     saves them only on request. A restarted trainer loads the newest one and repeats the steps after it."""
+    replay_seconds: float = Field(default=1800.0, ge=0)
+    """Also save one once the steps after the last one have taken this much work, waits not included, which a restart
+    would repeat. 0: only `every` counts."""
+    replay_bytes: int = Field(default=100_000_000_000, ge=0)
+    """Also save one once the files of the steps after the last one take this much of the disk. They are kept as long
+    as `keep` checkpoints need them, so (`keep` + 1) times as much is needed. 0: only `every` counts."""
     keep: int = Field(default=2, ge=1)
     """Number of newest checkpoints to keep. With two or more, a run survives a damaged one. Those that `relaxd
     checkpoint` took are never removed."""
@@ -427,7 +434,7 @@ class RunConfig(Section):
 
     def refreshed_after(self, step: int) -> tuple[str, ...]:
         """Return the roles whose models take over the trained model's weights after a step."""
-        every = {role: self.roles.frozen[role].refresh_every for role in self.frozen_roles("trainer")}
+        every = {role: self.roles.frozen[role].refresh_every for role in self.frozen_roles()}
         return tuple(role for role, steps in every.items() if steps and step % steps == 0)
 
     @property
@@ -529,6 +536,17 @@ class RunConfig(Section):
         asking = [f'{setting} is "{name}"' for setting, name in named.items() if name in JUDGE_REWARDS]
         if asking and not self.roles.judge.is_there:
             raise ValueError(f"{asking[0]}, but there is no judge: set roles.judge.model")
+        return self
+
+    @model_validator(mode="after")
+    def _judge_can_share(self) -> Self:
+        judge, engines = self.roles.judge, ("sglang", "transformers") if self.run.colocate else ("sglang",)
+        if judge.shares_gpus and (self.rollout.engine not in engines or judge.engine != self.rollout.engine):
+            raise ValueError(
+                f'roles.judge.gpu_share is {judge.gpu_share:g}, but rollout.engine is "{self.rollout.engine}" and '
+                f'roles.judge.engine is "{judge.engine}": on GPUs that they share, both must be "sglang"'
+                + (' (or "transformers" on CPUs, to take turns there)' if self.run.colocate else "")
+            )
         return self
 
     @model_validator(mode="after")

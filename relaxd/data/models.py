@@ -53,9 +53,9 @@ def frozen_models(config: RunConfig, role: str, *, weights: bool = True) -> dict
     }
 
 
-def models_in_trainer(config: RunConfig) -> dict[str, Path]:
-    """Return the folders of the frozen models that the trainer's ranks keep, by role; see `resolve_model`."""
-    return {role: folder for role in config.frozen_roles("trainer") for folder in frozen_models(config, role).values()}
+def models_in_trainer(config: RunConfig) -> dict[str, dict[str, Path]]:
+    """Return `frozen_models` of the roles whose models the trainer's ranks keep."""
+    return {role: frozen_models(config, role) for role in config.frozen_roles("trainer")}
 
 
 def routed_expert_bytes(folder: Path) -> int:

@@ -27,6 +27,13 @@ class MicroBatch:
     """Whether the fused kernels run."""
     element: int
     """Bytes of an element."""
+    float32_logits: bool = False
+    """Whether logits are in float32 whatever the element is."""
+
+    @property
+    def logit_bytes(self) -> int:
+        """Bytes of a logit."""
+        return 4 if self.float32_logits else self.element
 
 
 @dataclass(frozen=True)

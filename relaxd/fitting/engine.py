@@ -23,7 +23,9 @@ class EngineMemory:
     token_bytes: int
     """Bytes of a token in the cache."""
     assumed: bool
-    """Whether the share of the memory is DEFAULT_FRACTION."""
+    """Whether SGLang decides how much is for weights and cache (DEFAULT_FRACTION of a whole GPU)."""
+    share: float = 1.0
+    """Share of the GPU that is the engine's."""
 
     @property
     def bytes(self) -> Bytes:
@@ -40,17 +42,21 @@ class EngineMemory:
         return self.cached_tokens // tokens
 
 
-def engine_memory(shape: ModelShape, tensor: int, element: int, fraction: float, gpu_bytes: int) -> EngineMemory:
+def engine_memory(
+    shape: ModelShape, tensor: int, element: int, fraction: float, gpu_bytes: int, share: float = 1.0
+) -> EngineMemory:
     """Divide a GPU's memory.
 
     Args:
         shape: the model.
         tensor: GPUs that share it. With more than there are key-value heads, several hold the same head.
         element: bytes of an element of weights and cache.
-        fraction: share of the GPU for weights and cache; 0 lets SGLang decide.
+        fraction: share of the engine's memory for weights and cache; 0 lets SGLang decide.
         gpu_bytes: memory of the GPU.
+        share: share of the GPU that is the engine's. Where SGLang decides, it keeps as many bytes as of a whole GPU.
     """
     weights = model_parameters(shape) * element // tensor
     token = 2 * shape.layers * max(1, shape.kv_heads // tensor) * shape.head_size * element
-    cache = int((fraction or DEFAULT_FRACTION) * gpu_bytes) - weights
-    return EngineMemory(weights, cache, token, not fraction)
+    static = fraction * share if fraction else share - (1 - DEFAULT_FRACTION)
+    cache = int(static * gpu_bytes) - weights
+    return EngineMemory(weights, cache, token, not fraction, share)

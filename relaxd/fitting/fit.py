@@ -63,13 +63,16 @@ def fit(config: RunConfig, hardware: Hardware) -> Fit:
     models, layout = read_models(config), Layout.of_trainer(config.trainer)
     check_layout(layout, (models.policy, *models.frozen), TRAINER, hardware)
     trainer, own_engines = on_trainer(config, models, layout, hardware), engines(config, hardware)
-    taken = 0
+    taken = asleep = 0
     if config.run.colocate and "rollout" in own_engines:
-        held = in_turns(trainer, own_engines["rollout"], hardware, config.weights.bucket_bytes)
-        taken = ASLEEP["rollout"]
+        judge = own_engines.get("judge") if config.roles.judge.shares_gpus else None
+        held = in_turns(trainer, own_engines["rollout"], hardware, config.weights.bucket_bytes, judge)
+        taken = ASLEEP["rollout"] * (1 if judge is None else 2)
+        asleep = judge.weights * config.roles.judge.tensor_parallel if judge is not None else 0
+        alone = [role for role in own_engines if role != "rollout" and judge is None]
     else:
-        held = trainer + [on_engine(role, one, hardware) for role, one in own_engines.items() if role == "rollout"]
-    held += [on_engine(role, one, hardware) for role, one in own_engines.items() if role != "rollout"]
+        held, alone = list(trainer), list(own_engines)
+    held += [on_engine(role, own_engines[role], hardware) for role in alone]
     for role in config.frozen_roles("service"):
         held += on_frozen(config, role, hardware)
     element = micro_batch(config, config.trainer.micro_batch_tokens).element
@@ -81,7 +84,7 @@ def fit(config: RunConfig, hardware: Hardware) -> Fit:
         layout=layout,
         seconds=predict(models.policy, layout, step_work(config, models), element),
         layouts=rank_layouts(config, models, hardware, taken),
-        host=host_bytes(config, models, element, expert_bytes),
+        host=host_bytes(config, models, element, expert_bytes, asleep),
         disk=disk_bytes(config, models, element, expert_bytes),
     )
 

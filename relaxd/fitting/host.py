@@ -47,13 +47,20 @@ def step_bytes(config: RunConfig, expert_bytes: int) -> int:
     return int(config.trainer.groups_per_step * worst * mean_share)
 
 
-def checkpoint_bytes(models: Models, element: int) -> int:
+def state_bytes(config: RunConfig, models: Models, fixed: int) -> int:
+    """Return the bytes of all trained parameters: their moments, and `fixed` bytes of each."""
+    optimizers = (config.trainer.optimizer, config.roles.critic.optimizer)
+    each = zip(models.trained, optimizers, strict=False)
+    return sum(count * (fixed + optimizer.moment_bytes) for count, optimizer in each)
+
+
+def checkpoint_bytes(config: RunConfig, models: Models, element: int) -> int:
     """Return the bytes of a checkpoint: weights, float32 main weights and two moments, also for float32 weights."""
-    return (element + 12) * sum(models.trained)
+    return state_bytes(config, models, element + 4)
 
 
-def host_bytes(config: RunConfig, models: Models, element: int, expert_bytes: int) -> Bytes:
-    """Return the memory that the trainer's host needs."""
+def host_bytes(config: RunConfig, models: Models, element: int, expert_bytes: int, judge_weights: int = 0) -> Bytes:
+    """Return the memory that the trainer's host needs. `judge_weights` are those of a judge that sleeps there."""
     trainer = config.trainer
     found = {
         "the ranks' processes": trainer.ranks * RANK_BYTES,
@@ -63,11 +70,13 @@ def host_bytes(config: RunConfig, models: Models, element: int, expert_bytes: in
     if offloaded := sum(count for count, offload in zip(models.trained, offloads, strict=False) if offload):
         found["offloaded optimizer"] = 16 * offloaded  # main weights, moments, gradients
     if trainer.checkpoint.every:
-        found["a checkpoint being written"] = checkpoint_bytes(models, element)
+        found["a checkpoint being written"] = checkpoint_bytes(config, models, element)
     if config.run.colocate:
-        state = sum(models.trained) * (element + (12 if element < 4 else 8))
+        state = state_bytes(config, models, element + (4 if element < 4 else 0))
         weights = element * sum(stage_parameters(shape, Layout(1), 0).all for shape in models.frozen)
         found["the sleeping trainer"] = state + weights
+    if judge_weights:
+        found["a sleeping judge's weights"] = judge_weights
     return found
 
 
@@ -77,9 +86,16 @@ def disk_bytes(config: RunConfig, models: Models, element: int, expert_bytes: in
     files = steps
     if checkpoint.keep_step_files == "until_checkpoint" and checkpoint.every:
         files = min(steps, checkpoint.every * (checkpoint.keep + 1))
+        if checkpoint.replay_bytes:
+            between = checkpoint.replay_bytes // step_bytes(config, expert_bytes) + 1
+            files = min(files, between * (checkpoint.keep + 1))
+    reference = config.roles.reference
+    refreshed = reference.placement == "service" and reference.refresh_every
+    weights = element * models.trained[0]
     return {
         f"{checkpoint.keep} checkpoints, and one being written": (checkpoint.keep + 1)
-        * checkpoint_bytes(models, element),
+        * checkpoint_bytes(config, models, element),
         f"step files of {files} steps": files * step_bytes(config, expert_bytes),
-        "the trained model": element * models.trained[0],
+        **({"2 weights of the reference, and those being written": 3 * weights} if refreshed else {}),
+        "the trained model": weights,
     }

@@ -24,7 +24,7 @@ class LogitBytes:
 
 def logit_bytes(shape: ModelShape, layout: Layout, batch: MicroBatch, gpu_bytes: int) -> LogitBytes:
     """Return the memory of log-probs, if every token of the micro-batch is trained."""
-    width = -(-shape.vocabulary // layout.tensor) * batch.element
+    width = -(-shape.vocabulary // layout.tensor) * batch.logit_bytes
     tokens = batch.tokens // layout.context
     chunk = _chunk_tokens(width)
     kept_chunks = int(gpu_bytes * KEPT_SHARE) // (chunk * width)
@@ -32,6 +32,8 @@ def logit_bytes(shape: ModelShape, layout: Layout, batch: MicroBatch, gpu_bytes:
     # torch's operations need three chunks in float32 for one, the fused kernels none.
     copies = 1 if batch.fused else 3
     chunks = copies * min(chunk, tokens) * width if tokens > kept or not batch.fused else 0
+    if batch.fused and batch.logit_bytes > batch.element:
+        chunks += min(chunk, tokens) * width * batch.element // batch.logit_bytes  # their gradient, rounded
     # Without tensor parallelism: the last residual, the rows that predict a token, their gradient.
     states = (1 + 2 * layout.tensor) * shape.hidden * batch.tokens * batch.element // layout.slices
     return LogitBytes(kept * width, chunks + states)
@@ -39,7 +41,7 @@ def logit_bytes(shape: ModelShape, layout: Layout, batch: MicroBatch, gpu_bytes:
 
 def forward_work(shape: ModelShape, layout: Layout, batch: MicroBatch) -> int:
     """Return the bytes of a pass without gradients: one layer's tensors, and one chunk of logits."""
-    width = -(-shape.vocabulary // layout.tensor) * batch.element
+    width = -(-shape.vocabulary // layout.tensor) * batch.logit_bytes
     experts = shape.experts
     inner = 3 * shape.ffn if experts is None else experts.per_token * (shape.hidden + 3 * experts.ffn)
     layer = (3 * shape.hidden + inner) * batch.tokens * batch.element // layout.slices

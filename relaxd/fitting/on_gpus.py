@@ -11,7 +11,7 @@ from relaxd.fitting.layout import Layout, problem
 from relaxd.fitting.shape import ModelShape, read_shape
 from relaxd.fitting.sizing import micro_batch
 from relaxd.fitting.trainer import PROCESS_BYTES, TrainedModel, frozen_stage, trainer_stage
-from relaxd.roles import TRAINER
+from relaxd.roles import ROLES, TRAINER
 
 ASLEEP = {TRAINER: 7_500_000_000, "rollout": 5_600_000_000}
 """Bytes that a process keeps while it sleeps in a colocated run. Measured: 4.4 to 7.5 GB and 3.6 to 5.6 GB."""
@@ -28,9 +28,10 @@ def check_layout(layout: Layout, shapes: Sequence[ModelShape], section: str, har
 
 def on_trainer(config: RunConfig, models: Models, layout: Layout, hardware: Hardware) -> list[Held]:
     """Return what the ranks of the trainer's pipeline stages hold."""
-    critic = config.roles.critic.optimizer.cpu_offload
-    trained = [TrainedModel("", models.policy, layout.offload)]
-    trained += [TrainedModel("critic", models.policy, critic)] if models.critic else []
+    critic = config.roles.critic.optimizer
+    trained = [TrainedModel("", models.policy, layout.offload, config.trainer.optimizer.moment_bytes)]
+    if models.critic:
+        trained.append(TrainedModel("critic", models.policy, critic.cpu_offload, critic.moment_bytes))
     batch = micro_batch(config, config.trainer.micro_batch_tokens)
     bucket = 0 if config.weights.transport == "gloo" else config.weights.bucket_bytes
     found = []
@@ -77,23 +78,38 @@ def engines(config: RunConfig, hardware: Hardware) -> dict[str, EngineMemory]:
             )
         element = 2 if section.dtype == "bfloat16" else 4
         found[role] = engine_memory(
-            shape, section.tensor_parallel, element, section.memory_fraction, hardware.gpu_bytes
+            shape,
+            section.tensor_parallel,
+            element,
+            section.memory_fraction,
+            hardware.gpu_bytes,
+            ROLES[role].gpu_share(config),
         )
     return found
 
 
 def on_engine(role: str, engine: EngineMemory, hardware: Hardware) -> Held:
-    """Return what an engine's GPU holds. Its cache takes what the other parts leave of its share, up to the last GB."""
-    return Held(role, "", engine.bytes, hardware.gpu_bytes)
+    """Return what an engine holds of its GPU, or of its share. Its cache takes what the other parts leave of its
+    memory_fraction, up to the last GB."""
+    place = f"{engine.share:g} of a GPU" if engine.share < 1 else ""
+    return Held(role, place, engine.bytes, int(engine.share * hardware.gpu_bytes))
 
 
-def in_turns(trainer: Sequence[Held], engine: EngineMemory, hardware: Hardware, bucket_bytes: int) -> list[Held]:
-    """Return what a GPU holds that trainer and engine share, in each turn."""
+def in_turns(
+    trainer: Sequence[Held],
+    engine: EngineMemory,
+    hardware: Hardware,
+    bucket_bytes: int,
+    judge: EngineMemory | None = None,
+) -> list[Held]:
+    """Return what a GPU holds that trainer and engine share, in each turn. `judge` is one on the same GPU, if any."""
     worst = max(trainer, key=lambda held: held.total)
     waiting = {name: size for name, size in worst.bytes.items() if name.split(":")[0] not in _OF_A_PASS}
+    awake = {f"judge's {name}": size for name, size in judge.bytes.items()} if judge is not None else {}
+    asleep = {"sleeping judge": ASLEEP["rollout"]} if judge is not None else {}
     return [
-        Held("both", "generate", {**engine.bytes, "sleeping trainer": ASLEEP[TRAINER]}, hardware.gpu_bytes),
-        Held("both", "train", {**worst.bytes, "sleeping engine": ASLEEP["rollout"]}, hardware.room),
+        Held("both", "generate", {**engine.bytes, **awake, "sleeping trainer": ASLEEP[TRAINER]}, hardware.gpu_bytes),
+        Held("both", "train", {**worst.bytes, "sleeping engine": ASLEEP["rollout"], **asleep}, hardware.room),
         Held(
             "both",
             "synchronise",
@@ -101,6 +117,7 @@ def in_turns(trainer: Sequence[Held], engine: EngineMemory, hardware: Hardware, 
                 **waiting,
                 "engine's weights": engine.weights,
                 "sleeping engine": ASLEEP["rollout"],
+                **asleep,
                 "buckets of weights": 2 * bucket_bytes,
             },
             hardware.room,

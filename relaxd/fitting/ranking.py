@@ -44,7 +44,8 @@ def rank_layouts(config: RunConfig, models: Models, hardware: Hardware, taken: i
 def _fitting(config: RunConfig, models: Models, hardware: Hardware, ranks: int, taken: int) -> list[Candidate]:
     work, trainer = step_work(config, models), config.trainer
     element, found = micro_batch(config, trainer.micro_batch_tokens).element, []
-    for layout in possible_layouts(models.policy, ranks, trainer.groups_per_step, offload=element < 4):
+    offload = element < 4 and trainer.optimizer.moments == "float32"
+    for layout in possible_layouts(models.policy, ranks, trainer.groups_per_step, offload=offload):
         if any(problem(layout, shape) for shape in models.frozen):
             continue
         size = taken + max(held.total for held in on_trainer(config, models, layout, hardware))

@@ -17,7 +17,11 @@ def read_models(config: RunConfig) -> Models:
     Raises:
         DataError: a model has no usable config.json.
     """
-    frozen = tuple(read_shape(folder, f"roles.{role}.model") for role, folder in models_in_trainer(config).items())
+    frozen = tuple(
+        read_shape(folder, f"roles.{role}.model")
+        for role, folders in models_in_trainer(config).items()
+        for folder in folders.values()
+    )
     folder = resolve_model(config.model.path, weights=False)
     return Models(read_shape(folder), config.algorithm.needs_critic, frozen)
 
@@ -36,7 +40,7 @@ def micro_batch(config: RunConfig, budget: int) -> MicroBatch:
     prompt, samples, answer = config.data.max_prompt_tokens, config.rollout.samples_per_prompt, mean_answer(config)
     repeat = min(MAX_REPEAT, samples * (prompt + answer) / (prompt + samples * answer))
     tokens, bf16 = max(budget, longest_sequence(config)), config.trainer.dtype == "bfloat16"
-    return MicroBatch(tokens, int(repeat * tokens), bf16, 2 if bf16 else 4)
+    return MicroBatch(tokens, int(repeat * tokens), bf16, 2 if bf16 else 4, config.trainer.fp32_lm_head)
 
 
 def step_work(config: RunConfig, models: Models) -> StepWork:
@@ -47,7 +51,8 @@ def step_work(config: RunConfig, models: Models) -> StepWork:
     """
     trainer, rollout = config.trainer, config.rollout
     prompt, answer, trained = config.data.max_prompt_tokens, mean_answer(config), 1 + models.critic
-    forward_only = len(models.frozen) + (trained if trainer.updates_per_step > 1 else models.critic)
+    # Of several teachers, one is asked about a group.
+    forward_only = len(config.frozen_roles("trainer")) + (trained if trainer.updates_per_step > 1 else models.critic)
     return StepWork(
         tokens=trainer.groups_per_step * (prompt + rollout.samples_per_prompt * answer),
         attended=trainer.groups_per_step * rollout.samples_per_prompt * (prompt + answer) ** 2 / 2,

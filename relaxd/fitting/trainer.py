@@ -28,13 +28,15 @@ class TrainedModel:
     shape: ModelShape
     offload: bool
     """Whether its optimizer's state is in the host's memory."""
+    moment_bytes: int = 8
+    """Bytes of the two moments of a parameter."""
 
 
 def weights_and_state(model: TrainedModel, layout: Layout, stage: int, element: int) -> Bytes:
     """Return the bytes that a rank holds of a trained model all the time.
 
     Gradients are in float32 on each rank. The optimizer's state is divided among the ranks that have the same
-    parameters: float32 main weights, if the model computes in bfloat16, and two float32 moments.
+    parameters: float32 main weights, if the model computes in bfloat16, and two moments.
     """
     own = stage_parameters(model.shape, layout, stage, critic=model.name == "critic")
     prefix = f"{model.name} " if model.name else ""
@@ -43,7 +45,7 @@ def weights_and_state(model: TrainedModel, layout: Layout, stage: int, element: 
         sharded = sharded_parameters(own, layout)
         if element < 4:
             found[f"{prefix}main weights"] = 4 * sharded
-        found[f"{prefix}moments"] = 8 * sharded
+        found[f"{prefix}moments"] = model.moment_bytes * sharded
     return found
 
 

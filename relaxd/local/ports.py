@@ -2,14 +2,17 @@
 
 import socket
 
+from relaxd.weights.ports import ReservedPort
+
 LOOPBACK = "127.0.0.1"
+_reserved: list[ReservedPort] = []
+"""They stay reserved: services that this process starts listen on them later, or again after a restart."""
 
 
 def free_port(host: str = LOOPBACK) -> int:
-    """Return a port that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    """Return a port that nothing listens on, and that nobody else gets who asks for any while this process lives."""
+    _reserved.append(ReservedPort(host))
+    return _reserved[-1].number
 
 
 def is_free(port: int, host: str = LOOPBACK) -> bool:

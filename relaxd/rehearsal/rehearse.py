@@ -6,7 +6,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -67,6 +68,16 @@ def rehearse(config: RunConfig, scale: Scale, seconds: float, say: Say, logs: Pa
 
     Raises CliError: a service doesn't start, or no two steps end in time.
     """
+    with rehearsed_run(config, scale, say, logs) as counters:
+        return _measure(config, scale, seconds, counters, say)
+
+
+@contextmanager
+def rehearsed_run(config: RunConfig, scale: Scale, say: Say, logs: Path) -> Iterator[Counters]:
+    """Start the services and the run; yield its counters, and stop all of it at the end. Arguments as in `rehearse`.
+
+    Raises CliError: a service doesn't start.
+    """
     if embedded_redis.given_url() is not None:
         raise CliError("REDIS_URL is set: a rehearsal measures a Redis of its own", "unset REDIS_URL")
     with tempfile.TemporaryDirectory(prefix="relaxd-rehearsal-", ignore_cleanup_errors=True) as name:
@@ -84,8 +95,7 @@ def rehearse(config: RunConfig, scale: Scale, seconds: float, say: Say, logs: Pa
                 client = redis.Redis.from_url(
                     plan.redis, socket_timeout=REDIS_SECONDS, socket_connect_timeout=REDIS_SECONDS
                 )
-                counters = Counters(folder, client, coordinator, work / "runs" / RUN_ID, RUN_ID)
-                return _measure(config, changed, scale, seconds, counters, say)
+                yield Counters(folder, client, coordinator, work / "runs" / RUN_ID, RUN_ID)
         except BaseException:
             shutil.copytree(folder.logs, logs, dirs_exist_ok=True)
             say(f"the services' logs are in {logs}")
@@ -138,9 +148,7 @@ def _await_replicas(coordinator: CoordinatorClient, count: int, say: Say) -> Non
         time.sleep(1.0)  # named: `say` tells how many are awaited
 
 
-def _measure(
-    config: RunConfig, changed: RunConfig, scale: Scale, seconds: float, counters: Counters, say: Say
-) -> Measured:
+def _measure(config: RunConfig, scale: Scale, seconds: float, counters: Counters, say: Say) -> Measured:
     first, last = _window(counters, seconds, say)
     say(f"{last.step - first.step} steps in {last.time - first.time:.1f} s; pausing the run, to measure it at rest")
     waits, calls = dict(counters.waits), sorted(counters.call_seconds)

@@ -27,6 +27,8 @@ TRANSIENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 """Statuses after which another attempt may succeed: the coordinator is away, or the GPUs' holder has just ended."""
 LEASE_MARGIN = 1 / 6
 """Share of a lease that is kept back for killing the children and freeing the GPUs' memory."""
+SHARE_VARIABLE = "RELAXD_GPU_SHARE"
+"""Environment variable with the share of its GPUs' memory that a child may use; unset: the whole."""
 
 STEADY_SECONDS, STEADY_TICK_SECONDS, STEADY_LIMIT_SECONDS = 1.0, 0.2, 60.0
 STEADY_BYTES = 64 << 20
@@ -81,14 +83,20 @@ def select_visible(gpus: Sequence[Gpu], selection: str | None) -> tuple[Gpu, ...
     return tuple(chosen)
 
 
-def gpu_environment(gpus: Sequence[Gpu]) -> dict[str, str]:
-    """Return the environment variables that let a child process use these GPUs and no others.
+def gpu_environment(gpus: Sequence[Gpu], share: float = 1.0) -> dict[str, str]:
+    """Return the environment variables that let a child process use a share of these GPUs' memory, and no others.
 
-    Whole GPUs are named by index in PCI bus order, which is NVML's, and not by UUID, because SGLang's all-reduce parses
-    the entries as numbers.
+    GPUs that aren't MIG devices are named by index in PCI bus order, which is NVML's, and not by UUID, because SGLang's
+    all-reduce parses the entries as numbers.
     """
     names = [gpu.uuid if gpu.is_mig else str(gpu.index) for gpu in gpus]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(names), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    shared = {SHARE_VARIABLE: repr(share)} if share < 1 else {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names), "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **shared}
+
+
+def gpu_share() -> float:
+    """Return the share of its GPUs' memory that this process may use, as `gpu_environment` told it."""
+    return float(os.environ.get(SHARE_VARIABLE, "1"))
 
 
 def gpu_gauges(gpus: Sequence[Gpu]) -> dict[str, float]:
@@ -208,6 +216,8 @@ class GpuLeases:
         """Reason for which `lease` waits; empty while it doesn't."""
         self._on_lost: list[Callable[[], None]] = []
         self._loop = asyncio.get_running_loop()
+        self._share = 1.0
+        """Share of the memory of each GPU in `held`."""
         self._until = 0.0
         """End of the children's lease unless another heartbeat is answered, by the monotonic clock."""
         self._replica_id = replica_id
@@ -220,8 +230,8 @@ class GpuLeases:
         """Call `callback`, in the event loop, whenever children were killed because the lease was over."""
         self._on_lost.append(callback)
 
-    async def lease(self, count: int) -> tuple[Gpu, ...]:
-        """Lease `count` of the visible GPUs in the place of those held before, and return them.
+    async def lease(self, count: int, share: float = 1.0) -> tuple[Gpu, ...]:
+        """Lease a share of `count` of the visible GPUs in the place of those held before, and return them.
 
         Returns () where no GPU is visible; children use the CPU then. Waits for GPUs whose holders have ended, and for
         the coordinator; `waiting` has the reason. Raises ResourceExhausted when other replicas hold too many (the
@@ -231,7 +241,7 @@ class GpuLeases:
             return ()
         async with self._calling:
             self._settled = False
-            self.held = ()
+            self.held, self._share = (), share
             uuids = await self._request_with_retries(count)
             if uuids:
                 try:
@@ -310,7 +320,9 @@ class GpuLeases:
             callback()
 
     async def _request(self, candidates: list[str], count: int) -> set[str]:
-        request = LeaseGpusRequest(replica_id=self._replica_id, candidate_uuids=candidates, count=count)
+        request = LeaseGpusRequest(
+            replica_id=self._replica_id, candidate_uuids=candidates, count=count, share=self._share
+        )
         try:
             answer = await self._coordinator.LeaseGpus(request, timeout=CALL_SECONDS)
         except grpc.aio.AioRpcError as error:

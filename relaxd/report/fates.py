@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from relaxd.run_folder import GROUPS, newest_lines, read_lines
+from relaxd.run_folder import GROUPS, closed_groups, newest_lines
 
 FIELDS = (
     *("group", "index", "source", "prompt_tokens", "fate", "step", "reason", "stage", "attempt", "retry", "retried"),
@@ -213,14 +213,14 @@ def summarise_fates(folder: Path, see: Callable[[list[dict[str, Any]]], object] 
         see: called with all lines, oldest first, PAGE at a time.
     """
     summary, seen, again = Summary(), GroupSet(), Counter[str]()
-    lines = read_lines(folder / GROUPS)
+    lines = closed_groups(folder)
     while page := list(islice(lines, PAGE)):
         for line in page:
             summary.add(_with_fate(line))
             if not seen.add(line["group"]):
                 again[line["group"]] += 1
         see(page)
-    older = (line for line in read_lines(folder / GROUPS) if again[line["group"]] > 0) if again else ()
+    older = (line for line in closed_groups(folder) if again[line["group"]] > 0) if again else ()
     for line in older:
         again[line["group"]] -= 1
         summary.add(_with_fate(line), -1)

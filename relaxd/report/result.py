@@ -18,11 +18,10 @@ from relaxd.report.evaluation_table import SetRow, set_rows
 from relaxd.run_folder import (
     EVALUATIONS,
     HELD_OUT,
-    SAMPLES,
     SUMMARY,
     answers_file,
     answers_folder,
-    newest_lines,
+    newest_samples,
 )
 from relaxd.v1 import coordinator_pb2 as pb
 
@@ -145,7 +144,7 @@ def read_result(folder: Path) -> RunResult:
         ended = (folder / SUMMARY).exists() or not (folder / "run.json").exists()
         summary = json.loads((folder / (SUMMARY if ended else "run.json")).read_text())
         lines = read_lines(folder / "metrics.jsonl", growing=not ended)
-        samples = list(islice(newest_lines(folder / SAMPLES), SHOWN_SAMPLES))
+        samples = list(islice(newest_samples(folder), SHOWN_SAMPLES))
         config = folder / "config.toml"
         config_toml = config.read_text() if config.exists() else ""
         code = folder / "code.json"

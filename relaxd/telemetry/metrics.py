@@ -122,6 +122,13 @@ METRICS: dict[str, Metric] = {
             "{group}",
             "Groups that went back to the critic service since the step before, because their values were too old.",
         ),
+        Metric(
+            "rescored_groups",
+            "step",
+            "{group}",
+            "Groups that went back to the reference service since the step before, because it had scored them with "
+            "weights that it no longer has (roles.reference.refresh_every).",
+        ),
         Metric("return_mean", "step", "1", "Mean of the returns to which the critic is fitted."),
         Metric("lr", "step", "1", "Learning rate of the step; for a skipped update, that of the step before."),
         Metric("reward_mean", "step", "1", "Mean reward of the step's samples."),

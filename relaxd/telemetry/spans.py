@@ -72,10 +72,10 @@ def open_stage_span(
     """Start the span of a stage's work on one group; the caller ends it, in any thread.
 
     Args:
-        stage: the stage (the span of "rollout" is called "generate", that of "reward" "score"). carrier: the carrier
-        from publish_span. If it is empty, the span does nothing. waited_seconds: time that the group waited for the
-        stage: an attribute, and a span "wait" that ends where this one
-            starts.
+        stage: the stage (the span of "rollout" is called "generate", that of "reward" "score").
+        carrier: the carrier from publish_span. If it is empty, the span does nothing.
+        waited_seconds: time that the group waited for the stage: an attribute, and a span "wait" that ends where
+            this one starts.
         started_at: start of the work in microseconds of Unix time; None: now.
         attributes: further attributes.
         links: carriers of spans to link to, such as the step's.

@@ -1355,8 +1355,11 @@ class RegisteredReplica(_message.Message):
     STATUS_FIELD_NUMBER: _builtins.int
     HEARTBEAT_AGE_SECONDS_FIELD_NUMBER: _builtins.int
     LEASED_GPU_UUIDS_FIELD_NUMBER: _builtins.int
+    LEASED_GPU_SHARE_FIELD_NUMBER: _builtins.int
     heartbeat_age_seconds: _builtins.float
     """Seconds since its last heartbeat."""
+    leased_gpu_share: _builtins.float
+    """Share of each of these GPUs' memory that it has leased; 1: the whole."""
     @_builtins.property
     def registration(self) -> Global___Registration:
         """How it registered."""
@@ -1376,10 +1379,11 @@ class RegisteredReplica(_message.Message):
         status: _replica_pb2.ReplicaStatus | None = ...,
         heartbeat_age_seconds: _builtins.float = ...,
         leased_gpu_uuids: _abc.Iterable[_builtins.str] | None = ...,
+        leased_gpu_share: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["registration", b"registration", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_age_seconds", b"heartbeat_age_seconds", "leased_gpu_uuids", b"leased_gpu_uuids", "registration", b"registration", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_age_seconds", b"heartbeat_age_seconds", "leased_gpu_share", b"leased_gpu_share", "leased_gpu_uuids", b"leased_gpu_uuids", "registration", b"registration", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1466,10 +1470,13 @@ class LeaseGpusRequest(_message.Message):
     REPLICA_ID_FIELD_NUMBER: _builtins.int
     CANDIDATE_UUIDS_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """The replica that they are for."""
     count: _builtins.int
     """How many it needs. What it holds and doesn't need any more is freed; 0 gives everything back."""
+    share: _builtins.float
+    """Share of each GPU's memory that it needs, above 0 and at most 1; unset or 0: the whole."""
     @_builtins.property
     def candidate_uuids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """UUIDs of the GPUs (or MIG devices) that it sees, those that it would rather have first."""
@@ -1480,10 +1487,11 @@ class LeaseGpusRequest(_message.Message):
         replica_id: _builtins.str = ...,
         candidate_uuids: _abc.Iterable[_builtins.str] | None = ...,
         count: _builtins.int = ...,
+        share: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate_uuids", b"candidate_uuids", "count", b"count", "replica_id", b"replica_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate_uuids", b"candidate_uuids", "count", b"count", "replica_id", b"replica_id", "share", b"share"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -227,7 +227,7 @@ class CoordinatorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SaveCheckpoint(self, request, context):
-        """SaveCheckpoint lets the trainer take a checkpoint now; answers when it is on the disk.
+        """SaveCheckpoint lets the trainer, and a critic service, take a checkpoint now; answers when it is on the disk.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -278,8 +278,8 @@ class CoordinatorServicer:
 
     def LeaseGpus(self, request, context):
         """LeaseGpus grants a replica GPUs that no other replica holds, until it gives them back or has sent no heartbeat for
-        gpu_lease_seconds. Asking again is answered with the same ones. When too few are free: RESOURCE_EXHAUSTED, with who
-        holds what.
+        gpu_lease_seconds. Replicas of different roles may hold shares of a GPU that add up to at most 1. Asking again is
+        answered with the same ones. When too few are free: RESOURCE_EXHAUSTED, with who holds what.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -25,9 +25,10 @@ _sym_db = _symbol_database.Default()
 from relaxd.v1 import access_pb2 as relaxd_dot_v1_dot_access__pb2
 from relaxd.v1 import content_pb2 as relaxd_dot_v1_dot_content__pb2
 from relaxd.v1 import sample_pb2 as relaxd_dot_v1_dot_sample__pb2
+from relaxd.v1 import weights_pb2 as relaxd_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15relaxd/v1/judge.proto\x12\trelaxd.v1\x1a\x16relaxd/v1/access.proto\x1a\x17relaxd/v1/content.proto\x1a\x16relaxd/v1/sample.proto\"@\n\nAskRequest\x12$\n\x08messages\x18\x01 \x03(\x0b\x32\x12.relaxd.v1.Message\x12\x0c\n\x04seed\x18\x02 \x01(\x03\"r\n\x0b\x41skResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12.\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x17.relaxd.v1.FinishReason\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x05\x12\x0e\n\x06tokens\x18\x04 \x01(\x05\x32\x43\n\x05Judge\x12:\n\x03\x41sk\x12\x15.relaxd.v1.AskRequest\x1a\x16.relaxd.v1.AskResponse\"\x04\x88\x80\x19\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15relaxd/v1/judge.proto\x12\trelaxd.v1\x1a\x16relaxd/v1/access.proto\x1a\x17relaxd/v1/content.proto\x1a\x16relaxd/v1/sample.proto\x1a\x17relaxd/v1/weights.proto\"@\n\nAskRequest\x12$\n\x08messages\x18\x01 \x03(\x0b\x32\x12.relaxd.v1.Message\x12\x0c\n\x04seed\x18\x02 \x01(\x03\"r\n\x0b\x41skResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12.\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x17.relaxd.v1.FinishReason\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x05\x12\x0e\n\x06tokens\x18\x04 \x01(\x05\"=\n\x11JudgeSleepRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\x03\x12\x17\n\x0ftimeout_seconds\x18\x02 \x01(\x01\"=\n\x12JudgeSleepResponse\x12\'\n\x06memory\x18\x01 \x01(\x0b\x32\x17.relaxd.v1.MemoryChange\"<\n\x10JudgeWakeRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\x03\x12\x17\n\x0ftimeout_seconds\x18\x02 \x01(\x01\"<\n\x11JudgeWakeResponse\x12\'\n\x06memory\x18\x01 \x01(\x0b\x32\x17.relaxd.v1.MemoryChange2\xd8\x01\n\x05Judge\x12:\n\x03\x41sk\x12\x15.relaxd.v1.AskRequest\x1a\x16.relaxd.v1.AskResponse\"\x04\x88\x80\x19\x02\x12J\n\x05Sleep\x12\x1c.relaxd.v1.JudgeSleepRequest\x1a\x1d.relaxd.v1.JudgeSleepResponse\"\x04\x88\x80\x19\x02\x12G\n\x04Wake\x12\x1b.relaxd.v1.JudgeWakeRequest\x1a\x1c.relaxd.v1.JudgeWakeResponse\"\x04\x88\x80\x19\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,10 +37,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_JUDGE'].methods_by_name['Ask']._loaded_options = None
   _globals['_JUDGE'].methods_by_name['Ask']._serialized_options = b'\210\200\031\002'
-  _globals['_ASKREQUEST']._serialized_start=109
-  _globals['_ASKREQUEST']._serialized_end=173
-  _globals['_ASKRESPONSE']._serialized_start=175
-  _globals['_ASKRESPONSE']._serialized_end=289
-  _globals['_JUDGE']._serialized_start=291
-  _globals['_JUDGE']._serialized_end=358
+  _globals['_JUDGE'].methods_by_name['Sleep']._loaded_options = None
+  _globals['_JUDGE'].methods_by_name['Sleep']._serialized_options = b'\210\200\031\002'
+  _globals['_JUDGE'].methods_by_name['Wake']._loaded_options = None
+  _globals['_JUDGE'].methods_by_name['Wake']._serialized_options = b'\210\200\031\002'
+  _globals['_ASKREQUEST']._serialized_start=134
+  _globals['_ASKREQUEST']._serialized_end=198
+  _globals['_ASKRESPONSE']._serialized_start=200
+  _globals['_ASKRESPONSE']._serialized_end=314
+  _globals['_JUDGESLEEPREQUEST']._serialized_start=316
+  _globals['_JUDGESLEEPREQUEST']._serialized_end=377
+  _globals['_JUDGESLEEPRESPONSE']._serialized_start=379
+  _globals['_JUDGESLEEPRESPONSE']._serialized_end=440
+  _globals['_JUDGEWAKEREQUEST']._serialized_start=442
+  _globals['_JUDGEWAKEREQUEST']._serialized_end=502
+  _globals['_JUDGEWAKERESPONSE']._serialized_start=504
+  _globals['_JUDGEWAKERESPONSE']._serialized_end=564
+  _globals['_JUDGE']._serialized_start=567
+  _globals['_JUDGE']._serialized_end=783
 # @@protoc_insertion_point(module_scope)

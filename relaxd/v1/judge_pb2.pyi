@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from relaxd.v1 import content_pb2 as _content_pb2
 from relaxd.v1 import sample_pb2 as _sample_pb2
+from relaxd.v1 import weights_pb2 as _weights_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -81,3 +82,103 @@ class AskResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AskResponse: _TypeAlias = AskResponse  # noqa: Y015
+
+@_typing.final
+class JudgeSleepRequest(_message.Message):
+    """Asks the judge to sleep."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SYNC_ID_FIELD_NUMBER: _builtins.int
+    TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    sync_id: _builtins.int
+    """As in weight synchronisations: ids below the last one seen are refused with FAILED_PRECONDITION."""
+    timeout_seconds: _builtins.float
+    """Seconds in which it has to sleep."""
+    def __init__(
+        self,
+        *,
+        sync_id: _builtins.int = ...,
+        timeout_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sync_id", b"sync_id", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JudgeSleepRequest: _TypeAlias = JudgeSleepRequest  # noqa: Y015
+
+@_typing.final
+class JudgeSleepResponse(_message.Message):
+    """The judge sleeps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMORY_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def memory(self) -> _weights_pb2.MemoryChange:
+        """What the memory did."""
+
+    def __init__(
+        self,
+        *,
+        memory: _weights_pb2.MemoryChange | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JudgeSleepResponse: _TypeAlias = JudgeSleepResponse  # noqa: Y015
+
+@_typing.final
+class JudgeWakeRequest(_message.Message):
+    """Asks the judge to take memory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SYNC_ID_FIELD_NUMBER: _builtins.int
+    TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    sync_id: _builtins.int
+    """As in JudgeSleepRequest."""
+    timeout_seconds: _builtins.float
+    """Seconds in which everything has to be there."""
+    def __init__(
+        self,
+        *,
+        sync_id: _builtins.int = ...,
+        timeout_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sync_id", b"sync_id", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JudgeWakeRequest: _TypeAlias = JudgeWakeRequest  # noqa: Y015
+
+@_typing.final
+class JudgeWakeResponse(_message.Message):
+    """The judge replies again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMORY_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def memory(self) -> _weights_pb2.MemoryChange:
+        """What the memory did."""
+
+    def __init__(
+        self,
+        *,
+        memory: _weights_pb2.MemoryChange | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JudgeWakeResponse: _TypeAlias = JudgeWakeResponse  # noqa: Y015

@@ -41,6 +41,16 @@ class JudgeStub:
                 request_serializer=relaxd_dot_v1_dot_judge__pb2.AskRequest.SerializeToString,
                 response_deserializer=relaxd_dot_v1_dot_judge__pb2.AskResponse.FromString,
                 _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/relaxd.v1.Judge/Sleep',
+                request_serializer=relaxd_dot_v1_dot_judge__pb2.JudgeSleepRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_judge__pb2.JudgeSleepResponse.FromString,
+                _registered_method=True)
+        self.Wake = channel.unary_unary(
+                '/relaxd.v1.Judge/Wake',
+                request_serializer=relaxd_dot_v1_dot_judge__pb2.JudgeWakeRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_judge__pb2.JudgeWakeResponse.FromString,
+                _registered_method=True)
 
 
 class JudgeServicer:
@@ -49,7 +59,23 @@ class JudgeServicer:
     """
 
     def Ask(self, request, context):
-        """Ask has the model continue a conversation, with the sampling of roles.judge. UNAVAILABLE while there is no model.
+        """Ask has the model continue a conversation, with the sampling of roles.judge. UNAVAILABLE while there is no model, or
+        it sleeps.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Sleep(self, request, context):
+        """Sleep waits for the replies that have begun, then gives the device's memory back. Asking again does nothing. Unless
+        the judge takes turns with a trainer (run.colocate, roles.judge.gpu_share), it is refused with FAILED_PRECONDITION.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Wake(self, request, context):
+        """Wake takes the memory back, with the same weights. Asking again does nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -62,6 +88,16 @@ def add_JudgeServicer_to_server(servicer, server):
                     servicer.Ask,
                     request_deserializer=relaxd_dot_v1_dot_judge__pb2.AskRequest.FromString,
                     response_serializer=relaxd_dot_v1_dot_judge__pb2.AskResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=relaxd_dot_v1_dot_judge__pb2.JudgeSleepRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_judge__pb2.JudgeSleepResponse.SerializeToString,
+            ),
+            'Wake': grpc.unary_unary_rpc_method_handler(
+                    servicer.Wake,
+                    request_deserializer=relaxd_dot_v1_dot_judge__pb2.JudgeWakeRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_judge__pb2.JudgeWakeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -93,6 +129,60 @@ class Judge:
             '/relaxd.v1.Judge/Ask',
             relaxd_dot_v1_dot_judge__pb2.AskRequest.SerializeToString,
             relaxd_dot_v1_dot_judge__pb2.AskResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/relaxd.v1.Judge/Sleep',
+            relaxd_dot_v1_dot_judge__pb2.JudgeSleepRequest.SerializeToString,
+            relaxd_dot_v1_dot_judge__pb2.JudgeSleepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Wake(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/relaxd.v1.Judge/Wake',
+            relaxd_dot_v1_dot_judge__pb2.JudgeWakeRequest.SerializeToString,
+            relaxd_dot_v1_dot_judge__pb2.JudgeWakeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,21 +1,74 @@
-"""Ports on which the trainer's processes meet: any free one, or one of a fixed range (weights.ports)."""
+"""Ports for processes of this machine: any free one, or one of a fixed range (weights.ports).
+
+A port that is chosen now and listened on later, by another process that first has to load its code, is reserved: else
+whoever asks for any free port meanwhile may be given it.
+"""
 
 import errno
 import random
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Self, TypeVar
+
+Bound = TypeVar("Bound")
 
 
 class NoFreePort(OSError):
     """Something listens on every port of the range."""
 
 
+class ReservedPort:
+    """A port on which a process of this machine will listen. A context manager.
+
+    Linux gives a port to nobody who asks for any as long as a socket is bound to it, and lets a server listen beside
+    such a socket if both have SO_REUSEADDR. Where a system refuses that, the port is only one that was free.
+    """
+
+    def __init__(self, host: str, port: int = 0) -> None:
+        """Reserve a port of a host, by default any free one. Raises OSError: something listens on it."""
+        family = _family(host)
+        self._holder = socket.socket(family)
+        try:
+            self._holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._holder.bind((host, port))
+            self.number: int = self._holder.getsockname()[1]
+        except BaseException:
+            self._holder.close()
+            raise
+        try:
+            socket.create_server((host, self.number), family=family).close()
+        except OSError:
+            self._holder.close()
+
+    def close(self) -> None:
+        """Reserve it no longer."""
+        self._holder.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
 def listen(host: str, ports: Sequence[int] | None) -> socket.socket:
     """Listen on a free port of a host: the first of `ports`, or without them any. Raises NoFreePort, OSError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return _first(host, ports, lambda port: socket.create_server((host, port), family=_family(host)))
+
+
+def reserve_port(host: str, ports: range | None) -> ReservedPort:
+    """Reserve a port on which a process of this machine will listen. Raises NoFreePort, OSError.
+
+    Of a range it is any free one, so that replicas that start at the same time hardly ever choose the same.
+    """
+    sample = None if ports is None else random.sample(ports, len(ports))
+    return _first(host, sample, lambda port: ReservedPort(host, port))
+
+
+def _first(host: str, ports: Sequence[int] | None, bind: Callable[[int], Bound]) -> Bound:
     for port in (0,) if ports is None else ports:
         try:
-            return socket.create_server((host, port), family=family)
+            return bind(port)
         except OSError as error:
             if ports is None or error.errno != errno.EADDRINUSE:
                 raise
@@ -26,10 +79,5 @@ def listen(host: str, ports: Sequence[int] | None) -> socket.socket:
     )
 
 
-def free_port(host: str, ports: range | None) -> int:
-    """Return a port on which a process of this machine can listen next. Raises NoFreePort.
-
-    Of a range it is any free one, so that replicas that start at the same time hardly ever choose the same.
-    """
-    with listen(host, None if ports is None else random.sample(ports, len(ports))) as listener:
-        return int(listener.getsockname()[1])
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -17,6 +17,9 @@ from services.coordinator.state.store import Store, StoreUnavailable, Superseded
 
 logger = logging.getLogger(__name__)
 
+SWITCH_SECONDS = 1e-3
+"""Limit of the time for which a thread that publishes groups keeps the interpreter from the event loop, and so from
+heartbeats. Python's default is five times as long."""
 REDIS_WAIT_SECONDS = 30.0
 """Limit of the wait for Redis at start."""
 
@@ -72,6 +75,7 @@ def main() -> int:
     settings = parse_settings("coordinator")
     telemetry.setup_logging(settings.replica_id, settings.log_level)
     telemetry.setup("coordinator", settings.replica_id)
+    sys.setswitchinterval(SWITCH_SECONDS)
     try:
         asyncio.run(serve(settings))
     except (CannotStart, ServerError, Superseded) as error:

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.reporting import RESULTS, machine
-from tests.chaos.campaign import Campaign, rows
-from tests.chaos.faults import GENTLE, Fault, all_faults, deck
+from tests.chaos.campaign import RECOVERY_SECONDS, Campaign, rows
+from tests.chaos.faults import GENTLE, Fault, all_faults, deck, faults_of
 from tests.chaos.memory import WARM_UP_SECONDS, Memory
 from tests.chaos.plot import plot_memory, plot_recovery
 from tests.chaos.proxy import Loop
@@ -40,8 +40,14 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=200, help="how many")
     parser.add_argument("--minutes", type=float, default=0.0, help="for so long instead: a soak")
     parser.add_argument("--pause", type=float, default=None, help="seconds between faults (soak: 10)")
+    parser.add_argument(
+        "--deadline", type=float, default=RECOVERY_SECONDS, help="seconds to recover in; more on a busy machine"
+    )
     parser.add_argument("--seed", type=int, default=None, help="of the order and the victims")
     parser.add_argument("--only", action="append", default=[], metavar="FAULT", help="only this kind (repeatable)")
+    parser.add_argument(
+        "--roles", default="", help="only faults whose names have one of these, such as critic,reference"
+    )
     parser.add_argument("--algorithm", choices=list(ALGORITHMS), default="grpo", help="what the run trains with")
     parser.add_argument("--gentle", action="store_true", help="only faults that end no process: to watch memory")
     parser.add_argument(
@@ -50,11 +56,15 @@ def main() -> None:
     parser.add_argument("--logs", type=Path, default=Path("chaos-logs"), help="where logs of violations go")
     parser.add_argument("--folder", type=Path, default=None, help="for all files, which stay; else a temporary one")
     parser.add_argument("--list", action="store_true", help="list the kinds of faults")
-    parser.add_argument("--result", default="", help="name of the results file (chaos, or soak)")
+    parser.add_argument("--result", default="", help="name of the results file (see `result_name`)")
     options = parser.parse_args()
     if options.list:
         print("\n".join(fault.name for fault in all_faults(options.algorithm)))
         return
+    try:
+        of_roles = faults_of(options.roles.split(","), options.algorithm) if options.roles else ()
+    except ValueError as error:
+        parser.error(f"--roles: {error}")
     soak = options.minutes > 0
     pause = options.pause if options.pause is not None else (10.0 if soak else 0.0)
     warm_up = options.warm_up if options.warm_up is not None else (600.0 if options.gentle else WARM_UP_SECONDS)
@@ -75,9 +85,9 @@ def main() -> None:
             console.print(f"{minutes:6.1f} min  {text}", highlight=False, markup=False)
 
         total = "" if soak else f" of {count}"
-        campaign = Campaign(stack, rng, options.logs, pause, say=say, total=total)
+        campaign = Campaign(stack, rng, options.logs, pause, options.deadline, say=say, total=total)
         campaign.begin()
-        names = tuple(options.only) or (GENTLE if options.gentle else ())
+        names = (*options.only, *of_roles) or (GENTLE if options.gentle else ())
         faults = iter(deck(min(count, 10**4), rng, names, options.algorithm))
         last: list[str] = []
         try:
@@ -91,7 +101,7 @@ def main() -> None:
     violations = sum(len(outcome.violations) for outcome in campaign.outcomes) + len(last)
     for text in last:
         console.print(f"VIOLATION at the end: {text}")
-    name = options.result or ("soak" if soak else "chaos")
+    name = options.result or result_name(options)
     drops = {f"dropped: {why}": count for why, count in Counter(campaign.books.dropped.values()).most_common()}
     document = {
         "name": name,
@@ -137,6 +147,17 @@ def main() -> None:
         f"{len(campaign.books.trained)} groups trained, {drops}, seed {seed}"
     )
     sys.exit(1 if violations else 0)
+
+
+def result_name(options: argparse.Namespace) -> str:
+    """Return the name of the results file, such as "chaos" or "soak-ppo-roles-critic": one for each combination of
+    algorithm and faults."""
+    parts = ["soak" if options.minutes > 0 else "chaos"]
+    if options.algorithm != "grpo":
+        parts.append(options.algorithm)
+    if options.roles:
+        parts += ["roles", *sorted(options.roles.split(","))]
+    return "-".join([*parts, "only"] if options.only else parts)
 
 
 def show(console: Console, campaign: Campaign) -> list[dict[str, object]]:

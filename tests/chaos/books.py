@@ -10,6 +10,8 @@ import redis
 import torch
 from safetensors import safe_open
 
+from relaxd.board.sides.coordinator import LEDGER_STEPS
+
 # KEYS: prefix. ARGV: last ledger id, last id of dropped. Everything at one moment; nothing is written.
 SNAPSHOT = """
 local P, call = KEYS[1], redis.call
@@ -64,6 +66,8 @@ class Books:
     """Deliveries beyond a group's first at a stage, so far."""
     updates: list[int] = field(default_factory=list)
     """Updates of each step that were applied; one of a run with a critic is of policy and critic."""
+    critic_skipped: dict[int, float] = field(default_factory=dict)
+    """Updates that a critic service has skipped, by the step, as far as the ledger's later steps say it."""
     _asked_again: set[str] = field(default_factory=set)
     """Dropped groups whose prompts are to be tried again."""
     _last_dropped: str = "0-0"
@@ -107,8 +111,9 @@ class Books:
                 wrong.append(f"{what}: {one} is not {other}")
 
         same("published = open + trained + dropped", published, len(open_groups) + trained + dropped_count)
-        same("steps in the ledger and last_step", ledger_length, last_step)
-        same("steps that were ever committed and the ledger", len(self.steps), ledger_length)
+        if not min(last_step, LEDGER_STEPS) <= ledger_length <= last_step:
+            wrong.append(f"the ledger has {ledger_length} of {last_step} steps")
+        same("steps that were ever committed and last_step", len(self.steps), last_step)
         same("groups in the ledger and trained", len(self.trained), trained)
         same("dropped groups seen and dropped", len(self.dropped), dropped_count)
         same("drops by reason and dropped", sum(int(count) for count in drops[1::2]), dropped_count)
@@ -149,6 +154,8 @@ class Books:
             skipped = len(plan.get("skipped_updates", []))
             if metrics.get("skipped_updates", 0) != skipped:
                 wrong.append(f"step {number} has other skipped updates in its metrics than in its plan")
+            if "critic_step" in metrics:
+                self.critic_skipped[int(metrics["critic_step"])] = metrics.get("value_skipped_updates", 0.0)
             checksum = metrics.get("weights_checksum")
             if skipped == updates and self.steps and checksum != self._weights_checksum:
                 wrong.append(f"all updates of step {number} were skipped, and the weights have changed")
@@ -194,19 +201,21 @@ class Books:
         return wrong + self._read_critic()
 
     def _read_critic(self) -> list[str]:
-        """How often a critic service was trained. It skips updates by itself: then less often than there are steps."""
+        """How often a critic service was trained: less often than there are steps if it skipped all updates of one."""
         wrong = []
         for path in sorted((self.run_folder / "critic" / "checkpoints").glob("step-*")):
             number, name = int(path.name[5:11]), f"critic/{path.name}"
-            if name in self._checkpoints or number > len(self.steps):
+            known = (
+                max(self.critic_skipped, default=0) >= number
+            )  # else what it skipped last; the next audit looks again
+            if name in self._checkpoints or number > len(self.steps) or not known:
                 continue
             try:
                 state = torch.load(path / "common.pt", weights_only=True)
             except FileNotFoundError:  # rotated meanwhile
                 continue
             self._checkpoints.add(name)
-            has, applied = state["schedule"]["num_steps"], self.updates[:number]
-            skipped = any(count < max(applied) for count in applied)
+            has, skipped = state["schedule"]["num_steps"], any(self.critic_skipped.values())
             if has > number or (has < number and not skipped):
                 wrong.append(f"{name}: steps that have trained the critic: {has}, but by the ledger {number}")
         return wrong

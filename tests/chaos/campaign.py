@@ -13,6 +13,7 @@ from statistics import median
 from relaxd.client.coordinator import ENDED
 from tests.chaos.books import Books
 from tests.chaos.faults import PASSING, Fault, MomentMissed
+from tests.chaos.models import audit_models
 from tests.chaos.stack import MAX_STALENESS, RUN, ChaosStack
 
 GROUPS_PER_STEP = 4
@@ -83,8 +84,13 @@ class Campaign:
             time.sleep(self.pause_seconds)
 
     def end(self) -> list[str]:
-        """End the run; returns what is wrong then."""
-        self.stack.coordinator.stop_run(RUN, "the faults are over")
+        """End the run; returns what is wrong then. A critic service dies while its last checkpoint is awaited."""
+        critics = self.stack.names("critic")
+        with self.stack.frozen([process for name in critics for process in self.stack.tree(name)]):
+            self.stack.coordinator.stop_run(RUN, "the faults are over")
+            self._until_critic_is_asked(critics)
+            for name in critics:
+                self.stack.process(name).kill()
         deadline = time.monotonic() + self.deadline_seconds
         while self.stack.coordinator.run(RUN).state not in ENDED:
             if time.monotonic() > deadline:
@@ -93,12 +99,26 @@ class Campaign:
         wrong = self.books.audit(ended=True)
         if open_groups := self.stack.redis.scard(f"relaxd:{RUN}:open"):
             wrong.append(f"{open_groups} groups are open after the run's end")
+        folders = [self.stack.run_folder, *([self.stack.run_folder / "critic"] if critics else [])]
+        for folder in folders:
+            if not (path := folder / "checkpoints" / f"step-{len(self.books.steps):06d}").is_dir():
+                wrong.append(f"the run has ended without {path}")
+        wrong += audit_models(self.stack.run_folder)
         log = self.stack.state.log("trainer").read_text(errors="replace")
         wrong += [f"the trainer says: {line}" for line in re.findall(r"replayed step \d+: .*", log)]
         supervisor = self.stack.state.log("supervisor").read_text(errors="replace")
         if "not restarting it" in supervisor:
             wrong.append("the supervisor gave a service up")
         return wrong
+
+    def _until_critic_is_asked(self, critics: list[str]) -> None:
+        """Wait until the trainer has asked the critic for the checkpoint of the last step, or the run has ended."""
+        deadline = time.monotonic() + self.deadline_seconds
+        while critics and time.monotonic() < deadline and self.stack.coordinator.run(RUN).state not in ENDED:
+            asked, last = self.stack.redis.hmget(f"relaxd:{RUN}:state", "critic_checkpoint", "last_step")
+            if asked == last:
+                return
+            time.sleep(TICK_SECONDS)
 
     def _do(self, fault: Fault) -> Outcome:
         outcome = Outcome(fault.name, time.time())

@@ -6,7 +6,7 @@ import random
 import resource
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ import redis
 from tests.chaos.proxy import Link
 from tests.chaos.relay import Moment
 from tests.chaos.stack import LEASE_SECONDS, REPLICA_LEASE_SECONDS, RUN, ChaosStack
+from tests.kit.redis.redis_server import await_append_only_file
 
 SHORT_SECONDS, LONG_SECONDS, VERY_LONG_SECONDS = LEASE_SECONDS / 2, 2 * LEASE_SECONDS, 1.5 * REPLICA_LEASE_SECONDS
 """Shorter than any lease; longer than a group's, so that others take its groups and it commits late; longer than a
@@ -24,7 +25,7 @@ replica's, so that it is taken for dead and restarted."""
 FROZEN_ROLES = ("reference", "teacher")
 LENGTHS = {"short": SHORT_SECONDS, "long": LONG_SECONDS, "very long": VERY_LONG_SECONDS}
 DELAY_SECONDS = 0.2
-NOTICE_SECONDS = 60.0
+NOTICE_SECONDS = 180.0
 """How long a fault waits for the moment that it is meant for."""
 
 UPDATE_SECONDS = 0.3
@@ -76,6 +77,12 @@ def _one(stack: ChaosStack, rng: random.Random, role: str) -> str:
 def kill_service(role: str, stack: ChaosStack, rng: random.Random) -> float:
     """The process that speaks gRPC; its supervisor kills what it leaves."""
     return _kill([stack.process(_one(stack, rng, role))])
+
+
+def kill_redis(stack: ChaosStack, rng: random.Random) -> float:
+    """Once its file has what it acknowledged: it holds writes back while the disk is busy with the last sync."""
+    await_append_only_file(stack.redis_url)
+    return kill_service("redis", stack, rng)
 
 
 def kill_all(role: str, stack: ChaosStack, rng: random.Random) -> float:
@@ -180,20 +187,26 @@ def reset_everything(stack: ChaosStack, rng: random.Random) -> float:
 
 
 def overflow_a_gradient(stack: ChaosStack, rng: random.Random) -> float:
-    """Rewards are huge until a step's update is skipped: they are finite, and so are the advantages."""
+    """Rewards are huge until an update is skipped: they are finite, and so are the advantages.
+
+    A critic service skips its own; the policy's advantages are whitened then, and nothing of it overflows.
+    """
     ledger, deadline = f"relaxd:{RUN}:ledger", time.monotonic() + NOTICE_SECONDS
     last = stack.redis.xrevrange(ledger, count=1)[0][0].decode()
     stack.huge_rewards.touch()
     try:
-        while not any(
-            json.loads(step[b"plan"])["skipped_updates"] for _, step in stack.redis.xrange(ledger, f"({last}")
-        ):
+        while not any(_has_skipped(step) for _, step in stack.redis.xrange(ledger, f"({last}")):
             if time.monotonic() > deadline:
                 raise MomentMissed(f"no update was skipped in {NOTICE_SECONDS:g} s")
             time.sleep(0.02)
     finally:
         stack.huge_rewards.unlink()
     return time.time()
+
+
+def _has_skipped(step: dict[bytes, bytes]) -> bool:
+    skipped = json.loads(step[b"plan"])["skipped_updates"]
+    return bool(skipped or json.loads(step[b"metrics"]).get("value_skipped_updates"))
 
 
 # --- Redis ----------------------------------------------------------------------------------------------------------
@@ -322,7 +335,7 @@ def all_faults(algorithm: str = "grpo") -> list[Fault]:
     faults = [
         *(_named(f"kill {role}", kill_service, role) for role in (*STAGE_ROLES, "trainer", "judge")),
         _named("kill coordinator", kill_service, "coordinator"),
-        _named("kill redis", kill_service, "redis"),
+        _named("kill redis", kill_redis),
         _named("kill both rollouts", kill_all, "rollout"),
         _named("kill both rewards", kill_all, "reward"),
         _named("kill engine", kill_child, "rollout", ENGINE, 0),
@@ -387,6 +400,14 @@ def all_faults(algorithm: str = "grpo") -> list[Fault]:
     ]
     faults += [_named(f"sync: {name}", kill_in_sync, *rest) for name, *rest in sync]
     return faults + (critic_faults() if algorithm == "critic" else [])
+
+
+def faults_of(roles: Collection[str], algorithm: str) -> tuple[str, ...]:
+    """The names of the faults that befall one of these roles. Raises ValueError: none befalls one of them."""
+    faults = {fault.name: set(fault.name.split()) for fault in all_faults(algorithm)}
+    if spared := sorted(set(roles).difference(*faults.values())):
+        raise ValueError(f"no fault befalls {', '.join(spared)}: the roles are in the faults' names (--list)")
+    return tuple(name for name, words in faults.items() if not words.isdisjoint(roles))
 
 
 SHORT_SUITE = (

@@ -78,7 +78,7 @@ placement = "service"
 threads = 1
 
 [roles.teacher]
-model = "{folder}/tiny"
+model = "{folder}/teacher"
 threads = 1
 
 [roles.judge]
@@ -100,6 +100,7 @@ lr = 1e-3
 
 [trainer.checkpoint]
 every = 10
+keep_step_files = "{step_files}"
 
 [board]
 lease_seconds = {lease}
@@ -131,6 +132,7 @@ kl_coef = 0.01
 distill_coef = 0.1
 """,
         "updates": "",
+        "step_files": "until_checkpoint",
     },
     "ppo": {
         "algorithm": """
@@ -143,6 +145,7 @@ distill_loss_coef = 0.1
 lr = 1e-3
 """,
         "updates": "mini_batches = 2\nepochs = 2",
+        "step_files": "until_checkpoint",
     },
 }
 ALGORITHMS["critic"] = {
@@ -150,9 +153,10 @@ ALGORITHMS["critic"] = {
         "[roles.critic.optimizer]", '[roles.critic]\nplacement = "service"\nthreads = 1\n\n[roles.critic.optimizer]'
     ),
     "updates": ALGORITHMS["ppo"]["updates"],
+    "step_files": "always",
 }
 """What the run trains with: one update a step, while the step fills; or a critic, too, and four updates of both; or the
-same with the critic as a service."""
+same with the critic as a service, which is trained again at the end from all step files (tests.chaos.models)."""
 
 
 class ChaosStack:
@@ -186,6 +190,7 @@ class ChaosStack:
 
     def _start(self) -> None:
         make_tiny_model(self.folder / "tiny")
+        make_tiny_model(self.folder / "teacher", seed=1)
         os.environ.pop("REDIS_URL", None)
         plan = stack.make_plan(self.state, port=0, replicas=self.replicas, stop_with_parent=True, grace_seconds=3.0)
         plan.max_restarts = 1000  # it is we who kill them
@@ -214,7 +219,7 @@ class ChaosStack:
         self.coordinator = CoordinatorClient(state.coordinator)
         self._channel = sync_channel(state.coordinator)
         self._weights = CoordinatorStub(self._channel)
-        self.redis: redis.Redis = redis.Redis.from_url(state.redis, socket_timeout=5.0)
+        self.redis: redis.Redis = redis.Redis.from_url(state.redis, socket_timeout=30.0)
         self.redis_url = state.redis
         config = CONFIG.format(
             folder=self.folder,

@@ -1,5 +1,6 @@
 """The auditor notices what is wrong, and says nothing when all is well."""
 
+import argparse
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from safetensors.numpy import save_file
 
 from relaxd.board import Board
+from tests.chaos.__main__ import result_name
 from tests.chaos.books import Books
 from tests.chaos.memory import Sample, slope
 from tests.kit.boards import STAGES, advance, group, make_board, take
@@ -18,7 +20,9 @@ from tests.kit.boards import STAGES, advance, group, make_board, take
 PREFIX = "relaxd:run:"
 
 
-def train(board: Board, step: int, folder: Path, staleness: float = 0.0, *, skipped: bool = False) -> list[str]:
+def train(
+    board: Board, step: int, folder: Path, staleness: float = 0.0, *, skipped: bool = False, critic_skipped: float = 0.0
+) -> list[str]:
     advance(board, ["rollout", "reward", "critic", "advantage"])
     deliveries = take(board, "train", "trainer", 2)
     ids = [delivery.group_id for delivery in deliveries]
@@ -26,7 +30,13 @@ def train(board: Board, step: int, folder: Path, staleness: float = 0.0, *, skip
         term=board.trainer_term(),
         step=step,
         plan={"groups": ids, "skipped_updates": [0] if skipped else []},
-        metrics={"staleness_max": staleness, "step_seconds": 0.5, "skipped_updates": float(skipped)},
+        metrics={
+            "staleness_max": staleness,
+            "step_seconds": 0.5,
+            "skipped_updates": float(skipped),
+            "critic_step": step - 1,
+            "value_skipped_updates": critic_skipped,
+        },
     )
     tensors = {f"{id}/versions": np.full(3, step - 1, np.int64) for id in ids}
     tensors |= {f"{id}/loss_mask": np.ones(3, np.uint8) for id in ids}
@@ -165,7 +175,7 @@ def miscount(client: redis.Redis) -> None:
         (train_twice, "0-000000 was trained in step 1 and in step 3"),
         (train_old, "step 3 trained tokens that were 2 versions old"),
         (skip_a_step, "step 4 follows step 2"),
-        (forget_a_step, "steps that were ever committed"),
+        (forget_a_step, "the ledger has 1 of 2 steps"),
         (miscount, "drops by reason"),
         (skip_an_update, "all updates of step 3 were skipped, and the weights have changed"),
         (skip_in_secret, "step 3 has other skipped updates in its metrics than in its plan"),
@@ -211,12 +221,20 @@ def test_policy_and_critic_of_a_checkpoint_have_trained_every_step_once(
     assert books.audit() == said
 
 
-@pytest.mark.parametrize(("steps", "said"), [(2, []), (1, ["1, but by the ledger 2"]), (3, ["3, but by the ledger 2"])])
-def test_a_critic_service_has_trained_every_step_once(books: Books, steps: int, said: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("steps", "skipped", "said"),
+    [(2, 0, []), (1, 0, ["1, but by the ledger 2"]), (1, 1, []), (3, 1, ["3, but by the ledger 2"])],
+)
+def test_a_critic_service_has_trained_every_step_once(
+    board: Board, books: Books, steps: int, skipped: int, said: list[str]
+) -> None:
     folder = books.run_folder / "critic" / "checkpoints" / "step-000002"
     folder.mkdir(parents=True)
     torch.save({"schedule": {"num_steps": steps}}, folder / "common.pt")
     wrong = "critic/step-000002: steps that have trained the critic: "
+    assert books.audit() == [], "what it skipped in step 2 isn't known yet"
+    board.publish(term=1, groups=[group("0-000004~1", retry_of="0-000004")], cursor={"epoch": 0, "position": 8})
+    train(board, 3, books.run_folder, critic_skipped=skipped)
     assert books.audit() == [wrong + text for text in said]
 
 
@@ -238,3 +256,19 @@ def test_slope_of_memory_over_lives() -> None:
     assert found.megabytes_per_hour == pytest.approx(6.0, abs=4 * found.error)
     assert 0 < found.error < 0.1
     assert slope(samples[:5]) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({}, "chaos"),
+        ({"minutes": 60.0}, "soak"),
+        ({"algorithm": "ppo"}, "chaos-ppo"),
+        ({"algorithm": "critic", "roles": "teacher,critic"}, "chaos-critic-roles-critic-teacher"),
+        ({"roles": "critic"}, "chaos-roles-critic"),
+        ({"only": ["kill -9: trainer"], "minutes": 5.0}, "soak-only"),
+    ],
+)
+def test_each_combination_of_algorithm_and_faults_has_results_of_its_own(given: dict, name: str) -> None:
+    plain = {"minutes": 0.0, "algorithm": "grpo", "roles": "", "only": []}
+    assert result_name(argparse.Namespace(**{**plain, **given})) == name

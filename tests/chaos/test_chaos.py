@@ -8,7 +8,7 @@ import pytest
 
 from tests.chaos.campaign import Campaign
 from tests.chaos.failure_table import FAILURES
-from tests.chaos.faults import SHORT_SUITE, all_faults, deck
+from tests.chaos.faults import SHORT_SUITE, all_faults, deck, faults_of
 from tests.chaos.proxy import Loop
 from tests.chaos.stack import ChaosStack
 
@@ -39,6 +39,18 @@ def test_every_fault_is_in_one_row_of_the_failure_table() -> None:
     rows = [[name for name in names if any(fnmatchcase(name, p) for p in patterns)] for _, patterns, _ in FAILURES]
     assert sorted(name for row in rows for name in row) == sorted(names)
     assert all(rows)
+
+
+def test_faults_are_chosen_by_role() -> None:
+    assert faults_of(["teacher"], "grpo") == tuple(
+        fault.name for fault in all_faults() if "teacher" in fault.name.split()
+    )
+    assert {"kill critic", "kill critic and trainer rank", "stall critic long", "cut: critic - redis"} < set(
+        faults_of(["critic", "reference"], "critic")
+    )
+    assert {"kill reference", "freeze reference rank"} < set(faults_of(["critic", "reference"], "critic"))
+    with pytest.raises(ValueError, match="no fault befalls critic, reword: "):
+        faults_of(["reward", "critic", "reword"], "grpo")
 
 
 def test_a_deck_has_every_kind_equally_often() -> None:

@@ -2,12 +2,14 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from relaxd.board import Board, Column, Delivery, NewGroup, Stage
+from relaxd.board import Board, Column, Delivery, LedgerEntry, NewGroup, Stage
 from relaxd.board.payloads.attempt import all_places, payload_keys
+from relaxd.committed_steps import CommittedSteps
 from relaxd.config import BoardConfig
 
 STAGES = (
@@ -84,6 +86,11 @@ def advance(board: Board, stages: Sequence[str], **settings: Any) -> None:
     """Commit what waits at each of these stages."""
     for stage in stages:
         assert all(board.commit([(delivery, output(stage, **settings)) for delivery in take(board, stage)]))
+
+
+def all_steps(board: Board, folder: str) -> list[LedgerEntry]:
+    """All committed steps of a run with this folder, in order: the board trims its ledger."""
+    return [entry for page in CommittedSteps(board.ledger, Path(folder)).pages(0) for entry in page]
 
 
 def audit(board: Board) -> None:

@@ -33,6 +33,10 @@ def distilled(
     The student's tokens are samples of the student, so that the difference estimates KL(student || teacher), the
     reverse divergence, at each token. It carries no gradient: the policy gradient does the rest.
 
+    The divergence itself, summed over candidates (`ComparedCandidates`), can't take the difference's place: it is a
+    function D of the tokens before, so that as an advantage it is a baseline (Williams 1992), E[D grad log π_student] =
+    0. With its own gradient it is a term of the loss.
+
     Args:
         advantages: [T], those of the rewards; zeros for distillation alone.
         student_logprobs: [T], the engine's, or those at the beginning of the step.

@@ -87,6 +87,8 @@ class Attempt:
 
     def slices(self) -> Iterator["Slice"]:
         """Yield each slice of the large payloads, one at a time."""
+        if not self._large:
+            return
         placed = all_places(self._prefix, self.pointer)[1:]
         for payload, place in zip(self._large, placed, strict=True):
             for key, data in zip(place.keys, _cut(payload.parts), strict=True):

@@ -23,6 +23,8 @@ from relaxd.board.types import DROP_COUNTERS, JSON, Admission, DropKind, DropRea
 GROUP_ID = re.compile(r"[^\s,|]+")
 SWEPT_TOGETHER = 256
 """Attempts that a sweep frees before it says so."""
+LEDGER_STEPS = 256
+"""Newest steps that stay in the board's ledger: a plan may have hundreds of kilobytes."""
 DROPPED_TOGETHER = 64
 """Groups that one script drops."""
 
@@ -54,6 +56,8 @@ class CoordinatorSide(BoardCore):
     ) -> None:
         """Restore the history of a run whose board was lost, right after `create`. No group is open then.
 
+        The board's ledger gets the last LEDGER_STEPS of it.
+
         Args:
             ledger: every committed step, from the first.
             cursor: the data cursor.
@@ -78,7 +82,7 @@ class CoordinatorSide(BoardCore):
 
         def commands(pipe: redis.client.Pipeline) -> None:
             pipe.unlink(*(f"{self.prefix}{name}" for name in ("ledger", "drops")))  # of a try whose reply was lost
-            for entry in ledger:
+            for entry in ledger[-LEDGER_STEPS:]:
                 texts = {"plan": json.dumps(entry.plan, sort_keys=True), "metrics": json.dumps(entry.metrics)}
                 fields = {"time": f"{entry.time:.6f}", "term": entry.term, **texts}
                 pipe.xadd(f"{self.prefix}ledger", fields, id=f"{entry.step}-0")  # type: ignore[arg-type]
@@ -150,6 +154,13 @@ class CoordinatorSide(BoardCore):
             together = group_ids[start : start + DROPPED_TOGETHER]
             dropped += int(self._connection.script("drop_groups", self.prefix, *settings, *together))
         return dropped
+
+    def trim_ledger(self, *, term: int, written: int) -> int:
+        """Remove steps from the ledger that are in the run's folder, which has those up to `written`, but LEDGER_STEPS.
+
+        Returns the number of removed steps. Raises Fenced, RunMissing.
+        """
+        return int(self._connection.script("trim_ledger", self.prefix, term, max(1, written - LEDGER_STEPS + 1)))
 
     def sweep(self, *, term: int) -> int:
         """Free the payloads of closed groups and of attempts that came too late. Returns the number of attempts.
@@ -243,11 +254,18 @@ class CoordinatorSide(BoardCore):
         with reading(f"the fates of groups of run {self.run_id}"):
             return [Fate(entry_id.decode(), parse_fate(fields)) for entry_id, fields in entries]
 
-    def forget_fates(self, last: str) -> None:
-        """Remove the fates up to the entry `last`, once they are written elsewhere."""
+    def continue_fates(self, last: str, *, term: int) -> None:
+        """Give the fates to come entries above `last`, the last one that was written elsewhere.
+
+        Otherwise a new Redis whose clock is behind might give lower ones. Raises Fenced, RunMissing.
+        """
+        self._connection.script("continue_fates", self.prefix, term, last)
+
+    def forget_fates(self, last: str, *, term: int) -> None:
+        """Remove the fates up to the entry `last`, once they are written elsewhere. Raises Fenced, RunMissing."""
         milliseconds, number = last.split("-")
         first_kept = f"{milliseconds}-{int(number) + 1}"
-        self._connection.write(lambda pipe: pipe.xtrim(f"{self.prefix}fates", minid=first_kept, approximate=False))
+        self._connection.script("forget_fates", self.prefix, term, first_kept)
 
     def purge(self, *, term: int) -> None:
         """Free what a finished run no longer needs. Raises Fenced, RunMissing."""

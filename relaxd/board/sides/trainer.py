@@ -7,9 +7,10 @@ from typing import Any
 import redis
 
 from relaxd.board.core import BoardCore, reading
+from relaxd.board.errors import LedgerTrimmed, RunMissing
 from relaxd.board.stages import TRAIN
 from relaxd.board.times import GroupTimes, parse_times
-from relaxd.board.types import LedgerEntry
+from relaxd.board.types import CriticOrders, LedgerEntry
 
 
 class TrainerSide(BoardCore):
@@ -27,9 +28,21 @@ class TrainerSide(BoardCore):
         """Start the next critic term (from 1): an earlier critic, which asks for it, gives up. Raises RunMissing."""
         return int(self._connection.script("start_critic", self.prefix))
 
-    def critic_term(self) -> int:
-        """Return the current critic term; 0 before the first. Raises RunMissing."""
-        return int(self._state("critic_term"))
+    def ask_critic(self, *, term: int, step: int, keep: bool) -> None:
+        """Ask the critic for a checkpoint of the last step; if `keep`, for one that is never removed.
+
+        Call it before the next step is committed: the critic then sees it before it trains on that step. Raises Fenced
+        when another trainer has taken over, RunMissing.
+        """
+        self._connection.script("ask_critic", self.prefix, term, step, int(keep))
+
+    def critic_orders(self) -> CriticOrders:
+        """Return what a critic has to know of others. Raises RunMissing."""
+        names = ("critic_term", "critic_checkpoint", "critic_kept")
+        term, checkpoint, kept = self._connection.run(lambda client: client.hmget(f"{self.prefix}state", names))
+        if term is None:
+            raise RunMissing(f"run {self.run_id} is not on the board")
+        return CriticOrders(int(term), *(None if step is None else int(step) for step in (checkpoint, kept)))
 
     def open_versions(self) -> dict[str, int]:
         """Return the oldest weight version by id, for open groups whose generation has started.
@@ -87,11 +100,14 @@ class TrainerSide(BoardCore):
         return int(self._state("last_step"))
 
     def ledger(self, after_step: int = 0, limit: int | None = None) -> list[LedgerEntry]:
-        """Return the committed steps after `after_step`, in order."""
+        """Return the committed steps after `after_step`, in order.
+
+        Raises LedgerTrimmed: the next step is not on the board any more (see relaxd.committed_steps).
+        """
         key = f"{self.prefix}ledger"
         entries = self._connection.run(lambda client: client.xrange(key, min=f"{after_step + 1}-0", count=limit))
         with reading(f"the ledger of run {self.run_id} after step {after_step}"):
-            return [
+            found = [
                 LedgerEntry(
                     step=int(entry_id.split(b"-")[0]),
                     time=float(fields[b"time"]),
@@ -101,6 +117,10 @@ class TrainerSide(BoardCore):
                 )
                 for entry_id, fields in entries
             ]
+        if found and found[0].step != after_step + 1:
+            first = found[0].step
+            raise LedgerTrimmed(first, f"the ledger of run {self.run_id} begins at step {first} in Redis")
+        return found
 
     def samples(self, step: int | None = None, limit: int = 100) -> list[dict[str, Any]]:
         """Return the newest samples of a step, or of all steps, in order; each with its "step"."""

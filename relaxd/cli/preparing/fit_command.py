@@ -77,7 +77,7 @@ def _print(path: Path, found: Fit, gpu_gib: float, console: Console) -> None:
     console.print(f"{path.name} on GPUs of {gpu_gib:g} GiB: {verdict}\n")
     console.print(_gpus(_shown(found.held)))
     for role, one in found.engines.items():
-        share = "" if not one.memory.assumed else ", if SGLang takes 0.85 of the GPU (set memory_fraction)"
+        share = "" if not one.memory.assumed else ", if SGLang keeps 0.15 of the GPU free (set memory_fraction)"
         console.print(
             f"{role}: its cache has room for {one.memory.cached_tokens:,} tokens, or {one.answers:,} sequences of "
             f"{one.longest:,} tokens; at most {one.running:,} are in progress{share}",

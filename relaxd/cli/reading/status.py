@@ -149,8 +149,9 @@ def _replica_state(replica: pb.RegisteredReplica) -> str:
 
 
 def _gpus(replica: pb.RegisteredReplica) -> str:
-    """Format a replica's leased GPUs, their memory in use and their utilisation."""
-    words = [uuid[:12] for uuid in replica.leased_gpu_uuids]
+    """Format a replica's leased GPUs, or its share of them, their memory in use by anybody, and their utilisation."""
+    share = f"{replica.leased_gpu_share:g} of " if 0 < replica.leased_gpu_share < 1 else ""
+    words = [share + uuid[:12] for uuid in replica.leased_gpu_uuids]
     gauges = replica.status.gauges
     if "gpu_memory_bytes" in gauges:
         words.append(f"{gauges['gpu_memory_bytes'] / 1e9:.1f} GB")

@@ -26,24 +26,25 @@ class Curriculum:
         self._needed = min(config.trainer.groups_per_step, prompts.prompts)
         self.record = Record(prompts.prompts, self._config, needed=self._needed)
         self.visits = Visits(prompts, self.record, config.run.seed)
-        self.loaded = False
-        """Whether the record has what the run's folder has."""
         self._unsaved = 0
         self._exhausted = False
 
-    def load(self, folder: Path) -> None:
-        """Take in the groups that were closed before the coordinator started."""
-        history.load(self.record, folder)
-        self.loaded = True
+    def load(self, folder: Path) -> str:
+        """Take in the groups that were closed before the coordinator started.
+
+        Returns the entry of the last one in groups.jsonl, "" without one.
+        """
+        last = history.load(self.record, folder)
         self._tell()
+        return last
 
     def observe(self, folder: Path, lines: Sequence[Mapping[str, Any]], end: int) -> None:
-        """Take in new lines of groups.jsonl in the run's folder, which has `end` bytes with them."""
+        """Take in new lines of groups.jsonl in the run's folder, the last of which ends at byte `end`."""
         self.record.observe(lines)
         self._unsaved += len(lines)
         if self._unsaved >= history.SNAPSHOT_GROUPS:
             try:
-                history.save(self.record, folder, end)
+                history.save(self.record, folder, end, str(lines[-1]["entry"]))
                 self._unsaved = 0
             except OSError as error:  # it only saves time at the next start
                 logger.warning("%s can't be written, and is tried again: %s", folder / CURRICULUM, error)

@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -26,6 +27,7 @@ from services.coordinator.api.validation import (
     scale_out_spec,
 )
 from services.coordinator.fleet.checkpoints import save_checkpoint
+from services.coordinator.fleet.critic_checkpoints import NoCriticCheckpoint, await_critic
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry, Replica
 from services.coordinator.runs.manager import RunManager, read_board
@@ -124,10 +126,15 @@ class CoordinatorService(CoordinatorServicer):
     # --- checkpoints ----------------------------------------------------------------------------------------------
 
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Any) -> pb.SaveCheckpointResponse:
-        """Let the trainer of the active run save a checkpoint."""
+        """Let the trainer of the active run save a checkpoint, and a critic service one of the same step."""
         active = self._manager.require_active(checked_run_id(request.run_id))
         with active.trainer_awake():
             saved = await save_checkpoint(active.context, rotate=request.rotate)
+        try:
+            folder, step = Path(active.record.folder), saved.weights.version
+            await await_critic(active.context, folder, step, kept=not request.rotate)
+        except NoCriticCheckpoint as error:
+            raise Unavailable(f"{error}. That of the trainer is on the disk: {saved.path}") from error
         return pb.SaveCheckpointResponse(path=saved.path, weights=saved.weights)
 
     async def RestoreRun(self, request: pb.RestoreRunRequest, context: Any) -> pb.RestoreRunResponse:
@@ -193,6 +200,7 @@ class CoordinatorService(CoordinatorServicer):
                 status=r.status,
                 heartbeat_age_seconds=now - r.seen,
                 leased_gpu_uuids=self._registry.gpus_of(r.replica_id),
+                leased_gpu_share=self._registry.gpu_share_of(r.replica_id),
             )
             if not page.add(key, replica):
                 break
@@ -215,11 +223,11 @@ class CoordinatorService(CoordinatorServicer):
         return pb.DrainReplicaResponse(held_groups=answer.held_groups)
 
     async def LeaseGpus(self, request: pb.LeaseGpusRequest, context: Any) -> pb.LeaseGpusResponse:
-        """Lease free GPUs to a replica."""
+        """Lease free GPUs, or free shares of them, to a replica."""
         check_gpu_request(request)
         shared = self._manager.active is not None and self._manager.active.config.run.colocate
         granted = await self._registry.lease_gpus(
-            request.replica_id, request.candidate_uuids, request.count, shared=shared
+            request.replica_id, request.candidate_uuids, request.count, shared=shared, share=request.share or 1.0
         )
         return pb.LeaseGpusResponse(gpu_uuids=granted)
 

@@ -75,6 +75,7 @@ def check_gpu_request(request: pb.LeaseGpusRequest) -> None:
     violations = Violations()
     violations.check(REPLICA_ID.fullmatch(request.replica_id), "replica_id", "must be the replica's id")
     violations.check(request.count >= 0, "count", f"is {request.count}: it must not be negative")
+    violations.check(0 <= request.share <= 1, "share", f"is {request.share:g}: it must be above 0 and at most 1")
     check_gpu_uuids("candidate_uuids", candidates, violations)
     violations.check(len(set(candidates)) == len(candidates), "candidate_uuids", "names a GPU twice")
     violations.raise_if_any()

@@ -3,25 +3,27 @@
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable
 
 GAP_SECONDS = 0.02
-"""Changes within this time after a wake-up wake their waiters together: after a weight synchronisation every engine
-reports another version, and each waiter looks at the whole fleet."""
+"""Changes within this time after a wake-up wake their waiters together, unless the gap is set to be longer."""
 
 
 class Signal:
     """A broadcast without content: wakes all waiters, which then check their own condition. Lives in the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, gap: Callable[[], float] = lambda: GAP_SECONDS) -> None:
+        """`gap` returns the seconds between two wake-ups, which are at least GAP_SECONDS."""
+        self._gap = gap
         self._event = asyncio.Event()
         self._woken_at = float("-inf")
         self._due: asyncio.TimerHandle | None = None
 
     def fire(self) -> None:
-        """Wake all waiters: at once, or GAP_SECONDS after the last time."""
+        """Wake all waiters: at once, or a gap after the last time."""
         if self._due is not None:
             return
-        pause = self._woken_at + GAP_SECONDS - time.monotonic()
+        pause = self._woken_at + max(GAP_SECONDS, self._gap()) - time.monotonic()
         if pause <= 0:
             self._wake()
         else:

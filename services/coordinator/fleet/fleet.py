@@ -40,6 +40,10 @@ class Fleet:
         ready = [r for r in self._of(TRAINER) if r.status.state == REPLICA_STATE_READY]
         return ready[-1] if ready else None
 
+    def newest(self, role: str) -> Replica | None:
+        """Return the newest replica of a role that works on the run, ready or not."""
+        return max(self._of(role), key=lambda replica: replica.registered_at, default=None)
+
     def has(self, *roles: str) -> bool:
         """Return whether each role has a replica that works on the run, ready or not."""
         return all(self._of(role) for role in roles)

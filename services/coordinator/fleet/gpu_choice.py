@@ -12,24 +12,71 @@ SHARED = "/shared"
 a second holder."""
 
 
+PART = "@"
+"""Begins what follows a GPU's UUID in the holder records if a replica holds a share of it: "@judge:0.3" is its role and
+the share. No UUID has this sign, so a GPU may have several such records. In a colocated run it comes after SHARED."""
+ROUNDING = 1e-9
+"""Shares may exceed a GPU by this much, because they are rounded: 0.33, 0.56 and 0.11 do."""
+
+
 def uuid_of(record: str) -> str:
     """Return the UUID in a holder record's key."""
-    return record.removesuffix(OWN).removesuffix(SHARED)
+    return record.partition(PART)[0].removesuffix(OWN).removesuffix(SHARED)
 
 
-def suffix_for(role: str, *, shared: bool) -> str:
+def share_of(record: str) -> float:
+    """Return the share of the GPU that the holder of a record has: 1 is the whole."""
+    return float(record.rpartition(":")[2]) if PART in record else 1.0
+
+
+def suffix_for(role: str, *, shared: bool, share: float = 1.0) -> str:
     """Return the suffix of the GPUs that a replica of this role leases."""
+    if share < 1:
+        return f"{SHARED if shared else ''}{PART}{role}:{share!r}"
     if not ROLES[role].takes_turns:
         return OWN
     return SHARED if shared and role == ROLLOUT else ""
 
 
-def seen_by(role: str, holders: Mapping[str, str], *, shared: bool) -> tuple[dict[str, str], set[str]]:
+def seen_by(
+    replica_id: str, role: str, holders: Mapping[str, str], *, shared: bool, share: float = 1.0
+) -> tuple[dict[str, str], set[str]]:
     """Return the holders by UUID that exclude a replica of this role, and the GPUs that it should prefer to share.
 
+    GPUs that the replica holds, and nobody keeps it from, have itself as holder. `holders`: by record.
+
     Replicas that don't take turns exclude all others. In a colocated run (`shared`), else only engines exclude an
-    engine, and only non-engines exclude the trainer.
+    engine, and only non-engines exclude the trainer. Who holds a `share` of a GPU excludes its own role, whoever wants
+    a whole GPU (but for the trainer of a colocated run), and shares that would add up to more than 1.
     """
+    held = {uuid_of(record): replica_id for record, holder in holders.items() if holder == replica_id}
+    others = {record: holder for record, holder in holders.items() if holder != replica_id}
+    parts = {record: holder for record, holder in others.items() if PART in record}
+    whole = {record: holder for record, holder in others.items() if PART not in record}
+    if share < 1:
+        beside = {record for record in whole if shared and not record.endswith((OWN, SHARED))}  # the trainer's
+        excluding = {uuid_of(record): holder for record, holder in whole.items() if record not in beside}
+        preferred = {uuid_of(record) for record in (*parts, *beside)}
+    elif shared and role == TRAINER:
+        beside = {record for record in parts if SHARED + PART in record}
+        parts = {record: holder for record, holder in parts.items() if record not in beside}
+        excluding, preferred = _seen_whole(role, whole, shared=shared)
+        preferred |= set(map(uuid_of, beside))
+    else:
+        excluding, preferred = _seen_whole(role, whole, shared=shared)
+    by_gpu: dict[str, list[str]] = {}
+    for record in parts:
+        by_gpu.setdefault(uuid_of(record), []).append(record)
+    for uuid, there in by_gpu.items():
+        same_role = any(record.partition(PART)[2].startswith(f"{role}:") for record in there)
+        if same_role or sum(map(share_of, there)) + share > 1 + ROUNDING:
+            names = (f"{parts[record]} (with a share of {share_of(record):g})" for record in there)
+            excluding[uuid] = f" holds {uuid}, ".join(names)
+    return held | excluding, preferred - set(excluding)
+
+
+def _seen_whole(role: str, holders: Mapping[str, str], *, shared: bool) -> tuple[dict[str, str], set[str]]:
+    """Do what `seen_by` does, for a whole GPU and other holders of whole GPUs."""
     own = {uuid_of(record): holder for record, holder in holders.items() if record.endswith(OWN)}
     engines = {uuid_of(record): holder for record, holder in holders.items() if record.endswith(SHARED)}
     others = {record: holder for record, holder in holders.items() if not record.endswith((OWN, SHARED))}
@@ -41,7 +88,12 @@ def seen_by(role: str, holders: Mapping[str, str], *, shared: bool) -> tuple[dic
 
 
 def choose(
-    replica_id: str, candidates: Sequence[str], count: int, holders: Mapping[str, str], preferred: Collection[str] = ()
+    replica_id: str,
+    candidates: Sequence[str],
+    count: int,
+    holders: Mapping[str, str],
+    preferred: Collection[str] = (),
+    share: float = 1.0,
 ) -> list[str]:
     """Choose `count` candidates for a replica: first GPUs that it holds, then free ones, of which `preferred` first.
 
@@ -54,19 +106,17 @@ def choose(
     if len(chosen) == count:
         return [uuid for uuid in candidates if uuid in chosen]
     others = [f"{holders[uuid]} holds {uuid}" for uuid in candidates if holders.get(uuid, replica_id) != replica_id]
+    wanted = f"{share:g} of {_gpus(count)}" if share < 1 else _gpus(count)
     raise ResourceExhausted(
-        f"{replica_id} needs {_gpus(count)} and sees {len(candidates)}, of which {len(chosen)} are available"
+        f"{replica_id} needs {wanted} and sees {len(candidates)}, of which {len(chosen)} are available"
         + (f": {', '.join(others)}" if others else "")
         + ". Stop their holders, start fewer replicas, or make more GPUs visible to it"
     )
 
 
-def could_choose(
-    replica_id: str, candidates: Sequence[str], count: int, holders: Mapping[str, str], without: Collection[str]
-) -> bool:
-    """Return whether `choose` would succeed if the holders in `without` held nothing."""
-    left = {uuid: holder for uuid, holder in holders.items() if holder not in without}
-    return sum(left.get(uuid, replica_id) == replica_id for uuid in candidates) >= count
+def could_choose(replica_id: str, candidates: Sequence[str], count: int, holders: Mapping[str, str]) -> bool:
+    """Return whether `choose` would succeed."""
+    return sum(holders.get(uuid, replica_id) == replica_id for uuid in candidates) >= count
 
 
 def _gpus(count: int) -> str:

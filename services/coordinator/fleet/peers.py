@@ -8,6 +8,7 @@ import grpc
 
 from relaxd.rpc.client import channel
 from relaxd.rpc.tls import TlsFiles
+from relaxd.v1.judge_pb2_grpc import JudgeStub
 from relaxd.v1.launcher_pb2_grpc import LauncherStub
 from relaxd.v1.replica_pb2_grpc import ReplicaStub
 from relaxd.v1.reward_pb2_grpc import RewardStub
@@ -43,6 +44,10 @@ class Peers:
     def rollout(self, address: str) -> RolloutStub:
         """Return a stub for the rollout replica at an address."""
         return self._stub(RolloutStub, address)
+
+    def judge(self, address: str) -> JudgeStub:
+        """Return a stub for the judge replica at an address."""
+        return self._stub(JudgeStub, address)
 
     def reward(self, address: str) -> RewardStub:
         """Return a stub for the reward replica at an address."""

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from google.protobuf import json_format
 
@@ -15,7 +15,7 @@ from relaxd.v1.replica_pb2 import (
     ReplicaStatus,
 )
 from services.coordinator.fleet.changes import Signal
-from services.coordinator.fleet.gpu_choice import choose, could_choose, seen_by, suffix_for, uuid_of
+from services.coordinator.fleet.gpu_choice import choose, could_choose, seen_by, share_of, suffix_for, uuid_of
 from services.coordinator.fleet.gpu_holders import GpuHolders
 from services.coordinator.state.records import Member, ReplicaRecord
 from services.coordinator.state.store import Store, StoreUnavailable
@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 Version = tuple[int, int]
 """(term, version)."""
+GAP_SECONDS_PER_REPLICA = 4e-4
+"""Pause between two wake-ups of those who wait for changes: each of them looks at the whole fleet, so a pause that
+doesn't grow with it would leave no time for anything else."""
 
 
 @dataclass
@@ -53,6 +56,16 @@ class Replica:
     """Monotonic time of its last GPU request that was denied; 0: none."""
     asleep: bool = False
     """It was put to sleep and has not resumed serving."""
+    member: Member = field(init=False)
+    """The replica as a member of a weight group: one object, because every change of the fleet compares all members."""
+
+    def __post_init__(self) -> None:
+        self.member = Member(
+            replica_id=self.replica_id,
+            registered_at=self.registered_at,
+            address=self.registration.address,
+            ranks=max(1, self.registration.engine_ranks),
+        )
 
     @property
     def replica_id(self) -> str:
@@ -68,16 +81,6 @@ class Replica:
     def instance(self) -> str:
         """Name that its restarts keep; the replica id if no supervisor restarts it."""
         return self.registration.instance or self.registration.replica_id
-
-    @property
-    def member(self) -> Member:
-        """The replica as a member of a weight group."""
-        return Member(
-            replica_id=self.replica_id,
-            registered_at=self.registered_at,
-            address=self.registration.address,
-            ranks=max(1, self.registration.engine_ranks),
-        )
 
     @property
     def version(self) -> Version | None:
@@ -146,7 +149,7 @@ class Registry:
         self.lease_seconds = lease_seconds
         self.heartbeat_seconds = heartbeat_seconds
         self.gpu_lease_seconds = max(gpu_lease_seconds, lease_seconds)
-        self.changed = Signal()
+        self.changed = Signal(lambda: GAP_SECONDS_PER_REPLICA * len(self._replicas))
 
     @property
     def term(self) -> int:
@@ -188,14 +191,14 @@ class Registry:
         if replica is None:
             return None
         replica.seen = self._clock()
+        before = _shown(replica)
         # A status from before the end of a synchronisation may arrive after it.
         if replica.synced is not None and replica.seen - replica.synced_at > 2 * self.heartbeat_seconds:
             replica.synced = None
         if replica.awake is None or replica.seen - replica.awake_changed_at > 2 * self.heartbeat_seconds:
             replica.awake = status.awake
-        before = (replica.status.state, replica.status.run_id, replica.status.weights)
         replica.status, replica.unheard = status, False
-        if before != (status.state, status.run_id, status.weights):
+        if before != _shown(replica):
             self.changed.fire()
         return replica
 
@@ -232,28 +235,31 @@ class Registry:
         await self._flush_removals()
 
     async def lease_gpus(
-        self, replica_id: str, candidates: Sequence[str], count: int, *, shared: bool = False
+        self, replica_id: str, candidates: Sequence[str], count: int, *, shared: bool = False, share: float = 1.0
     ) -> list[str]:
         """Lease `count` of the candidates, and no other GPU, to a replica; returns their UUIDs.
 
-        With `shared` (a colocated run) the trainer and one engine may hold the same GPU. Raises NotFound: it isn't
-        registered; ResourceExhausted: others hold too many of them; Unavailable: the leases of lost replicas on them
-        have not ended.
+        With `shared` (a colocated run) the trainer and one engine may hold the same GPU. With a `share` below 1,
+        replicas of other roles may hold what it leaves of each GPU. Raises NotFound: it isn't registered;
+        ResourceExhausted: others hold too many of them; Unavailable: the leases of lost replicas on them have not
+        ended.
         """
         async with self._writing:
             if replica_id not in self._replicas:
                 raise NotFound(f"no replica {replica_id!r} is registered: register first")
             role = self._replicas[replica_id].registration.role
-            named = {record: self._name(holder) for record, holder in self._gpu_holders.among(candidates).items()}
-            holders, preferred = seen_by(role, named, shared=shared)
+            records = self._gpu_holders.among(candidates)
+            named = {record: self._name(holder) for record, holder in records.items()}
+            holders, preferred = seen_by(replica_id, role, named, shared=shared, share=share)
             try:
-                granted = choose(replica_id, candidates, count, holders, preferred)
+                granted = choose(replica_id, candidates, count, holders, preferred, share)
             except ResourceExhausted as error:
-                gone = {self._name(holder) for holder in self._free_gpus_at}
-                if could_choose(replica_id, candidates, count, holders, gone):
+                alive = {record: holder for record, holder in records.items() if holder not in self._free_gpus_at}
+                holders, _ = seen_by(replica_id, role, alive, shared=shared, share=share)
+                if could_choose(replica_id, candidates, count, holders):
                     raise Unavailable(str(error)) from error
                 raise
-            chosen = [uuid + suffix_for(role, shared=shared) for uuid in granted]
+            chosen = [uuid + suffix_for(role, shared=shared, share=share) for uuid in granted]
             before = self._gpu_holders.of(replica_id)
             freed = self._gpu_holders.hold(replica_id, chosen)
             # Written even without a change: an earlier call may have been cancelled before its write.
@@ -266,6 +272,10 @@ class Registry:
     def gpus_of(self, replica_id: str) -> list[str]:
         """Return the UUIDs of the GPUs that a replica holds."""
         return [uuid_of(record) for record in self._gpu_holders.of(replica_id)]
+
+    def gpu_share_of(self, replica_id: str) -> float:
+        """Return the share of each of its GPUs that a replica holds; 1 if it holds whole ones, or none."""
+        return min(map(share_of, self._gpu_holders.of(replica_id)), default=1.0)
 
     def get(self, replica_id: str) -> Replica | None:
         """Return a replica by id."""
@@ -367,3 +377,8 @@ class Registry:
         if replica.launch_id:
             lists.append(self._by_launch.setdefault(replica.launch_id, {}))
         return lists
+
+
+def _shown(replica: Replica) -> tuple[int, str, Version | None, bool]:
+    """Return what others wait for to change."""
+    return replica.status.state, replica.status.run_id, replica.version, replica.unheard

@@ -16,8 +16,9 @@ from relaxd.config import RunConfig
 from relaxd.data.curriculum.curriculum import Curriculum
 from relaxd.data.dataset import RunData
 from relaxd.drop_reasons import DropWatch
-from relaxd.roles import CRITIC, ROLLOUT, TRAINER
+from relaxd.roles import ROLLOUT, TRAINER
 from relaxd.waiting import waiting
+from services.coordinator.fleet.critic_checkpoints import NoCriticCheckpoint, await_critic
 from services.coordinator.fleet.registry import Version
 from services.coordinator.fleet.run_context import RunContext
 from services.coordinator.health.health_manager import HealthManager
@@ -37,6 +38,8 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 WATCH_SECONDS = 0.3
 """Interval at which the board is polled for progress."""
+TRIM_STEPS = 64
+"""Steps after which the board's ledger is trimmed again."""
 RELEASE_SECONDS = 30.0
 """Time for the trainer to finish its step when a run is stopped early."""
 
@@ -97,9 +100,11 @@ class ActiveRun:
         """Unix time at which training began, or went on after a pause, under this coordinator."""
         self._sampled_step = 0
         """The last step whose samples are in the run's folder."""
-        self._last_fate = ""
-        """The last entry of the board's fates that is in the run's folder."""
+        self._last_fate: str | None = None
+        """The last entry of the board's fates that is in the run's folder, "" without one; None until it was read."""
         self._reported_sync_seconds = 0.0
+        self._trimmed_at = 0
+        """The step at which the board's ledger was trimmed last."""
         """The part of `sync.seconds` that earlier steps' metrics contain."""
         self._reported_drops: Counter[str] | None = None
         """Drops by reason that earlier steps' metrics contain; None until the first metrics after a start."""
@@ -201,10 +206,12 @@ class ActiveRun:
             await self._with_redis(
                 self._files.take_over_steps, self.board.ledger, self.context.store.check, evaluations
             )
-            self._sampled_step = await self._disk.in_thread(self._files.end_samples)
-            self._last_fate = await self._disk.in_thread(self._files.end_groups)
+            self._sampled_step = await self._with_redis(self._files.rewind_samples, self._files.last_step)
             with waiting("the groups that the run has closed so far, to be counted"):
-                await asyncio.to_thread(self.curriculum.load, self._files.folder)
+                last_fate = await asyncio.to_thread(self.curriculum.load, self._files.folder)
+            if last_fate:
+                await self._redis.in_thread(self.board.continue_fates, last_fate, term=self.context.term)
+            self._last_fate = last_fate
             if self.record.phase == Phase.PENDING:
                 await self._wait_for_fleet()
             if self.record.phase == Phase.RUNNING:
@@ -277,10 +284,7 @@ class ActiveRun:
             await self._append_metrics()
             if self.config.trainer.checkpoint.every:
                 await self._set_reason(f"{reason}; saving a checkpoint")
-                await self._save_checkpoint()
-            if steps >= self.config.run.steps and self.config.roles.critic.placement == "service":
-                await self._set_reason(f"{reason}; waiting for the critic's checkpoint")
-                await self._await_critic(steps)
+                await self._save_checkpoint(steps)
             if await self._last_sync(steps):
                 try:
                     if self.config.eval.after:
@@ -301,8 +305,8 @@ class ActiveRun:
         counts = await self._redis.in_thread(self.board.counts)
         end = {"phase": phase, "outcome": outcome, "reason": reason, "end_time": datetime.now(UTC)}
         record = self.record.model_copy(update=end)
-        ledger = await self._redis.in_thread(self.board.ledger) if self.handoff is not None else ()
-        await self._disk.in_thread(self._files.write_summary, summarise(record, counts, model, ledger))
+        metrics = await self._disk.in_thread(self._files.step_metrics) if self.handoff is not None else ()
+        await self._disk.in_thread(self._files.write_summary, summarise(record, counts, model, metrics))
         with contextlib.suppress(StoreUnavailable):  # only cleanup: the group's name is unique
             await self.sync.close()
         size = await self._redis.in_thread(self.board.measure)
@@ -314,7 +318,7 @@ class ActiveRun:
 
     def _wants_groups(self) -> bool:
         going = self.record.phase == Phase.RUNNING and self.record.paused is None and not self._stopping()
-        return going and self.curriculum.loaded
+        return going and self._last_fate is not None
 
     def _uses_engines(self) -> bool:
         """Start an evaluation that is due; returns whether one uses the engines."""
@@ -441,28 +445,17 @@ class ActiveRun:
             await self._add_note(f"the model was not exported: {error}")
             return ""
 
-    async def _save_checkpoint(self) -> None:
-        """Let the trainer save a last checkpoint; adds a note if it doesn't."""
+    async def _save_checkpoint(self, step: int) -> None:
+        """Let the trainer and a critic service save a checkpoint of the last step; adds a note if one doesn't."""
         try:
             with self.trainer_awake():
                 away_seconds = self.config.health.role_timeout_seconds
                 await save_last_checkpoint(self.fleet, self.context.peers, away_seconds=away_seconds)
+            await await_critic(self.context, Path(self.record.folder), step)
         except ExportFailed as error:
             await self._add_note(f"there is no checkpoint of the last step: {error}")
-
-    async def _await_critic(self, step: int) -> None:
-        """Wait until a critic service has its checkpoint of the last step, which it takes by itself.
-
-        Adds a note if it doesn't.
-        """
-        path = Path(self.record.folder, "critic", "checkpoints", f"step-{step:06d}")
-        deadline = time.monotonic() + self.config.trainer.checkpoint.timeout_seconds
-        with waiting("the critic's checkpoint of the last step", on=CRITIC):
-            while not await asyncio.to_thread(path.is_dir):
-                if CRITIC in self.fleet.missing() or time.monotonic() > deadline:
-                    await self._add_note(f"there is no checkpoint of the critic of step {step}: {path} isn't there")
-                    return
-                await self._changed.wait(WATCH_SECONDS)
+        except NoCriticCheckpoint as error:
+            await self._add_note(str(error))
 
     async def _clear_board(self) -> None:
         """Drop the open groups, once the trainer has finished a step that it may be working on.
@@ -539,25 +532,38 @@ class ActiveRun:
         measured |= await self._take_drops(len(ledger))
         measured |= self.curriculum.metrics()
         steps = [(entry.step, {**entry.metrics, **measured}) for entry in ledger]
-        self._sampled_step = min([self._sampled_step, *(entry.step - 1 for entry in ledger[:1])])  # committed again
+        kept_step = ledger[0].step - 1 if ledger else self._files.last_step
+        if kept_step < self._sampled_step:  # committed again
+            self._sampled_step = await self._with_redis(self._files.rewind_samples, kept_step)
         for step, metrics in steps:
             telemetry.record_step(self.record.run_id, step, metrics)
         await self._disk.in_thread(self._files.append_metrics, steps)
         await self._append_samples()
+        await self._trim_ledger()
+
+    async def _trim_ledger(self) -> None:
+        """Now and then, trim the board's ledger to its newest steps: Redis doesn't grow with their number."""
+        written = self._files.last_step
+        if written < self._trimmed_at + TRIM_STEPS:
+            return
+        await self._disk.in_thread(self._files.sync_ledger)
+        await self._redis.in_thread(self.board.trim_ledger, term=self.context.term, written=written)
+        self._trimmed_at = written
 
     async def _append_fates(self) -> None:
         """Move what became of closed groups from the board to the run's folder."""
-        while fates := await self._redis.in_thread(self.board.fates, self._last_fate):
+        while fates := await self._redis.in_thread(self.board.fates, self._last_fate or ""):
             end = await self._disk.in_thread(self._files.append_groups, fates)
-            await asyncio.to_thread(self.curriculum.observe, self._files.folder, [fate.record for fate in fates], end)
+            await asyncio.to_thread(self.curriculum.observe, self._files.folder, [fate.line for fate in fates], end)
             self._last_fate = fates[-1].entry_id
-            await self._redis.in_thread(self.board.forget_fates, self._last_fate)
+            await self._redis.in_thread(self.board.forget_fates, self._last_fate, term=self.context.term)
 
     async def _append_samples(self) -> None:
         """Copy the samples of new steps to the run's folder. A restored board has none of earlier steps."""
         if kept := self.config.telemetry.samples_per_step:
             for step in range(self._sampled_step + 1, self._files.last_step + 1):
-                samples = await self._redis.in_thread(self.board.samples, step, kept)
+                page = await self._redis.in_thread(self.board.sample_page, step, limit=kept)
+                samples = [sample | {"entry": key} for key, sample in reversed(page)]
                 await self._disk.in_thread(self._files.append_samples, samples)
                 self._sampled_step = step
 

@@ -14,10 +14,12 @@ from relaxd.board import Board, BoardUnavailable, roles_for, stages_for
 from relaxd.config import BoardConfig, RunConfig
 from relaxd.data.dataset import RunData, load_data
 from relaxd.data.errors import DataError
+from relaxd.process.garbage import freeze_objects
 from relaxd.rpc.errors import AlreadyExists, FailedPrecondition, NotFound, ResourceExhausted, Unavailable
 from relaxd.rpc.paging import newest_first
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.v1 import coordinator_pb2 as pb
+from relaxd.waiting import waits
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry
@@ -296,6 +298,7 @@ class RunManager:
         return ActiveRun(context, record, data, files, await asyncio.to_thread(self._store.weights))
 
     def _launch(self, active: ActiveRun) -> None:
+        freeze_objects()  # also those of the last run are collected
         self.active = active
         self._ended_runs.pop(active.record.run_id, None)  # an earlier run of this id
         self._boards[active.record.run_id] = active.board
@@ -396,8 +399,10 @@ class RunManager:
             oldest = active.oldest_version() if active is not None else None
             run = await read_board(run_message, record, config.run.steps, self.board(record), oldest)
         if active is not None:
+            self._last_active = pb.Run()  # a new one: a message that is filled again and again frees no memory
             self._last_active.CopyFrom(run)
-            active.waiting.describe(run)
+            if not record.phase.ended or waits():  # run.json of an ended run may still wait for the disk
+                active.waiting.describe(run)
             run.metrics.update(active.curriculum.metrics())
             run.health.extend(health_messages(active.health.record, active.config.health))
         elif record.phase.ended:

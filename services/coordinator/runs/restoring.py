@@ -21,7 +21,16 @@ from relaxd.config import RunConfig
 from relaxd.data.dataset import Cursor, PromptDataset, RunData, load_data
 from relaxd.data.errors import DataError
 from relaxd.rpc.errors import FailedPrecondition, InvalidArgument, Violations
-from relaxd.run_folder import LEDGER, RECORD
+from relaxd.run_folder import (
+    CHECKPOINT_STATE,
+    CHECKPOINTS,
+    LEDGER,
+    RECORD,
+    STEPS,
+    checkpoint_path,
+    checkpoint_steps,
+    critic_folder,
+)
 from services.coordinator.runs.publisher import place_of
 from services.coordinator.runs.run_files import RunFiles
 from services.coordinator.runs.starting import check_run_id
@@ -56,7 +65,7 @@ def read_run(folder_name: str, steps: int = 0) -> Restored:
     folder = Path(folder_name)
     if not folder.is_absolute() or not folder_name.isprintable():
         raise _invalid(f"is {folder_name!r}: it must be an absolute path")
-    for name in (RECORD, LEDGER, "checkpoints", "steps"):
+    for name in (RECORD, LEDGER, CHECKPOINTS, STEPS):
         try:
             inside = (folder / name).resolve().is_relative_to(folder.resolve())
         except (OSError, RuntimeError):  # circular links
@@ -120,7 +129,7 @@ def _extended(config: RunConfig, steps: int, done: int, folder: Path) -> RunConf
         raise InvalidArgument(f"steps is {steps}: the run has done {done}", [("steps", f"must be above {done}")])
     learners = [("", config.trainer.optimizer.schedule, folder)]
     if config.roles.critic.placement == "service":
-        learners.append((" of the critic", config.roles.critic.optimizer.schedule, folder / "critic"))
+        learners.append((" of the critic", config.roles.critic.optimizer.schedule, critic_folder(folder)))
     for of, schedule, where in learners:
         checkpoint = int(_newest_checkpoint(where, done).get("step", 0))
         if schedule != "constant" and steps != config.run.steps and checkpoint < done:
@@ -158,7 +167,7 @@ def read_ledger(folder: Path) -> list[LedgerEntry]:
         entries.append(entry)
     # The step file is written before its step is committed. If the commit is missing, the step's weights
     # were never announced, so it is safe to count the step as committed.
-    while (file := folder / "steps" / f"step-{len(entries) + 1:06d}.safetensors").is_file():
+    while (file := folder / STEPS / f"step-{len(entries) + 1:06d}.safetensors").is_file():
         plan = _plan_of(file)
         time = file.stat().st_mtime
         entries.append(LedgerEntry(step=len(entries) + 1, time=time, term=plan["term"], plan=plan, metrics={}))
@@ -181,9 +190,9 @@ def _plan_of(step_file: Path) -> dict[str, Any]:
 
 def _newest_checkpoint(folder: Path, last_step: int) -> dict[str, Any]:
     """Read state.json of the newest checkpoint that isn't beyond the ledger; {} without one."""
-    for path in sorted((folder / "checkpoints").glob("step-*[0-9]/state.json"), reverse=True):
+    for step in checkpoint_steps(folder):
         try:
-            state: dict[str, Any] = json.loads(path.read_text())
+            state: dict[str, Any] = json.loads((checkpoint_path(folder, step) / CHECKPOINT_STATE).read_text())
         except (OSError, ValueError):
             continue  # the trainer moves it aside and logs it
         if state["step"] <= last_step:

@@ -6,6 +6,7 @@ survives the loss of all Redis data (see `restoring`).
 
 import json
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,6 +15,7 @@ from typing import Any, TextIO
 
 from relaxd.board import Counts, LedgerEntry
 from relaxd.board.types import Fate
+from relaxd.committed_steps import CommittedSteps, ReadLedger
 from relaxd.config import RunConfig
 from relaxd.config.write import dump
 from relaxd.evaluation.answers import is_estimate
@@ -26,12 +28,13 @@ from relaxd.run_folder import (
     SAMPLES,
     SUMMARY,
     answers_file,
-    append_whole,
-    newest_lines,
+    append_lines,
+    newest_lines_with_ends,
+    read_lines,
 )
 from services.coordinator.runs.code_version import code_version
 from services.coordinator.runs.lines.appended_file import Check
-from services.coordinator.runs.lines.ledger_file import PAGE, LedgerFile, ReadLedger
+from services.coordinator.runs.lines.ledger_file import PAGE, LedgerFile
 from services.coordinator.runs.lines.metrics_file import MetricsFile, Steps, finite, json_line
 from services.coordinator.state.records import Evaluation, RunRecord
 
@@ -53,6 +56,9 @@ class RunFiles:
         self.folder = folder
         self._ledger = LedgerFile(folder / LEDGER)
         self._metrics = MetricsFile(folder / METRICS)
+        self._kept = sys.maxsize
+        """The last step that ledger.jsonl and the board's ledger agreed on, when it was taken over."""
+        self._check: Check = lambda: None
 
     @property
     def last_step(self) -> int:
@@ -77,8 +83,10 @@ class RunFiles:
 
         Raises what `read` and `check` raise; then it can be repeated.
         """
-        self._ledger.take_over(read, check)
-        self._metrics.take_over(read, check, self._ledger.last_step, evaluations)
+        self._check = check
+        self._kept = min(self._kept, self._ledger.take_over(read, check))
+        steps = CommittedSteps(read, self.folder)
+        self._metrics.take_over(steps, check, self._kept, self._ledger.last_step, evaluations)
 
     def next_steps(self, read: ReadLedger) -> list[LedgerEntry]:
         """Append the next steps to ledger.jsonl and return them; their metrics are to be appended, too.
@@ -90,12 +98,20 @@ class RunFiles:
             self._metrics.rewind(self._ledger.rewound_to)
             self._ledger.rewound_to = None
         if not entries or entries[0].step != self.last_step + 1:  # the last call was interrupted
-            entries = read(self.last_step, PAGE)
+            entries = CommittedSteps(read, self.folder)(self.last_step, PAGE)
         return entries
+
+    def sync_ledger(self) -> None:
+        """Wait until the disk has ledger.jsonl. Raises OSError."""
+        self._ledger.sync()
 
     def append_metrics(self, steps: Steps) -> None:
         """Append new steps to metrics.jsonl."""
         self._metrics.append(steps)
+
+    def step_metrics(self) -> list[dict[str, Any]]:
+        """Return the lines of metrics.jsonl."""
+        return list(read_lines(self.folder / METRICS))
 
     def add_evaluation(self, evaluation: Evaluation) -> None:
         """Add an evaluation to its step in metrics.jsonl."""
@@ -111,30 +127,36 @@ class RunFiles:
         self.folder.mkdir(parents=True, exist_ok=True)
         _replace(self.folder / RECORD, record.model_dump_json(indent=2) + "\n")
 
-    def end_samples(self) -> int:
-        """End the last line of samples.jsonl if its writer died. Returns the last step in the file."""
-        path = self.folder / SAMPLES
-        _end_line(path)
-        return int(next(newest_lines(path), {}).get("step", 0))
-
-    def end_groups(self) -> str:
-        """End the last line of groups.jsonl if its writer died. Returns the last entry in the file, "" without one."""
-        path = self.folder / GROUPS
-        _end_line(path)
-        return str(next(newest_lines(path), {}).get("entry", ""))
-
     def append_groups(self, fates: Sequence[Fate]) -> int:
-        """Append what became of groups to groups.jsonl, all or none. Returns the bytes that it has then.
+        """Append what became of groups to groups.jsonl, all or none. Returns the byte at which they end.
 
         Raises OSError; then it can be repeated, as all that writes here.
         """
-        lines = [json.dumps({**fate.record, "entry": fate.entry_id}, separators=(",", ":")) + "\n" for fate in fates]
-        return _append(self.folder / GROUPS, "".join(lines))
+        lines = [json.dumps(fate.line, separators=(",", ":")) + "\n" for fate in fates]
+        return append_lines(self.folder / GROUPS, "".join(lines))
+
+    def rewind_samples(self, last_step: int) -> int:
+        """Remove the samples of later steps from samples.jsonl: Redis has lost them, or they are committed again.
+
+        Returns the last step in the file. Raises OSError, and what the `check` of `take_over_steps` raises: a
+        coordinator that was replaced removes nothing.
+        """
+        path = self.folder / SAMPLES
+        kept_bytes, step, superseded = 0, 0, False
+        for end, line in newest_lines_with_ends(path):
+            if line.get("step", 0) <= last_step:
+                kept_bytes, step = end, int(line.get("step", 0))
+                break
+            superseded = True
+        if superseded:
+            self._check()
+            os.truncate(path, kept_bytes)
+        return step
 
     def append_samples(self, samples: Iterable[Mapping[str, Any]]) -> None:
         """Append samples, oldest first, to samples.jsonl, all or none. Raises OSError."""
         lines = "".join(json.dumps(finite(sample), ensure_ascii=False) + "\n" for sample in samples)
-        _append(self.folder / SAMPLES, lines)
+        append_lines(self.folder / SAMPLES, lines)
 
     @contextmanager
     def answers(self, step: int) -> Iterator[KeepLines]:
@@ -167,30 +189,16 @@ class RunFiles:
         _replace(self.folder / SUMMARY, json.dumps(finite(summary), indent=2) + "\n")
 
 
-def _append(path: Path, text: str) -> int:
-    """Append to a file, all or nothing. Returns its size. Raises OSError."""
-    with path.open("ab", buffering=0) as file:
-        return append_whole(file, text.encode())
-
-
-def _end_line(path: Path) -> None:
-    """End the last line of a file, which its writer may have left incomplete; readers skip it then."""
-    if path.is_file():
-        with path.open("rb+") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - 1))
-            if file.read(1) not in (b"", b"\n"):
-                file.write(b"\n")
-
-
 def _replace(path: Path, text: str) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text(text)
     os.replace(temporary, path)
 
 
-def summarise(record: RunRecord, counts: Counts, model: str, ledger: Sequence[LedgerEntry] = ()) -> dict[str, Any]:
-    """Return the content of summary.json; `ledger` only for a colocated run."""
+def summarise(
+    record: RunRecord, counts: Counts, model: str, metrics: Sequence[Mapping[str, float]] = ()
+) -> dict[str, Any]:
+    """Return the content of summary.json; the `metrics` of the steps only for a colocated run."""
     before = next((e.metrics for e in record.evaluations if e.step == 0), {})
     after = next((e.metrics for e in reversed(record.evaluations) if e.step > 0), {})
     assert record.end_time is not None
@@ -212,7 +220,7 @@ def summarise(record: RunRecord, counts: Counts, model: str, ledger: Sequence[Le
         "model": model,
         "evaluations": [{"step": e.step, **e.metrics} for e in record.evaluations],
         "notes": list(record.notes),
-        **({"switching": switching([entry.metrics for entry in ledger])} if ledger else {}),
+        **({"switching": switching(metrics)} if metrics else {}),
     }
 
 

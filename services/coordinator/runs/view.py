@@ -4,6 +4,7 @@ import contextlib
 from typing import Any
 
 from relaxd.board import Board, RunMissing
+from relaxd.committed_steps import CommittedSteps
 from relaxd.v1 import coordinator_pb2 as pb
 from services.coordinator.state.records import Phase, RunRecord
 
@@ -54,10 +55,10 @@ def _add_board(run: pb.Run, board: Board) -> None:
             run.metrics.update(entry.metrics)
 
 
-def step_messages(board: Board, after_step: int, limit: int) -> list[pb.StepMetrics]:
+def step_messages(steps: CommittedSteps, after_step: int, limit: int) -> list[pb.StepMetrics]:
     """Return the steps after a step, at most `limit`. Reads Redis: call it from a thread."""
     messages = []
-    for entry in board.ledger(after_step, limit):
+    for entry in steps(after_step, limit):
         message = pb.StepMetrics(step=entry.step, metrics=entry.metrics)
         message.commit_time.FromNanoseconds(int(entry.time * 1e9))
         messages.append(message)

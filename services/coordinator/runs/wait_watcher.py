@@ -106,7 +106,7 @@ class WaitWatcher:
         """Read what Redis knows. Call it from a thread."""
         board = self._context.board
         counts = board.counts()
-        known = self._steps[-1][0] if self._steps else max(0, counts.last_step - USUAL_STEPS)
+        known = max(self._steps[-1][0] if self._steps else 0, counts.last_step - USUAL_STEPS)
         if counts.last_step > known:
             new = [(one.step, one.time, one.metrics.get("step_seconds", 0.0)) for one in board.ledger(known)]
             self._steps = [*self._steps, *new][-USUAL_STEPS:]

@@ -5,8 +5,10 @@ import re
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
+from relaxd.committed_steps import CommittedSteps
 from relaxd.rpc.errors import Violations
 from relaxd.v1 import coordinator_pb2 as pb
 from services.coordinator.fleet.changes import Signal
@@ -76,7 +78,7 @@ class RunFeed:
         violations.raise_if_any()
         manager = self._manager
         record = await manager.record(request.run_id)
-        board = manager.board(record)
+        committed = CommittedSteps(manager.board(record).ledger, Path(record.folder))
         end = time.monotonic() + (request.max_seconds or DEFAULT_SECONDS)
         last_step, last_event = _parts(token)
         shown, silent_since, sent = None, 0.0, pb.Run()
@@ -94,7 +96,7 @@ class RunFeed:
                 last_step = run.step if last_step is None else last_step
                 steps = []
                 if run.step > last_step:
-                    steps = await read_board(step_messages, board, last_step, STEPS_AT_ONCE)
+                    steps = await read_board(step_messages, committed, last_step, STEPS_AT_ONCE)
                     last_step = steps[-1].step if steps else last_step
                 complete = last_step >= run.step or not steps  # none: the board is being deleted
                 news, last_event = event_messages(events, last_event), newest_event

@@ -119,6 +119,9 @@ class Member(Record):
     address: str
     ranks: int = 1
 
+    def __hash__(self) -> int:  # pydantic's makes a tuple of all fields each time
+        return hash(self.replica_id)
+
 
 class GroupRecord(Record):
     """The weight group that is connected, or was about to be."""

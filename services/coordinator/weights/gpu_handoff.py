@@ -4,6 +4,9 @@ The engines generate, with the trainer's state in host memory, until all groups 
 engines sleep, and the trainer wakes up, trains the step and announces its version. The engines allocate and receive the
 weights, the trainer sleeps, the engines allocate their key-value cache and generate again.
 
+A judge with a share of the engines' GPUs (roles.judge.gpu_share) sleeps and wakes up with them. The groups of a step
+are ready only with their rewards, so when the trainer's turn begins, the judge has answered all questions about them.
+
 No state is stored: replicas report whether they are awake, and the next move follows from that and from the board
 (`gpu_handoff_rules`). So the death of an engine, a trainer or a coordinator needs no rules of its own. A replica
 requests the GPU before it starts (`request_gpu`).
@@ -19,8 +22,10 @@ from typing import Any
 import grpc
 
 from relaxd.board import BoardUnavailable
-from relaxd.roles import ROLLOUT, TRAINER
+from relaxd.roles import JUDGE, ROLLOUT, TRAINER
 from relaxd.rpc.errors import explain
+from relaxd.v1.judge_pb2 import JudgeSleepRequest, JudgeSleepResponse, JudgeWakeRequest
+from relaxd.v1.replica_pb2 import REPLICA_STATE_READY
 from relaxd.v1.rollout_pb2 import (
     MEMORY_PART_KEY_VALUE_CACHE,
     MEMORY_PART_WEIGHTS,
@@ -86,10 +91,11 @@ class GpuHandoff:
     def request_gpu(self, replica: Replica) -> str:
         """Request the GPU for a replica that has no engine or ranks yet; returns "" if granted, else the reason."""
         replica.request_gpu()
-        other_role = ROLLOUT if replica.registration.role == TRAINER else TRAINER
+        trainers = self._registry.of_role(TRAINER)
+        others = self._engines() if replica.registration.role == TRAINER else trainers
         if self._moving is not None:
             return f"a handoff is in progress ({self._moving})"
-        for other in self._registry.of_role(other_role):
+        for other in others:
             if other.awake is None:
                 return f"{other.replica_id} has not reported yet whether it holds the GPU"
             if other.awake:
@@ -130,9 +136,17 @@ class GpuHandoff:
             finally:
                 self._moving = None
 
+    def _judges(self) -> list[Replica]:
+        """Return the judges that take turns."""
+        return self._registry.of_role(JUDGE) if self._context.config.roles.judge.shares_gpus else []
+
+    def _engines(self) -> list[Replica]:
+        """Return all that hold the GPUs in the engines' turn."""
+        return [*self._registry.of_role(ROLLOUT), *self._judges()]
+
     async def _next_move(self) -> Move:
         """Derive the next move from the replicas and the board."""
-        trainers, rollouts = self._registry.of_role(TRAINER), self._registry.of_role(ROLLOUT)
+        trainers, rollouts = self._registry.of_role(TRAINER), self._engines()
         if any(replica.awake is None for replica in (*trainers, *rollouts)):
             return Move.WAIT  # not reported yet since this coordinator started
         counts = await asyncio.to_thread(self._context.board.counts)
@@ -156,6 +170,7 @@ class GpuHandoff:
             engines_serving=serving,
             generating=(serving and steps_left and not due),
             due=due or self._trainer_users > 0,
+            judges_asleep=bool(self._sleeping_judges()),
             announced=current,
         )
         move = next_move(situation)
@@ -178,6 +193,8 @@ class GpuHandoff:
                 await self._sleep_engines()
             case Move.START_ENGINES:
                 await self._sleep_trainer()
+            case Move.WAKE_JUDGES:
+                await self._wake_judges()
 
     async def _synchronise(self) -> None:
         await self._sleep_engines()
@@ -192,6 +209,10 @@ class GpuHandoff:
             """Give the GPU to the engines once they have the weights."""
             self._add("switch_transfer_seconds", time.monotonic() - started)
             await self._sleep_trainer()
+            try:
+                await self._wake_judges()
+            except HandoffFailed as error:  # no reason to send the weights again
+                logger.warning("GPU handoff: %s; trying again once the engines serve", error)
             await self._wake_engines(engines, [MEMORY_PART_KEY_VALUE_CACHE])
             for engine in engines:
                 engine.set_serving(serving=True)
@@ -200,21 +221,28 @@ class GpuHandoff:
             raise HandoffFailed(f"no weight synchronisation: {self._sync.last_failure}")
 
     async def _sleep_engines(self) -> None:
-        awake = [replica for replica in self._registry.of_role(ROLLOUT) if replica.awake]
+        awake = [replica for replica in self._engines() if replica.awake]
         if not awake:
             return
         for engine in awake:
             engine.set_serving(serving=False)  # closes the gate: no prompt is published for it
         seconds = self._context.config.run.switch_timeout_seconds
-        request = SleepRequest(sync_id=self._sync.next_id(), timeout_seconds=seconds)
+        sync_id = self._sync.next_id()
 
         async def sleep(engine: Replica) -> Any:
-            stub = self._context.peers.rollout(engine.registration.address)
-            answer = await stub.Sleep(request, timeout=seconds + MARGIN_SECONDS)
+            address, deadline = engine.registration.address, seconds + MARGIN_SECONDS
+            if engine.registration.role == JUDGE:
+                judge = JudgeSleepRequest(sync_id=sync_id, timeout_seconds=seconds)
+                answer = await self._context.peers.judge(address).Sleep(judge, timeout=deadline)
+            else:
+                rollout = SleepRequest(sync_id=sync_id, timeout_seconds=seconds)
+                answer = await self._context.peers.rollout(address).Sleep(rollout, timeout=deadline)
             engine.set_awake(awake=False)
             return answer
 
         answers = await self._timed("switch_engine_sleep_seconds", "sleep", awake, sleep)
+        # Judges are on the same GPUs, whose memory each engine reports with all that is in use there.
+        answers = [answer for answer in answers if not isinstance(answer, JudgeSleepResponse)] or answers
         self._metrics["engine_awake_bytes"] = float(sum(answer.memory.before_bytes for answer in answers))
         self._metrics["engine_asleep_bytes"] = float(sum(answer.memory.after_bytes for answer in answers))
 
@@ -228,6 +256,21 @@ class GpuHandoff:
             return await stub.Wake(request, timeout=seconds + MARGIN_SECONDS)
 
         await self._timed("switch_engine_wake_seconds", "wake up", engines, wake)
+
+    def _sleeping_judges(self) -> list[Replica]:
+        """Return the judges that have a model, and no memory for it."""
+        return [judge for judge in self._judges() if judge.status.state == REPLICA_STATE_READY and not judge.awake]
+
+    async def _wake_judges(self) -> None:
+        seconds = self._context.config.run.switch_timeout_seconds
+        request = JudgeWakeRequest(sync_id=self._sync.next_id(), timeout_seconds=seconds)
+
+        async def wake(judge: Replica) -> Any:
+            judge.set_awake(awake=True)
+            stub = self._context.peers.judge(judge.registration.address)
+            return await stub.Wake(request, timeout=seconds + MARGIN_SECONDS)
+
+        await self._timed("switch_engine_wake_seconds", "wake up", self._sleeping_judges(), wake)
 
     async def _sleep_trainer(self) -> None:
         trainer = self._fleet.trainer()

@@ -18,6 +18,8 @@ class Move(StrEnum):
     """Put the engines to sleep, so that a trainer without ranks can start them."""
     START_ENGINES = "start engines"
     """Put the trainer to sleep, so that replicas without engines can start them."""
+    WAKE_JUDGES = "wake the judges"
+    """Wake up the judges, which are on the GPUs of engines that serve."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +44,17 @@ class Situation:
     """The engines must finish their work: groups of the next step, or an evaluation."""
     due: bool = False
     """The trainer has work: all groups of the next step are ready, or a checkpoint or export is requested."""
+    judges_asleep: bool = False
+    """Some judges that take turns sleep. Awake or without a model, they count as engines above."""
     announced: bool = False
     """This trainer announced the newest step's version."""
 
 
 def next_move(now: Situation) -> Move:
     """Return the next move; none takes a device from a replica that starts on it."""
+    # First of all: without its judge the groups of engines that generate are never ready, so that no turn would end.
+    if now.judges_asleep and now.engines_serving and not now.trainer_awake and now.trainer != "starting":
+        return Move.WAKE_JUDGES
     if now.engines_starting or now.trainer in ("absent", "starting"):
         return Move.WAIT
     if now.trainer == "waiting":

@@ -70,6 +70,8 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
 
     def __init__(self) -> None:
         self.outputs = OutputStream()
+        self.frozen = False
+        """Whether the engine serves what it loads, which a sleep must keep."""
 
     def serve(self) -> None:
         """Answer until the service ends."""
@@ -78,6 +80,7 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
 
     def Load(self, request: engine_pb2.LoadRequest, context: Any) -> engine_pb2.LoadResponse:
         """See the proto."""
+        self.frozen = request.frozen
         loaded = self.load(request.folder, RolloutConfig.model_validate_json(request.config_json), request.colocate)
         if request.frozen:
             self._loaded().serve_loaded()
@@ -142,7 +145,10 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
     def Wake(self, request: rollout_pb2.WakeRequest, context: Any) -> rollout_pb2.WakeResponse:
         """See the proto."""
         parts = [MEMORY_PARTS[part] for part in request.parts]
-        return rollout_pb2.WakeResponse(memory=self._change_memory(lambda engine: engine.wake(parts)))
+        memory = self._change_memory(lambda engine: engine.wake(parts))
+        if self.frozen and not self._loaded().asleep:
+            self._loaded().serve_loaded()
+        return rollout_pb2.WakeResponse(memory=memory)
 
     @abstractmethod
     def load(self, folder: str, config: RolloutConfig, colocate: bool) -> engine_pb2.LoadResponse:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from relaxd.replica.sync_ids import SyncIds
 from relaxd.rpc.errors import Violations
 from relaxd.v1 import judge_pb2, judge_pb2_grpc
 from services.rollout.engines.output_encoding import FINISH_NUMBERS
@@ -13,6 +14,7 @@ class JudgeServicer(judge_pb2_grpc.JudgeServicer):
 
     def __init__(self, service: JudgeService) -> None:
         self._service = service
+        self._sync_ids = SyncIds()
 
     async def Ask(self, request: judge_pb2.AskRequest, context: Any) -> judge_pb2.AskResponse:
         """See the proto."""
@@ -24,6 +26,22 @@ class JudgeServicer(judge_pb2_grpc.JudgeServicer):
             prompt_tokens=prompt_tokens,
             tokens=len(output.tokens),
         )
+
+    async def Sleep(self, request: judge_pb2.JudgeSleepRequest, context: Any) -> judge_pb2.JudgeSleepResponse:
+        """See the proto."""
+        self._check_turn(request)
+        return judge_pb2.JudgeSleepResponse(memory=await self._service.sleep(request.timeout_seconds))
+
+    async def Wake(self, request: judge_pb2.JudgeWakeRequest, context: Any) -> judge_pb2.JudgeWakeResponse:
+        """See the proto."""
+        self._check_turn(request)
+        return judge_pb2.JudgeWakeResponse(memory=await self._service.wake(request.timeout_seconds))
+
+    def _check_turn(self, request: judge_pb2.JudgeSleepRequest | judge_pb2.JudgeWakeRequest) -> None:
+        violations = Violations()
+        violations.check_seconds(request.timeout_seconds, "timeout_seconds")
+        violations.raise_if_any()
+        self._sync_ids.take(request.sync_id)
 
 
 def parse_messages(request: judge_pb2.AskRequest) -> list[dict[str, str]]:

@@ -20,9 +20,10 @@ from relaxd.replica.service import ReplicaService, ServiceStatus
 from relaxd.roles import JUDGE, ROLES
 from relaxd.rpc.errors import FailedPrecondition, InvalidArgument, RpcError, Unavailable
 from relaxd.v1.coordinator_pb2 import Assignment
+from relaxd.v1.weights_pb2 import MemoryChange
 from services.rollout.engines.load_progress import loaded_mebibytes
 from services.rollout.engines.types import Output, Sampling
-from services.rollout.service.child_engine import ChildEngine
+from services.rollout.service.child_engine import ALL_MEMORY, ChildEngine
 
 IDLE_LOOK_SECONDS = 0.1
 """Interval at which a drain looks whether the open questions are answered."""
@@ -41,7 +42,7 @@ class JudgeService(ReplicaService):
         self._config = JudgeConfig()
         self._tokenizer: PromptTokenizer | None = None
         self._engine: ChildEngine | None = None
-        self._loading = self._draining = False
+        self._loading = self._draining = self._takes_turns = False
         self._detail = ""
         self._open = self._answered = 0
         self._process = psutil.Process()
@@ -52,11 +53,12 @@ class JudgeService(ReplicaService):
         Raises Unavailable without a model and while draining, InvalidArgument for a conversation that the chat template
         or the model's context can't take, and what the engine raises.
         """
-        engine, tokenizer, config = self._engine, self._tokenizer, self._config
-        if engine is None or tokenizer is None or not engine.alive:
-            raise Unavailable("there is no model: " + (self._detail or "no run with a judge is assigned"))
+        engine, tokenizer, config = self._present_engine(), self._tokenizer, self._config
+        assert tokenizer is not None  # read before the engine starts
         if self._draining:
             raise Unavailable("this replica is draining: ask another one")
+        if not engine.serving:
+            raise Unavailable("the judge sleeps, because the trainer has its GPUs: ask again")
         self._open += 1
         try:
             (tokens,) = await asyncio.to_thread(tokenizer.encode, [Example(messages, place="the conversation")])
@@ -81,6 +83,31 @@ class JudgeService(ReplicaService):
         finally:
             self._open -= 1
 
+    async def sleep(self, seconds: float) -> MemoryChange:
+        """Answer the open questions, refuse others, and free the GPUs' memory. Raises FailedPrecondition, Unavailable,
+        and what the engine raises."""
+        if not self._takes_turns:
+            raise FailedPrecondition(
+                "this judge takes no turns with a trainer (run.colocate, roles.judge.gpu_share): nobody would wake it"
+            )
+        memory = await self._present_engine().sleep(seconds)
+        logger.info("asleep: %.2f GB are in use now, after %.2f", memory.after_bytes / 1e9, memory.before_bytes / 1e9)
+        return memory
+
+    async def wake(self, seconds: float) -> MemoryChange:
+        """Take the memory back and answer again. Raises Unavailable, and what the engine raises."""
+        memory = await self._present_engine().wake(ALL_MEMORY, seconds)
+        logger.info("awake: %.2f GB are in use now, after %.2f", memory.after_bytes / 1e9, memory.before_bytes / 1e9)
+        return memory
+
+    def _present_engine(self) -> ChildEngine:
+        if self._engine is None or not self._engine.alive:
+            raise Unavailable("there is no model: " + (self._detail or "no run with a judge is assigned"))
+        return self._engine
+
+    def _set_detail(self, detail: str) -> None:
+        self._detail = detail
+
     async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
         """See ReplicaService. Returns once the model is loaded."""
         self._draining = False
@@ -90,18 +117,23 @@ class JudgeService(ReplicaService):
         self._config = judge = config.roles.judge
         folder = await asyncio.to_thread(resolve_model, judge.model, setting="roles.judge.model")
         self._tokenizer = await asyncio.to_thread(_read_tokenizer, folder, judge)
-        gpus = await self._context.gpus.lease(ROLES[JUDGE].gpus(config))
+        self._takes_turns = config.run.colocate and judge.shares_gpus
+        share = ROLES[JUDGE].gpu_share(config)
+        gpus = await self._context.gpus.lease(ROLES[JUDGE].gpus(config), share)
+        if self._takes_turns:
+            await self._context.take_turn(self._set_detail)
         self._detail, self._loading = f"loading {folder.name}", True
         try:
             self._engine = await ChildEngine.start(
                 folder,
                 engine_config(judge),
-                environment=gpu_environment(gpus),
+                environment=gpu_environment(gpus, share),
                 name=self._settings.replica_id,
                 log_level=self._settings.log_level,
                 python=self._settings.engine_python,
                 on_exit=self._on_engine_exit,
                 on_tokens=lambda count, per_second: None,
+                colocate=self._takes_turns,
                 frozen=True,
                 gpu_lease=self._context.gpus.child_lease if gpus else None,
             )
@@ -136,13 +168,15 @@ class JudgeService(ReplicaService):
     def status(self) -> ServiceStatus:
         """See ReplicaService. Counts open questions as held groups."""
         engine = self._engine
+        asleep = engine is not None and engine.asleep == ALL_MEMORY
         loaded = loaded_mebibytes(self._process) if self._loading else 0
         gauges = dict(engine.gauges) if engine is not None else {}
         return ServiceStatus(
             held_groups=self._open,
             done_groups=self._answered,
             progress=self._answered + (engine.tokens if engine is not None else 0) + loaded,
-            detail=self._detail,
+            detail=self._detail or ("asleep: the trainer has the device" if asleep else ""),
+            awake=self._takes_turns and (self._loading or (engine is not None and engine.alive and not asleep)),
             gauges={**gauges, "rss_bytes": float(self._process.memory_info().rss)},
         )
 

@@ -57,6 +57,7 @@ class ChildEngine(RolloutEngine):
         self._queues: dict[str, asyncio.Queue[Output | Exception]] = {}
         self._unsent = engine_pb2.ExchangeRequest()
         self._to_send = asyncio.Event()
+        self._frozen = False
         self._changes = 0
         """Number of calls that may have changed `quarantined`."""
         self._tasks: list[asyncio.Task[None]] = []
@@ -118,6 +119,7 @@ class ChildEngine(RolloutEngine):
             await engine.stop()
             raise
         engine.vocabulary, engine.context, engine.device = loaded.vocabulary, loaded.context, loaded.device
+        engine._frozen = frozen
         engine.weights = Version(0, 0) if frozen else None
         engine._tasks = [asyncio.create_task(work()) for work in (engine._exchange, engine._watch_stats)]
         return engine
@@ -189,6 +191,8 @@ class ChildEngine(RolloutEngine):
         request = rollout_pb2.WakeRequest(parts=[_number(MEMORY_PARTS, part) for part in sorted(parts)])
         answer = await self._rollout.Wake(request, timeout=timeout)
         self.asleep -= frozenset(parts)
+        if self._frozen and not self.asleep:
+            self.weights = Version(0, 0)
         return answer.memory
 
     async def join(self, request: rollout_pb2.JoinWeightGroupRequest) -> None:

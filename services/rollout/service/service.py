@@ -19,7 +19,7 @@ from relaxd.replica.context import ReplicaContext
 from relaxd.replica.gpus import Gpu, gpu_environment, memory_used, wait_until_steady
 from relaxd.replica.service import ReplicaService, ServiceStatus
 from relaxd.retry import Backoff
-from relaxd.roles import ROLLOUT
+from relaxd.roles import ROLES, ROLLOUT
 from relaxd.rpc.errors import RpcError
 from relaxd.v1 import replica_pb2
 from relaxd.v1.coordinator_pb2 import Assignment
@@ -86,8 +86,9 @@ class RolloutService(ReplicaService):
         self._run_id = assignment.run_id
         rollout = config.rollout
         self.engine_ranks = rollout.tensor_parallel
-        self._gpus = await self._context.gpus.lease(rollout.tensor_parallel if rollout.engine == "sglang" else 0)
-        self._environment = gpu_environment(self._gpus) | NCCL_ENVIRONMENT
+        role = ROLES[ROLLOUT]
+        self._gpus = await self._context.gpus.lease(role.gpus(config), role.gpu_share(config))
+        self._environment = gpu_environment(self._gpus, role.gpu_share(config)) | NCCL_ENVIRONMENT
         self._engine = await self._start_engine(config)
         self._board = Board(self._settings.redis, assignment.run_id, stages_for(config), config.board)
         self._generator = generator = GroupGenerator(
@@ -208,7 +209,8 @@ class RolloutService(ReplicaService):
             return await self._connect_engine(folder, config)
         self._loading = True
         try:
-            if config.run.colocate and len(self._gpus) > 1:
+            # With a judge, SGLang compares only what it allocated itself.
+            if config.run.colocate and len(self._gpus) > 1 and not config.roles.judge.shares_gpus:
                 await wait_until_steady(lambda: memory_used(self._gpus), self._set_detail)
             self._detail = f"loading {folder.name}"
             engine = await self._load_engine(folder, config)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaxd.algorithms import Algorithm, sample_lengths
-from relaxd.board import COLUMNS, CRITIC_STATE, ROUTED_EXPERTS, TEACHER_PROMPT_TOKENS
+from relaxd.board import COLUMNS, CRITIC_STATE, REFERENCE_WEIGHTS, ROUTED_EXPERTS, TEACHER_PROMPT_TOKENS
 from services.trainer.batch.row_packing import TrainSequence
 
 
@@ -190,6 +190,8 @@ def check_group(
         )
     if CRITIC_STATE in names:
         _check_critic_state(columns[CRITIC_STATE])
+    if not isinstance(weights := columns.get(REFERENCE_WEIGHTS, ""), str):
+        raise MalformedGroup(f"{REFERENCE_WEIGHTS} is {weights!r}: it must be the name of the reference's weights")
     masked = columns["loss_mask"] != 0
     for name in names:
         column = COLUMNS[name]

@@ -123,6 +123,8 @@ class StepPlan:
     """What the columns' advantages are normalised with before they are trained on; None: they aren't."""
     refreshed: tuple[str, ...] = ()
     """Roles whose models take over the weights after the step."""
+    reference: str = ""
+    """Weights of a reference service that scored its groups (`reference_weights`); "": the initial ones."""
     skipped_updates: tuple[int, ...] | None = None
     """Indices in `updates` of those that were skipped because their loss or gradient wasn't finite. None if unknown, as
     in a step file, which is written before the updates."""
@@ -150,6 +152,7 @@ class StepPlan:
             "epochs": self.epochs,
             **whitening,
             **({"refreshed": list(self.refreshed)} if self.refreshed else {}),
+            **({"reference": self.reference} if self.reference else {}),
             **outcome,
         }
 
@@ -171,6 +174,7 @@ class StepPlan:
                 epochs=int(value.get("epochs", 1)),
                 whitening=Whitening(**value["whitening"]) if "whitening" in value else None,
                 refreshed=tuple(str(role) for role in value.get("refreshed", ())),
+                reference=str(value.get("reference", "")),
                 skipped_updates=tuple(int(update) for update in value[OUTCOME]) if OUTCOME in value else None,
             )
         except (KeyError, TypeError, ValueError) as error:

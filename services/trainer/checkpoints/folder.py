@@ -1,4 +1,4 @@
-"""The checkpoint folders of a run: names, validation, rotation. Never imports torch.
+"""The checkpoint folders of a run: content, validation, rotation. Never imports torch.
 
 checkpoints/step-000020/           complete: renamed to this once everything in it was on disk
     manifest.json                  size and SHA-256 of every other file
@@ -18,18 +18,27 @@ import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from relaxd.run_folder import (
+    CHECKPOINT_STATE,
+    CHECKPOINTS,
+    KEPT,
+    STEPS,
+    checkpoint_path,
+    checkpoint_steps,
+    checkpoints_folder,
+)
 from services.trainer.batch.durable import sync
+from services.trainer.batch.reference_weights import FOLDER as REFERENCE_FOLDER
 from services.trainer.batch.step_plan import OUTCOME
 
-MANIFEST, STATE = "manifest.json", "state.json"
-KEPT = "kept"
-"""Empty file in a checkpoint that is never removed."""
+MANIFEST = "manifest.json"
 CHUNK_BYTES = 1 << 20
 """Bytes per read for a checksum."""
 READERS = 8
@@ -38,7 +47,12 @@ REPORT_SECONDS = 0.2
 """Interval at which progress is reported."""
 REMOVED_TERM = 0
 """Replaces the trainer's term in the names of checkpoints being removed."""
-NAME = re.compile(r"step-(\d{6,})")
+UNFINISHED = {
+    CHECKPOINTS: re.compile(r"\.step-\d{6,}\.(\d+)\.partial"),
+    STEPS: re.compile(r"step-\d{6,}\.safetensors\.(\d+)\.partial"),
+    REFERENCE_FOLDER: re.compile(r"step-\d{6,}\.(\d+)\.partial"),
+}
+"""What a trainer's ranks leave in each folder of the run when they die while they write, with the trainer's term."""
 
 
 class CheckpointBroken(Exception):
@@ -97,31 +111,9 @@ class CheckpointState(BaseModel):
     """Releases of relaxd, torch and megatron-core."""
 
 
-def critic_folder(run_folder: Path) -> Path:
-    """Return the folder of a critic service in a run's folder. It has checkpoints of its own, of the same steps."""
-    return run_folder / "critic"
-
-
-def checkpoints_folder(run_folder: Path) -> Path:
-    """Return the folder of a run's checkpoints."""
-    return run_folder / "checkpoints"
-
-
-def checkpoint_path(run_folder: Path, step: int) -> Path:
-    """Return the path of a step's checkpoint."""
-    return checkpoints_folder(run_folder) / f"step-{step:06d}"
-
-
 def partial_path(run_folder: Path, step: int, term: int) -> Path:
     """Return the path of an unfinished checkpoint. The term keeps a revived trainer out of its successor's files."""
     return checkpoints_folder(run_folder) / f".step-{step:06d}.{term}.partial"
-
-
-def checkpoint_steps(run_folder: Path) -> list[int]:
-    """Return the steps of the complete checkpoints, newest first."""
-    folder = checkpoints_folder(run_folder)
-    found = (NAME.fullmatch(path.name) for path in folder.iterdir()) if folder.is_dir() else ()
-    return sorted((int(match[1]) for match in found if match), reverse=True)
 
 
 def newest_before(run_folder: Path, step: int) -> int | None:
@@ -178,7 +170,7 @@ def seal(partial: Path, final: Path, state: CheckpointState, written: Mapping[st
         OSError: it can't be written, or a checkpoint of this step exists.
     """
     files = dict(written)
-    (partial / STATE).write_text(state.model_dump_json(indent=2) + "\n")
+    (partial / CHECKPOINT_STATE).write_text(state.model_dump_json(indent=2) + "\n")
     for path in sorted(partial.iterdir()):
         if path.name not in files:
             sync(path)
@@ -199,9 +191,9 @@ def read_state(path: Path) -> CheckpointState:
         CheckpointBroken: it is missing or damaged.
     """
     try:
-        return CheckpointState.model_validate_json((path / STATE).read_bytes())
+        return CheckpointState.model_validate_json((path / CHECKPOINT_STATE).read_bytes())
     except (OSError, ValidationError) as error:
-        raise CheckpointBroken(f"{path / STATE} can't be read: {error}") from error
+        raise CheckpointBroken(f"{path / CHECKPOINT_STATE} can't be read: {error}") from error
 
 
 def verify(path: Path, share: int = 0, shares: int = 1, progress: Callable[[int], None] = lambda count: None) -> None:
@@ -238,10 +230,29 @@ def put_aside(path: Path) -> Path:
 
 
 def remove_partials(run_folder: Path, before_term: int) -> None:
-    """Remove the unfinished checkpoints of trainers of earlier terms."""
-    for path in checkpoints_folder(run_folder).glob(".step-*.partial"):
-        if int(path.name.split(".")[2]) < before_term:
-            shutil.rmtree(path, ignore_errors=True)
+    """Remove the unfinished checkpoints, step files and weights of the reference of trainers of earlier terms."""
+    for folder, name in UNFINISHED.items():
+        for path in (run_folder / folder).glob("*.partial"):
+            found = name.fullmatch(path.name)
+            if found and int(found[1]) < before_term:
+                _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or folder as far as possible: it only takes room."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+
+
+def has_room(folder: Path, size: int) -> bool:
+    """Return whether a folder's disk has room for so many bytes; True if it doesn't say."""
+    try:
+        return shutil.disk_usage(folder).free >= size
+    except OSError:
+        return True
 
 
 def remove_rotated(run_folder: Path) -> threading.Thread:

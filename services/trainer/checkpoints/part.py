@@ -21,22 +21,25 @@ class CheckpointPart:
         self._learner = learner
         self._disk = learner.world.disk
         self._snapshot: Snapshot | None = None
+        self._partial = Path()
         self._begun = 0
 
     def begin(self, partial: Path) -> int:
-        """Take a snapshot and start writing it to an empty folder. Returns the bytes that this rank will write."""
-        snapshot = self._learner.snapshot(partial)
-        self._snapshot, self._begun = snapshot, self._begun + 1
+        """Take a snapshot, which `write` writes to an empty folder. Returns the bytes that this rank will write."""
+        self._snapshot, self._partial = self._learner.snapshot(partial), partial
+        self._begun += 1
+        return self._snapshot.nbytes
+
+    def write(self, problem: str = "") -> None:
+        """Start writing the snapshot. If there is a problem, only tell it, on rank 0, once its copies are complete."""
+        assert self._snapshot is not None, "begin comes first"
         name, rank = self._name, self._learner.world.rank
 
         def tell(report: dict[str, Any]) -> None:
             self._disk.tell(name, json.dumps(report))
 
-        writing = threading.Thread(
-            target=_write, args=(snapshot, partial, rank, tell), name="write-checkpoint", daemon=True
-        )
-        writing.start()
-        return snapshot.nbytes
+        arguments = (self._snapshot, self._partial, rank, problem, tell)
+        threading.Thread(target=_write, args=arguments, name="write-checkpoint", daemon=True).start()
 
     def reports(self) -> list[dict[str, Any]] | None:
         """Return each rank's files by name ("files"), or its error ("error"), once all have ended; None before."""
@@ -74,12 +77,16 @@ class CheckpointPart:
         return f"checkpoint {self._begun}"
 
 
-def _write(snapshot: Snapshot, partial: Path, rank: int, tell: Callable[[dict[str, Any]], None]) -> None:
+def _write(snapshot: Snapshot, partial: Path, rank: int, problem: str, tell: Callable[[dict[str, Any]], None]) -> None:
     """Write this rank's files and tell which. An error is told, too, and doesn't end training."""
     report: dict[str, Any]
     try:
-        snapshot.write()
-        report = {"files": describe_all(partial.glob(f"__{rank}_*.distcp"))}
+        if problem:
+            snapshot.give_up()
+            report = {"files": {}} if rank else {"error": problem}
+        else:
+            snapshot.write()
+            report = {"files": describe_all(partial.glob(f"__{rank}_*.distcp"))}
     except Exception as error:
         logger.exception("rank %d could not write its part of %s", rank, partial.name)
         report = {"error": f"rank {rank}: {type(error).__name__}: {error}"}

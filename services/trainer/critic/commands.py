@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
 from relaxd.board import RETURNS
+from relaxd.committed_steps import CommittedSteps
 from services.trainer.batch.row_packing import PackedMicroBatch
 from services.trainer.batch.step_file import read_committed
 from services.trainer.critic.learner import COLUMNS, CriticLearner
@@ -24,6 +26,11 @@ class CriticRank(CommandedRank):
     """The run's folder, with the step files."""
     progress: Callable[[], None] = lambda: None
     """Rank 0: called between two rounds of a step."""
+
+    @cached_property
+    def steps(self) -> CommittedSteps:
+        """The committed steps of the run."""
+        return CommittedSteps(self.board.ledger, self.steps_of)
 
 
 @dataclass(frozen=True)

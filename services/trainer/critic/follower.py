@@ -10,19 +10,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from relaxd.board import BoardUnavailable, Column, LedgerEntry
+from relaxd.board import BoardUnavailable, Column, CriticOrders, LedgerEntry
 from relaxd.config import RunConfig
 from relaxd.roles import CRITIC
-from relaxd.waiting import waiting
-from services.trainer.batch.step_file import StepFileError, step_file_path
+from services.trainer.batch.step_file import step_file_path
 from services.trainer.critic.commands import CriticRank, TrainStep
 from services.trainer.frozen.logprobs import ModelStage
+from services.trainer.frozen.run_folder import await_file
 from services.trainer.frozen.stage_rank import world_config
-from services.trainer.loop.checkpoints import Checkpoints
+from services.trainer.loop.checkpoints import Answer, Checkpoints
 from services.trainer.megatron.rank_channel import TICK_SECONDS
 
-FILE_SECONDS = 60.0
-"""How long the file of a committed step may take to appear: a network file system shows new files late."""
+RETRY_SECONDS = 5.0
+"""Between two tries to write a checkpoint that the trainer asked for."""
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,10 @@ class Follower:
         own = config.model_copy(update={"trainer": world_config(config, CRITIC)})
         self._checkpoints = Checkpoints(own, run_id, self._term, rank)
         rank.progress = self._between_rounds
-        self._steps = config.run.steps
+        self._asked: tuple[int, bool] | None = None
+        """The last checkpoint that the trainer asked for and that was begun: its step, and whether it is kept."""
+        self._answer: Answer | None = None
+        self._asked_at = 0.0
         self._detail = ""
         self._unavailable = False
 
@@ -81,7 +84,7 @@ class Follower:
             if not started:
                 self._stage.worker.start()
                 started = True
-            self._tell("")
+            self._tell(self._problem())
             self._stage.run(TICK_SECONDS)
             self._rank.channel.tick()
 
@@ -93,16 +96,11 @@ class Follower:
     def _train_next(self) -> bool:
         """Train on the next step, if it is committed. Return whether there was anything to do."""
         self._checkpoints.complete_if_written()
-        # One that was wanted while the one before was written; after the last step, nothing else would begin it.
-        self._checkpoints.begin_if_wanted(self._rank.learner.step)
         try:
-            if (term := self._board.critic_term()) > self._term:
-                raise Superseded(
-                    f"this critic, of term {self._term}, ends: another one, of term {term}, took over while this one "
-                    "was out of touch. A run has one critic"
-                )
-            following = self._board.ledger(after_step=self._rank.learner.step, limit=1)
+            following = self._rank.steps(self._rank.learner.step, 1)
             last = following[0].step if following else self._board.last_step()
+            # After the ledger: the trainer asks for a checkpoint before it commits the next step.
+            orders = self._board.critic_orders()
         except BoardUnavailable as error:
             if not self._unavailable:
                 logger.warning("the critic waits for the board, which is unavailable: %s", error)
@@ -112,28 +110,57 @@ class Follower:
             time.sleep(TICK_SECONDS)
             return True
         self._unavailable = False
+        if orders.term > self._term:
+            raise Superseded(
+                f"this critic, of term {self._term}, ends: another one, of term {orders.term}, took over while this "
+                "one was out of touch. A run has one critic"
+            )
+        if last < self._rank.learner.step:
+            raise LedgerShorter(
+                f"the ledger ends at step {last}, but this critic has trained on step {self._rank.learner.step}: the "
+                "next one starts from a checkpoint of a step in the ledger"
+            )
+        self._take_orders(orders)
+        # Also one that was wanted while the one before was written.
+        self._checkpoints.begin_if_wanted(self._rank.learner.step)
         if not following:
-            if last < self._rank.learner.step:
-                raise LedgerShorter(
-                    f"the ledger ends at step {last}, but this critic has trained on step {self._rank.learner.step}: "
-                    "the next one starts from a checkpoint of a step in the ledger"
-                )
             return False
         (entry,) = following
         self._train(entry)
-        self._checkpoints.after_step(entry.step)
-        if entry.step == self._steps:
-            self._checkpoints.request(rotate=True)
         return True
+
+    def _take_orders(self, orders: CriticOrders) -> None:
+        """Request the checkpoint that the trainer asked for, once this is the critic of its step.
+
+        One that can't be written is tried again until there is another step: a run that ends waits for it.
+        """
+        step = self._rank.learner.step
+        if step not in (orders.checkpoint, orders.kept):
+            return
+        asked, now = (step, step == orders.kept), time.monotonic()
+        failed = self._problem() and now - self._asked_at > RETRY_SECONDS
+        if asked != self._asked or failed:
+            self._asked, self._asked_at = asked, now
+            self._answer = self._checkpoints.request(rotate=step != orders.kept)
+
+    def _problem(self) -> str:
+        """Return why the checkpoint that the trainer asked for could not be written; else ""."""
+        if self._answer is None or not self._answer.done() or self._asked is None:
+            return ""
+        error = self._answer.exception()
+        return "" if error is None or self._asked[0] != self._rank.learner.step else str(error)
 
     def _train(self, entry: LedgerEntry) -> None:
         self._tell(f"training on step {entry.step}")
-        await_step_file(self._rank.steps_of, entry.step, self._still_waiting)
+        file = step_file_path(self._rank.steps_of, entry.step)
+        await_file(file, CRITIC, self._still_waiting)
         self._checkpoints.wait_for_copies()
         began = time.monotonic()
         self._rank.run(TrainStep(entry.step, entry.plan))
         numbers = {name: float(f"{value:.4g}") for name, value in self._rank.learner.metrics.items()}
-        logger.info("step %d: %s, in %.1f s", entry.step, numbers, time.monotonic() - began)
+        seconds = time.monotonic() - began
+        logger.info("step %d: %s, in %.1f s", entry.step, numbers, seconds)
+        self._checkpoints.after_step(entry.step, seconds, file)
 
     def _still_waiting(self, path: Path) -> None:
         self._tell(f"waiting for {path}")
@@ -151,22 +178,3 @@ class Follower:
         self._detail = detail
         self._stage.turns += 1
         self._report(detail)
-
-
-def await_step_file(run_folder: Path, step: int, still_waiting: Callable[[Path], None]) -> None:
-    """Wait until the file of a committed step is there; call `still_waiting` with its path every TICK_SECONDS.
-
-    Raises:
-        StepFileError: it isn't there after FILE_SECONDS.
-    """
-    path, deadline = step_file_path(run_folder, step), time.monotonic() + FILE_SECONDS
-    with waiting(f"the file of step {step}, {path}", on="the file system"):
-        while not path.is_file():
-            if time.monotonic() > deadline:
-                raise StepFileError(
-                    f"{path} isn't there, {FILE_SECONDS:g} s after its step was committed: either this critic doesn't "
-                    "see the run's folder as the trainer does, which needs the same folder mounted at the same path, "
-                    "or the file was removed"
-                )
-            still_waiting(path)
-            time.sleep(TICK_SECONDS)  # named: above

@@ -126,6 +126,8 @@ class CriticLearner:
         self._wait_for_copies()
         loaded = load_snapshot(self._stateful(step), folder, same_layout=same_layout)
         self._optimizer_steps, self.metrics, self.step = loaded.optimizer_steps, loaded.metrics, step
+        # With it a critic that restarts, and repeats the steps since, fails again where it has failed.
+        self._skipped_in_a_row = loaded.skipped_in_a_row
         self._discard()
 
     def _group(self, group_id: str, file: StepFile) -> TrainGroup:
@@ -195,4 +197,13 @@ class CriticLearner:
             copies.wait_or_raise(self._trainer.collective_timeout_seconds)
 
     def _stateful(self, step: int) -> Stateful:
-        return Stateful(self._critic.state, None, {}, step, self.world, self._optimizer_steps, self.metrics)
+        return Stateful(
+            self._critic.state,
+            None,
+            {},
+            step,
+            self.world,
+            self._optimizer_steps,
+            self.metrics,
+            self._skipped_in_a_row,
+        )

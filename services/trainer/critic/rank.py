@@ -10,17 +10,17 @@ from relaxd.algorithms.trial import create_tried
 from relaxd.board import CRITIC_STATE, Board, DropReason, stages_for
 from relaxd.config import RunConfig
 from relaxd.process.child_server import ChildServer
+from relaxd.process.garbage import freeze_objects
+from relaxd.run_folder import critic_folder
 from relaxd.v1 import rank_pb2 as pb
 from relaxd.v1 import rank_pb2_grpc
 from services.trainer.batch.row_packing import PackedMicroBatch
-from services.trainer.checkpoints.folder import critic_folder
 from services.trainer.checkpoints.part import CheckpointPart
 from services.trainer.critic.commands import CriticRank, Value
 from services.trainer.critic.follower import Follower
 from services.trainer.critic.learner import CriticLearner
 from services.trainer.frozen.logprobs import ModelStage
 from services.trainer.frozen.stage_rank import StageRank, world_config
-from services.trainer.megatron.host_memory import freeze_objects
 from services.trainer.megatron.rank_channel import RankChannel
 
 

@@ -4,26 +4,30 @@ Rank 0 takes groups from the board and sends their packed tokens to the other ra
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
 from relaxd.algorithms import create
-from relaxd.board import TEACHER_PROMPT_TOKENS, Board, Column, stages_for
+from relaxd.board import REFERENCE_WEIGHTS, TEACHER_PROMPT_TOKENS, Board, stages_for
 from relaxd.config import RunConfig
 from relaxd.data.models import frozen_models, resolve_model
 from relaxd.process.child_server import ChildServer
-from relaxd.roles import ROLES, TEACHER
+from relaxd.process.garbage import freeze_objects
+from relaxd.roles import ROLES
 from relaxd.v1 import rank_pb2 as pb
 from relaxd.v1 import rank_pb2_grpc
 from services.trainer.batch.row_packing import PackedMicroBatch
+from services.trainer.frozen.commands import ComputeColumns, TakeOver
 from services.trainer.frozen.logprobs import ModelStage
+from services.trainer.frozen.refreshing import LedgerWeights
 from services.trainer.frozen.stage_rank import StageRank, world_config
 from services.trainer.learner.compared.frozen_model import FrozenModel
+from services.trainer.learner.compared.routing import model_of
 from services.trainer.learner.forward import Forward
-from services.trainer.megatron.host_memory import freeze_objects
 from services.trainer.megatron.parallel import World
 from services.trainer.megatron.rank_channel import TICK_SECONDS, RankChannel
 from services.trainer.model.architectures import read_architecture
@@ -53,13 +57,16 @@ class FrozenModelRank(StageRank):
         channel = RankChannel(trainer.collective_timeout_seconds, world.disk)
         if self._thread.number != 0:
             while True:
-                name, micro_batches = channel.receive()
-                models[name].compute(micro_batches)
+                channel.receive().execute(models)
 
         def compute(name: str, micro_batches: Sequence[PackedMicroBatch]) -> list[dict[str, NDArray[Any]]]:
             self._report_progress()
-            channel.send((name, micro_batches))
-            return models[name].compute(micro_batches)
+            channel.send(command := ComputeColumns(name, micro_batches))
+            return command.execute(models)
+
+        def take_over(folder: Path) -> None:
+            channel.send(command := TakeOver(folder))
+            command.execute(models)
 
         board = Board(request.redis, request.run_id, tuple(stages.values()), config.board)
         self._stage = stage = ModelStage(
@@ -68,31 +75,37 @@ class FrozenModelRank(StageRank):
             request.replica_id,
             compute,
             vocab_sizes={name: model.forward.architecture.vocab_size for name, model in models.items()},
-            model_of=partial(_model_of, config, request.role),
+            model_of=partial(model_of, config, request.role),
             prompt=TEACHER_PROMPT_TOKENS if TEACHER_PROMPT_TOKENS in own_stage.needs else "prompt_tokens",
             temperature=config.rollout.temperature,
             micro_batch_tokens=trainer.micro_batch_tokens,
             pipeline_stages=trainer.pipeline_parallel,
+            of_each=lambda: {} if weights is None else {REFERENCE_WEIGHTS: weights.weights},
             on_failure=self._thread.fail,
         )
+
+        def loading(detail: str) -> None:
+            stage.turns += 1
+            self._report_progress(detail)
+
+        def still_waiting(path: Path) -> None:
+            loading(f"waiting for {path}")
+            channel.tick()
+
+        world.disk.report = loading
+        weights: LedgerWeights | None = None
+        if REFERENCE_WEIGHTS in own_stage.writes:
+            (initial,) = (model.forward.folder for model in models.values())
+            weights = LedgerWeights(board, Path(request.folder), initial, take_over, still_waiting)
+            weights.follow()
         stage.worker.start()
         self._thread.events.put(pb.WorkResponse(loaded=pb.RankLoaded()))
         while True:
+            if weights is not None:
+                weights.follow()
             stage.run(TICK_SECONDS)
             channel.tick()
             self._report_progress()
-
-
-def _model_of(config: RunConfig, role: str, columns: Mapping[str, Column]) -> str:
-    """Return the name of the model that is asked about a group. Raises ValueError: its source has no teacher."""
-    if role != TEACHER:
-        return config.roles.frozen[role].model
-    teacher = config.roles.teacher
-    prompt = columns.get("prompt")
-    source = prompt["metadata"].get("data_source") if isinstance(prompt, dict) else None
-    if not (model := teacher.model_of(source)):
-        raise ValueError(f"{teacher.section}.models {teacher.without(source, 'the group')}")
-    return model
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+from pathlib import Path
 
 from relaxd.board import roles_for
 from relaxd.config import RunConfig
@@ -15,6 +16,7 @@ from relaxd.rpc.errors import RpcError
 from relaxd.v1 import rank_pb2 as pb
 from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.weights.environment import NCCL_ENVIRONMENT
+from services.trainer.frozen.run_folder import await_run_folder
 from services.trainer.service.rank_processes import RankProcess, RankProcesses
 
 REQUEST_SECONDS = 10.0
@@ -52,7 +54,8 @@ class StageService(ReplicaService):
             self._detail = f"this run needs no {self.role} service"
             return
         sizes = config.roles.sizes[self.role]
-        await asyncio.to_thread(self._check, config, assignment)
+        folder = assignment.folder if self._follows(config) else ""
+        await asyncio.to_thread(self._check, config, folder)
         gpus = await self._context.gpus.lease(sizes.ranks)
         self._detail = "starting the ranks"
         environment = gpu_environment(gpus) | NCCL_ENVIRONMENT
@@ -63,7 +66,7 @@ class StageService(ReplicaService):
             pb.WorkRequest(
                 config_json=config.model_dump_json(),
                 run_id=assignment.run_id,
-                folder=self._folder(assignment),
+                folder=folder,
                 redis=self._settings.redis,
                 replica_id=self._settings.replica_id,
                 role=self.role,
@@ -125,13 +128,20 @@ class StageService(ReplicaService):
             gauges={"ranks": float(len(pids)), **{f"rank{i}_pid": float(pid) for i, pid in enumerate(pids)}},
         )
 
-    def _check(self, config: RunConfig, assignment: Assignment) -> None:
-        """Check that this replica can work on a run. Slow. Raises DataError, RpcError: it can't."""
-        check_vocabularies(config, self.role)
+    def _follows(self, config: RunConfig) -> bool:
+        """Return whether the ranks follow the ledger of a run, and need its folder."""
+        return bool(config.roles.frozen[self.role].refresh_every)
 
-    def _folder(self, assignment: Assignment) -> str:
-        """Return the run's folder, if the ranks need it."""
-        return ""
+    def _check(self, config: RunConfig, folder: str) -> None:
+        """Check that this replica can work on a run, whose folder it needs unless that is empty. Slow.
+
+        Raises:
+            DataError, RpcError: it can't.
+        """
+        if self.role in config.roles.frozen:
+            check_vocabularies(config, self.role)
+        if folder:
+            await_run_folder(Path(folder), self.role)
 
     async def _set_paused(self, paused: bool) -> None:
         if self._ranks is not None and self._ranks.ranks:

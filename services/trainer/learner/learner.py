@@ -95,7 +95,7 @@ class Learner:
         *,
         steps: int,
         seed: int = 0,
-        frozen: Mapping[str, Path] | None = None,
+        frozen: Mapping[str, Mapping[str, Path]] | None = None,
         critic: CriticConfig | None = None,
         report: Callable[[str], None] | None = None,
     ) -> None:
@@ -107,9 +107,9 @@ class Learner:
             algorithm: the algorithm and its settings.
             steps: steps of the whole run, for the learning-rate schedule.
             seed: seed of all random generators.
-            frozen: folders of the models that these ranks keep beside the trained one, by role. Of columns that others
-                make, the micro-batches bring theirs. None: the initial model is the reference, if the algorithm needs
-                one.
+            frozen: folders of the models that these ranks keep beside the trained one, by role and name. Of columns
+                that others make, the micro-batches bring theirs. None: the initial model is the reference, if the
+                algorithm needs one.
             critic: settings of the critic, if the algorithm has one; None: the defaults. One with placement = "service"
                 isn't here.
             report: called about every second with the progress of disk work (`DiskWork.report`).
@@ -132,7 +132,7 @@ class Learner:
             router.replays = trainer.routing_replay != "none"
         if trainer.moe.freeze_router:
             freeze_routers(self._policy)
-        self._frozen = self._load_frozen({REFERENCE: model_folder} if frozen is None else frozen)
+        self._frozen = self._load_frozen({REFERENCE: {"": model_folder}} if frozen is None else frozen)
         self._model = DataParallel(self._policy)
         self._optimizer = build_optimizer(self._model, trainer, seed=seed)
         self._schedule = build_schedule(self._optimizer, trainer.optimizer, steps)
@@ -283,20 +283,24 @@ class Learner:
             return logprobs, recorded_experts(self._routers, micro_batches, self.world)
 
     def frozen_columns(
-        self, micro_batches: Sequence[PackedMicroBatch], roles: Collection[str] = tuple(COLUMNS_OF)
+        self,
+        micro_batches: Sequence[PackedMicroBatch],
+        roles: Collection[str] = tuple(COLUMNS_OF),
+        name: str | None = None,
     ) -> list[dict[str, NDArray[Any]]]:
         """Compute the columns that the frozen models of these ranks make of the tokens with loss_mask 1.
 
         Args:
             micro_batches: the micro-batches.
             roles: of which models.
+            name: of which of a role's models; None: of its only one.
 
         Returns:
             For each micro-batch its columns, [T] or [T, k]; on all ranks.
         """
         found: list[dict[str, NDArray[Any]]] = [{} for _ in micro_batches]
         for model in self._frozen:
-            if model.role not in roles:
+            if model.role not in roles or name not in (None, model.name):
                 continue
             own = model.compute(micro_batches, Student(self._forward, self._model))
             for columns, others in zip(found, own, strict=True):
@@ -435,13 +439,14 @@ class Learner:
         if self._changed is not None:
             self._changed.record(torch.cuda.current_stream(self.world.device))
 
-    def _load_frozen(self, folders: Mapping[str, Path]) -> list[FrozenModel]:
+    def _load_frozen(self, folders: Mapping[str, Mapping[str, Path]]) -> list[FrozenModel]:
         """Load those of the models that make a column for the loss."""
         needs, trainer = self._algorithm.needs, self._config.model_copy(update={"recompute": "none"})
         vocabulary = self._architecture.vocab_size
         return [
-            FrozenModel(role, Forward(folder, trainer, world=self.world), needs, needs.loss, vocabulary)
-            for role, folder in folders.items()
+            FrozenModel(role, Forward(folder, trainer, world=self.world), needs, needs.loss, vocabulary, name)
+            for role, by_name in folders.items()
+            for name, folder in by_name.items()
             if set(COLUMNS_OF[role]).intersection(needs.loss)
         ]
 

@@ -5,7 +5,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
@@ -14,9 +14,11 @@ from typing import Any
 from relaxd import __version__, telemetry
 from relaxd.board import BoardUnavailable, LedgerEntry
 from relaxd.config import RunConfig
+from relaxd.run_folder import checkpoint_path, checkpoint_steps, critic_folder
 from services.trainer.batch.step_file import step_file_path
 from services.trainer.checkpoints import folder as folders
 from services.trainer.checkpoints.folder import BoardState, CheckpointBroken, CheckpointState, Ledger
+from services.trainer.checkpoints.schedule import Schedule
 from services.trainer.loop.commanded_rank import (
     BeginCheckpoint,
     CommandedRank,
@@ -39,14 +41,24 @@ Answer = Future[tuple[str, int]]
 class Checkpoints:
     """Takes, completes, removes and loads checkpoints. Used by rank 0's training thread only."""
 
-    def __init__(self, config: RunConfig, run_id: str, term: int, rank: CommandedRank) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        run_id: str,
+        term: int,
+        rank: CommandedRank,
+        announce: Callable[[int, bool], None] = lambda step, keep: None,
+    ) -> None:
+        """`announce` is called before a requested checkpoint, with its step and whether it is never removed."""
         self._config = config
+        self._announce = announce
         self._settings = config.trainer.checkpoint
         self._run_id = run_id
         self._run_folder = rank.run_folder
         self._term = term
         self._board = rank.board
         self._rank = rank
+        self._schedule = Schedule(self._settings)
         self._wanted = False
         self._keep = False
         """Whether the next checkpoint is never removed."""
@@ -58,10 +70,14 @@ class Checkpoints:
 
     # --- saving ---------------------------------------------------------------------------------------------------
 
-    def after_step(self, step: int) -> None:
-        """Schedule a checkpoint if one is due after a committed step."""
-        if self._settings.every and step % self._settings.every == 0:
-            self._wanted = True
+    def after_step(self, step: int, seconds: float, file: Path) -> None:
+        """Schedule a checkpoint if one is due after a committed step: `seconds` of work on it, and its step file."""
+        self.after_replay(seconds, file)
+        self._wanted |= self._schedule.due(step)
+
+    def after_replay(self, seconds: float, file: Path) -> None:
+        """Count a step that was repeated, and would be repeated again."""
+        self._schedule.count(seconds=seconds, size=file.stat().st_size if file.exists() else 0)
 
     def request(self, *, rotate: bool = False) -> Answer:
         """Request a checkpoint as soon as possible. Unless `rotate`, it is never removed."""
@@ -100,7 +116,9 @@ class Checkpoints:
 
     def _begin(self, step: int) -> None:
         answers, keep = self._requesters, self._keep
-        final = folders.checkpoint_path(self._run_folder, step)
+        if answers:
+            self._announce(step, keep)
+        final = checkpoint_path(self._run_folder, step)
         if final.exists():  # the weights are unchanged since then
             self._wanted, self._keep, self._requesters = False, False, []
             if problem := self._mark(final) if keep else "":
@@ -111,6 +129,7 @@ class Checkpoints:
             return
         state = self._state(step)
         self._wanted, self._keep, self._requesters = False, False, []
+        self._schedule.begun()
         began = time.monotonic()
         partial = folders.partial_path(self._run_folder, step, self._term)
         with self._rank.rank0_only(f"creating {partial}"):
@@ -176,7 +195,7 @@ class Checkpoints:
 
     def _answer(self, saving: "_Saving", problem: str) -> None:
         if problem:
-            self._fail(saving.answers, f"{problem}; {_room(saving)}")
+            self._fail(saving.answers, f"{problem}; {self._room(saving)}")
             return
         step, seconds = saving.state.step, time.monotonic() - saving.began
         telemetry.record("checkpoint.seconds", seconds, {"relaxd.run_id": self._run_id})
@@ -198,14 +217,27 @@ class Checkpoints:
         """Return the step up to which a critic service needs no step file."""
         if self._config.roles.critic.placement != "service":
             return math.inf
-        return folders.oldest_kept(folders.critic_folder(self._run_folder), self._settings.keep) or 0
+        return folders.oldest_kept(critic_folder(self._run_folder), self._settings.keep) or 0
 
     def _abandon(self, saving: "_Saving", reason: str) -> None:
         self._saving = None
         self._rank.run(EndCheckpoint(written=False))
         with self._rank.rank0_only(f"removing {saving.partial}"):
             shutil.rmtree(saving.partial, ignore_errors=True)
-        self._fail(saving.answers, f"{reason}; {_room(saving)}")
+        self._fail(saving.answers, f"{reason}; {self._room(saving)}")
+
+    def _room(self, saving: "_Saving") -> str:
+        """Return how much room a checkpoint needs, how much there is, and what would make room."""
+        folder = saving.final.parent
+        try:
+            free = amount(shutil.disk_usage(folder).free)
+        except OSError as error:
+            free = f"an unknown amount ({error})"
+        return (
+            f"it needs {amount(saving.size)} on the disk of {folder}, which has {free} left. Remove what isn't needed "
+            f"there, such as checkpoints that were taken on request, or lower trainer.checkpoint.keep = "
+            f"{self._settings.keep}"
+        )
 
     def _fail(self, answers: Sequence[Answer], reason: str) -> None:
         logger.error("no checkpoint was written; earlier ones are kept: %s", reason)
@@ -252,11 +284,11 @@ class Checkpoints:
             CheckpointError: it is intact, but doesn't fit this model.
             BoardUnavailable: the ledger can't be read.
         """
-        with self._rank.rank0_only("removing unfinished checkpoints"):
+        with self._rank.rank0_only("removing what earlier trainers did not finish"):
             folders.remove_partials(self._run_folder, self._term)
         last = self._board.last_step()
-        for step in folders.checkpoint_steps(self._run_folder):
-            path = folders.checkpoint_path(self._run_folder, step)
+        for step in checkpoint_steps(self._run_folder):
+            path = checkpoint_path(self._run_folder, step)
             if step > last:  # if it stayed, it would be taken for one of the step that will have this number
                 self._put_aside(path, f"the ledger ends earlier, at step {last}")
                 continue
@@ -280,7 +312,7 @@ class Checkpoints:
         return 0
 
     def _entry(self, step: int) -> LedgerEntry:
-        (entry,) = self._board.ledger(after_step=step - 1, limit=1)
+        (entry,) = self._rank.steps(step - 1, 1)
         return entry
 
     def _put_aside(self, path: Path, why: str) -> None:
@@ -311,15 +343,6 @@ class _Saving:
         self.size = size
         self.sealed: Future[str] | None = None
         """The error, or '', once it is sealed. None while ranks write."""
-
-
-def _room(saving: _Saving) -> str:
-    """Return how much room a checkpoint needs, and how much there is."""
-    try:
-        free = amount(shutil.disk_usage(saving.final.parent).free)
-    except OSError as error:
-        free = f"an unknown amount ({error})"
-    return f"it needs {amount(saving.size)} on the disk of {saving.final.parent}, which has {free} left"
 
 
 def _make_empty_folder(folder: Path) -> str:

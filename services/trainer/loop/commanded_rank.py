@@ -7,10 +7,13 @@ commands in the same order, so a command may contain collectives. Rank 0 gets th
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import NoReturn, Protocol, TypeVar
 
 from relaxd.board import Board
+from relaxd.committed_steps import CommittedSteps
+from services.trainer.checkpoints.folder import has_room
 from services.trainer.checkpoints.part import CheckpointPart
 from services.trainer.learner.snapshots.checkpoint import Checkpointed
 from services.trainer.megatron.disk_work import Progress
@@ -42,6 +45,11 @@ class CommandedRank:
     """Source of the groups' columns."""
     run_folder: Path
     """The folder of the run, or of a follower in it, for checkpoints."""
+
+    @cached_property
+    def steps(self) -> CommittedSteps:
+        """The run's committed steps."""
+        return CommittedSteps(self.board.ledger, self.run_folder)
 
     def run(self: R, command: Command[R, T_co]) -> T_co:
         """Rank 0: execute a command on all ranks. Return this rank's result."""
@@ -84,14 +92,17 @@ class WaitForDisk:
 
 @dataclass(frozen=True)
 class BeginCheckpoint:
-    """Take a snapshot and start writing it to an empty folder."""
+    """Take a snapshot and start writing it to an empty folder, if there is room for it."""
 
     folder: Path
 
     def execute(self, rank: CommandedRank) -> tuple[int, int]:
         """Return the checksum of the weights, and the bytes that all ranks will write."""
         checksum = rank.checksum()
-        return checksum, rank.channel.sum_over_ranks(rank.checkpoint.begin(self.folder))
+        size = rank.channel.sum_over_ranks(rank.checkpoint.begin(self.folder))
+        fits = rank.channel.all_ranks_agree(has_room(self.folder, size))
+        rank.checkpoint.write("" if fits else "nothing of it was written, because it doesn't fit")
+        return checksum, size
 
 
 @dataclass(frozen=True)

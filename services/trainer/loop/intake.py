@@ -12,15 +12,20 @@ so a step exceeds groups_per_step only if more groups than that are due.
 With a critic service, a group's values are those of a critic that has seen some steps. At step s those of a critic that
 lacks more than roles.critic.max_value_staleness of the steps before s are too old: the group goes back to the critic's
 stage, and comes again with new values.
+
+With a reference service that takes over the policy's weights, a group was scored with those that it had by then. At
+step s all groups must have been scored with those that the reference took over last before s: others go back to it.
 """
 
 import logging
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from relaxd.board import CRITIC_STATE, TRAIN, Board, BoardUnavailable, Delivery, DropReason
-from relaxd.roles import CRITIC, ROLES
+from relaxd.board import CRITIC_STATE, REFERENCE_WEIGHTS, TRAIN, Board, BoardUnavailable, Delivery, DropReason
+from relaxd.roles import CRITIC, REFERENCE, ROLES
 from services.trainer.batch.groups import MalformedGroup, RoutingShape, TrainGroup, check_group
 
 logger = logging.getLogger(__name__)
@@ -113,11 +118,13 @@ class Intake:
         lease_seconds: float,
         routing: RoutingShape | None = None,
         max_value_staleness: int | None = None,
+        teacher_of: Callable[[Mapping[str, Any]], str] | None = None,
     ) -> None:
         """Take groups as `consumer`; drop groups with a sequence longer than `max_sequence_tokens`.
 
         `routing` is what their routed experts must fit, if the run has them; `max_value_staleness` is that of a critic
-        service, if the run has one.
+        service, if the run has one; `teacher_of` names the teacher of a group, if the trainer has teachers. Groups for
+        which it raises ValueError are dropped.
         """
         self._board = board
         self._columns = board.needs(TRAIN)
@@ -127,7 +134,8 @@ class Intake:
         self._max_sequence_tokens = max_sequence_tokens
         self._routing = routing
         self._max_value_staleness = max_value_staleness
-        self._revalued = 0
+        self._teacher_of = teacher_of
+        self._redone: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._held: dict[str, HeldGroup] = {}
         self._arrivals = 0
@@ -170,23 +178,32 @@ class Intake:
                 )
                 self._board.drop(delivery, reason=DropReason.TOO_LONG)
                 continue
+            try:
+                if self._teacher_of is not None:
+                    self._teacher_of(columns)
+            except ValueError as error:
+                logger.error("group %s is dropped: %s", delivery.group_id, error)
+                self._board.drop(delivery, reason=DropReason.NO_LOGPROBS, detail=str(error))
+                continue
             self._arrivals += 1
             with self._lock:
                 self._held[delivery.group_id] = HeldGroup(delivery, group, self._arrivals, group.oldest_version)
         return True
 
-    def select(self, step: int, members: Collection[str]) -> Selection:
+    def select(self, step: int, members: Collection[str], reference: str = "") -> Selection:
         """Choose the groups that a step takes now, and decide whether it may then close.
 
         Groups that are too old for the step are dropped and their prompts retried. Those with values that are too old
-        go back to the critic.
+        go back to the critic, those that were scored with other weights to the reference.
 
         Args:
             step: the step.
             members: ids of the groups that it already has.
+            reference: the weights with which a reference service must have scored its groups.
         """
         oldest = oldest_allowed(step, self._max_staleness)
-        ready, outdated = [], []
+        ready: list[HeldGroup] = []
+        outdated: dict[str, list[HeldGroup]] = {}
         for taken in self._held_except(members):
             version = taken.oldest_version
             if version is not None and version < oldest:
@@ -199,21 +216,20 @@ class Intake:
                 )
                 self._board.drop(taken.delivery, reason=DropReason.STALE, retry=True)
                 self.forget([taken.group.group_id])
-            elif self._has_old_values(taken, step):
-                outdated.append(taken)
+            elif role := self._outdated(taken, step, reference):
+                outdated.setdefault(role, []).append(taken)
             else:
                 ready.append(taken)
-        if outdated:
-            self._value_again(outdated, step)
+        for role, groups in outdated.items():
+            self._send_back(groups, role, step)
         due = due_groups(step, self._max_staleness, self._board.open_versions())
         chosen = choose(ready, members, due, self._groups_per_step)
         everyone = {*members, *(taken.group.group_id for taken in chosen)}
         return Selection(chosen, may_close(everyone, due, self._groups_per_step))
 
-    def take_revalued(self) -> int:
-        """Return and reset the number of groups that went back to the critic."""
-        revalued, self._revalued = self._revalued, 0
-        return revalued
+    def take_redone(self, role: str) -> int:
+        """Return and reset the number of groups that went back to the critic or the reference."""
+        return self._redone.pop(role, 0)
 
     def lost(self, members: Collection[str]) -> list[str]:
         """Ask the board which of a step's groups are no longer held; the step can't be committed with them."""
@@ -241,21 +257,18 @@ class Intake:
         self._stopped.set()
         self._renewer.join(timeout=10.0)
 
-    def _has_old_values(self, taken: HeldGroup, step: int) -> bool:
+    def _outdated(self, taken: HeldGroup, step: int, reference: str) -> str:
+        """Return the role whose numbers a group needs anew before a step trains on it; "" if it needs none."""
         limit = self._max_value_staleness
-        return limit is not None and taken.critic_step < oldest_allowed(step, limit)
+        if limit is not None and taken.critic_step < oldest_allowed(step, limit):
+            return CRITIC
+        return REFERENCE if taken.group.columns.get(REFERENCE_WEIGHTS, reference) != reference else ""
 
-    def _value_again(self, outdated: Sequence[HeldGroup], step: int) -> None:
-        logger.info(
-            "%d groups go back to the critic: their values are of its step %d, but step %d accepts values from %d on",
-            len(outdated),
-            min(taken.critic_step for taken in outdated),
-            step,
-            oldest_allowed(step, self._max_value_staleness or 0),
-        )
+    def _send_back(self, outdated: Sequence[HeldGroup], role: str, step: int) -> None:
+        logger.info("%d groups go back to the %s: step %d needs newer numbers of it", len(outdated), role, step)
         deliveries = [taken.delivery for taken in outdated]
-        self._board.redo(TRAIN, self._consumer, deliveries, again=ROLES[CRITIC].stage)
-        self._revalued += len(outdated)
+        self._board.redo(TRAIN, self._consumer, deliveries, again=ROLES[role].stage)
+        self._redone[role] += len(outdated)
         self.forget([taken.group.group_id for taken in outdated])
 
     def _held_except(self, members: Collection[str]) -> list[HeldGroup]:

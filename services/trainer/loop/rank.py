@@ -8,6 +8,7 @@ training and LeaveWeightGroup reaches a rank that is stuck.
 import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +19,8 @@ from relaxd.config import RunConfig
 from relaxd.data.models import models_in_trainer, resolve_model
 from relaxd.data.vocabulary import check_vocabularies
 from relaxd.process.child_server import ChildServer
+from relaxd.process.garbage import freeze_objects
+from relaxd.roles import TEACHER
 from relaxd.rpc.enums import words
 from relaxd.rpc.errors import Aborted, FailedPrecondition, ResourceExhausted, RpcError, Unavailable
 from relaxd.v1 import rank_pb2 as rank_pb
@@ -26,6 +29,7 @@ from relaxd.v1 import trainer_pb2 as pb
 from relaxd.weights.group import Transport, WeightGroupError, host_store
 from relaxd.weights.manifest import Bucket, to_proto
 from services.trainer.checkpoints.part import CheckpointPart
+from services.trainer.learner.compared.routing import model_of
 from services.trainer.learner.learner import Learner
 from services.trainer.loop.broadcast import WeightBroadcaster, weight_buckets
 from services.trainer.loop.commands import Export, TrainingRank
@@ -36,7 +40,6 @@ from services.trainer.loop.round_runner import RoundRunner
 from services.trainer.loop.training import Training
 from services.trainer.loop.weight_read_lock import HOLD_MARGIN_SECONDS, WeightReadLock
 from services.trainer.megatron.disk_work import DiskRefused
-from services.trainer.megatron.host_memory import freeze_objects
 from services.trainer.megatron.rank_channel import RankChannel
 
 logger = logging.getLogger(__name__)
@@ -174,6 +177,7 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
             lease_seconds=config.board.lease_seconds,
             routing=learner.routing,
             max_value_staleness=critic.max_value_staleness if critic.placement == "service" else None,
+            teacher_of=partial(model_of, config, TEACHER) if TEACHER in config.frozen_roles("trainer") else None,
         )
         Training(
             config=config,

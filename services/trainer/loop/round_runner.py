@@ -29,6 +29,7 @@ from services.trainer.batch.row_packing import PackedMicroBatch, TrainSequence, 
 from services.trainer.batch.step_file import StepFile, StepFileError
 from services.trainer.batch.step_plan import MicroBatchRound, MicroBatchSlices
 from services.trainer.learner.compared.frozen_model import COLUMNS_OF
+from services.trainer.learner.compared.routing import model_of
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.update_stats import UpdateStats
 
@@ -49,6 +50,8 @@ class Forward(NamedTuple):
     """Computes them for micro-batches: [T] each, [T, k], or [T, layers, top_k]."""
     prompt: str = "prompt_tokens"
     """The column with the prompt of the micro-batches' sequences."""
+    is_for: Callable[[TrainGroup], bool] = lambda group: True
+    """Whether it computes the columns of a group."""
 
 
 class RoundRunner:
@@ -71,18 +74,21 @@ class RoundRunner:
             self._forward.append(Forward((OLD_LOGPROBS,), partial(_named, OLD_LOGPROBS, learner.log_probs)))
         for role, columns in COLUMNS_OF.items():
             own = tuple(name for name in columns if name in needs.loss and name not in self._columns)
-            # A teacher with prompts of its own has other rows than the student.
+            # A teacher with prompts of its own, or one of several, has other rows than the student.
             privileged = role == TEACHER and TEACHER_PROMPT_TOKENS in self._columns
-            if own and (several or privileged):
-                compute = partial(learner.frozen_columns, roles=(role,))
-                self._forward.append(Forward(own, compute, TEACHER_PROMPT_TOKENS if privileged else "prompt_tokens"))
+            names = list(dict.fromkeys(config.roles.frozen[role].settings.values()))
+            if not own or not (several or privileged or len(names) > 1):
+                continue
+            prompt = TEACHER_PROMPT_TOKENS if privileged else "prompt_tokens"
+            for name in names:
+                compute = partial(learner.frozen_columns, roles=(role,), name=name)
+                self._forward.append(Forward(own, compute, prompt, partial(_is_asked, config, role, name)))
         if needs.values and VALUES not in self._columns:
             self._forward.append(Forward((VALUES,), partial(_named, VALUES, learner.values)))
         self._candidates = needs.candidates.width if needs.candidates is not None else 0
-        names = tuple(name for one in self._forward for name in one.columns)
-        self._computed = names
+        self._computed = tuple(dict.fromkeys(name for one in self._forward for name in one.columns))
         """Columns that the forward passes compute."""
-        self._prepared = (*names, *((RETURNS, ADVANTAGES) if needs.values else ()))
+        self._prepared = (*self._computed, *((RETURNS, ADVANTAGES) if needs.values else ()))
         """Columns that the trainer adds to a group before a step's updates, or replaces."""
 
     @property
@@ -103,10 +109,12 @@ class RoundRunner:
             # The experts are those of the tokens behind the student's prompt.
             left_out = () if one.prompt == "prompt_tokens" else (ROUTED_EXPERTS,)
             packed = [name for name in self._packed_columns if name not in left_out]
-            batches = [self._packed(micro_batch, groups, packed, one.prompt) for micro_batch in own]
+            asked = {group_id: group for group_id, group in groups.items() if one.is_for(group)}
+            # Also those that are empty then: all ranks make the same calls.
+            batches = [self._packed(micro_batch, asked, packed, one.prompt) for micro_batch in own]
             for micro_batch, batch, columns in zip(own, batches, one.compute(batches), strict=True):
                 sequences = ((piece.group_id, i) for piece in micro_batch for i in piece.sequences)
-                loaded = (key for key in sequences if key[0] in groups)
+                loaded = (key for key in sequences if key[0] in asked)
                 for place, (group_id, index) in enumerate(loaded):
                     of_sequence = prepared.setdefault((group_id, index), {})
                     places, own_tokens = batch.places_of(place), int(groups[group_id].lengths[index])
@@ -221,6 +229,11 @@ class RoundRunner:
         spec = COLUMNS[name]
         shape = (tokens, self._candidates) if spec.shape == "T, k" else (tokens,)
         return np.full(shape, np.nan if spec.kinds == "f" else -1, spec.dtype)
+
+
+def _is_asked(config: RunConfig, role: str, name: str, group: TrainGroup) -> bool:
+    """Return whether the model of a name is asked about a group."""
+    return model_of(config, role, group.columns) == name
 
 
 def _routed(learner: Learner, micro_batches: Sequence[PackedMicroBatch]) -> list[dict[str, NDArray[Any]]]:

@@ -72,7 +72,7 @@ class StepBuilder:
                 )
             )
 
-    def plan(self, term: int, seed: int, epochs: int, refreshed: tuple[str, ...] = ()) -> StepPlan:
+    def plan(self, term: int, seed: int, epochs: int, refreshed: tuple[str, ...] = (), reference: str = "") -> StepPlan:
         """Return the plan. Call it once the mini-batches are known."""
         return StepPlan(
             step=self.number,
@@ -83,6 +83,7 @@ class StepBuilder:
             epochs=epochs,
             whitening=self.whitening,
             refreshed=refreshed,
+            reference=reference,
         )
 
     def end_spans(self, ended: int | None = None) -> None:

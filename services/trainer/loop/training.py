@@ -3,25 +3,28 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from pathlib import Path
 
 from relaxd import telemetry
 from relaxd.algorithms import Algorithm
-from relaxd.board import BoardUnavailable, DropReason, LedgerEntry, microseconds
+from relaxd.board import REFERENCE_WEIGHTS, TRAIN, BoardUnavailable, DropReason, LedgerEntry, microseconds
 from relaxd.config import RunConfig
 from relaxd.retry import Backoff
+from relaxd.roles import CRITIC, REFERENCE
 from relaxd.v1.rank_pb2 import RankProgress, VersionCommitted, WorkResponse
 from relaxd.v1.replica_pb2 import WeightVersion
 from relaxd.waiting import DISK, waiting
 from services.trainer.batch.groups import TrainGroup
 from services.trainer.batch.pipeline import bubble_share
+from services.trainer.batch.reference_weights import remove_older, sync_weights, weights_after, weights_path
 from services.trainer.batch.step_file import step_file_path, write_step_file
 from services.trainer.batch.step_plan import MicroBatchRound, StepPlan
 from services.trainer.learner.update_stats import UpdateStats, step_metrics
 from services.trainer.loop.checkpoints import Checkpoints
-from services.trainer.loop.commands import Discard, EndStep, Replay, Round, TrainingRank, Update
+from services.trainer.loop.commands import Discard, EndStep, Export, Replay, Round, TrainingRank, Update
 from services.trainer.loop.controls import Controls
 from services.trainer.loop.intake import Intake
 from services.trainer.loop.skip_limit import SkippedUpdates, TooManySkippedUpdates
@@ -31,6 +34,7 @@ from services.trainer.loop.step_metrics import group_metrics, record_samples, sh
 from services.trainer.loop.step_phases import phases_for
 from services.trainer.loop.step_times import group_times, trainer_times
 from services.trainer.loop.weight_read_lock import WeightReadLock
+from services.trainer.megatron.disk_work import DiskRefused
 from services.trainer.megatron.rank_channel import TICK_SECONDS
 
 logger = logging.getLogger(__name__)
@@ -39,8 +43,6 @@ IDLE_SECONDS = 0.02
 """Interval at which the training thread checks for requests while it may not train."""
 DISK_BACKOFF = Backoff(first_seconds=0.5, max_seconds=4.0)
 """Between two tries to write a step file, which may have gigabytes."""
-LEDGER_PAGE = 16
-"""Steps that are read from the ledger at once: a plan may have hundreds of kilobytes."""
 
 
 class Training:
@@ -70,8 +72,12 @@ class Training:
         self._phases = phases_for(config, algorithm, rank)
         self.rank = rank
         self._weights = weights
-        self.checkpoints = Checkpoints(config, run_id, weights.term, rank)
+        self.checkpoints = Checkpoints(config, run_id, weights.term, rank, self._ask_critic)
         self._weights_checksum = 0
+        self._refreshes = REFERENCE_WEIGHTS in rank.board.needs(TRAIN)
+        """Whether a reference service takes over weights."""
+        self._reference = ""
+        """Name of its weights that score the groups of the next step."""
         self._skipped = SkippedUpdates(config.trainer.max_skipped_updates)
         self._controls = controls
         self.sleeping = SleepController(rank, weights)
@@ -98,7 +104,8 @@ class Training:
                 if opened is None:
                     continue
                 refreshed = self._config.refreshed_after(opened.number)
-                plan = opened.plan(self._term, self._config.run.seed, self._epochs, refreshed)
+                seed, reference = self._config.run.seed, self._reference
+                plan = opened.plan(self._term, seed, self._epochs, refreshed, reference)
                 groups = [self.rank.groups[group_id] for group_id in plan.groups]
                 if not self._write(opened, plan, groups):
                     continue
@@ -106,9 +113,11 @@ class Training:
                 began = time.monotonic()
                 updates = self._update(opened, plan)
                 opened.worked += time.monotonic() - began - opened.held_back
+                self._write_reference(plan)
                 self._commit(opened, groups, plan, updates)
+                self._set_reference(plan)
                 self._announce(telemetry.inject(span))
-                self.checkpoints.after_step(plan.step)
+                self.checkpoints.after_step(plan.step, opened.worked, step_file_path(self._run_folder, plan.step))
                 del opened, groups, updates  # not kept while the next step fills
         while True:
             self._serve_requests(f"all {self._config.run.steps} steps are done")
@@ -120,7 +129,7 @@ class Training:
         while True:
             self._serve_requests(f"step {opened.number}: {len(opened.members)} groups")
             try:
-                selection = self._intake.select(opened.number, opened.members)
+                selection = self._intake.select(opened.number, opened.members, self._reference)
                 opened.add(selection.chosen)
                 while (entry := opened.packer.full_round()) is not None:
                     self._take(opened, entry)
@@ -162,22 +171,33 @@ class Training:
         The other ranks wait for commands meanwhile, and requests are served: the weights are still those before the
         step. Returns False if the step was discarded during the wait, because groups of it were closed.
         """
-        began, failures = time.monotonic(), 0
+        began = time.monotonic()
+        for _ in self._refusals(lambda: self._problem_of_writing(plan, groups), self._serve_requests):
+            with suppress(BoardUnavailable):  # the commit waits for the board
+                if self._starts_over(opened):
+                    return False
+        opened.wrote = time.monotonic() - began
+        return True
+
+    def _refusals(self, attempt: Callable[[], str], meanwhile: Callable[[str], None]) -> Iterator[str]:
+        """Try to write until the disk takes it. Yield what is wrong after the pause before each further try.
+
+        Args:
+            attempt: tries. Returns '', or what is wrong.
+            meanwhile: called with what is wrong, again and again during the pause.
+        """
+        failures = 0
         with ExitStack() as waits:
-            while problem := self._problem_of_writing(plan, groups):
+            while problem := attempt():
                 if not failures:
                     waits.enter_context(waiting(problem, on=DISK))
                     logger.warning("%s", problem)
                 failures += 1
                 again = time.monotonic() + DISK_BACKOFF.pause(failures)
                 while time.monotonic() < again:
-                    self._serve_requests(problem)
+                    meanwhile(problem)
                     time.sleep(IDLE_SECONDS)  # named: above
-                with suppress(BoardUnavailable):  # the commit waits for the board
-                    if self._starts_over(opened):
-                        return False
-        opened.wrote = time.monotonic() - began
-        return True
+                yield problem
 
     def _problem_of_writing(self, plan: StepPlan, groups: Sequence[TrainGroup]) -> str:
         """Try to write the step's file. Return '', or what the step then waits for, in words for people."""
@@ -188,6 +208,51 @@ class Training:
             except OSError as error:
                 return f"waiting for the disk of {path.parent}, to write the file of step {plan.step}: {error}"
         return ""
+
+    def _write_reference(self, plan: StepPlan) -> None:
+        """Write the weights that the reference service takes over after the step, if it does.
+
+        This is before the commit, so that the ledger names nothing that isn't there.
+        """
+        if not (self._refreshes and REFERENCE in plan.refreshed):
+            return
+        folder = weights_path(self._run_folder, weights_after(plan.to_json()))
+
+        def meanwhile(problem: str) -> None:  # the weights are of no version, so no request is served
+            self._report(problem)
+            self._abandon_if_draining()
+            self.rank.channel.tick()
+
+        began = time.monotonic()
+        for _ in self._refusals(lambda: self._problem_of_export(folder), meanwhile):
+            pass
+        logger.info(
+            "step %d: the weights for the reference are written, in %.1f s", plan.step, time.monotonic() - began
+        )
+
+    def _problem_of_export(self, folder: Path) -> str:
+        """Try to write the weights. Return '', or what the step then waits for, in words for people."""
+        self._report(f"writing {folder}")
+        refused: object = self.rank.run(Export(folder))
+        if not isinstance(refused, DiskRefused):
+            with self.rank.rank0_only(f"syncing {folder}"):
+                try:
+                    sync_weights(folder)
+                    return ""
+                except OSError as error:
+                    refused = error
+        return f"waiting for the disk of {folder.parent}, to write weights for the reference: {refused}"
+
+    def _set_reference(self, plan: StepPlan) -> None:
+        """Have the groups of the next step scored with the weights that are in force after a committed step."""
+        before, self._reference = self._reference, weights_after(plan.to_json()) if self._refreshes else ""
+        if self._reference != before:
+            # A replica may still be reading those before.
+            with self.rank.rank0_only("removing old weights of the reference"):
+                try:
+                    remove_older(self._run_folder, self._reference, kept=before)
+                except OSError as error:
+                    logger.warning("old weights of the reference could not be removed, and take room: %s", error)
 
     def _take(self, opened: StepBuilder, entry: MicroBatchRound) -> None:
         """Work on one round on all ranks, while the step fills."""
@@ -266,7 +331,9 @@ class Training:
         if plan.whitening is not None:
             metrics |= {"advantage_mean": plan.whitening.mean, "advantage_std": plan.whitening.deviation}
         if self._config.roles.critic.placement == "service":
-            metrics["revalued_groups"] = float(self._intake.take_revalued())
+            metrics["revalued_groups"] = float(self._intake.take_redone(CRITIC))
+        if self._refreshes:
+            metrics["rescored_groups"] = float(self._intake.take_redone(REFERENCE))
         metrics |= {
             "optimizer_steps": float(self._learner.optimizer_steps),
             **trainer_times(opened, seconds, self.checkpoints.take_stall()),
@@ -311,25 +378,32 @@ class Training:
         weights = WeightVersion(term=self._term, version=self._learner.step)
         self._emit(WorkResponse(version=VersionCommitted(weights=weights, trace=trace)))
 
+    def _ask_critic(self, step: int, keep: bool) -> None:
+        """Ask a critic service for the checkpoint of a step that is requested here, so that both are of one step."""
+        if self._config.roles.critic.placement == "service":
+            self._board.ask_critic(term=self._term, step=step, keep=keep)
+
     def _replay(self) -> None:
         """Load the newest checkpoint and replay the later steps of the ledger from their files."""
         self._report("looking for a checkpoint")
         done = self.checkpoints.restore()
         # Every step has an update, so a row of skipped ones reaches no further back.
         step = max(0, done - self._config.trainer.max_skipped_updates - 1)
-        while page := self._board.ledger(after_step=step, limit=LEDGER_PAGE):
+        for page in self.rank.steps.pages(step):
             for entry in page:
                 if entry.step > done:
                     self._replay_step(entry)
                 self._skipped.record_step(entry.step, entry.plan)
-            step = page[-1].step
+                self._reference = weights_after(entry.plan) if self._refreshes else ""
             self.rank.channel.tick()
         self._last_end = time.monotonic()
 
     def _replay_step(self, entry: LedgerEntry) -> None:
         """Replay one step of the ledger on all ranks."""
         self._report(f"replaying step {entry.step}")
+        began = time.monotonic()
         updates, checksum = self.rank.run(Replay(entry.step, entry.plan))
+        self.checkpoints.after_replay(time.monotonic() - began, step_file_path(self._run_folder, entry.step))
         was, now = entry.metrics.get("grad_norm"), step_metrics(updates, 1)["grad_norm"]
         if was is not None and abs(now - was) > 1e-3 * abs(was):
             logger.warning("replayed step %d: gradient norm %g, was %g", entry.step, now, was)

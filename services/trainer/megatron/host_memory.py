@@ -1,20 +1,9 @@
-"""Host memory of a rank: Python's garbage collector and glibc's heap."""
+"""Host memory of a rank: glibc's heap."""
 
 import ctypes
-import gc
 
 TRIM_EVERY_STEPS = 100
 """Optimizer steps between two calls of `trim_heap`."""
-
-
-def freeze_objects() -> None:
-    """Exempt all current objects from garbage collection. Call it once the model is loaded.
-
-    Each checkpoint leaves 100 kB of cyclic garbage, and Megatron then runs a collection. Over all objects of the
-    imported modules it would take a quarter of a second.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 def trim_heap() -> None:

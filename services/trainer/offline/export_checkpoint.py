@@ -10,7 +10,7 @@ from typing import Any
 
 from relaxd.data.errors import DataError
 from relaxd.data.models import resolve_model
-from services.trainer.checkpoints.folder import checkpoint_path, checkpoint_steps
+from relaxd.run_folder import checkpoint_path, checkpoint_steps
 from services.trainer.learner.snapshots.checkpoint import CheckpointError, load_model
 from services.trainer.megatron.disk_work import DiskRefused
 from services.trainer.model.architecture import ModelError

@@ -17,10 +17,11 @@ from typing import Any
 from relaxd.config import RunConfig
 from relaxd.data.errors import DataError
 from relaxd.data.models import models_in_trainer, resolve_model
-from relaxd.weights.ports import NoFreePort, free_port
+from relaxd.run_folder import checkpoint_path
+from relaxd.weights.ports import NoFreePort, reserve_port
 from services.trainer.batch.step_file import StepFileError, read_step_file, step_file_path
 from services.trainer.batch.step_plan import OUTCOME
-from services.trainer.checkpoints.folder import CheckpointBroken, checkpoint_path, read_state
+from services.trainer.checkpoints.folder import CheckpointBroken, read_state
 from services.trainer.learner.snapshots.checkpoint import CheckpointError
 from services.trainer.learner.update_stats import step_metrics
 from services.trainer.megatron.disk_work import DiskStalled, DiskWorkFailed
@@ -117,8 +118,8 @@ def start_ranks(config: RunConfig, words: list[str]) -> int:
 
     When a rank fails, the others are killed, as they would wait for it.
     """
-    port = free_port("127.0.0.1", config.weights.port_range)
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(config.trainer.ranks)}
+    port = reserve_port("127.0.0.1", config.weights.port_range)  # until they have ended
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.number), "WORLD_SIZE": str(config.trainer.ranks)}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "services.trainer.offline.replay", *words],
@@ -140,6 +141,7 @@ def start_ranks(config: RunConfig, words: list[str]) -> int:
     finally:
         for rank in ranks:
             rank.kill()
+        port.close()
 
 
 def main() -> int:

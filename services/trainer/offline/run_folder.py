@@ -10,7 +10,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from relaxd.config import RunConfig
-from services.trainer.checkpoints.folder import CheckpointBroken, checkpoint_path, checkpoint_steps, verify
+from relaxd.run_folder import checkpoint_path, checkpoint_steps
+from services.trainer.checkpoints.folder import CheckpointBroken, verify
 
 logger = logging.getLogger(__name__)
 

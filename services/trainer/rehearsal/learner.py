@@ -50,7 +50,7 @@ class ScriptedLearner:
         return [np.zeros(len(batch.tokens), np.float32) for batch in micro_batches]
 
     def frozen_columns(
-        self, micro_batches: Sequence[PackedMicroBatch], roles: Collection[str] = ()
+        self, micro_batches: Sequence[PackedMicroBatch], roles: Collection[str] = (), name: str | None = None
     ) -> list[dict[str, NDArray[np.float32]]]:
         """Return the columns of a reference in the ranks, after the time of its forward pass."""
         return [{REF_LOGPROBS: logprobs} for logprobs in self.log_probs(micro_batches)]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 MAX_NAME_BYTES = 200
 """Longest folder name. File systems allow 255 bytes, and an unfinished export has a suffix."""
-RESERVED = ("checkpoints", "steps")
+RESERVED = ("checkpoints", "reference", "steps")
 """Subfolders of the run's folder that exports can't use."""
 
 

@@ -12,7 +12,7 @@ from relaxd.process.child import Child, ChildError
 from relaxd.process.gpu_lease import GpuLease
 from relaxd.rpc.errors import RpcError
 from relaxd.v1 import rank_pb2, rank_pb2_grpc, trainer_pb2_grpc
-from relaxd.weights.ports import NoFreePort, free_port
+from relaxd.weights.ports import NoFreePort, ReservedPort, reserve_port
 
 RankEvent = Callable[["RankProcess", rank_pb2.WorkResponse], None]
 """Callback with the rank and its event."""
@@ -21,8 +21,9 @@ RANK = "services.trainer.loop.rank"
 """The program of a rank that trains."""
 LOOPBACK = "127.0.0.1"
 """All ranks are on this machine, and meet here."""
-START_SECONDS = 60.0
-"""Deadline for a child to serve; importing torch and Megatron takes seconds."""
+START_SECONDS = 600.0
+"""Deadline for a child to serve. Importing torch and Megatron takes seconds, but minutes for eight ranks that read them
+from a cold or busy disk. One that ends meanwhile is noticed at once."""
 
 
 @dataclass
@@ -56,6 +57,8 @@ class RankProcesses:
         self._environment = environment
         self._gpu_lease = gpu_lease
         self.ranks: list[RankProcess] = []
+        self._port: ReservedPort | None = None
+        """The port on which the ranks meet. Rank 0 listens on it once it has loaded its code."""
         self._reading: list[asyncio.Task[None]] = []
         self._reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -67,10 +70,10 @@ class RankProcesses:
         """
         ports = RunConfig.model_validate_json(request.config_json).weights.port_range
         try:
-            port = free_port(LOOPBACK, ports)
+            self._port = reserve_port(LOOPBACK, ports)
         except NoFreePort as error:
             raise ChildError(str(error)) from error
-        rendezvous = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "WORLD_SIZE": str(self._count)}
+        rendezvous = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(self._port.number), "WORLD_SIZE": str(self._count)}
         if sys.platform == "linux":
             # All ranks are on this machine, and gloo has no authentication: bind it to the loopback interface.
             rendezvous["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
@@ -104,6 +107,8 @@ class RankProcesses:
             rank.child.kill()
         if self.ranks:
             await asyncio.wait({asyncio.ensure_future(asyncio.shield(rank.child.exited)) for rank in self.ranks})
+        if self._port is not None:
+            self._port.close()
 
     async def _read(self, rank: RankProcess, request: rank_pb2.WorkRequest) -> None:
         """Read the events of a rank until it ends."""

@@ -19,6 +19,8 @@ from tests.kit.waiting import wait_until
 
 LEASE_SECONDS = 3.0
 GPU_LEASE_SECONDS = 8.0
+PATIENCE = 120.0
+"""Longest wait for what processes have to start for, in seconds."""
 Result = TypeVar("Result")
 
 
@@ -91,7 +93,7 @@ class Cluster:
         calls = [json.loads(line) for line in lines]
         return [call for call in calls if method in (None, call["method"])]
 
-    def until(self, what: str, look: Callable[[], Result], seconds: float = 30.0) -> Result:
+    def until(self, what: str, look: Callable[[], Result], seconds: float = PATIENCE) -> Result:
         """Wait until `look` returns something true; errors of an unavailable coordinator count as false."""
 
         def explain() -> str:
@@ -112,14 +114,14 @@ class Cluster:
         return wait_until(look_while_it_lives, what, seconds, forgive=(grpc.RpcError,), explain=explain)
 
     def run(self, run_id: str = "") -> pb.Run:
-        return self.stub.GetRun(pb.GetRunRequest(run_id=run_id), timeout=5).run
+        return self.stub.GetRun(pb.GetRunRequest(run_id=run_id), timeout=20).run
 
-    def until_state(self, state: "pb.RunState.ValueType", seconds: float = 40.0) -> pb.Run:
+    def until_state(self, state: "pb.RunState.ValueType", seconds: float = PATIENCE) -> pb.Run:
         """Wait for a state of the newest run."""
         name = pb.RunState.Name(state)
         return self.until(name, lambda: (run := self.run()).state == state and run, seconds)
 
-    def until_step(self, step: int, seconds: float = 30.0) -> pb.Run:
+    def until_step(self, step: int, seconds: float = PATIENCE) -> pb.Run:
         return self.until(f"step {step}", lambda: (run := self.run()).step >= step and run, seconds)
 
     # --- asking
@@ -134,7 +136,7 @@ class Cluster:
             "reward": {"name": "addition"},
             "algorithm": {"drop_zero_variance": False},
             "trainer": {"groups_per_step": 4},
-            "weights": {"timeout_seconds": 8.0, "connect_timeout_seconds": 4.0},
+            "weights": {"timeout_seconds": 30.0, "connect_timeout_seconds": 20.0},
             "board": {"lease_seconds": 4.0},
         }
         for place, value in overrides.items():
@@ -148,9 +150,9 @@ class Cluster:
 
     def start_run(self, run_id: str = "", **overrides: Any) -> pb.Run:
         request = pb.StartRunRequest(run_id=run_id, config_toml=self.config(**overrides))
-        return self.stub.StartRun(request, timeout=20).run
+        return self.stub.StartRun(request, timeout=60).run
 
     def start_when_up(self, run_id: str, **overrides: Any) -> pb.Run:
         """`start_run` as soon as the coordinator answers."""
-        self.until("the coordinator", lambda: self.stub.ListRuns(pb.ListRunsRequest(), timeout=5) is not None, 120)
+        self.until("the coordinator", lambda: self.stub.ListRuns(pb.ListRunsRequest(), timeout=5) is not None)
         return self.start_run(run_id, **overrides)

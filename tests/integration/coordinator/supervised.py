@@ -15,6 +15,7 @@ from relaxd.local.state import StateFolder
 from relaxd.local.supervisor import ServiceSpec, StackPlan
 from relaxd.v1 import coordinator_pb2 as pb
 from tests.integration.coordinator.cluster import LEASE_SECONDS, Cluster
+from tests.kit.boards import all_steps
 from tests.kit.ports import free_port
 from tests.kit.processes import start_python
 
@@ -75,7 +76,7 @@ class SupervisedCluster(Cluster):
     def ended_run(self) -> pb.Run:
         """Stop the run; check that no group was lost or trained twice."""
         self.stub.StopRun(pb.StopRunRequest(), timeout=5)
-        run = self.until_state(pb.RUN_STATE_STOPPED, 60)
+        run = self.until_state(pb.RUN_STATE_STOPPED)
         audit(self.redis_url, run)
         return run
 
@@ -86,7 +87,7 @@ def audit(redis_url: str, run: pb.Run) -> None:
     board = Board(redis_url, run.run_id, stages_for(config), config.board)
     counts = board.counts()
     counts.check()
-    trained = Counter(group for entry in board.ledger() for group in entry.plan["groups"])
+    trained = Counter(group for entry in all_steps(board, run.folder) for group in entry.plan["groups"])
     assert set(trained.values()) <= {1}, "a group was trained twice"
     assert counts.open == 0
     assert counts.trained == len(trained)

@@ -49,7 +49,7 @@ def fates(run: pb.Run) -> list[dict[str, Any]]:
 
 def test_solved_prompts_are_left_out_also_by_the_next_coordinator(cluster: Cluster) -> None:
     rewards = [1.0] * 8 + [0.5] * 6 + [-1.0] * 2
-    start(cluster, rewards, 14, max_pass_rate=0.9, tries=1, retest=0.0, filter=f"{cluster.folder}/own.py:keep")
+    start(cluster, rewards, 24, max_pass_rate=0.9, tries=1, retest=0.0, filter=f"{cluster.folder}/own.py:keep")
     cluster.until_step(5)
     cluster.kill("coordinator")
     cluster.coordinator()
@@ -57,7 +57,7 @@ def test_solved_prompts_are_left_out_also_by_the_next_coordinator(cluster: Clust
     assert any("8 solved" in line for line in run.wait.evidence), run.wait.evidence
     assert run.metrics["prompts_solved"] == 8
     run = cluster.until_state(pb.RUN_STATE_STOPPED)
-    assert (run.reason, run.step) == ("completed", 14)
+    assert (run.reason, run.step) == ("completed", 24)
     lines = fates(run)
     visits = Counter(line["index"] for line in lines)
     assert (

@@ -39,10 +39,10 @@ class Holders(Cluster):
             HOLDER_FOLDER=str(self.children),
         )
 
-    def until_held(self, name: str, seconds: float = 40.0) -> psutil.Process:
+    def until_held(self, name: str) -> psutil.Process:
         """Wait until a replica has the GPU and a child on it."""
-        self.until(f"{name} has the GPU", lambda: holders(self).get(name) == HELD, seconds)
-        return self.until(f"a child of {name}", lambda: self.living(name), seconds)
+        self.until(f"{name} has the GPU", lambda: holders(self).get(name) == HELD)
+        return self.until(f"a child of {name}", lambda: self.living(name))
 
     def living(self, name: str) -> psutil.Process | None:
         pids = [int(path.name.partition("-")[0]) for path in self.children.glob(f"*-{name}")]
@@ -70,20 +70,18 @@ def test_a_replica_that_is_cut_off_ends_its_child_before_another_gets_the_gpu(cl
     cluster.hold("second", cluster.port)
     cluster.until("second waits", lambda: "first holds" in cluster.log("second"))
     cluster.loop.do(cluster.link.drop())
-    cut = time.monotonic()
     cluster.until("the first one's child is gone", lambda: not is_alive(child.pid))
-    assert time.monotonic() - cut < GPU_LEASE_SECONDS
-    assert holders(cluster)["second"] == []
-    assert "no heartbeat was answered in time" in cluster.log("first")
+    cluster.until("its reason", lambda: "no heartbeat was answered in time" in cluster.log("first"))
     cluster.until_held("second")
+    cluster.nobody_met()  # the second one looked when it was granted the GPU: no clock of a busy test does as well
 
     # It is still there, and works as soon as it can: it is heard again, and the GPU is free.
     cluster.loop.do(cluster.link.restore())
     cluster.until("the first one is back", lambda: holders(cluster).get("first") == [])
     process = cluster.processes.pop("second")
     process.terminate()
-    assert process.wait(timeout=20) == 0
-    cluster.until_held("first", 60)
+    assert process.wait(timeout=60) == 0
+    cluster.until_held("first")
     cluster.nobody_met()
 
 
@@ -92,7 +90,7 @@ def test_a_replica_that_stands_still_has_no_child_any_more_when_it_wakes_up(clus
     child = cluster.until_held("first")
     cluster.send("first", signal.SIGSTOP)
     cluster.hold("second", cluster.port)
-    cluster.until_held("second", 60)
+    cluster.until_held("second")
     assert not is_alive(child.pid)
     cluster.send("first", signal.SIGCONT)
     cluster.until("the first one is back", lambda: holders(cluster).get("first") == [])
@@ -106,13 +104,13 @@ def test_a_stopped_child_does_not_keep_the_gpu(cluster: Holders) -> None:
     os.kill(child.pid, signal.SIGSTOP)
     cluster.loop.do(cluster.link.cut())
     cluster.hold("second", cluster.port)
-    cluster.until_held("second", 60)
+    cluster.until_held("second")
     cluster.nobody_met()
 
 
 # The lease leaves a coordinator time to start, on a busy machine too.
 @pytest.mark.slow
-@pytest.mark.parametrize("cluster", [2 * GPU_LEASE_SECONDS], indirect=True, ids=["long lease"])
+@pytest.mark.parametrize("cluster", [2.5 * GPU_LEASE_SECONDS], indirect=True, ids=["long lease"])
 def test_a_coordinator_that_is_away_for_less_than_the_lease_costs_nobody_a_child(cluster: Holders) -> None:
     child = cluster.until_held("first")
     cluster.kill("coordinator")

@@ -27,9 +27,9 @@ def test_a_run_says_why_it_waits_for_its_reward(cluster: Cluster) -> None:
         board__max_staleness=0,
         reward__name="tests.integration.coordinator.rewards:as_told",
         reward__environment=["TOLD"],
-        reward__timeout_seconds=4.0,
+        reward__timeout_seconds=60.0,
     )
-    cluster.until_state(pb.RUN_STATE_PAUSED, 60)
+    cluster.until_state(pb.RUN_STATE_PAUSED)
     paused = cluster.until("its reason", lambda: (run := cluster.run()).wait.kind == "paused" and run)
     assert paused.waiting_for.startswith("it is paused and waits for a person: ")
     assert "groups in a row failed without a trained step" in paused.waiting_for
@@ -45,15 +45,14 @@ def test_a_run_says_why_it_waits_for_its_reward(cluster: Cluster) -> None:
     cluster.stub.ResumeRun(pb.ResumeRunRequest(), timeout=10)
     hangs = cluster.until(
         "the reward that hangs",
-        lambda: [line for line in cluster.run().wait.evidence if "has been scoring" in line],
-        20,
+        lambda: [line for line in cluster.run().wait.evidence if "has been scoring" in line and PLACE in line],
     )
     assert "reward: ready, tests.integration.coordinator.rewards:as_told has been scoring a sample for" in hangs[0]
     assert f"(at {PLACE}" in hangs[0]
     assert "in as_told); its prompt: 'What is" in hangs[0]
 
     told.write_text("work")
-    run = cluster.until_state(pb.RUN_STATE_STOPPED, 60)
+    run = cluster.until_state(pb.RUN_STATE_STOPPED)
     assert (run.outcome, run.waiting_for) == (pb.RUN_OUTCOME_COMPLETED, "")
     lines = (Path(run.folder) / "ledger.jsonl").read_text().splitlines()
     trained = [group for line in lines for group in json.loads(line)["plan"]["groups"]]
@@ -64,7 +63,7 @@ def test_a_run_says_why_it_waits_for_its_reward(cluster: Cluster) -> None:
 @pytest.mark.slow
 def test_a_run_waits_for_room_on_its_disk(cluster: Cluster) -> None:
     cluster.judges()
-    cluster.trainer()
+    cluster.trainer(PEER_STEP_SECONDS="0.3")  # the run is not to end before its disk is full
     cluster.rollout("rollout-1")
     cluster.start_when_up("run", run__steps=12)
     cluster.until_step(1)
@@ -78,10 +77,10 @@ def test_a_run_waits_for_room_on_its_disk(cluster: Cluster) -> None:
             "the disk",
             "make room on the disk, or let the coordinator write to it",
         )
-        cluster.stub.PauseRun(pb.PauseRunRequest(reason="by hand"), timeout=5)  # commands don't wait for the disk
+        cluster.stub.PauseRun(pb.PauseRunRequest(reason="by hand"), timeout=20)  # commands don't wait for the disk
         cluster.until_state(pb.RUN_STATE_PAUSED)
         cluster.stub.ResumeRun(pb.ResumeRunRequest(), timeout=5)
-    run = cluster.until_state(pb.RUN_STATE_STOPPED, 60)
+    run = cluster.until_state(pb.RUN_STATE_STOPPED)
     assert run.outcome == pb.RUN_OUTCOME_COMPLETED
     assert coordinator.poll() is None
     folder = Path(run.folder)

@@ -65,15 +65,16 @@ def check_the_sequence(cluster: Cluster, members: tuple[str, ...] = ("trainer", 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["die", "freeze"])
 def test_an_engine_that_dies_in_a_broadcast_does_not_stop_the_trainer(cluster: Cluster, fault: str) -> None:
-    begin(cluster, steps=6, faults={"ReceiveWeights": {"3": fault}})
+    steps, limits = 6, {"weights__timeout_seconds": 8.0, "weights__connect_timeout_seconds": 4.0}
+    begin(cluster, steps, {"ReceiveWeights": {"3": fault}}, **limits)
     trainer = cluster.processes["trainer"].pid
     cluster.until("the fault", lambda: len(cluster.calls("other", "ReceiveWeights")) == 3)
     step = cluster.run().step
     died = time.monotonic()
-    cluster.until_step(step + 2)
-    assert time.monotonic() - died < 15
+    cluster.until_step(min(step + 2, steps))
+    assert time.monotonic() - died < 60
     run = cluster.until_state(STOPPED)
-    assert (run.step, run.groups.open) == (6, 0)
+    assert (run.step, run.groups.open) == (steps, 0)
     assert cluster.processes["trainer"].pid == trainer
     assert cluster.processes["trainer"].poll() is None
     check_the_sequence(cluster)
@@ -88,7 +89,7 @@ def test_an_engine_that_dies_in_a_broadcast_does_not_stop_the_trainer(cluster: C
 
 @pytest.mark.slow
 def test_an_engine_with_other_weights_than_were_sent_serves_nothing_until_it_has_them(cluster: Cluster) -> None:
-    begin(cluster, steps=200, faults={"ReceiveWeights": {"1": "wrong"}})
+    begin(cluster, steps=20_000, faults={"ReceiveWeights": {"1": "wrong"}})
     received = cluster.until("a second try", lambda: cluster.calls("other", "ReceiveWeights")[1:2])
     wrong = cluster.calls("other", "ReceiveWeights")[0]
     left = cluster.calls("other", "LeaveWeightGroup")[0]
@@ -105,8 +106,8 @@ def test_an_engine_with_other_weights_than_were_sent_serves_nothing_until_it_has
 
 @pytest.mark.slow
 def test_an_engine_that_stalls_is_left_out_and_comes_back(cluster: Cluster) -> None:
-    begin(cluster, steps=200, faults={"ReceiveWeights": {"3": "stall"}}, weights__timeout_seconds=2.0)
-    cluster.until("the fault", lambda: len(cluster.calls("other", "ReceiveWeights")) == 3)
+    begin(cluster, steps=20_000, faults={"ReceiveWeights": {"3": "stall"}}, weights__timeout_seconds=2.0)
+    cluster.until("the fault", lambda: len(cluster.calls("other", "ReceiveWeights")) >= 3)
     cluster.until("only sound", lambda: (w := weights(cluster))["sound"] is not None and w["other"] is None)
     cluster.until("both again", lambda: None not in (w := weights(cluster)).values() and len(w) == 2)
     check_the_sequence(cluster)
@@ -117,19 +118,19 @@ def test_a_joiner_gets_weights_before_prompts(cluster: Cluster) -> None:
     cluster.judges()
     cluster.trainer(PEER_STEP_SECONDS="0.2")
     cluster.rollout("sound")
-    cluster.start_when_up("run", run__steps=200)
+    cluster.start_when_up("run", run__steps=20_000)
     cluster.until_step(2)
     cluster.rollout("other")
     cluster.until("other works", lambda: done_groups(cluster, "other") > 0)
     first = cluster.calls("other", "ReceiveWeights")[0]
     assert first["version"] >= 2
-    answer = cluster.stub.SyncWeights(pb.SyncWeightsRequest(), timeout=20)
+    answer = cluster.stub.SyncWeights(pb.SyncWeightsRequest(), timeout=60)
     assert answer.weights.version >= first["version"]
     assert sorted(answer.replica_ids) == ["other", "sound"]
     check_the_sequence(cluster)
     # And one that leaves by itself is no failure: the group is built anew without it.
     cluster.send("other", signal.SIGTERM)
-    assert cluster.processes["other"].wait(timeout=15) == 0
+    assert cluster.processes["other"].wait(timeout=60) == 0
     step = cluster.run().step
     cluster.until_step(step + 3)
 
@@ -157,9 +158,11 @@ def test_a_joiner_does_not_wait_for_the_interval(cluster: Cluster) -> None:
     cluster.rollout("other")
     first = cluster.until("other has weights", lambda: cluster.calls("other", "ReceiveWeights"))[0]["version"]
     assert first >= 2
+    # Each engine is told on its own, so the other one may be told first.
+    cluster.until("sound has them, too", lambda: len(cluster.calls("sound", "ReceiveWeights")) > 1)
     assert [call["version"] for call in cluster.calls("sound", "ReceiveWeights")][:2] == [0, first]
     cluster.until_step(first + 1)
-    answer = cluster.stub.SyncWeights(pb.SyncWeightsRequest(), timeout=20)  # an operator doesn't wait for it, either
+    answer = cluster.stub.SyncWeights(pb.SyncWeightsRequest(), timeout=60)  # an operator doesn't wait for it, either
     assert answer.weights.version > first
     cluster.stub.StopRun(pb.StopRunRequest(reason="enough"), timeout=20)
     run = cluster.until_state(STOPPED)
@@ -174,12 +177,12 @@ def done_groups(cluster: Cluster, name: str) -> int:
 
 @pytest.mark.slow
 def test_a_trainer_that_is_killed_goes_on_under_a_new_term(cluster: Cluster) -> None:
-    begin(cluster, steps=8)
+    begin(cluster, steps=20)  # so many that the run doesn't end before the kill
     cluster.until_step(3)
     cluster.kill("trainer")
     cluster.trainer()
     run = cluster.until_state(STOPPED)
-    assert (run.step, run.groups.trained, run.groups.open) == (8, 32, 0)
+    assert (run.step, run.groups.trained, run.groups.open) == (20, 80, 0)
     terms = [call["term"] for call in cluster.calls("trainer", "commit_step")]
     assert terms == sorted(terms)
     assert set(terms) == {1, 2}

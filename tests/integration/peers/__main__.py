@@ -7,6 +7,7 @@ and die, hang or fail on command. Environment:
 PEER_LOG     file to which every call is appended, as JSON lines
 PEER_FAULTS  {"ReceiveWeights": {"2": "die"}}: what happens in the n-th call (see faults.py)
 PEER_STEP_SECONDS, PEER_BROADCAST_SECONDS, PEER_GENERATE_SECONDS: how long a step, a broadcast, a group's samples take
+PEER_HOLD    file; no group's samples are done while it is there
 """
 
 import asyncio

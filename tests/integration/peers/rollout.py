@@ -5,6 +5,7 @@ import json
 import os
 import re
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from tests.integration.peers.meeting import CHECKSUM, CHUNK, CHUNKS
 ANSWER_TOKENS = 4
 GENERATE_SECONDS = float(os.environ.get("PEER_GENERATE_SECONDS", "0"))
 CONCURRENCY = int(os.environ.get("PEER_CONCURRENCY", "4"))
+HOLD = Path(os.environ["PEER_HOLD"]) if "PEER_HOLD" in os.environ else None
 
 
 class RolloutDouble(ReplicaService, rollout_pb2_grpc.RolloutServicer):
@@ -98,6 +100,8 @@ class RolloutDouble(ReplicaService, rollout_pb2_grpc.RolloutServicer):
         self.board.begin(delivery, version)
         self.calls.note("generate", version=version)
         time.sleep(GENERATE_SECONDS)
+        while HOLD and HOLD.exists():
+            time.sleep(0.02)
         n = self.config.rollout.samples_per_prompt
         prompt = self.tokenizer.decode([int(token) for token in columns["prompt_tokens"]])
         total = n * ANSWER_TOKENS

@@ -151,6 +151,8 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.address = ""
         self.announced: list[tuple[int, int]] = []
         self.status = replica_pb2.ReplicaStatus()
+        self.details: list[str] = []
+        """What the replica has said of itself, each detail once in a row."""
         self._server = grpc.server(ThreadPoolExecutor(4))
         coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self, self._server)
         self.port = self._server.add_insecure_port("127.0.0.1:0")
@@ -163,7 +165,8 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         return coordinator_pb2.RegisterResponse(lease_seconds=5, heartbeat_seconds=0.1, assignment=self.assignment)
 
     def Heartbeat(self, request: coordinator_pb2.HeartbeatRequest, context: Any) -> coordinator_pb2.HeartbeatResponse:
-        self._hear(status=request.status)
+        new = [request.status.detail] if self.details[-1:] != [request.status.detail] else []
+        self._hear(status=request.status, details=[*self.details, *new])
         return coordinator_pb2.HeartbeatResponse(assignment=self.assignment)
 
     def AnnounceVersion(
@@ -187,6 +190,11 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
 
     def wait_for_version(self, term: int, version: int) -> None:
         self.wait(lambda: (term, version) in self.announced)
+
+    def wait_for_detail(self, part: str) -> str:
+        """Wait until the replica has said something with `part`, if only for a moment; returns what it said."""
+        said: str = self.wait(lambda: next((detail for detail in self.details if part in detail), ""))
+        return said
 
     def close(self) -> None:
         self._server.stop(0).wait(5)
@@ -236,7 +244,7 @@ class TrainerProcess:
     def stop(self) -> int:
         """SIGTERM; its exit code."""
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(20)
+        return self.process.wait(60)
 
     def close(self) -> None:
         if self._channel is not None:
@@ -276,9 +284,9 @@ class Receiver:
         sources = self.manifest.source_ranks
         host, port = self.manifest.store_host, self.manifest.store_port
         self.group = WeightGroup("gloo", host, port, name, sources, sources + 1)
-        connecting = self._pool.submit(self.group.connect, 10.0)
-        trainer.JoinWeightGroup(join_request(self.manifest, name, sync_id))
-        connecting.result(10)
+        connecting = self._pool.submit(self.group.connect, PATIENCE)
+        trainer.JoinWeightGroup(join_request(self.manifest, name, sync_id), timeout=PATIENCE)
+        connecting.result(PATIENCE)
 
     def receive(self) -> tuple[dict[str, Any], trainer_pb2.BroadcastWeightsResponse]:
         """Take part in a broadcast. Returns the tensors, and what the trainer answered."""
@@ -286,13 +294,25 @@ class Receiver:
 
         from relaxd.weights.manifest import unpack
 
-        answer = self._pool.submit(self._trainer.BroadcastWeights, self.request(checksum=True))
+        answer = self._pool.submit(self._trainer.BroadcastWeights, self.request(checksum=True), PATIENCE)
         tensors = {}
         for bucket in self.buckets:
             buffer = torch.empty(bucket.nbytes, dtype=torch.uint8)
-            self.group.broadcast(buffer, bucket.source_rank, 10.0)
+            self.group.broadcast(buffer, bucket.source_rank, PATIENCE)
             tensors |= {spec.name: tensor for spec, tensor in unpack(bucket, buffer)}
-        return tensors, answer.result(10)
+        return tensors, answer.result(PATIENCE)
+
+    def leave_in_the_middle(self) -> grpc.StatusCode:
+        """Leave a broadcast of several buckets after the first. Returns the status that it ends with."""
+        import torch
+
+        call = self._trainer.BroadcastWeights.future(self.request(), timeout=PATIENCE)
+        first, *rest = self.buckets
+        assert rest, "there is no middle: make the model larger"
+        self.group.broadcast(torch.empty(first.nbytes, dtype=torch.uint8), first.source_rank, PATIENCE)
+        self.leave()
+        code: grpc.StatusCode = call.exception(timeout=PATIENCE).code()
+        return code
 
     def request(self, **changes: Any) -> trainer_pb2.BroadcastWeightsRequest:
         """A request for the broadcast of what the trainer had when this receiver joined."""
@@ -300,7 +320,7 @@ class Receiver:
             "sync_id": self.sync_id,
             "group_name": self.name,
             "weights": self.manifest.weights,
-            "timeout_seconds": 5.0,
+            "timeout_seconds": 60.0,
         }
         return trainer_pb2.BroadcastWeightsRequest(**{**values, **changes})
 
@@ -322,7 +342,7 @@ def join_request(
         store_host=manifest.store_host,
         store_port=manifest.store_port,
         transport="TRANSPORT_GLOO",
-        timeout_seconds=10.0,
+        timeout_seconds=60.0,
     )
     return trainer_pb2.TrainerJoinWeightGroupRequest(sync_id=sync_id, group=group)
 

@@ -170,7 +170,7 @@ class Job:
     logits: bool = False
     candidates: int = 0
     """Candidates that the samples have; also the number of the likeliest tokens to find."""
-    frozen: dict[str, Path] | None = None
+    frozen: dict[str, dict[str, Path]] | None = None
     """As `Learner`'s."""
     save: Path | None = None
 
@@ -200,7 +200,10 @@ def make_learner(job: Job, ranks: int = 1) -> Any:
 
 
 def full_logits(learner: Any, batch: Any) -> np.ndarray:
-    """All logits of a micro-batch, [T, vocabulary], on the last stage (elsewhere an empty array)."""
+    """All logits of a micro-batch, float64 [T, vocabulary], on the last stage (elsewhere an empty array).
+
+    Only what the model itself computes is rounded, not the product with the output layer.
+    """
     import torch
     import torch.distributed as dist
     from megatron.core import tensor_parallel
@@ -208,7 +211,7 @@ def full_logits(learner: Any, batch: Any) -> np.ndarray:
     def last(weight: Any, inputs: Any, hidden: Any) -> Any:
         if learner.world.tp_size > 1:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
-        mine = hidden.squeeze(1) @ weight.t()
+        mine = hidden.squeeze(1).double() @ weight.double().t()
         shards = [torch.empty_like(mine) for _ in range(learner.world.tp_size)]
         dist.all_gather(shards, mine, group=learner._forward.vocab.group) if len(shards) > 1 else shards[0].copy_(mine)
         logits = torch.cat(shards, -1)[: len(batch.tokens), :VOCAB]
@@ -216,7 +219,16 @@ def full_logits(learner: Any, batch: Any) -> np.ndarray:
 
     with torch.no_grad():
         outputs = learner._forward.run(learner._model, [batch], last, forward_only=True)
-    return outputs[0]["logits"].numpy() if outputs else np.zeros(0, np.float32)
+    return outputs[0]["logits"].numpy() if outputs else np.zeros(0)
+
+
+def log_probs_of(logits: np.ndarray, batch: Any) -> np.ndarray:
+    """The log-probs of a micro-batch's trained tokens from `full_logits`, float64 [T]; 0 for other tokens."""
+    places = np.flatnonzero(batch.loss_mask)
+    tempered = logits[batch.previous[places]] / batch.temperature[places, None].astype(np.float64)
+    found = np.zeros(len(batch.tokens))
+    found[places] = tempered[np.arange(len(places)), batch.tokens[places]] - np.log(np.exp(tempered).sum(-1))
+    return found
 
 
 def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
@@ -234,7 +246,10 @@ def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
         result["likeliest"] = forward.likeliest(policy, everything, job.candidates, ids_below=VOCAB)
         result["candidates"] = forward.candidate_log_probs(policy, everything)
     if job.logits:
-        result["logits"] = full_logits(learner, pack(samples, share_prompts=False))
+        batch = pack(samples, share_prompts=False)
+        result["logits"] = logits = full_logits(learner, batch)
+        (ours,) = learner.log_probs([batch])
+        result["head_error"] = float(np.abs(ours - log_probs_of(logits, batch)).max()) if logits.size else None
     for _ in range(job.steps):
         dp_size = learner.world.dp_size
         total = sum(len(sample.tokens) for sample in samples)
@@ -278,7 +293,7 @@ def copied(learner: Any) -> dict[str, np.ndarray]:
 
 
 def run_world(
-    jobs: Sequence[Any], ranks: int, folder: Path, port: int, timeout: float = 120, program: str = __name__
+    jobs: Sequence[Any], ranks: int, folder: Path, port: int, timeout: float = 240, program: str = __name__
 ) -> list[list[dict[str, Any]]]:
     """Run jobs in a world of `ranks` gloo processes, each of which runs the module `program`, which calls `work`.
 

@@ -4,10 +4,12 @@ The groups wait on a real board before a run begins; the run ends with its last 
 """
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from relaxd.config import RunConfig
+from relaxd.roles import TEACHER
 from tests.integration.trainer import trainer_worlds
 from tests.integration.trainer.service_kit import RUN_ID
 from tests.integration.trainer.trainer_worlds import copied
@@ -46,6 +48,7 @@ def run_job(job: RunJob, ranks: int = 1) -> dict[str, Any]:
     from relaxd.board import Board, stages_for
     from relaxd.data.models import models_in_trainer
     from services.trainer.checkpoints.part import CheckpointPart
+    from services.trainer.learner.compared.routing import model_of
     from services.trainer.learner.learner import Learner
     from services.trainer.loop.commands import TrainingRank
     from services.trainer.loop.controls import Controls
@@ -90,6 +93,7 @@ def run_job(job: RunJob, ranks: int = 1) -> dict[str, Any]:
             lease_seconds=config.board.lease_seconds,
             routing=learner.routing,
             max_value_staleness=critic.max_value_staleness if critic.placement == "service" else None,
+            teacher_of=partial(model_of, config, TEACHER) if TEACHER in config.frozen_roles("trainer") else None,
         )
 
         controls = Controls()

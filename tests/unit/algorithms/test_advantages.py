@@ -328,6 +328,8 @@ def test_columns_that_advantages_need_reach_their_stage() -> None:
     plain = needs("")
     assert needs("mask_truncated = true") - plain == {"finish"}
     served = needs('kl_reward_coef = 0.1\n[roles.reference]\nplacement = "service"')
+    with pytest.raises(ValueError, match=r"refresh_every is 5, but the advantages have a part of the reference"):
+        needs('kl_reward_coef = 0.1\n[roles.reference]\nplacement = "service"\nrefresh_every = 5')
     assert served - plain == {"loss_mask", "rollout_logprobs", "ref_logprobs"}
     taught = needs('distill_coef = 0.1\n[roles.teacher]\nmodel = "big"')
     assert taught - plain == {"loss_mask", "rollout_logprobs", "teacher_logprobs"}

@@ -124,6 +124,31 @@ def test_loss_sums_and_gradient_match_the_formula(kind: str, top_k: int, union: 
         assert logits.grad[place].item() == pytest.approx(quotient, rel=1e-5, abs=1e-9), place
 
 
+@pytest.mark.parametrize("top_k", [3, VOCAB])
+def test_as_an_advantage_the_divergence_would_teach_nothing(top_k: int) -> None:
+    """Why it is refused: its policy gradient is 0 in expectation, over all tokens that might have been sampled.
+
+    That of the sampled token's difference is the gradient of the whole divergence.
+    """
+    case = Case(top_k)
+    student = torch.from_numpy(case.student).requires_grad_()
+    logprobs, teacher = student.log_softmax(-1), torch.from_numpy(case.teacher).log_softmax(-1)
+    probabilities = logprobs.detach().exp()
+
+    def expected_gradient(advantages: torch.Tensor) -> torch.Tensor:
+        """Policy gradient of -advantages [TOKENS, VOCAB], each token weighed by its probability."""
+        (gradient,) = torch.autograd.grad((-advantages * probabilities * logprobs).sum(), student, retain_graph=True)
+        return gradient
+
+    divergences = [divergence("reverse_kl", *case.distributions(token)) for token in range(TOKENS)]
+    baseline = torch.tensor(divergences, dtype=torch.float64)[:, None].expand(TOKENS, VOCAB)
+    assert expected_gradient(-baseline).abs().max() < 1e-12
+
+    (whole,) = torch.autograd.grad((logprobs.exp() * (logprobs - teacher)).sum(), student, retain_graph=True)
+    assert whole.abs().max() > 0.1
+    torch.testing.assert_close(expected_gradient((teacher - logprobs).detach()), whole)
+
+
 @pytest.mark.parametrize("kind", DIVERGENCES)
 def test_more_candidates_see_more_and_all_see_everything(kind: str) -> None:
     found = [
@@ -186,7 +211,7 @@ def test_what_stands_where_the_mask_is_0_does_not_matter() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"distill_loss_coef": 0.0, "distill_coef": 1.0}, "algorithm.distill_top_k is 4, but .*distill_loss_coef is 0"),
+        ({"distill_loss_coef": 0.0, "distill_coef": 1.0}, "distill_top_k is 4, but .*no gradient in expectation"),
         ({"distill_top_k": 0}, 'distill_divergence is "forward_kl", but algorithm.distill_top_k is 0'),
         ({"distill_estimator": "k3"}, 'distill_estimator is "k3", but with algorithm.distill_top_k = 4'),
     ],

@@ -10,6 +10,7 @@ from relaxd.board import (
     Board,
     BoardError,
     BoardUnavailable,
+    CriticOrders,
     DropReason,
     Fenced,
     NewGroup,
@@ -559,4 +560,17 @@ def test_a_stage_does_its_work_again_and_the_next_gets_what_is_new(redis_url, to
 
 def test_a_new_critic_term_supersedes_the_last(redis_url):
     board = make_board(redis_url)
-    assert (board.new_critic_term(), board.new_critic_term(), board.critic_term()) == (1, 2, 2)
+    assert (board.new_critic_term(), board.new_critic_term(), board.critic_orders().term) == (1, 2, 2)
+
+
+def test_the_trainer_asks_the_critic_for_checkpoints(redis_url):
+    board = make_board(redis_url)
+    assert board.critic_orders() == CriticOrders(term=0, checkpoint=None, kept=None)
+    term = board.new_trainer_term()
+    board.ask_critic(term=term, step=0, keep=True)
+    board.ask_critic(term=term, step=3, keep=False)
+    assert board.critic_orders() == CriticOrders(term=0, checkpoint=3, kept=0)
+    board.new_trainer_term()
+    with pytest.raises(Fenced, match="trainer term 1 is over: 2 trains"):
+        board.ask_critic(term=term, step=4, keep=True)
+    assert board.critic_orders() == CriticOrders(term=0, checkpoint=3, kept=0)

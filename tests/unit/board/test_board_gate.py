@@ -152,7 +152,7 @@ def test_a_run_that_ended_leaves_no_prompts_behind(redis_url):
     board.purge(term=1)
     assert board.retries() == []
     assert not board._connection.client.keys(f"{board.prefix}columns:*")
-    board.forget_fates(board.fates()[-1].entry_id)
+    board.forget_fates(board.fates()[-1].entry_id, term=1)
     assert 0 < board.measure() < before + 1000
     audit(board)
 

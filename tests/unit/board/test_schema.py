@@ -29,5 +29,5 @@ def test_stages_write_what_the_table_says_and_the_trainer_takes_in_all_but_what_
     assert set(COLUMNS) - set(trained_columns()) == {
         *("routed_experts", "continued", "off_policy_tokens"),
         *("teacher_prompt_tokens", "ref_logprobs", "teacher_logprobs", "candidates", "teacher_candidate_logprobs"),
-        *("old_logprobs", "values", "critic_state", "returns"),
+        *("reference_weights", "old_logprobs", "values", "critic_state", "returns"),
     }

@@ -18,6 +18,12 @@ algorithm.kl_coef = 0.1
 roles.reference.placement = "service"
 roles.reference.tensor_parallel = 2
 """
+JUDGE = """
+roles.judge.model = "judge"
+roles.judge.engine = "sglang"
+roles.judge.tensor_parallel = 2
+"""
+BESIDE = JUDGE + "roles.judge.gpu_share = 0.3"
 IPC = SHARED + '\nweights.transport = "cuda_ipc"'
 
 
@@ -46,6 +52,14 @@ IPC = SHARED + '\nweights.transport = "cuda_ipc"'
             3,
             "tensor_parallel = 1 of the engines and 2 of reference replicas need 4 GPUs; this machine shows 3",
         ),
+        (NCCL + JUDGE, 2, 5, ""),
+        (NCCL + JUDGE, 2, 4, "= 2 of the engines and 2 of judge replicas need 5 GPUs; this machine shows 4"),
+        (NCCL + BESIDE, 2, 3, ""),
+        (NCCL + BESIDE, 3, 4, ""),
+        (NCCL + BESIDE, 1, 2, "= 1 of the engines and 1 of judge replicas need 3 GPUs; this machine shows 2"),
+        (IPC + JUDGE, 1, 2, "trainer.ranks = 1 needs 1 GPUs, and 2 beside them for roles that don't take turns"),
+        (IPC + BESIDE, 1, 2, ""),
+        (IPC + BESIDE + "\ntrainer.ranks = 2", 2, 2, ""),
         (IPC + REFERENCE, 1, 3, ""),
         (IPC + REFERENCE, 1, 2, "trainer.ranks = 1 needs 1 GPUs, and 2 beside them for roles that don't take turns"),
         (IPC + "\ntrainer.ranks = 2", 2, 1, "trainer.ranks = 2 needs 2 GPUs; this machine shows 1"),

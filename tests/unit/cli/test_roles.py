@@ -55,6 +55,7 @@ reward.name = "addition"
 """
 TEACHER = '\nalgorithm.name = "opd"\nroles.teacher.model = "big"'
 JUDGE = '\nroles.judge.model = "big"'
+ON_GPU = '\nroles.judge.engine = "sglang"\nroles.judge.gpu_share '
 CRITIC = '\nalgorithm.name = "ppo"\nroles.critic.placement = "service"'
 SERVICE = '\nalgorithm.kl_coef = 0.1\nroles.reference.placement = "service"'
 
@@ -77,6 +78,10 @@ def test_a_run_needs_the_roles_of_its_stages() -> None:
     assert roles_for(load(RUN + JUDGE + '\nroles.judge.address = "https://host/v1"')) == usual
     needs = {stage.name: stage.needs for stage in stages_for(load(RUN + SERVICE))}
     assert "ref_logprobs" in needs["train"]
+    assert "reference_weights" not in needs["train"]
+    refreshed = {stage.name: stage for stage in stages_for(load(RUN + SERVICE + "\nroles.reference.refresh_every = 5"))}
+    assert refreshed["reference"].writes == ("ref_logprobs", "reference_weights")
+    assert "reference_weights" in refreshed["train"].needs
     assert "ref_logprobs" not in {column for stage in stages_for(load(RUN)) for column in stage.needs}
     stages = {stage.name: stage for stage in stages_for(load(RUN + CRITIC))}
     assert stages["critic"].writes == ("values", "critic_state")
@@ -124,6 +129,21 @@ def test_a_run_starts_what_it_needs(tmp_path: Path) -> None:
         (JUDGE + '\nroles.judge.address = "http://x/v1/chat/completions"', "without /chat/completions"),
         (JUDGE + '\nroles.judge.address = "http://x/v1"\nroles.judge.dtype = "bfloat16"', "is for a judge's replicas"),
         (JUDGE + "\nroles.judge.tensor_parallel = 2", 'is for roles.judge.engine = "sglang"'),
+        (
+            JUDGE + "\nroles.judge.gpu_share = 0.3",
+            'gpu_share is 0.3, but rollout.engine is "transformers" and roles.judge.engine is "transformers": on GPUs',
+        ),
+        (JUDGE + ON_GPU + "= 0", "roles.judge.gpu_share"),
+        (JUDGE + ON_GPU + "= 1.1", "roles.judge.gpu_share"),
+        (JUDGE + '\nroles.judge.address = "http://x/v1"\nroles.judge.gpu_share = 0.3', "is for a judge's replicas"),
+        (
+            JUDGE + ON_GPU + "= 0.3",
+            'rollout.engine is "transformers" and roles.judge.engine is "sglang": on GPUs that they share, both must',
+        ),
+        (
+            JUDGE + ON_GPU + "= 0.3\nrun.colocate = true\nboard.max_staleness = 0",
+            r'both must be "sglang" \(or "transformers" on CPUs, to take turns there\)',
+        ),
     ],
 )
 def test_a_role_that_makes_no_sense_is_refused(settings: str, problem: str) -> None:

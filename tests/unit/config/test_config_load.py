@@ -108,6 +108,11 @@ def test_any_text_survives_dump(text: str) -> None:
         ('source = "addition"', 'source = "jsonl"', ["data.path is missing"]),
         ("lr = 1e-5", "lr = 1e-5\n[trainer]\ntensor_parallel = 2", ["trainer.ranks is 1: it must be a multiple of"]),
         ("lr = 1e-5", "lr = 1e-5\ncpu_offload = true", ["trainer.optimizer.cpu_offload needs trainer.dtype"]),
+        (
+            "lr = 1e-5",
+            'lr = 1e-5\ncpu_offload = true\nmoments = "bfloat16"',
+            ['trainer.optimizer.moments is "bfloat16", but trainer.optimizer.cpu_offload is true'],
+        ),
         ("steps = 4", "steps = ", ["x.toml line 2: not valid TOML: Invalid value"]),
         ("steps = 4", "steps = 4\nsteps = 5", ["x.toml line 3: not valid TOML: Cannot overwrite a value"]),
         ("lr = 1e-5", 'lr = "1', ["x.toml line 20: not valid TOML"]),

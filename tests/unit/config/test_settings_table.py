@@ -150,6 +150,10 @@ def test_an_algorithms_example_is_its_demo(name: str) -> None:
         ("name=grpo placement=service", 'roles.critic is set, but algorithm.name is "grpo", which trains no critic'),
         ("name=grpo critic_lr=1e-4", 'roles.critic is set, but algorithm.name is "grpo", which trains no critic'),
         ("name=ppo critic_offload=true", 'roles.critic.optimizer.cpu_offload needs trainer.dtype = "bfloat16"'),
+        (
+            "name=ppo critic_offload=true critic_moments=bfloat16",
+            'roles.critic.optimizer.moments is "bfloat16", but roles.critic.optimizer.cpu_offload is true',
+        ),
     ],
 )
 def test_what_does_not_fit_an_algorithm_is_refused(overrides: str, expected: str) -> None:
@@ -160,6 +164,7 @@ def test_what_does_not_fit_an_algorithm_is_refused(overrides: str, expected: str
         "max_value_staleness": "max_value_staleness",
         "critic_lr": "optimizer.lr",
         "critic_offload": "optimizer.cpu_offload",
+        "critic_moments": "optimizer.moments",
     }
     places |= {name: f"roles.critic.{place}" for name, place in critic.items()}
     for name, place in places.items():

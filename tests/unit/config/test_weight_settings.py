@@ -1,5 +1,6 @@
 """Settings of weight synchronisation: what would stop a run is refused."""
 
+import contextlib
 import re
 import socket
 
@@ -8,7 +9,7 @@ from pydantic import ValidationError
 
 from relaxd.config import RunConfig
 from relaxd.weights.group import host_store
-from relaxd.weights.ports import NoFreePort, free_port, listen
+from relaxd.weights.ports import NoFreePort, ReservedPort, listen, reserve_port
 from tests.kit.ports import free_port as own_port
 
 
@@ -63,12 +64,33 @@ def test_ranges_that_are_refused(ports: str, wrong: str) -> None:
 def test_a_free_port_of_the_range() -> None:
     first = own_port()
     with socket.create_server(("127.0.0.1", first)):
-        assert free_port("127.0.0.1", range(first, first + 1000)) in range(first + 1, first + 1000)
+        with reserve_port("127.0.0.1", range(first, first + 1000)) as port:
+            assert port.number in range(first + 1, first + 1000)
         with listen("127.0.0.1", range(first, first + 1000)) as listener:
             assert first < listener.getsockname()[1] < first + 1000
         with pytest.raises(NoFreePort, match=f'weights.ports is "{first}-{first}", but something listens on each'):
-            free_port("127.0.0.1", range(first, first + 1))
-    assert free_port("127.0.0.1", range(first, first + 1)) == first
+            reserve_port("127.0.0.1", range(first, first + 1))
+    with reserve_port("127.0.0.1", range(first, first + 1)) as port:
+        assert port.number == first
+
+
+def test_a_reserved_port_is_given_to_nobody_but_its_server() -> None:
+    with contextlib.ExitStack() as stack:
+        ports = {stack.enter_context(ReservedPort("127.0.0.1")).number for _ in range(200)}
+        assert len(ports) == 200
+        try:
+            server = stack.enter_context(socket.create_server(("127.0.0.1", min(ports))))
+        except OSError:
+            pytest.skip("this system lets no server listen on a port that is bound")
+        with pytest.raises(OSError, match="in use"):
+            ReservedPort("127.0.0.1", server.getsockname()[1])
+        given = set()
+        for reuse in (False, True) * 1000:
+            with socket.socket() as any_port:
+                any_port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+                any_port.bind(("127.0.0.1", 0))
+                given.add(any_port.getsockname()[1])
+        assert not given & ports
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", ""])

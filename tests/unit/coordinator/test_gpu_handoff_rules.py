@@ -49,6 +49,24 @@ TRAINED = replace(TRAINING, due=False)
         ("no trainer yet", Situation(trainer="absent", trainer_awake=False, engines_awake=True), Move.WAIT),
         ("no engine yet", replace(TRAINED, engines_able=False), Move.WAIT),
         ("groups were dropped while training", TRAINED, Move.SYNCHRONISE),
+        ("the judge sleeps with the engines", replace(TRAINING, judges_asleep=True), Move.WAIT),
+        ("and sleeps on while they get weights", replace(TRAINED, judges_asleep=True), Move.SYNCHRONISE),
+        ("its wake-up broke", replace(GENERATING, judges_asleep=True), Move.WAKE_JUDGES),
+        (
+            "and the trainer died, whose turn would never come without rewards",
+            replace(GENERATING, judges_asleep=True, trainer="waiting"),
+            Move.WAKE_JUDGES,
+        ),
+        (
+            "another engine loads beside it",
+            replace(GENERATING, judges_asleep=True, engines_starting=True),
+            Move.WAKE_JUDGES,
+        ),
+        (
+            "the trainer starts, and has the device",
+            replace(GENERATING, judges_asleep=True, trainer="starting"),
+            Move.WAIT,
+        ),
     ],
 )
 def test_each_situation_has_its_move(what: str, now: Situation, move: Move) -> None:
@@ -62,6 +80,12 @@ def test_no_move_takes_a_device_from_a_replica_that_starts_or_works() -> None:
     ):
         now = Situation(trainer=trainer, **dict(zip(flags, values, strict=True)))  # type: ignore[arg-type]
         move = next_move(now)
+        if move == Move.WAKE_JUDGES:  # onto devices that engines have
+            assert now.judges_asleep
+            assert now.engines_serving
+            assert trainer != "starting"
+            assert not now.trainer_awake
+            continue
         if now.engines_starting or trainer == "starting":
             assert move == Move.WAIT, now
         if move in (Move.TRAIN, Move.START_TRAINER):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from relaxd.roles import ROLLOUT
+from relaxd.roles import JUDGE, ROLLOUT
 from relaxd.rpc.errors import NotFound, ResourceExhausted, Unavailable
 from relaxd.v1.coordinator_pb2 import Registration
 from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, ReplicaStatus
@@ -43,8 +43,8 @@ def beat(registry: Registry, replica_id: str) -> bool:
     return registry.heartbeat(replica_id, ReplicaStatus(state=REPLICA_STATE_READY)) is not None
 
 
-async def register(registry: Registry, replica_id: str, instance: str = "") -> None:
-    await registry.register(Registration(replica_id=replica_id, role=ROLLOUT, address="127.0.0.1:9", instance=instance))
+async def register(registry: Registry, replica_id: str, instance: str = "", role: str = ROLLOUT) -> None:
+    await registry.register(Registration(replica_id=replica_id, role=role, address="127.0.0.1:9", instance=instance))
 
 
 @pytest.fixture
@@ -117,3 +117,32 @@ async def test_a_coordinator_that_stood_still_blames_nobody(time: Time) -> None:
     time.now += 100
     await registry.expire()
     assert registry.get("waiting") is not None
+
+
+async def test_shares_of_a_gpu_outlive_the_coordinator_and_are_freed_one_by_one(time: Time) -> None:
+    registry = time.coordinator()
+    for name, role in (("engine", ROLLOUT), ("judge", JUDGE), ("other", JUDGE)):
+        await register(registry, name, role=role)
+    assert await registry.lease_gpus("engine", GPUS, 1, share=0.7) == GPUS[:1]
+    assert await registry.lease_gpus("judge", GPUS[:1], 1, share=0.3) == GPUS[:1]
+    time.now += 1
+    registry = time.coordinator()
+    assert (registry.gpus_of("engine"), registry.gpu_share_of("engine")) == (GPUS[:1], 0.7)
+    assert (registry.gpus_of("judge"), registry.gpu_share_of("judge")) == (GPUS[:1], 0.3)
+    assert (registry.gpus_of("other"), registry.gpu_share_of("other")) == ([], 1.0)
+    with pytest.raises(ResourceExhausted, match=r"other needs 0.3 of 1 GPU .*, judge \(with a share of 0.3\) holds"):
+        await registry.lease_gpus("other", GPUS[:1], 1, share=0.3)
+    with pytest.raises(ResourceExhausted, match=r"judge .* holds"):
+        await registry.lease_gpus("engine", GPUS[:1], 1, share=0.8)
+    assert registry.gpu_share_of("engine") == 0.7  # what was refused changed nothing
+
+    await time.passes(7, registry, "engine", "other")  # the judge isn't heard of any more
+    with pytest.raises(Unavailable, match=r"judge \(gone; free in \d+ s\)"):
+        await registry.lease_gpus("other", GPUS[:1], 1, share=0.3)
+    with pytest.raises(ResourceExhausted, match=r"engine .* holds"):  # which waiting for the judge would not change
+        await registry.lease_gpus("other", GPUS[:1], 1)
+    await time.passes(53, registry, "engine", "other")
+    assert await registry.lease_gpus("other", GPUS[:1], 1, share=0.3) == GPUS[:1]
+    assert await registry.lease_gpus("engine", GPUS, 0) == []
+    assert await registry.lease_gpus("other", GPUS[:1], 1) == GPUS[:1]  # the whole, now that it is alone
+    assert time.coordinator().gpu_share_of("other") == 1.0

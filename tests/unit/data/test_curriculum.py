@@ -269,21 +269,24 @@ def write(folder: Path, lines: list[dict[str, Any]]) -> int:
 
 
 def test_the_record_follows_from_the_folder_with_and_without_a_snapshot(tmp_path: Path) -> None:
-    lines = [line(index % 9, index % 3 / 2, "replay" if index % 5 == 0 else "") for index in range(40)]
+    lines = [
+        line(index % 9, index % 3 / 2, "replay" if index % 5 == 0 else "") | {"entry": f"{index // 4 + 7}-{index % 4}"}
+        for index in range(40)
+    ]
     whole = record_of(9, **SETTINGS)
     whole.observe(lines)
-    end = write(tmp_path, lines[:25])
+    end = write(tmp_path, [*lines[:25], *lines[22:25]])  # by two coordinators, one of which was replaced
     record = record_of(9, **SETTINGS)
-    assert history.load(record, tmp_path) == end
-    history.save(record, tmp_path, end)
-    write(tmp_path, lines[25:])
+    assert history.load(record, tmp_path) == lines[24]["entry"]
+    history.save(record, tmp_path, end, lines[24]["entry"])
+    write(tmp_path, lines[23:])
     text = (tmp_path / GROUPS).read_text()
     (tmp_path / GROUPS).write_text(
         "{" * lines[0].__len__() + text[lines[0].__len__() :]
     )  # the snapshot has these lines
     for _ in range(2):
         found = record_of(9, **SETTINGS)
-        history.load(found, tmp_path)
+        assert history.load(found, tmp_path) == lines[-1]["entry"]
         np.testing.assert_array_equal(found.tries, whole.tries)
         np.testing.assert_array_equal(found.pass_rate, whole.pass_rate)
         assert found.visits == whole.visits
@@ -295,7 +298,7 @@ def test_a_snapshot_of_other_data_is_not_used(tmp_path: Path, caplog: pytest.Log
     end = write(tmp_path, [line(8, 1.0)])
     record = record_of(9)
     history.load(record, tmp_path)
-    history.save(record, tmp_path, end)
+    history.save(record, tmp_path, end, "")
     smaller = record_of(5)
     history.load(smaller, tmp_path)
     assert smaller.tried == 0

@@ -108,9 +108,72 @@ def test_frozen_models_a_critic_and_a_judge(small: Path, large: Path) -> None:
     reference = next(one for one in apart.held if one.role == "reference")
     assert reference.bytes["weights"] == pytest.approx(8.19e9, rel=0.01)  # two bytes each, divided by two
     assert {("judge", ""), ("reference", "")} <= set(totals(apart))
+    beside = make(small, roles={"judge": {**roles["judge"], "gpu_share": 0.4}})
+    shared = {one.role: one for one in fit(beside, H200).held}
+    assert (shared["judge"].place, shared["rollout"].place) == ("0.4 of a GPU", "0.6 of a GPU")
+    assert shared["judge"].room + shared["rollout"].room == pytest.approx(H200.gpu_bytes, abs=2)
+    cache = shared["rollout"].bytes["weights"] + shared["rollout"].bytes["key-value cache"]
+    assert cache == pytest.approx(0.8 * 0.6 * H200.gpu_bytes, rel=1e-6)
+    # Where SGLang decides, both keep free what an engine keeps that has the GPU alone.
+    free = make(small, roles={"judge": {**roles["judge"], "gpu_share": 0.4, "memory_fraction": 0.0}})
+    judge = next(one for one in fit(free, H200).held if one.role == "judge")
+    static = judge.bytes["weights"] + judge.bytes["key-value cache"]
+    assert static == pytest.approx((0.4 - 0.15) * H200.gpu_bytes, rel=1e-6)
     critic = fit(make(small, algorithm={"name": "ppo"}), H200)
     held = next(one.bytes for one in critic.held if one.role == "trainer")
     assert held["critic moments"] == pytest.approx(held["moments"], rel=1e-4)
+
+
+def test_several_teachers_beside_the_trainer(small: Path, large: Path) -> None:
+    """All are held, but one is asked about a group."""
+    algorithm = {"name": "opd", "distill_coef": 0.0, "distill_loss_coef": 1.0}
+    one = {"model": str(small), "placement": "trainer"}
+    two = one | {"models": [{"model": str(large), "sources": ["code"]}]}
+    alone, both = (fit(make(small, algorithm=algorithm, roles={"teacher": own}), H200) for own in (one, two))
+    more = totals(both)["trainer", ""] - totals(alone)["trainer", ""]
+    assert more == pytest.approx(16.4e9, rel=0.01)
+    assert both.seconds.compute == alone.seconds.compute
+
+
+def test_a_reference_service_that_takes_over_weights_needs_room_in_the_runs_folder(small: Path) -> None:
+    own = {"placement": "service", "refresh_every": 10}
+    disk = fit(make(small, algorithm={"name": "grpo", "kl_coef": 0.1}, roles={"reference": own}), H200).disk
+    weights = "2 weights of the reference, and those being written"
+    assert disk[weights] == 3 * disk["the trained model"] > 0
+    assert weights not in fit(make(small), H200).disk
+
+
+def test_moments_in_bfloat16_need_half_as_much(small: Path) -> None:
+    half: dict[str, Any] = {"optimizer": {"moments": "bfloat16"}}
+    whole, policy, both = (
+        fit(make(small, algorithm={"name": "ppo"}, trainer=trainer, roles={"critic": critic}), H200)
+        for trainer, critic in (({}, {}), (half, {}), (half, half))
+    )
+    moments = [
+        [one.bytes[name] for name in ("moments", "critic moments")]
+        for found in (whole, policy, both)
+        for one in found.held
+        if one.role == "trainer"
+    ]
+    of_policy, of_critic = moments[0]
+    assert moments[1:] == [[of_policy // 2, of_critic], [of_policy // 2, of_critic // 2]]
+    saved = [found.host["a checkpoint being written"] for found in (whole, policy, both)]
+    assert [saved[0] - one for one in saved[1:]] == [of_policy // 2, of_policy // 2 + of_critic // 2]
+    # Moments on the host are float32, so no layout with both is proposed.
+    assert any(one.layout.offload for one in whole.layouts)
+    assert not any(one.layout.offload for one in policy.layouts)
+
+
+def test_logits_in_float32_need_twice_as_much(small: Path) -> None:
+    plain, exact = (
+        next(one.bytes for one in fit(make(small, trainer=own), H200).held if one.role == "trainer")
+        for own in ({}, {"fp32_lm_head": True})
+    )
+    # At most a twenty-fourth of the GPU is kept, in whole chunks, and a chunk of the gradient is rounded.
+    assert exact["logits"] + exact["work space"] > plain["logits"] + plain["work space"] + (1 << 28)
+    assert {name: size for name, size in exact.items() if name not in ("logits", "work space")} == {
+        name: size for name, size in plain.items() if name not in ("logits", "work space")
+    }
 
 
 def test_offload_and_colocation_need_the_hosts_memory(small: Path) -> None:
@@ -123,6 +186,17 @@ def test_offload_and_colocation_need_the_hosts_memory(small: Path) -> None:
     assert [one.place for one in found.held] == ["generate", "train", "synchronise"]
     assert found.host["the sleeping trainer"] == pytest.approx(14 * 1.72e9, rel=0.01)
     assert found.fits
+    judge = {"model": str(small), "engine": "sglang", "dtype": "bfloat16", "memory_fraction": 0.7, "gpu_share": 0.4}
+    beside = fit(
+        make(small, **{**shared.model_dump(include={"run", "board", "weights"}), "roles": {"judge": judge}}), H200
+    )
+    generate, train, synchronise = beside.held
+    cache = generate.bytes["judge's weights"] + generate.bytes["judge's key-value cache"]
+    assert cache == pytest.approx(0.7 * 0.4 * H200.gpu_bytes, rel=1e-6)
+    assert train.bytes["sleeping judge"] == synchronise.bytes["sleeping judge"] == train.bytes["sleeping engine"]
+    # An engine that sleeps gets new weights; a judge keeps its own.
+    assert beside.host["a sleeping judge's weights"] == generate.bytes["judge's weights"] > 0
+    assert beside.host.keys() - found.host.keys() == {"a sleeping judge's weights"}
     greedy = shared.model_copy(update={"rollout": shared.rollout.model_copy(update={"memory_fraction": 0.95})})
     assert not fit(greedy, H200).held[0].fits  # no room for the sleeping trainer's context
 

@@ -2,7 +2,15 @@
 
 import pytest
 
-from relaxd.replica.gpus import Gpu, gpu_environment, gpu_gauges, select_visible, visible_gpus, wait_until_steady
+from relaxd.replica.gpus import (
+    SHARE_VARIABLE,
+    Gpu,
+    gpu_environment,
+    gpu_gauges,
+    select_visible,
+    visible_gpus,
+    wait_until_steady,
+)
 
 WHOLE = tuple(Gpu(f"GPU-{letter}0000000-0000-0000-0000-000000000000", index) for index, letter in enumerate("abcd"))
 PARTS = (Gpu("MIG-1", 4), Gpu("MIG-2", 4))
@@ -34,6 +42,7 @@ def test_the_visible_ones(selection: str | None, expected: tuple[Gpu, ...]) -> N
 
 def test_children_see_what_was_leased_and_nothing_else() -> None:
     assert gpu_environment((D, B)) == {"CUDA_VISIBLE_DEVICES": "3,1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert gpu_environment((D,), 0.3)[SHARE_VARIABLE] == "0.3"
     assert gpu_environment(PARTS[:1])["CUDA_VISIBLE_DEVICES"] == "MIG-1"
     assert gpu_environment(())["CUDA_VISIBLE_DEVICES"] == ""
 

@@ -17,7 +17,7 @@ from relaxd.config.prompts.curriculum import CurriculumConfig
 from relaxd.data.curriculum.record import GrowingRecord, Record
 from relaxd.report import fates
 from relaxd.report.fates import ConditionError, GroupSet, condition, of_prompt, read_fates, summarise_fates
-from relaxd.run_folder import read_lines
+from relaxd.run_folder import closed_groups
 from services.coordinator.runs.run_files import RunFiles
 from tests.integration.scoring.processes import run_config
 from tests.kit.run_folders import write_run
@@ -89,14 +89,11 @@ def test_a_fate_has_what_each_stage_knew_and_is_told_once(board, tmp_path):
         {"group": "0-1", "index": 0, "step": 1, "reward": 0.5, **common},
     ]
     files = RunFiles(tmp_path)
-    assert files.end_groups() == ""
     files.append_groups(fates[:2])
     with (tmp_path / "groups.jsonl").open("a") as file:
         file.write('{"group": "0-')  # the coordinator dies while it writes the third
-    last = RunFiles(tmp_path).end_groups()
-    assert last == fates[1].entry_id
-    files.append_groups(board.fates(last))
-    board.forget_fates(fates[-1].entry_id)
+    files.append_groups(board.fates(fates[1].entry_id))
+    board.forget_fates(fates[-1].entry_id, term=1)
     assert board.fates() == []
     assert [line["group"] for line in read_fates(tmp_path)] == ["0-1", "0-3~1", "0-3", "0-2"]
 
@@ -171,7 +168,7 @@ def test_the_file_is_read_once_a_page_at_a_time(tmp_path, monkeypatch):
     write_lines(tmp_path, written)
     reads, pages = [], []
     monkeypatch.setattr(fates, "PAGE", 100)
-    monkeypatch.setattr(fates, "read_lines", lambda path: reads.append(path) or read_lines(path))
+    monkeypatch.setattr(fates, "closed_groups", lambda folder: reads.append(folder) or closed_groups(folder))
     curriculum = CurriculumConfig(sampler="hard")
     growing, known = GrowingRecord(curriculum), Record(70, curriculum)
 
@@ -254,10 +251,11 @@ def test_the_command(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_twenty_thousand_steps_are_read_quickly(tmp_path):
-    line = LINES[0] | {"prompt_tokens": 100, "entry": "1700000000000-0"}
+    line = LINES[0] | {"prompt_tokens": 100}
     with (tmp_path / "groups.jsonl").open("w") as file:
         for number in range(640_000):
-            file.write(json.dumps(line | {"group": f"0-{number:06d}", "step": number // 32}) + "\n")
+            own = {"group": f"0-{number:06d}", "step": number // 32, "entry": f"{1700000000000 + number}-0"}
+            file.write(json.dumps(line | own) + "\n")
     began = time.process_time()
     assert summarise_fates(tmp_path).all.trained == 640_000
     assert time.process_time() - began < 20

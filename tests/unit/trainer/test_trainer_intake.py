@@ -12,6 +12,7 @@ import pytest
 from relaxd.algorithms import create
 from relaxd.board import STAGES, Board, Delivery
 from relaxd.config import GRPOConfig, RunConfig
+from relaxd.roles import CRITIC, REFERENCE
 from services.trainer.batch.groups import MalformedGroup, RoutingShape, TrainGroup, check_group
 from services.trainer.loop.intake import HeldGroup, Intake, choose, due_groups, may_close
 from tests.integration.trainer.service_kit import Feeder, make_config
@@ -333,11 +334,11 @@ def test_groups_with_old_values_go_back_to_the_critic_and_come_again(redis_url: 
     trainer.take_all()
     assert ids(trainer.intake.select(1, []).chosen) == ["g1", "g2"]
     assert ids(trainer.intake.select(2, ["g1"]).chosen) == ["g2"]  # one step old: as it may be
-    assert trainer.intake.take_revalued() == 0
+    assert trainer.intake.take_redone(CRITIC) == 0
 
     assert not trainer.intake.select(3, ["g1"]).chosen  # what the step has already stays
-    assert trainer.intake.take_revalued() == 2
-    assert trainer.intake.take_revalued() == 0
+    assert trainer.intake.take_redone(CRITIC) == 2
+    assert trainer.intake.take_redone(CRITIC) == 0
     assert trainer.intake.held == 1
     assert value(trainer.board, 2) == 2
     trainer.take_all()
@@ -364,3 +365,43 @@ def columns_of_a_group() -> dict[str, Any]:
         "shares_prompt": np.ones(1, np.uint8),
         "loss_mask": np.ones(3, np.uint8),
     }
+
+
+# --- a reference service that takes over weights ---------------------------------------------------------------------
+
+
+def score(board: Board, weights: str) -> int:
+    """Score what waits for the reference, as one with these weights. Returns the number of groups."""
+    waiting = board.take("reference", "reference", count=9, block_seconds=0.1)
+    for delivery, columns in zip(waiting, board.load(waiting, ["tokens"]), strict=True):
+        assert columns is not None
+        logprobs = np.zeros(len(columns["tokens"]), np.float32)
+        assert board.commit([(delivery, {"ref_logprobs": logprobs, "reference_weights": weights})]) == [True]
+    return len(waiting)
+
+
+def test_groups_that_were_scored_with_other_weights_go_back_to_the_reference(redis_url: str) -> None:
+    """Also those that a replica scored before it had heard of the newer weights, however often."""
+    config = make_config(
+        Path("model"),
+        algorithm={"kl_coef": 0.1},
+        roles={"reference": {"placement": "service", "refresh_every": 2}},
+        board={"max_staleness": 9},
+    )
+    trainer = Trainer(redis_url, config)
+    trainer.feeder.feed(3, 0)
+    assert score(trainer.board, "") == 3
+    trainer.take_all()
+    assert ids(trainer.intake.select(1, []).chosen) == ["g1", "g2"]
+    for _ in range(2):
+        assert not trainer.intake.select(3, ["g1"], "step-000002.1").chosen
+        assert trainer.intake.take_redone(REFERENCE) == 2
+        assert score(trainer.board, "") == 2
+        trainer.take_all()
+    assert not trainer.intake.select(3, ["g1"], "step-000002.1").chosen
+    assert score(trainer.board, "step-000002.1") == 2
+    trainer.take_all()
+    assert ids(trainer.intake.select(3, ["g1"], "step-000002.1").chosen) == ["g2"]
+    assert trainer.intake.take_redone(CRITIC) == 0
+    trainer.intake.close()
+    trainer.board.close()

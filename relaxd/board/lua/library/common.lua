@@ -23,7 +23,8 @@
 --   data_nodes       URLs of the run's data nodes (JSON), where there are any
 --   pending          sorted set: pointers of attempts whose slices are being written -> when they are given up (milliseconds)
 --   garbage          set: pointers that no group has any more, or that came too late; sweep frees what they name
---   ledger           stream, id "<step>-0"      samples   stream, id "<step>-<i>"
+--   ledger           stream, id "<step>-0": the newest steps (LEDGER_STEPS); all are in the run's folder
+--   samples          stream, id "<step>-<i>"
 --   drops            hash: reason -> count      dropped   stream: records of dropped groups
 --   fates            stream: what became of each closed group, until the coordinator has written it to the run's folder
 --   retries          hash: group id -> "<retries>|<pointer>|<facts>" of prompts that wait to be retried
@@ -54,6 +55,16 @@ local function refuse_coordinator(term)
   local current = call('HGET', STATE, 'coordinator_term')
   if not current then return run_missing() end
   if term < tonumber(current) then return fail('FENCED term ' .. term .. ' is over: ' .. current .. ' coordinates') end
+  return nil
+end
+
+-- Return the error for a caller that is not the current trainer; nil if it is.
+local function refuse_trainer(term)
+  local current = call('HGET', STATE, 'trainer_term')
+  if not current then return run_missing() end
+  if term ~= tonumber(current) then
+    return fail('FENCED trainer term ' .. term .. ' is over: ' .. current .. ' trains')
+  end
   return nil
 end
 

@@ -4,12 +4,9 @@ local MAX_SAMPLES, MAX_SAMPLE_BYTES = 4096, 16777216
 
 local term, step, plan, metrics, group_count = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3], ARGV[4], tonumber(ARGV[5])
 local first_id, first_sample = 6, 6 + group_count
-local current_term, last_step = unpack(call('HMGET', STATE, 'trainer_term', 'last_step'))
-if not current_term then return run_missing() end
-if term ~= tonumber(current_term) then
-  return fail('FENCED trainer term ' .. term .. ' is over: ' .. current_term .. ' trains')
-end
-last_step = tonumber(last_step)
+local refusal = refuse_trainer(term)
+if refusal then return refusal end
+local last_step = tonumber(call('HGET', STATE, 'last_step'))
 if step ~= last_step + 1 then
   local entry = step == last_step and call('XRANGE', P .. 'ledger', step .. '-0', step .. '-0')[1]
   local committed = entry and to_table(entry[2])

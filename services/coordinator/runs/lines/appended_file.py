@@ -62,6 +62,11 @@ class AppendedFile:
         assert self._file is not None, "replace comes first"
         append_whole(self._file, b"".join(parts))
 
+    def sync(self) -> None:
+        """Wait until the disk has the file. Raises OSError."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:

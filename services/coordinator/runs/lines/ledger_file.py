@@ -1,22 +1,24 @@
 """ledger.jsonl: the steps of the board's ledger, in order, so that the run survives the loss of all Redis data."""
 
 import json
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import BinaryIO
 
-from relaxd.board import LedgerEntry
+from relaxd.board import LedgerEntry, LedgerTrimmed
+from relaxd.committed_steps import ReadLedger
 from relaxd.run_folder import newest_lines_with_ends
 from services.coordinator.runs.lines.appended_file import AppendedFile, Check
 
-ReadLedger = Callable[[int, int], list[LedgerEntry]]
-"""Returns the steps of the board's ledger after one, at most so many."""
 PAGE = 256
 """Steps that are read at once."""
 COPIED_BYTES = 1 << 20
 Identity = tuple[int, int, float]
-"""Step, trainer term and time of a commit."""
+"""Step, trainer term and time of a commit. Trainer terms begin at 1; 0: which commit it is isn't known."""
+
+logger = logging.getLogger(__name__)
 
 
 class LedgerFile:
@@ -39,22 +41,35 @@ class LedgerFile:
         """The last step in the file."""
         return self._last[0]
 
-    def take_over(self, read: ReadLedger, check: Check) -> None:
-        """Take the file over, and bring it up to date. `check` is asked before the file is replaced, now and later."""
+    def take_over(self, read: ReadLedger, check: Check) -> int:
+        """Take the file over, and bring it up to date. `check` is asked before the file is replaced, now and later.
+
+        Returns the last of the steps that were in it and are in the ledger, too.
+        """
         self._check = check
         self._file.remove_leftovers()
         self._rewind(read)
         self.rewound_to = None
+        kept = self.last_step
         while self.follow(read):
             pass
+        return kept
 
     def follow(self, read: ReadLedger) -> list[LedgerEntry]:
         """Append the next steps, at most PAGE, after replacing lines that the ledger doesn't have. Returns the steps.
 
         If `read` raises, it can be repeated.
         """
-        before = 1 if self.last_step else 0
-        entries = read(self.last_step - before, PAGE + before)
+        before = 1 if self._last[1] else 0
+        try:
+            entries = read(self.last_step - before, PAGE + before)
+        except LedgerTrimmed as error:
+            logger.error(
+                "%s ends at step %d, but the board's ledger begins at step %d: the steps between are lost",
+                *(self._path, self.last_step, error.first),
+            )
+            self._last, before = (error.first - 1, 0, 0.0), 0
+            entries = read(self.last_step, PAGE)
         if before and (not entries or _identity(entries[0]) != self._last):
             self._rewind(read)
             self.rewound_to = self.last_step
@@ -66,6 +81,10 @@ class LedgerFile:
             self._last = _identity(entries[-1])
         return entries
 
+    def sync(self) -> None:
+        """Wait until the disk has the file. Raises OSError."""
+        self._file.sync()
+
     def close(self) -> None:
         """Close the file."""
         self._file.close()
@@ -75,7 +94,12 @@ class LedgerFile:
         end, last = 0, (0, 0, 0.0)
         for found_end, line in newest_lines_with_ends(self._path):
             found = (line.get("step", 0), line.get("term", 0), line.get("time", 0.0))
-            if found[0] and [_identity(entry) for entry in read(found[0] - 1, 1)] == [found]:
+            try:
+                same = found[0] and [_identity(entry) for entry in read(found[0] - 1, 1)] == [found]
+            except LedgerTrimmed:  # it was trimmed because it is in the file
+                end, last = found_end, (found[0], 0, 0.0)
+                break
+            if same:
                 end, last = found_end, found
                 break
         if not end:

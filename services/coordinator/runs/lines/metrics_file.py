@@ -7,9 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from relaxd.board import LedgerTrimmed
+from relaxd.committed_steps import ReadLedger
 from relaxd.run_folder import read_lines
 from services.coordinator.runs.lines.appended_file import AppendedFile, Check
-from services.coordinator.runs.lines.ledger_file import PAGE, ReadLedger
+from services.coordinator.runs.lines.ledger_file import PAGE
 from services.coordinator.state.records import Evaluation
 
 Steps = Iterable[tuple[int, Mapping[str, float]]]
@@ -31,20 +33,22 @@ class MetricsFile:
         self.last_step = 0
         """The last step in the file."""
 
-    def take_over(self, read: ReadLedger, check: Check, last_step: int, evaluations: Iterable[Evaluation]) -> None:
-        """Take the file over with lines up to a step; the ledger gives those that it lacks.
+    def take_over(
+        self, read: ReadLedger, check: Check, kept: int, last_step: int, evaluations: Iterable[Evaluation]
+    ) -> None:
+        """Take the file over with its lines up to the step `kept`; the ledger gives those that it lacks.
 
         `check` is asked before the file is replaced, now and later.
         """
         self._check = check
         self._file.remove_leftovers()
         self._evaluations = {evaluation.step: evaluation.metrics for evaluation in evaluations}
-        self._rewrite(read, last_step)
+        self._rewrite(read, kept, last_step)
 
     def rewind(self, last_step: int) -> None:
         """Remove the lines after a step: it was committed again, or was lost with Redis's newest writes."""
         if last_step < self.last_step:
-            self._rewrite(lambda after, limit: [], last_step)
+            self._rewrite(lambda after, limit: [], last_step, last_step)
 
     def append(self, steps: Steps) -> None:
         """Append steps, all or none. Raises OSError; then it can be repeated."""
@@ -64,9 +68,9 @@ class MetricsFile:
         """Close the file."""
         self._file.close()
 
-    def _rewrite(self, read: ReadLedger, last_step: int) -> None:
+    def _rewrite(self, read: ReadLedger, kept: int, last_step: int) -> None:
         with self._writing:
-            self._file.replace(self._lines(read, last_step), self._check)
+            self._file.replace(self._lines(read, kept, last_step), self._check)
             self.last_step = last_step
 
     def _lines_with(self, step: int) -> Iterator[bytes]:
@@ -84,15 +88,15 @@ class MetricsFile:
             for line in lines:
                 yield self._line(step, json.loads(line)) if _begins(line, beginning) else line
 
-    def _lines(self, read: ReadLedger, last_step: int) -> Iterator[bytes]:
-        """Yield the line of every step up to the last one, in order."""
+    def _lines(self, read: ReadLedger, kept: int, last_step: int) -> Iterator[bytes]:
+        """Yield the line of every step up to the last one, in order: the file's up to `kept`, and the ledger's."""
         done = 0
         start = {}
         for line in read_lines(self._path):
             step = line.get("step")
             if step == 0 and not done:
                 start = line
-            elif isinstance(step, int) and done < step <= last_step:
+            elif isinstance(step, int) and done < step <= kept:
                 if not done and (start or 0 in self._evaluations):
                     yield self._line(0, start)
                 yield from self._missing(read, done, step - 1)
@@ -104,7 +108,14 @@ class MetricsFile:
 
     def _missing(self, read: ReadLedger, after: int, until: int) -> Iterator[bytes]:
         """Yield lines with what the ledger has on these steps."""
-        while after < until and (entries := read(after, min(PAGE, until - after))):
+        while after < until:
+            try:
+                entries = read(after, min(PAGE, until - after))
+            except LedgerTrimmed as trimmed:  # nobody has the steps between: ledger.jsonl, too, goes on without them
+                after = trimmed.first - 1
+                continue
+            if not entries:
+                return
             for entry in entries:
                 yield self._line(entry.step, entry.metrics)
             after = entries[-1].step

@@ -1,9 +1,11 @@
 """The scripted engine: answers of drawn lengths after the time that they would take."""
 
 import asyncio
+from bisect import bisect_right
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import cache
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -144,7 +146,7 @@ class ScriptedEngine(RolloutEngine):
         """Return the tokens of a sample up to `end` that weren't reported."""
         start, sample.reported = sample.reported, end
         versions: Any = np.full(end - start, sample.version, dtype=np.int64)
-        newer = [(position, number) for position, number in self._changes if position > sample.begin]
+        newer = self._changes[bisect_right(self._changes, sample.begin, key=itemgetter(0)) :]
         for position, number in newer:
             versions[max(0, int(position - sample.begin) + sample.begun - start) :] = number
         output = Output(

@@ -12,6 +12,7 @@ from sglang.version import __version__
 
 from relaxd.config import RolloutConfig
 from relaxd.rpc.errors import InvalidArgument
+from services.rollout.engines.sglang.gpu_share import fraction_of_share
 
 SET_BY_RELAXD = {
     "model_path": "model.path",
@@ -22,6 +23,7 @@ SET_BY_RELAXD = {
     "max_running_requests": "rollout.max_running_samples",
     "enable_return_routed_experts": "rollout.return_routed_experts",
     "enable_memory_saver": "run.colocate",
+    "enable_weights_cpu_backup": "run.colocate",
 }
 """Options that relaxd sets, and the settings that they come from."""
 
@@ -49,8 +51,17 @@ class OptionError(InvalidArgument):
     """An option of [rollout.sglang] is invalid; the message names it and the valid values."""
 
 
-def server_args(folder: str, config: RolloutConfig, *, colocate: bool) -> ServerArgs:
-    """Return SGLang's ServerArgs for a model, a run's [rollout] table, and whether the engine has to sleep.
+def server_args(
+    folder: str, config: RolloutConfig, *, colocate: bool, frozen: bool = False, share: float = 1.0
+) -> ServerArgs:
+    """Return SGLang's ServerArgs for a model.
+
+    Args:
+        folder: the model.
+        config: a run's [rollout] table.
+        colocate: whether the engine has to sleep.
+        frozen: whether it has the same weights after that, of which the host's memory holds a copy.
+        share: its share of its GPUs, which its scheduler processes have to know, too (`show_share`).
 
     Raises OptionError, or SGLang's own exceptions for options that contradict each other.
     """
@@ -73,9 +84,13 @@ def server_args(folder: str, config: RolloutConfig, *, colocate: bool) -> Server
         values["mem_fraction_static"] = config.memory_fraction
     if colocate and torch.cuda.is_available():
         values["enable_memory_saver"] = True
+        values["enable_weights_cpu_backup"] = frozen
     if config.return_routed_experts:
         values["enable_return_routed_experts"] = True
-    return ServerArgs(**values)
+    args = ServerArgs(**values)
+    if share < 1 and not config.memory_fraction:
+        args.mem_fraction_static = fraction_of_share(args.mem_fraction_static, share)
+    return args
 
 
 def check_options(options: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 
 from relaxd.config import RolloutConfig
 from relaxd.data.models import EXPERT_COUNTS
+from relaxd.replica.gpus import gpu_share
 from relaxd.rpc.errors import FailedPrecondition, RpcError
 from relaxd.v1 import engine_pb2, rollout_pb2, weights_pb2
 from services.rollout.engines.engine_process import EngineProcess, read_arguments
@@ -75,7 +76,7 @@ class SGLangProcess(EngineProcess):
         launched: "Future[engine_pb2.LoadResponse]",
     ) -> None:
         try:
-            args = server_args(folder, config, colocate=colocate)
+            args = server_args(folder, config, colocate=colocate, frozen=self.frozen, share=gpu_share())
             self._on_gpus = args.device == "cuda"
             experts = expert_count(args.get_model_config().hf_text_config) if config.return_routed_experts else 0
             if config.return_routed_experts and not experts:

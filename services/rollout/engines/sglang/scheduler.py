@@ -24,10 +24,12 @@ from sglang.srt.managers.scheduler import Scheduler
 from transformers import AutoTokenizer
 
 from relaxd.process.child_server import die_with_parent, serve_socket
+from relaxd.replica.gpus import gpu_share
 from relaxd.rpc.enums import words
 from relaxd.v1 import engine_pb2, engine_pb2_grpc, rollout_pb2, rollout_pb2_grpc, weights_pb2
 from relaxd.weights.group import Transport
 from relaxd.weights.manifest import ManifestMismatch
+from services.rollout.engines.sglang.gpu_share import memory_of_all, show_share
 from services.rollout.engines.sglang.schedulers import (
     ANSWER_SECONDS,
     FOLDER_VARIABLE,
@@ -49,6 +51,7 @@ def run_scheduler(*args: Any) -> None:
     parent = multiprocessing.parent_process()
     if parent is None or os.getppid() != parent.pid:
         os._exit(1)  # the parent ended before die_with_parent
+    show_share(gpu_share())
     sglang_scheduler.Scheduler = ControlledScheduler
     sglang_scheduler.run_scheduler_process(*args)
 
@@ -213,7 +216,7 @@ class ControlHandlers(engine_pb2_grpc.SchedulerServicer, rollout_pb2_grpc.Rollou
         if scheduler.cuda_device is None:
             memory = int(psutil.Process().memory_info().rss)
         else:
-            free, total = torch.cuda.mem_get_info(scheduler.cuda_device)
+            free, total = memory_of_all(scheduler.cuda_device)
             memory = total - free
         return engine_pb2.GetSchedulerStatsResponse(
             running_samples=len(scheduler.running_batch.reqs),

@@ -51,8 +51,12 @@ class TransformersEngine:
         on_output: OutputHandler,
         on_failure: FailureHandler,
         threads: int = 0,
+        keep_weights: bool = False,
     ) -> None:
-        """`decode` turns token ids into text; `end_ids` are the model's end tokens; `threads` 0 is torch's default."""
+        """`decode` turns token ids into text; `end_ids` are the model's end tokens; `threads` 0 is torch's default.
+
+        With `keep_weights` a sleep frees no parameters, because nobody would send them again.
+        """
         self.model = model
         self._decode = decode
         self._end_ids = frozenset(end_ids)
@@ -62,6 +66,7 @@ class TransformersEngine:
         self._threads = threads
         self._gate = GenerationGate()
         self._memory = ParameterMemory(model)
+        self._keep_weights = keep_weights
         self._waiting: deque[list[RunningSample]] = deque()
         self._batch: Batch | None = None
         self._cancelled: set[str] = set()
@@ -148,7 +153,8 @@ class TransformersEngine:
             return
         self._gate.pause("drain", timeout + SLEEP_LEASE_SECONDS, timeout)
         self._gate.sleep()
-        self._memory.release()
+        if not self._keep_weights:
+            self._memory.release()
 
     def wake(self, parts: Collection[MemoryPart]) -> None:
         """Allocate memory again; weights are undefined until an update. Keys and values are allocated as needed."""

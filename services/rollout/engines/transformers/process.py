@@ -47,6 +47,7 @@ class TransformersProcess(EngineProcess):
             on_output=lambda request_id, outputs: self.outputs.put({request_id: outputs}),
             on_failure=self.outputs.fail,
             threads=config.threads,
+            keep_weights=self.frozen,
         )
         facts = model.config.get_text_config()
         context = getattr(facts, "max_position_embeddings", 0) or 0

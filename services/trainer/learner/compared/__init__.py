@@ -1,1 +1,1 @@
-"""What the trained model is compared with: frozen models, and the columns that they make."""
+"""What the trained model is compared with: frozen models, the columns that they make, and which one a group is for."""

@@ -6,6 +6,7 @@ likeliest, because only there is the student.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
@@ -21,6 +22,7 @@ from relaxd.roles import REFERENCE, TEACHER
 from services.trainer.batch.row_packing import PackedMicroBatch
 from services.trainer.learner.forward import Forward
 from services.trainer.model.architecture import ModelError
+from services.trainer.model.hf_weights import load_hf
 from services.trainer.model.model import PolicyModel
 
 COLUMNS_OF = {REFERENCE: (REF_LOGPROBS,), TEACHER: (TEACHER_LOGPROBS, CANDIDATES, TEACHER_CANDIDATE_LOGPROBS)}
@@ -41,7 +43,13 @@ class FrozenModel:
     """A frozen model of this rank. All ranks make the same calls in the same order."""
 
     def __init__(
-        self, role: str, forward: Forward, needs: Needs, columns: Collection[str], trained_vocabulary: int
+        self,
+        role: str,
+        forward: Forward,
+        needs: Needs,
+        columns: Collection[str],
+        trained_vocabulary: int,
+        name: str = "",
     ) -> None:
         """Load the model of `forward`'s folder.
 
@@ -51,11 +59,13 @@ class FrozenModel:
             needs: the algorithm's.
             columns: the columns that are wanted of it, and others.
             trained_vocabulary: number of tokens of the trained model.
+            name: its name among the models of its role.
 
         Raises:
             ModelError: there are fewer tokens than candidates.
         """
         self.role = role
+        self.name = name
         self.forward = forward
         self.columns = tuple(name for name in COLUMNS_OF[role] if name in columns)
         """The columns that it makes."""
@@ -78,6 +88,10 @@ class FrozenModel:
         for own, weight in zip(self.module.parameters(), trained.parameters(), strict=True):
             own.copy_(weight)
         self.refreshed = True
+
+    def load(self, folder: Path) -> None:
+        """Take over the weights of a Hugging Face folder of the same architecture. Raises ModelError."""
+        load_hf(self.module, folder, self.forward.architecture, self.forward.world)
 
     def compute(
         self, micro_batches: Sequence[PackedMicroBatch], student: Student | None = None

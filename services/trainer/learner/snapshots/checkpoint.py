@@ -87,6 +87,8 @@ class Stateful:
     """Number of updates that have changed the weights."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The numbers of the last step, where nothing else keeps them."""
+    skipped_in_a_row: int = 0
+    """Updates skipped since the last one that wasn't, where nothing else keeps them."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,8 @@ class Loaded:
     optimizer_steps: int
     """As of `Stateful`."""
     metrics: dict[str, float]
+    """As of `Stateful`."""
+    skipped_in_a_row: int
     """As of `Stateful`."""
 
 
@@ -146,6 +150,7 @@ class Snapshot:
             **self._content(state.policy),
             "optimizer_steps": state.optimizer_steps,
             "metrics": dict(state.metrics),
+            "skipped_in_a_row": state.skipped_in_a_row,
             "generators": _generators(state.world, read_generators()),
         }
         if state.critic is not None:
@@ -206,6 +211,13 @@ class Snapshot:
         finally:
             self._kept.in_use = False
 
+    def give_up(self) -> None:
+        """Leave it unwritten. Waits for the copies, as the next snapshot needs their memory. Raises as `write`."""
+        try:
+            self.copies.check()
+        finally:
+            self._kept.in_use = False
+
     def finish(self) -> str:
         """Write the metadata; see `SnapshotFiles.finish`. All ranks call it, after `write` has succeeded on all."""
         return self._files.finish()
@@ -245,9 +257,9 @@ def load_snapshot(state: Stateful, folder: Path, *, same_layout: bool) -> Loaded
         model.refreshed = True
     if same_layout:
         write_generators(loaded["generators"])
-    # Checkpoints of earlier releases have neither; their steps had one update.
+    # Checkpoints of earlier releases have none of these; their steps had one update.
     steps = int(loaded.get("optimizer_steps", state.policy.schedule.num_steps))
-    return Loaded(steps, dict(loaded.get("metrics", {})))
+    return Loaded(steps, dict(loaded.get("metrics", {})), int(loaded.get("skipped_in_a_row", 0)))
 
 
 def _check_critic(state: Stateful, folder: Path) -> None:

@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-STATE = ("param", "exp_avg", "exp_avg_sq")
+from services.trainer.learner.bfloat16_moments import MOMENTS, moments_dtype
+
+STATE = ("param", *MOMENTS)
 """The distributed optimizer's state of each parameter."""
 STAGING_BYTES = 32 << 20
 """Size of each of two pinned buffers between GPU and host: the GPU fills one while the host empties the other."""
@@ -129,13 +131,14 @@ class HostCopies:
         assert not return_on_all_ranks
         group = optimizer.data_parallel_group_gloo
         first = group.rank() == 0
+        dtypes = {"param": torch.float32} | dict.fromkeys(MOMENTS, moments_dtype(optimizer.optimizer))
         state: dict[Any, Any] = {"buckets_coalesced": True}
         for index, ranges in enumerate(optimizer.gbuf_ranges):
             buffer = optimizer.buffers[index]
             ((dtype, buckets),) = ranges.items()
             size = buffer.numel_unpadded
-            targets = {key: self._empty((size,), torch.float32) for key in STATE} if first else {}
-            self._work.append(partial(_gather, optimizer, buffer, buckets, targets, group))
+            targets = {key: self._empty((size,), dtypes[key]) for key in STATE} if first else {}
+            self._work.append(partial(_gather, optimizer, buffer, buckets, targets, dtypes, group))
             state[index] = {dtype: {**targets, "numel_unpadded": size}}
         return state if first else None
 
@@ -180,9 +183,15 @@ def _copy(target: Tensor, source: Tensor, stage: _Stage) -> None:
 
 
 def _gather(
-    optimizer: Any, buffer: Any, buckets: list[Any], targets: dict[str, Tensor], group: dist.ProcessGroup, stage: _Stage
+    optimizer: Any,
+    buffer: Any,
+    buckets: list[Any],
+    targets: dict[str, Tensor],
+    dtypes: dict[str, torch.dtype],
+    group: dist.ProcessGroup,
+    stage: _Stage,
 ) -> None:
-    """Gather a buffer's state from all data-parallel ranks into the first one's float32 [numel_unpadded] targets."""
+    """Gather a buffer's state from all data-parallel ranks into the first one's [numel_unpadded] targets."""
     begin = 0
     for bucket, ranges in zip(buffer.buckets, buckets, strict=True):
         end = begin + bucket.numel_unpadded
@@ -190,14 +199,14 @@ def _gather(
         own = {model: optimizer._get_main_param_and_optimizer_states(model) for model in ranges["param_map"]}
         for key in STATE:
             alone = group.size() == 1
-            mine = targets[key][begin:end] if alone else torch.zeros(share)
+            mine = targets[key][begin:end] if alone else torch.zeros(share, dtype=dtypes[key])
             for model, places in ranges["param_map"].items():
                 place = places["gbuf_local"]
                 stage.copy(mine[place.start : place.end], own[model][key].detach())
             if alone:
                 continue
             stage.finish()
-            parts = torch.empty(share * group.size()) if targets else None
+            parts = torch.empty(share * group.size(), dtype=dtypes[key]) if targets else None
             received = list(parts.split(share)) if parts is not None else None
             dist.gather(mine, received, dist.get_process_group_ranks(group)[0], group)
             if parts is not None:

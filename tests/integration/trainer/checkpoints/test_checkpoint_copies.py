@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from relaxd.process.garbage import freeze_objects
 from services.trainer.batch.row_packing import pack
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.snapshots import checkpoint_copies, checkpoint_writer
 from services.trainer.learner.snapshots.checkpoint import Snapshot
-from services.trainer.megatron.host_memory import freeze_objects
 from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model, make_samples
 
 PATIENCE = 120.0

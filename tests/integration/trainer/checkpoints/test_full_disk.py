@@ -1,16 +1,27 @@
 """The trainer on a full disk: no rank fails, nothing waits in a collective, and nothing is lost."""
 
+import shutil
 from functools import partial
 from pathlib import Path
 
 import grpc
 import pytest
 
+from relaxd.run_folder import checkpoint_path, checkpoint_steps, checkpoints_folder
 from relaxd.v1 import trainer_pb2
 from services.trainer.batch.step_file import read_committed, step_file_path
-from services.trainer.checkpoints.folder import checkpoint_path, checkpoint_steps, checkpoints_folder, verify
-from tests.integration.trainer.service_kit import TrainerProcess, export, make_config, trainer_service
+from services.trainer.checkpoints.folder import verify
+from tests.integration.trainer.service_kit import (
+    RUN_ID,
+    Feeder,
+    TrainerProcess,
+    export,
+    make_config,
+    trainer_service,
+)
+from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model
 from tests.kit.disks import full_disk
+from tests.kit.waiting import wait_until
 
 
 def refusal(process: TrainerProcess, what: str) -> str:
@@ -30,8 +41,8 @@ def test_two_ranks_outlive_a_full_disk(tiny_qwen3: Path, redis_url: str, tmp_pat
         trainer={
             "ranks": 2,
             "tensor_parallel": 2,
-            "collective_timeout_seconds": 3.0,
-            "disk_stall_seconds": 3.0,
+            "collective_timeout_seconds": 4.5,
+            "disk_stall_seconds": 4.5,
             "checkpoint": {"every": 0},
         },
     )
@@ -61,7 +72,7 @@ def test_two_ranks_outlive_a_full_disk(tiny_qwen3: Path, redis_url: str, tmp_pat
             # Requests are served meanwhile, and the other rank waits for longer than it may in a collective.
             told = coordinator.status.progress
             refusal(process, "checkpoint")
-            coordinator.wait(lambda: coordinator.status.progress > told + 160)
+            coordinator.wait(lambda: coordinator.status.progress > told + 240)
             assert len(list(path.parent.iterdir())) == 2
             assert coordinator.announced[-1] == (1, 2)
         coordinator.wait_for_version(1, 3)
@@ -76,3 +87,45 @@ def test_two_ranks_outlive_a_full_disk(tiny_qwen3: Path, redis_url: str, tmp_pat
         assert checkpoint_steps(tmp_path) == [3, 1]
         verify(checkpoint_path(tmp_path, 3))
         assert (export(process, "model") / "model.safetensors").is_file()
+
+
+def test_a_checkpoint_that_does_not_fit_is_not_begun(
+    redis_url: str, tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from services.trainer.checkpoints.part import CheckpointPart
+    from services.trainer.loop.checkpoints import Answer, Checkpoints
+    from services.trainer.loop.commanded_rank import CommandedRank
+    from services.trainer.megatron.disk_work import DiskRefused
+    from services.trainer.megatron.rank_channel import RankChannel
+
+    model = make_model(tmp_path / "qwen3", "qwen3", tied=True)
+    learner, config = make_learner(Job(model)), make_config(model, trainer={"checkpoint": {"keep": 3}})
+    feeder, channel = Feeder(redis_url, config), RankChannel(30.0, learner.world.disk)
+    rank = CommandedRank(channel, learner, CheckpointPart(learner), feeder.board, tmp_path)
+    checkpoints, folder = Checkpoints(config, RUN_ID, 1, rank), checkpoints_folder(tmp_path)
+
+    def save() -> Answer:
+        answer = checkpoints.request()
+        checkpoints.begin_if_wanted(learner.step)
+
+        def ended() -> bool:
+            checkpoints.complete_if_written()
+            return answer.done()
+
+        wait_until(ended, "the end of the checkpoint")
+        return answer
+
+    usage = shutil.disk_usage(tmp_path)
+    with monkeypatch.context() as small:
+        small.setattr(shutil, "disk_usage", lambda path: usage._replace(free=300_000))
+        for _ in range(2):
+            with pytest.raises(DiskRefused) as refused:
+                save().result()
+            said = str(refused.value)
+            assert "nothing of it was written, because it doesn't fit; it needs " in said
+            assert f" on the disk of {folder}, which has 0 MB left. Remove what isn't needed there, " in said
+            assert said.endswith("or lower trainer.checkpoint.keep = 3")
+            assert list(folder.iterdir()) == []
+    assert save().result() == (str(checkpoint_path(tmp_path, 0)), 0)
+    verify(checkpoint_path(tmp_path, 0))
+    feeder.board.close()

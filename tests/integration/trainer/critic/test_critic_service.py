@@ -12,9 +12,10 @@ import torch
 from relaxd.board import CRITIC_STATE, Board, stages_for
 from relaxd.config import RunConfig
 from relaxd.roles import CRITIC, ROLES
+from relaxd.run_folder import checkpoint_path, critic_folder
 from relaxd.v1.replica_pb2 import REPLICA_STATE_READY
 from services.trainer.batch.step_file import read_committed
-from services.trainer.checkpoints.folder import checkpoint_path, critic_folder, read_state
+from services.trainer.checkpoints.folder import read_state
 from services.trainer.megatron.parallel import shut_down
 from tests.integration.trainer.critic.test_critic import PlainLoop, config_of, prepare_run, rewards_of
 from tests.integration.trainer.service_kit import RUN_ID, ScriptedCoordinator, TrainerProcess
@@ -45,7 +46,7 @@ class Critics:
         """Kill the rank once a step is committed, and start the next replica."""
         wait_until(lambda: len(self.board.ledger()) >= step, f"step {step}")
         os.kill(self.process.rank_pid(), signal.SIGKILL)
-        assert self.process.process.wait(30) == 1  # a supervisor starts the next
+        assert self.process.process.wait(60) == 1  # a supervisor starts the next
         self.process.close()
         self.start()
 
@@ -68,6 +69,8 @@ def train(job: RunJob, loop: PlainLoop, *, killed_after: int = 0) -> dict[int, d
             killing.join()
         last = checkpoint_path(critic_folder(job.folder), 2)
         wait_until(last.is_dir, "the critic's checkpoint of the last step")
+        critics.board.ask_critic(term=critics.board.trainer_term(), step=2, keep=True)
+        wait_until((last / "kept").exists, "the mark that it stays")
     finally:
         critics.close()
     of_critic: dict[int, dict[str, list[float]]] = {}

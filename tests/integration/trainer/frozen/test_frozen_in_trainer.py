@@ -10,12 +10,13 @@ import pytest
 import torch
 import transformers
 
+from relaxd.board import Board, stages_for
 from relaxd.config import RunConfig
 from services.trainer.batch.row_packing import pack
 from services.trainer.batch.step_file import read_committed
 from services.trainer.megatron.parallel import shut_down
 from services.trainer.offline.replay import replay
-from tests.integration.trainer.service_kit import Feeder, make_config
+from tests.integration.trainer.service_kit import RUN_ID, Feeder, make_config
 from tests.integration.trainer.trainer_worlds import (
     Job,
     make_learner,
@@ -57,7 +58,7 @@ def test_candidates_and_their_divergence_are_those_of_transformers(models: dict[
         Job(
             models["student"],
             algorithm={**settings, "name": "opd", "distill_coef": 0.0},
-            frozen={"teacher": models["teacher"]},
+            frozen={"teacher": {"": models["teacher"]}},
         )
     )
     student, teacher = (log_softmax(models[name], samples) for name in ("student", "teacher"))
@@ -107,11 +108,14 @@ def config_of(student: Path, roles: dict[str, Any], algorithm: dict[str, Any], *
     )
 
 
-def prepare_run(redis_url: str, number: int, config: RunConfig, folder: Path) -> RunJob:
-    """A run whose groups all wait for it, in a database of its own."""
+def prepare_run(redis_url: str, number: int, config: RunConfig, folder: Path, stray: str = "") -> RunJob:
+    """A run whose groups all wait for it, in a database of its own; the first may be of a source of its own."""
     folder.mkdir(parents=True)
     url = redis_url.removesuffix("/0") + f"/{number}"
     feeder = Feeder(url, config)
+    if stray:
+        feeder.publish(source=stray)
+        feeder.finish(feeder.begin(1, 0), 0)
     for length in (6, 9, 4, 11):
         feeder.feed(1, 0, length=length)
     feeder.board.close()
@@ -145,6 +149,63 @@ def test_a_teacher_with_prompts_of_its_own_sees_the_same_answers(
                 expected = logits.log_softmax(-1).gather(-1, answer[:, None])[:, 0].numpy()
                 np.testing.assert_allclose(columns["teacher_logprobs"][begin : begin + length], expected, atol=1e-4)
                 begin += length
+    shut_down()
+    assert same(run_job(job), trained)
+
+
+@pytest.mark.parametrize(("of", "mini_batches"), [("", 1), ("union", 2)], ids=["sampled tokens", "candidates"])
+def test_several_teachers_judge_the_groups_of_their_sources(
+    models: dict[str, Path], redis_url: str, tmp_path: Path, of: str, mini_batches: int
+) -> None:
+    """Groups of two sources share micro-batches, but not a teacher. One of a third source is dropped."""
+    of_source = {"source-0": models["teacher"], "source-1": models["student"]}
+    candidates = {"distill_top_k": TOP_K, "distill_candidates": of} if of else {}
+    config = config_of(
+        models["student"],
+        {
+            "teacher": {
+                "models": [{"model": str(folder), "sources": [name]} for name, folder in of_source.items()],
+                "placement": "trainer",
+            }
+        },
+        {"name": "opd", "distill_coef": 0.0, "distill_loss_coef": 1.0, "old_logprobs": "current", **candidates},
+        groups_per_step=2,
+        mini_batches=mini_batches,
+    )
+    job = prepare_run(redis_url, 1, config, tmp_path / "run", stray="nowhere")
+    job = replace(job, config=config.model_copy(update={"run": config.run.model_copy(update={"steps": 2})}))
+    trained = run_job(job)
+    board = Board(job.redis_url, RUN_ID, stages_for(config), config.board)
+    (dropped,) = board.dropped()
+    board.close()
+    assert (dropped.group_id, dropped.reason) == ("g1", "no_logprobs")
+    assert 'roles.teacher.models list source-0, source-1, but the group is of the source "nowhere"' in dropped.detail
+
+    exact = {
+        name: transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        for name, folder in of_source.items()
+    }
+    for entry in trained["ledger"]:
+        groups = read_committed(tmp_path / "run", entry.step, entry.plan).groups.values()
+        assert {columns["prompt"]["metadata"]["data_source"] for columns in groups} == set(of_source)
+        for columns in groups:
+            teacher = exact[columns["prompt"]["metadata"]["data_source"]]
+            prompt = torch.from_numpy(columns["prompt_tokens"].astype(np.int64))
+            begin = 0
+            for length in columns["lengths"].tolist():
+                own = slice(begin, begin := begin + length)
+                answer = torch.from_numpy(columns["tokens"][own].astype(np.int64))
+                with torch.no_grad():
+                    logits = teacher(torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1 : -1]
+                logprobs = logits.log_softmax(-1)
+                if not of:
+                    found, ids = columns["teacher_logprobs"][own][:, None], answer[:, None]
+                else:
+                    found = columns["teacher_candidate_logprobs"][own]
+                    ids = torch.from_numpy(columns["candidates"][own])
+                    np.testing.assert_array_equal(ids[:, :TOP_K], logprobs.topk(TOP_K).indices)
+                expected = logprobs.gather(-1, ids.long().clamp(min=0)) * (ids >= 0)
+                np.testing.assert_allclose(found, expected.numpy(), atol=1e-4)
     shut_down()
     assert same(run_job(job), trained)
 

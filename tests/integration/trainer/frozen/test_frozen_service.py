@@ -179,7 +179,7 @@ def test_a_rank_that_dies_ends_the_replica_and_its_groups_go_to_the_next(
     with frozen_service(config, redis_url, tmp_path) as (coordinator, feeder, process):
         wait_until_ready(coordinator)
         os.kill(process.rank_pid(), signal.SIGKILL)
-        assert process.process.wait(30) == 1  # a supervisor starts the next
+        assert process.process.wait(60) == 1  # a supervisor starts the next
         groups = feeder.feed(3, 0)
         following = TrainerProcess(coordinator, redis_url, module=ROLES[REFERENCE].module)
         try:

@@ -231,8 +231,7 @@ def test_too_many_in_a_row_fail_and_name_their_groups(tiny_qwen3: Path, redis_ur
         os.kill(process.rank_pid(), signal.SIGKILL)  # a restart forgets none
         coordinator.wait_for_version(2, 1)
         feed_overflowing(feeder, 1)
-        coordinator.wait(lambda: "TooManySkippedUpdates" in coordinator.status.detail)
-        said = coordinator.status.detail
+        said = coordinator.wait_for_detail("TooManySkippedUpdates")
         assert "2 updates in a row had a loss or a gradient that isn't finite" in said
         assert "more than trainer.max_skipped_updates = 1 (step 1: g1, g2; step 2: g3, g4)" in said
         assert "The weights are those of step 0; the groups of step 2 are dropped" in said

@@ -1,7 +1,6 @@
 """Broadcasts tensor by tensor: what the ranks of a world send is the model, whoever holds which part of it."""
 
 import json
-import socket
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,11 @@ from services.trainer.model.architectures import read_architecture
 from services.trainer.model.hf_weights import hf_tensor_specs
 from tests.integration.trainer.service.broadcasting_ranks import BUCKET_BYTES
 from tests.integration.trainer.trainer_worlds import make_model, start_ranks
+from tests.kit.ports import free_port
 from tests.kit.processes import kill
+
+PATIENCE = 120.0
+"""Longest wait for anything, in seconds."""
 
 
 @pytest.mark.slow
@@ -25,14 +28,13 @@ def test_what_is_sent_directly_is_the_model(arrangement: str, tmp_path: Path) ->
     model = make_model(tmp_path / "model", "qwen3")
     stages = 2 if arrangement == "pipeline_parallel" else 1
     store = host_store()
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     arguments = [str(model), json.dumps({arrangement: 2}), str(store.port), "group", str(stages + 1)]
-    processes = start_ranks("tests.integration.trainer.service.broadcasting_ranks", *arguments, ranks=2, port=port)
+    processes = start_ranks(
+        "tests.integration.trainer.service.broadcasting_ranks", *arguments, ranks=2, port=free_port()
+    )
     try:
         group = WeightGroup("gloo", "127.0.0.1", store.port, "group", stages, stages + 1)
-        group.connect(60)
+        group.connect(PATIENCE)
         expected = load_file(model / "model.safetensors")
         specs = hf_tensor_specs(read_architecture(model), torch.float32, stages, 1)
         buckets = [
@@ -47,12 +49,12 @@ def test_what_is_sent_directly_is_the_model(arrangement: str, tmp_path: Path) ->
             received: dict[str, torch.Tensor] = {}
             for bucket in buckets:
                 wire = pieces(bucket, torch.empty(piece_bytes(bucket), dtype=torch.uint8))
-                group.start_broadcasts(wire, bucket.source_rank, 60).wait()
+                group.start_broadcasts(wire, bucket.source_rank, PATIENCE).wait()
                 received |= {spec.name: tensor for spec, tensor in zip(bucket.tensors, wire, strict=True)}
             assert received.keys() == expected.keys()
             for name, tensor in received.items():
                 assert torch.equal(tensor, expected[name]), name
-        told = [json.loads(process.communicate(timeout=60)[0].splitlines()[-1]) for process in processes]
+        told = [json.loads(process.communicate(timeout=PATIENCE)[0].splitlines()[-1]) for process in processes]
         group.abort()
     finally:
         kill(*processes)

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import threading
 import time
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from safetensors.numpy import load_file
 
 from relaxd.v1 import replica_pb2, trainer_pb2, weights_pb2
 from relaxd.weights.checksum import checksum
+from relaxd.weights.manifest import from_proto
 from tests.integration.trainer.service_kit import (
     Receiver,
     TrainerProcess,
@@ -23,18 +23,33 @@ from tests.integration.trainer.service_kit import (
     make_config,
     trainer_service,
 )
+from tests.kit.models import make_tiny_model
 from tests.kit.processes import kill, start_python
 
 DYING_RECEIVER = """
 import sys, time
+import torch
 from relaxd.weights.group import WeightGroup
-host, port, name, rank, size = sys.argv[1:]
+host, port, name, nbytes = sys.argv[1:]
 print("imported", flush=True)
-group = WeightGroup("gloo", host, int(port), name, int(rank), int(size))
-group.connect(20.0)
-print("connected", flush=True)
-time.sleep(60)
+group = WeightGroup("gloo", host, int(port), name, 1, 2)
+group.connect(60.0)
+group.broadcast(torch.empty(int(nbytes), dtype=torch.uint8), 0, 60.0)
+print("received one of several buckets", flush=True)
+time.sleep(600)
 """
+
+
+BROADCAST_SECONDS = 7.0
+"""Longer than what is left of a step takes, so that its optimizer has to wait."""
+PATIENCE = 60.0
+"""Limit of what is to end long before."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of several buckets on each of two ranks, so that a broadcast has a middle."""
+    return make_tiny_model(tmp_path_factory.mktemp("qwen3") / "model", architecture="qwen3", intermediate_size=2048)
 
 
 def exported(process: TrainerProcess, folder: str) -> dict[str, np.ndarray]:
@@ -55,8 +70,8 @@ def assert_received(receiver: Receiver, process: TrainerProcess, folder: str) ->
     assert answer.seconds > 0
 
 
-def test_weights_arrive_and_wrong_requests_are_refused(tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:
-    with trainer_service(make_config(tiny_qwen3), redis_url, tmp_path) as (coordinator, feeder, process):
+def test_weights_arrive_and_wrong_requests_are_refused(model: Path, redis_url: str, tmp_path: Path) -> None:
+    with trainer_service(make_config(model), redis_url, tmp_path) as (coordinator, feeder, process):
         coordinator.wait_for_version(1, 0)
         receiver = Receiver(process.trainer, "group-1", sync_id=3)
         assert_received(receiver, process, "version-0")
@@ -87,54 +102,47 @@ def test_weights_arrive_and_wrong_requests_are_refused(tiny_qwen3: Path, redis_u
         assert error_code(lambda: process.trainer.JoinWeightGroup(lonely)) is grpc.StatusCode.ABORTED
         # An engine that leaves ends the broadcast that waits for it.
         leaving = Receiver(process.trainer, "group-2", sync_id=5)
-        timer = threading.Timer(0.3, leaving.leave)
-        timer.start()
         started = time.monotonic()
-        request = leaving.request(timeout_seconds=20.0)
-        assert error_code(lambda: process.trainer.BroadcastWeights(request)) is grpc.StatusCode.ABORTED
-        assert time.monotonic() - started < BROADCAST_SECONDS + 3
-        timer.join()
+        assert leaving.leave_in_the_middle() is grpc.StatusCode.ABORTED
+        assert time.monotonic() - started < leaving.request().timeout_seconds / 2
         assert coordinator.status.weights == version_1
 
 
-BROADCAST_SECONDS = 5
-"""Longer than a step's forward and backward take, so that its optimizer has to wait."""
-
-
 @pytest.mark.slow
-def test_receiver_killed_in_the_middle_costs_at_most_the_timeout(
-    tiny_qwen3: Path, redis_url: str, tmp_path: Path
-) -> None:
-    with trainer_service(make_config(tiny_qwen3), redis_url, tmp_path) as (coordinator, feeder, process):
+def test_receiver_killed_in_the_middle_costs_at_most_the_timeout(model: Path, redis_url: str, tmp_path: Path) -> None:
+    with trainer_service(make_config(model), redis_url, tmp_path) as (coordinator, feeder, process):
         coordinator.wait_for_version(1, 0)
         manifest = process.trainer.GetWeightManifest(trainer_pb2.GetWeightManifestRequest())
+        first, *_ = from_proto(manifest.manifest)
         rank = process.rank_pid()
         for number, dies in enumerate((True, False), start=1):
             name = f"group-{number}"
-            place = (manifest.store_host, str(manifest.store_port), name, "1", "2")
+            place = (manifest.store_host, str(manifest.store_port), name, str(first.nbytes))
             engine = start_python("-c", DYING_RECEIVER, *place, stdout=subprocess.PIPE, text=True)
             try:
                 assert engine.stdout is not None
                 assert engine.stdout.readline() == "imported\n"  # which takes a busy machine longer than a join may
-                process.trainer.JoinWeightGroup(join_request(manifest, name, number), timeout=20)
-                assert engine.stdout.readline() == "connected\n"
+                process.trainer.JoinWeightGroup(join_request(manifest, name, number), timeout=PATIENCE)
+                feeder.feed(1, number - 1)  # most of the step, and what only the first one costs
+                coordinator.wait(lambda number=number: f"step {number}: 1 groups" in coordinator.status.detail)
+                seconds = PATIENCE if dies else BROADCAST_SECONDS
                 version = replica_pb2.WeightVersion(term=1, version=number - 1)
                 request = trainer_pb2.BroadcastWeightsRequest(
-                    sync_id=number, group_name=name, weights=version, timeout_seconds=BROADCAST_SECONDS
+                    sync_id=number, group_name=name, weights=version, timeout_seconds=seconds
                 )
                 started = time.monotonic()
-                call = process.trainer.BroadcastWeights.future(request, timeout=20)
+                call = process.trainer.BroadcastWeights.future(request, timeout=2 * PATIENCE)
+                assert engine.stdout.readline() == "received one of several buckets\n"
                 # The step's forward and backward run meanwhile; its optimizer waits for the broadcast.
-                feeder.feed(2, number - 1)
+                feeder.feed(1, number - 1)
                 coordinator.wait(lambda: "waiting for a weight broadcast to end" in coordinator.status.detail)
                 assert feeder.board.last_step() == number - 1
                 assert not call.done()
                 if dies:
                     os.kill(engine.pid, signal.SIGKILL)
-                assert call.exception(timeout=20).code() is grpc.StatusCode.ABORTED
-                assert time.monotonic() - started < BROADCAST_SECONDS + 3
+                assert call.exception(timeout=2 * PATIENCE).code() is grpc.StatusCode.ABORTED
                 coordinator.wait_for_version(1, number)
-                assert time.monotonic() - started < BROADCAST_SECONDS + 4
+                assert time.monotonic() - started < PATIENCE / 2
             finally:
                 kill(engine)
         assert process.rank_pid() == rank
@@ -143,16 +151,13 @@ def test_receiver_killed_in_the_middle_costs_at_most_the_timeout(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arrangement", ["tensor_parallel", "pipeline_parallel"])
-def test_weights_of_two_ranks_arrive(arrangement: str, tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:
-    config = make_config(tiny_qwen3, trainer={"ranks": 2, arrangement: 2})
+def test_weights_of_two_ranks_arrive(arrangement: str, model: Path, redis_url: str, tmp_path: Path) -> None:
+    config = make_config(model, trainer={"ranks": 2, arrangement: 2})
     with trainer_service(config, redis_url, tmp_path) as (coordinator, feeder, process):
         feeder.feed(2, 0)
         coordinator.wait_for_version(1, 1)
         # One that goes away in the middle leaves no rank waiting for another.
-        leaving = Receiver(process.trainer, "group-1", sync_id=1)
-        threading.Timer(0.3, leaving.leave).start()
-        request = leaving.request(timeout_seconds=20.0)
-        assert error_code(lambda: process.trainer.BroadcastWeights(request)) is grpc.StatusCode.ABORTED
+        assert Receiver(process.trainer, "group-1", sync_id=1).leave_in_the_middle() is grpc.StatusCode.ABORTED
         receiver = Receiver(process.trainer, "group-2", sync_id=2)
         assert_received(receiver, process, "model")
         receiver.leave()

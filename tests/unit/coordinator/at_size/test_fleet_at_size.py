@@ -6,10 +6,15 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+from relaxd.roles import ROLLOUT
+from relaxd.v1.coordinator_pb2 import Registration
+from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, ReplicaStatus, WeightVersion
 from services.coordinator.fleet.changes import GAP_SECONDS, Signal
 from services.coordinator.fleet.gpu_choice import OWN, SHARED, uuid_of
 from services.coordinator.fleet.gpu_holders import GpuHolders
+from services.coordinator.fleet.registry import Registry
 from services.coordinator.runs.manager import READERS, read_board
+from services.coordinator.state.store import Store
 
 
 async def test_many_changes_wake_their_waiters_a_few_times_and_none_is_missed() -> None:
@@ -36,6 +41,41 @@ async def test_many_changes_wake_their_waiters_a_few_times_and_none_is_missed() 
     waiter.cancel()
 
 
+async def test_wake_ups_are_as_far_apart_as_is_asked() -> None:
+    signal = Signal(lambda: 10 * GAP_SECONDS)
+    signal.fire()
+    signal.fire()
+    begun = time.monotonic()
+    await signal.wait(10.0)
+    assert time.monotonic() - begun > 8 * GAP_SECONDS
+
+
+async def test_heartbeats_that_confirm_a_synchronisation_wake_nobody(redis_url: str) -> None:
+    store = Store(redis_url)
+    store.take_over()
+    registry = Registry(store, lease_seconds=6.0, heartbeat_seconds=1.0, gpu_lease_seconds=60.0)
+    names = [f"rollout-{number}" for number in range(32)]
+    for name in names:
+        await registry.register(Registration(replica_id=name, role=ROLLOUT, address="127.0.0.1:9"))
+
+    def beat(version: int) -> None:
+        weights = WeightVersion(term=1, version=version)
+        for name in names:
+            status = ReplicaStatus(state=REPLICA_STATE_READY, run_id="run", weights=weights)
+            assert registry.heartbeat(name, status) is not None
+
+    beat(1)
+    for replica in registry.of_role(ROLLOUT):
+        assert registry.holds(replica.member)
+        registry.mark_synced(replica.member, (1, 2))
+    fired = []
+    registry.changed.fire = lambda: fired.append(1)  # type: ignore[method-assign]
+    beat(2)
+    assert not fired
+    beat(3)
+    assert len(fired) == len(names)
+
+
 async def test_readers_of_a_redis_that_does_not_answer_take_no_thread_from_others() -> None:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
     answers = threading.Event()
@@ -51,12 +91,13 @@ async def test_readers_of_a_redis_that_does_not_answer_take_no_thread_from_other
 def test_holders_of_gpus_are_those_of_a_plain_table() -> None:
     chance = random.Random(1)
     uuids = [f"GPU-{number}" for number in range(20)]
+    suffixes = ("", OWN, SHARED, "@judge:0.3", "@rollout:0.7")
     table = {uuids[0]: "replica-0", uuids[1] + SHARED: "replica-1", uuids[2] + OWN: "replica-1"}
     holders = GpuHolders(table)
     for _ in range(400):
         replica_id = f"replica-{chance.randrange(6)}"
         mine = [record for record, holder in table.items() if holder == replica_id]
-        free = [uuid + suffix for uuid in uuids for suffix in ("", OWN, SHARED) if uuid + suffix not in table]
+        free = [uuid + suffix for uuid in uuids for suffix in suffixes if uuid + suffix not in table]
         if chance.random() < 0.7:
             wanted = chance.sample(mine, min(1, len(mine))) + chance.sample(free, min(3, len(free)))
             assert sorted(holders.hold(replica_id, wanted)) == sorted(set(mine) - set(wanted))

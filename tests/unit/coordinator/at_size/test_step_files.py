@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from relaxd.board import LedgerEntry
+from relaxd.board import LedgerEntry, LedgerTrimmed
 from relaxd.board.types import Fate
 from relaxd.run_folder import read_lines
 from services.coordinator.runs.lines.appended_file import LEFTOVER_SECONDS
@@ -27,6 +27,8 @@ class Ledger:
         self.entries: list[LedgerEntry] = []
         self.read_entries = 0
         self.away = False
+        self.first = 1
+        """The step with which the board's ledger begins; those before were trimmed."""
 
     def commit(self, *steps: int, term: int = 1) -> None:
         """Commit steps; one that is there, and all after it, were lost."""
@@ -38,6 +40,8 @@ class Ledger:
     def read(self, after: int, limit: int) -> list[LedgerEntry]:
         if self.away:
             raise ConnectionError("away")
+        if after + 1 < self.first:
+            raise LedgerTrimmed(self.first, f"begins at step {self.first}")
         found = self.entries[after : after + limit]
         self.read_entries += len(found)
         return found
@@ -236,6 +240,37 @@ def test_a_long_run_is_read_from_where_its_files_end(tmp_path: Path) -> None:
     follow(open_files(tmp_path, ledger), ledger)
     check(tmp_path, ledger)
     assert ledger.read_entries < 10
+
+
+def test_steps_that_the_board_has_trimmed_stay_in_the_files(tmp_path: Path) -> None:
+    ledger = Ledger()
+    ledger.commit(*range(1, 31))
+    follow(open_files(tmp_path, ledger), ledger)
+    ledger.first = 21
+    follow(open_files(tmp_path, ledger), ledger)  # the next coordinator
+    check(tmp_path, ledger)
+    (tmp_path / "metrics.jsonl").unlink()  # the ledger's file has what the board has not
+    files = open_files(tmp_path, ledger)
+    check(tmp_path, ledger)
+    ledger.commit(28, 29, 30, 31, term=2)
+    follow(files, ledger)
+    check(tmp_path, ledger)
+    ledger.commit(*range(21, 40), term=3)  # all that the board has is new
+    follow(open_files(tmp_path, ledger), ledger)
+    check(tmp_path, ledger)
+
+
+def test_a_file_that_lacks_trimmed_steps_loses_no_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ledger = Ledger()
+    ledger.commit(*range(1, 31))
+    follow(open_files(tmp_path, ledger), ledger)
+    ledger.first = 21
+    path = tmp_path / "ledger.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:9]))
+    ledger.commit(31)
+    follow(open_files(tmp_path, ledger), ledger)
+    assert [line["step"] for line in lines(tmp_path, "ledger.jsonl")] == [*range(1, 10), *range(21, 32)]
+    assert f"{path} ends at step 9, but the board's ledger begins at step 21: the steps between are lost" in caplog.text
 
 
 def test_a_full_disk_leaves_no_part_of_a_line(tmp_path: Path) -> None:

@@ -4,17 +4,19 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import psutil
 import pytest
 import redis
 
 from relaxd.rpc.errors import ResourceExhausted
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.rpc.tls import TlsFiles
+from relaxd.waiting import DISK, waiting
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry
 from services.coordinator.runs.manager import RunManager
 from services.coordinator.state import retry
-from services.coordinator.state.records import RunRecord
+from services.coordinator.state.records import Phase, RunRecord
 from services.coordinator.state.store import Store, StoreUnavailable
 from tests.kit.disks import full_disk
 from tests.kit.tokenizer import write_tokenizer
@@ -101,6 +103,21 @@ async def test_a_restored_run_whose_creation_redis_did_not_answer_is_driven(
     assert desk.store.active_run_id() == "again"
 
 
+async def test_looking_at_a_run_again_and_again_takes_no_memory(desk: Desk) -> None:
+    await desk.start("first")
+    assert desk.manager.active is not None
+    record, process = desk.manager.active.record, psutil.Process()
+    size = (await desk.manager.message(record)).ByteSize()
+
+    async def look(times: int) -> int:
+        for _ in range(times):
+            await desk.manager.message(record)
+        return int(process.memory_info().rss)
+
+    before = await look(200)
+    assert await look(1000) - before < 500 * size
+
+
 async def test_a_run_that_is_extended_on_a_full_disk_stays_as_it_is(desk: Desk) -> None:
     await desk.start("first")
     await desk.stop()
@@ -166,3 +183,15 @@ async def test_a_deletion_is_ended_although_its_caller_is_gone(desk: Desk) -> No
         await calling
     desk.redis.execute_command("CLIENT", "UNPAUSE")
     await eventually(lambda: not desk.keys() and not desk.store.deleting(), "everything is deleted", 20.0)
+
+
+async def test_a_run_that_has_ended_waits_for_nothing_but_its_disk(desk: Desk) -> None:
+    await desk.start("first")
+    active = desk.manager.active
+    assert active is not None
+    await active.waiting.look()
+    assert (await desk.manager.message(active.record)).waiting_for.startswith("no trainer replica")
+    ended = active.record.model_copy(update={"phase": Phase.STOPPED})
+    assert (await desk.manager.message(ended)).waiting_for == ""
+    with waiting("the disk", on=DISK):
+        assert (await desk.manager.message(ended)).waiting_for

@@ -1,0 +1,61 @@
+"""The committed steps of a run: the newest ones from the board, those that it has trimmed from ledger.jsonl."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from relaxd.board import LedgerEntry, LedgerTrimmed
+from relaxd.run_folder import LEDGER
+
+ReadLedger = Callable[[int, int], list[LedgerEntry]]
+"""Returns the committed steps after one, at most so many; `Board.ledger` is one."""
+PAGE = 16
+"""Steps that are read at once: a plan may have hundreds of kilobytes."""
+STEP = re.compile(rb'\{"step": (\d+),')
+"""The beginning of a line, from which its step is known without parsing its plan."""
+
+
+class CommittedSteps:
+    """Reads committed steps in order. The coordinator trims the board only after it wrote them to the folder."""
+
+    def __init__(self, read: ReadLedger, folder: Path) -> None:
+        """`read` reads the board's ledger; `folder` is the run's."""
+        self._read = read
+        self._path = folder / LEDGER
+        self._position = (0, 0)
+        """A step, and the byte in the file after its line: where whoever reads on begins."""
+
+    def __call__(self, after_step: int, limit: int) -> list[LedgerEntry]:
+        """Return the steps after one, at most `limit`.
+
+        Raises LedgerTrimmed: the board has trimmed them, and the file lacks them. BoardUnavailable.
+        """
+        try:
+            return self._read(after_step, limit)
+        except LedgerTrimmed as trimmed:
+            entries = self._from_file(after_step, min(limit, trimmed.first - 1 - after_step))
+            if not entries:
+                raise LedgerTrimmed(trimmed.first, f"{trimmed}; {self._path} lacks step {after_step + 1}") from None
+            return entries
+
+    def pages(self, after_step: int) -> Iterator[list[LedgerEntry]]:
+        """Yield all steps after one. Raises as a call does."""
+        while page := self(after_step, PAGE):
+            yield page
+            after_step = page[-1].step
+
+    def _from_file(self, after_step: int, limit: int) -> list[LedgerEntry]:
+        """Return the steps right after one, as far as the file has them."""
+        entries: list[LedgerEntry] = []
+        if not self._path.is_file():
+            return entries
+        step, start = self._position
+        with self._path.open("rb") as file:
+            file.seek(start if step <= after_step else 0)
+            while len(entries) < limit and (line := file.readline()).endswith(b"\n"):
+                found = STEP.match(line)
+                if found and int(found[1]) == after_step + len(entries) + 1:
+                    entries.append(LedgerEntry(**json.loads(line)))
+                    self._position = (entries[-1].step, file.tell())
+        return entries

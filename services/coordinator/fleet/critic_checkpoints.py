@@ -1,0 +1,115 @@
+"""Checkpoints of a critic service, which takes them by itself once the trainer has asked it for them on the board."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from relaxd.roles import CRITIC
+from relaxd.run_folder import KEPT, checkpoint_path, checkpoint_steps, critic_folder
+from relaxd.v1.replica_pb2 import REPLICA_STATE_FAILED
+from relaxd.waiting import duration, waiting
+from services.coordinator.fleet.registry import Replica
+from services.coordinator.fleet.run_context import RunContext
+
+POLL_SECONDS = 0.3
+
+
+class NoCriticCheckpoint(Exception):
+    """The critic has not taken a checkpoint; the message says why it is not waited for any longer."""
+
+
+class CriticPatience:
+    """Decides how long a critic is waited for, which may die, restart and repeat steps meanwhile."""
+
+    def __init__(
+        self,
+        *,
+        away_seconds: float,
+        failed_seconds: float,
+        still_seconds: float,
+        max_restarts: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin to wait.
+
+        Args:
+            away_seconds: how long there may be no critic.
+            failed_seconds: how long one may say that it has failed, although it tries again.
+            still_seconds: how long one may do nothing that is seen, such as while it writes the checkpoint.
+            max_restarts: how often it may be replaced by a new process.
+            clock: monotonic seconds.
+        """
+        self._limits = away_seconds, failed_seconds, still_seconds, max_restarts
+        self._clock = clock
+        self._seen = self._moved = clock()
+        self._failing: float | None = None
+        self._ids: set[str] = set()
+        self._last: tuple[object, ...] = ()
+
+    def exhausted(self, critic: Replica | None) -> str:
+        """Return why to wait no longer, or "". Call it several times a lease, with the critic of the run."""
+        now = self._clock()
+        away, failed, still, max_restarts = self._limits
+        if critic is None:
+            return f"no critic has been there for {duration(now - self._seen)}" if now - self._seen > away else ""
+        self._seen, status = now, critic.status
+        self._ids.add(critic.replica_id)
+        # One that idles counts passes, too: only what it says that it does is progress.
+        doing = (critic.replica_id, status.state, status.detail, status.progress if status.detail else 0)
+        if doing != self._last:
+            self._last, self._moved = doing, now
+        if status.state != REPLICA_STATE_FAILED:
+            self._failing = None
+        elif self._failing is None:
+            self._failing = now
+        if self._failing is not None and now - self._failing > failed:
+            return f"{critic.replica_id} has failed: {status.detail or 'it gives no reason'}"
+        if len(self._ids) - 1 > max_restarts:
+            return f"it was started again {len(self._ids) - 1} times, more than health.max_restarts = {max_restarts}"
+        if now - self._moved > still:
+            return f"{critic.replica_id} has made no progress for {duration(now - self._moved)}"
+        return ""
+
+
+async def await_critic(context: RunContext, run_folder: Path, step: int, *, kept: bool = False) -> None:
+    """Wait until the critic has the checkpoint of a step for which the trainer has asked it.
+
+    Return at once in a run without a critic service. A checkpoint of a later step does, too: a critic that still writes
+    an earlier one takes the next one once that is done. A critic that restarts is waited for.
+
+    Args:
+        context: the run.
+        run_folder: the run's folder.
+        step: the step.
+        kept: whether it must be one that is never removed.
+
+    Raises:
+        NoCriticCheckpoint: the critic has been away, has failed or has stood still for too long.
+    """
+    if context.config.roles.critic.placement != "service":
+        return
+    health = context.config.health
+    patience = CriticPatience(
+        away_seconds=health.role_timeout_seconds,
+        failed_seconds=health.failed_seconds,
+        still_seconds=context.config.trainer.checkpoint.timeout_seconds,
+        max_restarts=health.max_restarts,
+    )
+    awaited = f"the critic's checkpoint of step {step}"
+    with waiting(awaited, on=CRITIC) as wait:
+        while not await asyncio.to_thread(_has_checkpoint, run_folder, step, kept):
+            critic = context.fleet.newest(CRITIC)
+            if problem := patience.exhausted(critic):
+                raise NoCriticCheckpoint(f"there is no checkpoint of the critic of step {step}: {problem}")
+            wait.on = critic.replica_id if critic is not None else CRITIC
+            detail = critic.status.detail if critic is not None else "it isn't there, and is expected back"
+            wait.reason = f"{awaited}: {detail}" if detail else awaited
+            await context.registry.changed.wait(POLL_SECONDS)
+
+
+def _has_checkpoint(run_folder: Path, step: int, kept: bool) -> bool:
+    """Return whether the critic has a checkpoint of a step or a later one, which is complete once it has its name."""
+    folder = critic_folder(run_folder)
+    found = (number for number in checkpoint_steps(folder) if number >= step)
+    return any(not kept or (checkpoint_path(folder, number) / KEPT).exists() for number in found)

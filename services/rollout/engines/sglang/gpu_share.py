@@ -1,0 +1,47 @@
+"""The memory of an engine that has only a share of its GPUs.
+
+SGLang's cache takes what is free once the model is loaded, but for 1 - mem_fraction_static of what was free before. On
+a GPU that other engines use, too, the result would depend on who starts first and on what the others allocate
+meanwhile. So SGLang is shown a GPU of the share's size, on which only its own process allocates. Then weights and cache
+are mem_fraction_static x share x the GPU's memory, in whatever order engines start, at once or one after the other. The
+rest of the share is for activations, CUDA graphs and what torch doesn't count: CUDA's context and NCCL's buffers.
+"""
+
+import torch
+
+from relaxd.rpc.errors import InvalidArgument
+
+memory_of_all = torch.cuda.mem_get_info
+"""The free and the total bytes of a GPU, on which all processes allocate, also after `show_share`."""
+
+
+def show_share(share: float) -> None:
+    """Let torch.cuda.mem_get_info, by which SGLang measures memory, answer for this process and its share only.
+
+    `share`: of the memory of every GPU, above 0; 1 changes nothing.
+    """
+    if share >= 1:
+        return
+
+    def of_share(device: "torch.device | str | int | None" = None) -> tuple[int, int]:
+        """Return the bytes that this process may still allocate, and those that it may have in all."""
+        room = int(memory_of_all(device)[1] * share)
+        return max(0, room - torch.cuda.memory_reserved(device)), room
+
+    torch.cuda.mem_get_info = of_share
+
+
+def fraction_of_share(whole: float, share: float) -> float:
+    """Return the mem_fraction_static of an engine with a share of a GPU, from SGLang's own for a GPU that it has alone.
+
+    SGLang keeps 1 - `whole` of the GPU for activations and CUDA graphs, by batch sizes that it chooses by the GPU's
+    size. They are the same with a share of it, so as many bytes are kept. Raises InvalidArgument: none would be left.
+    """
+    fraction = 1 - (1 - whole) / share
+    if fraction <= 0:
+        raise InvalidArgument(
+            f"rollout.memory_fraction is 0, so that SGLang keeps {1 - whole:.2f} of the GPU for activations and CUDA "
+            f"graphs, but the engine has only {share:g} of it (roles.judge.gpu_share): change this share, or set "
+            "rollout.memory_fraction, and smaller rollout.sglang.chunked_prefill_size and cuda_graph_max_bs_decode"
+        )
+    return fraction

@@ -1,0 +1,50 @@
+"""The run's folder, as a service that follows the ledger needs it: the one that the trainer writes to."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from relaxd.rpc.errors import FailedPrecondition
+from relaxd.run_folder import is_run
+from relaxd.waiting import waiting
+from services.trainer.batch.step_file import StepFileError
+from services.trainer.megatron.rank_channel import TICK_SECONDS
+
+FOLDER_SECONDS = 10.0
+"""How long a run's folder may take to appear: a network file system shows new files late."""
+FILE_SECONDS = 60.0
+"""How long what a committed step has written may take to appear."""
+POLL_SECONDS = 0.2
+
+
+def await_run_folder(folder: Path, role: str) -> None:
+    """Wait until this process sees the folder of its run. Raises FailedPrecondition: it doesn't."""
+    deadline = time.monotonic() + FOLDER_SECONDS
+    with waiting(f"the run's folder {folder}", on="the file system"):
+        while not is_run(folder):
+            if time.monotonic() > deadline:
+                raise FailedPrecondition(
+                    f"the {role} doesn't see the run's folder: {folder} has no run.json and config.json here. It "
+                    "reads what the trainer writes there: mount the folder that coordinator and trainer have at the "
+                    "same path"
+                )
+            time.sleep(POLL_SECONDS)  # named: above
+
+
+def await_file(path: Path, role: str, still_waiting: Callable[[Path], None]) -> None:
+    """Wait until what a committed step has written is there; call `still_waiting` with it every TICK_SECONDS.
+
+    Raises:
+        StepFileError: it isn't there after FILE_SECONDS.
+    """
+    deadline = time.monotonic() + FILE_SECONDS
+    with waiting(f"{path}, of a committed step", on="the file system"):
+        while not path.exists():
+            if time.monotonic() > deadline:
+                raise StepFileError(
+                    f"{path} isn't there, {FILE_SECONDS:g} s after its step was committed: either this {role} doesn't "
+                    "see the run's folder as the trainer does, which needs the same folder mounted at the same path, "
+                    "or it was removed"
+                )
+            still_waiting(path)
+            time.sleep(TICK_SECONDS)  # named: above

@@ -1,0 +1,141 @@
+"""A reference service that takes over the policy's weights: the numbers of one in the trainer's ranks."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from relaxd.board import REFERENCE_WEIGHTS, Board, stages_for
+from relaxd.config import RunConfig
+from relaxd.roles import REFERENCE, ROLES
+from services.trainer.batch.reference_weights import weights_path
+from services.trainer.batch.step_file import read_committed
+from services.trainer.megatron.parallel import shut_down
+from tests.integration.trainer.service_kit import RUN_ID, Feeder, ScriptedCoordinator, TrainerProcess, make_config
+from tests.integration.trainer.trainer_worlds import make_model
+from tests.integration.trainer.training_worlds import RunJob, run_job
+from tests.kit.waiting import wait_until
+
+pytestmark = pytest.mark.usefixtures("alone")
+STEPS = 5
+REFRESHED = {"refresh_every": 2}
+AS_SERVICE = {**REFRESHED, "placement": "service", "threads": 1}
+
+
+def config_of(model: Path, reference: dict[str, Any]) -> RunConfig:
+    """Five steps of one group; the reference takes over the weights after steps 2 and 4."""
+    return make_config(
+        model,
+        run={"steps": STEPS},
+        trainer={"groups_per_step": 1, "optimizer": {"lr": 1e-2, "epsilon": 1e-3}, "checkpoint": {"every": 0}},
+        algorithm={"kl_coef": 0.3, "kl_estimator": "k2"},
+        roles={"reference": reference},
+        board={"max_staleness": 8},
+    )
+
+
+def prepare_run(redis_url: str, number: int, config: RunConfig, folder: Path) -> RunJob:
+    """A run whose groups all wait for it, in a database of its own."""
+    folder.mkdir(parents=True)
+    for name in ("run.json", "config.json"):
+        (folder / name).write_text("{}")
+    job = RunJob(config, redis_url.removesuffix("/0") + f"/{number}", folder)
+    feeder = Feeder(job.redis_url, config)
+    for length in (6, 9, 4, 11, 7):
+        feeder.feed(1, 0, length=length)
+    feeder.board.close()
+    return job
+
+
+class Reference:
+    """The replica of a run's reference, and its successor."""
+
+    def __init__(self, job: RunJob) -> None:
+        self._job = job
+        self.coordinator = ScriptedCoordinator(job.config, job.folder, REFERENCE)
+        self.board = Board(job.redis_url, RUN_ID, stages_for(job.config), job.config.board)
+        self.start()
+
+    def start(self) -> None:
+        self.process = TrainerProcess(self.coordinator, self._job.redis_url, module=ROLES[REFERENCE].module)
+
+    def kill(self) -> None:
+        """Kill the rank, with which the replica ends."""
+        os.kill(self.process.rank_pid(), signal.SIGKILL)
+        assert self.process.process.wait(60) == 1
+        self.process.close()
+
+    def start_after(self, step: int) -> None:
+        """Start the next replica once a step is committed."""
+        wait_until(lambda: self.board.last_step() == step, f"step {step}")
+        self.start()
+
+    def close(self) -> None:
+        self.process.close()
+        self.coordinator.close()
+        self.board.close()
+
+
+def run_with_service(job: RunJob) -> dict[str, Any]:
+    """Train beside a reference that scores all groups with the initial weights, and is killed.
+
+    The next one comes after the first refresh.
+    """
+    reference = Reference(job)
+    starting = threading.Thread(target=reference.start_after, args=(2,))
+    try:
+        reference.coordinator.wait(lambda: reference.coordinator.status.done_groups == STEPS)
+        reference.kill()
+        starting.start()
+        trained = run_job(job)
+        starting.join()
+    finally:
+        reference.close()
+    shut_down()
+    return trained
+
+
+def columns_of(job: RunJob, trained: dict[str, Any], name: str) -> list[Any]:
+    """A column of all groups in the steps' files."""
+    files = [read_committed(job.folder, entry.step, entry.plan) for entry in trained["ledger"]]
+    return [columns[name] for file in files for columns in file.groups.values()]
+
+
+@pytest.mark.slow
+def test_the_numbers_are_those_of_a_reference_in_the_trainer_though_it_is_killed(
+    redis_url: str, tmp_path: Path
+) -> None:
+    """The replica that follows begins with the weights of step 2, and takes over those of step 4."""
+    model = make_model(tmp_path / "model", "qwen3", tied=True)
+    job = prepare_run(redis_url, 1, config_of(model, REFRESHED), tmp_path / "inside")
+    inside = run_job(job)
+    shut_down()
+    expected = [entry.metrics["kl"] for entry in inside["ledger"]]
+    assert [value < 1e-9 for value in expected] == [True, False, True, False, True]
+    assert not weights_path(job.folder, "").exists()
+
+    job = prepare_run(redis_url, 2, config_of(model, AS_SERVICE), tmp_path / "service")
+    served = run_with_service(job)
+    ledger = served["ledger"]
+    assert [entry.metrics["kl"] for entry in ledger] == pytest.approx(expected, rel=1e-4, abs=1e-9)
+    for name, tensor in inside["tensors"].items():
+        np.testing.assert_allclose(served["tensors"][name], tensor, atol=1e-5, err_msg=name)
+
+    # The ledger and the groups' columns say which weights scored a step's groups.
+    names = ["", "", "step-000002.1", "step-000002.1", "step-000004.1"]
+    assert [entry.plan.get("reference", "") for entry in ledger] == names
+    assert [entry.plan.get("refreshed") for entry in ledger] == [None, ["reference"], None, ["reference"], None]
+    assert columns_of(job, served, REFERENCE_WEIGHTS) == names
+    # What waited at a refresh was scored again: three groups after step 2, one after step 4.
+    rescored = [entry.metrics["rescored_groups"] for entry in ledger]
+    assert (rescored[:2], rescored[2] >= 3, rescored[3], rescored[4] >= 1) == ([0, 0], True, 0, True)
+    assert sorted(path.name for path in weights_path(job.folder, "").iterdir()) == sorted(set(names) - {""})
+
+    # A trainer that repeats all steps needs no reference, bit for bit.
+    again = run_job(job)
+    assert all(np.array_equal(again["tensors"][name], tensor) for name, tensor in served["tensors"].items())
+    shut_down()
