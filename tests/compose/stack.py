@@ -23,7 +23,7 @@ COMPOSE = ROOT / "deploy" / "compose"
 SERVICES = ("coordinator", "trainer", "rollout", "reward", "advantage")
 
 
-def docker(*words: str, timeout: float = 60, environment: Mapping[str, str] | None = None) -> str:
+def docker(*words: str, timeout: float = 180, environment: Mapping[str, str] | None = None) -> str:
     """Run `docker WORDS` and return what it prints to standard output; fails with all that it says."""
     done = subprocess.run(
         ["docker", *words],
@@ -60,7 +60,7 @@ class Stack:
         """Where this machine reaches the coordinator."""
         return f"127.0.0.1:{self.port}"
 
-    def compose(self, *words: str, timeout: float = 120) -> str:
+    def compose(self, *words: str, timeout: float = 240) -> str:
         """Run `docker compose WORDS`."""
         return docker("compose", *words, timeout=timeout, environment=self.environment)
 
@@ -80,7 +80,7 @@ class Stack:
         """Change how many replicas of services there are; returns how long that took, in seconds."""
         words = [word for service, count in replicas.items() for word in ("--scale", f"{service}={count}")]
         begun = time.monotonic()
-        self.compose("up", "--detach", "--no-recreate", "--no-build", *words, *replicas, timeout=180)
+        self.compose("up", "--detach", "--no-recreate", "--no-build", *words, *replicas, timeout=400)
         return time.monotonic() - begun
 
     def containers(self, service: str = "") -> list[dict[str, Any]]:
@@ -122,14 +122,14 @@ def running(stack: Stack, settings: Mapping[str, str]) -> Iterator[Stack]:
     afterwards nothing of it is left."""
     stack.settings |= settings
     try:
-        stack.compose("up", "--detach", "--no-build", "--wait", "--wait-timeout", "120", timeout=180)
+        stack.compose("up", "--detach", "--no-build", "--wait", "--wait-timeout", "300", timeout=400)
         with patch.dict(os.environ, {"RELAXD_TOKEN": stack.token()}):
             yield stack
     except BaseException:
         print(stack.logs())
         raise
     finally:
-        stack.compose("--profile", "*", "down", "--volumes", "--remove-orphans", "--timeout", "5", timeout=120)
+        stack.compose("--profile", "*", "down", "--volumes", "--remove-orphans", "--timeout", "5", timeout=240)
 
 
 def bridge_address() -> str:

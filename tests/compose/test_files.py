@@ -22,6 +22,7 @@ SERVICES = {role.module.split(".")[1] for role in ROLES.values()}
 LAYERS = (
     "compose.yaml",
     "compose.yaml:compose.gpu.yaml",
+    "compose.yaml:compose.data.yaml",
     "compose.yaml:compose.observability.yaml",
     "compose.yaml:compose.scaling.yaml",
     "compose.yaml:compose.tls.yaml",

@@ -1,5 +1,6 @@
 """The Redis of the compose files when it is full: it refuses writes, and the kernel leaves it alone."""
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,33 @@ def small(engine: None, tmp_path: Path) -> Iterator[Stack]:
         stack.compose("down", "--volumes", "--timeout", "5")
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
+def test_data_nodes_are_servers_of_their_own_with_the_boards_password(engine: None, tmp_path: Path) -> None:
+    files = {"COMPOSE_FILE": "compose.yaml:compose.data.yaml", "REDIS_MAXMEMORY": "64mb", "REDIS_MEMORY": "192m"}
+    stack = Stack(f"relaxd-data-{os.getpid()}", tmp_path, files)
+    nodes = ("redis", "data-1", "data-2")
+
+    def ask(name: str, *words: str) -> str:
+        command = 'REDISCLI_AUTH=$(cat /run/relaxd/redis_password) exec redis-cli -h "$@"'
+        return stack.compose("exec", "--no-TTY", "redis", "sh", "-c", command, "sh", name, *words).strip()
+
+    try:
+        stack.compose("up", "--detach", "--wait", *nodes)
+        for name in nodes:
+            assert ask(name, "SET", "name", name) == "OK"
+        assert [ask(name, "GET", "name") for name in nodes] == list(nodes)
+        for name in nodes:
+            assert ask(name, "CONFIG", "GET", "maxmemory-policy").split() == ["maxmemory-policy", "noeviction"]
+        stack.compose("restart", "data-1")
+        stack.compose("up", "--detach", "--wait", "data-1")
+        assert ask("data-1", "GET", "name") == "data-1"  # its append-only file is on a volume of its own
+        (container,) = stack.containers("data-1")
+        assert "data-1" in json.dumps(container["Mounts"])
+    finally:
+        stack.compose("down", "--volumes", "--timeout", "5")
+
+
+@pytest.mark.timeout(600)
 def test_a_full_redis_refuses_writes_and_is_not_killed(small: Stack) -> None:
     def ask(*words: str) -> str:
         command = 'REDISCLI_AUTH=$(cat /run/relaxd/redis_password) exec redis-cli "$@"'

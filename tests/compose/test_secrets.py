@@ -35,7 +35,7 @@ def read(project: Stack) -> dict[str, tuple[str, str]]:
     return {name: (text, mode) for name, text, mode in map(str.split, project.compose(*words).splitlines())}
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 def test_they_are_made_once_and_only_their_users_can_read_them(project: Stack) -> None:
     project.compose("up", "--detach", "--wait", "redis")
     made = read(project)
@@ -66,7 +66,7 @@ def test_they_are_made_once_and_only_their_users_can_read_them(project: Stack) -
     assert read(project) == made | {"token": (TOKEN, "400:10001:0")}
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 def test_one_that_can_be_guessed_starts_nothing(project: Stack) -> None:
     (Path(project.settings["SECRETS"]) / "redis_password").write_text("development\n")
     with pytest.raises(AssertionError, match='service "secrets" didn\'t complete successfully: exit 1'):

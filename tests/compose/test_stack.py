@@ -49,7 +49,7 @@ class Run:
             self.output.append(line)
             self.step = steps_of(line) or self.step
 
-    def reach(self, step: int, timeout: float = 90) -> None:
+    def reach(self, step: int, timeout: float = 240) -> None:
         """Wait for a step."""
 
         def reached() -> bool:
@@ -72,6 +72,12 @@ def working(stack: Stack, role: str, count: int, at_least: int = 1) -> bool:
     return len(replicas) == count and all(replica.status.done_groups >= at_least for replica in replicas)
 
 
+def new_at_work(stack: Stack, role: str, known: set[str]) -> bool:
+    """Whether a replica of a role that isn't one of those known has done groups."""
+    replicas = (one for one in stack.replicas(role) if one.registration.replica_id not in known)
+    return any(replica.status.done_groups for replica in replicas)
+
+
 @pytest.mark.timeout(1800)
 def test_a_run_through_scaling_and_deaths(stack: Stack, tmp_path: Path) -> None:
     with otlp_receiver(bridge_address()) as receiver, running(stack, receiver.environment()):
@@ -82,8 +88,8 @@ def test_a_run_through_scaling_and_deaths(stack: Stack, tmp_path: Path) -> None:
         # Up, without a pause: what there was goes on, and every new replica gets to work.
         before = stack.run().step
         seconds = stack.scale(rollout=3, reward=3)
-        wait_until(lambda: working(stack, "rollout", 3), "three rollout replicas at work", 90)
-        wait_until(lambda: working(stack, "reward", 3), "three reward replicas at work", 90)
+        wait_until(lambda: working(stack, "rollout", 3), "three rollout replicas at work", 240)
+        wait_until(lambda: working(stack, "reward", 3), "three reward replicas at work", 240)
         print(f"scaled up in {seconds:.1f} s")
         assert stack.run().step > before
         hosts = {container["Config"]["Hostname"] for container in stack.containers("rollout")}
@@ -91,24 +97,25 @@ def test_a_run_through_scaling_and_deaths(stack: Stack, tmp_path: Path) -> None:
 
         # Processes die inside their containers, which come back.
         for service in ("rollout", "reward"):
+            known = {replica.registration.replica_id for replica in stack.replicas(service)}
             host = stack.kill_process(service)
             restarted = {container["Id"][:12]: container["RestartCount"] for container in stack.containers(service)}
-            wait_until(lambda s=service, h=host: restarts(stack, s).get(h), f"{service} {host} restarted", 30)
+            wait_until(lambda s=service, h=host: restarts(stack, s).get(h), f"{service} {host} restarted", 180)
             assert restarted[host] in (0, 1)
-            wait_until(lambda s=service: len(stack.replicas(s)) >= 3, f"three {service} replicas again", 60)
+            wait_until(lambda s=service, k=known: new_at_work(stack, s, k), f"{service} {host} at work again", 240)
 
         # The coordinator is away: nothing of the run is lost.
         step = run.step
         stack.compose("stop", "coordinator")
         stack.compose("start", "coordinator")
-        wait_until(lambda: healthy(stack, "coordinator"), "the coordinator is healthy again", 60)
+        wait_until(lambda: healthy(stack, "coordinator"), "the coordinator is healthy again", 180)
         run.reach(step + 3)
 
         # Down: replicas hand back what they hold, within their grace.
         seconds = stack.scale(rollout=1, reward=1)
         print(f"scaled down in {seconds:.1f} s")
         assert seconds < 40
-        wait_until(lambda: len(stack.replicas("rollout")) == 1, "one rollout replica", 30)
+        wait_until(lambda: len(stack.replicas("rollout")) == 1, "one rollout replica", 180)
 
         run.reach(60)  # by then it has learned
         with CoordinatorClient(stack.address) as coordinator:

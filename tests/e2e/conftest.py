@@ -88,12 +88,13 @@ class Workplace:
             if re.match(rf"step +{step}/", line):
                 there = [service for service in state.read().services if service.role == role]
                 assert len(there) == replicas
+                assert there[0].pid is not None  # None is this process to psutil
                 psutil.Process(there[0].pid).send_signal(signal.SIGKILL)
                 killed += 1
         assert run.wait(timeout=60) == 0, "".join(lines)
         assert killed == 1
 
-    def relaxd(self, *words: str, timeout: float = 120, **environment: str) -> tuple[int, str]:
+    def relaxd(self, *words: str, timeout: float = 240, **environment: str) -> tuple[int, str]:
         """Run `relaxd WORDS`; returns its exit code and what it printed."""
         process = self.start(*words, **environment)
         output, _ = process.communicate(timeout=timeout)

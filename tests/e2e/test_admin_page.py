@@ -38,7 +38,7 @@ def like_the_page(output: str, page: str) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_page_works_as_it_is(shell: Shell) -> None:
     blocks = BLOCK.findall((ROOT / "docs" / "admin.md").read_text())
     assert len(blocks) > 35

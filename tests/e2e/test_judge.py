@@ -22,7 +22,7 @@ async def asked(sample):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_a_killed_judge_loses_nothing_and_every_answer_is_judged(workplace: Workplace, tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "judge", seed=7, num_hidden_layers=1)
     (workplace.folder / "asking.py").write_text(REWARD)

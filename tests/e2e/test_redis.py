@@ -13,7 +13,7 @@ from tests.kit.redis.redis_server import await_append_only_file
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_run_survives_the_death_of_redis(workplace: Workplace) -> None:
     process = workplace.start("run", "tiny.toml", "--run-id", "redis", "--run.steps", "6")
     state = StateFolder(workplace.folder / ".relaxd")

@@ -1,4 +1,4 @@
-"""The reference model of a KL term, in the trainer and as a service whose replica is killed: the same run."""
+"""The reference of a KL term, which takes over weights: in the trainer, or as a service that is killed."""
 
 import json
 from collections import Counter
@@ -17,6 +17,7 @@ STEPS = 6
 SETTINGS = (
     *("--run.steps", str(STEPS), "--eval.prompts", "0", "--board.max_staleness", "0"),
     *("--algorithm.kl_coef", "0.5", "--algorithm.drop_zero_variance", "false", "--trainer.optimizer.lr", "1e-2"),
+    *("--roles.reference.refresh_every", "2"),
 )
 
 
@@ -25,7 +26,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_a_killed_reference_replica_loses_nothing_and_changes_no_loss(workplace: Workplace) -> None:
     code, output = workplace.relaxd("up", "--port", "0")
     assert code == 0, output
@@ -36,7 +37,7 @@ def test_a_killed_reference_replica_loses_nothing_and_changes_no_loss(workplace:
 
     run = workplace.start(*words, "--roles.reference.placement", "service", "--run-id", "apart")
     with CoordinatorClient(state.read().coordinator) as coordinator:
-        wait_until(lambda: coordinator.run().reason == "waiting for reference", "a run that says what it waits for")
+        wait_until(lambda: coordinator.run().reason == "waiting for reference", "a run that waits", 120)
     code, output = workplace.relaxd("scale", "reference=2", "--wait")
     assert code == 0, output
     workplace.kill_in_step(run, 2, "reference", replicas=2)
@@ -54,4 +55,9 @@ def test_a_killed_reference_replica_loses_nothing_and_changes_no_loss(workplace:
     ledger = [json.loads(line) for line in (runs / "apart" / "ledger.jsonl").read_text().splitlines()]
     trained = Counter(group for entry in ledger for group in entry["plan"]["groups"])
     assert set(trained.values()) == {1}
+    assert [entry["plan"].get("reference", "") for entry in ledger] == [
+        *("", ""),
+        *("step-000002.1", "step-000002.1"),
+        *("step-000004.1", "step-000004.1"),
+    ]
     assert "queue_reference_seconds" in apart[-1]

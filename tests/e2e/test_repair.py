@@ -13,13 +13,17 @@ from tests.e2e.conftest import Workplace
 from tests.e2e.test_run import check_books, read_summary
 
 REWARD = """
+from itertools import count
 from pathlib import Path
 
+samples = count()
+
 def score(sample):
-    if Path("broken").exists():
+    if next(samples) >= 32 and not Path("repaired").exists():
         raise KeyError("verdict")
     return len(set(sample.response)) / 12
 """
+"""It breaks by itself after eight groups: a test that broke it might come when the run has ended."""
 MAX_DROPS = 3
 
 
@@ -40,33 +44,31 @@ def saved_step(output: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_run_goes_on_after_its_reward_was_repaired(workplace: Workplace) -> None:
     place, folder = workplace.folder, workplace.folder / "runs" / "r"
-    (place / "flaky.py").write_text(REWARD.replace('"broken"', repr(str(place / "broken"))))
+    (place / "flaky.py").write_text(REWARD.replace('"repaired"', repr(str(place / "repaired"))))
     settings = ("--run.steps", "8", "--reward.name", "flaky:score", "--eval.prompts", "0")
-    drops = ("--board.max_consecutive_drops", str(MAX_DROPS))
+    drops = ("--board.max_consecutive_drops", str(MAX_DROPS), "--algorithm.drop_zero_variance", "false")
     process = workplace.start("run", "tiny.toml", "--run-id", "r", *settings, *drops)
     assert process.stdout is not None
-    until(process.stdout, "^step 2/8")
-    (place / "broken").touch()
     paused = until(process.stdout, "run r is paused")
     log = folder.resolve() / "logs" / "reward.log"
-    assert "KeyError: 'verdict' (flaky.py:6, in score); its traceback is in " + str(log) in paused
+    assert "KeyError: 'verdict' (flaky.py:9, in score); its traceback is in " + str(log) in paused
     assert "once repaired: relaxd resume r" in paused
     assert log.read_text().count("in score\n    raise KeyError") == 1  # not once for each group
     code, output = workplace.relaxd("pause", "--reason", "until it is repaired")
     assert (code, output) == (0, "run r is paused: until it is repaired\n")
     process.send_signal(signal.SIGINT)
-    rest, _ = process.communicate(timeout=90)
+    rest, _ = process.communicate(timeout=180)
     assert process.returncode == 130, rest
     assert saved_step(rest) >= 2
     assert (place / ".relaxd" / "redis-r").is_dir()
     code, output = workplace.relaxd("why")
     assert (code, "it is paused: until it is repaired" in output) == (0, True), output
 
-    (place / "broken").unlink()
-    code, output = workplace.relaxd("resume", timeout=150)
+    (place / "repaired").touch()
+    code, output = workplace.relaxd("resume", timeout=300)
     assert code == 0, output
     assert "restoring it from" not in output  # it went on in its Redis
     summary = read_summary(folder)
@@ -78,7 +80,7 @@ def test_a_run_goes_on_after_its_reward_was_repaired(workplace: Workplace) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_services_that_are_stopped_in_mid_run_leave_a_checkpoint(workplace: Workplace) -> None:
     place, folder = workplace.folder, workplace.folder / "runs" / "r"
     code, output = workplace.relaxd("up", "--port", "0")
@@ -91,7 +93,7 @@ def test_services_that_are_stopped_in_mid_run_leave_a_checkpoint(workplace: Work
     assert watch.stdout is not None
     until(watch.stdout, "^step")
     os.kill(watch.pid, signal.SIGTERM)
-    assert watch.wait(timeout=30) == 128 + signal.SIGTERM
+    assert watch.wait(timeout=120) == 128 + signal.SIGTERM
 
     code, output = workplace.relaxd("down")
     assert code == 0, output
@@ -99,7 +101,7 @@ def test_services_that_are_stopped_in_mid_run_leave_a_checkpoint(workplace: Work
     assert step >= 3
     assert (folder / "checkpoints" / f"step-{step:06d}" / "manifest.json").is_file()
     assert "run r has not ended: relaxd up continues it" in output
-    rest, _ = process.communicate(timeout=30)
+    rest, _ = process.communicate(timeout=120)
     assert (process.returncode, "the services here are down" in rest) == (1, True), rest
 
     # The Redis of `relaxd up` has the run: there is no second copy.
@@ -108,7 +110,7 @@ def test_services_that_are_stopped_in_mid_run_leave_a_checkpoint(workplace: Work
     until(again.stdout, "^step")
     code, output = workplace.relaxd("stop")
     assert code == 0, output
-    rest, _ = again.communicate(timeout=90)
+    rest, _ = again.communicate(timeout=180)
     assert again.returncode == 0, rest
     assert sorted(path.name for path in (place / ".relaxd").glob("redis*") if path.is_dir()) == ["redis"]
     log = (place / ".relaxd" / "logs" / "trainer.log").read_text()

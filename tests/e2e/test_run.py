@@ -28,7 +28,7 @@ def check_books(summary: dict[str, Any], steps: int, groups_per_step: int = 2) -
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_run_survives_the_death_of_services(workplace: Workplace) -> None:
     first = free_port()
     ports = f"{first}-{first + 20}"
@@ -62,7 +62,7 @@ def test_a_run_survives_the_death_of_services(workplace: Workplace) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_up_run_look_down(workplace: Workplace) -> None:
     code, output = workplace.relaxd("up", "--port", "0", "--reward", "2")
     assert code == 0, output
@@ -70,7 +70,7 @@ def test_up_run_look_down(workplace: Workplace) -> None:
     assert code == 1
     assert "services are already up" in output
 
-    code, output = workplace.relaxd("run", "tiny.toml", "--run-id", "first", timeout=150)
+    code, output = workplace.relaxd("run", "tiny.toml", "--run-id", "first", timeout=300)
     assert code == 0, output
     check_books(read_summary(workplace.folder / "runs" / "first"), steps=3)
 
@@ -109,7 +109,7 @@ def test_up_run_look_down(workplace: Workplace) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_ctrl_c_stops_everything(workplace: Workplace) -> None:
     process = workplace.start("run", "tiny.toml", "--run-id", "long", "--run.steps", "1000")
     assert process.stdout is not None
@@ -126,7 +126,7 @@ def test_ctrl_c_stops_everything(workplace: Workplace) -> None:
     rest = process.stdout.read()
     assert process.wait(timeout=60) == 130, rest
     assert "Traceback" not in rest
-    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), "every service is gone", 10)
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), "every service is gone")
     saved = re.search(r"the checkpoint of step (\d+) is on disk", rest)
     assert saved, rest
     checkpoint = workplace.folder / "runs" / "long" / "checkpoints" / f"step-{int(saved[1]):06d}"

@@ -18,7 +18,7 @@ STEPS = 5
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_a_killed_teacher_loses_nothing_and_every_token_has_its_word(workplace: Workplace, tmp_path: Path) -> None:
     teacher = make_tiny_model(tmp_path / "teacher", seed=7, num_hidden_layers=3)
     made = AutoModelForCausalLM.from_pretrained(teacher)

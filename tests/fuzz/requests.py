@@ -39,7 +39,7 @@ def tame(now: int) -> Mapping[str, tuple[Any, ...]]:
 QUEUED = frozenset({"/relaxd.v1.Judge/Ask", "/relaxd.v1.Reward/Score", "/relaxd.v1.Rollout/Generate"})
 """Calls that wait for those before them: no answer in time is no wonder when thousands of responses are ahead."""
 
-TURNS = frozenset(f"/relaxd.v1.{name}" for name in ("Rollout/Sleep", "Rollout/Wake", "Trainer/Sleep", "Trainer/Wake"))
+TURNS = frozenset(f"/relaxd.v1.{role}/{turn}" for role in ("Rollout", "Judge", "Trainer") for turn in ("Sleep", "Wake"))
 """Calls that put a service to sleep, as they are asked to: they come last in a round, and then all are woken up."""
 
 SLOW = frozenset(

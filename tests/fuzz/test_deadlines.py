@@ -30,7 +30,7 @@ from tests.fuzz.attack import LEFT_OUT, path_of
 from tests.fuzz.fleet import Fleet
 from tests.fuzz.requests import good_requests
 
-PATIENCE = 15.0
+PATIENCE = 60.0
 """A busy machine may be late; a call without any deadline would never end."""
 MODULES = {
     "Advantage": advantage_pb2_grpc,
@@ -116,6 +116,7 @@ def frozen(victims: Fleet) -> Iterator[None]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_no_real_call_hangs_while_everything_behind_the_service_stands_still(victims: Fleet) -> None:
     good = good_requests(victims, int(time.time() * 1000))
 

@@ -14,6 +14,7 @@ MESSAGES, SEED = 3000, 20
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_no_message_breaks_a_service(victims: Fleet) -> None:
     asyncio.run(attack(victims, 500, SEED + 1))  # caches fill, workers start
     before = victims.resources()
@@ -27,6 +28,7 @@ def test_no_message_breaks_a_service(victims: Fleet) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_good_requests_name_real_calls(victims: Fleet) -> None:
     paths = {path_of(method) for target in victims.targets for method in methods_of(target)}
     assert set(good_requests(victims, 1)) <= paths

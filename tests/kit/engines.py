@@ -229,6 +229,6 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 def assert_gone(processes: list[psutil.Process]) -> None:
-    """Within some seconds."""
-    _, alive = psutil.wait_procs(processes, timeout=10)
+    """Within a minute."""
+    _, alive = psutil.wait_procs(processes, timeout=60)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]

@@ -79,7 +79,7 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
         with self._arrived:
             return [point for point in self._points if not name or point.name == name]
 
-    def wait_for(self, condition: Callable[["OtlpReceiver"], Any], timeout: float = 15.0) -> Any:
+    def wait_for(self, condition: Callable[["OtlpReceiver"], Any], timeout: float = 60.0) -> Any:
         """Wait until condition(self) is true and return it; fails with what has come after `timeout` seconds."""
         with self._arrived:
             met = self._arrived.wait_for(lambda: condition(self), timeout)

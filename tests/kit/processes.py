@@ -39,7 +39,7 @@ def start_python(
 
 def run_python(
     *words: str,
-    seconds: float = 60.0,
+    seconds: float = 120.0,
     cwd: Path = ROOT,
     environment: Mapping[str, str] | None = None,
     clean: bool = False,
@@ -57,7 +57,7 @@ def kill(*processes: "subprocess.Popen[Any]") -> None:
             process.send_signal(signal.SIGCONT)
         process.kill()
     for process in processes:
-        process.wait(timeout=20)
+        process.wait(timeout=60)
 
 
 def is_alive(pid: int | None) -> bool:
@@ -80,7 +80,7 @@ class Partner:
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
 
-    def answer(self, seconds: float = 60.0) -> dict[str, Any]:
+    def answer(self, seconds: float = 120.0) -> dict[str, Any]:
         """Wait for the next answer."""
         assert self.process.stdout is not None
         with selectors.DefaultSelector() as selector:  # select() knows no descriptor above 1023

@@ -15,10 +15,10 @@ def serve_in_thread(services: Sequence[tuple[Any, Any, str]]) -> Iterator[int]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    server = asyncio.run_coroutine_threadsafe(start_server(services), loop).result(10)
+    server = asyncio.run_coroutine_threadsafe(start_server(services), loop).result(60)
     try:
         yield server.port
     finally:
-        asyncio.run_coroutine_threadsafe(server.stop(), loop).result(10)
+        asyncio.run_coroutine_threadsafe(server.stop(), loop).result(60)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(60)

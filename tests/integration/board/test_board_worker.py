@@ -15,7 +15,7 @@ from tests.kit.boards import STAGES, audit, end_leases, group, make_board, outpu
 from tests.kit.processes import kill, start_python
 from tests.kit.waiting import wait_until
 
-WAIT = 20.0
+WAIT = 60.0
 """Longest wait for what should happen at once."""
 
 
@@ -170,22 +170,23 @@ def test_a_paused_worker_takes_nothing(redis_url, start):
 def test_drain_finishes_what_it_can_and_hands_back_the_rest(redis_url, start):
     board = make_board(redis_url)
     publish(board, 3)
-    ends, begun = {f"g{i}": threading.Event() for i in range(3)}, []
+    end, begun = threading.Event(), []
 
     def process(delivery, columns):
         begun.append(delivery.group_id)
-        ends[delivery.group_id].wait(WAIT)
+        if delivery.group_id == "g0":
+            wait_until(lambda: worker._draining)  # then it ends at once
+        else:
+            end.wait(WAIT)
         return output("rollout")
 
     worker = start(board, "rollout", process)
     worker.start()
     wait_until(lambda: len(begun) == 3)
-    threading.Timer(0.2, ends["g0"].set).start()
-    assert worker.drain(0.7) == 2
+    assert worker.drain(1.0) == 2
     assert (worker.done, worker.held) == (1, 0)
     assert [(d.group_id, d.attempt) for d in take(board, "rollout")] == [("g1", 1), ("g2", 1)]
-    for end in ends.values():
-        end.set()
+    end.set()
     audit(board)
 
 
@@ -216,7 +217,7 @@ def test_who_drains_takes_no_more_whoever_resumes(redis_url, start):
 
 
 def test_holds_are_kept_while_work_goes_on(redis_url, start):
-    board = make_board(redis_url, lease_seconds=0.4)
+    board = make_board(redis_url, lease_seconds=1.0)
     publish(board, 1)
     end = threading.Event()
 
@@ -227,7 +228,7 @@ def test_holds_are_kept_while_work_goes_on(redis_url, start):
     worker = start(board, "rollout", process)
     worker.start()
     wait_until(lambda: worker.held == 1)
-    assert board.take("rollout", "thief", count=1, block_seconds=1.2) == []
+    assert board.take("rollout", "thief", count=1, block_seconds=2.2) == []
     end.set()
     wait_until(lambda: worker.done == 1)
 
@@ -302,7 +303,6 @@ sys.stdin.read()
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_killed_and_stalled_processes_lose_and_double_nothing(redis_url):
     """Two processes a stage work while others kill (SIGKILL) or stall (SIGSTOP, longer than the lease) them."""
     groups, steps = 120, 6
@@ -325,7 +325,7 @@ def test_killed_and_stalled_processes_lose_and_double_nothing(redis_url):
             stalled = processes[(victim + 3) % len(stages)]
             stalled.send_signal(signal.SIGSTOP)
             taken = []
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 120
             while len(taken) < groups // steps:
                 assert time.monotonic() < deadline, f"groups do not arrive: {board.queues()}"
                 need = groups // steps - len(taken)
@@ -337,11 +337,12 @@ def test_killed_and_stalled_processes_lose_and_double_nothing(redis_url):
             trained += len(taken)
             stalled.send_signal(signal.SIGCONT)
             processes.append(launch(stages[victim], 100 + step))
-            processes[victim].wait(timeout=10)
+            processes[victim].wait(timeout=60)
             processes[victim] = processes.pop()
         counts = board.counts()
         assert (counts.published, counts.trained, counts.open, counts.dropped) == (groups, groups, 0, 0)
         assert trained == groups
+        kill(*processes)  # one that was stalled may still commit in vain, between two looks of the audit
         audit(board)
         assert all(depth.waiting == depth.held == 0 for depth in board.queues())
     finally:

@@ -13,7 +13,7 @@ from relaxd.board.connection import RedisConnection
 from relaxd.board.payloads import transfer
 from tests.kit.boards import LARGE, advance, audit, end_leases, make_board, make_overdue, output, take
 
-SECONDS = 30.0
+SECONDS = 120.0
 
 
 class DyingConnection(RedisConnection):

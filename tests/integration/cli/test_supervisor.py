@@ -16,6 +16,7 @@ from relaxd.local.ports import free_port
 from relaxd.local.state import ServiceState, StackState, StateFolder
 from relaxd.local.supervisor import ServiceSpec, StackPlan
 from tests.kit.processes import is_alive, kill, run_python, start_python
+from tests.kit.redis.redis_server import await_append_only_file
 from tests.kit.waiting import wait_until
 
 FAST = {"grace_seconds": 5.0, "first_backoff_seconds": 0.05}
@@ -54,7 +55,7 @@ class Harness:
         words, log = ("-m", "relaxd.local.supervisor", str(self.folder.plan)), self.folder.log("supervisor")
         self.process = start_python(*words, log=log)
 
-    def until(self, condition: Callable[[StackState], bool], seconds: float = 20) -> StackState:
+    def until(self, condition: Callable[[StackState], bool], seconds: float = 60) -> StackState:
         def look() -> StackState | None:
             return state if (state := self.folder.read()) and condition(state) else None
 
@@ -62,12 +63,12 @@ class Harness:
 
     def until_logged(self, service: str, text: str) -> None:
         log = self.folder.log(service)
-        wait_until(lambda: log.exists() and text in log.read_text(), f"{service} says {text!r}", 20)
+        wait_until(lambda: log.exists() and text in log.read_text(), f"{service} says {text!r}")
 
     def stop(self) -> int:
         assert self.process is not None
         self.process.terminate()
-        return self.process.wait(timeout=30)
+        return self.process.wait(timeout=60)
 
 
 @pytest.fixture
@@ -86,9 +87,9 @@ def all_running(state: StackState) -> bool:
     return bool(state.services) and all(s.phase == "running" for s in state.services)
 
 
-def gone(pid: int | None, seconds: float = 10) -> bool:
+def gone(pid: int | None) -> bool:
     assert pid is not None
-    return wait_until(lambda: not is_alive(pid), f"process {pid} is gone", seconds)
+    return wait_until(lambda: not is_alive(pid), f"process {pid} is gone")
 
 
 def test_a_killed_redis_comes_back_with_its_data(harness: Harness) -> None:
@@ -97,12 +98,13 @@ def test_a_killed_redis_comes_back_with_its_data(harness: Harness) -> None:
     spec = ServiceSpec(name="redis", role="redis", command=server_command(harness.folder.redis_data, port))
     harness.run(StackPlan(state_folder=harness.folder.path, coordinator="-", redis=url(port), services=[spec], **FAST))
     state = harness.until(all_running)
-    wait_until_up(url(port), seconds=10)
+    wait_until_up(url(port), seconds=60)
     with redis.Redis.from_url(url(port)) as client:
         client.set("kept", "yes")
+        await_append_only_file(url(port))
         os.kill(service(state, "redis").pid, signal.SIGKILL)
         harness.until(lambda s: service(s, "redis").restarts == 1 and all_running(s))
-        wait_until_up(url(port), seconds=10)
+        wait_until_up(url(port), seconds=60)
         assert client.get("kept") == b"yes"
     assert harness.stop() == 0
 
@@ -130,7 +132,7 @@ def test_a_redis_that_cannot_start_ends_the_supervisor(harness: Harness) -> None
     spec = ServiceSpec(name="redis", role="redis", command=[sys.executable, "-c", "raise SystemExit('no disk')"])
     port = free_port()
     harness.run(StackPlan(state_folder=harness.folder.path, coordinator="-", redis=url(port), services=[spec], **FAST))
-    assert harness.process.wait(timeout=30) == 1
+    assert harness.process.wait(timeout=60) == 1
     assert f"Redis at 127.0.0.1:{port} does not answer" in harness.folder.log("supervisor").read_text()
     assert harness.folder.log_tail("redis") == ["no disk"]
 
@@ -150,7 +152,7 @@ def test_a_killed_service_is_restarted_with_its_children_gone(harness: Harness) 
     harness.start({"reward": WITH_CHILD, "advantage": SLEEP})
     before = harness.until(all_running)
     old = psutil.Process(service(before, "reward").pid)
-    children = wait_until(old.children, "its child", 10)
+    children = wait_until(old.children, "its child")
     os.kill(old.pid, signal.SIGKILL)
     after = harness.until(lambda s: service(s, "reward").restarts == 1 and all_running(s))
     assert service(after, "reward").pid != old.pid
@@ -214,6 +216,6 @@ def test_stops_when_its_starter_is_gone(harness: Harness) -> None:
     process = start_python("-c", starter)
     state = harness.until(all_running)
     kill(process)
-    assert harness.folder.wait_until_down(15)
+    assert harness.folder.wait_until_down(60)
     assert gone(state.pid)
     assert gone(service(state, "reward").pid)

@@ -18,8 +18,8 @@ RESTARTING, REBUILDING = health_pb2.HEALTH_STATE_RESTARTING, health_pb2.HEALTH_S
 FAILED = health_pb2.HEALTH_STATE_FAILED
 
 QUICK: dict[str, Any] = {
-    "health__stuck_seconds": 2.0,
-    "health__restart_timeout_seconds": 30.0,
+    "health__stuck_seconds": 5.0,
+    "health__restart_timeout_seconds": 120.0,
     "health__first_backoff_seconds": 0.2,
     # What a replica keeps by itself comes on top.
     "weights__timeout_seconds": 2.0,
@@ -48,9 +48,9 @@ class HealthCluster(SupervisedCluster):
     def begin(self, *, max_restarts: int = 5, rollouts: int = 1, **overrides: Any) -> None:
         """One replica of each role (`rollouts` of that one), and an endless run that has committed a step."""
         self.supervisor({"trainer": 1, "rollout": rollouts, "reward": 1, "advantage": 1}, max_restarts)
-        self.until("the coordinator", lambda: self.stub.ListRuns(pb.ListRunsRequest(), timeout=5) is not None, 120)
+        self.until("the coordinator", lambda: self.stub.ListRuns(pb.ListRunsRequest(), timeout=5) is not None)
         self.start_run("run", **{"run__steps": 100000, **QUICK, **overrides})
-        self.until_step(1, 120)
+        self.until_step(1)
 
     # --- going wrong
 
@@ -88,7 +88,7 @@ class HealthCluster(SupervisedCluster):
         request = pb.WatchRunRequest(resume_token=f"{self.run().step}-0", max_seconds=0.1)
         return [event for answer in self.stub.WatchRun(request, timeout=30) for event in answer.events]
 
-    def until_event(self, instance: str, state: int, text: str = "", seconds: float = 60.0) -> health_pb2.RunEvent:
+    def until_event(self, instance: str, state: int, text: str = "") -> health_pb2.RunEvent:
         """Wait for an event of a replica (by instance) or a role (by name)."""
 
         def look() -> health_pb2.RunEvent | None:
@@ -99,8 +99,8 @@ class HealthCluster(SupervisedCluster):
             return None
 
         name = health_pb2.HealthState.Name(state)
-        return self.until(f"{instance} {name} {text!r}", look, seconds)
+        return self.until(f"{instance} {name} {text!r}", look)
 
-    def goes_on(self, seconds: float = 60.0) -> None:
+    def goes_on(self) -> None:
         """Wait until two more steps are committed."""
-        self.until_step(self.run().step + 2, seconds)
+        self.until_step(self.run().step + 2)

@@ -22,11 +22,11 @@ def test_a_role_that_never_comes_back_fails_the_run_with_the_reason(cluster: Hea
     cluster.begin(max_restarts=1, **SHORT)
     cluster.fault("fail", "rollout-1")
     cluster.process("rollout-1").kill()
-    paused = cluster.until_state(pb.RUN_STATE_PAUSED, 90)
+    paused = cluster.until_state(pb.RUN_STATE_PAUSED)
     assert "rebuilding rollout (1 of 2)" in paused.reason
     # The trainer is well, and worse may follow.
     cluster.until("a checkpoint is saved", lambda: cluster.calls("trainer-1", "SaveCheckpoint"))
-    run = cluster.until_state(pb.RUN_STATE_FAILED, 120)
+    run = cluster.until_state(pb.RUN_STATE_FAILED)
     assert run.reason.startswith("rollout could not be rebuilt: ")
     assert run.reason.endswith("(2 attempts)")
     events = cluster.events()
@@ -36,16 +36,16 @@ def test_a_role_that_never_comes_back_fails_the_run_with_the_reason(cluster: Hea
 
 @pytest.mark.slow
 def test_a_rebuilt_role_resumes_the_run(cluster: HealthCluster) -> None:
-    cluster.begin(max_restarts=1, **{**SHORT, "health__restart_timeout_seconds": 6.0, "health__max_rebuilds": 5})
+    cluster.begin(max_restarts=1, **{**SHORT, "health__restart_timeout_seconds": 6.0, "health__max_rebuilds": 10})
     fault = cluster.fault("fail", "trainer-1")
     cluster.process("trainer-1").kill()
-    cluster.until_event("trainer", REBUILDING, seconds=90)
+    cluster.until_event("trainer", REBUILDING)
     cluster.until_state(pb.RUN_STATE_PAUSED)
     # Over a restart of the coordinator, too.
     cluster.kill("coordinator")
     fault.unlink()
     cluster.coordinator("coordinator-2")
-    cluster.until_event("trainer", HEALTHY, "rebuilt after", 120)
+    cluster.until_event("trainer", HEALTHY, "rebuilt after")
     cluster.until_state(pb.RUN_STATE_RUNNING)
     cluster.goes_on()
     assert cluster.until("no rebuild counts", lambda: cluster.health("trainer").restarts == 0)

@@ -14,7 +14,6 @@ LABELS = "[...document.querySelectorAll('.chart:not([hidden]) h3')].map((one) =>
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed: the report's JavaScript is not run")
-@pytest.mark.timeout(60)
 def test_the_charts_are_drawn_smoothed_and_filtered(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("[run]\nsteps = 40\n")
     (tmp_path / "summary.json").write_text(json.dumps({"run_id": "r", "state": "stopped", "steps": 40}))
@@ -25,13 +24,13 @@ def test_the_charts_are_drawn_smoothed_and_filtered(tmp_path: Path) -> None:
     assert BROWSER is not None
     with browser_page(BROWSER, tmp_path / "profile") as page:
         page.call("Page.navigate", url=(tmp_path / "report.html").as_uri())
-        wait_until(lambda: page.value("document.querySelectorAll('canvas').length") == 3, "three charts", 20)
+        wait_until(lambda: page.value("document.querySelectorAll('canvas').length") == 3, "three charts")
         assert sorted(page.value(LABELS)) == ["entropy", "loss", "reward"]
         legend = page.value("document.querySelector('.u-legend').textContent")
         assert "reward_mean" in legend
         painted = """(() => { const one = document.querySelector('canvas');
             return one.getContext('2d').getImageData(0, 0, one.width, one.height).data.some((part) => part > 0); })()"""
-        wait_until(lambda: page.value(painted), "a line in the first chart", 20)
+        wait_until(lambda: page.value(painted), "a line in the first chart")
 
         def enter(element: str, text: str) -> None:
             field = f"document.getElementById('{element}')"

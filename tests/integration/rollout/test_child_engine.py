@@ -11,7 +11,6 @@ from relaxd.process.child import ChildExited
 from services.rollout.service import child_engine
 from tests.kit.engines import EngineRunner
 from tests.kit.models import make_tiny_model
-from tests.kit.waiting import wait_until
 
 
 @pytest.mark.slow
@@ -33,4 +32,4 @@ def test_an_output_that_cannot_be_read_ends_the_engine_and_its_requests(
         for each in (asked, other):
             with pytest.raises(ChildExited):
                 runner.wait(each)
-        wait_until(lambda: runner.exits, "the engine's end to be reported", 20)
+        runner.wait_until(lambda: runner.exits)  # the report of its end is an event of the runner's loop

@@ -21,7 +21,8 @@ PROMPT = [5, 9, 17]
 MOST = 1500
 NO_TOKEN = 1000
 """A token that the model doesn't have: nothing but the maximum ends an answer."""
-DRAIN_SECONDS = 5.0
+DRAIN_SECONDS = 20.0
+"""More than a drain takes on a busy machine. That the answer wasn't written to its end, its parts tell."""
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def next_holder(stage: Stage, group: str, *gone: Replica) -> Replica:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_an_answer_that_three_replicas_write_is_the_one_that_one_would_have_written(stage: Stage) -> None:
     """One is killed, one drained, of one the engine is killed: tokens, log-probs and ends are as without any of it."""
     for _ in range(3):
@@ -75,7 +76,7 @@ def test_an_answer_that_three_replicas_write_is_the_one_that_one_would_have_writ
     wait_until(lambda: holder(stage) is not drained, "the drained replica to hand its group back", PATIENCE)
     seconds = time.monotonic() - began
     assert seconds < DRAIN_SECONDS
-    assert drained.process.wait(20) == 0
+    assert drained.process.wait(60) == 0
 
     last = next_holder(stage, group, killed, drained)
     kill(last.engine_pid())

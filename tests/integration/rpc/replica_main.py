@@ -3,12 +3,14 @@
 FAIL_STARTS: number of start_run calls that fail. SLOW_START: start_run takes for ever when the run id begins with it.
 ENGINE_RANKS: what start_run makes of engine_ranks.
 STOP_HANGS: stop_run never returns, and nothing else goes on meanwhile.
-HELD: groups that it holds until it is drained; draining takes DRAIN_SECONDS for all but STUCK of them.
+HELD: groups that it holds until it is drained; draining takes DRAIN_SECONDS for all but STUCK of them, and lasts until
+the file DRAIN_UNTIL is there.
 """
 
 import asyncio
 import os
 import time
+from pathlib import Path
 
 from relaxd.config import RunConfig
 from relaxd.replica.context import open_context
@@ -31,8 +33,11 @@ class Talkative(ReplicaService):
         self.held = int(os.environ.get("HELD", "0"))
         self.stuck = int(os.environ.get("STUCK", "0"))
         self.drain_seconds = float(os.environ.get("DRAIN_SECONDS", "0"))
+        self.drain_until = os.environ.get("DRAIN_UNTIL")
+        self.started_at = self.seconds_between_starts = 0.0
 
     async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
+        self.seconds_between_starts, self.started_at = time.monotonic() - self.started_at, time.monotonic()
         say("start", assignment.run_id)
         self.engine_ranks = int(os.environ.get("ENGINE_RANKS", "0"))
         if assignment.run_id.startswith("slow"):
@@ -58,11 +63,14 @@ class Talkative(ReplicaService):
     async def drain(self, seconds: float) -> int:
         say("drain")
         await asyncio.sleep(self.drain_seconds)
+        while self.drain_until and not Path(self.drain_until).exists():
+            await asyncio.sleep(0.02)
         self.held = self.stuck
         return self.held
 
     def status(self) -> ServiceStatus:
-        return ServiceStatus(held_groups=self.held, detail="talking", gauges={"pid": os.getpid()})
+        gauges = {"pid": os.getpid(), "seconds_between_starts": self.seconds_between_starts}
+        return ServiceStatus(held_groups=self.held, detail="talking", gauges=gauges)
 
 
 async def main() -> None:

@@ -24,6 +24,8 @@ from relaxd.rpc.server import RunningServer, start_server
 from relaxd.v1 import coordinator_pb2, coordinator_pb2_grpc, replica_pb2, replica_pb2_grpc
 from tests.kit.ports import free_port
 
+PATIENCE = 90.0
+"""Longest wait for what a process has to start for, in seconds."""
 CONFIG = RunConfig(
     run=RunSection(steps=1),
     model=ModelConfig(path="model"),
@@ -78,7 +80,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         return coordinator_pb2.HeartbeatResponse(assignment=self.assignment, drain=self.drain, term=self.term)
 
     async def until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(20), self.heard:
+        async with asyncio.timeout(PATIENCE), self.heard:
             await self.heard.wait_for(condition)
 
     async def hears(self, state: replica_pb2.ReplicaState.ValueType) -> replica_pb2.ReplicaStatus:
@@ -98,13 +100,13 @@ class Process:
         """Read up to the last of the expected lines: they are the next ones, and nothing lies between them."""
         assert self.process.stdout
         for line in expected:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE):
                 assert (await self.process.stdout.readline()).decode().strip() == line
 
     async def ends(self) -> tuple[int, str]:
         """Its exit code and its log."""
         assert self.process.stderr
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             log = (await self.process.stderr.read()).decode()
             return await self.process.wait(), log
 
@@ -154,7 +156,7 @@ async def replica(coordinator_port: int, *arguments: str, **environment: str) ->
 async def health(port: int) -> health_pb2.HealthCheckResponse.ServingStatus.ValueType:
     async with channel(f"127.0.0.1:{port}") as to:
         request = health_pb2.HealthCheckRequest(service="relaxd.v1.Replica")
-        return (await health_pb2_grpc.HealthStub(to).Check(request, wait_for_ready=True, timeout=15)).status
+        return (await health_pb2_grpc.HealthStub(to).Check(request, wait_for_ready=True, timeout=PATIENCE)).status
 
 
 async def test_follows_its_assignment(coordinator):
@@ -221,13 +223,12 @@ async def test_a_start_that_fails_is_reported_and_tried_again(coordinator):
     coordinator.assign("one")
     async with serving(coordinator) as server, replica(server.port, FAIL_STARTS="1") as process:
         await process.says("start one", "stop")
-        begun = asyncio.get_running_loop().time()
         status = await coordinator.hears(FAILED)
         assert "OSError: the disk is full" in status.detail
         assert "attempt 1" in status.detail
         await process.says("start one")
-        assert asyncio.get_running_loop().time() - begun > 0.9  # not at every heartbeat
-        await coordinator.hears(READY)
+        again = await coordinator.hears(READY)
+        assert again.gauges["seconds_between_starts"] > 0.9  # not at every heartbeat
 
 
 async def test_registers_again_when_a_run_changes_the_ranks_of_its_engine(coordinator):
@@ -271,14 +272,16 @@ async def test_a_taken_port_ends_the_replica(coordinator):
     assert "Traceback" not in log
 
 
-async def test_sigterm_drains_within_the_grace_period(coordinator):
+async def test_sigterm_drains_within_the_grace_period(coordinator, tmp_path):
     coordinator.assign("one")
-    environment = {"HELD": "2", "STUCK": "1", "DRAIN_SECONDS": "0.4"}
-    async with serving(coordinator) as server, replica(server.port, **environment) as process:
+    environment = {"HELD": "2", "STUCK": "1", "DRAIN_UNTIL": str(tmp_path / "drained")}
+    grace = ("--grace-seconds", str(PATIENCE))
+    async with serving(coordinator) as server, replica(server.port, *grace, **environment) as process:
         assert (await coordinator.hears(READY)).held_groups == 2
         process.process.send_signal(signal.SIGTERM)
         await coordinator.hears(DRAINING)
         assert await health(process.port) == NOT_SERVING
+        (tmp_path / "drained").touch()
         await process.says("start one", "drain", "stop")
         code, log = await process.ends()
     assert code == 0
@@ -293,7 +296,7 @@ async def test_a_drain_that_never_ends_is_cut_at_the_grace_period(coordinator):
         process.process.send_signal(signal.SIGTERM)
         begun = asyncio.get_running_loop().time()
         assert (await process.ends())[0] == 0
-        assert asyncio.get_running_loop().time() - begun < 5
+        assert asyncio.get_running_loop().time() - begun < 30
 
 
 async def test_a_second_signal_ends_at_once(coordinator):

@@ -118,7 +118,7 @@ async def grpcurl(*arguments: str) -> tuple[int, str]:
     process = await asyncio.create_subprocess_exec(
         GRPCURL, "-plaintext", *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         output, _ = await process.communicate()
     return process.returncode or 0, output.decode()
 
@@ -216,9 +216,10 @@ async def test_a_call_without_a_deadline_gets_the_servers():
 async def test_a_handler_is_cancelled_at_the_callers_deadline():
     reward = Reward()
     async with serve(reward=reward) as server, channel(f"127.0.0.1:{server.port}") as to:
-        error = await failure(score(to, "hang", timeout=0.3))
+        await score(to, "fine")  # connected: the call is to arrive before its deadline
+        error = await failure(score(to, "hang", timeout=1.0))
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await reward.cancelled.wait()
 
 
@@ -309,7 +310,7 @@ async def test_the_sync_channel_does_the_same():
             with pytest.raises(grpc.RpcError) as caught:
                 await asyncio.to_thread(stub.Score, reward_pb2.ScoreRequest(reward="wrong"))
             future = stub.Score.future(reward_pb2.ScoreRequest(reward="fine"))
-            assert await asyncio.to_thread(future.result, 5) == reward_pb2.ScoreResponse()
+            assert await asyncio.to_thread(future.result, 30) == reward_pb2.ScoreResponse()
         assert explain(caught.value) == "INVALID_ARGUMENT: reward: must not be 'wrong'; responses: must not be empty"
 
 
@@ -332,31 +333,32 @@ async def test_connections_are_renewed_without_failing_calls():
 
     async with serve(reward=Watched(), max_connection_age_seconds=0.2) as server:
         async with channel(f"127.0.0.1:{server.port}") as to:
-            end = time.monotonic() + 10
+            end = time.monotonic() + 60
             while len(peers) < 3 and time.monotonic() < end:
                 await score(to, "fine")
         assert len(peers) >= 3
 
 
 async def test_a_call_outlives_the_age_of_its_connection():
-    peers = []
+    peers, over = [], asyncio.Event()
 
     class Slow(Reward):
         async def Score(self, request, context):
             peers.append(context.peer())
             if request.reward == "slow":
-                await asyncio.sleep(4)
+                await over.wait()
             return reward_pb2.ScoreResponse()
 
     async with (
         serve(reward=Slow(), max_connection_age_seconds=1, stream_deadline_seconds=0.1) as server,
         channel(f"127.0.0.1:{server.port}") as to,
     ):
-        slow = score(to, "slow", timeout=30)
+        slow = score(to, "slow", timeout=60)
         while len(set(peers)) < 3:
             await score(to, "fine")
             await asyncio.sleep(0.05)
         assert not slow.done()
+        over.set()
         await slow
 
 
@@ -371,7 +373,7 @@ async def test_a_restarted_server_is_found_again_soon():
         async with serve(port=port):
             begun = time.monotonic()
             await score(to, "fine", wait_for_ready=True)
-            assert time.monotonic() - begun < 1.5
+            assert time.monotonic() - begun < 3
 
 
 async def test_the_health_check_of_containers_tells_serving_from_not():

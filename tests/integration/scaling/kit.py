@@ -29,11 +29,12 @@ DONE, PARTIAL, FAILED, CANCELLED = (
 
 
 class ScalingCluster(SupervisedCluster):
-    """`closed` blocks the start of launched replicas; `fail` ends those that it names."""
+    """`closed` blocks the start of launched replicas, `hold` the end of their work; `fail` ends those that it names."""
 
     def __init__(self, folder: Path, redis_url: str, model: Path) -> None:
         super().__init__(folder, redis_url, model)
         self.closed = folder / "closed"
+        self.hold = folder / "hold"
 
     def fail(self, suffix: str) -> Path:
         """End launched replicas with this suffix of the launch id, as long as the returned file exists."""
@@ -44,7 +45,7 @@ class ScalingCluster(SupervisedCluster):
     def supervisor(self, max_restarts: int = 5, **environment: str) -> None:
         """Start the supervisor with a template for rollout doubles."""
         command = [sys.executable, "-m", "tests.integration.scaling.gated", str(self.folder), "rollout"]
-        environment |= self.environment(grace_seconds=5)
+        environment |= self.environment(grace_seconds=5) | {"PEER_HOLD": str(self.hold)}
         template = ServiceSpec(name="", role="rollout", command=command, environment=environment)
         self.start_supervisor([], {"rollout": template}, max_restarts)
 
@@ -64,10 +65,10 @@ class ScalingCluster(SupervisedCluster):
         asked = scale_pb.CancelScaleRequestRequest(request_id=request_id)
         return self.stub.CancelScaleRequest(asked, timeout=5).request
 
-    def until_scaled(self, *states: int, seconds: float = 40.0) -> scale_pb.ScaleRequest:
+    def until_scaled(self, *states: int) -> scale_pb.ScaleRequest:
         """Wait until the newest request is in one of these states."""
         names = " or ".join(map(scale_pb.ScaleState.Name, states))
-        return self.until(names, lambda: (request := self.request()).state in states and request, seconds)
+        return self.until(names, lambda: (request := self.request()).state in states and request)
 
     # --- looking
 

@@ -28,13 +28,14 @@ from tests.kit.ports import free_port
 
 
 def start_all(cluster: ScalingCluster, *, trainer: bool = True, max_restarts: int = 5, **environment: str) -> None:
-    """Start all services and an endless run."""
+    """Start all services and an endless run; return once the first engine counts as one of those that there are."""
     cluster.supervisor(max_restarts, **environment)
     cluster.judges()
     cluster.rollout("first", **environment)
     if trainer:
         cluster.trainer(PEER_STEP_SECONDS="0.1")
     cluster.start_when_up("run", run__steps=100000, trainer__groups_per_step=8)
+    cluster.until("the first is registered", lambda: list(cluster.rollouts()) == ["first"])
 
 
 def refusal(call, *arguments, **named) -> grpc.RpcError:
@@ -51,17 +52,19 @@ def test_out_and_in_during_a_run(cluster: ScalingCluster) -> None:
     assert refusal(cluster.cancel).code() == grpc.StatusCode.FAILED_PRECONDITION
     cluster.until_step(1)
 
-    asked = cluster.out(3, request_id="more", timeout_seconds=60)
+    cluster.closed.touch()  # the request is not done before the questions about it
+    asked = cluster.out(3, request_id="more", timeout_seconds=240)
     assert asked.state in (scale_pb.SCALE_STATE_PENDING, CREATING)
     assert [replica.launch_id for replica in asked.scaled] == ["rollout-more-1", "rollout-more-2"]
     # The same again is the same request, by id and by target; anything else has to wait.
-    assert cluster.out(3, timeout_seconds=60).request_id == "more"
-    assert cluster.out(3, request_id="more", timeout_seconds=60).create_time == asked.create_time
+    assert cluster.out(3, timeout_seconds=240).request_id == "more"
+    assert cluster.out(3, request_id="more", timeout_seconds=240).create_time == asked.create_time
     busy = refusal(cluster.out, 4)
     assert busy.code() == grpc.StatusCode.FAILED_PRECONDITION
     assert "'more' is in progress" in busy.details()
     assert refusal(cluster.into, 1).code() == grpc.StatusCode.FAILED_PRECONDITION
     assert refusal(cluster.out, 4, request_id="more").code() == grpc.StatusCode.ALREADY_EXISTS
+    cluster.closed.unlink()
 
     grown = cluster.until_scaled(ACTIVE, FAILED, PARTIAL)
     assert grown.state == ACTIVE, grown
@@ -74,7 +77,7 @@ def test_out_and_in_during_a_run(cluster: ScalingCluster) -> None:
 
     assert cluster.out(3).state == ACTIVE  # there are as many
     assert cluster.out(2).scaled == []
-    assert cluster.out(3, request_id="more", timeout_seconds=60) == grown
+    assert cluster.out(3, request_id="more", timeout_seconds=240) == grown
     stays = refusal(cluster.into, 1, replica_ids=["first"])
     assert field_violations(stays) == [("replica_ids", "must be empty when replicas is given")]
     assert "was not scaled out" in refusal(cluster.into, 0, replica_ids=["first"]).details()
@@ -149,12 +152,14 @@ def test_cancelled_in_every_state(cluster: ScalingCluster) -> None:
     (scaled,) = cluster.until_scaled(ACTIVE, FAILED).scaled
     over = refusal(cluster.cancel, cluster.request().request_id)
     assert over.code() == grpc.StatusCode.FAILED_PRECONDITION
-    cluster.until("it works", lambda: cluster.rollouts()[scaled.replica_id].status.held_groups)
 
-    cluster.into(1, drain_seconds=20)
+    cluster.hold.touch()
+    cluster.until("it holds groups", lambda: cluster.rollouts()[scaled.replica_id].status.held_groups)
+    cluster.into(1, drain_seconds=120)
     cluster.until_scaled(DRAINING)
     cluster.cancel()
     cluster.until_scaled(CANCELLED)
+    cluster.hold.unlink()
     begun = len(cluster.calls(scaled.replica_id, "generate"))
     # More than what it could have begun with before it was asked to drain.
     cluster.until("it works again", lambda: len(cluster.calls(scaled.replica_id, "generate")) > begun + 8)
@@ -182,7 +187,6 @@ def test_a_coordinator_killed_in_every_state_goes_on(cluster: ScalingCluster) ->
         cluster.coordinator()
         cluster.until("the coordinator", lambda: cluster.request() is not None)
 
-    cluster.until("the first is registered", lambda: list(cluster.rollouts()) == ["first"])
     cluster.closed.touch()
     cluster.out(3, request_id="more")
     kill_in(CREATING)
@@ -194,10 +198,12 @@ def test_a_coordinator_killed_in_every_state_goes_on(cluster: ScalingCluster) ->
     assert len(cluster.launched()) == 2
     assert len(cluster.rollouts()) == 3
     new = [replica.replica_id for replica in cluster.request().scaled]
-    cluster.until("they work", lambda: all(r.status.held_groups for r in cluster.rollouts().values()))
+    cluster.hold.touch()
+    cluster.until("they work", lambda: all(cluster.rollouts()[name].status.held_groups for name in new))
 
-    cluster.into(1, request_id="less", drain_seconds=10)
+    cluster.into(1, request_id="less", drain_seconds=240)
     kill_in(DRAINING)
+    cluster.hold.unlink()
     cluster.until_scaled(REMOVING, DONE)
     cluster.processes["supervisor"].send_signal(signal.SIGSTOP)
     kill_in(REMOVING, DONE)

@@ -42,6 +42,13 @@ def hang_unless(path: str) -> float:
     return 1.0
 
 
+def wait_for(path: str) -> float:
+    """Wait until the file is there."""
+    while not Path(path).exists():
+        time.sleep(0.02)
+    return 1.0
+
+
 def hang_once(path: str) -> float:
     """Leave this process's id and hang, with the interpreter's lock held, unless another did so before."""
     if not Path(path).exists():
@@ -137,6 +144,7 @@ ACTIONS: Mapping[str, object] = {
     "hang-with-child": hang_with_child,
     "hang-unless": hang_unless,
     "hang-once": hang_once,
+    "wait-for": wait_for,
     "pid": lambda _: os.getpid(),
     "sleep": lambda seconds: time.sleep(float(seconds)) or 1.0,
     "alarm": alarm,

@@ -23,6 +23,8 @@ from tests.kit.waiting import eventually
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
+PATIENCE = 90.0
+"""Longest wait for what a process has to start for, in seconds."""
 
 
 def run_config(**sections: dict[str, Any]) -> RunConfig:
@@ -31,7 +33,7 @@ def run_config(**sections: dict[str, Any]) -> RunConfig:
         "run": {"steps": 1000},
         "model": {"path": "none"},
         "data": {"source": "addition"},
-        "reward": {"name": "bad_rewards:by_response", "timeout_seconds": 1.0},
+        "reward": {"name": "bad_rewards:by_response", "timeout_seconds": 30.0},
         "trainer": {"groups_per_step": 100},
         "board": {"lease_seconds": 1.0},
     }
@@ -71,7 +73,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             status = self.statuses.get(replica_id)
             return status is not None and status.state == number and status.held_groups >= held_groups
 
-        async with asyncio.timeout(30), self.heard:
+        async with asyncio.timeout(PATIENCE), self.heard:
             await self.heard.wait_for(heard)
         return self.statuses[replica_id]
 
@@ -89,7 +91,7 @@ class Process:
     async def ends(self, number: signal.Signals) -> int:
         """Send a signal and wait for the end; returns the exit code."""
         self.process.send_signal(number)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE):
             return await self.process.wait()
 
 
@@ -161,7 +163,7 @@ class Bench:
         self.board.commit([(delivery, _rollout_columns(by_id[delivery.group_id])) for delivery in taken])
         return ids
 
-    async def trained(self, count: int, seconds: float = 30.0) -> dict[str, dict[str, Any]]:
+    async def trained(self, count: int, seconds: float = PATIENCE) -> dict[str, dict[str, Any]]:
         """Take `count` groups as the trainer does; returns their columns by id."""
         assert self.board
         found: dict[str, dict[str, Any]] = {}
@@ -174,7 +176,7 @@ class Bench:
                 found |= {d.group_id: c for d, c in zip(deliveries, columns, strict=True) if c is not None}
         return found
 
-    async def dropped(self, count: int, seconds: float = 30.0) -> dict[str, str]:
+    async def dropped(self, count: int, seconds: float = PATIENCE) -> dict[str, str]:
         """Wait until `count` groups are dropped; returns the reason of each."""
         assert self.board
         await eventually(lambda: self.board.counts().dropped >= count, f"{count} dropped groups", seconds)

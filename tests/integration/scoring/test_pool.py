@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -41,7 +42,7 @@ async def score(pool: WorkerPool, *responses: str, timeout_seconds: float = 10.0
 
 
 async def gone(pid: int) -> None:
-    await eventually(lambda: not is_alive(pid), f"worker {pid} is gone", 10)
+    await eventually(lambda: not is_alive(pid), f"worker {pid} is gone")
 
 
 async def test_a_worker_gets_no_secret_but_those_that_are_named(pool, monkeypatch, tmp_path):
@@ -76,7 +77,7 @@ async def test_scores_come_back_in_order(pool):
 
 async def test_a_sample_whose_process_was_killed_is_tried_once_more(pool, tmp_path):
     scoring = asyncio.create_task(score(pool, f"hang-once {tmp_path / 'pid'}"))
-    pid = await eventually(lambda: (path := tmp_path / "pid").exists() and path.read_text(), "the worker's pid", 30)
+    pid = await eventually(lambda: (path := tmp_path / "pid").exists() and path.read_text(), "the worker's pid")
     os.kill(int(pid), signal.SIGKILL)
     assert await scoring == [RewardOutput(1.0)]
 
@@ -122,39 +123,41 @@ async def test_an_async_reward_keeps_its_event_loop(pool):  # the fixture sets P
 async def test_a_reward_that_hangs_is_killed_at_its_deadline(pool):
     await score(pool, "one", "one")  # starting the workers is not part of the deadline
     begun = time.monotonic()
-    outcomes = await score(pool, "hang", "hang-in-c", "one", "one", timeout_seconds=0.5)
-    assert time.monotonic() - begun < 8
+    outcomes = await score(pool, "hang", "hang-in-c", "one", "one", timeout_seconds=2.0)
+    assert time.monotonic() - begun < 60
     assert outcomes[2:] == [RewardOutput(1.0), RewardOutput(1.0)]
     for outcome, code, function in (
         (outcomes[0], "time.sleep(3600),", "<lambda>"),
         (outcomes[1], "PyDLL(None).sleep(3600)", "hang_in_c"),
     ):
         where = f"(at {place(code)}, in {function})"
-        late = f"scoring a sample took longer than 0.5 s {where}; its process was killed; the prompt: 'hot?'"
+        late = f"scoring a sample took longer than 2 s {where}; its process was killed; the prompt: 'hot?'"
         assert outcome == Failure(late)
 
 
 async def test_a_reward_that_hangs_is_named_while_it_hangs(pool):
     await score(pool, "one", "one")
     assert pool.slowest() is None
-    scoring = asyncio.create_task(score(pool, "hang", timeout_seconds=2.0))
-    slow = await eventually(lambda: (one := pool.slowest()) and one.where and one, "the reward's place", 10)
+    scoring = asyncio.create_task(score(pool, "hang", timeout_seconds=4.0))
+    shown = await eventually(lambda: (one := pool.slowest()) and one.where and str(one), "the reward's place")
     assert not scoring.done()
-    assert str(slow) == f"a sample for 1 s (at {place('time.sleep(3600),')}, in <lambda>); its prompt: 'hot?'"
+    where = re.escape(f"(at {place('time.sleep(3600),')}, in <lambda>)")
+    assert re.fullmatch(rf"a sample for [2-4] s {where}; its prompt: 'hot\?'", shown)
     pool.close()
     with pytest.raises(PoolClosedError):
         await scoring
 
 
 async def test_what_a_reward_started_is_killed_with_it(pool, tmp_path):
-    (outcome,) = await score(pool, f"hang-with-child {tmp_path / 'pid'}", timeout_seconds=1.0)
+    await score(pool, "one", "one")
+    (outcome,) = await score(pool, f"hang-with-child {tmp_path / 'pid'}", timeout_seconds=2.0)
     assert isinstance(outcome, Failure)
     await gone(int((tmp_path / "pid").read_text()))
 
 
 async def test_waiting_for_a_worker_is_not_part_of_the_deadline(pool):
-    outcomes = await score(pool, *["sleep 0.3"] * 8, timeout_seconds=1.0)
-    assert outcomes == [RewardOutput(1.0)] * 8
+    outcomes = await score(pool, *["sleep 0.3"] * 18, timeout_seconds=2.0)
+    assert outcomes == [RewardOutput(1.0)] * 18
 
 
 async def test_workers_are_reused_and_replaced_only_when_they_die(pool):

@@ -172,7 +172,7 @@ async def test_the_advantage_call(here):
 
 async def test_the_stages_score_and_drop(here):
     """Good groups arrive at the trainer as the formulas want them; not one with a made-up reward."""
-    here.start_run(run_config())
+    here.start_run(run_config(reward={"timeout_seconds": 3.0}))
     async with here.service("reward", "reward-1"), here.service("advantage", "advantage-1"):
         bad = ["raise 1", "nan", "inf", "string", "none", "hang", "hang-in-c", "os._exit", "abort", "sys.exit"]
         failing = here.generate(*[["one", "parts", response] for response in bad])
@@ -181,7 +181,7 @@ async def test_the_stages_score_and_drop(here):
         assert await here.dropped(11) == {**dict.fromkeys(failing, "reward_failed"), good[1]: "zero_variance"}
         details = {group.group_id: group.detail for group in here.board.dropped()}
         assert details[failing[0]].startswith(f"{BAD}: IndexError: list index out of range (tests/")
-        assert details[failing[5]].startswith(f"{BAD}: scoring a sample took longer than 1 s (at tests/")
+        assert details[failing[5]].startswith(f"{BAD}: scoring a sample took longer than 3 s (at tests/")
         assert details[good[1]] == ""
     assert set(columns) == {good[0], good[2]}
     first = columns[good[0]]
@@ -218,11 +218,12 @@ async def test_a_reward_of_groups_with_settings_whose_failures_count_as_zero(her
 async def test_a_run_waits_for_its_reward_service_and_says_so(here):
     port = free_port()
     address = f"127.0.0.1:{port}"
-    here.start_run(run_config(reward={"name": "", "address": address, "cache_samples": 100, "timeout_seconds": 10.0}))
+    here.start_run(run_config(reward={"name": "", "address": address, "cache_samples": 100, "timeout_seconds": 60.0}))
     async with here.service("reward", "reward-1") as process, here.service("advantage", "advantage-1"):
         ids = here.generate(["one", "three"], ["three", "one"])
-        status = await here.coordinator.hears("reward-1", "READY", held_groups=2)
-        assert f"the reward service at {address} does not answer" in status.detail
+        await here.coordinator.hears("reward-1", "READY", held_groups=2)
+        said = f"the reward service at {address} does not answer"
+        await eventually(lambda: said in here.coordinator.statuses["reward-1"].detail, said)
         server = grpc.aio.server()
         add_RemoteRewardServicer_to_server(LengthJudge(), server)
         server.add_insecure_port(address)
@@ -265,7 +266,7 @@ async def test_a_run_whose_reward_does_not_exist_says_so(here):
         assert "did you mean addition?" in status.detail
         here.coordinator.assign(run_config(reward={"name": "bad_rewards:by_respnse"}), "other")
         detail = lambda: here.coordinator.statuses["reward-1"].detail  # noqa: E731
-        await eventually(lambda: "did you mean by_response?" in detail(), "the name that was meant", 20)
+        await eventually(lambda: "did you mean by_response?" in detail(), "the name that was meant")
 
 
 async def test_a_run_whose_reward_wants_a_variable_that_is_not_set_says_so(here, monkeypatch, tmp_path):
@@ -298,7 +299,7 @@ async def test_a_resumed_run_loads_its_reward_again(here):
                 await here.coordinator.heard.wait()
         assert await worker() == first
         here.coordinator.assign(config)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while await worker() == first:
                 await asyncio.sleep(0.02)
 
@@ -306,13 +307,18 @@ async def test_a_resumed_run_loads_its_reward_again(here):
 # --- ends and restarts --------------------------------------------------------------------------------------------
 
 
-async def test_sigterm_finishes_what_can_be_finished(here):
+async def test_sigterm_finishes_what_can_be_finished(here, tmp_path):
     here.start_run(run_config(reward={"timeout_seconds": 60}))
-    async with here.service("reward", "reward-1", grace_seconds=20) as process:
+    flag = tmp_path / "flag"
+    async with here.service("reward", "reward-1", grace_seconds=60) as process:
         await here.coordinator.hears("reward-1", "READY")
-        here.generate(["sleep 0.5", "one"])
+        here.generate([f"wait-for {flag}", "one"])
         await here.coordinator.hears("reward-1", "READY", held_groups=1)
-        assert await process.ends(signal.SIGTERM) == 0
+        process.process.send_signal(signal.SIGTERM)
+        await here.coordinator.hears("reward-1", "DRAINING")
+        flag.touch()
+        async with asyncio.timeout(60):
+            assert await process.process.wait() == 0
     (depth,) = [queue for queue in here.board.queues() if queue.stage == "advantage"]
     assert depth.waiting == 1
     assert "Traceback" not in process.log
@@ -339,9 +345,9 @@ async def test_the_groups_of_a_killed_process_go_to_another_and_its_workers_die(
     async with here.service("reward", "reward-1") as process:
         await here.coordinator.hears("reward-1", "READY")
         (group,) = here.generate(["parts", f"hang-once {path}"])
-        worker = await eventually(lambda: path.exists() and path.read_text(), "the worker's pid", 20)
+        worker = await eventually(lambda: path.exists() and path.read_text(), "the worker's pid")
         await process.ends(signal.SIGKILL)
-        await eventually(lambda: not is_alive(int(worker)), "the worker is gone", 10)
+        await eventually(lambda: not is_alive(int(worker)), "the worker is gone")
     async with here.service("reward", "reward-2"), here.service("advantage", "advantage-1"):
         assert set(await here.trained(1)) == {group}
 
@@ -350,7 +356,7 @@ async def test_the_groups_of_a_killed_process_go_to_another_and_its_workers_die(
 async def test_nothing_is_lost_and_nothing_scored_twice_while_processes_die(here):
     """Two of each service, one of them killed and started anew four times, while groups flow."""
     # On a busy machine leases of a second also expire without a death: five of those aren't poison here.
-    here.start_run(run_config(reward={"timeout_seconds": 5}, board={"max_deliveries": 100}))
+    here.start_run(run_config(reward={"timeout_seconds": 60}, board={"max_deliveries": 100}))
     expected: list[str] = []
     async with AsyncExitStack() as stack:
 
@@ -381,7 +387,7 @@ async def test_a_worker_that_breaks_is_reported_and_ends_the_process(here):
         status = await here.coordinator.hears("advantage-1", "FAILED")
         assert "the worker of stage advantage failed" in status.detail
         assert "WRONGTYPE" in status.detail
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             assert await process.process.wait() == 1  # for whoever supervises it
         assert "giving up: the worker of stage advantage failed" in process.log
 

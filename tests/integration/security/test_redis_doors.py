@@ -134,7 +134,7 @@ def test_the_command_line_finds_the_password_and_hides_it(locked: Locked, monkey
     monkeypatch.setenv("RELAXD_REDIS_PASSWORD_FILE", str(locked.password_file))
     url = embedded_redis.given_url()
     assert url
-    embedded_redis.wait_until_up(url, seconds=5)
+    embedded_redis.wait_until_up(url, seconds=60)
     with pytest.raises(CliError, match="refuses the password") as caught:
         embedded_redis.wait_until_up(url.replace("p%40ss", "p%40st"), seconds=5)
     assert "p%40" not in str(caught.value)

@@ -17,10 +17,14 @@ from relaxd.v1 import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 
 
 class Reward(reward_pb2_grpc.RewardServicer):
+    def __init__(self):
+        self.begun = asyncio.Event()
+
     async def Score(self, request, context):
         if request.reward == "unknown":
             raise NotFound("no such reward")
         if request.reward == "slow":
+            self.begun.set()
             await asyncio.Event().wait()
         return reward_pb2.ScoreResponse()
 
@@ -37,8 +41,9 @@ class Rollout(rollout_pb2_grpc.RolloutServicer):
 
 async def abandoned_calls() -> None:
     """Calls whose caller leaves: before the answer, at its deadline, between two messages and during one."""
+    reward = Reward()
     services = [
-        (reward_pb2_grpc.add_RewardServicer_to_server, Reward(), "relaxd.v1.Reward"),
+        (reward_pb2_grpc.add_RewardServicer_to_server, reward, "relaxd.v1.Reward"),
         (rollout_pb2_grpc.add_RolloutServicer_to_server, Rollout(), "relaxd.v1.Rollout"),
     ]
     server = await start_server(services, host="127.0.0.1")
@@ -46,15 +51,16 @@ async def abandoned_calls() -> None:
         with telemetry.root_span("leave"):
             score = reward_pb2_grpc.RewardStub(to).Score
             waiting = score(reward_pb2.ScoreRequest(reward="slow"), timeout=60)
+            await reward.begun.wait()  # connected: the next one is to arrive before its deadline
             with contextlib.suppress(grpc.aio.AioRpcError):
-                await score(reward_pb2.ScoreRequest(reward="slow"), timeout=0.3)
+                await score(reward_pb2.ScoreRequest(reward="slow"), timeout=1.0)
             waiting.cancel()
             for messages in (1, 1_000_000):
                 stream = rollout_pb2_grpc.RolloutStub(to).Generate(rollout_pb2.GenerateRequest(n=messages), timeout=60)
                 await stream.read()
                 await asyncio.sleep(0.1)  # until nothing more is read: a million messages are not
                 stream.cancel()
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.3)
     await server.stop()
 
 

@@ -1,4 +1,4 @@
-"""A primary with one replica, watched by a Sentinel: all real servers, to be killed."""
+"""A primary with one replica, watched by Sentinels: all real servers, to be killed."""
 
 import contextlib
 import signal
@@ -17,39 +17,44 @@ from tests.kit.waiting import wait_until
 
 SERVICE = "relaxd"
 DOWN_MILLISECONDS = 1000
-"""Silence after which the Sentinel takes a server for dead."""
+"""Silence after which a Sentinel takes a server for dead."""
 PROMPT = ("--repl-diskless-sync-delay", "0", "--repl-ping-replica-period", "1")
 SENTINEL = f"""
 port {{port}}
 bind 127.0.0.1
 dir {{folder}}
-logfile {{folder}}/sentinel.log
-sentinel monitor {SERVICE} 127.0.0.1 {{primary}} 1
-sentinel down-after-milliseconds {SERVICE} {DOWN_MILLISECONDS}
+logfile {{folder}}/{{name}}.log
+sentinel monitor {SERVICE} 127.0.0.1 {{primary}} {{quorum}}
+sentinel down-after-milliseconds {SERVICE} {{down}}
 sentinel failover-timeout {SERVICE} 3000
 """
 
 
 class WatchedRedis:
-    """Two servers, one the primary of the other, and a Sentinel. A dead primary is replaced by its replica."""
+    """Two servers, one the primary of the other, and Sentinels. A dead primary is replaced by its replica.
 
-    def __init__(self, folder: Path) -> None:
+    The Sentinels take a server for dead after `down_milliseconds` of silence, if most of them do.
+    """
+
+    def __init__(self, folder: Path, *, sentinels: int = 1, down_milliseconds: int = DOWN_MILLISECONDS) -> None:
         self._folder = folder
+        self._down = down_milliseconds
         self._servers = []
         for name in ("one", "two"):
             (folder / name).mkdir()
             self._servers.append(RedisServer(folder / name, options=PROMPT))
-        self._sentinel_port = free_port()
-        self._sentinel: subprocess.Popen[bytes] | None = None
+        self._ports = [free_port() for _ in range(sentinels)]
+        self._sentinels: list[subprocess.Popen[bytes]] = []
 
     @property
     def url(self) -> str:
         """Where clients connect; the first Sentinel in it is dead."""
-        return f"redis+sentinel://127.0.0.1:{free_port()},127.0.0.1:{self._sentinel_port}/{SERVICE}/0"
+        places = ",".join(f"127.0.0.1:{port}" for port in (free_port(), *self._ports))
+        return f"redis+sentinel://{places}/{SERVICE}/0"
 
     @property
     def primary(self) -> RedisServer:
-        """The server that the Sentinel names."""
+        """The server that the first Sentinel names."""
         port = int(self.ask("GET-MASTER-ADDR-BY-NAME", SERVICE)[1])
         return next(server for server in self._servers if server.port == port)
 
@@ -61,19 +66,28 @@ class WatchedRedis:
 
     @property
     def failovers(self) -> int:
-        """How often the Sentinel has promoted a server."""
-        log = self._folder / "sentinel.log"
+        """How often a server was promoted."""
+        log = self._folder / "sentinel-0.log"
         return log.read_text(encoding="utf-8").count("+switch-master")
 
     def start(self) -> "WatchedRedis":
-        """Start all three, and wait until the replica has what the primary has."""
+        """Start all of them, and wait until the replica has what the primary has."""
         primary, replica = self._servers
         primary.start()
         self._start_as_replica(replica, primary)
-        file = self._folder / "sentinel.conf"
-        file.write_text(SENTINEL.format(port=self._sentinel_port, folder=self._folder, primary=primary.port))
-        self._sentinel = subprocess.Popen([str(get_binary_path()), str(file), "--sentinel"], stdout=subprocess.DEVNULL)
-        wait_until(lambda: self.ask("MYID"), "the Sentinel", forgive=(redis.ConnectionError,))
+        facts = {"folder": self._folder, "primary": primary.port, "down": self._down}
+        for number, port in enumerate(self._ports):
+            file = self._folder / f"sentinel-{number}.conf"
+            quorum = len(self._ports) // 2 + 1
+            file.write_text(SENTINEL.format(port=port, name=file.stem, quorum=quorum, **facts))
+            command = [str(get_binary_path()), str(file), "--sentinel"]
+            self._sentinels.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
+        others = len(self._ports) - 1
+
+        def know_each_other() -> bool:
+            return all(len(self.ask("SENTINELS", SERVICE, port=port)) == others for port in self._ports)
+
+        wait_until(know_each_other, "the Sentinels", forgive=(redis.ConnectionError,))
         self.await_replica()
         return self
 
@@ -129,7 +143,7 @@ class WatchedRedis:
         self.await_replica()
 
     def await_replica(self) -> None:
-        """Wait until the replica has what the primary has, and the Sentinel would promote it."""
+        """Wait until the replica has what the primary has, and every Sentinel would promote it."""
 
         def has_all() -> bool:
             with redis.Redis.from_url(self.primary.url, socket_timeout=10.0) as client:
@@ -137,23 +151,24 @@ class WatchedRedis:
 
         # At a promotion the Sentinel ends all connections.
         wait_until(has_all, "the replica", forgive=(redis.ConnectionError,))
-        wait_until(self._knows_replica, "the Sentinel to see the replica")
+        wait_until(lambda: all(map(self._knows_replica, self._ports)), "the Sentinels to see the replica", 30)
 
     def stop(self) -> None:
-        """Kill all three."""
-        if self._sentinel is not None:
-            self._sentinel.kill()
-            self._sentinel.wait(timeout=10)
+        """Kill all of them."""
+        for sentinel in self._sentinels:
+            sentinel.kill()
+            sentinel.wait(timeout=60)
         for server in self._servers:
             server.kill()
 
-    def ask(self, *words: str) -> Any:
-        """Send the Sentinel a command."""
-        with redis.Redis(port=self._sentinel_port, protocol=2, decode_responses=True, socket_timeout=5.0) as client:
+    def ask(self, *words: str, port: int = 0) -> Any:
+        """Send a Sentinel a command, by default the first one."""
+        with redis.Redis(port=port or self._ports[0], protocol=2, decode_responses=True, socket_timeout=5.0) as client:
             return client.execute_command("SENTINEL", *words)
 
-    def _knows_replica(self) -> bool:
-        for found in self.ask("REPLICAS", SERVICE):
+    def _knows_replica(self, port: int) -> bool:
+        """Whether the Sentinel at this port sees the replica, as that of the primary."""
+        for found in self.ask("REPLICAS", SERVICE, port=port):
             facts = found if isinstance(found, dict) else dict(zip(found[::2], found[1::2], strict=True))
             if int(facts["port"]) == self.replica.port:
                 return facts["flags"] == "slave"

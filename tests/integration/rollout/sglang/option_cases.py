@@ -1,9 +1,15 @@
-"""Runs where SGLang is: what check_options says to each of the options on the command line, one line of JSON each."""
+"""Runs where SGLang is. One line of JSON for each case on the command line:
+
+- of the first list, options: what check_options says to them;
+- of the second list, [model folder, RolloutConfig, share of a GPU]: mem_fraction_static, or why there is none.
+"""
 
 import json
 import sys
 
-from services.rollout.engines.sglang.options import OptionError, check_options
+from relaxd.config import RolloutConfig
+from relaxd.rpc.errors import InvalidArgument
+from services.rollout.engines.sglang.options import OptionError, check_options, server_args
 
 
 def main() -> None:
@@ -12,6 +18,12 @@ def main() -> None:
             check_options(case)
             print(json.dumps(""))
         except OptionError as error:
+            print(json.dumps(str(error)))
+    for folder, rollout, share in json.loads(sys.argv[2]):
+        try:
+            args = server_args(folder, RolloutConfig(**rollout), colocate=False, share=share)
+            print(json.dumps(args.mem_fraction_static))
+        except InvalidArgument as error:
             print(json.dumps(str(error)))
 
 

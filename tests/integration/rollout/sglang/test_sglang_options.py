@@ -1,9 +1,12 @@
-"""What [rollout.sglang] may say."""
+"""What [rollout.sglang] may say, and what SGLang gets."""
 
 import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.sglang.environment import CPU_ENVIRONMENT, CPU_OPTIONS
 
@@ -22,12 +25,21 @@ CASES: list[tuple[dict[str, object], str]] = [
 ]  # fmt: skip
 
 
-def test_options_are_checked_by_name_and_type(python: str) -> None:
-    command = [python, "-m", "tests.integration.rollout.sglang.option_cases", json.dumps([case for case, _ in CASES])]
+def test_options_are_checked_by_name_and_type_and_memory_follows_the_share(python: str, model: Path) -> None:
+    rollout: dict[str, Any] = {"engine": "sglang", "sglang": CPU_OPTIONS | {"chunked_prefill_size": 2048}}
+    of_it = rollout | {"memory_fraction": 0.6}
+    memory = [(rollout, 1.0), (rollout, 0.7), (rollout, 0.01), (of_it, 1.0), (of_it, 0.7)]
+    cases = [case for case, _ in CASES], [(str(model), *case) for case in memory]
+    command = [python, "-m", "tests.integration.rollout.sglang.option_cases", *map(json.dumps, cases)]
     root = Path(__file__).parents[4]
     environment = {**os.environ, **CPU_ENVIRONMENT}
     run = subprocess.run(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=120)
-    for (case, right), line in zip(CASES, run.stdout.splitlines()[-len(CASES) :], strict=True):
-        said = json.loads(line)
+    lines = [json.loads(line) for line in run.stdout.splitlines()[-len(CASES) - len(memory) :]]
+    for (case, right), said in zip(CASES, lines[: len(CASES)], strict=True):
         assert (said == "") == (right == ""), case
         assert right in said, case
+    whole, part, tiny, given, given_part = lines[len(CASES) :]
+    assert 0.3 < whole < 1  # by the machine's memory
+    assert (1 - part) * 0.7 == pytest.approx(1 - whole)  # as many bytes are kept free
+    assert "the engine has only 0.01 of it (roles.judge.gpu_share)" in tiny
+    assert given == given_part == 0.6  # of the GPU, and of the share

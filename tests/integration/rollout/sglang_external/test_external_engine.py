@@ -27,7 +27,7 @@ from tests.integration.rollout.sglang_external.external_kit import (
     connect,
     logprobs,
 )
-from tests.kit.engines import receive_request
+from tests.kit.engines import PATIENCE, receive_request
 from tests.kit.models import make_tiny_model
 
 
@@ -87,9 +87,7 @@ async def test_an_aborted_request_ends_with_what_it_has(engine: Engine, server: 
     assert [output.finish_reason for output in outputs].count("abort") == 2
     assert 0 < sum(len(output.tokens) for output in outputs) < 800
     await engine.engine.abort("mine")  # it has ended
-    async with asyncio.timeout(5):
-        while await running_samples(server):
-            await asyncio.sleep(0.02)
+    await until_none_runs(server)
 
 
 async def test_a_long_prompt_is_computed_once_for_all_samples(engine: Engine) -> None:
@@ -132,9 +130,15 @@ async def test_bad_requests_are_refused_with_the_servers_reason(engine: Engine) 
 
 async def running_samples(server: Server) -> int:
     client = SGLangClient(server.url, KEY)
-    loads = await client.call("/v1/loads", timeout=5)
+    loads = await client.call("/v1/loads", timeout=30)
     await client.close()
     return int(loads["loads"][0]["num_running_reqs"])
+
+
+async def until_none_runs(server: Server) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while await running_samples(server):
+            await asyncio.sleep(0.02)
 
 
 async def test_leaving_an_answer_aborts_it(engine: Engine, server: Server) -> None:
@@ -146,10 +150,11 @@ async def test_leaving_an_answer_aborts_it(engine: Engine, server: Server) -> No
         async for output in outputs:
             assert output.tokens
             break
-    started = time.monotonic()
+    left = asked = time.monotonic()
     while await running_samples(server):
-        assert time.monotonic() - started < whole / 2
+        assert asked - left < whole / 2  # this process may have got no time since it asked
         await asyncio.sleep(0.02)
+        asked = time.monotonic()
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
@@ -166,8 +171,8 @@ async def test_an_update_in_the_middle_leaves_every_token_with_its_version(engin
 
     listening = asyncio.create_task(listen())
     unstreamed = asyncio.create_task(engine.generate(2))
-    await asyncio.wait_for(begun.wait(), 20)
-    assert await engine.engine.pause(mode, 30, 10) == 3  # type: ignore[arg-type]
+    await asyncio.wait_for(begun.wait(), PATIENCE)
+    assert await engine.engine.pause(mode, 60, 30) == 3  # type: ignore[arg-type]
     await engine.join()
     await engine.transfer(2)
     before = sum(len(output.tokens) for output in outputs)
@@ -175,7 +180,7 @@ async def test_an_update_in_the_middle_leaves_every_token_with_its_version(engin
     assert sum(len(output.tokens) for output in outputs) == before, "a paused engine generates"
     late = asyncio.create_task(engine.generate(sampling=Sampling(max_new_tokens=3, ignore_eos=True)))
     await engine.engine.resume()
-    await asyncio.wait_for(asyncio.gather(listening, unstreamed, late), 30)
+    await asyncio.wait_for(asyncio.gather(listening, unstreamed, late), PATIENCE)
 
     versions = [version for output in outputs for version in output.versions]
     assert versions == [1] * before + [2] * (400 - before)
@@ -188,9 +193,13 @@ async def test_an_update_in_the_middle_leaves_every_token_with_its_version(engin
     if mode == "retract":  # all but the prompt, which may still be in the prefix cache, is computed anew
         assert (found[before:] - new[before:]).abs().mean() < 0.2 * (found[before:] - old[before:]).abs().mean()
     for (answer,) in unstreamed.result():
-        # Never younger than they are: those that came just after the update count as old, up to an event's worth.
+        # Never younger than they are: those that came just after the update count as old, up to an event's worth. How
+        # many are old, their log-probs tell: not as many as were streamed. The first new one may look old by chance.
+        said = torch.tensor(answer.logprobs)
+        unlike = (said - logprobs(engine.reference(1), PROMPT, answer.tokens, 1.0)).abs() > 1e-3
+        written = int(unlike.int().argmax())
         assert answer.versions == sorted(answer.versions)
-        assert before - 5 <= answer.versions.count(1) < before + 40
+        assert written - 1 <= answer.versions.count(1) < written + 40
         assert answer.spans_weight_update
     ((fresh,),) = late.result()
     assert fresh.versions == [2, 2, 2]
@@ -211,31 +220,28 @@ async def test_an_aborting_pause_ends_requests_with_what_they_have(engine: Engin
             begun.set()
 
     listening = asyncio.create_task(listen())
-    await asyncio.wait_for(begun.wait(), 20)
-    assert await engine.engine.pause("abort", 30, 10) == 0
-    await asyncio.wait_for(listening, 5)
+    await asyncio.wait_for(begun.wait(), PATIENCE)
+    assert await engine.engine.pause("abort", 60, 30) == 0
+    await asyncio.wait_for(listening, 30)  # the server is paused: nothing else ends them
     assert [output.finish_reason for output in outputs].count("abort") == 2
     late = asyncio.create_task(engine.generate(sampling=Sampling(max_new_tokens=3, ignore_eos=True)))
     await engine.join()
     await engine.transfer(2)
     await engine.engine.resume()
     assert [[output.versions for output in sample] for sample in await late] == [[[2, 2, 2]]]
-    async with asyncio.timeout(5):
-        while await running_samples(server):
-            await asyncio.sleep(0.02)
+    await until_none_runs(server)
 
 
 async def test_a_draining_pause_waits_for_requests(engine: Engine, server: Server) -> None:
     await engine.sync(1)
-    sampling = Sampling(max_new_tokens=200, ignore_eos=True)
-    answering = asyncio.create_task(engine.generate(2, sampling))
-    async with asyncio.timeout(10):
-        while not await running_samples(server):
+    answering = asyncio.create_task(engine.generate(2))
+    async with asyncio.timeout(PATIENCE):
+        while not engine.engine.tokens:  # which stay: samples that run are gone after a second
             await asyncio.sleep(0.01)
     with pytest.raises(FailedPrecondition, match=r"did not end within 0\.02 s"):
         await engine.engine.pause("drain", 30, 0.02)
-    pausing = asyncio.create_task(engine.engine.pause("drain", 30, 20))
-    late = asyncio.create_task(engine.generate(sampling=sampling))
+    pausing = asyncio.create_task(engine.engine.pause("drain", 60, PATIENCE))
+    late = asyncio.create_task(engine.generate())
     assert await pausing == 0
     assert all(sample[-1].finish_reason == "length" for sample in await answering)
     assert not late.done()
@@ -245,30 +251,30 @@ async def test_a_draining_pause_waits_for_requests(engine: Engine, server: Serve
 
 async def test_a_pause_ends_by_itself(engine: Engine) -> None:
     await engine.sync(1)
+    started = time.monotonic()  # before the lease begins
     await engine.engine.pause("in_place", 0.5, 10)
-    started = time.monotonic()
     await engine.generate(sampling=Sampling(max_new_tokens=1, ignore_eos=True))
-    assert time.monotonic() - started > 0.3
+    assert time.monotonic() - started > 0.49
     with pytest.raises(FailedPrecondition, match="not paused, or the lease"):
         await engine.engine.receive(receive_request(engine.group, Version(1, 2), 5))
 
 
 async def test_a_new_owner_ends_the_pause_of_one_that_died(server: Server, model: Path, trainer: Trainer) -> None:
     client = SGLangClient(server.url, KEY)
-    await client.call("/pause_generation", {"mode": "in_place"}, timeout=5)
+    await client.call("/pause_generation", {"mode": "in_place"}, timeout=30)
     engine = await connect(server, model)
     assert engine.weights is None
     tokens = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}}
-    assert (await client.call("/generate", tokens, timeout=10))["output_ids"]
+    assert (await client.call("/generate", tokens, timeout=30))["output_ids"]
     await client.close()
     await engine.stop()
 
 
 async def test_a_broken_update_quarantines_until_one_succeeds(engine: Engine) -> None:
     await engine.sync(1)
-    await engine.engine.pause("in_place", 30, 10)
+    await engine.engine.pause("in_place", 60, 10)
     await engine.join()
-    receiving = asyncio.create_task(engine.engine.receive(receive_request(engine.group, Version(1, 2), 10)))
+    receiving = asyncio.create_task(engine.engine.receive(receive_request(engine.group, Version(1, 2), 30)))
     await asyncio.to_thread(engine.trainer.broadcast, {}, buckets=2)
     assert engine.trainer.group is not None
     engine.trainer.group.abort()
@@ -295,7 +301,7 @@ async def test_a_trainer_that_does_not_come_costs_a_deadline_only(engine: Engine
     started = time.monotonic()
     with pytest.raises(DeadlineExceeded, match="did not end within 1 s: the server still waits for bucket 1 of"):
         await engine.engine.receive(receive_request(engine.group, Version(1, 2), 1.0))
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 15  # less than the group's 20
     assert engine.engine.quarantined
     assert engine.trainer.group is not None
     engine.trainer.group.abort()
@@ -335,11 +341,13 @@ async def test_a_killed_server_is_noticed_and_waited_for(server: Server, model: 
     exits: list[str] = []
     engine = Engine(await connect(server, model, exits), trainer, model)
     await engine.sync(1)
-    answering = asyncio.create_task(engine.generate(stream=True))
-    await asyncio.sleep(0.2)
+    answering = asyncio.create_task(engine.generate(8, stream=True))
+    async with asyncio.timeout(PATIENCE):
+        while not engine.engine.tokens:
+            await asyncio.sleep(0.01)
     server.kill()
     with pytest.raises(ServerGone, match=server.url):
-        await asyncio.wait_for(answering, 10)
+        await asyncio.wait_for(answering, PATIENCE)
     assert exits
     assert server.url in exits[0]
     assert not engine.engine.alive
