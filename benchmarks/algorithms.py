@@ -1,13 +1,15 @@
 """Reward over the steps of every algorithm, on the same task from the same seeds.
 
     python -m benchmarks.algorithms                            # CPU, a tiny random model that learns to count: minutes
+    python -m benchmarks.algorithms --seeds 0 1 2 3 4 --lr 5e-3 2e-3 --jobs 14
+    python -m benchmarks.algorithms --draw                     # the picture of results that were made elsewhere
     python -m benchmarks.algorithms --task demo --seeds 1      # `relaxd demo --algorithm NAME`: minutes each
     python -m benchmarks.algorithms --task demo --seeds 1 2 --folder FOLDER    # goes on where it was interrupted
 
 counting is benchmarks/delayed_training.py: the trainer's learner and losses in one process, on answers of the version
-before, from an engine in the trainer's precision. Each algorithm has its own defaults, but for SETTINGS; all have the
-same learning rate. demo runs all services on SmolLM2-135M. The algorithms get the same prompts in the same order, but
-for the groups that some drop.
+before, from an engine in the trainer's precision. Each algorithm has its own defaults, but for SETTINGS; all are run at
+the same learning rates. demo runs all services on SmolLM2-135M. The algorithms get the same prompts in the same order,
+but for the groups that some drop.
 
 Results of each algorithm over the seeds: the reward at the end (mean of the last fifth of the steps) and over all
 steps, and the share of clipped tokens; for the demo also greedy accuracy on held-out sums, before and after.
@@ -15,16 +17,20 @@ steps, and the share of clipped tokens; for the demo also greedy accuracy on hel
 
 import argparse
 import json
+import multiprocessing
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from benchmarks.delayed_training import Setting, train
 from benchmarks.reporting import RESULTS, report
-from relaxd.algorithms import ALGORITHMS
+from relaxd.algorithms import ALGORITHMS, create
 from relaxd.config.algorithm import ALGORITHM
 from tests.kit.models import make_tiny_model
 
@@ -32,6 +38,8 @@ SETTINGS: dict[str, dict[str, Any]] = {"dr_grpo": {"constant_length": 16}, "rloo
 """Settings for counting that aren't the algorithm's defaults: answers have 16 tokens, and are a version old."""
 SMOOTHED = 5
 """Steps of the mean that is drawn."""
+CURVES = RESULTS / "algorithms-counting-curves.json"
+"""Every seed's reward by step."""
 Lines = list[dict[str, Any]]
 """Metrics of a run's steps; "reward", "clip_fraction"."""
 
@@ -67,6 +75,32 @@ def demo(name: str, seed: int, steps: int | None, folder: Path) -> tuple[Lines, 
     return lines, json.loads((run / "summary.json").read_text())
 
 
+def can_count(name: str) -> bool:
+    """Return whether an algorithm needs neither a critic nor a teacher, which counting doesn't have."""
+    needs = create(ALGORITHM.validate_python({"name": name, **SETTINGS.get(name, {})})).needs
+    return not needs.values and set(needs.advantages) <= {"loss_mask"}
+
+
+def count_all(names: list[str], seeds: list[int], lrs: list[float], steps: int, jobs: int) -> dict[str, list[Lines]]:
+    """Train the tiny model with each algorithm, learning rate and seed, in `jobs` processes.
+
+    Returns:
+        The seeds' lines by "algorithm, learning rate R".
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before the processes start: the task is too small for a GPU
+    settings = [(name, lr) for lr in lrs for name in names]
+    with tempfile.TemporaryDirectory(prefix="relaxd-algorithms-") as place:
+        model = make_tiny_model(Path(place) / "model", architecture="qwen3")
+        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=20) as pool:
+            runs = [[pool.submit(count, name, seed, steps, lr, model) for seed in seeds] for name, lr in settings]
+            curves = {}
+            for (name, lr), found in zip(settings, runs, strict=True):
+                curves[f"{name}, learning rate {lr:g}"] = [_short(one.result()) for one in found]
+                CURVES.write_text(json.dumps(curves) + "\n")
+                print(f"{name}, learning rate {lr:g}: done", flush=True)
+    return curves
+
+
 def row(name: str, runs: list[Lines]) -> dict[str, Any]:
     """Return one algorithm's row of the table."""
     ends = [statistics.mean(line["reward"] for line in lines[-max(len(lines) // 5, 1) :]) for lines in runs]
@@ -82,68 +116,91 @@ def row(name: str, runs: list[Lines]) -> dict[str, Any]:
     }
 
 
-def draw(curves: dict[str, list[Lines]], title: str, path: Path) -> None:
-    """Plot the reward by step, a running mean: thin lines are seeds, thick lines their means."""
+def draw(curves: Mapping[str, list[Lines]], title: str, path: Path) -> None:
+    """Plot the reward by step, a running mean: thin lines are seeds, thick lines their means.
+
+    Curves whose names end alike, after a comma, share a panel.
+    """
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 5), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
-    for index, (name, runs) in enumerate(curves.items()):
-        color = colormaps["tab10"](index)
-        smooth = [_running_mean([line["reward"] for line in lines]) for lines in runs]
-        for one in smooth if len(smooth) > 1 else []:
-            axes.plot(range(1, len(one) + 1), one, color=color, linewidth=0.5, alpha=0.4)
-        means = [statistics.mean(at) for at in zip(*smooth, strict=False)]
-        axes.plot(range(1, len(means) + 1), means, color=color, linewidth=2, label=name)
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.set_xlabel("step")
-    axes.set_ylabel(f"reward, mean of {SMOOTHED} steps")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
+    panels: dict[str, dict[str, list[Lines]]] = {}
+    for name, runs in curves.items():
+        label, _, panel = name.partition(", ")
+        panels.setdefault(panel, {})[label] = runs
+    figure = Figure(figsize=(9, 1 + 4 * len(panels)), dpi=150, layout="constrained")
+    for axes, (panel, labelled) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels.items(), strict=True):
+        for index, (label, runs) in enumerate(labelled.items()):
+            color = colormaps["tab10"](index)
+            smooth = [_running_mean([line["reward"] for line in lines]) for lines in runs]
+            for one in smooth if len(smooth) > 1 else []:
+                axes.plot(range(1, len(one) + 1), one, color=color, linewidth=0.5, alpha=0.4)
+            means = [statistics.mean(at) for at in zip(*smooth, strict=False)]
+            axes.plot(range(1, len(means) + 1), means, color=color, linewidth=2, label=label)
+        axes.set_title(f"{title}, {panel}" if panel else title, loc="left", fontsize=10)
+        axes.set_xlabel("step")
+        axes.set_ylabel(f"reward, mean of {SMOOTHED} steps")
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=8)
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path)
+
+
+def _short(lines: Lines) -> Lines:
+    """Return the metrics that are reported, with four digits."""
+    return [{key: round(line[key], 4) for key in ("reward", "clip_fraction") if key in line} for line in lines]
 
 
 def _running_mean(values: list[float]) -> list[float]:
     return [statistics.mean(values[max(0, end - SMOOTHED) : end]) for end in range(1, len(values) + 1)]
 
 
+def draw_counting(curves: Mapping[str, list[Lines]]) -> None:
+    """Draw the picture of counting."""
+    seeds = max(map(len, curves.values()))
+    draw(curves, f"counting, {seeds} seeds" if seeds > 1 else "counting", RESULTS / "algorithms-counting.png")
+
+
 def main() -> None:
     """Run every algorithm with every seed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=("counting", "demo"), default="counting")
-    parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
+    parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, help="default: all that the task can run")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="default: 100 for counting, the demo's own")
-    parser.add_argument("--lr", type=float, default=5e-3, help="learning rate, for counting")
+    parser.add_argument("--lr", nargs="+", type=float, default=[5e-3], help="learning rates, for counting")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, for counting")
     parser.add_argument("--folder", type=Path, help="the demo's runs, which are kept there; default: nowhere")
+    parser.add_argument("--draw", action="store_true", help="only draw the last results of counting again")
     options = parser.parse_args()
-    curves: dict[str, list[Lines]] = {}
-    rows = []
+    seeds: list[int] = options.seeds
+    counting = options.task == "counting"
+    names: list[str] = options.algorithms or [name for name in ALGORITHMS if not counting or can_count(name)]
+    if options.draw:
+        draw_counting(json.loads(CURVES.read_text()))
+        return
+    if counting:
+        curves = count_all(names, seeds, options.lr, options.steps or 100, options.jobs)
+        report("algorithms-counting", [row(name, runs) for name, runs in curves.items()], seeds=seeds, lr=options.lr)
+        draw_counting(curves)
+        return
+    curves, rows = {}, []
     with tempfile.TemporaryDirectory(prefix="relaxd-algorithms-") as place:
         folder = options.folder or Path(place)
         folder.mkdir(parents=True, exist_ok=True)
-        counting = options.task == "counting"
-        model = make_tiny_model(Path(place) / "model", architecture="qwen3") if counting else Path()
-        for name in options.algorithms:
-            found: dict[str, Any] = {}
-            if counting:
-                runs = [count(name, seed, options.steps or 100, options.lr, model) for seed in options.seeds]
-            else:
-                pairs = [demo(name, seed, options.steps, folder.absolute()) for seed in options.seeds]
-                runs, summaries = [lines for lines, _ in pairs], [summary for _, summary in pairs]
-                for key in ("accuracy_before", "accuracy_after", "published", "dropped", "wall_seconds"):
-                    found[key] = statistics.mean(summary[key] for summary in summaries)
-            curves[name] = runs
-            rows.append(row(name, runs) | found)
+        for name in names:
+            pairs = [demo(name, seed, options.steps, folder.absolute()) for seed in seeds]
+            curves[name], summaries = [lines for lines, _ in pairs], [summary for _, summary in pairs]
+            found = {
+                key: statistics.mean(summary[key] for summary in summaries)
+                for key in ("accuracy_before", "accuracy_after", "published", "dropped", "wall_seconds")
+            }
+            rows.append(row(name, curves[name]) | found)
             print(name, {key: round(value, 3) for key, value in rows[-1].items() if value != name}, flush=True)
-    seeds = f"seed {options.seeds[0]}" if len(options.seeds) == 1 else f"{len(options.seeds)} seeds"
-    what = f"counting, learning rate {options.lr:g}" if counting else "relaxd demo --algorithm NAME"
-    draw(curves, f"{what}, {seeds}", RESULTS / f"algorithms-{options.task}.png")
-    facts = {"lr": options.lr} if counting else {}
-    report(f"algorithms-{options.task}", rows, seeds=options.seeds, **facts)
+    counted = f"seed {seeds[0]}" if len(seeds) == 1 else f"{len(seeds)} seeds"
+    draw(curves, f"relaxd demo --algorithm NAME, {counted}", RESULTS / "algorithms-demo.png")
+    report("algorithms-demo", rows, seeds=seeds)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,9 @@ answers. grpc: the Generate call of a rollout service, token by token, from one 
 case. Each request is one prompt and one answer of a forced length, with log-probabilities. Both engines stay on the
 same GPU, and rounds take turns, so that they run under the same conditions. With --spread answers end one by one, as
 real ones do; without, all that are in flight end in the same step, which shows the time until the next ones begin.
+
+With --report-every 1024 also relaxd, reporting: ChildEngine as the stage calls it with rollout.partial.enabled, so that
+an answer comes in parts of so many tokens. A run asks for parts of an eighth of rollout.partial.save_tokens: 128.
 """
 
 import argparse
@@ -23,6 +26,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +44,7 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 """Shapes of Qwen3 models; 4b is Qwen3-4B's."""
 PROMPT_TOKENS = 32
+REPORTING = "relaxd, reporting"
 ADDRESS_FILE = "relaxd-address"
 """File in the model's folder with the address of relaxd's rollout service."""
 
@@ -82,13 +87,16 @@ def default_options(concurrent: int) -> dict[str, Any]:
     return options
 
 
-async def serve_rounds(ask: Ask, arguments: argparse.Namespace, ready: float) -> None:
-    """Warm up, print the seconds to ready, and then the tokens per second of a round for each line of stdin."""
+async def serve_rounds(asks: dict[str, Ask], arguments: argparse.Namespace, ready: float) -> None:
+    """Warm up, print the seconds to ready, and then the tokens per second of a round for each line of stdin.
+
+    The line names the way to ask.
+    """
     numbers = random.Random(0)
     vocabulary = SHAPES[arguments.shape]["vocab_size"]
     free = asyncio.Semaphore(arguments.concurrent)
 
-    async def one(new: int) -> int:
+    async def one(ask: Ask, new: int) -> int:
         prompt = [numbers.randrange(3, vocabulary) for _ in range(PROMPT_TOKENS)]
         async with free:
             return await ask(prompt, new)
@@ -99,11 +107,13 @@ async def serve_rounds(ask: Ask, arguments: argparse.Namespace, ready: float) ->
         most, spread = arguments.new_tokens, arguments.spread
         return [round(most * drawn.uniform(1 - spread, 1 + spread)) for _ in range(arguments.requests)]
 
-    await asyncio.gather(*(one(min(32, arguments.new_tokens)) for _ in range(arguments.concurrent)))
+    for ask in asks.values():
+        await asyncio.gather(*(one(ask, min(32, arguments.new_tokens)) for _ in range(arguments.concurrent)))
     print(ready, flush=True)
-    while await asyncio.to_thread(sys.stdin.readline):
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        ask = asks[line.strip()]
         started = time.perf_counter()
-        counts = await asyncio.gather(*map(one, lengths()))
+        counts = await asyncio.gather(*(one(ask, new) for new in lengths()))
         print(sum(counts) / (time.perf_counter() - started), flush=True)
         assert counts == lengths(), "an answer has another length than it was forced to have"
 
@@ -130,7 +140,7 @@ async def serve_bare(arguments: argparse.Namespace) -> None:
         assert len(answer["meta_info"]["output_token_logprobs"]) == new
         return len(answer["output_ids"])
 
-    await serve_rounds(ask, arguments, ready)
+    await serve_rounds({"bare": ask}, arguments, ready)
     engine.shutdown()
 
 
@@ -177,18 +187,27 @@ async def serve_relaxd(arguments: argparse.Namespace) -> None:
     await engine.receive(receive_request("none", Version(1, 0), 10))
     await engine.resume()
 
-    async def ask(prompt: list[int], new: int) -> int:
-        count = 0
-        async for output in engine.generate(tuple(prompt), 1, Sampling(new, ignore_eos=True)):
+    async def ask(prompt: list[int], new: int, report_every: int = 0) -> int:
+        count = parts = 0
+        sampling, streamed = Sampling(new, ignore_eos=True), bool(report_every)
+        async for output in engine.generate(
+            tuple(prompt), 1, sampling, stream=streamed, report_every=report_every or 1
+        ):
             assert len(output.logprobs) == len(output.tokens)
             count += len(output.tokens)
+            parts += 1
+        assert not report_every or parts > 1 or new < 2 * report_every, f"{count} tokens came in one part"
         return count
+
+    asks: dict[str, Ask] = {"relaxd": ask}
+    if arguments.report_every:
+        asks[REPORTING] = partial(ask, report_every=arguments.report_every)
 
     servicer = RolloutServicer(_Service(engine))  # type: ignore[arg-type]
     registration = (rollout_pb2_grpc.add_RolloutServicer_to_server, servicer, "relaxd.v1.Rollout")
     server = await start_server([registration], serving=True)
     Path(arguments.model, ADDRESS_FILE).write_text(f"127.0.0.1:{server.port}")
-    await serve_rounds(ask, arguments, ready)
+    await serve_rounds(asks, arguments, ready)
     await server.stop()
     await engine.stop()
 
@@ -206,7 +225,7 @@ async def serve_client(arguments: argparse.Namespace) -> None:
             parts: AsyncIterator[Any] = stub.Generate(request, timeout=300)
             return sum([len(part.tokens) async for part in parts])
 
-        await serve_rounds(ask, arguments, 0.0)
+        await serve_rounds({"grpc": ask}, arguments, 0.0)
 
 
 class Part:
@@ -224,15 +243,14 @@ class Part:
             bufsize=1,
         )
         self.ready = 0.0
-        self.speeds: list[float] = []
 
     def wait_ready(self) -> None:
         self.ready = self._number()
 
-    def run_round(self) -> None:
+    def run_round(self, way: str) -> float:
         assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.speeds.append(self._number())
+        self.process.stdin.write(f"{way}\n")
+        return self._number()
 
     def end(self) -> None:
         self.process.communicate(timeout=60)
@@ -260,6 +278,9 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--whole-only", action="store_true", help="without the gRPC client, which is slow")
+    parser.add_argument(
+        "--report-every", type=int, default=0, help="also with reports of every so many tokens, as partial rollout has"
+    )
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--memory-fraction", type=float, default=0.35, help="of the GPU's memory, for each engine")
     parser.add_argument("--options", default="", help="SGLang's options as JSON, instead of what fits this machine")
@@ -281,22 +302,26 @@ def main() -> None:
         if not arguments.whole_only:
             parts["grpc"] = Part("grpc", arguments)
             parts["grpc"].wait_ready()
+        ways = dict(parts)
+        if arguments.report_every:
+            ways[REPORTING] = parts["relaxd"]
+        speeds: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(arguments.rounds):
-            for name, part in parts.items():
-                part.run_round()
-                print(f"{name}: {part.speeds[-1]:,.0f} tokens/s", file=sys.stderr, flush=True)
+            for way, part in ways.items():
+                speeds[way].append(part.run_round(way))
+                print(f"{way}: {speeds[way][-1]:,.0f} tokens/s", file=sys.stderr, flush=True)
         for part in reversed(parts.values()):
             part.end()
-    bare = statistics.median(parts["bare"].speeds)
+    bare = statistics.median(speeds["bare"])
     rows = [
         {
             "way": way,
-            "tokens/s": statistics.median(part.speeds),
-            "x bare": statistics.median(part.speeds) / bare,
-            "rounds": " ".join(f"{speed:,.0f}" for speed in part.speeds),
+            "tokens/s": statistics.median(speeds[way]),
+            "x bare": statistics.median(speeds[way]) / bare,
+            "rounds": " ".join(f"{speed:,.0f}" for speed in speeds[way]),
             "seconds to ready": part.ready,
         }
-        for way, part in parts.items()
+        for way, part in ways.items()
     ]
     report(
         "engine",
@@ -306,6 +331,7 @@ def main() -> None:
         load=f"{arguments.concurrent} in flight, {arguments.requests} requests of {PROMPT_TOKENS} prompt tokens and "
         f"{arguments.new_tokens} new ones, bfloat16, temperature 1, log-probs",
         options=arguments.options,
+        report_every=arguments.report_every,
         goal="relaxd >= 0.95 x bare at shape 4b",
     )
 

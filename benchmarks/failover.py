@@ -1,10 +1,10 @@
 """Cost of a failover of Redis, and a check that nothing is lost.
 
-`python -m benchmarks.failover --failovers 50`. A primary with one replica and a Sentinel, all real servers. Groups are
-published, go through three stages (a process) and are trained (a process), each step committed once. Again and again
-the primary is killed (SIGKILL) at a random moment, every second time with a replica that lags behind. The Sentinel
-promotes the replica, and the dead server comes back as the replica of the other. At the end everything that was
-acknowledged must be there:
+`python -m benchmarks.failover --failovers 50`. A primary with one replica and three Sentinels, all real servers.
+Groups are published, go through three stages (a process) and are trained (a process), each step committed once. Again
+and again the primary is killed (SIGKILL) at a random moment, every second time with a replica that lags behind. The
+Sentinels promote the replica, and the dead server comes back as the replica of the other. At the end everything that
+was acknowledged must be there:
 
 - every group whose publish returned is open, in the ledger or dropped, and published = open + trained + dropped;
 - every step whose commit returned is in the ledger with the same plan, and no group is in two steps.
@@ -38,7 +38,7 @@ from relaxd.board.types import Delivery
 from relaxd.config import BoardConfig
 from tests.kit.boards import audit
 from tests.kit.processes import kill, start_python
-from tests.kit.redis.sentinels import DOWN_MILLISECONDS, WatchedRedis
+from tests.kit.redis.sentinels import WatchedRedis
 from tests.kit.waiting import wait_until
 
 RUN = "failover"
@@ -58,6 +58,7 @@ QUIET_SECONDS = (0.0, 1.5)
 LAG_SECONDS = 0.3
 """Time that the replica gets nothing before every second kill."""
 RECOVERY_SECONDS = 120.0
+SENTINELS = 3
 
 
 @dataclass
@@ -162,10 +163,12 @@ class Publisher(threading.Thread):
         self.join()
 
 
-def campaign(folder: Path, failovers: int, *, wait_replicas: int = 1, seed: int = 0) -> Outcome:
+def campaign(
+    folder: Path, failovers: int, *, wait_replicas: int = 1, down_milliseconds: int = 5000, seed: int = 0
+) -> Outcome:
     """Kill the primary so many times while groups move, and check what was acknowledged."""
     rng, outcome = random.Random(seed), Outcome(failovers)
-    redis = WatchedRedis(folder)
+    redis = WatchedRedis(folder, sentinels=SENTINELS, down_milliseconds=down_milliseconds)
     processes: list[subprocess.Popen[Any]] = []
     steps = folder / "steps.jsonl"
     try:
@@ -233,6 +236,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--failovers", type=int, default=50)
     parser.add_argument("--wait-replicas", type=int, default=1)
+    parser.add_argument(
+        "--down-milliseconds", type=int, default=5000, help="silence after which a server counts as dead"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--role", choices=("stages", "train"), help="used by the script itself")
     parser.add_argument("--url", default="", help="used by the script itself")
@@ -241,7 +247,13 @@ def main() -> int:
         {"stages": stages, "train": train}[options.role](options.url)
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        found = campaign(Path(folder), options.failovers, wait_replicas=options.wait_replicas, seed=options.seed)
+        found = campaign(
+            Path(folder),
+            options.failovers,
+            wait_replicas=options.wait_replicas,
+            down_milliseconds=options.down_milliseconds,
+            seed=options.seed,
+        )
     for problem in found.lost:
         print(problem)
     rows = [
@@ -250,7 +262,8 @@ def main() -> int:
     ]
     facts = {"failovers": found.failovers, "steps": found.steps, "groups": found.groups, "losses": len(found.lost)}
     facts["unasked"] = found.unasked
-    report("failover", rows, **facts, wait_replicas=options.wait_replicas, down_after_milliseconds=DOWN_MILLISECONDS)
+    settings = {"wait_replicas": options.wait_replicas, "down_after_milliseconds": options.down_milliseconds}
+    report("failover", rows, **facts, **settings)
     return 1 if found.lost else 0
 
 

@@ -25,6 +25,8 @@ from relaxd.local.state import StateFolder
 from relaxd.rpc.client import sync_channel
 from relaxd.v1 import replica_pb2, replica_pb2_grpc
 from relaxd.v1 import scaling_pb2 as pb
+from relaxd.v1.coordinator_pb2 import Run
+from tests.kit.boards import all_steps
 from tests.kit.models import make_tiny_model
 
 CONFIG = """
@@ -60,11 +62,11 @@ every = 0
 MAX_SECONDS = 120.0
 
 
-def until(what: str, condition: Callable[[], object], tick: float = 0.02) -> None:
-    deadline = time.monotonic() + MAX_SECONDS
+def until(what: str, condition: Callable[[], object], tick: float = 0.02, seconds: float = MAX_SECONDS) -> None:
+    deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {MAX_SECONDS:.0f} s: {what}")
+            raise TimeoutError(f"not within {seconds:.0f} s: {what}")
         time.sleep(tick)
 
 
@@ -127,12 +129,12 @@ class Figures:
         self.drained.append(seen.get(pb.SCALE_STATE_REMOVING, self.gone[-1]))
 
 
-def audit(redis: str, run_id: str, config_json: str) -> tuple[int, int, Counter[str]]:
+def audit(redis: str, run: Run) -> tuple[int, int, Counter[str]]:
     """Return published, trained and dropped groups. Raises AssertionError if one was lost or trained twice."""
-    config = RunConfig.model_validate_json(config_json)
-    board = Board(redis, run_id, stages_for(config), config.board)
+    config = RunConfig.model_validate_json(run.config_json)
+    board = Board(redis, run.run_id, stages_for(config), config.board)
     counts = board.counts()
-    trained = Counter(group for entry in board.ledger() for group in entry.plan["groups"])
+    trained = Counter(group for entry in all_steps(board, run.folder) for group in entry.plan["groups"])
     assert set(trained.values()) == {1}, "a group was trained twice"
     assert counts.trained == len(trained)
     assert counts.published == counts.trained + counts.dropped + counts.open
@@ -173,8 +175,8 @@ def main() -> None:
                 until("enough groups", lambda: coordinator.run().groups.published >= options.groups, 0.5)
                 coordinator.stop_run("scaling", "measured")
                 until("the end", lambda: coordinator.run().state in RUN_ENDED, 0.2)
-                config_json = coordinator.run().config_json
-            published, trained, dropped = audit(plan.redis, "scaling", config_json)
+                ended_run = coordinator.run()
+            published, trained, dropped = audit(plan.redis, ended_run)
         finally:
             stack.down(folder)
     scale_ins, ended = len(figures.gone), dropped.pop("run_ended", 0)

@@ -1,0 +1,109 @@
+"""Start of a run on a million prompts in a Parquet file: `python -m benchmarks.prompts --model MODEL`.
+
+A process of its own imports, opens the file, checks evenly spread prompts, and gives the first 200. Beside it, in the
+same rounds: the same with every checked prompt tokenised, and the tokenizer alone on as many prompts.
+"""
+
+import argparse
+import importlib.metadata
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.reporting import machine, report
+
+WORDS = "What is the sum of all the numbers that are in this long list of numbers, whose number is "
+WAYS = ("a run's data", "every checked prompt tokenised", "the tokenizer alone")
+FIRST = 200
+
+
+def write_prompts(path: Path, count: int, repeats: int) -> None:
+    """Write prompts of `repeats` times two sentences."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    prompts = [f"{WORDS}{number}? {WORDS}" * repeats for number in range(count)]
+    pyarrow.parquet.write_table(pa.table({"prompt": prompts, "answer": pa.array(range(count))}), path)
+
+
+def measure(way: str, model: str, path: str) -> None:
+    """Print the seconds of the processor and on the clock of one way."""
+    begun, processor = time.perf_counter(), time.process_time()
+    from relaxd.config import RunConfig
+    from relaxd.data.checking import CHECK_BATCH, CHECKED
+    from relaxd.data.dataset import Cursor, load_data
+    from relaxd.data.tokenizer import PromptTokenizer
+
+    data = {"source": "files", "path": path}
+    config = RunConfig.model_validate(
+        {"run": {"steps": 1}, "model": {"path": model}, "reward": {"name": "math"}, "data": data}
+    )
+    if way == WAYS[1]:
+
+        def may_exceed(self: PromptTokenizer, text: str, limit: int) -> bool:
+            return True
+
+        PromptTokenizer._may_exceed = may_exceed  # type: ignore[method-assign]
+    train = load_data(config).train
+    cursor = Cursor()
+    for _ in range(FIRST):
+        train.at(cursor)
+        cursor = train.after(cursor)
+    if way == WAYS[2]:
+        texts = [train._tokenizer.render(train._examples[index]) for index in range(CHECKED)]
+        begun, processor = time.perf_counter(), time.process_time()
+        for start in range(0, CHECKED, CHECK_BATCH):
+            train._tokenizer._tokenizer.encode_batch_fast(texts[start : start + CHECK_BATCH], add_special_tokens=False)
+    print(time.process_time() - processor, time.perf_counter() - begun)
+
+
+def main() -> None:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--prompts", type=int, default=1_000_000)
+    parser.add_argument("--repeats", type=int, default=1, help="length of a prompt, in parts of about 190 characters")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--part", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--path", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.part:
+        measure(options.part, options.model, options.path)
+        return
+    before = machine()
+    found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "prompts.parquet"
+        write_prompts(path, options.prompts, options.repeats)
+        for _ in range(options.rounds):
+            for way in WAYS:
+                command = [sys.executable, "-m", "benchmarks.prompts", "--model", options.model, "--part", way]
+                done = subprocess.run([*command, "--path", str(path)], check=True, capture_output=True, text=True)
+                processor, clock = map(float, done.stdout.split())
+                found[way].append((processor, clock))
+        size = path.stat().st_size
+    rows = [
+        {
+            "what": way,
+            "processor s": statistics.median(processor for processor, _ in times),
+            "rounds": " ".join(f"{processor:.2f}" for processor, _ in times),
+            "clock s": statistics.median(clock for _, clock in times),
+        }
+        for way, times in found.items()
+    ]
+    report(
+        "prompts" if options.repeats == 1 else f"prompts-{options.repeats}",
+        rows,
+        load=before["load_before"],
+        prompts=f"{options.prompts:,} of about {190 * options.repeats} characters, {size / 1e6:.0f} MB of Parquet",
+        model=options.model,
+        tokenizers=importlib.metadata.version("tokenizers"),
+        goal="a run's data <= 5 s of processor time",
+    )
+
+
+if __name__ == "__main__":
+    main()
