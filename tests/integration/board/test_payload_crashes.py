@@ -4,13 +4,15 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import pytest
 
-from relaxd.board import Board, NewGroup
+from relaxd.board import Board, Delivery, NewGroup, Stage
 from relaxd.board.connection import RedisConnection
 from relaxd.board.payloads import transfer
+from relaxd.config import BoardConfig
 from tests.kit.boards import LARGE, advance, audit, end_leases, make_board, make_overdue, output, take
 
 SECONDS = 120.0
@@ -28,30 +30,22 @@ class DyingConnection(RedisConnection):
         return super().run(operation)
 
 
-@pytest.fixture(autouse=True)
-def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write and free one slice after the other."""
-    monkeypatch.setattr(transfer, "BYTES_TOGETHER", 1)
-    monkeypatch.setattr(transfer, "KEYS_TOGETHER", 1)
+Work: TypeAlias = Callable[[Board], object]
+
+# This process has threads, and a fork of it might wait for ever for a lock that one of them held. The server, which
+# makes processes here, has none.
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload([__name__])
 
 
-def deaths(board: Board, work: Callable[[Board], object]) -> Iterator[int]:
+def deaths(board: Board, work: Work) -> Iterator[int]:
     """Do work in a process of its own, which is killed before its first operation, then before its second, and so on.
 
     Yields after each death, and ends once the work was done before it could be killed.
     """
-
-    def run(step: int) -> None:
-        mine = Board(board._connection.url, board.run_id, board.stages, board.limits)
-        # All of them together die at the same command.
-        DyingConnection.left = step
-        for connection in mine._nodes.every:
-            connection.__class__ = DyingConnection
-        work(mine)
-        os._exit(0)
-
     for step in range(1, 100):
-        process = multiprocessing.get_context("fork").Process(target=run, args=(step,))
+        place = (board._connection.url, board.run_id, board.stages, board.limits)
+        process = SERVER.Process(target=die_at, args=(step, work, *place))
         process.start()
         process.join(SECONDS)
         if process.exitcode == 0:
@@ -59,6 +53,18 @@ def deaths(board: Board, work: Callable[[Board], object]) -> Iterator[int]:
         assert process.exitcode == -signal.SIGKILL
         yield step
     raise AssertionError("it never ended")
+
+
+def die_at(step: int, work: Work, url: str, run_id: str, stages: tuple[Stage, ...], limits: BoardConfig) -> None:
+    """Do work on a board. Kill this process before its `step`th operation."""
+    # Write and free one slice after the other.
+    transfer.BYTES_TOGETHER = transfer.KEYS_TOGETHER = 1
+    mine = Board(url, run_id, stages, limits)
+    # All of them together die at the same command.
+    DyingConnection.left = step
+    for connection in mine._nodes.every:
+        connection.__class__ = DyingConnection
+    work(mine)
 
 
 def everything_ends(board: Board) -> None:
@@ -74,6 +80,31 @@ def everything_ends(board: Board) -> None:
         assert all(server.ttl(key) > 0 for key in server.keys(f"{prefix}columns:*"))
 
 
+def take_and_commit(mine: Board) -> None:
+    """Do a stage's work."""
+    (delivery,) = take(mine, "rollout", "dying")
+    assert mine.commit([(delivery, output("rollout", tokens=LARGE))]) == [True]
+
+
+def save_twice_and_commit(mine: Board, delivery: Delivery) -> None:
+    """Save two parts of unfinished answers, and commit."""
+    part = output("rollout", tokens=LARGE)
+    pointers = mine.save(delivery, part, after="")
+    assert mine.save(delivery, part, after=str(pointers))
+    assert mine.commit([(delivery, part)]) == [True]
+
+
+def publish_two(mine: Board) -> None:
+    """Publish two groups, as the coordinator."""
+    columns = {"prompt_tokens": output("rollout", tokens=LARGE)["tokens"], "prompt": "x" * LARGE * 4}
+    mine.publish(term=1, groups=[NewGroup("a", columns), NewGroup("b", columns)], cursor=2)
+
+
+def sweep(mine: Board) -> None:
+    """Sweep, as the coordinator."""
+    mine.sweep(term=1)
+
+
 @pytest.fixture(params=[0, 2], ids=["no data nodes", "two data nodes"])
 def data_urls(redis_url: str, request: pytest.FixtureRequest) -> tuple[str, ...]:
     """Data nodes: further databases of the server do, under two names."""
@@ -86,12 +117,8 @@ def test_a_stage_that_dies_anywhere_in_its_commit(redis_url: str, data_urls: tup
     board = make_board(redis_url, max_deliveries=100, data_urls=data_urls)
     board.publish(term=1, groups=[NewGroup("a", {"prompt_tokens": output("rollout")["tokens"], "prompt": "?"})])
 
-    def work(mine: Board) -> None:
-        (delivery,) = take(mine, "rollout", "dying")
-        assert mine.commit([(delivery, output("rollout", tokens=LARGE))]) == [True]
-
     steps = 0
-    for _ in deaths(board, work):
+    for _ in deaths(board, take_and_commit):
         steps += 1
         audit(board)
         end_leases(board, "rollout")
@@ -106,15 +133,8 @@ def test_a_replica_that_dies_anywhere_while_it_saves_unfinished_answers(redis_ur
     board = make_board(redis_url, max_deliveries=100)
     board.publish(term=1, groups=[NewGroup("a", {"prompt_tokens": output("rollout")["tokens"], "prompt": "?"})])
     (delivery,) = take(board, "rollout", "replica")
-    part = output("rollout", tokens=LARGE)
-
-    def work(mine: Board) -> None:
-        pointers = mine.save(delivery, part, after="")
-        assert mine.save(delivery, part, after=str(pointers))
-        assert mine.commit([(delivery, part)]) == [True]
-
     found = []
-    for _ in deaths(board, work):
+    for _ in deaths(board, partial(save_twice_and_commit, delivery=delivery)):
         audit(board)
         found.append(len(board.saved(delivery).parts))
         assert board.forget_saved(delivery, board.saved(delivery).pointers)
@@ -128,12 +148,7 @@ def test_a_replica_that_dies_anywhere_while_it_saves_unfinished_answers(redis_ur
 
 def test_a_coordinator_that_dies_anywhere_in_publishing(redis_url: str) -> None:
     board = make_board(redis_url)
-    columns = {"prompt_tokens": output("rollout", tokens=LARGE)["tokens"], "prompt": "x" * LARGE * 4}
-
-    def work(mine: Board) -> None:
-        mine.publish(term=1, groups=[NewGroup("a", columns), NewGroup("b", columns)], cursor=2)
-
-    for _ in deaths(board, work):
+    for _ in deaths(board, publish_two):
         audit(board)
         assert board.open_groups() == []
         assert board.cursor() is None
@@ -152,7 +167,7 @@ def test_a_coordinator_that_dies_anywhere_in_a_sweep(redis_url: str, data_urls: 
     board.drop_groups(["a"], term=1, reason="by hand")
     board.drop_groups(["b"], term=1, reason="by hand", retry=True)
     steps = 0
-    for _ in deaths(board, lambda mine: mine.sweep(term=1)):
+    for _ in deaths(board, sweep):
         steps += 1
         audit(board)
         kept = {
