@@ -43,7 +43,12 @@ def reading(what: str) -> Iterator[None]:
     try:
         yield
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise BoardError(f"{what} is damaged in Redis: {error!r}") from error
+        raise damaged(what, error) from error
+
+
+def damaged(what: str, error: Exception) -> BoardError:
+    """Return the error for something that Redis has and that can't be parsed."""
+    return BoardError(f"{what} is damaged in Redis: {error!r}")
 
 
 class BoardCore:

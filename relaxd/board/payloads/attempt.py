@@ -53,6 +53,8 @@ class Attempt:
     def __init__(self, prefix: str, name: str, columns: Mapping[str, Column], *, nodes: int = 0) -> None:
         """Encode columns for a run's `prefix` and so many data nodes, under a new name. Raises ColumnError."""
         small, self._large = [], []
+        self.large_bytes = 0
+        """Bytes to write before the script runs."""
         for column, value in columns.items():
             encoded = encode_column(column, value)
             if encoded.nbytes < LARGE_BYTES:
@@ -62,23 +64,24 @@ class Attempt:
                 raise ColumnError(f"column {column!r}: the name of a large column must not have ',', ':', '|' or '@'")
             parts = payload_parts([encoded])
             self._large.append(LargePayload(column, parts, sum(memoryview(part).nbytes for part in parts)))
+            self.large_bytes += self._large[-1].nbytes
         self._prefix = prefix
         self._nodes = nodes
         self.shared = b"".join(payload_parts(small))
         """The payload of the small columns, for the script to store."""
-        self.large_bytes = sum(payload.nbytes for payload in self._large)
-        """Bytes to write before the script runs."""
         self.nbytes = len(self.shared) + self.large_bytes
         """Bytes of all payloads."""
         self.rename(name)
 
     def rename(self, name: str) -> None:
         """Give the attempt another new name: what was written under the old one is not used."""
-        self._name = f"{name}:{len(self.shared)}"
+        self._name = self.pointer = f"{name}:{len(self.shared)}"
+        if not self._large:
+            return
         large = (f",{payload.column}:{payload.nbytes}:{payload.slices}" for payload in self._large)
         if self._nodes:
             large = (f"{one}@{crc32(f'{self._name}{one}'.encode()) % self._nodes}" for one in large)
-        self.pointer = self._name + "".join(large)
+        self.pointer += "".join(large)
 
     @property
     def on_nodes(self) -> bool:
@@ -131,6 +134,7 @@ def _parse(prefix: str, pointer: str) -> tuple[Place, dict[str, Place]]:
     """Return where the shared payload is, and the payload of each large column."""
     name, *rest = pointer.split(",")
     key = f"{prefix}columns:{name}"
+    shared = Place((key,), int(name.rpartition(":")[2]))
     large = {}
     for part in rest:
         column, size, slices = part.split(":")
@@ -139,7 +143,7 @@ def _parse(prefix: str, pointer: str) -> tuple[Place, dict[str, Place]]:
             raise ValueError(f"pointer {pointer!r}: column {column!r} has no slices")
         keys = tuple(f"{key}:{column}:{index}" for index in range(int(count)))
         large[column] = Place(keys, int(size), int(node) if at else None)
-    return Place((key,), int(name.rpartition(":")[2])), large
+    return shared, large
 
 
 def _cut(parts: Iterable[bytes | memoryview]) -> Iterator[bytes]:

@@ -70,7 +70,7 @@ def read(nodes: PayloadNodes, places: Collection[Place], *last: Any) -> tuple[di
     *replies, reply = nodes.board.pipeline(partial(_queue, commands=[*commands[-1:], last]))
     if commands:
         found.update(zip(commands[-1][1:], replies[0], strict=True))
-    return {place: _joined([found[key] for key in place.keys]) for place in places}, reply
+    return {place: _joined(place.keys, found) for place in places}, reply
 
 
 def unlink(nodes: PayloadNodes, places: Iterable[Place]) -> None:
@@ -118,8 +118,9 @@ def _by_node(items: Iterable[Placed]) -> list[tuple[int | None, list[Placed]]]:
     return list(by_node.items())
 
 
-def _joined(slices: list[bytes | None]) -> bytes | None:
-    if len(slices) == 1:
-        return slices[0]
-    present = [part for part in slices if part is not None]
-    return b"".join(present) if len(present) == len(slices) else None
+def _joined(keys: tuple[str, ...], found: dict[str, bytes | None]) -> bytes | None:
+    """Return the slices of a payload together; None if one is missing."""
+    if len(keys) == 1:
+        return found[keys[0]]
+    slices = [data for key in keys if (data := found[key]) is not None]
+    return b"".join(slices) if len(slices) == len(keys) else None

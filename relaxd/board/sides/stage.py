@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import redis
 
-from relaxd.board.core import WORKERS, BoardCore, GroupAttempt, reading
+from relaxd.board.core import WORKERS, BoardCore, GroupAttempt, damaged
 from relaxd.board.errors import BoardError, ColumnError
 from relaxd.board.facts import facts_json, facts_of
 from relaxd.board.payloads import transfer
@@ -78,9 +78,9 @@ class StageSide(BoardCore):
         payloads = {place: None if data is None else decode_columns(data) for place, data in found.items()}
         loaded = [None if group is None else _pick(payloads, group) for group in placed]
         lacking: list[str] = []
-        for group_id, group, held in zip(ids, placed, is_open, strict=True):
-            missing = next((place.keys[0] for place in (group or {}).values() if payloads[place] is None), None)
-            lacking += [group_id, missing] if held and missing is not None else []
+        for group_id, group, located, held in zip(ids, loaded, placed, is_open, strict=True):
+            if group is None and located is not None and held:
+                lacking += group_id, next(place.keys[0] for place in located.values() if payloads[place] is None)
         if lacking:
             dropped = self._connection.script("drop_lost", self.prefix, self.limits.max_retries, *lacking)
             logger.error("dropped %d groups whose payloads are gone from Redis, of %s", dropped, lacking[:10:2])
@@ -277,9 +277,13 @@ class StageSide(BoardCore):
             if pointers is None:
                 result.append(None)
                 continue
-            with reading(f"a pointer of group {delivery.group_id}"):
-                of_writers = [places(self.prefix, pointers[writer], names) for writer, names in wanted.items()]
-            result.append({column: place for found in of_writers for column, place in found.items()})
+            located: dict[str, Place] = {}
+            try:
+                for writer, names in wanted.items():
+                    located |= places(self.prefix, pointers[writer], names)
+            except ValueError as error:
+                raise damaged(f"a pointer of group {delivery.group_id}", error) from error
+            result.append(located)
         return result
 
     def _pointers(self, deliveries: Sequence[Delivery], writers: list[str]) -> list[dict[str, str] | None]:

@@ -7,12 +7,12 @@ local refused = refuse_coordinator(term)
 if refused then return refused end
 call('HSET', STATE, 'coordinator_term', term)
 
-local groups, ids, worst_bytes = {}, {}, 0
+local groups, ids, pointers, worst_bytes = {}, {}, {}, 0
 for i = 7, #ARGV, 7 do
   local id, pointer, trace, worst, retry_of, shared, facts = unpack(ARGV, i, i + 6)
   local group = { id = id, pointer = pointer, trace = trace, worst_bytes = tonumber(worst), retry_of = retry_of, shared = shared,
     facts = facts }
-  groups[#groups + 1], ids[#ids + 1] = group, id
+  groups[#groups + 1], ids[#ids + 1], pointers[#pointers + 1] = group, id, pointer
   worst_bytes = math.max(worst_bytes, group.worst_bytes)
 end
 -- Refuse to publish: what was written for it is garbage.
@@ -26,20 +26,17 @@ local gate = admission()
 local allowed, reason = gate.admit(worst_bytes)
 if #ids > allowed then return refuse(fail('GATE ' .. reason)) end
 
-for i = 1, #ids, 1000 do
-  for offset, open in ipairs(call('SMISMEMBER', OPEN, unpack(ids, i, math.min(i + 999, #ids)))) do
-    if open == 1 then return refuse(fail('CONFLICT group ' .. ids[i + offset - 1] .. ' is open already')) end
-  end
-end
+local taken = next(found_in(OPEN, ids))
+if taken then return refuse(fail('CONFLICT group ' .. taken .. ' is open already')) end
 for _, group in ipairs(groups) do
   if group.retry_of ~= '' and call('HEXISTS', RETRIES, group.retry_of) == 0 then
     return refuse(fail('CONFLICT no retry of group ' .. group.retry_of .. ' is waiting'))
   end
 end
-local accepted = {}
+local accepted, garbage = {}, found_in(GARBAGE, pointers)
 for _, group in ipairs(groups) do
   if group.retry_of == '' then
-    if not accept(group.pointer, group.shared) then
+    if not accept(group.pointer, group.shared, garbage) then
       for _, pointer in ipairs(accepted) do throw_away(pointer) end
       return refuse(fail('TOOLATE prompts'))
     end

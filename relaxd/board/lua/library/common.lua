@@ -117,6 +117,7 @@ end
 -- Return the bytes of all payloads that a pointer names.
 local function bytes_of(pointer)
   local bytes = tonumber(string.match(pointer, '^[^,]*:(%d+)') or 0)
+  if not string.find(pointer, ',', 1, true) then return bytes end
   for large in string.gmatch(pointer, ',[^,:]+:(%d+):%d+') do bytes = bytes + tonumber(large) end
   return bytes
 end
@@ -140,10 +141,22 @@ local function give_up_pending(pointers)
   end
 end
 
+-- Return those members that a set has: member -> true.
+local function found_in(set, members)
+  local found = {}
+  for i = 1, #members, 1000 do
+    for offset, is_in in ipairs(call('SMISMEMBER', set, unpack(members, i, math.min(i + 999, #members)))) do
+      if is_in == 1 then found[members[i + offset - 1]] = true end
+    end
+  end
+  return found
+end
+
 -- Make an attempt's payloads last: store the shared one and stop the slices from expiring (those on data nodes last already).
--- Return whether it could be done; otherwise the attempt came too late.
-local function accept(pointer, shared)
-  if call('SISMEMBER', GARBAGE, pointer) == 1 then return false end -- a request that arrived late, for a second time
+-- Return whether it could be done; otherwise the attempt came too late. `garbage` has the pointers among the caller's that are
+-- garbage: those of a request that arrived late, for a second time.
+local function accept(pointer, shared, garbage)
+  if garbage[pointer] then return false end
   if string.find(pointer, ',', 1, true) then
     if call('ZREM', PENDING, pointer) == 0 then return false end
     for _, key in ipairs(slice_keys(pointer)) do

@@ -3,7 +3,9 @@
 -- Returns for each 1 (committed), 0 (another attempt was first, or the group is closed) or -1 (it came too late, and must be
 -- written again under another name).
 local stages = cjson.decode(ARGV[1])
-local results = {}
+local results, pointers = {}, {}
+for i = 4, #ARGV, 7 do pointers[#pointers + 1] = ARGV[i] end
+local garbage = found_in(GARBAGE, pointers)
 for i = 2, #ARGV, 7 do
   local id, stage, pointer, shared, version, times, facts = unpack(ARGV, i, i + 6)
   local group = read_group(id)
@@ -11,7 +13,7 @@ for i = 2, #ARGV, 7 do
   if group and group['@' .. stage] == pointer then
     result = 1 -- repeated: the reply was lost
   elseif group and group['entry:' .. stage] and not group['@' .. stage] then
-    if accept(pointer, shared) then
+    if accept(pointer, shared, garbage) then
       result = 1
       account(id, group, bytes_of(pointer) - release_saved(id, group, stage))
       remove_entry(stage, group['entry:' .. stage])

@@ -16,7 +16,7 @@ if pointer == '' then
   add_stored(id, -release_saved(id, group, stage))
   return finish(1)
 end
-if not accept(pointer, shared) then return finish(-1) end
+if not accept(pointer, shared, found_in(GARBAGE, { pointer })) then return finish(-1) end
 add_stored(id, bytes_of(pointer))
 call('HSET', group_key(id), field, after)
 if forgiven == '1' and group['forgiven_attempt:' .. stage] ~= attempt then
