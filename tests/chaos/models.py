@@ -38,8 +38,12 @@ def audit_frozen(run_folder: Path, config: Any) -> Iterator[str]:
 
     from services.trainer.batch.step_file import read_step_file
 
-    sources = {"ref_logprobs": config.model.path, "teacher_logprobs": config.roles.teacher.model}
-    models = {name: AutoModelForCausalLM.from_pretrained(path).eval() for name, path in sources.items()}
+    sources = {
+        "reference": ("ref_logprobs", config.model.path),
+        "teacher": ("teacher_logprobs", config.roles.teacher.model),
+    }
+    found = (sources[role] for role in config.frozen_roles())
+    models = {name: AutoModelForCausalLM.from_pretrained(path).eval() for name, path in found}
     for path in sorted((run_folder / "steps").glob("step-*.safetensors")):
         groups = read_step_file(path).groups
         rows, prompts, owners = [], [], []
