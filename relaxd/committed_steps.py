@@ -24,7 +24,7 @@ class CommittedSteps:
         self._read = read
         self._path = folder / LEDGER
         self._position = (0, 0)
-        """A step, and the byte in the file after its line: where whoever reads on begins."""
+        """A step, and the byte in the file after its line: where whoever reads on begins, also from the last step."""
 
     def __call__(self, after_step: int, limit: int) -> list[LedgerEntry]:
         """Return the steps after one, at most `limit`.
@@ -57,5 +57,5 @@ class CommittedSteps:
                 found = STEP.match(line)
                 if found and int(found[1]) == after_step + len(entries) + 1:
                     entries.append(LedgerEntry(**json.loads(line)))
-                    self._position = (entries[-1].step, file.tell())
+                    self._position = (entries[-1].step - 1, file.tell() - len(line))
         return entries

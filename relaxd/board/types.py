@@ -114,6 +114,11 @@ class LedgerEntry:
     plan: dict[str, Any]
     metrics: dict[str, float]
 
+    @property
+    def identity(self) -> tuple[int, int, float]:
+        """Step, term and time of the commit. If Redis lost a step that was then committed again, the two differ."""
+        return self.step, self.term, self.time
+
 
 @dataclass(frozen=True)
 class Counts:

@@ -31,8 +31,8 @@ class Superseded(RuntimeError):
     """Another critic follows the run."""
 
 
-class LedgerShorter(RuntimeError):
-    """The ledger lacks a step on which the critic has been trained: it was restored from older files."""
+class LedgerWentBack(RuntimeError):
+    """The ledger lacks the step on which the critic was trained last, or has another one in its place."""
 
 
 class Follower:
@@ -56,6 +56,8 @@ class Follower:
         own = config.model_copy(update={"trainer": world_config(config, CRITIC)})
         self._checkpoints = Checkpoints(own, run_id, self._term, rank)
         rank.progress = self._between_rounds
+        self._trained: LedgerEntry | None = None
+        """The step on which the critic was trained last; None before the first."""
         self._asked: tuple[int, bool] | None = None
         """The last checkpoint that the trainer asked for and that was begun: its step, and whether it is kept."""
         self._answer: Answer | None = None
@@ -67,13 +69,14 @@ class Follower:
         """Load the newest checkpoint. Raises CheckpointError (it doesn't fit this critic), BoardUnavailable."""
         self._tell("looking for a checkpoint")
         self._checkpoints.restore()
+        self._trained = self._checkpoints.loaded
 
     def run(self) -> None:
         """Follow the run. Never returns.
 
         Raises:
             Superseded: another critic has begun to follow it.
-            LedgerShorter: the ledger has lost steps.
+            LedgerWentBack: the ledger has lost steps, which may have been committed again since.
             TooManySkippedUpdates: too many updates in a row weren't finite.
             StepFileError: a step's file isn't there, or is another than the ledger says.
         """
@@ -97,8 +100,8 @@ class Follower:
         """Train on the next step, if it is committed. Return whether there was anything to do."""
         self._checkpoints.complete_if_written()
         try:
+            problem = self._problem_of_ledger()
             following = self._rank.steps(self._rank.learner.step, 1)
-            last = following[0].step if following else self._board.last_step()
             # After the ledger: the trainer asks for a checkpoint before it commits the next step.
             orders = self._board.critic_orders()
         except BoardUnavailable as error:
@@ -115,11 +118,8 @@ class Follower:
                 f"this critic, of term {self._term}, ends: another one, of term {orders.term}, took over while this "
                 "one was out of touch. A run has one critic"
             )
-        if last < self._rank.learner.step:
-            raise LedgerShorter(
-                f"the ledger ends at step {last}, but this critic has trained on step {self._rank.learner.step}: the "
-                "next one starts from a checkpoint of a step in the ledger"
-            )
+        if problem:
+            raise LedgerWentBack(f"{problem}: the next critic starts from a checkpoint of a step in the ledger")
         self._take_orders(orders)
         # Also one that was wanted while the one before was written.
         self._checkpoints.begin_if_wanted(self._rank.learner.step)
@@ -128,6 +128,24 @@ class Follower:
         (entry,) = following
         self._train(entry)
         return True
+
+    def _problem_of_ledger(self) -> str:
+        """Return "" if the ledger still has the step on which the critic was trained last; else what is wrong.
+
+        A critic that was out of touch may find it there again with other groups, and even later steps.
+        """
+        if self._trained is None:
+            return ""
+        step = self._trained.step
+        found = self._rank.steps(step - 1, 1)
+        if not found:
+            return f"the ledger ends at step {self._board.last_step()}, but this critic has trained on step {step}"
+        if found[0].identity != self._trained.identity:
+            return (
+                f"step {step} was committed again, by the trainer of term {found[0].term}, since this critic trained "
+                f"on that of term {self._trained.term}"
+            )
+        return ""
 
     def _take_orders(self, orders: CriticOrders) -> None:
         """Request the checkpoint that the trainer asked for, once this is the critic of its step.
@@ -157,6 +175,7 @@ class Follower:
         self._checkpoints.wait_for_copies()
         began = time.monotonic()
         self._rank.run(TrainStep(entry.step, entry.plan))
+        self._trained = entry
         numbers = {name: float(f"{value:.4g}") for name, value in self._rank.learner.metrics.items()}
         seconds = time.monotonic() - began
         logger.info("step %d: %s, in %.1f s", entry.step, numbers, seconds)

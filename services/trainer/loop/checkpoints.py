@@ -67,6 +67,8 @@ class Checkpoints:
         self._saving: _Saving | None = None
         self._sealer = ThreadPoolExecutor(1, "seal-checkpoint")
         self._stalled = 0.0
+        self.loaded: LedgerEntry | None = None
+        """The ledger's step whose checkpoint was loaded; None: no checkpoint, or that of before the first step."""
 
     # --- saving ---------------------------------------------------------------------------------------------------
 
@@ -300,13 +302,15 @@ class Checkpoints:
             except CheckpointBroken as error:
                 self._put_aside(path, str(error))
                 continue
-            if step and state.ledger.plan_sha256 != folders.plan_sha256(self._entry(step).plan):
+            entry = self._entry(step) if step else None
+            if entry and state.ledger.plan_sha256 != folders.plan_sha256(entry.plan):
                 self._put_aside(path, f"it is of another step {step} than the ledger's")
                 continue
             same = same_layout(state, self._config)
             if not same:
                 logger.warning("checkpoint %s has another parallel layout: sums will differ in their order", path.name)
             self._rank.run(Restore(path, step, same))
+            self.loaded = entry
             logger.info("checkpoint %s is loaded", path.name)
             return step
         return 0

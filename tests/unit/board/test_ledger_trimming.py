@@ -95,6 +95,18 @@ def test_an_incomplete_last_line_is_no_step(redis_url: str, tmp_path: Path) -> N
     assert [entry.step for entry in committed(2, 9)] == [3, 4, 5]
 
 
+def test_the_last_step_is_read_again_without_those_before(redis_url: str, tmp_path: Path) -> None:
+    """A critic asks again and again whether its last step is still there, also far behind the board's ledger."""
+    write(tmp_path, entries(STEPS))
+    committed = CommittedSteps(restored(redis_url).ledger, tmp_path)
+    assert committed(5, 1) == entries(6)[5:]
+    lines = (tmp_path / LEDGER).read_bytes().splitlines(keepends=True)
+    earlier = b"".join(lines[:5])
+    (tmp_path / LEDGER).write_bytes(b" " * len(earlier) + b"".join(lines[5:]))  # whoever begins there misses step 6
+    for after in (5, 6, 6, 7):
+        assert committed(after, 1) == entries(after + 1)[after:]
+
+
 def test_the_books_of_a_board_with_a_short_ledger_are_right(redis_url: str) -> None:
     board = restored(redis_url, 3)
     audit(board)

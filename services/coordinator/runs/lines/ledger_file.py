@@ -16,7 +16,7 @@ PAGE = 256
 """Steps that are read at once."""
 COPIED_BYTES = 1 << 20
 Identity = tuple[int, int, float]
-"""Step, trainer term and time of a commit. Trainer terms begin at 1; 0: which commit it is isn't known."""
+"""`LedgerEntry.identity`. Trainer terms begin at 1; 0: which commit it is isn't known."""
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class LedgerFile:
             )
             self._last, before = (error.first - 1, 0, 0.0), 0
             entries = read(self.last_step, PAGE)
-        if before and (not entries or _identity(entries[0]) != self._last):
+        if before and (not entries or entries[0].identity != self._last):
             self._rewind(read)
             self.rewound_to = self.last_step
             entries = read(self.last_step, PAGE)
@@ -78,7 +78,7 @@ class LedgerFile:
             entries = entries[1:]
         if entries:
             self._file.append([json.dumps(asdict(entry)).encode() + b"\n" for entry in entries])
-            self._last = _identity(entries[-1])
+            self._last = entries[-1].identity
         return entries
 
     def sync(self) -> None:
@@ -95,7 +95,7 @@ class LedgerFile:
         for found_end, line in newest_lines_with_ends(self._path):
             found = (line.get("step", 0), line.get("term", 0), line.get("time", 0.0))
             try:
-                same = found[0] and [_identity(entry) for entry in read(found[0] - 1, 1)] == [found]
+                same = found[0] and [entry.identity for entry in read(found[0] - 1, 1)] == [found]
             except LedgerTrimmed:  # it was trimmed because it is in the file
                 end, last = found_end, (found[0], 0, 0.0)
                 break
@@ -108,10 +108,6 @@ class LedgerFile:
             with self._path.open("rb") as file:
                 self._file.replace(_lines_until(file, end), self._check)
         self._last = last
-
-
-def _identity(entry: LedgerEntry) -> Identity:
-    return entry.step, entry.term, entry.time
 
 
 def _lines_until(file: BinaryIO, end: int) -> Iterator[bytes]:

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,26 +102,32 @@ def service_config(model: Path, max_value_staleness: int, **sizes: int) -> RunCo
     return config_of(model, own, checkpoint={"every": 1})
 
 
-def check_weights(config: RunConfig, job: RunJob, loop: PlainLoop) -> None:
-    """The critic of the last checkpoint gives the values of the plain loop's; that of another step is refused."""
+def critic_rank(config: RunConfig, run_folder: Path, board: Board) -> Any:
+    """The only rank of a critic, in this process."""
     from services.trainer.checkpoints.part import CheckpointPart
     from services.trainer.critic.commands import CriticRank
     from services.trainer.critic.learner import CriticLearner
-    from services.trainer.loop.checkpoints import Checkpoints
     from services.trainer.megatron.rank_channel import RankChannel
 
-    shut_down()
     learner = CriticLearner(config)
-    board = Board(job.redis_url, RUN_ID, stages_for(config), config.board)
-    folder = critic_folder(job.folder)
-    rank = CriticRank(
+    return CriticRank(
         channel=RankChannel(60.0, learner.world.disk),
         learner=learner,
         checkpoint=CheckpointPart(learner),
         board=board,
-        run_folder=folder,
-        steps_of=job.folder,
+        run_folder=critic_folder(run_folder),
+        steps_of=run_folder,
     )
+
+
+def check_weights(config: RunConfig, job: RunJob, loop: PlainLoop) -> None:
+    """The critic of the last checkpoint gives the values of the plain loop's; that of another step is refused."""
+    from services.trainer.loop.checkpoints import Checkpoints
+
+    shut_down()
+    board = Board(job.redis_url, RUN_ID, stages_for(config), config.board)
+    rank, folder = critic_rank(config, job.folder, board), critic_folder(job.folder)
+    learner = rank.learner
     assert Checkpoints(config, RUN_ID, 9, rank).restore() == learner.step == 2
     assert read_state(checkpoint_path(folder, 2)).weights_checksum == rank.checksum()
     file = read_committed(job.folder, 2, board.ledger()[1].plan)
