@@ -26,12 +26,17 @@ REFRESHED = {"refresh_every": 2}
 AS_SERVICE = {**REFRESHED, "placement": "service", "threads": 1}
 
 
-def config_of(model: Path, reference: dict[str, Any]) -> RunConfig:
+def config_of(model: Path, reference: dict[str, Any], **trainer: Any) -> RunConfig:
     """Five steps of one group; the reference takes over the weights after steps 2 and 4."""
     return make_config(
         model,
         run={"steps": STEPS},
-        trainer={"groups_per_step": 1, "optimizer": {"lr": 1e-2, "epsilon": 1e-3}, "checkpoint": {"every": 0}},
+        trainer={
+            "groups_per_step": 1,
+            "optimizer": {"lr": 1e-2, "epsilon": 1e-3},
+            "checkpoint": {"every": 0},
+            **trainer,
+        },
         algorithm={"kl_coef": 0.3, "kl_estimator": "k2"},
         roles={"reference": reference},
         board={"max_staleness": 8},
