@@ -192,6 +192,7 @@ async def test_a_run_that_has_ended_waits_for_nothing_but_its_disk(desk: Desk) -
     await active.waiting.look()
     assert (await desk.manager.message(active.record)).waiting_for.startswith("no trainer replica")
     ended = active.record.model_copy(update={"phase": Phase.STOPPED})
-    assert (await desk.manager.message(ended)).waiting_for == ""
+    with waiting("a reply", on="another process"):
+        assert (await desk.manager.message(ended)).waiting_for == ""
     with waiting("the disk", on=DISK):
         assert (await desk.manager.message(ended)).waiting_for
