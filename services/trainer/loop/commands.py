@@ -1,15 +1,16 @@
 """Training commands, which the ranks execute together."""
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
 from relaxd.algorithms.terms.whitening import Whitening
-from relaxd.board import TRAIN, BoardUnavailable, Delivery
+from relaxd.board import TRAIN, BoardUnavailable, Column, Delivery
 from services.trainer.batch.groups import TrainGroup, check_group
 from services.trainer.batch.step_file import read_committed
 from services.trainer.batch.step_plan import OUTCOME, MicroBatchRound
@@ -18,6 +19,7 @@ from services.trainer.learner.update_stats import UpdateStats
 from services.trainer.loop.commanded_rank import CommandedRank
 from services.trainer.loop.round_runner import PreparedColumns, RoundRunner
 from services.trainer.megatron.disk_work import DiskRefused
+from services.trainer.megatron.model_parallel_channel import ModelParallelChannel
 from services.trainer.megatron.rank_channel import TICK_SECONDS
 
 LOADED_TOGETHER = 8
@@ -32,38 +34,58 @@ class TrainingRank(CommandedRank):
     """Model and optimizer."""
     runner: RoundRunner
     """Runs rounds on the learner."""
+    sharing: ModelParallelChannel
+    """The channel to the ranks that work on the same groups."""
     groups: dict[str, TrainGroup] = field(default_factory=dict)
-    """Groups of the open step, by id. Rank 0 sets them; the other ranks load those that their micro-batches need."""
+    """Groups of the open step, by id. Rank 0 sets them; the other ranks have those that their micro-batches need."""
+    shared: set[str] = field(default_factory=set)
+    """The groups that all ranks of this data-parallel index have. It is the same on each of them."""
     prepared: PreparedColumns = field(default_factory=dict)
     """Rank 0: columns of the open step that forward passes have computed, on whichever rank."""
 
-    def load(self, deliveries: Collection[Delivery]) -> None:
-        """Add groups to `groups`, except those that were closed meanwhile: rank 0 then discards the step."""
-        names = self.board.needs(TRAIN)
+    def load_missing(self, needed: set[str], deliveries: Collection[Delivery]) -> None:
+        """Get those of the needed groups that aren't in `groups`, except those that were closed meanwhile.
+
+        Rank 0 discards the step if there are any of these. One rank of each data-parallel index reads what it lacks
+        from the board and shares it with the others; they call this together, with the same arguments.
+
+        Args:
+            needed: ids of groups.
+            deliveries: one of each that isn't shared yet.
+        """
         deadline = time.monotonic() + self.channel.timeout_seconds / 2
-        rest = list(deliveries)
+        rest = [one for one in deliveries if one.group_id in needed and one.group_id not in self.shared]
         while rest:
-            some = rest[:LOADED_TOGETHER]
+            some, rest = rest[:LOADED_TOGETHER], rest[LOADED_TOGETHER:]
+            for group_id, columns in self.sharing.share(partial(self._columns, some, deadline)).items():
+                self.groups.setdefault(group_id, TrainGroup(group_id, columns))
+                self.shared.add(group_id)
+
+    def _columns(self, deliveries: Sequence[Delivery], deadline: float) -> dict[str, Mapping[str, Any]]:
+        """Return the columns of groups by id, without those that were closed meanwhile."""
+        found = {one.group_id: self.groups[one.group_id].columns for one in deliveries if one.group_id in self.groups}
+        names, absent = self.board.needs(TRAIN), [one for one in deliveries if one.group_id not in found]
+        for delivery, columns in zip(absent, self._load(absent, names, deadline), strict=True):
+            if columns is not None:
+                found[delivery.group_id] = check_group(delivery.group_id, columns, names).columns
+        return found
+
+    def _load(
+        self, deliveries: Sequence[Delivery], names: Sequence[str], deadline: float
+    ) -> list[dict[str, Column] | None]:
+        """Load columns from the board, which may be unavailable until `deadline`."""
+        while True:
             try:
-                loaded = self.board.load(some, names)
+                return self.board.load(deliveries, names)
             except BoardUnavailable:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(TICK_SECONDS)  # brief: half of the ranks' timeout
-                continue
-            for delivery, columns in zip(some, loaded, strict=True):
-                if columns is not None:
-                    self.groups[delivery.group_id] = check_group(delivery.group_id, columns, names)
-            del rest[: len(some)]
-
-    def load_missing(self, needed: set[str], deliveries: Collection[Delivery]) -> None:
-        """Load those of the needed groups that aren't in `groups`; `deliveries` has one of each."""
-        missing = needed - self.groups.keys()
-        self.load([delivery for delivery in deliveries if delivery.group_id in missing])
 
     def forget_step(self) -> None:
         """Forget the open step's groups."""
         self.groups.clear()
+        self.shared.clear()
         self.prepared.clear()
 
 
@@ -78,7 +100,7 @@ class Round:
     """`StepPlan.whitening`."""
 
     def execute(self, rank: TrainingRank) -> None:
-        """Load this rank's missing groups and accumulate gradients."""
+        """Get this rank's missing groups and accumulate gradients."""
         rank.load_missing(rank.runner.own_groups(self.micro_batches), self.deliveries)
         rank.runner.run(self.micro_batches, rank.groups, self.whitening)
 
@@ -92,7 +114,7 @@ class Prepare:
     """Deliveries of its groups."""
 
     def execute(self, rank: TrainingRank) -> None:
-        """Load this rank's missing groups, compute its part of the columns, and hand them to rank 0."""
+        """Get this rank's missing groups, compute its part of the columns, and hand them to rank 0."""
         rank.load_missing(rank.runner.own_groups(self.micro_batches), self.deliveries)
         own = rank.runner.prepare(self.micro_batches, rank.groups)
         world = rank.learner.world
@@ -125,6 +147,7 @@ class Assemble:
             group = rank.groups.pop(group_id, None)
             if group is not None and group_id in kept:
                 rank.groups[group_id] = group.with_columns(columns)
+        rank.shared -= self.columns.keys() - needed
         return rank.channel.all_ranks_agree(needed <= rank.groups.keys())
 
 

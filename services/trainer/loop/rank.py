@@ -40,6 +40,7 @@ from services.trainer.loop.round_runner import RoundRunner
 from services.trainer.loop.training import Training
 from services.trainer.loop.weight_read_lock import HOLD_MARGIN_SECONDS, WeightReadLock
 from services.trainer.megatron.disk_work import DiskRefused
+from services.trainer.megatron.model_parallel_channel import ModelParallelChannel
 from services.trainer.megatron.rank_channel import RankChannel
 
 logger = logging.getLogger(__name__)
@@ -146,8 +147,10 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
         learner, buckets, self._broadcaster = self._load(config)
         freeze_objects()
         board = Board(request.redis, request.run_id, stages_for(config), config.board)
+        timeout = config.trainer.collective_timeout_seconds
         rank = TrainingRank(
-            channel=RankChannel(config.trainer.collective_timeout_seconds, learner.world.disk),
+            channel=RankChannel(timeout, learner.world.disk),
+            sharing=ModelParallelChannel(learner.world.dp_rank, timeout),
             learner=learner,
             runner=RoundRunner(learner, config),
             checkpoint=CheckpointPart(learner),

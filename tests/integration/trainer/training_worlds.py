@@ -56,6 +56,7 @@ def run_job(job: RunJob, ranks: int = 1) -> dict[str, Any]:
     from services.trainer.loop.round_runner import RoundRunner
     from services.trainer.loop.training import Training
     from services.trainer.loop.weight_read_lock import WeightReadLock
+    from services.trainer.megatron.model_parallel_channel import ModelParallelChannel
     from services.trainer.megatron.rank_channel import RankChannel
 
     config = job.config
@@ -77,6 +78,7 @@ def run_job(job: RunJob, ranks: int = 1) -> dict[str, Any]:
         board,
         job.folder,
         runner=RoundRunner(learner, config),
+        sharing=ModelParallelChannel(learner.world.dp_rank, 60.0),
     )
     intake, result = None, {}
     try:

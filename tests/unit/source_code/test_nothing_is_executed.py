@@ -21,6 +21,7 @@ ARGUED = {
     "services/trainer/model/hf_weights.py": RANKS,
     "services/trainer/megatron/parallel.py": RANKS,
     "services/trainer/learner/sums.py": RANKS,
+    "services/trainer/megatron/model_parallel_channel.py": RANKS,
     "services/trainer/megatron/rank_channel.py": RANKS,
     "services/trainer/megatron/cpu.py": "compiles Megatron's own source, as it is installed",
     "relaxd/sandbox/program.py": "a model's code and its tests, in a confined process: that is what it is for",

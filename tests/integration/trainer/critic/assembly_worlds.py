@@ -56,6 +56,7 @@ def run_job(job: AssemblyJob) -> dict[str, Any]:
     from services.trainer.loop.intake import Intake
     from services.trainer.loop.round_runner import RoundRunner
     from services.trainer.loop.step_builder import StepBuilder
+    from services.trainer.megatron.model_parallel_channel import ModelParallelChannel
     from services.trainer.megatron.parallel import leave_layout
     from services.trainer.megatron.rank_channel import RankChannel
     from services.trainer.rehearsal.learner import ScriptedLearner
@@ -106,6 +107,7 @@ def run_job(job: AssemblyJob) -> dict[str, Any]:
         board=board,
         run_folder=job.folder,
         runner=SlowRunner(learner, config),
+        sharing=ModelParallelChannel(learner.world.dp_rank, job.deadline_seconds),
     )
     try:
         if intake is None:

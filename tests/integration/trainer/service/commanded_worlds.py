@@ -48,7 +48,8 @@ def run_job(job: CommandJob, ranks: int = 1) -> dict[str, Any]:
     learner = make_learner(Job(job.model, {"tensor_parallel": 2}), ranks)
     channel = RankChannel(60.0, learner.world.disk)
     nothing: Any = None
-    rank = TrainingRank(channel, learner, CheckpointPart(learner), nothing, job.folder, runner=nothing)
+    parts = (channel, learner, CheckpointPart(learner), nothing, job.folder)
+    rank = TrainingRank(*parts, runner=nothing, sharing=nothing)
     result: dict[str, Any] = {}
     try:
         if learner.world.rank == 0:

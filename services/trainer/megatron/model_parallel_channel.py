@@ -1,0 +1,113 @@
+"""The channel within a model-parallel group: one rank reads, and the world's own network carries it to the others.
+
+The ranks of a data-parallel index (tensor, context and pipeline parallel) work on the same groups. If each of them
+read a group, the source would send it as often as there are ranks.
+"""
+
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+PIECE_BYTES = 64 * 2**20
+"""Most bytes of one broadcast. A value of gigabytes needs no second copy of itself, and no piece takes long."""
+
+
+class ModelParallelChannel:
+    """All ranks of the world create it together; only their training threads use it."""
+
+    def __init__(self, dp_rank: int, timeout_seconds: float) -> None:
+        """Join the ranks with the same data-parallel rank. Waiting for another rank fails after `timeout_seconds`."""
+        dp_ranks = [dp_rank] * dist.get_world_size()
+        if len(dp_ranks) > 1:
+            dist.all_gather_object(dp_ranks, dp_rank)
+        members = {of: [rank for rank, its in enumerate(dp_ranks) if its == of] for of in sorted(set(dp_ranks))}
+        self._source = members[dp_rank][0]
+        self.reads = dist.get_rank() == self._source
+        """Whether this is the rank that reads."""
+        self._group: dist.ProcessGroup | None = None
+        """None if this rank is alone."""
+        for of, ranks in members.items():
+            if len(ranks) > 1:  # as many in each: all ranks create the same groups
+                group = dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+                self._group = group if of == dp_rank else self._group
+
+    def share(self, read: Callable[[], T]) -> T:
+        """Return what `read` returns on the rank that reads, on all ranks of the group, which call this together.
+
+        The value must be one that pickle can copy. Arrays arrive read-only. If `read` raises, all ranks raise its
+        error; one that can't be pickled becomes a RuntimeError.
+
+        Raises:
+            RuntimeError: a rank is gone, or was silent for longer than the deadline.
+        """
+        if self._group is None:
+            return read()
+        if not self.reads:
+            return self._receive(self._group)
+        try:
+            value = read()
+            arrays: list[pickle.PickleBuffer] = []
+            parts = [memoryview(pickle.dumps(value, protocol=5, buffer_callback=arrays.append))]
+            parts += [array.raw() for array in arrays]
+        except Exception as error:
+            dist.broadcast_object_list([_sendable(error)], self._source, group=self._group)
+            raise
+        dist.broadcast_object_list([[part.nbytes for part in parts]], self._source, group=self._group)
+        for piece, slices in _pieces(parts):
+            at = 0
+            for one in slices:
+                piece[at : at + one.nbytes] = one
+                at += one.nbytes
+            self._broadcast(piece)
+        return value
+
+    def _receive(self, group: dist.ProcessGroup) -> Any:
+        announced: list[Any] = [None]
+        dist.broadcast_object_list(announced, self._source, group=group)
+        if isinstance(announced[0], Exception):
+            raise announced[0]
+        parts = [memoryview(bytearray(size)) for size in announced[0]]
+        for piece, slices in _pieces(parts):
+            self._broadcast(piece)
+            at = 0
+            for one in slices:
+                one[:] = piece[at : at + one.nbytes]
+                at += one.nbytes
+        return pickle.loads(parts[0], buffers=[part.toreadonly() for part in parts[1:]])
+
+    def _broadcast(self, piece: memoryview) -> None:
+        if piece.nbytes:
+            dist.broadcast(torch.frombuffer(piece, dtype=torch.uint8), self._source, group=self._group)
+
+
+def _pieces(parts: Sequence[memoryview]) -> Iterator[tuple[memoryview, list[memoryview]]]:
+    """Cut parts, one after the other, into pieces. Yield room for each, the same every time, and what belongs there."""
+    room = memoryview(bytearray(min(PIECE_BYTES, sum(part.nbytes for part in parts))))
+    slices: list[memoryview] = []
+    free = room.nbytes
+    for part in parts:
+        at = 0
+        while at < part.nbytes:
+            slices.append(part[at : at + free])
+            at += slices[-1].nbytes
+            free -= slices[-1].nbytes
+            if not free:
+                yield room, slices
+                slices, free = [], room.nbytes
+    if slices:
+        yield room[: room.nbytes - free], slices
+
+
+def _sendable(error: Exception) -> Exception:
+    """Return the error, or what says the same if it can't be pickled."""
+    try:
+        pickle.loads(pickle.dumps(error))
+        return error
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,219 @@
+"""Worlds of four processes that read groups from a real board, and whose learners only pretend to compute."""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from relaxd.board import Board, BoardUnavailable, ColumnError, LedgerTrimmed, stages_for
+from relaxd.config import RunConfig
+from tests.integration.trainer import trainer_worlds
+from tests.integration.trainer.service_kit import RUN_ID
+from tests.kit.waiting import wait_until
+
+PIECE_BYTES = 100
+"""Of a broadcast: groups of these tests have more."""
+
+
+@dataclass(frozen=True)
+class StepJob:
+    """A step whose groups wait on the board, until its updates."""
+
+    config: RunConfig
+    redis_url: str
+    folder: Path
+    late: int = 0
+    """Groups that come when the others have been handed out already."""
+
+
+@dataclass(frozen=True)
+class FaultJob(StepJob):
+    """All faults that the rank which reads may have, one after the other."""
+
+
+class Ended(Exception):
+    """The last command was executed."""
+
+
+@dataclass(frozen=True)
+class End:
+    """End `TrainingRank.follow`, which otherwise ends with its process."""
+
+    def execute(self, rank: Any) -> None:
+        raise Ended
+
+
+@dataclass(frozen=True)
+class Read:
+    """Read groups while the board has a fault. Each rank notes what it gets."""
+
+    fault: str
+    deliveries: Sequence[Any]
+    seconds: float = 60.0
+    """Twice of these the board may be unavailable."""
+
+    def execute(self, rank: Any) -> None:
+        rank.board.fault = self.fault
+        rank.channel.timeout_seconds = 2 * self.seconds
+        try:
+            rank.load_missing({delivery.group_id for delivery in self.deliveries}, self.deliveries)
+            outcome = sorted(rank.groups)
+        except Exception as error:
+            outcome = f"{type(error).__name__}: {error}"
+        rank.outcomes.append(outcome)
+        rank.forget_step()
+
+
+@dataclass(frozen=True)
+class BeSilent:
+    """The rank that reads is silent until the other has given up."""
+
+    given_up: Path
+
+    def execute(self, rank: Any) -> None:
+        from services.trainer.megatron.model_parallel_channel import ModelParallelChannel
+
+        dp_rank = rank.learner.world.dp_rank
+        channel, mine = ModelParallelChannel(dp_rank, 1.0), Path(f"{self.given_up}-{dp_rank}")
+        if channel.reads:
+            wait_until(mine.exists, "the other rank gives up")
+            return
+        try:
+            channel.share(lambda: "nothing")
+        except RuntimeError:
+            rank.outcomes.append("gave up")
+            mine.touch()
+
+
+class WatchedBoard(Board):
+    """Notes the groups that are loaded, and has the fault that it is told to have."""
+
+    loaded: list[str]
+    fault = ""
+
+    def load(self, deliveries: Any, columns: Any) -> Any:
+        self.loaded += [delivery.group_id for delivery in deliveries]
+        fault, self.fault = self.fault, self.fault if self.fault == "gone" else ""
+        if fault in ("away", "gone"):
+            raise BoardUnavailable("Redis is away")
+        if fault == "damaged":
+            raise ColumnError("stored bytes do not match")
+        if fault == "unpicklable":
+            raise LedgerTrimmed(1, "not one argument, but two")
+        found = super().load(deliveries, columns)
+        if fault == "malformed":
+            del found[0]["tokens"]
+        return found
+
+
+def run_job(job: StepJob, ranks: int = 4) -> dict[str, Any]:
+    """Run one job on this rank."""
+    from services.trainer.checkpoints.part import CheckpointPart
+    from services.trainer.loop.commands import TrainingRank
+    from services.trainer.loop.round_runner import RoundRunner
+    from services.trainer.megatron import model_parallel_channel
+    from services.trainer.megatron.parallel import leave_layout
+    from services.trainer.megatron.rank_channel import RankChannel
+    from services.trainer.rehearsal.learner import ScriptedLearner
+
+    class Learner(ScriptedLearner):
+        def accumulate(self, micro_batches: Sequence[Any]) -> None:
+            trained.extend(zlib.crc32(batch.tokens.tobytes()) for batch in micro_batches)
+
+    model_parallel_channel.PIECE_BYTES = PIECE_BYTES
+    trained: list[int] = []
+    learner: Any = Learner(job.config)
+    board = WatchedBoard(job.redis_url, RUN_ID, stages_for(job.config), job.config.board)
+    board.loaded = []
+    rank: Any = TrainingRank(
+        channel=RankChannel(60.0, learner.world.disk),
+        learner=learner,
+        checkpoint=CheckpointPart(learner),
+        board=board,
+        run_folder=job.folder,
+        runner=RoundRunner(learner, job.config),
+        sharing=model_parallel_channel.ModelParallelChannel(learner.world.dp_rank, 60.0),
+    )
+    rank.outcomes = []
+    checksums: dict[str, int] = {}
+    try:
+        if learner.world.rank != 0:
+            rank.follow()
+        (have_faults if isinstance(job, FaultJob) else run_step)(rank, job)
+        rank.run(End())
+    except Ended:
+        checksums = {group_id: checksum(group.columns) for group_id, group in rank.groups.items()}
+    board.close()
+    leave_layout()
+    return {
+        "dp_rank": learner.world.dp_rank,
+        "reads": rank.sharing.reads,
+        "loaded": board.loaded,
+        "trained": trained,
+        "outcomes": rank.outcomes,
+        "checksums": checksums,
+    }
+
+
+def run_step(rank: Any, job: StepJob) -> None:
+    """Rank 0: prepare columns of the groups, divide them, and train."""
+    from relaxd.algorithms import create
+    from services.trainer.loop import step_phases
+    from services.trainer.loop.commands import Round
+    from services.trainer.loop.intake import Intake
+    from services.trainer.loop.step_builder import StepBuilder
+
+    trainer, board = job.config.trainer, job.config.board
+    intake = Intake(
+        rank.board,
+        "trainer",
+        groups_per_step=trainer.groups_per_step,
+        max_staleness=board.max_staleness,
+        max_sequence_tokens=trainer.micro_batch_tokens,
+        lease_seconds=board.lease_seconds,
+    )
+    while intake.held < trainer.groups_per_step:
+        intake.take(1.0)
+    phases = step_phases.phases_for(job.config, create(job.config.algorithm), rank)
+    opened = StepBuilder(1, phases.packer(), {})
+    chosen = intake.select(1, ()).chosen
+    for some in (chosen[job.late :], chosen[: job.late]):
+        opened.add(some)
+        while (entry := opened.packer.full_round() or opened.packer.rest()) is not None:
+            phases.take(opened, entry)
+        assert phases.close(opened)
+    for mini_batch in opened.mini_batches:
+        for entry in phases.rounds(mini_batch):
+            rank.run(Round(entry, ()))
+    intake.close()
+
+
+def have_faults(rank: Any, job: StepJob) -> None:
+    """Rank 0: read the same groups with every fault."""
+    first, *rest = deliveries = rank.board.take("train", "trainer", count=16, block_seconds=5.0)
+    assert rest
+    for fault in ("", "away", "damaged", "malformed", "unpicklable", ""):
+        rank.run(Read(fault, deliveries))
+    rank.run(Read("gone", deliveries, seconds=0.0))
+    rank.board.drop(first, reason="by_hand")
+    rank.run(Read("", deliveries))
+    rank.run(BeSilent(job.folder / "given-up"))
+
+
+def checksum(columns: Mapping[str, Any]) -> int:
+    """A checksum of a group's columns: names, types and values."""
+    described = [
+        (name, str(value.dtype), value.shape, value.tobytes()) if isinstance(value, np.ndarray) else (name, value)
+        for name, value in sorted(columns.items())
+    ]
+    return zlib.crc32(repr(described).encode())
+
+
+if __name__ == "__main__":
+    # Under its own name, or the pickled jobs would be of another class than __main__'s.
+    from tests.integration.trainer.service import reading_worlds
+
+    trainer_worlds.work(reading_worlds.run_job)
