@@ -14,6 +14,8 @@ from tests.integration.trainer.trainer_worlds import run_world
 from tests.kit.ports import free_port
 from tests.kit.redis.redis_server import RedisServer
 
+pytestmark = pytest.mark.slow
+
 ONE_UPDATE: dict[str, Any] = {}
 SEVERAL: dict[str, Any] = {"mini_batches": 2, "epochs": 2}
 STEPS: dict[str, dict[str, Any]] = {
