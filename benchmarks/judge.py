@@ -148,7 +148,7 @@ async def judge_service(model: Path, in_flight: int) -> AsyncIterator[JudgeServi
         }
     )
 
-    async def no_gpus(count: int) -> list[str]:
+    async def no_gpus(count: int, share: float) -> list[str]:
         return []
 
     settings = SimpleNamespace(replica_id="judge", log_level="warning", engine_python="")

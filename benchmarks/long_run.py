@@ -116,6 +116,8 @@ def main() -> None:
                 rows.append(row(counters, before, now))
                 say(", ".join(f"{name} {value:.5g}" for name, value in rows[-1].items()))
                 before = now
+    if not rows:
+        sys.exit(f"not {each} steps in {options.seconds:.0f} s: give more --seconds, or --rows")
     first, end = rows[len(rows) // 10], rows[-1]
     growth = {name: round(end[name] / first[name], 2) for name in FLAT}
     report("long_run", rows, growth=growth, met=all(value <= 1.1 for value in growth.values()))
