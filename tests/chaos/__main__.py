@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--logs", type=Path, default=Path("chaos-logs"), help="where logs of violations go")
     parser.add_argument("--folder", type=Path, default=None, help="for all files, which stay; else a temporary one")
     parser.add_argument("--list", action="store_true", help="list the kinds of faults")
-    parser.add_argument("--result", default="", help="name of the results file (see `result_name`)")
+    parser.add_argument("--result", default="", help="name of the results file; default: by algorithm and faults")
     options = parser.parse_args()
     if options.list:
         print("\n".join(fault.name for fault in all_faults(options.algorithm)))
@@ -150,8 +150,10 @@ def main() -> None:
 
 
 def result_name(options: argparse.Namespace) -> str:
-    """Return the name of the results file, such as "chaos" or "soak-ppo-roles-critic": one for each combination of
-    algorithm and faults."""
+    """Return the name of the results file: one for each combination of algorithm and faults.
+
+    Examples are "chaos" and "soak-ppo-roles-critic".
+    """
     parts = ["soak" if options.minutes > 0 else "chaos"]
     if options.algorithm != "grpo":
         parts.append(options.algorithm)

@@ -205,9 +205,8 @@ class Books:
         wrong = []
         for path in sorted((self.run_folder / "critic" / "checkpoints").glob("step-*")):
             number, name = int(path.name[5:11]), f"critic/{path.name}"
-            known = (
-                max(self.critic_skipped, default=0) >= number
-            )  # else what it skipped last; the next audit looks again
+            # What it skipped in this step isn't known before the ledger says it: the next audit looks again.
+            known = max(self.critic_skipped, default=0) >= number
             if name in self._checkpoints or number > len(self.steps) or not known:
                 continue
             try:

@@ -19,12 +19,17 @@ import numpy as np
 
 TOLERANCE = 2e-4
 """Of a log-prob or a value: the order of sums differs. One more update changes values by a hundred times as much."""
+AUDIT_SECONDS = 7200.0
+"""Limit of an audit, which takes as long as training the critic on every step."""
 
 
 def audit_models(run_folder: Path) -> list[str]:
     """Compute it in a process of its own, which may have a Megatron world. Returns what is wrong."""
     command = [sys.executable, "-m", "tests.chaos.models", str(run_folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=AUDIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        return [f"the models could not be audited within {AUDIT_SECONDS:g} s"]
     if done.returncode:
         return [f"the models could not be audited: {done.stderr[-2000:]}"]
     wrong: list[str] = json.loads(done.stdout.splitlines()[-1])

@@ -19,7 +19,7 @@ from relaxd.client.errors import CliError
 from relaxd.config import RunConfig
 from relaxd.run_folder import closed_groups, newest_samples
 from relaxd.v1 import coordinator_pb2 as pb
-from tests.integration.coordinator.cluster import Cluster
+from tests.integration.coordinator.cluster import PATIENCE, Cluster
 from tests.kit.boards import all_steps
 from tests.kit.redis.redis_server import RedisServer
 from tests.kit.tokenizer import write_tokenizer
@@ -113,7 +113,7 @@ def test_a_second_coordinator_takes_over_and_the_first_ends(cluster: Cluster) ->
     cluster.until_step(1)
     cluster.start("second", "services.coordinator", "--port", "0")
     first = cluster.processes.pop("coordinator")
-    assert first.wait(timeout=90) == 1
+    assert first.wait(timeout=PATIENCE) == 1
     assert "newer coordinator" in cluster.log("coordinator")
 
 
@@ -125,12 +125,13 @@ def test_a_coordinator_that_was_frozen_while_another_took_over_leaves_the_books_
     first, taken_over_by = cluster.processes["coordinator"], metrics.stat().st_ino
     cluster.send("coordinator", signal.SIGSTOP)
     cluster.start("second", "services.coordinator", "--port", "0")
-    wait_until(lambda: metrics.stat().st_ino != taken_over_by, "the second coordinator, which has read the folder")
+    taken_over = "the second coordinator, which has read the folder"
+    wait_until(lambda: metrics.stat().st_ino != taken_over_by, taken_over, PATIENCE)
     cluster.send("coordinator", signal.SIGCONT)
-    assert first.wait(timeout=90) == 1
+    assert first.wait(timeout=PATIENCE) == 1
     cluster.kill("second")
     cluster.coordinator()
-    run = cluster.until_state(STOPPED, 60)
+    run = cluster.until_state(STOPPED)
     assert (run.reason, run.step) == ("completed", 12)
     closed = [line["group"] for line in closed_groups(metrics.parent)]
     assert len(closed) == len(set(closed)) == run.groups.trained + run.groups.dropped

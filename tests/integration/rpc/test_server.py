@@ -368,8 +368,8 @@ async def test_a_restarted_server_is_found_again_soon():
         async with serve(port=port):
             await score(to, "fine")
         assert (await failure(score(to, "fine"))).code() is grpc.StatusCode.UNAVAILABLE
-        # So many attempts that gRPC's own back-off would have grown.
-        await failure(score(to, "fine", wait_for_ready=True, timeout=2.5))
+        # So many attempts that gRPC's own back-off would have grown to more than the limit below.
+        await failure(score(to, "fine", wait_for_ready=True, timeout=6.0))
         async with serve(port=port):
             begun = time.monotonic()
             await score(to, "fine", wait_for_ready=True)

@@ -151,7 +151,7 @@ class WatchedRedis:
 
         # At a promotion the Sentinel ends all connections.
         wait_until(has_all, "the replica", forgive=(redis.ConnectionError,))
-        wait_until(lambda: all(map(self._knows_replica, self._ports)), "the Sentinels to see the replica", 30)
+        wait_until(lambda: all(map(self._knows_replica, self._ports)), "the Sentinels to see the replica")
 
     def stop(self) -> None:
         """Kill all of them."""

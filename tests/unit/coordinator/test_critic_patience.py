@@ -13,7 +13,7 @@ from services.coordinator.fleet.critic_checkpoints import CriticPatience
 from services.coordinator.fleet.registry import Replica
 
 READY, STARTING, FAILED = REPLICA_STATE_READY, REPLICA_STATE_STARTING, REPLICA_STATE_FAILED
-Seen = tuple[str, "int", str, int] | None
+Seen = tuple[str, int, str, int] | None
 """Id, state, detail, progress."""
 
 
