@@ -34,10 +34,10 @@ class CriticPatience:
         """Begin to wait.
 
         Args:
-            away_seconds: how long there may be no critic.
-            failed_seconds: how long one may say that it has failed, although it tries again.
-            still_seconds: how long one may do nothing that is seen, such as while it writes the checkpoint.
-            max_restarts: how often it may be replaced by a new process.
+            away_seconds: longest time without any critic.
+            failed_seconds: longest time for which one may report that it has failed. It tries again meanwhile.
+            still_seconds: longest time without progress in its reports, such as while it writes the checkpoint.
+            max_restarts: how often a new process may take its place.
             clock: monotonic seconds.
         """
         self._limits = away_seconds, failed_seconds, still_seconds, max_restarts
@@ -48,14 +48,17 @@ class CriticPatience:
         self._last: tuple[object, ...] = ()
 
     def exhausted(self, critic: Replica | None) -> str:
-        """Return why to wait no longer, or "". Call it several times a lease, with the critic of the run."""
+        """Return why to wait no longer, or "". Call it again and again, with pauses shorter than a lease.
+
+        `critic`: the run's newest critic, if there is one.
+        """
         now = self._clock()
         away, failed, still, max_restarts = self._limits
         if critic is None:
             return f"no critic has been there for {duration(now - self._seen)}" if now - self._seen > away else ""
         self._seen, status = now, critic.status
         self._ids.add(critic.replica_id)
-        # One that idles counts passes, too: only what it says that it does is progress.
+        # An idle critic's progress counts its passes, too, but an idle critic has no detail.
         doing = (critic.replica_id, status.state, status.detail, status.progress if status.detail else 0)
         if doing != self._last:
             self._last, self._moved = doing, now

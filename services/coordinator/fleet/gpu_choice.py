@@ -10,13 +10,11 @@ OWN = "/own"
 SHARED = "/shared"
 """Suffix of a GPU's UUID in the holder records if an engine of a colocated run holds it: the run's trainer may then be
 a second holder."""
-
-
 PART = "@"
-"""Begins what follows a GPU's UUID in the holder records if a replica holds a share of it: "@judge:0.3" is its role and
-the share. No UUID has this sign, so a GPU may have several such records. In a colocated run it comes after SHARED."""
+"""Begins the suffix if a replica holds a share of the GPU: "@judge:0.3" has its role and the share, so that each holder
+of a share has a record of its own. No UUID has this sign. In a colocated run it comes after SHARED."""
 ROUNDING = 1e-9
-"""Shares may exceed a GPU by this much, because they are rounded: 0.33, 0.56 and 0.11 do."""
+"""The sum of shares may exceed 1 by this much, because it is rounded: that of 0.33, 0.56 and 0.11 does."""
 
 
 def uuid_of(record: str) -> str:
@@ -41,13 +39,18 @@ def suffix_for(role: str, *, shared: bool, share: float = 1.0) -> str:
 def seen_by(
     replica_id: str, role: str, holders: Mapping[str, str], *, shared: bool, share: float = 1.0
 ) -> tuple[dict[str, str], set[str]]:
-    """Return the holders by UUID that exclude a replica of this role, and the GPUs that it should prefer to share.
+    """Return the holders by UUID that exclude a replica, and the GPUs that it should prefer to share.
 
-    GPUs that the replica holds, and nobody keeps it from, have itself as holder. `holders`: by record.
+    Replicas that don't take turns exclude all others. In a colocated run, otherwise only engines exclude an engine, and
+    only non-engines exclude the trainer. A replica with a share of a GPU excludes other replicas of its role, those
+    that want the whole GPU (but for the trainer of a colocated run), and shares with which the sum would exceed 1.
 
-    Replicas that don't take turns exclude all others. In a colocated run (`shared`), else only engines exclude an
-    engine, and only non-engines exclude the trainer. Who holds a `share` of a GPU excludes its own role, whoever wants
-    a whole GPU (but for the trainer of a colocated run), and shares that would add up to more than 1.
+    Args:
+        replica_id: the replica, which is the holder itself of GPUs that it holds if nobody excludes it there.
+        role: its role.
+        holders: replica ids by record.
+        shared: whether the run is colocated.
+        share: the share of each GPU that it wants.
     """
     held = {uuid_of(record): replica_id for record, holder in holders.items() if holder == replica_id}
     others = {record: holder for record, holder in holders.items() if holder != replica_id}
@@ -57,22 +60,31 @@ def seen_by(
         beside = {record for record in whole if shared and not record.endswith((OWN, SHARED))}  # the trainer's
         excluding = {uuid_of(record): holder for record, holder in whole.items() if record not in beside}
         preferred = {uuid_of(record) for record in (*parts, *beside)}
-    elif shared and role == TRAINER:
-        beside = {record for record in parts if SHARED + PART in record}
-        parts = {record: holder for record, holder in parts.items() if record not in beside}
-        excluding, preferred = _seen_whole(role, whole, shared=shared)
-        preferred |= set(map(uuid_of, beside))
     else:
         excluding, preferred = _seen_whole(role, whole, shared=shared)
+    if shared and role == TRAINER:  # which is beside the engines and judges of its run
+        beside = {record for record in parts if SHARED + PART in record}
+        parts = {record: holder for record, holder in parts.items() if record not in beside}
+        preferred |= set(map(uuid_of, beside))
+    excluding |= _excluding_parts(role, parts, share)
+    return held | excluding, preferred - set(excluding)
+
+
+def _excluding_parts(role: str, parts: Mapping[str, str], share: float) -> dict[str, str]:
+    """Return, by UUID, the holders of shares (by record) that leave a replica of a role no share of this size.
+
+    Of several on a GPU all are named, in the words of the message of `choose`.
+    """
     by_gpu: dict[str, list[str]] = {}
     for record in parts:
         by_gpu.setdefault(uuid_of(record), []).append(record)
+    excluding = {}
     for uuid, there in by_gpu.items():
         same_role = any(record.partition(PART)[2].startswith(f"{role}:") for record in there)
         if same_role or sum(map(share_of, there)) + share > 1 + ROUNDING:
             names = (f"{parts[record]} (with a share of {share_of(record):g})" for record in there)
             excluding[uuid] = f" holds {uuid}, ".join(names)
-    return held | excluding, preferred - set(excluding)
+    return excluding
 
 
 def _seen_whole(role: str, holders: Mapping[str, str], *, shared: bool) -> tuple[dict[str, str], set[str]]:

@@ -39,7 +39,7 @@ Result = TypeVar("Result")
 WATCH_SECONDS = 0.3
 """Interval at which the board is polled for progress."""
 TRIM_STEPS = 64
-"""Steps after which the board's ledger is trimmed again."""
+"""Steps between two trimmings of the board's ledger."""
 RELEASE_SECONDS = 30.0
 """Time for the trainer to finish its step when a run is stopped early."""
 
@@ -102,9 +102,9 @@ class ActiveRun:
         """The last step whose samples are in the run's folder."""
         self._last_fate: str | None = None
         """The last entry of the board's fates that is in the run's folder, "" without one; None until it was read."""
-        self._reported_sync_seconds = 0.0
         self._trimmed_at = 0
-        """The step at which the board's ledger was trimmed last."""
+        """The last step in the run's folder when the board's ledger was trimmed last."""
+        self._reported_sync_seconds = 0.0
         """The part of `sync.seconds` that earlier steps' metrics contain."""
         self._reported_drops: Counter[str] | None = None
         """Drops by reason that earlier steps' metrics contain; None until the first metrics after a start."""
@@ -542,7 +542,7 @@ class ActiveRun:
         await self._trim_ledger()
 
     async def _trim_ledger(self) -> None:
-        """Now and then, trim the board's ledger to its newest steps: Redis doesn't grow with their number."""
+        """Trim the board's ledger every TRIM_STEPS steps, so that Redis doesn't grow with the number of steps."""
         written = self._files.last_step
         if written < self._trimmed_at + TRIM_STEPS:
             return

@@ -84,8 +84,10 @@ class JudgeService(ReplicaService):
             self._open -= 1
 
     async def sleep(self, seconds: float) -> MemoryChange:
-        """Answer the open questions, refuse others, and free the GPUs' memory. Raises FailedPrecondition, Unavailable,
-        and what the engine raises."""
+        """Answer the open questions, refuse others, and free the GPUs' memory.
+
+        Raises FailedPrecondition: it takes no turns. Unavailable: there is no model. And what the engine raises.
+        """
         if not self._takes_turns:
             raise FailedPrecondition(
                 "this judge takes no turns with a trainer (run.colocate, roles.judge.gpu_share): nobody would wake it"

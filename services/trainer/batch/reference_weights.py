@@ -19,7 +19,7 @@ from services.trainer.batch.durable import sync
 FOLDER = "reference"
 """Their folder in the run's folder."""
 NAME = re.compile(r"step-(\d+)\.(\d+)")
-"""Begins a name: step and term."""
+"""Beginning of a folder's name, with step and term. One that is being written goes on with ".partial"."""
 
 
 def weights_after(plan: Mapping[str, Any]) -> str:
@@ -41,7 +41,7 @@ def sync_weights(folder: Path) -> None:
 
 
 def remove_older(run_folder: Path, name: str, kept: str) -> None:
-    """Remove the weights older than those of a name, but for those that are kept. Raises OSError.
+    """Remove the weights older than those of `name`, except `kept`. Raises OSError.
 
     A trainer that was replaced and doesn't know it yet removes none of its successor's.
     """

@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,10 @@ class Checkpoints:
 
     def after_replay(self, seconds: float, file: Path) -> None:
         """Count a step that was repeated, and would be repeated again."""
-        self._schedule.count(seconds=seconds, size=file.stat().st_size if file.exists() else 0)
+        size = 0
+        with suppress(OSError):  # such as a file that was removed meanwhile
+            size = file.stat().st_size
+        self._schedule.count(seconds=seconds, size=size)
 
     def request(self, *, rotate: bool = False) -> Answer:
         """Request a checkpoint as soon as possible. Unless `rotate`, it is never removed."""

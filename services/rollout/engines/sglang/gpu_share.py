@@ -12,7 +12,7 @@ import torch
 from relaxd.rpc.errors import InvalidArgument
 
 memory_of_all = torch.cuda.mem_get_info
-"""The free and the total bytes of a GPU, on which all processes allocate, also after `show_share`."""
+"""torch's own function: the free and the total bytes of a GPU, whoever uses it. `show_share` doesn't change it."""
 
 
 def show_share(share: float) -> None:
