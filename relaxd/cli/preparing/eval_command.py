@@ -64,7 +64,7 @@ def evaluate(
     device: Annotated[Device, typer.Option(help="Where the model is; auto: on a GPU if there is one.")] = Device.AUTO,
     out: Annotated[Path | None, typer.Option(help="Folder for answers and results; default: evaluations/TIME.")] = None,
 ) -> None:
-    """Evaluate a model on the sets of FILE ([eval]), on this machine, without a run. Starts no service."""
+    """Evaluate a model on the sets of FILE (\\[eval]), on this machine, without a run. Starts no service."""
     _, config = load_words(words)
     if model:
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
