@@ -93,6 +93,11 @@ def all_steps(board: Board, folder: str) -> list[LedgerEntry]:
     return [entry for page in CommittedSteps(board.ledger, Path(folder)).pages(0) for entry in page]
 
 
+def kept_samples(board: Board, step: int | None = None, limit: int = 100) -> list[dict[str, Any]]:
+    """The newest samples of a step, or of all steps, in order."""
+    return [sample for _, sample in reversed(board.sample_page(step, limit=limit))]
+
+
 def audit(board: Board) -> None:
     """What must hold after every operation, read from Redis itself."""
     client, prefix = board._connection.client, board.prefix

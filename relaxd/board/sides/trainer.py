@@ -122,14 +122,13 @@ class TrainerSide(BoardCore):
             raise LedgerTrimmed(first, f"the ledger of run {self.run_id} begins at step {first} in Redis")
         return found
 
-    def samples(self, step: int | None = None, limit: int = 100) -> list[dict[str, Any]]:
-        """Return the newest samples of a step, or of all steps, in order; each with its "step"."""
-        return [sample for _, sample in reversed(self.sample_page(step, limit=limit))]
-
     def sample_page(
         self, step: int | None = None, after: str = "", *, limit: int = 16
     ) -> list[tuple[str, dict[str, Any]]]:
-        """Return samples of a step, or of all steps, newest first, with their keys; those after the key `after`."""
+        """Return samples of a step, or of all steps, newest first, with their keys; those after the key `after`.
+
+        Each has its "step".
+        """
         lowest, highest = ("-", "+") if step is None else (f"{step}", f"{step}")
         newest = f"({after}" if after else highest
         entries = self._connection.run(

@@ -22,7 +22,7 @@ from relaxd.board import (
     stages_for,
 )
 from relaxd.config import BoardConfig, DataConfig, ModelConfig, RewardConfig, RunConfig, RunSection
-from tests.kit.boards import LARGE, advance, audit, end_leases, group, make_board, output, take
+from tests.kit.boards import LARGE, advance, audit, end_leases, group, kept_samples, make_board, output, take
 
 
 def held_by_stage(board):
@@ -107,8 +107,8 @@ def test_a_group_goes_from_publish_to_the_ledger(redis_url, tokens):
     (entry,) = board.ledger()
     assert (entry.step, entry.term, entry.plan, entry.metrics) == (1, term, plan, {"loss": 0.5})
     assert abs(entry.time - time.time()) < 60
-    assert board.samples() == board.samples(1) == [{"text": "x", "step": 1}, {"text": "y", "step": 1}]
-    assert (board.samples(2), board.samples(limit=1)) == ([], [{"text": "y", "step": 1}])
+    assert kept_samples(board) == kept_samples(board, 1) == [{"text": "x", "step": 1}, {"text": "y", "step": 1}]
+    assert (kept_samples(board, 2), kept_samples(board, limit=1)) == ([], [{"text": "y", "step": 1}])
     (newest,) = board.sample_page(1, limit=1)
     assert newest == ("1-1", {"text": "y", "step": 1})
     for step in (None, 1):

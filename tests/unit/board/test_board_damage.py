@@ -116,7 +116,7 @@ def test_a_damaged_ledger_is_named(redis_url):
         board.ledger()
     board._connection.client.xadd(f"{board.prefix}samples", {"sample": "["}, id="1-0")
     with pytest.raises(BoardError, match="the samples of run run is damaged"):
-        board.samples()
+        board.sample_page()
 
 
 def test_what_is_too_large_is_refused_by_name(redis_url):

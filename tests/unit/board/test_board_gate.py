@@ -3,7 +3,7 @@
 import pytest
 
 from relaxd.board import BoardUnavailable, GateClosed, NewGroup
-from tests.kit.boards import LARGE, advance, audit, group, make_board, output, take
+from tests.kit.boards import LARGE, advance, audit, group, kept_samples, make_board, output, take
 
 WORST = 8 << 20
 """16 answers of 16,384 tokens, about."""
@@ -183,7 +183,7 @@ def test_long_samples_are_kept_in_smaller_numbers(redis_url):
         board.publish(term=1, groups=[group(f"g{step}")])
         samples = [{"text": text, "number": n} for n in range(8)]
         board.commit_step(term=term, step=step, plan={"groups": [f"g{step}"]}, metrics={}, samples=samples)
-    kept = board.samples(limit=1000)
+    kept = kept_samples(board, limit=1000)
     assert 4 <= len(kept) <= 16
     assert (kept[-1]["step"], kept[-1]["number"]) == (4, 7)
     assert board._connection.client.memory_usage(f"{board.prefix}samples") <= 16 << 20

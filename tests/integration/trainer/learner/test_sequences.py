@@ -27,6 +27,7 @@ from services.trainer.loop.step_builder import StepBuilder
 from services.trainer.megatron.parallel import shut_down
 from tests.integration.trainer.service_kit import Feeder, make_config, trainer_service
 from tests.integration.trainer.trainer_worlds import Job, make_model, run_job, run_world
+from tests.kit.boards import kept_samples
 from tests.kit.ports import free_port
 from tests.kit.processes import ROOT
 
@@ -241,7 +242,7 @@ def test_two_sequences_a_sample_are_trained_committed_and_replayed(
         assert entry.metrics["samples"] == 4
         assert entry.metrics["response_length_mean"] == np.mean([len(one["tokens"]) for one in groups]) / 2
         assert entry.metrics["loss"] == pytest.approx(exact_loss(tiny_qwen3, groups, config), rel=1e-5)
-        shown = feeder.board.samples(1, 100)
+        shown = kept_samples(feeder.board, 1, 100)
         assert [(one["group_id"], one["response"], one["version"]) for one in shown] == [
             (group_id, f"last of {sample}", 0) for sample in (0, 1) for group_id in ("g1", "g2")
         ]

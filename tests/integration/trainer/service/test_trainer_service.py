@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 from relaxd.v1 import coordinator_pb2
 from services.trainer.batch.step_file import read_committed, step_file_path
 from tests.integration.trainer.service_kit import error_code, export, make_config, trainer_service
+from tests.kit.boards import kept_samples
 from tests.kit.models import make_tiny_model
 from tests.kit.waiting import wait_until
 
@@ -52,7 +53,7 @@ def test_trains_a_run_on_policy_and_ends_cleanly(tiny_qwen3: Path, redis_url: st
             assert expected <= entry.metrics.keys()
             assert entry.metrics["reward_mean"] == 0.5
             assert entry.metrics["staleness_max"] == 0
-        samples = feeder.board.samples(3, 100)
+        samples = kept_samples(feeder.board, 3, 100)
         assert {sample["group_id"] for sample in samples} == {"g5", "g6"}
         shown = ParseDict(samples[0], coordinator_pb2.TrainedSample())
         assert (shown.step, shown.prompt, shown.version, shown.length) == (3, "prompt 5", 2, 6)
