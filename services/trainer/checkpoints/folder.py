@@ -116,11 +116,6 @@ def partial_path(run_folder: Path, step: int, term: int) -> Path:
     return checkpoints_folder(run_folder) / f".step-{step:06d}.{term}.partial"
 
 
-def newest_before(run_folder: Path, step: int) -> int | None:
-    """Return the step of the newest checkpoint up to `step`."""
-    return next((found for found in checkpoint_steps(run_folder) if found <= step), None)
-
-
 def plan_sha256(plan: Mapping[str, Any]) -> str:
     """Return a plan's checksum without its outcome, which step files, and ledgers restored from them, don't have."""
     planned = {name: value for name, value in plan.items() if name != OUTCOME}

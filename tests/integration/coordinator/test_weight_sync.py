@@ -32,11 +32,6 @@ def weights(cluster: Cluster) -> dict[str, int | None]:
     return {e.replica_id: e.weights.version if e.HasField("weights") else None for e in engines}
 
 
-def first_call(cluster: Cluster, name: str, method: str, number: int) -> float:
-    """Return the time of a double's number-th call of a method."""
-    return cluster.calls(name, method)[number - 1]["time"]
-
-
 def check_the_sequence(cluster: Cluster, members: tuple[str, ...] = ("trainer", "sound", "other")) -> None:
     """Ids ascend on every member; a group is joined before it is used; engines generate while they join, and are paused
     before they receive."""

@@ -91,11 +91,6 @@ class WatchedRedis:
         self.await_replica()
         return self
 
-    def fail_over(self) -> None:
-        """Kill the primary (SIGKILL), and wait until the Sentinel names the replica instead, which has none then."""
-        dead = self.kill_primary()
-        self.await_promotion(dead)
-
     def kill_primary(self) -> RedisServer:
         """Kill the primary (SIGKILL), and return it."""
         dead = self.primary
@@ -103,8 +98,8 @@ class WatchedRedis:
         return dead
 
     def await_promotion(self, before: RedisServer) -> None:
-        """Wait until the Sentinel names another primary than the one before."""
-        wait_until(lambda: self.primary is not before, "the Sentinel to promote the replica", 60)
+        """Wait until the first Sentinel names another primary than the one before."""
+        wait_until(lambda: self.primary is not before, "the Sentinels to promote the replica")
 
     @contextlib.contextmanager
     def lag(self, seconds: float = 0.0, *, cut: bool = True) -> Iterator[None]:

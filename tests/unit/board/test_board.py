@@ -29,13 +29,6 @@ def held_by_stage(board):
     return {depth.stage: (depth.waiting, depth.held) for depth in board.queues()}
 
 
-def train_all(board, term, step, **arguments):
-    """Commit a step of everything that waits for the trainer."""
-    groups = [delivery.group_id for delivery in take(board, "train", "trainer")]
-    board.commit_step(term=term, step=step, plan={"groups": groups}, metrics={"loss": 0.5}, **arguments)
-    return groups
-
-
 # --- the way of a group ---------------------------------------------------------------------------------------------
 
 
