@@ -59,7 +59,8 @@ class CoordinatorSide(BoardCore):
         The board's ledger gets the last LEDGER_STEPS of it.
 
         Args:
-            ledger: every committed step, from the first.
+            ledger: every committed step, from the first. Of those before the last LEDGER_STEPS only the plans' groups
+                are read.
             cursor: the data cursor.
             dropped: number of dropped groups by reason.
             trainer_term: at least the highest term of the run's trainers so far.

@@ -7,8 +7,8 @@ are published again, and so are groups dropped since the checkpoint.
 
 import json
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from relaxd.board import LedgerEntry
 from relaxd.board.core import RUN_ID_RULE
+from relaxd.board.sides.coordinator import LEDGER_STEPS
 from relaxd.config import RunConfig
 from relaxd.data.dataset import Cursor, PromptDataset, RunData, load_data
 from relaxd.data.errors import DataError
@@ -151,27 +152,45 @@ def _cursor(prompts: PromptDataset, board: dict[str, Any], trained_since: Sequen
 
 
 def read_ledger(folder: Path) -> list[LedgerEntry]:
-    """Read ledger.jsonl, and the step files beyond it. An incomplete last line is skipped."""
+    """Read ledger.jsonl, and the step files beyond it. An incomplete last line is skipped.
+
+    Of the steps before the last LEDGER_STEPS, which the board doesn't keep, plans have only their groups, and metrics
+    nothing: a whole plan may have hundreds of kilobytes.
+    """
     entries: list[LedgerEntry] = []
-    path = folder / LEDGER
-    lines = path.read_text().splitlines() if path.is_file() else []
-    for number, line in enumerate(lines, 1):
-        try:
-            entry = LedgerEntry(**json.loads(line))
-        except (ValueError, TypeError) as error:
-            if number == len(lines):
-                break
-            raise FailedPrecondition(f"{path} is damaged in line {number}: {error}") from error
-        if entry.step != len(entries) + 1:
-            raise FailedPrecondition(f"{path} has step {entry.step} in line {number}: it must be {len(entries) + 1}")
+
+    def add(entry: LedgerEntry) -> None:
         entries.append(entry)
+        if len(entries) > LEDGER_STEPS:
+            old = entries[-LEDGER_STEPS - 1]
+            entries[-LEDGER_STEPS - 1] = replace(old, plan={"groups": old.plan["groups"]}, metrics={})
+
+    for entry in _lines_of_ledger(folder / LEDGER):
+        add(entry)
     # The step file is written before its step is committed. If the commit is missing, the step's weights
     # were never announced, so it is safe to count the step as committed.
     while (file := folder / STEPS / f"step-{len(entries) + 1:06d}.safetensors").is_file():
         plan = _plan_of(file)
         time = file.stat().st_mtime
-        entries.append(LedgerEntry(step=len(entries) + 1, time=time, term=plan["term"], plan=plan, metrics={}))
+        add(LedgerEntry(step=len(entries) + 1, time=time, term=plan["term"], plan=plan, metrics={}))
     return entries
+
+
+def _lines_of_ledger(path: Path) -> Iterator[LedgerEntry]:
+    """Yield the steps of ledger.jsonl, one in memory at a time. Raises FailedPrecondition: it is damaged."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                entry = LedgerEntry(**json.loads(line))
+            except (ValueError, TypeError) as error:
+                if next(file, None) is None:
+                    return
+                raise FailedPrecondition(f"{path} is damaged in line {number}: {error}") from error
+            if entry.step != number:
+                raise FailedPrecondition(f"{path} has step {entry.step} in line {number}: it must be {number}")
+            yield entry
 
 
 def _plan_of(step_file: Path) -> dict[str, Any]:

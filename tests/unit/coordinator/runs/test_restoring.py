@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from relaxd.board import LedgerEntry
+from relaxd.board.sides.coordinator import LEDGER_STEPS
 from relaxd.rpc.errors import FailedPrecondition, InvalidArgument
 from services.coordinator.runs.restoring import read_ledger, read_run
 from services.coordinator.state.records import RunRecord
@@ -55,6 +56,18 @@ def test_an_incomplete_last_line_is_skipped_and_other_damage_refused(tmp_path: P
     write_ledger(tmp_path, [1, 3])
     with pytest.raises(FailedPrecondition, match=r"has step 3 in line 2: it must be 2"):
         read_ledger(tmp_path)
+
+
+def test_of_steps_that_the_board_does_not_keep_only_the_groups_stay_in_memory(tmp_path: Path) -> None:
+    written = write_ledger(tmp_path, list(range(1, LEDGER_STEPS + 3)))
+    last = LEDGER_STEPS + 3  # the trainer wrote it, and nobody its line
+    write_step_file(step_file_path(tmp_path, last), plan(last), {f"0-{last:06d}": {"reward": np.zeros(2)}})
+    found = read_ledger(tmp_path)
+    assert found[3:-1] == written[3:]
+    assert [(entry.step, entry.plan, entry.metrics) for entry in found[:3]] == [
+        (step, {"groups": [f"0-{step:06d}"]}, {}) for step in (1, 2, 3)
+    ]
+    assert StepPlan.from_json(found[-1].plan) == plan(last)
 
 
 @pytest.mark.parametrize("name", ["run.json", "ledger.jsonl", "checkpoints", "steps"])
