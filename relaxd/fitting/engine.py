@@ -53,7 +53,8 @@ def engine_memory(
         element: bytes of an element of weights and cache.
         fraction: share of the engine's memory for weights and cache; 0 lets SGLang decide.
         gpu_bytes: memory of the GPU.
-        share: share of the GPU that is the engine's. Where SGLang decides, it keeps as many bytes as of a whole GPU.
+        share: share of the GPU that is the engine's. Where SGLang decides, it keeps as many bytes free as of a whole
+            GPU.
     """
     weights = model_parameters(shape) * element // tensor
     token = 2 * shape.layers * max(1, shape.kv_heads // tensor) * shape.head_size * element

@@ -63,16 +63,15 @@ def fit(config: RunConfig, hardware: Hardware) -> Fit:
     models, layout = read_models(config), Layout.of_trainer(config.trainer)
     check_layout(layout, (models.policy, *models.frozen), TRAINER, hardware)
     trainer, own_engines = on_trainer(config, models, layout, hardware), engines(config, hardware)
-    taken = asleep = 0
+    held, judge_weights = list(trainer), 0
+    sleepers: list[str] = []
     if config.run.colocate and "rollout" in own_engines:
         judge = own_engines.get("judge") if config.roles.judge.shares_gpus else None
         held = in_turns(trainer, own_engines["rollout"], hardware, config.weights.bucket_bytes, judge)
-        taken = ASLEEP["rollout"] * (1 if judge is None else 2)
-        asleep = judge.weights * config.roles.judge.tensor_parallel if judge is not None else 0
-        alone = [role for role in own_engines if role != "rollout" and judge is None]
-    else:
-        held, alone = list(trainer), list(own_engines)
-    held += [on_engine(role, own_engines[role], hardware) for role in alone]
+        sleepers = ["rollout"] if judge is None else ["rollout", "judge"]
+        judge_weights = judge.weights * config.roles.judge.tensor_parallel if judge is not None else 0
+    taken = ASLEEP["rollout"] * len(sleepers)
+    held += [on_engine(role, one, hardware) for role, one in own_engines.items() if role not in sleepers]
     for role in config.frozen_roles("service"):
         held += on_frozen(config, role, hardware)
     element = micro_batch(config, config.trainer.micro_batch_tokens).element
@@ -84,7 +83,7 @@ def fit(config: RunConfig, hardware: Hardware) -> Fit:
         layout=layout,
         seconds=predict(models.policy, layout, step_work(config, models), element),
         layouts=rank_layouts(config, models, hardware, taken),
-        host=host_bytes(config, models, element, expert_bytes, asleep),
+        host=host_bytes(config, models, element, expert_bytes, judge_weights),
         disk=disk_bytes(config, models, element, expert_bytes),
     )
 

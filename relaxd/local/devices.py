@@ -29,7 +29,7 @@ def check_devices(config: RunConfig, replicas: Mapping[str, int], visible: int) 
     on_gpus = engines * ROLES[ROLLOUT].gpus(config)
     roles = [ROLES[name] for name in roles_for(config)]
     own = {role.name: replicas.get(role.name, 1) * role.gpus(config) for role in roles if not role.takes_turns}
-    if JUDGE in own and config.roles.judge.gpu_share < 1:
+    if JUDGE in own and config.roles.judge.shares_gpus:
         own[JUDGE] = max(0, own[JUDGE] - on_gpus)
     if config.run.colocate:
         return _check_shared(config, engines, on_gpus, visible, sum(own.values()))
