@@ -172,11 +172,11 @@ def test_a_blocked_take_wakes_up_when_a_group_comes(redis_url):
     thread = threading.Thread(target=lambda: result.extend(board.take("rollout", "w", count=5, block_seconds=20)))
     thread.start()
     board.publish(term=1, groups=[group("a")])
-    thread.join(timeout=5)
+    thread.join(timeout=15)  # less than it would block
     assert [delivery.group_id for delivery in result] == ["a"]
     begun = time.monotonic()
     assert board.take("rollout", "w", count=5, block_seconds=0.1) == []
-    assert 0.05 < time.monotonic() - begun < 2
+    assert 0.05 < time.monotonic() - begun < 10
 
 
 # --- holds -----------------------------------------------------------------------------------------------------------
@@ -486,7 +486,7 @@ def test_an_operation_waits_for_redis_and_gives_up_in_time(redis_server):
     begun = time.monotonic()
     with pytest.raises(BoardUnavailable, match=f"127.0.0.1:{server.port}"):
         board.counts()
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < 4  # less than the 5 s before
 
 
 def test_runs_do_not_mix_and_one_can_be_deleted(redis_url):
