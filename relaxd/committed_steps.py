@@ -24,7 +24,7 @@ class CommittedSteps:
         self._read = read
         self._path = folder / LEDGER
         self._position = (0, 0)
-        """A step, and the byte in the file after its line: where whoever reads on begins, also from the last step."""
+        """A step, and the byte of the file at which the line of the next one begins: the next read begins there."""
 
     def __call__(self, after_step: int, limit: int) -> list[LedgerEntry]:
         """Return the steps after one, at most `limit`.

@@ -132,7 +132,7 @@ def closed_groups(folder: Path, start: int = 0, after: str = "") -> Iterator[dic
 
 
 def _order(entry: object) -> tuple[int, int] | None:
-    """Return what entries are sorted by; None for what is no entry."""
+    """Return the key by which entries are sorted; None for what isn't an entry."""
     milliseconds, _, number = str(entry).partition("-")
     return (int(milliseconds), int(number)) if milliseconds.isdecimal() and number.isdecimal() else None
 

@@ -37,7 +37,7 @@ class TrainerSide(BoardCore):
         self._connection.script("ask_critic", self.prefix, term, step, int(keep))
 
     def critic_orders(self) -> CriticOrders:
-        """Return what a critic has to know of others. Raises RunMissing."""
+        """Return the critic's term, and the checkpoints that it is asked for. Raises RunMissing."""
         names = ("critic_term", "critic_checkpoint", "critic_kept")
         term, checkpoint, kept = self._connection.run(lambda client: client.hmget(f"{self.prefix}state", names))
         if term is None:

@@ -71,7 +71,7 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
     def __init__(self) -> None:
         self.outputs = OutputStream()
         self.frozen = False
-        """Whether the engine serves what it loads, which a sleep must keep."""
+        """Whether the engine serves the weights that it loads, so that a sleep has to keep them."""
 
     def serve(self) -> None:
         """Answer until the service ends."""

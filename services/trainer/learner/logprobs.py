@@ -91,7 +91,7 @@ def token_logprobs(
     Returns:
         Differentiable, the same on all ranks of the shard's group.
     """
-    width = shard.size * (4 if float32_logits else hidden.element_size())
+    width = _row_bytes(hidden, shard, float32_logits)
     chunk_tokens = chunk_tokens or _chunk_tokens(hidden, width)
     if not torch.is_grad_enabled():
         kept_bytes = 0
@@ -138,8 +138,8 @@ def likeliest_tokens(
     statistics = hidden.new_empty(4, len(hidden), dtype=torch.float32)
     no_token = torch.full((len(hidden),), -1, dtype=torch.int64, device=hidden.device)
     fused = hidden.dtype == torch.bfloat16 and fused_kernels()
-    width = shard.size * (4 if float32_logits else hidden.element_size())
-    chunks = _Chunks(chunk_tokens or _chunk_tokens(hidden, width), 0, shard, float32_logits)
+    chunk_tokens = chunk_tokens or _chunk_tokens(hidden, _row_bytes(hidden, shard, float32_logits))
+    chunks = _Chunks(chunk_tokens, 0, shard, float32_logits)
     for rows in chunks.rows(len(hidden)):
         logits = chunks.logits(hidden, weight, rows)
         logits = logits if fused else _tempered(logits, temperature[rows])
@@ -163,6 +163,11 @@ def likeliest_tokens(
         values, places = torch.cat(all_values, -1).topk(count, dim=-1)
         ids = torch.cat(all_ids, -1).gather(-1, places)
     return LikeliestTokens(ids, values - (largest + sums.log()).unsqueeze(-1))
+
+
+def _row_bytes(hidden: Tensor, shard: VocabShard, float32_logits: bool) -> int:
+    """Return the bytes of a token's logits on this rank."""
+    return shard.size * (4 if float32_logits else hidden.element_size())
 
 
 def _chunk_tokens(hidden: Tensor, width: int) -> int:

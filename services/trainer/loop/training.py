@@ -77,7 +77,7 @@ class Training:
         self._refreshes = REFERENCE_WEIGHTS in rank.board.needs(TRAIN)
         """Whether a reference service takes over weights."""
         self._reference = ""
-        """Name of its weights that score the groups of the next step."""
+        """Name of the weights with which it must have scored the groups of the next step."""
         self._skipped = SkippedUpdates(config.trainer.max_skipped_updates)
         self._controls = controls
         self.sleeping = SleepController(rank, weights)
