@@ -4,7 +4,7 @@ Rank 0 takes groups from the board and sends their packed tokens to the other ra
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from relaxd.algorithms import create
 from relaxd.board import REFERENCE_WEIGHTS, TEACHER_PROMPT_TOKENS, Board, stages_for
-from relaxd.config import RunConfig
+from relaxd.config import RunConfig, TrainerConfig
 from relaxd.data.models import frozen_models, resolve_model
 from relaxd.process.child_server import ChildServer
 from relaxd.process.garbage import freeze_objects
@@ -44,15 +44,8 @@ class FrozenModelRank(StageRank):
         report = self._report_loading if self._thread.number == 0 else None
         stages = {stage.name: stage for stage in stages_for(config)}
         own_stage = stages[ROLES[request.role].stage]
-        trained = read_architecture(resolve_model(config.model.path, weights=False)).vocab_size
-        needs = create(config.algorithm).needs
-        models: dict[str, FrozenModel] = {}
-        world: World | None = None
-        for name, folder in frozen_models(config, request.role).items():
-            forward = Forward(folder, trainer, seed=config.run.seed, report=report, world=world)
-            world = forward.world
-            models[name] = FrozenModel(request.role, forward, needs, own_stage.writes, trained)
-        assert world is not None
+        models = _load_models(config, trainer, request.role, own_stage.writes, report)
+        world = next(iter(models.values())).forward.world
         freeze_objects()
         channel = RankChannel(trainer.collective_timeout_seconds, world.disk)
         if self._thread.number != 0:
@@ -106,6 +99,25 @@ class FrozenModelRank(StageRank):
             stage.run(TICK_SECONDS)
             channel.tick()
             self._report_progress()
+
+
+def _load_models(
+    config: RunConfig,
+    trainer: TrainerConfig,
+    role: str,
+    columns: Collection[str],
+    report: Callable[[str], None] | None,
+) -> dict[str, FrozenModel]:
+    """Load a role's models, at least one, by name. They share one Megatron world, with the settings of `trainer`."""
+    trained = read_architecture(resolve_model(config.model.path, weights=False)).vocab_size
+    needs = create(config.algorithm).needs
+    models: dict[str, FrozenModel] = {}
+    world: World | None = None
+    for name, folder in frozen_models(config, role).items():
+        forward = Forward(folder, trainer, seed=config.run.seed, report=report, world=world)
+        world = forward.world
+        models[name] = FrozenModel(role, forward, needs, columns, trained)
+    return models
 
 
 if __name__ == "__main__":
