@@ -209,7 +209,7 @@ class RolloutService(ReplicaService):
             return await self._connect_engine(folder, config)
         self._loading = True
         try:
-            # With a judge, SGLang compares only what it allocated itself.
+            # Not beside a judge, which uses the same GPUs at any time: there SGLang measures its own process alone.
             if config.run.colocate and len(self._gpus) > 1 and not config.roles.judge.shares_gpus:
                 await wait_until_steady(lambda: memory_used(self._gpus), self._set_detail)
             self._detail = f"loading {folder.name}"
