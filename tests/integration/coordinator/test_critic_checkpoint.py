@@ -2,14 +2,21 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from relaxd.config import RunConfig
-from relaxd.roles import CRITIC
-from relaxd.v1.coordinator_pb2 import Registration
+from relaxd.roles import CRITIC, TRAINER
+from relaxd.rpc.errors import Unavailable
+from relaxd.v1 import trainer_pb2, trainer_pb2_grpc
+from relaxd.v1.coordinator_pb2 import Registration, SaveCheckpointRequest
+from relaxd.v1.replica_pb2 import WeightVersion
 from relaxd.waiting import waits
+from services.coordinator.api.server import CoordinatorService
 from services.coordinator.fleet.critic_checkpoints import NoCriticCheckpoint, await_critic
 from tests.integration.coordinator.fleet_kit import FleetKit
 from tests.kit.waiting import eventually
@@ -90,3 +97,36 @@ async def test_without_a_critic_it_gives_up_in_the_end_or_has_nothing_to_wait_fo
     with pytest.raises(NoCriticCheckpoint, match=said):
         await await_critic(kit.context(config_of("service", 0.2)), tmp_path, 5)
     await await_critic(kit.context(config_of("trainer")), tmp_path, 5)
+
+
+class Trainer(trainer_pb2_grpc.TrainerServicer):
+    """Has a checkpoint of step 5."""
+
+    async def SaveCheckpoint(self, request: trainer_pb2.TrainerSaveCheckpointRequest, context: Any) -> Any:
+        return trainer_pb2.TrainerSaveCheckpointResponse(
+            path="/runs/run/checkpoints/step-000005", weights=WeightVersion(term=1, version=5)
+        )
+
+
+async def test_the_call_answers_once_both_are_there_and_says_which_one_is(kit: FleetKit, tmp_path: Path) -> None:
+    add = trainer_pb2_grpc.add_TrainerServicer_to_server
+    await kit.serve("trainer-1", TRAINER, add, Trainer(), "relaxd.v1.Trainer")
+    active: Any = SimpleNamespace(
+        context=kit.context(config_of("service", 0.2)),
+        record=SimpleNamespace(folder=tmp_path),
+        trainer_awake=nullcontext,
+    )
+    manager: Any = SimpleNamespace(require_active=lambda run_id: active)
+    service = CoordinatorService(manager, kit.registry, kit.peers, scaler=None)  # type: ignore[arg-type]
+    with pytest.raises(
+        Unavailable, match=r"of step 5: no critic .* trainer is on the disk: /runs/run/checkpoints/step"
+    ):
+        await service.SaveCheckpoint(SaveCheckpointRequest(run_id="run"), None)
+    take(tmp_path, "step-000005")
+    with pytest.raises(Unavailable):  # it may be removed in its turn
+        await service.SaveCheckpoint(SaveCheckpointRequest(run_id="run"), None)
+    rotating = await service.SaveCheckpoint(SaveCheckpointRequest(run_id="run", rotate=True), None)
+    assert rotating.path == "/runs/run/checkpoints/step-000005"
+    (tmp_path / "critic" / "checkpoints" / "step-000005" / "kept").touch()
+    kept = await service.SaveCheckpoint(SaveCheckpointRequest(run_id="run"), None)
+    assert kept.weights.version == 5
