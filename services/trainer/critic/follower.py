@@ -150,23 +150,19 @@ class Follower:
     def _take_orders(self, orders: CriticOrders) -> None:
         """Request the checkpoint that the trainer asked for, once this is the critic of its step.
 
-        One that can't be written is tried again until there is another step: a run that ends waits for it.
+        One that can't be written is tried again, also with later steps, because somebody waits for it.
         """
-        step = self._rank.learner.step
-        if step not in (orders.checkpoint, orders.kept):
-            return
-        asked, now = (step, step == orders.kept), time.monotonic()
-        failed = self._problem() and now - self._asked_at > RETRY_SECONDS
-        if asked != self._asked or failed:
+        step, now = self._rank.learner.step, time.monotonic()
+        failed = bool(self._problem()) and now - self._asked_at > RETRY_SECONDS
+        asked = (step, step == orders.kept) if step in (orders.checkpoint, orders.kept) else self._asked
+        if asked is not None and (asked != self._asked or failed):
             self._asked, self._asked_at = asked, now
-            self._answer = self._checkpoints.request(rotate=step != orders.kept)
+            self._answer = self._checkpoints.request(rotate=not asked[1])
 
     def _problem(self) -> str:
         """Return why the checkpoint that the trainer asked for could not be written; else ""."""
-        if self._answer is None or not self._answer.done() or self._asked is None:
-            return ""
-        error = self._answer.exception()
-        return "" if error is None or self._asked[0] != self._rank.learner.step else str(error)
+        failed = self._answer is not None and self._answer.done() and self._answer.exception()
+        return str(failed) if failed else ""
 
     def _train(self, entry: LedgerEntry) -> None:
         self._tell(f"training on step {entry.step}")

@@ -12,10 +12,12 @@ import pytest
 from relaxd.board import Board, LedgerEntry, stages_for
 from relaxd.config import RunConfig
 from relaxd.roles import CRITIC
-from relaxd.run_folder import LEDGER, checkpoint_path, checkpoint_steps, checkpoints_folder, critic_folder
+from relaxd.run_folder import KEPT, LEDGER, checkpoint_path, checkpoint_steps, checkpoints_folder, critic_folder
 from services.trainer.batch.step_file import step_file_path
+from services.trainer.critic import follower
 from services.trainer.critic.follower import Follower, LedgerWentBack
 from services.trainer.frozen.logprobs import ModelStage
+from services.trainer.loop import commanded_rank
 from services.trainer.megatron.parallel import shut_down
 from tests.integration.trainer.critic.test_critic import config_of, prepare_run
 from tests.integration.trainer.critic.test_critic_service import critic_rank
@@ -141,3 +143,23 @@ def test_it_notices_steps_that_were_committed_again_and_repeats_them(
     critic = critic_folder(run.folder)
     assert checkpoint_steps(critic)[0] == STEPS
     assert (checkpoints_folder(critic) / "step-000003.broken").is_dir()
+
+
+def test_a_checkpoint_that_the_disk_refused_is_taken_of_a_later_step(
+    histories: tuple[Run, list[LedgerEntry], list[LedgerEntry], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, first, _, _ = histories
+    run.restore(first[:1])
+    assert run.follow() == 1
+    run.restore(first[:2])
+    run.board.ask_critic(term=20, step=2, keep=True)
+    with monkeypatch.context() as full:
+        full.setattr(commanded_rank, "has_room", lambda folder, size: False)
+        wait_until(lambda: not run.follower._train_next() and run.follower._problem() != "", "the refusal")
+        assert "doesn't fit" in run.follower._problem()
+        run.restore(first[:3])
+        wait_until(lambda: not run.follower._train_next(), "a critic that has nothing to do")
+    monkeypatch.setattr(follower, "RETRY_SECONDS", 0.0)
+    kept = checkpoint_path(critic_folder(run.folder), 3) / KEPT
+    wait_until(lambda: not run.follower._train_next() and kept.exists(), "the checkpoint that was asked for")
+    assert run.follower._problem() == ""
