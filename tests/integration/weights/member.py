@@ -27,7 +27,7 @@ class Pages:
         self._maps: dict[int, tuple[mmap.mmap, Any]] = {}
 
     def allocate(self, size: int) -> tuple[int, bytes]:
-        descriptor, path = tempfile.mkstemp(dir="/dev/shm")
+        descriptor, path = tempfile.mkstemp(dir="/dev/shm", prefix=f"relaxd-test-pages-{os.getpid()}-")
         os.ftruncate(descriptor, size)
         os.close(descriptor)
         return self.open(path.encode(), size), path.encode()

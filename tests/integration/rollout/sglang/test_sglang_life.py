@@ -15,12 +15,21 @@ from tests.integration.rollout.sglang.syncs import sync
 from tests.kit.engines import EngineRunner, assert_gone, family
 
 PROMPT = [5, 9, 17, 200, 33]
+LOADS = "/dev/shm/sglang_loads_"
+"""Begins the name of the file that SGLang's processes share, and that nothing would remove when they are killed."""
+
+
+def mapped_files(pid: int) -> set[str]:
+    """Return the files that a process has mapped; " (deleted)" follows those that have no name any more."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {fields[5] for line in lines if len(fields := line.split(maxsplit=5)) == 6}
 
 
 def test_a_scheduler_process_that_dies_ends_the_engine(start: Callable[..., EngineRunner], source: Source) -> None:
-    before = set(Path("/dev/shm").glob("sglang_loads_*"))
     runner = start()
-    assert set(Path("/dev/shm").glob("sglang_loads_*")) <= before
+    shared = [name for process in family(runner.engine.pid) for name in mapped_files(process.pid) if LOADS in name]
+    assert shared
+    assert all(name.endswith(" (deleted)") for name in shared)
     sync(runner, source, 0)
     asked = runner.ask(PROMPT, 2, stream=True, max_new_tokens=400, ignore_eos=True)
     runner.wait_begun(asked)
