@@ -234,7 +234,7 @@ class BoardCore:
     ) -> tuple[list[int], bool]:
         """Register attempts and write their large payloads; those on data nodes last from then on.
 
-        Returns the indices of those that somebody still wants, and whether all that should last does.
+        Returns the indices of those that are still wanted, and whether every payload was made to last.
         """
         left = self._wanted(attempts, indices, milliseconds)
         transfer.write(self._nodes, [attempts[index].attempt for index in left], milliseconds)

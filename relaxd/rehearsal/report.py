@@ -15,7 +15,7 @@ from relaxd.roles import TRAINER
 NETWORK_BYTES = 1.25e9
 """Bytes per second of a network of 10 Gbit/s."""
 CALL_SECONDS = 0.1
-"""What a call to the coordinator may take."""
+"""Longest time that a call to the coordinator should take."""
 BUSY_MACHINE = 0.9
 """A machine whose processors are busy for a larger share of the time has itself slowed the rehearsal down."""
 CONTROL = ("coordinator", "redis", "reward", "advantage", "trainer", "rollout")

@@ -256,9 +256,9 @@ class CoordinatorSide(BoardCore):
             return [Fate(entry_id.decode(), parse_fate(fields)) for entry_id, fields in entries]
 
     def continue_fates(self, last: str, *, term: int) -> None:
-        """Give the fates to come entries above `last`, the last one that was written elsewhere.
+        """Make the ids of new fates greater than `last`, the last one that was written elsewhere.
 
-        Otherwise a new Redis whose clock is behind might give lower ones. Raises Fenced, RunMissing.
+        A new Redis whose clock is behind would give lower ones. Raises Fenced, RunMissing.
         """
         self._connection.script("continue_fates", self.prefix, term, last)
 
