@@ -1,4 +1,4 @@
-"""How a model is divided among ranks, and which layouts a model and a run allow."""
+"""Layouts: divide a model among ranks, and list the divisions that a model and a run allow."""
 
 from dataclasses import dataclass, replace
 from typing import Literal

@@ -1,4 +1,4 @@
-"""What follows from a rehearsal's counters: speed, waits, sizes, and the first limit. Pure arithmetic.
+"""The report on a rehearsal's counters: speed, waits, sizes, and the first limit. Pure arithmetic.
 
 Costs of the control plane are of two kinds. What an idle run costs (heartbeats, looking for work) is measured in a
 window in which it is paused. The rest is a cost for each step, whatever the time in which the steps were rehearsed. At

@@ -1,4 +1,4 @@
-"""What is known of every prompt's difficulty: its pass rate, and whether it is left out because of that."""
+"""The record of every prompt's difficulty: its pass rate, and whether it is left out because of that."""
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
