@@ -143,8 +143,6 @@ def run_case(name: str, model: Path, url: str, folder: Path, options: argparse.N
     """Train some steps; return the medians of all but the first."""
     case = CASES[name]
     config = configure(model, case, options.steps, options)
-    for file in ("run.json", "config.json"):
-        (folder / file).write_text("{}")
     with contextlib.ExitStack() as stack:
         feeder = Feeder(url, config)
         stack.callback(feeder.board.close)
