@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from relaxd import __version__
 from relaxd.redis_client import parse as parse_redis_url
 from relaxd.roles import ROLES
-from relaxd.rpc.access import Tokens
+from relaxd.rpc.access.tokens import Tokens
 from relaxd.rpc.container_id import container_id
 from relaxd.rpc.credentials import REDIS_FILES, read_tls, read_token, read_tokens, with_certificates, with_password
 from relaxd.rpc.security import ServerSecurity
@@ -331,7 +331,7 @@ def _flags(role: str) -> list[_Flag]:
         _Flag("standby", _switch, settings.standby, "register only on request (Replica.Join)"),
         _Flag("log-level", _level, settings.log_level, ", ".join(LOG_LEVELS)),
         _Flag("token-file", str, "", "file with this service's bearer token; without a tokens file also the callers'"),
-        _Flag("tokens-file", str, "", "file with the accepted tokens and their roles"),
+        _Flag("tokens-file", str, "", "file with the accepted tokens and the roles that they are for"),
         _Flag("tls-certificate", str, "", "file with this service's certificate"),
         _Flag("tls-key", str, "", "file with that certificate's key"),
         _Flag("tls-ca", str, "", "file with the CA of the other services' certificates"),
