@@ -316,7 +316,8 @@ class BoardConfig(Section):
         for url in urls:
             if urlsplit(url).password:
                 raise ValueError("a URL has a password, which the run's records would show: leave it out")
-            parse_redis_url(url)
+            if parse_redis_url(url).nodes:
+                raise ValueError(f"{where(url)} can't be a data node: name servers, each with a URL of its own")
         places = [where(url) for url in urls]
         twice = [place for place, times in Counter(places).items() if times > 1]
         if twice:
