@@ -51,11 +51,10 @@ def connect(url: str, *, tag: str, seconds: float, **settings: Any) -> redis.Red
     Raises ValueError: the URL is wrong.
     """
     address = parse(url)
-    settings |= {"socket_timeout": seconds, "socket_connect_timeout": seconds}
     if address.sentinels or address.nodes:
-        client = _found(address, tag, settings)
+        client = _found(address, tag, settings | {"socket_timeout": seconds, "socket_connect_timeout": seconds})
     else:
-        client = redis.Redis.from_url(address.url, **settings)
+        client = redis.Redis.from_url(address.url, socket_timeout=seconds, socket_connect_timeout=seconds, **settings)
     _marks[client] = _Mark(mark_key(tag))
     return client
 

@@ -2,12 +2,14 @@
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import redis
 
+from benchmarks.failover import campaign
 from relaxd.board import Board, BoardError, BoardUnavailable, NewGroup, RunMissing
 from relaxd.board.payloads.attempt import LARGE_BYTES
 from relaxd.config import BoardConfig
@@ -18,7 +20,7 @@ from services.coordinator import __main__ as program
 from services.coordinator.state.records import Phase, RunRecord
 from services.coordinator.state.store import Store, StoreUnavailable
 from tests.kit.boards import LARGE, STAGES, advance, audit, group, make_board, take
-from tests.kit.redis.clusters import ClusterServers
+from tests.kit.redis.clusters import DOWN_MILLISECONDS, ClusterServers
 from tests.kit.redis.redis_server import RedisServer
 from tests.kit.waiting import wait_until
 
@@ -199,6 +201,21 @@ def test_a_slot_that_moves_is_waited_for(servers: ClusterServers) -> None:
     board.delete()
 
 
+def test_a_slot_that_moves_in_one_go_is_followed(servers: ClusterServers) -> None:
+    first, second = others(servers, servers.primary)
+    run_id = next(servers.tags_of(first))
+    slot = slot_of(run_id)
+    board = make_board(f"{servers.url}?wait_replicas=0", run_id=run_id, retry_seconds=PATIENCE, steps=100_000)
+    work = Busy(board)
+    for source, target in ((first, second), (second, first)):
+        work.await_more()
+        servers.ask(source, "MIGRATESLOTS", "SLOTSRANGE", slot, slot, "NODE", servers.id_of(target))
+        wait_until(lambda there=target: servers.owner(run_id) is there, "the move of the slot")
+        work.await_more()
+    work.end()
+    board.delete()
+
+
 def test_the_coordinators_records_move_as_a_whole(servers: ClusterServers) -> None:
     store = Store(f"{servers.url}?wait_replicas=0")
     store.take_over()
@@ -242,6 +259,14 @@ def test_what_was_acknowledged_survives_its_primary(servers: ClusterServers) -> 
         servers.revive()
         work.await_more()
     work.end()
+
+
+@pytest.mark.slow
+def test_failovers_in_a_cluster_lose_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+    found = campaign(tmp_path, 2, down_milliseconds=DOWN_MILLISECONDS, cluster=True)
+    assert found.lost == []
+    assert len(found.without_progress) == 2
+    assert found.groups > 20
 
 
 def test_a_primary_that_is_gone_is_named(servers: ClusterServers) -> None:
