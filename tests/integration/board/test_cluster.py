@@ -13,8 +13,9 @@ from benchmarks.failover import campaign
 from relaxd.board import Board, BoardError, BoardUnavailable, NewGroup, RunMissing
 from relaxd.board.payloads.attempt import LARGE_BYTES
 from relaxd.config import BoardConfig
-from relaxd.redis_client import COORDINATOR, key_prefix
+from relaxd.redis_client import COORDINATOR, key_prefix, parse
 from relaxd.redis_client.keys import mark_key, slot_of
+from relaxd.redis_client.owner import OwnerLookup
 from relaxd.rpc.terms import TERM_KEY, RedisTerm
 from services.coordinator import __main__ as program
 from services.coordinator.state.records import Phase, RunRecord
@@ -99,14 +100,29 @@ def test_large_columns_are_on_plain_data_nodes(servers: ClusterServers, redis_ur
         assert "one server" in problem or "is a node of a Redis Cluster (cluster_enabled:1): name a server" in problem
 
 
-def test_a_node_that_knows_no_better_is_not_trusted_twice(servers: ClusterServers) -> None:
+def test_a_node_that_knows_no_better_is_not_asked_first_again(servers: ClusterServers) -> None:
     stale, owner, wrong = servers.primaries
     run_id = next(servers.tags_of(owner))
-    servers.ask(stale, "SETSLOT", slot_of(run_id), "NODE", servers.id_of(wrong))
     url = f"redis+cluster://127.0.0.1:{stale.port},127.0.0.1:{owner.port}?wait_replicas=0"
-    with pytest.raises(BoardUnavailable, match=rf"MOVED 127.0.0.1:{wrong.port} says .*127.0.0.1:{owner.port}"):
-        make_board(url, run_id=run_id, retry_seconds=0.0)
-    make_board(url, run_id=run_id).delete()
+    lookup = OwnerLookup(parse(url), run_id, {})
+
+    def misled() -> bool:  # until the others tell it, within a second
+        servers.ask(stale, "SETSLOT", slot_of(run_id), "NODE", servers.id_of(wrong))
+        return lookup.find()[1] == wrong.port
+
+    def refused() -> bool:
+        misled()
+        try:
+            make_board(url, run_id=run_id, retry_seconds=0.0)
+        except BoardUnavailable as error:
+            return f"MOVED 127.0.0.1:{wrong.port} says of slot" in str(error)
+        return False
+
+    wait_until(refused, "the wrong node to refuse the run")
+    wait_until(misled, "a lookup that is misled")
+    lookup.doubt()
+    assert lookup.find()[1] == owner.port
+    make_board(url, run_id=run_id, retry_seconds=PATIENCE).delete()
     servers.ask(stale, "SETSLOT", slot_of(run_id), "NODE", servers.id_of(owner))
 
 
@@ -206,9 +222,11 @@ def test_a_slot_that_moves_in_one_go_is_followed(servers: ClusterServers) -> Non
     run_id = next(servers.tags_of(first))
     slot = slot_of(run_id)
     board = make_board(f"{servers.url}?wait_replicas=0", run_id=run_id, retry_seconds=PATIENCE, steps=100_000)
+    idle = Board(board._connection.url, run_id, STAGES, BoardConfig())
     work = Busy(board)
     for source, target in ((first, second), (second, first)):
         work.await_more()
+        assert idle.measure() > 0  # its connection stays open, and its first command has no key
         servers.ask(source, "MIGRATESLOTS", "SLOTSRANGE", slot, slot, "NODE", servers.id_of(target))
         wait_until(lambda there=target: servers.owner(run_id) is there, "the move of the slot")
         work.await_more()
