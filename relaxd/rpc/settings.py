@@ -307,7 +307,12 @@ def _flags(role: str) -> list[_Flag]:
         _Flag("port", _port, COORDINATOR_PORT if is_coordinator else 0, "port to listen on; 0 picks a free one"),
         _Flag("advertise", _address, "", "host:port at which others reach this process"),
         _Flag("coordinator", _address, settings.coordinator, "host:port of the coordinator"),
-        _Flag("redis", _redis_url, settings.redis, "URL of the board's Redis, or of its Sentinels"),
+        _Flag(
+            "redis",
+            _redis_url,
+            settings.redis,
+            "URL of the board's Redis, its Sentinels or its cluster",
+        ),
         _Flag("redis-password-file", str, "", "file with that Redis's password"),
         _Flag("redis-ca", str, "", "file with the CA of that Redis's certificate (rediss://)"),
         _Flag("redis-certificate", str, "", "file with the client certificate for that Redis"),
