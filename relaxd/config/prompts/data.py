@@ -49,10 +49,10 @@ class DataConfig(Section):
     settings: dict[str, Any] = Field(default_factory=dict)
     """Arguments of a source of your own."""
     path: Path | None = None
-    """File with prompts (JSON lines, Parquet, Arrow or CSV, by its ending), a folder of such files, or a data set of
-    the Hugging Face hub, "owner/name" or "owner/name/config:split". "PATH@[0:100]" is a part of it. Each row has
-    "prompt" (text or a list of chat messages), optionally "answer", and any other columns, which the reward gets as
-    metadata."""
+    """File with prompts (JSON lines, a JSON array, Parquet, Arrow or CSV, by its ending), a folder of such files, a
+    folder that the package datasets saved, or a data set of the Hugging Face hub, "owner/name" or
+    "owner/name/config:split". "PATH@[0:100]" is a part of it. Each row has "prompt" (text or a list of chat messages),
+    optionally "answer", and any other columns, which the reward gets as metadata."""
     eval_path: Path | None = None
     """Held-out prompts, as path. Without it there is no evaluation."""
     sources: tuple[DataSource, ...] = ()
