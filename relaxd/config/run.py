@@ -621,6 +621,23 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _lengths_of_sets_fit(self) -> Self:
+        longest = self.eval.max_new_tokens or self.rollout.max_new_tokens
+        if self.eval.prompts and longest < self.rollout.min_new_tokens:
+            raise ValueError(
+                f"eval.max_new_tokens is {longest}: it must be at least rollout.min_new_tokens = "
+                f"{self.rollout.min_new_tokens}"
+            )
+        for number, one in enumerate(self.eval.sets):
+            least = self.rollout.min_new_tokens if one.min_new_tokens is None else one.min_new_tokens
+            if (most := one.max_new_tokens or longest) < least:
+                raise ValueError(
+                    f"eval.sets.{number} has answers of at most {most} and at least {least} tokens: raise "
+                    "max_new_tokens, or lower min_new_tokens (by default rollout.min_new_tokens)"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _can_take_turns(self) -> Self:
         if not self.run.colocate:
             if self.weights.transport == "cuda_ipc":

@@ -141,9 +141,16 @@ def _answer(key: str, value: Any) -> str:
         inside = ", ".join(value) or "nothing"
         example = f"{key}.{next(iter(value), 'text')}"
         raise ValueError(f'"{key}" is an object with {inside}: name what is in it, as data.answer_key = "{example}"')
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError(f'"{key}" must be text or a number, not {kind_of(value)}')
+    if isinstance(value, list) and value and all(_is_plain(one) for one in value):
+        return str(value[0]) if len(value) == 1 else json.dumps(list(map(str, value)), ensure_ascii=False)
+    if not _is_plain(value):
+        what = "a list with something else" if isinstance(value, list) and value else kind_of(value)
+        raise ValueError(f'"{key}" must be text, a number or a list of them, not {what}')
     return str(value)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, str | int | float) and not isinstance(value, bool)
 
 
 def _tools(key: str, value: Any) -> list[dict[str, Any]]:
