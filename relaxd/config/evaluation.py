@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from relaxd.config.base import Section
 from relaxd.config.reward import check_address, check_variable
+from relaxd.importing import check_own
 from relaxd.run_folder import HELD_OUT
 
 MAX_SAMPLES = 1024
@@ -39,6 +40,12 @@ class EvalSet(Section):
     """As data.answer_key; empty means that."""
     metadata_key: str = ""
     """As data.metadata_key; empty means that, "*" all columns but prompt and answer."""
+    tools_key: str | None = None
+    """As data.tools_key. Not set, it is that; empty means that its prompts have no tools."""
+    prompt_function: str | None = None
+    """As data.prompt_function. Not set, it is that, unless prompt_key is set; empty means none."""
+    system_prompt: str | None = None
+    """As data.system_prompt. Not set, it is that; empty means none."""
     samples_per_prompt: int = Field(default=1, ge=1, le=MAX_SAMPLES)
     """Answers to each prompt (n)."""
     k: tuple[int, ...] = ()
@@ -87,6 +94,11 @@ class EvalSet(Section):
         if sum(given.values()) != 1:
             named = " and ".join(name for name, is_given in given.items() if is_given) or "no prompts"
             raise ValueError(f"the evaluation set {self.name!r} has {named}: give one of path, task and benchmark")
+        of_files = ("prompt_key", "answer_key", "metadata_key", "tools_key", "prompt_function")
+        if self.path is None and (columns := [name for name in of_files if getattr(self, name)]):
+            raise ValueError(
+                f"the evaluation set {self.name!r} has {columns[0]}, which is for path: its prompts are not in a file"
+            )
         n = self.samples_per_prompt
         if wrong := [k for k in self.k if not 1 <= k <= n]:
             raise ValueError(
@@ -104,6 +116,11 @@ class EvalSet(Section):
                 f"the evaluation set {self.name!r} has the stop token id {wrong[0]}: token ids are not negative"
             )
         return self
+
+    @field_validator("prompt_function")
+    @classmethod
+    def _is_function(cls, name: str | None) -> str | None:
+        return name and check_own("prompt_function", name, "function")
 
     @field_validator("reward_address")
     @classmethod

@@ -611,12 +611,19 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _lengths_of_sources_fit(self) -> Self:
-        least, most = max(1, self.rollout.min_new_tokens), self.rollout.max_new_tokens
+        most = self.rollout.max_new_tokens
         for number, source in enumerate(self.data.sources):
+            own = source.min_new_tokens
+            least = max(1, self.rollout.min_new_tokens if own is None else own)
             if source.max_new_tokens and not least <= source.max_new_tokens <= most:
+                setting = "rollout.min_new_tokens" if own is None else "its min_new_tokens"
                 raise ValueError(
                     f"data.sources.{number}.max_new_tokens is {source.max_new_tokens}: it must be {least} "
-                    f"(rollout.min_new_tokens) to {most} (rollout.max_new_tokens)"
+                    f"({setting}) to {most} (rollout.max_new_tokens)"
+                )
+            if own is not None and own > most:
+                raise ValueError(
+                    f"data.sources.{number}.min_new_tokens is {own}: rollout.max_new_tokens is only {most}"
                 )
         return self
 
