@@ -67,6 +67,9 @@ def test_addition_refuses_an_answer_that_is_no_number(answer):
 def test_exact_match():
     assert score("exact_match", " Paris\n", "Paris") == {"reward": 1}
     assert score("exact_match", "paris", "Paris") == {"reward": 0}
+    several = '["Paris", "the city of light"]'
+    assert [score("exact_match", one, several)["reward"] for one in ("Paris", "the city of light ", "of")] == [1, 1, 0]
+    assert score("exact_match", several, several) == {"reward": 1}
     with pytest.raises(ValueError, match="answer is empty"):
         score("exact_match", "", "")
 
@@ -80,6 +83,12 @@ def test_f1_counts_shared_words():
     assert score("f1", "", "dog")["reward"] == 0
     assert score("f1", "yes it is", "yes")["reward"] == 0
     assert score("f1", "Yes.", "yes")["reward"] == 1
+    # The best reference counts, and not words of several.
+    assert score("f1", "red dog", '["cat", "big red dog"]') == pytest.approx(
+        {"reward": 0.8, "precision": 1, "recall": 2 / 3}
+    )
+    assert score("f1", "red dog", '["red", "dog"]')["reward"] == pytest.approx(2 / 3)
+    assert score("f1", "x", '["1", 2]')["reward"] == 0
     with pytest.raises(ValueError, match="needs words"):
         score("f1", "", "the")
 
