@@ -440,14 +440,14 @@ class Learner:
             self._changed.record(torch.cuda.current_stream(self.world.device))
 
     def _load_frozen(self, folders: Mapping[str, Mapping[str, Path]]) -> list[FrozenModel]:
-        """Load those of the models that make a column for the loss."""
+        """Load those of the models that make a column for the loss or the advantages."""
         needs, trainer = self._algorithm.needs, self._config.model_copy(update={"recompute": "none"})
-        vocabulary = self._architecture.vocab_size
+        wanted, vocabulary = {*needs.loss, *needs.advantages}, self._architecture.vocab_size
         return [
-            FrozenModel(role, Forward(folder, trainer, world=self.world), needs, needs.loss, vocabulary, name)
+            FrozenModel(role, Forward(folder, trainer, world=self.world), needs, wanted, vocabulary, name)
             for role, by_name in folders.items()
             for name, folder in by_name.items()
-            if set(COLUMNS_OF[role]).intersection(needs.loss)
+            if wanted.intersection(COLUMNS_OF[role])
         ]
 
     def _with_frozen_columns(self, micro_batches: Sequence[PackedMicroBatch]) -> list[PackedMicroBatch]:

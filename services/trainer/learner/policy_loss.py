@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.nn.functional import all_reduce
 
 from relaxd.algorithms import Algorithm, LossInputs
+from relaxd.algorithms.results import loss_of
 from relaxd.board import CANDIDATES, OLD_LOGPROBS
 from services.trainer.learner import mismatch
 from services.trainer.learner.device_batch import DeviceBatch
@@ -27,9 +28,14 @@ class PolicyLoss:
         self._context_parallel = context_parallel
 
     def __call__(self, weight: Tensor, batch: DeviceBatch, hidden: Tensor) -> StageOutput:
-        """Return the summed loss of the trained tokens; report its sums, their number and the mismatch measure."""
+        """Return the summed loss of the trained tokens; report its sums, their number and the mismatch measure.
+
+        Raises:
+            AlgorithmError: the algorithm fails, or returns what is no loss.
+        """
         logprobs, entropy, of_candidates = self._token_logprobs(weight, batch, hidden)
-        output = self._algorithm.loss(
+        output = loss_of(
+            self._algorithm,
             LossInputs(
                 logprobs=logprobs,
                 columns=batch.columns,
@@ -40,7 +46,7 @@ class PolicyLoss:
                 entropy=entropy if self._algorithm.needs_entropy else entropy.detach(),
                 candidate_logprobs=of_candidates if CANDIDATES in batch.columns else None,
                 sum_over_ranks=_sum_over_context_ranks if self._context_parallel else None,
-            )
+            ),
         )
         sums = {"loss": output.loss.detach(), **output.sums}
         reported = {name: value.double() for name, value in sums.items()}
