@@ -90,13 +90,18 @@ def token_weights_of(algorithm: Algorithm, mask: NDArray[np.uint8], lengths: NDA
 def loss_of(algorithm: Algorithm, inputs: LossInputs) -> LossOutput:
     """Return the loss of a micro-batch; see `Algorithm.loss`.
 
-    Whether it is finite isn't asked: the device would have to be waited for.
+    Whether it is finite isn't asked, for which the device would have to be waited for: see `unexplained`.
 
     Raises:
         AlgorithmError: it raises, or returns what isn't right.
     """
     found = _called(algorithm, "loss()", lambda: algorithm.loss(inputs))
     return _checked(algorithm, lambda: check_loss(found))
+
+
+def unexplained(algorithm: Algorithm) -> str:
+    """Return what is said of losses that aren't finite although everything that they were made of is."""
+    return f"{_name(algorithm)}: loss() returned NaN or infinity for inputs that are finite"
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
@@ -198,5 +203,8 @@ def _checked(algorithm: Algorithm, check: Callable[[], T]) -> T:
 
 
 def _error(algorithm: Algorithm, problem: str) -> AlgorithmError:
-    kind = type(algorithm)
-    return AlgorithmError(f"{kind.__module__}:{kind.__qualname__}: {problem}")
+    return AlgorithmError(f"{_name(algorithm)}: {problem}")
+
+
+def _name(algorithm: Algorithm) -> str:
+    return f"{type(algorithm).__module__}:{type(algorithm).__qualname__}"

@@ -19,6 +19,10 @@ ComputeLogprobs = Callable[[Tensor, DeviceBatch, Tensor], TokenLogprobs]
 """`Forward.token_logprobs`."""
 
 
+UNEXPLAINED = "unexplained"
+"""Name of the number of micro-batches whose loss isn't finite although everything that it was made of is."""
+
+
 class PolicyLoss:
     """Computes the loss from the hidden states of a micro-batch; an `OutputFunction`."""
 
@@ -34,26 +38,31 @@ class PolicyLoss:
             AlgorithmError: the algorithm fails, or returns what is no loss.
         """
         logprobs, entropy, of_candidates = self._token_logprobs(weight, batch, hidden)
-        output = loss_of(
-            self._algorithm,
-            LossInputs(
-                logprobs=logprobs,
-                columns=batch.columns,
-                mask=torch.ones_like(logprobs),
-                weight=batch.weight,
-                sequence=batch.sequence,
-                sequences=batch.sequences,
-                entropy=entropy if self._algorithm.needs_entropy else entropy.detach(),
-                candidate_logprobs=of_candidates if CANDIDATES in batch.columns else None,
-                sum_over_ranks=_sum_over_context_ranks if self._context_parallel else None,
-            ),
+        inputs = LossInputs(
+            logprobs=logprobs,
+            columns=batch.columns,
+            mask=torch.ones_like(logprobs),
+            weight=batch.weight,
+            sequence=batch.sequence,
+            sequences=batch.sequences,
+            entropy=entropy if self._algorithm.needs_entropy else entropy.detach(),
+            candidate_logprobs=of_candidates if CANDIDATES in batch.columns else None,
+            sum_over_ranks=_sum_over_context_ranks if self._context_parallel else None,
         )
+        output = loss_of(self._algorithm, inputs)
         sums = {"loss": output.loss.detach(), **output.sums}
         reported = {name: value.double() for name, value in sums.items()}
+        reported[UNEXPLAINED] = (_finite(inputs) & ~output.loss.detach().isfinite()).double()
         reported["tokens"] = torch.tensor(float(logprobs.numel()), dtype=torch.float64)
         trainers = batch.columns.get(OLD_LOGPROBS, logprobs)
         reported["mismatch"] = mismatch.measure(trainers, batch.columns["rollout_logprobs"], batch.logprobs_comparable)
         return output.loss, no_tokens(), reported
+
+
+def _finite(inputs: LossInputs) -> Tensor:
+    """Return a bool scalar: whether all that a loss is made of is finite."""
+    given = [inputs.logprobs, inputs.entropy, inputs.candidate_logprobs, inputs.weight, *inputs.columns.values()]
+    return torch.stack([values.detach().isfinite().all() for values in given if values is not None]).all()
 
 
 def _sum_over_context_ranks(values: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """A learner that only needs the time that learning would take."""
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +36,9 @@ class ScriptedLearner:
     def weights_version(self) -> int:
         """Version of the weights."""
         return self.step
+
+    def report_to(self, report: Callable[[str], None]) -> None:
+        """Report nothing: a pass sleeps."""
 
     def accumulate(self, micro_batches: Sequence[PackedMicroBatch]) -> None:
         """Wait as long as forward and backward would take."""
