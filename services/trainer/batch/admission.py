@@ -1,5 +1,8 @@
 """Which groups that come to the trainer may be part of a step, as the algorithm and the run's own filter say."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import numpy as np
 
 from relaxd.algorithms import Algorithm, AlgorithmError
@@ -18,9 +21,21 @@ class Admission:
     Where the trainer computes the advantages, there is no advantage stage that could have filtered it.
     """
 
-    def __init__(self, config: RunConfig, algorithm: Algorithm) -> None:
-        """Raises FilterError: data.curriculum.filter can't be imported, or isn't a function."""
+    def __init__(
+        self, config: RunConfig, algorithm: Algorithm, vocab_sizes: Mapping[str, int] = MappingProxyType({})
+    ) -> None:
+        """Prepare for a run.
+
+        Args:
+            config: the run's configuration.
+            algorithm: its algorithm.
+            vocab_sizes: `Learner.vocab_sizes`.
+
+        Raises:
+            FilterError: data.curriculum.filter can't be imported, or isn't a function.
+        """
         self._algorithm = algorithm
+        self._vocab_sizes = vocab_sizes
         self._own = isinstance(config.algorithm, OwnConfig)
         self._filters = ADVANTAGES not in stages_for(config)[-1].needs
         own = config.data.curriculum.filter
@@ -29,6 +44,11 @@ class Admission:
     def refusal(self, group: TrainGroup) -> Drop | None:
         """Return why a group is dropped; None: it may be trained on."""
         columns, lengths = group.columns, group.sample_lengths
+        largest = int(columns["tokens"].max(initial=0))
+        for role, size in self._vocab_sizes.items():
+            if largest >= size:
+                detail = f"it has token {largest}, but the {role} has only {size} tokens"
+                return Drop(DropReason.NO_LOGPROBS, detail=detail)
         try:
             if self._own:
                 token_weights_of(self._algorithm, columns[LOSS_MASK], lengths)

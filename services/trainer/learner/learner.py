@@ -177,6 +177,15 @@ class Learner:
         return RoutingShape(self._architecture.layers, experts.per_token, experts.count)
 
     @property
+    def vocab_sizes(self) -> dict[str, int]:
+        """Tokens that the frozen models of these ranks have, by role: of several the fewest."""
+        sizes: dict[str, int] = {}
+        for model in self._frozen:
+            size = model.forward.architecture.vocab_size
+            sizes[model.role] = min(size, sizes.get(model.role, size))
+        return sizes
+
+    @property
     def optimizer_steps(self) -> int:
         """Number of updates that have changed the weights since the run's beginning."""
         return self._optimizer_steps

@@ -182,7 +182,7 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
             routing=learner.routing,
             max_value_staleness=critic.max_value_staleness if critic.placement == "service" else None,
             teacher_of=partial(model_of, config, TEACHER) if TEACHER in config.frozen_roles("trainer") else None,
-            refusal=Admission(config, algorithm).refusal,
+            refusal=Admission(config, algorithm, learner.vocab_sizes).refusal,
         )
         Training(
             config=config,

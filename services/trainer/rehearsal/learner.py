@@ -31,6 +31,7 @@ class ScriptedLearner:
         self.step = 0
         self.optimizer_steps = 0
         self.routing = RoutingShape(*config.rehearsal.experts, experts=256)
+        self.vocab_sizes: dict[str, int] = {}
 
     @property
     def weights_version(self) -> int:

@@ -97,7 +97,7 @@ def run_job(job: RunJob, ranks: int = 1) -> dict[str, Any]:
             routing=learner.routing,
             max_value_staleness=critic.max_value_staleness if critic.placement == "service" else None,
             teacher_of=partial(model_of, config, TEACHER) if TEACHER in config.frozen_roles("trainer") else None,
-            refusal=Admission(config, algorithm).refusal,
+            refusal=Admission(config, algorithm, learner.vocab_sizes).refusal,
         )
 
         controls = Controls()

@@ -345,6 +345,10 @@ def test_columns_that_advantages_need_reach_their_stage() -> None:
             'kl_reward_coef = 0.1\n[roles.reference]\nplacement = "service"\nrefresh_every = 5',
             {"ref_logprobs", "reference_weights"},
         ),
+        (
+            'name = "ppo"\nkl_reward_coef = 0.1\n[roles.critic]\nplacement = "service"',
+            {"values", "critic_state"},
+        ),
         # One of two columns is the trainer's: it takes in the other.
         (
             'kl_reward_coef = 0.1\ndistill_coef = 0.1\n[roles.teacher]\nmodel = "big"',

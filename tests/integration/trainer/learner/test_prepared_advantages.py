@@ -21,6 +21,7 @@ from services.trainer.batch.step_file import read_committed
 from services.trainer.megatron.parallel import shut_down
 from services.trainer.offline.replay import replay
 from tests.integration.trainer import training_worlds
+from tests.integration.trainer.critic.test_critic import GAMMA, LAMBDA, generalized
 from tests.integration.trainer.learner.test_several_updates import LENGTHS, WAYS, PlainLoop
 from tests.integration.trainer.service_kit import RUN_ID, Feeder, make_config
 from tests.integration.trainer.trainer_worlds import run_world
@@ -272,6 +273,21 @@ def test_what_only_advantages_know_of_a_group(tiny_qwen3: Path, redis_url: str, 
     assert [bool(group[ADVANTAGES].any()) for group in first.groups.values()] == [True, True, True, False]
     said = "advantages() returned values float32 [15]: they must be float32 [14], one for each token"
     assert dropped(job) == {"g5": ("algorithm_failed", f"{__name__}:Choosy: {said}")}
+
+
+def test_a_critic_learns_rewards_less_the_divergence(tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:
+    """The last token of an answer has its reward, and each token its part of the divergence."""
+    algorithm = {"name": "ppo", "old_logprobs": "current", "kl_reward_coef": KL, "gamma": GAMMA, "gae_lambda": LAMBDA}
+    config = with_steps(config_of(tiny_qwen3, algorithm, **ONE_UPDATE), 1)
+    trained = run_job(prepare_run(redis_url, 1, config, tmp_path / "run"))
+    (entry,), loop = trained["ledger"], ExactLoop(config, tiny_qwen3)
+    for group in read_committed(tmp_path / "run", 1, entry.plan).groups.values():
+        rewards = -KL * (group["rollout_logprobs"] - loop.logprobs_of(loop.reference, group))
+        rewards[np.cumsum(group["lengths"]) - 1] += group["reward"]
+        lengths, values = group["lengths"].tolist(), torch.from_numpy(group["values"]).double()
+        advantages, returns = generalized(rewards, values, lengths)
+        np.testing.assert_allclose(group["advantages"], advantages.numpy(), atol=1e-4)
+        np.testing.assert_allclose(group["returns"], returns.numpy(), atol=1e-4)
 
 
 # --- any layout ---------------------------------------------------------------------------------------------------

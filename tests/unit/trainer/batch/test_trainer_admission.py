@@ -109,3 +109,13 @@ def test_weights_of_another_length_are_refused_and_never_cut_to_fit() -> None:
     with pytest.raises(AlgorithmError) as error:
         group.sequences([0], ["advantages"], algorithm, 1.0, version=0)
     assert str(error.value) == said
+
+
+def test_a_token_that_a_model_in_the_ranks_does_not_have_drops_its_group() -> None:
+    """Its embedding has no row for it."""
+    config = config_of({"kl_coef": 0.1})
+    algorithm, group = create(config.algorithm), group_of(config, [0.0, 1.0])
+    assert Admission(config, algorithm, {"reference": 6}).refusal(group) is None
+    refused = Admission(config, algorithm, {"reference": 6, "teacher": 5}).refusal(group)
+    assert refused is not None
+    assert (refused.reason, refused.detail) == ("no_logprobs", "it has token 5, but the teacher has only 5 tokens")
