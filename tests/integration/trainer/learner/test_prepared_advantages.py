@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -273,6 +274,25 @@ def test_what_only_advantages_know_of_a_group(tiny_qwen3: Path, redis_url: str, 
     assert [bool(group[ADVANTAGES].any()) for group in first.groups.values()] == [True, True, True, False]
     said = "advantages() returned values float32 [15]: they must be float32 [14], one for each token"
     assert dropped(job) == {"g5": ("algorithm_failed", f"{__name__}:Choosy: {said}")}
+
+
+def test_a_group_to_which_the_teacher_says_nothing_is_dropped_and_its_step_starts_over(
+    tiny_qwen3: Path, redis_url: str, tmp_path: Path
+) -> None:
+    silent = make_tiny_model(tmp_path / "silent", architecture="qwen3", tied=False)
+    made = transformers.AutoModelForCausalLM.from_pretrained(silent)
+    made.get_input_embeddings().weight.data[255] = float("nan")
+    made.save_pretrained(silent)
+    roles = {"teacher": {"model": str(silent), "placement": "trainer"}}
+    config = with_steps(config_of(tiny_qwen3, {"name": "opd"}, roles, **ONE_UPDATE), 1)
+    tokens = np.arange(100, 118, dtype=np.int32)
+    tokens[4] = 255
+    job = prepare_run(redis_url, 1, config, tmp_path / "run", g2={"tokens": tokens})
+    (entry,) = run_job(job)["ledger"]
+    assert (entry.plan["groups"], entry.plan["skipped_updates"]) == (["g1", "g3", "g4", "g5"], [])
+    ((group_id, (reason, said)),) = dropped(job).items()
+    assert (group_id, reason) == ("g2", "no_logprobs")
+    assert re.fullmatch(r"the teacher gives \d+ of its 18 trained tokens a log-prob that isn't finite", said)
 
 
 def test_a_critic_learns_rewards_less_the_divergence(tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:
