@@ -35,8 +35,9 @@ pytestmark = pytest.mark.usefixtures("alone")
 KL, DISTILL, DRIFT = 0.05, 0.3, 0.2
 """Coefficients: of the divergence in the reward, of the teacher, and of `Drifting`."""
 ONE_UPDATE = {"mini_batches": 1, "epochs": 1}
-WITH_BOTH = {"old_logprobs": "current", "kl_reward_coef": KL, "distill_coef": DISTILL}
-"""GRPO with a reference in the reward and a teacher in the advantages."""
+WITH_BOTH = {"old_logprobs": "current", "kl_reward_coef": KL, "distill_coef": DISTILL, "normalize_std": False}
+"""GRPO with a reference in the reward and a teacher in the advantages. Two samples would have the same normalised
+advantages whatever their rewards are."""
 MASKS = {"g2": {"loss_mask": np.array([1, 0, 1] * 6, np.uint8)}}
 
 
@@ -106,7 +107,9 @@ def prepare_run(redis_url: str, number: int, config: RunConfig, folder: Path, **
     url = redis_url.removesuffix("/0") + f"/{number}"
     feeder = Feeder(url, with_steps(config, config.run.steps + 1))  # or the board had no room for one more
     for index, length in enumerate((*LENGTHS[: 4 * config.run.steps], 6)):
-        feeder.feed(1, 0, **{"length": length, "rewards": [0.0, 1.0 + index], **of_group.get(f"g{index + 1}", {})})
+        feeder.feed(
+            1, 0, **{"length": length, "rewards": [0.0, 1.0 + 0.1 * index], **of_group.get(f"g{index + 1}", {})}
+        )
     feeder.board.close()
     return RunJob(config, url, folder)
 
@@ -121,9 +124,9 @@ def dropped(job: RunJob) -> dict[str, tuple[str, str]]:
         return {one.group_id: (one.reason, one.detail) for one in board.dropped()}
 
 
-def relative(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def relative(rewards: np.ndarray, lengths: np.ndarray, std: float = 1.0) -> np.ndarray:
     """GRPO's advantages of each token."""
-    return np.repeat((rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6), lengths)
+    return np.repeat((rewards - rewards.mean()) / std, lengths)
 
 
 class ExactLoop(PlainLoop):
@@ -153,7 +156,7 @@ class ExactLoop(PlainLoop):
     def drifting(self, group: dict[str, Any]) -> np.ndarray:
         """Advantages of `Drifting`."""
         drift = self.logprobs_of(self.model, group) - group["rollout_logprobs"]
-        return relative(group["reward"], group["lengths"]) - DRIFT * drift
+        return relative(group["reward"], group["lengths"], group["reward"].std(ddof=1) + 1e-6) - DRIFT * drift
 
 
 def check_steps(
