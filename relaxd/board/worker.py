@@ -41,6 +41,11 @@ class Drop:
     detail: str = ""
     """The error, for people."""
 
+    @property
+    def counts(self) -> DropKind:
+        """The count of consecutive drops that it belongs to."""
+        return "filtered" if self.filtered else "failed"
+
 
 Result: TypeAlias = Mapping[str, Column] | Drop
 """A stage's result for a group: its columns, or a drop."""
@@ -269,8 +274,7 @@ class StageWorker:
         settled = self._commit_columns(commits)
         for delivery, outcome in held:
             if isinstance(outcome, Drop):
-                counts: DropKind = "filtered" if outcome.filtered else "failed"
-                drop = partial(self._board.drop, reason=outcome.reason, counts=counts, detail=outcome.detail)
+                drop = partial(self._board.drop, reason=outcome.reason, counts=outcome.counts, detail=outcome.detail)
                 dropped = self._retry(partial(drop, delivery))
                 self._done += bool(dropped)
                 settled += [delivery] if dropped is not None else []

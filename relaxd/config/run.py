@@ -503,12 +503,6 @@ class RunConfig(Section):
                 f'{setting} is "{model}", but algorithm.distill_coef and algorithm.distill_loss_coef are 0, '
                 "which need no teacher: set one of them, or remove the model"
             )
-        if algorithm.distill_coef > 0 and self.roles.teacher.placement == "trainer":
-            raise ValueError(
-                f"algorithm.distill_coef is {algorithm.distill_coef:g}, but roles.teacher.placement is "
-                '"trainer": set "service", because advantages are needed before the trainer has a group, or use '
-                "distill_loss_coef, whose k2 has the same expected gradient"
-            )
         if algorithm.distill_candidates != "teacher" and self.roles.teacher.placement != "trainer":
             raise ValueError(
                 f'algorithm.distill_candidates is "{algorithm.distill_candidates}", but roles.teacher.placement is '
@@ -584,13 +578,6 @@ class RunConfig(Section):
             raise ValueError(
                 f"{who}, but a step has {self.trainer.updates_per_step} updates: set trainer.mini_batches = 1 and "
                 f"trainer.epochs = 1, because {algorithm.on_policy_only}"
-            )
-        if isinstance(algorithm, OwnConfig):
-            return self
-        if algorithm.kl_reward_coef > 0 and self.roles.reference.placement != "service":
-            raise ValueError(
-                f"algorithm.kl_reward_coef is {algorithm.kl_reward_coef:g}, but roles.reference.placement is "
-                '"trainer": set "service", because rewards are needed before the trainer has a group, or use kl_coef'
             )
         return self
 

@@ -25,6 +25,7 @@ class StageReplica(ReplicaService):
         self._worker: StageWorker | None = None
         self._board: Board | None = None
         self._done_before = 0
+        self._detail = ""
 
     @abstractmethod
     async def prepare(self, config: RunConfig) -> tuple[Process, int]:
@@ -35,8 +36,13 @@ class StageReplica(ReplicaService):
 
     async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
         """See ReplicaService."""
+        stages = stages_for(config)
+        self._detail = ""
+        if self.stage not in {stage.name for stage in stages}:
+            self._detail = f"this run needs no {self.stage} service"
+            return
         process, concurrency = await self.prepare(config)
-        self._board = Board(self._settings.redis, assignment.run_id, stages_for(config), config.board)
+        self._board = Board(self._settings.redis, assignment.run_id, stages, config.board)
         self._worker = StageWorker(
             self._board,
             self.stage,
@@ -78,7 +84,7 @@ class StageReplica(ReplicaService):
     def status(self) -> ServiceStatus:
         """See ReplicaService."""
         if self._worker is None:
-            return ServiceStatus(done_groups=self._done_before)
+            return ServiceStatus(done_groups=self._done_before, detail=self._detail)
         done = self._done_before + self._worker.done
         return ServiceStatus(held_groups=self._worker.held, done_groups=done, progress=done + self.pieces())
 
