@@ -84,36 +84,6 @@ def test_f1_counts_shared_words():
         score("f1", "", "the")
 
 
-@pytest.mark.parametrize(
-    ("response", "accuracy", "found"),
-    [
-        ("B", 1, 1),
-        ("(b).", 1, 1),
-        ("<answer>B</answer>", 1, 1),
-        ("<answer>A</answer> no, <answer> (B) </answer>", 1, 1),
-        ("A good question. The answer is B", 1, 1),
-        ("The answer is A. No: Answer: **B**", 1, 1),
-        ("The answer is Bonn", 0, 0),
-        ("<answer>maybe B</answer> the answer is B", 0, 0),
-        ("C", 0, 1),
-        ("", 0, 0),
-        ("<answer></answer>", 0, 0),
-    ],
-)
-def test_multiple_choice(response, accuracy, found):
-    for answer in ("B", "b", "<answer>B</answer>"):
-        assert score("multiple_choice", response, answer) == {
-            "reward": accuracy,
-            "accuracy": accuracy,
-            "format": found,
-        }
-
-
-def test_multiple_choice_does_not_take_two_absent_letters_for_equal():
-    with pytest.raises(ValueError, match="needs a letter"):
-        score("multiple_choice", "no tags here", "none here either")
-
-
 @pytest.mark.parametrize("value", [1, 0.5, True, np.float32(0.5), np.float64(0.5), np.int64(3), Fraction(1, 2)])
 def test_numbers_are_rewards(value):
     assert check_output(value).reward == float(value)
