@@ -243,7 +243,7 @@ def load_data(config: RunConfig) -> RunData:
         sources, repeated = _without_repeats(sources, sets.values())
     teacher = privileged_prompts(config)
     checked = [check_source(source, tokenizer, config, teacher) for source in sources]
-    if config.data.tools_key and not any(one.has_tools for one in checked):
+    if config.data.tools_key and config.data.tools_file is None and not any(one.has_tools for one in checked):
         raise DataError(
             "data.tools_key", f'= "{config.data.tools_key}": no prompt that was looked at has tools in such a column'
         )

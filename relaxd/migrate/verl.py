@@ -8,6 +8,7 @@ from relaxd.config.load import ConfigError, load
 from relaxd.config.names.equivalents import EQUIVALENTS, Equivalent
 from relaxd.config.names.settings import settings
 from relaxd.config.write import toml
+from relaxd.migrate.verl_tools import add_tools
 
 ACTOR = "actor_rollout_ref."
 ALGORITHMS = {
@@ -331,6 +332,7 @@ def _complete(reader: _Reader) -> None:
     if values.setdefault("run.colocate", True):
         values["board.max_staleness"] = 0
         reader.out.notes.append("run.colocate: as in verl, engines and trainer take turns; without it they overlap")
+    add_tools(values, reader.out.notes, reader.out.lost, reader.get)
     values.setdefault("rollout.dtype", "bfloat16")
     values.setdefault("trainer.dtype", "bfloat16")
     if values.get("rollout.engine") == "sglang":

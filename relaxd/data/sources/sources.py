@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from relaxd.config import DataConfig, RunConfig
 from relaxd.config.evaluation import EvalSet
 from relaxd.config.prompts.data import DataSource
+from relaxd.data.errors import DataError
 from relaxd.data.examples import Example
 from relaxd.data.files.opening import open_rows
 from relaxd.data.files.rows import Rows
@@ -13,6 +15,7 @@ from relaxd.data.sources.addition import addition
 from relaxd.data.sources.columns import Columns, Examples
 from relaxd.data.sources.own_code import open_own, prompt_function
 from relaxd.data.sources.reasoning_gym import reasoning_gym
+from relaxd.data.tools_file import ToolsFileError, schemas_of
 
 SETTINGS = {
     "addition": ("data", "data"),
@@ -47,6 +50,7 @@ def columns_of(data: DataConfig, own: DataSource | EvalSet | None = None) -> Col
         metadata=data.metadata_key,
         system_prompt=data.system_prompt,
         tools=data.tools_key,
+        other_tools=tools_of(data),
         make_prompt=prompt_function(data),
     )
     if own is None:
@@ -60,6 +64,14 @@ def columns_of(data: DataConfig, own: DataSource | EvalSet | None = None) -> Col
     return replace(chosen, source=own.name, sampling=own.sampling) if isinstance(own, DataSource) else chosen
 
 
+def tools_of(data: DataConfig) -> list[dict[str, Any]]:
+    """Return the schemas of data.tools_file. Raises DataError."""
+    try:
+        return schemas_of(data.tools_file) if data.tools_file is not None else []
+    except ToolsFileError as error:
+        raise DataError("data.tools_file", str(error)) from error
+
+
 def read_sources(config: RunConfig) -> tuple[list[Source], Source]:
     """Open the sources of a run's training prompts, and that of the held-out ones, without the model.
 
@@ -69,6 +81,8 @@ def read_sources(config: RunConfig) -> tuple[list[Source], Source]:
     field, held_out_field = SETTINGS.get(data.source, ("data.source", "data.eval_path"))
     if data.source in GENERATED:
         train, held_out = addition(data.digits) if data.source == "addition" else reasoning_gym(data.reasoning_gym)
+        if tools := tools_of(data):
+            train, held_out = ([replace(one, tools=tools) for one in some] for some in (train, held_out))
         return [Source(train, field, shown=data.source)], Source(held_out, held_out_field, shown="held out")
     sources = []
     held_out_rows: Rows | None = None

@@ -1,6 +1,5 @@
 """Stand-ins for the modules of verl that files of tools import, where verl isn't installed."""
 
-import importlib
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -8,8 +7,6 @@ from typing import Any
 from uuid import uuid4
 
 from pydantic import BaseModel, Field
-
-NEEDED = "verl.tools.base_tool"
 
 
 class OpenAIFunctionPropertySchema(BaseModel):
@@ -118,16 +115,18 @@ def tool_schema(schema: dict[str, Any]) -> Any:
     Raises pydantic.ValidationError, and ImportError: verl is installed, but can't be imported.
     """
     provide_verl()
-    return importlib.import_module("verl.tools.schemas").OpenAIFunctionToolSchema.model_validate(schema)
+    from verl.tools.schemas import OpenAIFunctionToolSchema as Schema
+
+    return Schema.model_validate(schema)
 
 
 def provide_verl() -> None:
     """Put the stand-ins in place unless verl is installed. Raises ImportError: it is, but can't be imported."""
     try:
-        importlib.import_module(NEEDED)
+        import verl.tools.base_tool  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name != "verl":
-            raise ImportError(f"verl is installed, but {NEEDED} can't be imported: {error}") from error
+            raise ImportError(f"verl is installed, but verl.tools.base_tool can't be imported: {error}") from error
         for name, contents in _MODULES.items():
             module = ModuleType(name, "A stand-in of relaxd: verl isn't installed.")
             module.__path__ = []  # a package

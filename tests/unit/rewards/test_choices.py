@@ -3,7 +3,7 @@
 
 import pytest
 
-from tests.kit.rewards import LONG, score
+from tests.unit.rewards.scoring import LONG, score
 
 
 @pytest.mark.parametrize(

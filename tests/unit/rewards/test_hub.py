@@ -5,7 +5,7 @@ import time
 import pytest
 
 from relaxd.rewards import UnknownRewardError, resolve
-from tests.kit.rewards import LONG, score
+from tests.unit.rewards.scoring import LONG, score
 
 SCHEMA = {
     "type": "object",

@@ -3,7 +3,7 @@
 
 import pytest
 
-from tests.kit.rewards import LONG, score
+from tests.unit.rewards.scoring import LONG, score
 
 COMMA, CAPITALS, SMALL = "punctuation:no_comma", "change_case:english_capital", "change_case:english_lowercase"
 WORDS, LETTERS, KEYWORD = "length_constraints:number_words", "keywords:letter_frequency", "keywords:existence"

@@ -11,7 +11,7 @@ from relaxd.rewards.limit import TooSlow, time_limit
 from relaxd.rewards.mathematics.boxed import last_boxed
 from relaxd.rewards.mathematics.equality import SYMPY_SECONDS, are_equal
 from relaxd.rewards.mathematics.formulas import Unreadable, parse
-from tests.kit.rewards import LONG, score
+from tests.unit.rewards.scoring import LONG, score
 
 HANGS_SYMPY = "(" * 30 + "x" + "+sqrt(x+1))" * 30
 

@@ -7,7 +7,7 @@ import pytest
 
 from relaxd.data.sources.reasoning_gym import KEY, make_task
 from relaxd.rewards.hub.readable import readable
-from tests.kit.rewards import LONG, score
+from tests.unit.rewards.scoring import LONG, score
 
 pytest.importorskip("reasoning_gym", reason="needs the extra reasoning")
 
