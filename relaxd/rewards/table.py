@@ -19,6 +19,7 @@ from relaxd.rewards.hub.overlong import overlong
 from relaxd.rewards.hub.random import random
 from relaxd.rewards.hub.reasoning_gym import reasoning_gym
 from relaxd.rewards.hub.regex import regex
+from relaxd.rewards.hub.search_r1 import search_r1
 from relaxd.rewards.judge.pairs import judge_pairs
 from relaxd.rewards.judge.single import judge
 from relaxd.rewards.mathematics.dapo import dapo
@@ -33,7 +34,7 @@ REWARDS: Mapping[str, Reward | type[Code] | type[VerlToolsReward]] = {
     for reward in (
         addition, dapo, deepscaler, dummy, exact_match, f1, geo3k, gpqa, gsm8k, ifbench, ifeval, json_schema, judge,
         judge_pairs,
-        math, multiple_choice, openr1mm, overlong, random, reasoning_gym, regex,
+        math, multiple_choice, openr1mm, overlong, random, reasoning_gym, regex, search_r1,
     )
 } | {"code": Code, "verl_tools": VerlToolsReward}  # fmt: skip
 """The bundled rewards by name: functions, and classes that are made with their settings."""

@@ -112,6 +112,68 @@ def test_f1_needs_words(answer):
         score("f1", "", answer)
 
 
+TARGETS = {"reward_model": {"ground_truth": {"target": ["Victor Hugo", "Hugo, Victor", "the 5"]}}}
+
+
+@pytest.mark.parametrize(
+    ("response", "accuracy", "form"),
+    [
+        ("<answer>Victor Hugo</answer>", 1, 1),
+        ("<answer> victor hugo.</answer>", 1, 1),
+        ("<answer>hugo victor</answer>", 1, 1),
+        ("<answer>The Victor Hugo</answer>", 1, 1),
+        ("<answer>Victor\nHugo</answer>", 1, 1),
+        ("<answer>5</answer>", 1, 1),
+        ("<answer>a 5!</answer>", 1, 1),
+        ("<answer>Hugo</answer>", 0, 1),
+        ("<answer>Victor Hugo or Zola</answer>", 0, 1),
+        ("<answer>Victor-Hugo</answer>", 0, 1),
+        ("<answer>VictorHugo</answer>", 0, 1),
+        ("<answer>5 cm</answer>", 0, 1),
+        ("<answer>5.0</answer>", 0, 1),
+        ("<answer>10/2</answer>", 0, 1),
+        ("<answer>[5]</answer>", 1, 1),
+        (r"<answer>\boxed{5}</answer>", 0, 1),
+        ("<answer>Zola</answer> no: <answer>Victor Hugo</answer>", 1, 1),
+        ("<answer>Victor Hugo</answer> no: <answer>Zola</answer>", 0, 1),
+        ("<think><answer>Zola</answer></think><answer>Victor Hugo</answer>", 1, 1),
+        ("<search>Hugo</search><information>Victor Hugo</information>", 0, 0),
+        ("Victor Hugo", 0, 0),
+        ("<answer>Victor Hugo", 0, 0),
+        ("<answer></answer>", 0, 1),
+        ("<answer>the</answer>", 0, 1),
+        ("", 0, 0),
+        ("<answer>Víctor Hugo</answer>", 0, 1),
+        ("<answer>Victor\u00a0Hugo</answer>", 1, 1),
+        ("<answer>“Victor Hugo”</answer>", 0, 1),
+        ("<answer>５</answer>", 0, 1),
+        (LONG + "<answer>Victor Hugo</answer>", 1, 1),
+        ("<answer>Victor Hugo</answer>" + LONG, 1, 1),
+        ("<answer>" + LONG + "</answer>", 0, 1),
+        ("<answer>" * 12_000, 0, 0),
+    ],
+)
+def test_search_r1(response, accuracy, form):
+    found = score("search_r1", response, metadata=TARGETS)
+    assert found == {"reward": accuracy, "accuracy": accuracy, "format": form}
+    alone = score("search_r1", response, "Victor Hugo")
+    assert alone["format"] == form
+    assert alone["accuracy"] <= accuracy
+
+
+def test_search_r1_gives_a_quarter_for_many_answers_and_no_silent_zero():
+    guesses = "<answer>Zola</answer>" * 9
+    ten, eleven = (
+        guesses + "<answer>Victor Hugo</answer>",
+        guesses + "<answer>Zola</answer><answer>Victor Hugo</answer>",
+    )
+    assert score("search_r1", ten, metadata=TARGETS)["reward"] == 1
+    assert score("search_r1", eleven, metadata=TARGETS) == {"reward": 0.25, "accuracy": 1, "format": 1}
+    for truth in ({"target": []}, {"target": ["the"]}, {}, None, ""):
+        with pytest.raises(ValueError, match=r"search_r1 needs words, or ground_truth\.target"):
+            score("search_r1", "<answer></answer>", metadata={"reward_model": {"ground_truth": truth}})
+
+
 @pytest.mark.parametrize(
     ("response", "settings", "found"),
     [
