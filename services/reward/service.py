@@ -32,9 +32,8 @@ from services.reward.pool import Failure, WorkerPool
 from services.reward.questions import no_judge
 from services.reward.remote.errors import MismatchError
 from services.reward.remote.scorer import RemoteScorer
+from services.reward.remote.terms import RUNS_REWARD, RemoteTerms, of_workers
 
-RUNS_REWARD = ""
-"""Name by which the pool knows the run's reward, with its settings."""
 RETRY_PAUSE = Backoff(first_seconds=0.5, max_seconds=30.0)
 """Pauses before failed samples are scored again (reward.on_failure = "retry")."""
 LOG = "RELAXD_LOG"
@@ -61,8 +60,8 @@ class RewardService(StageReplica):
         """Deadline of a sample."""
         self.reward_of_run = ""
         """Name of the run's reward; empty without a run."""
-        self._remote: RemoteScorer | None = None
-        """The run's reward, if it is a service at reward.address."""
+        self._remote: RemoteScorer | RemoteTerms | None = None
+        """The run's reward, if it or one of its terms is a service at an address."""
         self._judge: JudgeClient | None = None
         """The run's judge, if it has one."""
         self._run_id = ""
@@ -82,7 +81,8 @@ class RewardService(StageReplica):
         check_names(config.reward)
         self.reward_of_run = config.reward.shown
         self.rewards_of_sets = frozenset(one.reward for one in config.eval.sets if one.reward)
-        pool = WorkerPool(config.reward.workers, config.reward, self._ask_judge)
+        own = of_workers(config.reward)
+        pool = WorkerPool(config.reward.workers, own or config.reward, self._ask_judge)
         self.pool.close()
         self.pool = pool
         self.timeout_seconds = config.reward.timeout_seconds
@@ -90,15 +90,16 @@ class RewardService(StageReplica):
         await self._close_clients()
         if config.roles.judge.is_there:
             await self._start_judge(config)
-        if config.reward.address:
-            self._remote = RemoteScorer(config.reward)
+        if config.reward.calls_services:
+            whole = bool(config.reward.address)
+            self._remote = RemoteScorer(config.reward) if whole else RemoteTerms(config.reward, pool)
             try:
                 await self._remote.start()
             except MismatchError as error:
                 raise UnknownRewardError(str(error)) from error
-        elif failure := await self.pool.load(RUNS_REWARD):
+        if own is not None and (failure := await self.pool.load(RUNS_REWARD)):
             raise UnknownRewardError(failure.reason)
-        elif config.reward.cache_samples and self.pool.takes_group(RUNS_REWARD):
+        if config.reward.cache_samples and self.pool.takes_group(RUNS_REWARD):
             raise UnknownRewardError(
                 f"reward.cache_samples is {config.reward.cache_samples}, but {config.reward.shown} scores groups: a "
                 "sample's score may depend on the others, so it must be 0"
@@ -109,7 +110,7 @@ class RewardService(StageReplica):
             return asyncio.run_coroutine_threadsafe(self._score_group(config, delivery, columns), loop)
 
         # Two more groups than workers: while one group's last samples run, another's keep every worker busy.
-        return process, (config.reward.max_in_flight if config.reward.address else config.reward.workers) + 2
+        return process, (config.reward.max_in_flight if config.reward.calls_services else config.reward.workers) + 2
 
     async def load(self, reward: str) -> Failure | None:
         """Load a reward by its name, or the run's. Returns None if it can be used, else the failure."""
