@@ -31,8 +31,8 @@ def gsm8k(sample: RewardInput) -> dict[str, float]:
 
 def _marked(text: str) -> str | None:
     """Return the number after the last "####" that has one, or None if that is the beginning of a formula."""
-    matches = list(_MARKED.finditer(text))
-    if not matches or _GOES_ON.match(text, matches[-1].end()):
+    matches = list(_MARKED.finditer(text)) if "####" in text else []
+    if not matches or (matches[-1].end() < len(text) and _GOES_ON.match(text, matches[-1].end())):
         return None
     return matches[-1][1]
 
