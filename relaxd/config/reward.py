@@ -52,13 +52,15 @@ class RewardTerm(Section):
     @field_validator("address")
     @classmethod
     def _check_address(cls, address: str) -> str:
-        return _checked_address(address)
+        if address:
+            check_address(address, "address_token")
+        return address
 
     @field_validator("address_token")
     @classmethod
     def _check_address_token(cls, name: str) -> str:
         if name:
-            _check_variable(name)
+            check_variable(name)
         return name
 
     @model_validator(mode="after")
@@ -135,14 +137,14 @@ class RewardConfig(Section):
     @classmethod
     def _check_environment(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         for name in names:
-            _check_variable(name)
+            check_variable(name)
         return names
 
     @field_validator("address_token")
     @classmethod
     def _check_address_token(cls, name: str) -> str:
         if name:
-            _check_variable(name)
+            check_variable(name)
         return name
 
     @field_validator("choices", mode="before")
@@ -155,7 +157,9 @@ class RewardConfig(Section):
     @field_validator("address")
     @classmethod
     def _check_address(cls, address: str) -> str:
-        return _checked_address(address)
+        if address:
+            check_address(address, "reward.address_token")
+        return address
 
     @model_validator(mode="after")
     def _one_reward(self) -> Self:
@@ -194,17 +198,8 @@ class RewardConfig(Section):
         return self
 
 
-def _check_variable(name: str) -> None:
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-        raise ValueError(f"{name!r} is not the name of an environment variable")
-    if name.startswith("RELAXD_"):
-        raise ValueError(f"{name} is a setting or secret of relaxd, which rewards don't get")
-
-
-def _checked_address(address: str) -> str:
-    """Return an address, or "". Raises ValueError: it can't be one, or has secrets."""
-    if not address:
-        return address
+def check_address(address: str, token_setting: str) -> None:
+    """Check the address of a reward service. Raises ValueError, which names the setting for credentials."""
     is_url = "://" in address
     try:
         parts = urlsplit(address if is_url else f"//{address}")
@@ -212,9 +207,16 @@ def _checked_address(address: str) -> str:
     except ValueError:  # a port that isn't a number
         found = False
     if found and parts.username is not None:
-        raise ValueError("it has credentials, which logs would show: leave them out, and set reward.address_token")
+        raise ValueError(f"it has credentials, which logs would show: leave them out, and set {token_setting}")
     if found and (parts.query or parts.fragment or "?" in address):
-        raise ValueError("it has parameters, which logs would show: leave them out, and set reward.address_token")
+        raise ValueError(f"it has parameters, which logs would show: leave them out, and set {token_setting}")
     if not found or parts.scheme not in ("", "http", "https"):
         raise ValueError(f'{address!r} must be "host:port" or begin with http:// or https://')
-    return address
+
+
+def check_variable(name: str) -> None:
+    """Check the name of an environment variable that rewards get. Raises ValueError."""
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise ValueError(f"{name!r} is not the name of an environment variable")
+    if name.startswith("RELAXD_"):
+        raise ValueError(f"{name} is a setting or secret of relaxd, which rewards don't get")

@@ -308,7 +308,7 @@ class BoardConfig(Section):
     """Maximum bytes in Redis of a prompt, or of one stage's columns of a group. A larger one fails."""
     data_urls: tuple[str, ...] = Field(default=(), max_length=64)
     """Redis servers for large columns, such as ["redis://data-1:6379/0", "redis://data-2:6379/0"]; empty: they are on
-    the board's Redis. User, password and certificates are those of the board's Redis."""
+    the board's Redis, or node of a cluster. User, password and certificates are those of the board's Redis."""
 
     @field_validator("data_urls")
     @classmethod
@@ -316,7 +316,8 @@ class BoardConfig(Section):
         for url in urls:
             if urlsplit(url).password:
                 raise ValueError("a URL has a password, which the run's records would show: leave it out")
-            parse_redis_url(url)
+            if parse_redis_url(url).nodes:
+                raise ValueError(f"{where(url)} can't be a data node: name servers, each with a URL of its own")
         places = [where(url) for url in urls]
         twice = [place for place, times in Counter(places).items() if times > 1]
         if twice:
@@ -610,12 +611,36 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _lengths_of_sources_fit(self) -> Self:
-        least, most = max(1, self.rollout.min_new_tokens), self.rollout.max_new_tokens
+        most = self.rollout.max_new_tokens
         for number, source in enumerate(self.data.sources):
+            own = source.min_new_tokens
+            least = max(1, self.rollout.min_new_tokens if own is None else own)
             if source.max_new_tokens and not least <= source.max_new_tokens <= most:
+                setting = "rollout.min_new_tokens" if own is None else "its min_new_tokens"
                 raise ValueError(
                     f"data.sources.{number}.max_new_tokens is {source.max_new_tokens}: it must be {least} "
-                    f"(rollout.min_new_tokens) to {most} (rollout.max_new_tokens)"
+                    f"({setting}) to {most} (rollout.max_new_tokens)"
+                )
+            if own is not None and own > most:
+                raise ValueError(
+                    f"data.sources.{number}.min_new_tokens is {own}: rollout.max_new_tokens is only {most}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _lengths_of_sets_fit(self) -> Self:
+        longest = self.eval.max_new_tokens or self.rollout.max_new_tokens
+        if self.eval.prompts and longest < self.rollout.min_new_tokens:
+            raise ValueError(
+                f"eval.max_new_tokens is {longest}: it must be at least rollout.min_new_tokens = "
+                f"{self.rollout.min_new_tokens}"
+            )
+        for number, one in enumerate(self.eval.sets):
+            least = self.rollout.min_new_tokens if one.min_new_tokens is None else one.min_new_tokens
+            if (most := one.max_new_tokens or longest) < least:
+                raise ValueError(
+                    f"eval.sets.{number} has answers of at most {most} and at least {least} tokens: raise "
+                    "max_new_tokens, or lower min_new_tokens (by default rollout.min_new_tokens)"
                 )
         return self
 

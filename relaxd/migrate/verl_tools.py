@@ -1,25 +1,23 @@
 """verl's tools of several turns, as a reward of one turn."""
 
-from collections.abc import Callable
 from typing import Any
+
+from relaxd.migrate.migrated import Fate, Reader
 
 CALLS = "rollout.multi_turn.max_parallel_calls"
 NOTE = "answers end after one turn; observations are not fed back"
 
 
-def add_tools(values: dict[str, Any], notes: list[str], lost: list[Any], get: Callable[..., Any]) -> None:
-    """Make a file of tools, which is data.tools_file already, the reward verl_tools too, besides a reward of one's own.
-
-    Args:
-        values: relaxd's settings by dotted name, which are changed.
-        notes: what a person must look at.
-        lost: keys without an equivalent, from which that of parallel calls is taken.
-        get: returns a value of verl, or another for a key that isn't there.
-    """
+def add_tools(reader: Reader) -> None:
+    """Make a file of tools, which is data.tools_file already, the reward verl_tools too, beside one's own reward."""
+    out, values, notes = reader.out, reader.out.values, reader.out.notes
     if "data.tools_file" not in values:
         return
-    lost[:] = [one for one in lost if not one[0].endswith(CALLS)]
-    settings = {"config": values["data.tools_file"], "max_calls": int(get(CALLS, 1) or 0)}
+    for name in [name for name in out.fates if name.endswith(CALLS)]:
+        out.fates[name] = Fate.WRITTEN
+        out.lost[:] = [one for one in out.lost if one[0] != name]
+        out.idle[:] = [one for one in out.idle if one[0] != name]
+    settings = {"config": values["data.tools_file"], "max_calls": int(reader.get(CALLS, 1) or 0)}
     notes.append(f"data.tools_file and the reward verl_tools: {NOTE}")
     if "reward.name" in values:
         own: dict[str, Any] = {"name": values.pop("reward.name")}

@@ -52,7 +52,7 @@ class Rewards(reward_worker_pb2_grpc.RewardWorkerServicer):
             yield question
 
     def work(self) -> None:
-        """Do what is asked as long as the process lives."""
+        """Run tasks until the process ends."""
         while True:
             task, answer = self._tasks.get()
             answer.set_result(task())
@@ -64,10 +64,10 @@ class Rewards(reward_worker_pb2_grpc.RewardWorkerServicer):
 
     def _load(self, request: pb.LoadRewardRequest) -> pb.LoadRewardResponse:
         try:
-            if request.reward:
-                scorer: Scorer = Single(request.reward)
-            else:
+            if request.config_json:
                 scorer = scorer_of(RewardConfig.model_validate_json(request.config_json))
+            else:
+                scorer = Single(request.reward)
         except BaseException as error:  # SystemExit as well: a module that calls sys.exit() has only failed
             reason, traceback = _explain(error)
             return pb.LoadRewardResponse(error=reason, traceback=traceback)

@@ -7,7 +7,7 @@ from relaxd.config.names.equivalents import EQUIVALENTS, Equivalent
 from relaxd.config.names.settings import Place, sections, settings
 
 ALMOST_EQUAL = 0.85
-"""Similarity from which a name is rather a slip than another framework's."""
+"""Similarity from which a wrong name counts as a slip and not as another framework's name."""
 
 
 _PENALTY = (
@@ -16,6 +16,8 @@ _PENALTY = (
 REFUSED = {
     ("rollout", "presence_penalty"): _PENALTY,
     ("rollout", "frequency_penalty"): _PENALTY,
+    ("data", "presence_penalty"): _PENALTY,
+    ("data", "frequency_penalty"): _PENALTY,
     ("data", "temperature"): "all sources have rollout.temperature, at which the trainer computes log-probs",
 }
 """Why there are no such settings, by their first section and name."""

@@ -5,15 +5,18 @@ import string
 from collections import Counter
 
 from relaxd.rewards.base import RewardInput
+from relaxd.rewards.references import best_of_references
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
+@best_of_references
 def f1(sample: RewardInput) -> dict[str, float]:
     """Harmonic mean of precision and recall over words, ignoring case, punctuation and articles.
 
-    Parts: precision, recall. If reply or answer is "yes", "no" or "noanswer", only equality counts.
+    Parts: precision, recall. If reply or answer is "yes", "no" or "noanswer", only equality counts. Of several
+    references the best one counts.
 
     Raises:
         ValueError: the answer has no words.

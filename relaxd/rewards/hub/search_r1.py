@@ -6,6 +6,7 @@ from typing import Any
 from relaxd.rewards.adapters import ground_truth
 from relaxd.rewards.base import RewardInput
 from relaxd.rewards.hub.f1 import words
+from relaxd.rewards.references import references
 from relaxd.rewards.tags import tagged
 
 _MOST_TAGS = 10
@@ -16,7 +17,8 @@ def search_r1(sample: RewardInput) -> dict[str, float]:
     """1 if the text in the reply's last <answer>...</answer> is one of the right answers, else 0.
 
     They are compared as f1 compares words: without case, punctuation and articles. Right are those of
-    metadata.reward_model.ground_truth.target, a text or a list, as in verl's data, or else the answer. With more than
+    metadata.reward_model.ground_truth.target, a text or a list, as in verl's data, or else the answer's
+    references. With more than
     ten tags a right reply gets 0.25. Parts: accuracy: 1 or 0, and format: 1 if there is such a tag.
 
     Raises:
@@ -35,4 +37,6 @@ def search_r1(sample: RewardInput) -> dict[str, float]:
 def _targets(truth: Any) -> list[Any]:
     if isinstance(truth, Mapping):
         truth = truth.get("target")
+    if isinstance(truth, str):
+        return list(references(truth))
     return list(truth) if isinstance(truth, list | tuple) else [] if truth is None else [truth]

@@ -50,6 +50,19 @@ def test_exact_match(response, answer, right):
     assert score("exact_match", response, answer) == {"reward": right}
 
 
+def test_any_of_several_references_is_right():
+    several = '["Paris", "the city of light"]'
+    assert [score("exact_match", one, several)["reward"] for one in ("Paris", "the city of light ", "of")] == [1, 1, 0]
+    assert score("exact_match", several, several) == {"reward": 1}
+    # The best reference counts, and not words of several.
+    assert score("f1", "red dog", '["cat", "big red dog"]') == pytest.approx(
+        {"reward": 0.8, "precision": 1, "recall": 2 / 3}
+    )
+    assert score("f1", "red dog", '["red", "dog"]')["reward"] == pytest.approx(2 / 3)
+    assert score("f1", "x", '["1", 2]')["reward"] == 0
+    assert score("search_r1", "<answer>the red dog</answer>", '["cat", "red dog"]')["reward"] == 1
+
+
 @pytest.mark.parametrize("answer", ["", " ", "\n\t"])
 def test_exact_match_does_not_take_nothing_for_right(answer):
     with pytest.raises(ValueError, match="answer is empty"):
