@@ -525,7 +525,7 @@ class RunConfig(Section):
         named = {
             "reward.name": self.reward.name,
             **{f"reward.terms.{number}.name": term.name for number, term in enumerate(self.reward.terms)},
-            **{f"reward.choices.{value}": name for value, name in self.reward.choices.items()},
+            **{f"reward.choices.{value}": one.name for value, one in self.reward.choices.items()},
             **{f"eval.sets.{number}.reward": one.reward for number, one in enumerate(self.eval.sets)},
         }
         asking = [f'{setting} is "{name}"' for setting, name in named.items() if name in JUDGE_REWARDS]

@@ -11,6 +11,7 @@ from relaxd.migrate.migrated import ACTOR, Lost, Migrated, Reader
 from relaxd.migrate.verl_data import DATA, complete_data
 from relaxd.migrate.verl_reasons import is_off, reason
 from relaxd.migrate.verl_rewards import REWARDS, REWARDS_BY_PATTERN, complete_rewards
+from relaxd.migrate.verl_tools import add_tools
 from relaxd.migrate.verl_training import TRAINING, algorithm_of, complete_training
 
 _NAMES: dict[str, Equivalent] = {name: one for one in reversed(EQUIVALENTS) for name in one.names["verl"]}
@@ -43,6 +44,7 @@ def migrate(given: Mapping[str, Any]) -> Migrated:
     complete_training(reader)
     complete_data(reader)
     complete_rewards(reader)
+    add_tools(reader)
     try:
         load(reader.out.to_toml())
     except ConfigError as error:

@@ -9,7 +9,7 @@ _TURNS = "there are no conversations of several turns yet"
 _PARALLEL = "how the trainer holds its model is trainer.tensor_parallel, context_parallel and so on (relaxd fit)"
 _ENGINE = "options of the engine are SGLang's own, in rollout.sglang"
 _REASONS: Mapping[str, str] = {
-    r"rollout\.(multi_turn|agent)\..*|data\.(tool_config_path|function_tool_path)": _TURNS,
+    r"rollout\.(multi_turn|agent)\..*|data\.function_tool_path": _TURNS,
     r"rollout\.engine_kwargs\..*": "there is no vLLM or TensorRT-LLM: options of SGLang are rollout.sglang",
     r"rollout\.checkpoint_engine\..*": "weights.transport says how weights get to the engines",
     r"rollout\.(trace|prometheus)\..*|.*profiler\..*": "traces, metrics and profiles: docs/metrics.md, `relaxd trace`",

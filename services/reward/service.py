@@ -33,9 +33,8 @@ from services.reward.pool import Failure, WorkerPool
 from services.reward.questions import no_judge
 from services.reward.remote.errors import MismatchError
 from services.reward.remote.scorer import RemoteScorer
+from services.reward.remote.terms import RUNS_REWARD, RemoteTerms, of_workers
 
-RUNS_REWARD = ""
-"""Name by which the pool knows the run's reward, with its settings."""
 RETRY_PAUSE = Backoff(first_seconds=0.5, max_seconds=30.0)
 """Pauses before failed samples are scored again (reward.on_failure = "retry")."""
 LOG = "RELAXD_LOG"
@@ -62,8 +61,8 @@ class RewardService(StageReplica):
         """Deadline of a sample."""
         self.reward_of_run = ""
         """Name of the run's reward; empty without a run."""
-        self._remotes: dict[str, RemoteScorer] = {}
-        """The run's reward, and those of its evaluation sets, that are services at an address."""
+        self._remotes: dict[str, RemoteScorer | RemoteTerms] = {}
+        """The run's reward, and those of its evaluation sets, that are services at an address or have such a term."""
         self._judge: JudgeClient | None = None
         """The run's judge, if it has one."""
         self._run_id = ""
@@ -85,7 +84,8 @@ class RewardService(StageReplica):
         of_sets = {one.name: one.reward for one in sets_of(config) if one.reward is not None}
         self.sets = frozenset(of_sets)
         rewards = {RUNS_REWARD: config.reward} | {reward_of_set(name): reward for name, reward in of_sets.items()}
-        pool = WorkerPool(config.reward.workers, config.reward, self._ask_judge, rewards)
+        own = {name: part for name, reward in rewards.items() if (part := of_workers(reward)) is not None}
+        pool = WorkerPool(config.reward.workers, config.reward, self._ask_judge, own)
         self.pool.close()
         self.pool = pool
         self.timeout_seconds = config.reward.timeout_seconds
@@ -106,16 +106,16 @@ class RewardService(StageReplica):
             return asyncio.run_coroutine_threadsafe(self._score_group(config, delivery, columns), loop)
 
         # Two more groups than workers: while one group's last samples run, another's keep every worker busy.
-        return process, (config.reward.max_in_flight if config.reward.address else config.reward.workers) + 2
+        return process, (config.reward.max_in_flight if config.reward.calls_services else config.reward.workers) + 2
 
     async def _prepare(self, name: str, config: RewardConfig) -> None:
         """Load a reward, or connect to its service. Raises UnknownRewardError."""
         of = "" if name == RUNS_REWARD else f"{name}: "
-        if not config.address:
-            if failure := await self.pool.load(name):
-                raise UnknownRewardError(of + failure.reason)
+        if of_workers(config) is not None and (failure := await self.pool.load(name)):
+            raise UnknownRewardError(of + failure.reason)
+        if not config.calls_services:
             return
-        remote = self._remotes[name] = RemoteScorer(config)
+        remote = self._remotes[name] = RemoteScorer(config) if config.address else RemoteTerms(config, self.pool)
         try:
             await remote.start()
         except MismatchError as error:
@@ -163,7 +163,7 @@ class RewardService(StageReplica):
             await client.close()
 
     @property
-    def _clients(self) -> list[RemoteScorer | JudgeClient]:
+    def _clients(self) -> list[RemoteScorer | RemoteTerms | JudgeClient]:
         return [*self._remotes.values(), *([] if self._judge is None else [self._judge])]
 
     def pieces(self) -> int:

@@ -58,6 +58,14 @@ EQUIVALENTS = (
     Equivalent("data.overlong", "", "data.filter_overlong_prompts data.truncation", "", "", "prompts are never cut"),
     Equivalent("data.tools_key", "", "", "", "--tool-key"),
     Equivalent(
+        "data.tools_file",
+        "",
+        "@rollout.multi_turn.tool_config_path data.tool_config_path",
+        "",
+        "",
+        "answers end after one turn; observations are not fed back: the reward verl_tools",
+    ),
+    Equivalent(
         "data.source",
         "",
         "data.custom_cls.path data.custom_cls.name",

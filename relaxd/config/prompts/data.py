@@ -102,6 +102,9 @@ class DataConfig(Section):
     tools_key: str = ""
     """Column with tools for the chat template, which rows may lack: a list of objects, or its JSON text. Empty means
     that there are none."""
+    tools_file: Path | None = None
+    """verl's file of tools (YAML), whose schemas the chat template of every prompt gets that has none in tools_key. No
+    tool is called while an answer is generated; the reward verl_tools calls them (docs/rewards.md)."""
     prompt_function: str = ""
     """Your own function "package.module:function" or "file.py:function", which gets a row as a dict and returns the
     prompt: text, or a list of chat messages. prompt_key isn't read then."""

@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,8 @@ class Columns:
     """Sampling parameters of the source."""
     tools: str = ""
     """Column with tools for the chat template, which rows may lack; empty means none."""
+    other_tools: Sequence[dict[str, Any]] = ()
+    """Tools of rows that have none of their own."""
     make_prompt: Callable[[dict[str, Any]], Any] | None = None
     """A user's own function that makes the prompt from a row, instead of the column `prompt`."""
     made_by: str = "data.prompt_function"
@@ -51,6 +53,7 @@ class Columns:
         if self.source:
             metadata.setdefault("data_source", self.source)
         tools = _tools(self.tools, _find_optional(record, self.tools)) if self.tools else []
+        tools = tools or list(self.other_tools)
         example = Example(prompt, answer, metadata, dict(self.sampling), tools, place)
         return example.with_system_prompt(self.system_prompt)
 

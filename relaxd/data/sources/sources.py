@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from relaxd.config import DataConfig, RunConfig
 from relaxd.config.evaluation import EvalSet
 from relaxd.config.prompts.data import DataSource
+from relaxd.data.errors import DataError
 from relaxd.data.examples import Example
 from relaxd.data.files.opening import open_rows
 from relaxd.data.files.rows import Rows
@@ -13,6 +15,7 @@ from relaxd.data.sources.addition import addition
 from relaxd.data.sources.columns import Columns, Examples
 from relaxd.data.sources.own_code import open_own, prompt_function
 from relaxd.data.sources.reasoning_gym import reasoning_gym
+from relaxd.data.tools_file import ToolsFileError, schemas_of
 
 SETTINGS = {
     "addition": ("data", "data"),
@@ -60,6 +63,7 @@ def columns_of(data: DataConfig, own: DataSource | EvalSet | None = None, place:
         metadata=data.metadata_key,
         system_prompt=data.system_prompt,
         tools=data.tools_key,
+        other_tools=schemas_of_tools(data),
     )
     function, setting = data.prompt_function, "data.prompt_function"
     if own is not None:
@@ -87,6 +91,14 @@ def tools_of(data: DataConfig, own: DataSource | EvalSet | None = None, place: s
     return ToolsColumn(own.tools_key, f"{place}.tools_key")
 
 
+def schemas_of_tools(data: DataConfig) -> list[dict[str, Any]]:
+    """Return the schemas of data.tools_file. Raises DataError."""
+    try:
+        return schemas_of(data.tools_file) if data.tools_file is not None else []
+    except ToolsFileError as error:
+        raise DataError("data.tools_file", str(error)) from error
+
+
 def read_sources(config: RunConfig) -> tuple[list[Source], Source]:
     """Open the sources of a run's training prompts, and that of the held-out ones, without the model.
 
@@ -96,7 +108,11 @@ def read_sources(config: RunConfig) -> tuple[list[Source], Source]:
     field, held_out_field = SETTINGS.get(data.source, ("data.source", "data.eval_path"))
     if data.source in GENERATED:
         made = addition(data.digits) if data.source == "addition" else reasoning_gym(data.reasoning_gym)
-        train, held_out = ([one.with_system_prompt(data.system_prompt) for one in examples] for examples in made)
+        schemas = schemas_of_tools(data)
+        train, held_out = (
+            [replace(one, tools=schemas).with_system_prompt(data.system_prompt) for one in examples]
+            for examples in made
+        )
         return [Source(train, field, shown=data.source)], Source(held_out, held_out_field, shown="held out")
     sources = []
     held_out_rows: Rows | None = None

@@ -21,7 +21,7 @@ def f1(sample: RewardInput) -> dict[str, float]:
     Raises:
         ValueError: the answer has no words.
     """
-    answer, response = _words(sample.answer), _words(sample.response)
+    answer, response = words(sample.answer), words(sample.response)
     if not answer:
         raise ValueError(f"answer is {sample.answer!r}: the reward f1 needs words to compare with")
     closed = (["yes"], ["no"], ["noanswer"])
@@ -32,5 +32,6 @@ def f1(sample: RewardInput) -> dict[str, float]:
     return {"reward": 2 * precision * recall / (precision + recall), "precision": precision, "recall": recall}
 
 
-def _words(text: str) -> list[str]:
+def words(text: str) -> list[str]:
+    """Return the words of a text in lower case, without punctuation and articles."""
     return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()

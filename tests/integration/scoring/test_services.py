@@ -235,6 +235,24 @@ async def test_a_run_waits_for_its_reward_service_and_says_so(here):
         await server.stop(0)
 
 
+async def test_a_term_at_an_address_is_added_to_those_of_workers(here):
+    server = grpc.aio.server()
+    add_RemoteRewardServicer_to_server(LengthJudge(), server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    terms = [{"address": address, "label": "long", "weight": 0.1}, {"name": BAD, "label": "said"}]
+    here.start_run(run_config(reward={"name": "", "terms": terms}))
+    async with here.service("reward", "reward-1") as process, here.service("advantage", "advantage-1"):
+        good, failed = here.generate(["one", "parts"], ["one", "raise 1"])
+        columns = await here.trained(1)
+        np.testing.assert_allclose(columns[good]["reward"], [0.3 + 1, 0.5 + 0.5])
+        assert columns[good]["reward_parts"]["long"] == [3, 5]
+        assert await here.dropped(1) == {failed: "reward_failed"}
+        (score,) = (await RewardStub(process.to).Score(score_request("", ["one"]))).scores
+        assert score.reward == pytest.approx(1.3)
+    await server.stop(0)
+
+
 async def test_evaluation_sets_have_rewards_with_settings_of_their_own(here, monkeypatch, tmp_path):
     server = grpc.aio.server()
     add_RemoteRewardServicer_to_server(LengthJudge(), server)

@@ -173,3 +173,38 @@ def test_what_cannot_be_read(tmp_path, name, text, overrides, reason):
         read_verl(path, overrides)
     with pytest.raises(VerlConfigError, match="cannot read"):
         read_verl(Path("nowhere.yaml"))
+
+
+TOOLS = {
+    "actor_rollout_ref.model.path": "m",
+    "data.train_files": "d.parquet",
+    "actor_rollout_ref.rollout.multi_turn.enable": True,
+    "actor_rollout_ref.rollout.multi_turn.max_parallel_calls": 2,
+    "actor_rollout_ref.rollout.multi_turn.tool_config_path": "tools.yaml",
+}
+
+
+def test_tools_become_a_reward_of_one_turn():
+    migrated = migrate(TOOLS)
+    assert migrated.problems == []
+    config = load(migrated.to_toml())
+    assert (str(config.data.tools_file), config.reward.name, config.reward.choose_by) == (
+        "tools.yaml",
+        "verl_tools",
+        "",
+    )
+    assert config.reward.settings == {"config": "tools.yaml", "max_calls": 2}
+    notes = "\n".join(migrated.notes)
+    assert "answers end after one turn; observations are not fed back" in notes
+    assert "verl scores by data_source" in notes
+    assert [name for name, _, _ in migrated.lost] == ["actor_rollout_ref.rollout.multi_turn.enable"]
+
+
+def test_tools_are_added_to_a_reward_of_ones_own():
+    own = {"custom_reward_function.path": "r.py", "custom_reward_function.reward_kwargs": {"a": 1}}
+    migrated = migrate(TOOLS | own)
+    assert migrated.problems == []
+    first, second = load(migrated.to_toml()).reward.terms
+    assert (first.name, first.settings) == ("r.py:compute_score", {"a": 1})
+    assert (second.name, second.settings["config"], second.weight) == ("verl_tools", "tools.yaml", 1.0)
+    assert migrate(TOOLS | {"actor_rollout_ref.rollout.multi_turn.tool_config_path": None}).values["reward.choose_by"]

@@ -11,6 +11,9 @@ from relaxd.migrate.verl import migrate
 
 A, R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 WRITTEN: dict[str, Any] = {
+    "data.tool_config_path": "tools.yaml",
+    f"{R}multi_turn.tool_config_path": "tools.yaml",
+    f"{R}multi_turn.max_parallel_calls": 2,
     "algorithm.adv_estimator": "grpo",
     "algorithm.norm_adv_by_std_in_grpo": False,
     "algorithm.filter_groups.enable": True,
@@ -81,13 +84,12 @@ LOST: dict[str, tuple[Any, str]] = {
     "data.custom_cls.name": ("Set", "docs/data.md"),
     "data.sampler.class_path": ("samplers.py", "docs/curriculum.md"),
     "data.sampler.class_name": ("Sampler", "docs/curriculum.md"),
-    "data.tool_config_path": ("tools.yaml", "several turns"),
+    "data.function_tool_path": ("tools.py", "several turns"),
     "data.image_key": ("images", "text"),
     f"{A}strategy": ("fsdp2", "trainer.tensor_parallel"),
     f"{A}fsdp_config.param_offload": (True, "trainer.tensor_parallel"),
     f"{R}multi_turn.enable": (True, "several turns"),
     f"{R}multi_turn.max_assistant_turns": (5, "several turns"),
-    f"{R}multi_turn.tool_config_path": ("tools.yaml", "several turns"),
     f"{R}agent.num_workers": (8, "several turns"),
     f"{R}engine_kwargs.vllm.swap_space": (1, "no vLLM"),
     f"{R}enforce_eager": (True, "rollout.sglang"),
@@ -156,8 +158,10 @@ def test_what_was_written_is_what_verl_does():
     first = config.eval.sets[0]
     assert (first.samples_per_prompt, first.temperature, first.top_p, first.top_k) == (32, 1.0, 0.7, 0)
     assert str(config.data.path) == "~/train.parquet@[0:5000]"
-    assert (config.reward.name, config.reward.choose_by, config.reward.workers) == ("r.py:score", "", 4)
-    assert config.reward.settings == {"strict": True, "limits": {"seconds": 5}}
+    own, tools = config.reward.terms
+    assert (own.name, config.reward.choose_by, config.reward.workers) == ("r.py:score", "", 4)
+    assert own.settings == {"strict": True, "limits": {"seconds": 5}}
+    assert (tools.name, tools.settings) == ("verl_tools", {"config": "tools.yaml", "max_calls": 2})
     assert (config.algorithm.overlong_buffer, config.algorithm.overlong_limit) == (4096, 8192)
     assert (config.algorithm.overlong_penalty, config.algorithm.tis_clip) == (0.5, 3.0)
     judge = config.roles.judge
