@@ -32,14 +32,14 @@ for i = FIRST, #ARGV, WIDTH do
     return refuse(fail('CONFLICT no retry of group ' .. retry_of .. ' is waiting'))
   end
 end
-local garbage = found_in(GARBAGE, pointers)
-for i, pointer in ipairs(pointers) do
-  local at = FIRST + WIDTH * (i - 1)
-  if ARGV[at + 4] == '' and not accept(pointer, ARGV[at + 5], garbage) then
-    for j = 1, i - 1 do
-      if pointers[j] ~= '' then throw_away(pointers[j]) end
+local sizes, garbage = {}, found_in(GARBAGE, pointers)
+for i = FIRST, #ARGV, WIDTH do
+  if ARGV[i + 4] == '' then
+    sizes[i] = accept(ARGV[i + 1], ARGV[i + 5], garbage)
+    if not sizes[i] then
+      for j in pairs(sizes) do throw_away(ARGV[j + 1]) end
+      return refuse(fail('TOOLATE prompts'))
     end
-    return refuse(fail('TOOLATE prompts'))
   end
 end
 
@@ -61,7 +61,7 @@ for i = FIRST, #ARGV, WIDTH do
     fields[count + 1], fields[count + 2] = 'retries', retries + 1
     count = count + 2
   end
-  local stored, room = bytes_of(pointer), math.max(1, gate.room_for(tonumber(worst)))
+  local stored, room = sizes[i] or bytes_of(pointer), math.max(1, gate.room_for(tonumber(worst)))
   stored_bytes, reserved_bytes = stored_bytes + stored, reserved_bytes + room
   fields[2], fields[4], fields[8], fields[10] = pointer, trace, stored, room
   if facts ~= '' then

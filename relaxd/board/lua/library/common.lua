@@ -149,22 +149,24 @@ local function found_in(set, members)
 end
 
 -- Make an attempt's payloads last: finish() stores the shared one, and the slices expire no more (those on data nodes last
--- already). Return whether it could be done; otherwise the attempt came too late. `garbage` has the pointers among the caller's
--- that are garbage: those of a request that arrived late, for a second time.
+-- already). Return their bytes; nil if the attempt came too late. `garbage` has the pointers among the caller's that are
+-- garbage: those of a request that arrived late, for a second time.
 local function accept(pointer, shared, garbage)
-  if garbage[pointer] then return false end
+  if garbage[pointer] then return nil end
+  local key, bytes = P .. 'columns:' .. pointer, #shared
   if string.find(pointer, ',', 1, true) then
-    if call('ZREM', PENDING, pointer) == 0 then return false end
+    if call('ZREM', PENDING, pointer) == 0 then return nil end
     for _, key in ipairs(slice_keys(pointer)) do
       if call('PERSIST', key) == 0 then
         throw_away(pointer)
-        return false
+        return nil
       end
     end
+    key, bytes = shared_key(pointer), bytes_of(pointer)
   end
-  stored[#stored + 1] = shared_key(pointer)
+  stored[#stored + 1] = key
   stored[#stored + 1] = shared
-  return true
+  return bytes
 end
 
 -- Add to the bytes that a group has stored.

@@ -13,11 +13,12 @@ for i = 2, #ARGV, 7 do
   if group and group['@' .. stage] == pointer then
     result = 1 -- repeated: the reply was lost
   elseif group and group['entry:' .. stage] and not group['@' .. stage] then
-    if accept(pointer, shared, garbage) then
+    local bytes = accept(pointer, shared, garbage)
+    if bytes then
       result = 1
       remove_entry(stage, group['entry:' .. stage])
       group['@' .. stage] = pointer
-      local bytes = bytes_of(pointer) - release_saved(id, group, stage)
+      bytes = bytes - release_saved(id, group, stage)
       local changes = { '@' .. stage, pointer, 'stored', group.stored + bytes }
       stored_bytes = stored_bytes + bytes
       -- The first stage that commits writes nearly all that a group ever stores: the room that was reserved for it is free.

@@ -16,8 +16,9 @@ if pointer == '' then
   add_stored(id, -release_saved(id, group, stage))
   return finish(1)
 end
-if not accept(pointer, shared, found_in(GARBAGE, { pointer })) then return finish(-1) end
-add_stored(id, bytes_of(pointer))
+local bytes = accept(pointer, shared, found_in(GARBAGE, { pointer }))
+if not bytes then return finish(-1) end
+add_stored(id, bytes)
 call('HSET', group_key(id), field, after)
 if forgiven == '1' and group['forgiven_attempt:' .. stage] ~= attempt then
   call('HSET', group_key(id), 'forgiven_attempt:' .. stage, attempt)
