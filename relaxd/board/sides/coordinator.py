@@ -11,7 +11,7 @@ import redis
 
 from relaxd.board.connection import RedisConnection
 from relaxd.board.core import BoardCore, GroupAttempt, reading
-from relaxd.board.errors import BoardError, BoardUnavailable, TooLate
+from relaxd.board.errors import BoardError, BoardUnavailable
 from relaxd.board.facts import facts_json, parse_fate
 from relaxd.board.gate_reasons import explain_limit
 from relaxd.board.payloads import transfer
@@ -198,26 +198,21 @@ class CoordinatorSide(BoardCore):
                 attempts[group.group_id] = attempt
         cursor_json = "" if cursor is None else json.dumps(cursor)
 
-        def script(indices: list[int]) -> list[int]:
-            arguments: list[str | int | bytes] = []
+        def arguments(_: list[int]) -> list[Any]:
+            result: list[Any] = [*self._node_bytes(), term, self._routes, cursor_json]
             for group in groups:
                 attempt = attempts.get(group.group_id)
                 pointer, shared = (attempt.pointer, attempt.shared) if attempt is not None else ("", b"")
                 trace = json.dumps(dict(group.trace)) if group.trace else "{}"
-                arguments += [group.group_id, pointer, trace, group.worst_bytes, group.retry_of or "", shared]
-                arguments.append(facts_json(group.facts))
-            try:
-                before = (*self._node_bytes(), term, self._routes, cursor_json)
-                self._connection.script("publish", self.prefix, *before, *arguments)
-            except TooLate:
-                return [-1] * len(indices)
-            return [1] * len(indices)
+                result += (group.group_id, pointer, trace, group.worst_bytes, group.retry_of or "", shared)
+                result.append(facts_json(group.facts))
+            return result
 
         written = [GroupAttempt(group_id, PUBLISH, attempt) for group_id, attempt in attempts.items()]
         if written:
-            self._commit_attempts(written, script)
+            self._commit_attempts(written, "publish", arguments)
         else:
-            script([])
+            self._connection.script("publish", self.prefix, *arguments([]))
         return [group.group_id for group in groups]
 
     def reclaim(self, *, term: int, consumer: str) -> int:

@@ -126,11 +126,10 @@ class StageSide(BoardCore):
         self._check_size(delivery.group_id, f"the unfinished work of stage {delivery.stage!r}", attempt)
         hold = (delivery.group_id, delivery.stage, delivery.entry_id, delivery.consumer, delivery.attempt)
 
-        def script(_: list[int]) -> list[int]:
-            part = (after, attempt.pointer, attempt.shared, int(forgiven))
-            return [int(self._connection.script("save", self.prefix, *hold, *part))]
+        def arguments(_: list[int]) -> list[Any]:
+            return [*hold, after, attempt.pointer, attempt.shared, int(forgiven)]
 
-        done = self._commit_attempts([GroupAttempt(delivery.group_id, delivery.stage, attempt)], script)
+        done = self._commit_attempts([GroupAttempt(delivery.group_id, delivery.stage, attempt)], "save", arguments)
         return f"{after} {attempt.pointer}".strip() if done == [1] else None
 
     def forget_saved(self, delivery: Delivery, pointers: str) -> bool:
@@ -222,14 +221,13 @@ class StageSide(BoardCore):
         return GroupAttempt(delivery.group_id, delivery.stage, attempt), [version, times, facts_json(facts_of(columns))]
 
     def _commit_together(self, prepared: Sequence[tuple[GroupAttempt, list[Any]]]) -> list[bool]:
-        def script(indices: list[int]) -> list[int]:
-            arguments: list[str | int | bytes] = []
+        def arguments(indices: list[int]) -> list[Any]:
+            result: list[Any] = [self._routes]
             for (group_id, stage, attempt), told in (prepared[index] for index in indices):
-                arguments += [group_id, stage, attempt.pointer, attempt.shared, *told]
-            replies: list[int] = self._connection.script("commit", self.prefix, self._routes, *arguments)
-            return replies
+                result += (group_id, stage, attempt.pointer, attempt.shared, *told)
+            return result
 
-        return [result == 1 for result in self._commit_attempts([one for one, _ in prepared], script)]
+        return [result == 1 for result in self._commit_attempts([one for one, _ in prepared], "commit", arguments)]
 
     def _claim(self, stage: str, consumer: str, count: int) -> list[Delivery]:
         lease = max(1, int(self.limits.lease_seconds * 1000))
@@ -332,10 +330,16 @@ def _join(payloads: Mapping[Place, bytes | None], places: Sequence[Place]) -> di
     return columns
 
 
-def _delivery(stage: str, consumer: str, entry_id: Any, fields: Any, deliveries: int) -> Delivery:
-    """Parse a stream entry. Fields are a flat list of pairs, or a dict."""
-    if not isinstance(fields, dict):
-        fields = dict(zip(fields[::2], fields[1::2], strict=True))
+def _delivery(stage: str, consumer: str, entry_id: bytes, flat: Sequence[bytes], deliveries: int) -> Delivery:
+    """Parse a stream entry. Names and values of its fields take turns."""
+    fields: dict[bytes, bytes] = {}
+    pointers: dict[str, str] = {}
+    both = iter(flat)
+    for name, value in zip(both, both, strict=True):
+        if name[:1] == b"@":
+            pointers[name.decode()] = value.decode()
+        else:
+            fields[name] = value
     trace = fields[b"trace"]
     return Delivery(
         group_id=fields[b"group"].decode(),
@@ -345,5 +349,5 @@ def _delivery(stage: str, consumer: str, entry_id: Any, fields: Any, deliveries:
         attempt=int(fields.get(b"attempts", 0)) + deliveries,
         trace={} if trace == b"{}" else dict(json.loads(trace)),
         enqueued_at=int(entry_id.split(b"-", 1)[0]) * 1000,
-        pointers={name.decode(): value.decode() for name, value in fields.items() if name[:1] == b"@"},
+        pointers=pointers,
     )
