@@ -43,6 +43,7 @@ _REWARDS = (-1.0, -0.5, 0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _LENGTHS = tuple(float(2**power) for power in range(18))
 _STALENESS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0)
 _PER_RUN = ("relaxd.run_id",)
+_PER_REPLICA = ("relaxd.run_id", "relaxd.replica_id")
 _PER_STAGE = ("relaxd.run_id", "relaxd.stage")
 
 METRICS: dict[str, Metric] = {
@@ -373,14 +374,14 @@ METRICS: dict[str, Metric] = {
             "step",
             "1",
             "The rest of the time, in which an engine had no samples, slept or was starting; mean of the engines. "
-            "With 2 to 32 engines also `engine_idle_share_<replica>` of each.",
+            "With 2 to 32 engines `replicas` has that of each.",
         ),
         Metric(
             "gpu_idle_share",
             "step",
             "1",
             "1 - NVML's utilisation (share of time in which a kernel ran) since the last step, mean of the GPUs leased "
-            "by trainer and engines. With up to 32 such replicas also `gpu_idle_share_<replica>` of each.",
+            "by trainer and engines. With 2 to 32 such replicas `replicas` has that of each.",
         ),
         Metric("tokens_per_second", "step", "{token}/s", "tokens divided by step_seconds."),
         Metric(
@@ -466,6 +467,10 @@ METRICS: dict[str, Metric] = {
         Metric("eval_prompts", "step", "{prompt}", "Held-out prompts of an evaluation."),
         Metric("eval_unscored", "step", "{answer}", "Greedy answers that the reward couldn't score; they count as 0."),
         Metric("eval_step", "step", "1", "Step after which the newest evaluation started. Not in metrics.jsonl."),
+        Metric(
+            "replica.engine_idle_share", "gauge", "1", "engine_idle_share of each engine, at each step.", _PER_REPLICA
+        ),
+        Metric("replica.gpu_idle_share", "gauge", "1", "gpu_idle_share of each replica, at each step.", _PER_REPLICA),
         Metric("reward", "histogram", "1", "Reward of each trained sample.", _PER_RUN, _REWARDS),
         Metric(
             "response_length", "histogram", "{token}", "Response tokens of each trained sample.", _PER_RUN, _LENGTHS
@@ -603,6 +608,7 @@ def markdown() -> str:
         "In `metrics.jsonl`, in `Run.metrics` and `WatchRun`, and as OpenTelemetry gauges `relaxd.step.<name>` with",
         "the attribute `relaxd.run_id`. A reward's parts appear as `reward_<part>`; an algorithm may add its own.",
         "`sync_seconds`, `engine_...` and `gpu_...` are measured by the coordinator: they are not in `WatchRun`.",
+        "Shares of single replicas are in `metrics.jsonl` only, as `replicas`: `{METRIC: {REPLICA: share}}`.",
         "",
         "| name | unit | description |",
         "| --- | --- | --- |",
