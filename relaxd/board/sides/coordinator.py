@@ -19,6 +19,7 @@ from relaxd.board.payloads.attempt import all_places, new_names
 from relaxd.board.sizes import NO_EVICTION, RedisMemory
 from relaxd.board.stages import PUBLISH, TRAIN
 from relaxd.board.types import DROP_COUNTERS, JSON, Admission, DropKind, DropReason, Fate, LedgerEntry, NewGroup, Retry
+from relaxd.telemetry import send_span
 
 GROUP_ID = re.compile(r"[^\s,|]+")
 SWEPT_TOGETHER = 256
@@ -213,10 +214,11 @@ class CoordinatorSide(BoardCore):
             return [1] * len(indices)
 
         written = [GroupAttempt(group_id, PUBLISH, attempt) for group_id, attempt in attempts.items()]
-        if written:
-            self._commit_attempts(written, script)
-        else:
-            script([])
+        with send_span(self.stages[0].name, (group.trace for group in groups), {"relaxd.run_id": self.run_id}):
+            if written:
+                self._commit_attempts(written, script)
+            else:
+                script([])
         return [group.group_id for group in groups]
 
     def reclaim(self, *, term: int, consumer: str) -> int:

@@ -4,6 +4,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from relaxd.board.payloads.encoding import decode_columns
 from relaxd.board.schema import LOSS_MASK, VERSIONS
 from relaxd.board.stages import PUBLISH
 from relaxd.board.types import DROP_COUNTERS, Column, Delivery, DropKind, DropReason, Saved
+from relaxd.telemetry import record_receive, settle_span
 
 MAX_CLAIM_INTERVAL = 5.0
 COMMIT_BYTES = 16 << 20
@@ -40,7 +42,7 @@ class StageSide(BoardCore):
         Groups whose lease expired come first (checked four times a lease), then new ones. A group that was delivered
         limits.max_deliveries times without success is dropped as poison. Raises RunMissing, BoardUnavailable.
         """
-        deadline = time.monotonic() + block_seconds
+        deadline, asked_at = time.monotonic() + block_seconds, time.time_ns()
         stream = self._stream(stage)
         while True:
             taken: list[Delivery] = []
@@ -52,6 +54,9 @@ class StageSide(BoardCore):
                 wait = min(deadline - now, self._next_claim[stage] - now, self._connection.timeout_seconds / 2)
                 block = None if taken or wait <= 0 else max(1, int(wait * 1000))
                 taken += self._read(stream, stage, consumer, count - len(taken), block)
+            if taken:
+                traces = (delivery.trace for delivery in taken)
+                record_receive(stage, traces, asked_at, self.client_attributes(consumer))
             if taken or time.monotonic() >= deadline:
                 return taken
 
@@ -155,7 +160,8 @@ class StageSide(BoardCore):
             return 0
         arguments = [part for d in deliveries for part in (d.group_id, d.entry_id, d.attempt)]
         settings = (stage, consumer, int(failed), self.limits.max_deliveries)
-        return int(self._connection.script("nack", self.prefix, *settings, *arguments))
+        with self._settling("nack", deliveries):
+            return int(self._connection.script("nack", self.prefix, *settings, *arguments))
 
     def redo(self, stage: str, consumer: str, deliveries: Sequence[Delivery], *, again: str) -> int:
         """Have another stage write its columns of held groups again. Returns how many were still held.
@@ -166,7 +172,8 @@ class StageSide(BoardCore):
         if not deliveries:
             return 0
         arguments = [part for d in deliveries for part in (d.group_id, d.entry_id, d.attempt)]
-        return int(self._connection.script("redo", self.prefix, stage, consumer, again, *arguments))
+        with self._settling("redo", deliveries):
+            return int(self._connection.script("redo", self.prefix, stage, consumer, again, *arguments))
 
     def commit(self, items: Sequence[tuple[Delivery, Mapping[str, Column]]]) -> list[bool]:
         """Commit exactly the columns that each delivery's stage writes, and offer the groups to the next stages.
@@ -180,8 +187,9 @@ class StageSide(BoardCore):
             self._prepare(delivery, columns, name) for (delivery, columns), name in zip(items, names, strict=True)
         ]
         results: list[bool] = []
-        for together in transfer.gather(prepared, lambda one: one[0].attempt.nbytes, COMMIT_BYTES):
-            results += self._commit_together(together)
+        with self._settling("commit", [delivery for delivery, _ in items]):
+            for together in transfer.gather(prepared, lambda one: one[0].attempt.nbytes, COMMIT_BYTES):
+                results += self._commit_together(together)
         return results
 
     def drop(
@@ -202,7 +210,18 @@ class StageSide(BoardCore):
         again = "unscored" if reason == DropReason.REWARD_FAILED else int(retry)
         settings = (reason, again, self.limits.max_retries, DROP_COUNTERS[counts], detail)
         hold = (delivery.stage, delivery.entry_id, delivery.consumer, delivery.attempt)
-        return bool(self._connection.script("drop", self.prefix, delivery.group_id, *settings, *hold))
+        with self._settling("drop", [delivery], {"relaxd.reason": str(reason)}):
+            return bool(self._connection.script("drop", self.prefix, delivery.group_id, *settings, *hold))
+
+    def _settling(
+        self, name: str, deliveries: Sequence[Delivery], attributes: Mapping[str, str] | None = None
+    ) -> AbstractContextManager[object]:
+        """Open the span of an operation that ends holds of one stage."""
+        if not deliveries:
+            return nullcontext()
+        stage, consumer = deliveries[0].stage, deliveries[0].consumer
+        more = {**self.client_attributes(consumer), **(attributes or {})}
+        return settle_span(name, stage, (delivery.trace for delivery in deliveries), more)
 
     def _prepare(self, delivery: Delivery, columns: Mapping[str, Column], name: str) -> tuple[GroupAttempt, list[Any]]:
         """Return an attempt to commit these columns, and what the script is told besides its pointer and bytes."""

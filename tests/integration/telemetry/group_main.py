@@ -3,11 +3,14 @@
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import sys
+import time
 from pathlib import Path
 
 import grpc
+from opentelemetry import trace
 
 from relaxd import telemetry
 from relaxd.rpc.client import channel
@@ -96,7 +99,7 @@ def main() -> None:
         telemetry.write_traces(Path(folder))
     match role:
         case "coordinator":
-            with telemetry.publish_span("g1") as published:
+            with telemetry.create_span("g1", "rollout") as published:
                 print(json.dumps(published))
             asyncio.run(traced_calls())
             telemetry.record("queue.waiting", 3, {"relaxd.stage": "rollout"})
@@ -106,17 +109,21 @@ def main() -> None:
         case "away":
             export_in_vain()
         case "rollout":
-            span = telemetry.open_stage_span("rollout", carrier, waited_seconds=0.5)
+            span = telemetry.open_stage_span("rollout", "g1", carrier, waited_seconds=0.5)
             span.end()
         case "reward":
-            with telemetry.stage_span("reward", carrier, waited_seconds=0.25, attributes={"samples": 8}):
-                telemetry.record("queue.wait_seconds", 0.25, {"relaxd.stage": "reward"})
-        case "trainer":
-            with (
-                telemetry.root_span("step") as step,
-                telemetry.stage_span("train", carrier, links=[telemetry.inject(step)]),
-            ):
+            asked_at = time.time_ns()
+            telemetry.record_receive("reward", [carrier, {}], asked_at)
+            attributes = {"samples": 8}
+            span = telemetry.open_stage_span("reward", "g1", carrier, waited_seconds=0.25, attributes=attributes)
+            telemetry.record("queue.wait_seconds", 0.25, {"relaxd.stage": "reward"}, span)
+            with trace.use_span(span, end_on_exit=True):
+                logging.getLogger("relaxd.test").warning("scoring %d samples", 8)
+            with telemetry.settle_span("commit", "reward", [carrier]):
                 pass
+        case "trainer":
+            with telemetry.root_span("step") as step:
+                telemetry.open_stage_span("train", "g1", carrier, links=[telemetry.inject(step)]).end()
             telemetry.record_step("run", 7, {"loss": 0.5, "reward_own": 1.0, "kl": float("nan")})
     telemetry.shutdown()
 
