@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from opentelemetry import trace
-from opentelemetry.context import Context
-from opentelemetry.trace import INVALID_SPAN_CONTEXT, Link, NonRecordingSpan, Span, SpanContext, TraceFlags, TraceState
+from opentelemetry.trace import INVALID_SPAN_CONTEXT, Link, Span, SpanContext, TraceFlags, TraceState
 
 KNOWN = 4096
 """Contexts that are remembered: a group's carrier is read by every operation on it."""
@@ -34,11 +33,6 @@ def remote_context(carrier: Mapping[str, str]) -> SpanContext:
     if not parent or len(parent) > MOST_LETTERS:
         return INVALID_SPAN_CONTEXT
     return _read(parent, state if len(state) <= MOST_LETTERS else "")
-
-
-def extract(carrier: Mapping[str, str]) -> Context:
-    """Return a context in which a carrier's span is the current one."""
-    return trace.set_span_in_context(NonRecordingSpan(remote_context(carrier)), Context())
 
 
 def link_from(carrier: Mapping[str, str]) -> Link | None:

@@ -4,16 +4,16 @@ A group is a message, and a stage the destination that it is sent to. Publishing
 operations on batches, which link to the spans that created their groups. A batch without a traced group has no span.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from opentelemetry.context import Context
-from opentelemetry.trace import INVALID_SPAN, Link, Span, SpanKind
+from opentelemetry import trace
+from opentelemetry.trace import SpanKind
 from opentelemetry.util.types import Attributes, AttributeValue
 
 from relaxd.telemetry.carriers import link_from
-from relaxd.telemetry.setup import enabled, tracer
+from relaxd.telemetry.setup import enabled, open_quick_span
 
 SYSTEM = "redis"
 
@@ -34,55 +34,55 @@ def operation_attributes(
     return found | {"messaging.message.id": message, "relaxd.group_id": message} if message else found
 
 
-@contextmanager
-def send_span(stage: str, carriers: Iterable[Mapping[str, str]], attributes: Attributes = None) -> Iterator[Span]:
-    """Open the span in which a batch of groups is published to a stage, in a trace of its own."""
-    with _batch_span("publish", "send", stage, carriers, attributes, Context()) as span:
-        yield span
+class BatchSpan:
+    """Records what is done in its block as an operation on a batch of groups, if one of them is traced.
 
-
-@contextmanager
-def settle_span(
-    name: str, stage: str, carriers: Iterable[Mapping[str, str]], attributes: Attributes = None
-) -> Iterator[Span]:
-    """Open the span of a call (`name`: commit, nack, drop ...) that settles groups which a stage holds."""
-    with _batch_span(name, "settle", stage, carriers, attributes, None) as span:
-        yield span
-
-
-def record_receive(
-    stage: str, carriers: Iterable[Mapping[str, str]], started_at: int, attributes: Attributes = None
-) -> None:
-    """Record that a consumer took groups. Called afterwards, as most calls find no group.
-
-    `started_at` is when it asked for them, in nanoseconds of Unix time.
+    The span is a child of the current one, if that is recorded, and else in a trace of its own.
     """
-    if not enabled() or not (links := _links(carriers)):
-        return
-    values = operation_attributes("receive", "receive", stage, more=_with_count(attributes, links))
-    tracer().start_span(f"receive {stage}", None, SpanKind.CLIENT, values, links, start_time=started_at).end()
+
+    def __init__(
+        self,
+        name: str,
+        kind: OperationType,
+        stage: str,
+        carriers: Iterable[Mapping[str, str]],
+        attributes: Attributes = None,
+    ) -> None:
+        """`name`: publish, commit, nack ...; `carriers`: those of the groups."""
+        self._name, self._kind, self._stage = name, kind, stage
+        self._carriers, self._attributes = carriers, attributes
+
+    def __enter__(self) -> None:
+        self._started_at = time.time_ns()
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        record_batch(
+            self._name, self._kind, self._stage, self._carriers, self._started_at, self._attributes, error=error
+        )
 
 
-@contextmanager
-def _batch_span(
+def record_batch(
     name: str,
     kind: OperationType,
     stage: str,
     carriers: Iterable[Mapping[str, str]],
-    attributes: Attributes,
-    parent: Context | None,
-) -> Iterator[Span]:
-    if not enabled() or not (links := _links(carriers)):
-        yield INVALID_SPAN
+    started_at: int,
+    attributes: Attributes = None,
+    *,
+    error: BaseException | None = None,
+) -> None:
+    """Record an operation that has ended; see BatchSpan. `started_at` is in nanoseconds of Unix time."""
+    if not enabled() or not (links := [link for link in map(link_from, carriers) if link is not None]):
         return
-    values = operation_attributes(name, kind, stage, more=_with_count(attributes, links))
-    with tracer().start_as_current_span(f"{name} {stage}", parent, SpanKind.CLIENT, values, links) as span:
-        yield span
-
-
-def _links(carriers: Iterable[Mapping[str, str]]) -> list[Link]:
-    return [link for link in map(link_from, carriers) if link is not None]
-
-
-def _with_count(attributes: Attributes, links: list[Link]) -> dict[str, AttributeValue]:
-    return {**(attributes or {}), "messaging.batch.message_count": len(links)}
+    current = trace.get_current_span()
+    parent = current.get_span_context() if current.is_recording() else None
+    count = {"messaging.batch.message_count": len(links)}
+    values = operation_attributes(name, kind, stage, more={**(attributes or {}), **count})
+    span = open_quick_span(f"{name} {stage}", parent, SpanKind.CLIENT, values, links, started_at)
+    if span is None:
+        return
+    if error is not None:
+        span.record_exception(error)
+        span.set_status(trace.StatusCode.ERROR, str(error))
+        span.set_attribute("error.type", type(error).__qualname__)
+    span.end()

@@ -14,7 +14,7 @@ from opentelemetry.util.types import AttributeValue
 
 from relaxd.telemetry.carriers import remote_context
 from relaxd.telemetry.metrics import record
-from relaxd.telemetry.setup import open_call_span
+from relaxd.telemetry.setup import open_quick_span
 
 FAULTS = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
 """Statuses that are a server's errors. The others are answers that its caller has to deal with."""
@@ -48,7 +48,7 @@ def open_client_span(method: RpcMethod) -> Span | None:
     current = trace.get_current_span()
     if not current.is_recording():
         return None
-    return open_call_span(method.name, current.get_span_context(), SpanKind.CLIENT, method.attributes)
+    return open_quick_span(method.name, current.get_span_context(), SpanKind.CLIENT, method.attributes)
 
 
 def end_client_span(span: Span, method: RpcMethod, status: str, ended_at: int | None = None) -> None:
@@ -71,7 +71,7 @@ class ServedCall:
         self._token = None
         parent = remote_context(carrier)
         if parent.is_valid:
-            self._span = open_call_span(method.name, parent, SpanKind.SERVER, method.attributes)
+            self._span = open_quick_span(method.name, parent, SpanKind.SERVER, method.attributes)
             current = NonRecordingSpan(parent) if self._span is None else self._span
             self._token = attach(trace.set_span_in_context(current))
 

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from opentelemetry import metrics, trace
 from opentelemetry.metrics import Meter
-from opentelemetry.trace import SpanContext, SpanKind, Tracer
+from opentelemetry.trace import Link, SpanContext, SpanKind, Tracer
 from opentelemetry.trace import TracerProvider as AbstractTracerProvider
 from opentelemetry.util.types import AttributeValue
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
 
-    from relaxd.telemetry.call_spans import CallSpan
     from relaxd.telemetry.log_export import LogExport
+    from relaxd.telemetry.quick_spans import QuickSpan
     from relaxd.telemetry.trace_files import TraceFiles
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
@@ -39,7 +39,7 @@ _process = ("process", "process")
 """Role and instance: the replica id, with the part's name in a child process."""
 _files: "TraceFiles | None" = None
 _logs: "LogExport | None" = None
-_open_call: "Callable[[str, SpanContext, SpanKind, Mapping[str, AttributeValue]], CallSpan] | None" = None
+_open_quick: "Callable[..., QuickSpan] | None" = None
 """Opens a span for the provider's processors, once there is a provider."""
 
 
@@ -146,18 +146,18 @@ def _resource() -> "Resource":
 
 def _span_provider() -> "TracerProvider":
     """Return this process's provider of recorded spans; make it the first time."""
-    global _open_call
+    global _open_quick
     from opentelemetry.sdk.trace import SynchronousMultiSpanProcessor, TracerProvider
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-    from relaxd.telemetry.call_spans import CallSpan
+    from relaxd.telemetry.quick_spans import QuickSpan
 
     provider = trace.get_tracer_provider()
     if not isinstance(provider, TracerProvider):
         processor, scope = SynchronousMultiSpanProcessor(), InstrumentationScope("relaxd", __version__)
         provider = TracerProvider(resource=_resource(), active_span_processor=processor)
         trace.set_tracer_provider(provider)
-        _open_call = partial(CallSpan, processor=processor, scope=scope, resource=provider.resource)
+        _open_quick = partial(QuickSpan, processor=processor, scope=scope, resource=provider.resource)
     return provider
 
 
@@ -177,16 +177,22 @@ def _tracer_of(provider: AbstractTracerProvider) -> Tracer:
     return provider.get_tracer("relaxd", __version__)
 
 
-def open_call_span(
-    name: str, parent: SpanContext, kind: SpanKind, attributes: Mapping[str, AttributeValue]
-) -> "CallSpan | None":
-    """Open the span of a call, which the caller ends; None if it isn't recorded, as its parent isn't.
+def open_quick_span(
+    name: str,
+    parent: SpanContext | None,
+    kind: SpanKind,
+    attributes: Mapping[str, AttributeValue],
+    links: Sequence[Link] = (),
+    start_time: int | None = None,
+) -> "QuickSpan | None":
+    """Open a span, which the caller ends; None if it isn't recorded, as nothing is or its parent isn't.
 
-    `attributes` belong to the caller, who must not change them: all calls of a method can share them.
+    `attributes` belong to the caller, who must not change them: many spans can share them. `start_time` is in
+    nanoseconds of Unix time; by default now. Without a parent the span is in a new trace.
     """
-    if _open_call is None or not parent.trace_flags.sampled or not enabled():
+    if _open_quick is None or not enabled() or (parent is not None and not parent.trace_flags.sampled):
         return None
-    return _open_call(name, parent, kind, attributes)
+    return _open_quick(name, parent, kind, attributes, links, start_time)
 
 
 def meter() -> Meter:

@@ -15,9 +15,9 @@ from opentelemetry.context import Context
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind
 from opentelemetry.util.types import Attributes
 
-from relaxd.telemetry.carriers import extract, inject, link_from
+from relaxd.telemetry.carriers import inject, link_from, remote_context
 from relaxd.telemetry.messaging import operation_attributes
-from relaxd.telemetry.setup import enabled, tracer
+from relaxd.telemetry.setup import enabled, open_quick_span, tracer
 
 
 @contextmanager
@@ -73,23 +73,26 @@ def open_stage_span(
         attributes: further attributes.
         links: carriers of spans to link to, such as the step's.
     """
-    if not enabled() or not carrier:
+    parent = remote_context(carrier)
+    if not parent.is_valid:
         return INVALID_SPAN
-    parent = extract(carrier)
     more = {**(attributes or {}), "relaxd.stage": stage}
     start = time.time_ns() if started_at is None else started_at * 1000
     if waited_seconds is not None:
         more["relaxd.wait_seconds"] = waited_seconds
         enqueued = start - int(waited_seconds * 1e9)
-        tracer().start_span("wait", parent, SpanKind.INTERNAL, {"relaxd.stage": stage}, start_time=enqueued).end(start)
-    return tracer().start_span(
+        wait = open_quick_span("wait", parent, SpanKind.INTERNAL, {"relaxd.stage": stage}, start_time=enqueued)
+        if wait is not None:
+            wait.end(start)
+    span = open_quick_span(
         f"process {stage}",
         parent,
         SpanKind.CONSUMER,
         operation_attributes("process", "process", stage, group_id, more),
         [link for link in map(link_from, links) if link is not None],
-        start_time=start,
+        start,
     )
+    return INVALID_SPAN if span is None else span
 
 
 @contextmanager

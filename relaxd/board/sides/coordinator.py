@@ -19,7 +19,7 @@ from relaxd.board.payloads.attempt import all_places, new_names
 from relaxd.board.sizes import NO_EVICTION, RedisMemory
 from relaxd.board.stages import PUBLISH, TRAIN
 from relaxd.board.types import DROP_COUNTERS, JSON, Admission, DropKind, DropReason, Fate, LedgerEntry, NewGroup, Retry
-from relaxd.telemetry import send_span
+from relaxd.telemetry import BatchSpan
 
 GROUP_ID = re.compile(r"[^\s,|]+")
 SWEPT_TOGETHER = 256
@@ -214,7 +214,8 @@ class CoordinatorSide(BoardCore):
             return [1] * len(indices)
 
         written = [GroupAttempt(group_id, PUBLISH, attempt) for group_id, attempt in attempts.items()]
-        with send_span(self.stages[0].name, (group.trace for group in groups), {"relaxd.run_id": self.run_id}):
+        traces, attributes = (group.trace for group in groups), {"relaxd.run_id": self.run_id}
+        with BatchSpan("publish", "send", self.stages[0].name, traces, attributes):
             if written:
                 self._commit_attempts(written, script)
             else:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import redis
 
+from relaxd import telemetry
 from relaxd.board.core import WORKERS, BoardCore, GroupAttempt, damaged
 from relaxd.board.errors import BoardError, ColumnError
 from relaxd.board.facts import facts_json, facts_of
@@ -19,11 +20,12 @@ from relaxd.board.payloads.encoding import decode_columns
 from relaxd.board.schema import LOSS_MASK, VERSIONS
 from relaxd.board.stages import PUBLISH
 from relaxd.board.types import DROP_COUNTERS, Column, Delivery, DropKind, DropReason, Saved
-from relaxd.telemetry import record_receive, settle_span
 
 MAX_CLAIM_INTERVAL = 5.0
 COMMIT_BYTES = 16 << 20
 """Most bytes of the groups that are committed together, so that the first doesn't wait for the bytes of all."""
+
+NOTHING: AbstractContextManager[None, None] = nullcontext()
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +57,7 @@ class StageSide(BoardCore):
                 block = None if taken or wait <= 0 else max(1, int(wait * 1000))
                 taken += self._read(stream, stage, consumer, count - len(taken), block)
             if taken:
-                traces = (delivery.trace for delivery in taken)
-                record_receive(stage, traces, asked_at, self.client_attributes(consumer))
+                self._record_receive(taken, asked_at)
             if taken or time.monotonic() >= deadline:
                 return taken
 
@@ -210,18 +211,23 @@ class StageSide(BoardCore):
         again = "unscored" if reason == DropReason.REWARD_FAILED else int(retry)
         settings = (reason, again, self.limits.max_retries, DROP_COUNTERS[counts], detail)
         hold = (delivery.stage, delivery.entry_id, delivery.consumer, delivery.attempt)
-        with self._settling("drop", [delivery], {"relaxd.reason": str(reason)}):
+        with self._settling("drop", [delivery], reason):
             return bool(self._connection.script("drop", self.prefix, delivery.group_id, *settings, *hold))
 
+    def _record_receive(self, taken: Sequence[Delivery], asked_at: int) -> None:
+        if telemetry.enabled():
+            stage, more = taken[0].stage, self.client_attributes(taken[0].consumer)
+            telemetry.record_batch("receive", "receive", stage, (one.trace for one in taken), asked_at, more)
+
     def _settling(
-        self, name: str, deliveries: Sequence[Delivery], attributes: Mapping[str, str] | None = None
-    ) -> AbstractContextManager[object]:
-        """Open the span of an operation that ends holds of one stage."""
-        if not deliveries:
-            return nullcontext()
-        stage, consumer = deliveries[0].stage, deliveries[0].consumer
-        more = {**self.client_attributes(consumer), **(attributes or {})}
-        return settle_span(name, stage, (delivery.trace for delivery in deliveries), more)
+        self, name: str, deliveries: Sequence[Delivery], reason: str = ""
+    ) -> AbstractContextManager[None, None]:
+        """Record the block as an operation that ends holds of one stage."""
+        if not deliveries or not telemetry.enabled():
+            return NOTHING
+        more = self.client_attributes(deliveries[0].consumer)
+        more |= {"relaxd.reason": reason} if reason else {}
+        return telemetry.BatchSpan(name, "settle", deliveries[0].stage, (one.trace for one in deliveries), more)
 
     def _prepare(self, delivery: Delivery, columns: Mapping[str, Column], name: str) -> tuple[GroupAttempt, list[Any]]:
         """Return an attempt to commit these columns, and what the script is told besides its pointer and bytes."""

@@ -348,7 +348,7 @@ class Training:
         traces = [taken.delivery.trace for taken in opened.members.values()]
         while True:
             try:
-                with telemetry.settle_span("commit_step", TRAIN, traces, {"relaxd.step": plan.step}):
+                with telemetry.BatchSpan("commit_step", "settle", TRAIN, traces, {"relaxd.step": plan.step}):
                     self._board.commit_step(
                         term=self._term, step=plan.step, plan=plan.to_json(), metrics=metrics, samples=samples
                     )

@@ -43,7 +43,7 @@ def test_a_launcher_exports(receiver: OtlpReceiver, redis_url: str) -> None:
         assert process.wait(timeout=30) == 0
     finally:
         kill(process)
-    (span,) = receiver.wait_for(lambda r: r.spans())
+    (span,) = receiver.wait_for(lambda r: r.spans(), 20)
     assert (span.service, span.instance, span.kind) == ("relaxd-launcher", "launcher-1", "SERVER")
     assert (span.name, span.parent_id) == ("relaxd.v1.Launcher/Launch", f"{CALLER.span_id:016x}")
     told = [log for log in receiver.logs() if log.body.startswith("launched a")]

@@ -24,7 +24,7 @@ def receiver():
 def play(role: str, environment: dict[str, str], *words: str) -> str:
     process = run_python("-m", "tests.integration.telemetry.group_main", role, *words, environment=environment)
     assert process.returncode == 0, process.stderr
-    return (process.stderr if role in ("abandoned", "away") else process.stdout).strip()
+    return (process.stderr if role in ("abandoned", "away", "stage") else process.stdout).strip()
 
 
 @pytest.fixture(scope="module")
@@ -218,6 +218,28 @@ def test_a_call_whose_caller_left_is_no_success(receiver):
     assert counts == {("Score", "CANCELLED"): 1, ("Score", "DEADLINE_EXCEEDED"): 1, ("Generate", "CANCELLED"): 2}
     assert log.count("/relaxd.v1.Rollout/Generate was cancelled: CANCELLED") == 2
     assert "ERROR" not in log
+
+
+def test_a_stage_that_fails_says_so_in_its_groups_trace(receiver: OtlpReceiver, redis_url: str) -> None:
+    log = play("stage", receiver.environment(), redis_url)
+    of_stage = [span for span in received(receiver, "drop rollout") if span.instance == "stage-1"]
+    (create,) = [span for span in of_stage if span.name == "create rollout"]
+    failed, dropped = sorted((s for s in of_stage if s.name == "process rollout"), key=lambda span: span.start)
+    assert (failed.error, failed.attributes["relaxd.attempt"]) == (True, 1)
+    assert (dropped.error, dropped.attributes["relaxd.attempt"]) == (False, 2)
+    (line,) = [line for line in log.splitlines() if "stage rollout failed on group g1 (attempt 1): broken" in line]
+    assert line.endswith(f" trace_id={create.trace_id} span_id={failed.span_id}")
+    (told,) = [record for record in receiver.logs() if "failed on group g1" in record.body]
+    assert (told.trace_id, told.span_id, told.severity) == (create.trace_id, failed.span_id, "ERROR")
+    assert told.attributes["exception.type"] == "ValueError"
+    assert "ValueError: broken" in told.attributes["exception.stacktrace"]
+    batches = {span.name: span for span in of_stage if span.links}
+    assert batches.keys() == {f"{name} rollout" for name in ("publish", "receive", "nack", "drop")}
+    for span in batches.values():
+        assert span.links == ((create.trace_id, create.span_id),)
+        assert span.attributes["relaxd.run_id"] == "run"
+        assert (span.attributes.get("messaging.client.id") == "rollout-1") == (span.name != "publish rollout")
+    assert batches["drop rollout"].attributes["relaxd.reason"] == "reward_failed"
 
 
 def test_nothing_is_exported_and_groups_are_not_traced_without_an_endpoint():

@@ -11,10 +11,10 @@ from opentelemetry.semconv._incubating.metrics import rpc_metrics
 from opentelemetry.semconv.attributes import code_attributes, error_attributes, exception_attributes, server_attributes
 from opentelemetry.trace import SpanContext, SpanKind, StatusCode, TraceFlags
 
-from relaxd.telemetry.call_spans import CallSpan
 from relaxd.telemetry.log_export import attributes_of
 from relaxd.telemetry.messaging import operation_attributes
 from relaxd.telemetry.metrics import METRICS
+from relaxd.telemetry.quick_spans import QuickSpan
 from relaxd.telemetry.rpc import RpcMethod
 from tests.kit.boards import make_board
 
@@ -74,10 +74,11 @@ class Kept(SpanProcessor):
         self.spans.append(span)
 
 
-def test_a_calls_span_can_do_what_spans_can() -> None:
+def test_a_quick_span_can_do_what_spans_can() -> None:
     kept, shared = Kept(), {"rpc.method": "a/B"}
     parent = SpanContext(7, 8, is_remote=True, trace_flags=TraceFlags(1))
-    span = CallSpan("a/B", parent, SpanKind.SERVER, shared, kept, InstrumentationScope("relaxd"), None)
+    sent_to = {"processor": kept, "scope": InstrumentationScope("relaxd"), "resource": None}
+    span = QuickSpan("a/B", parent, SpanKind.SERVER, shared, **sent_to)
     assert span.is_recording()
     span.set_attribute("relaxd.request_id", "r1")
     span.add_event("began")
