@@ -171,6 +171,11 @@ class BoardCore:
         """Return the columns that a stage of the run writes."""
         return self._by_name[stage].writes
 
+    def client_attributes(self, consumer: str) -> dict[str, str]:
+        """Return the attributes of a consumer in its spans."""
+        names = {"messaging.consumer.group.name": WORKERS, "messaging.client.id": consumer}
+        return {"relaxd.run_id": self.run_id, **names}
+
     def close(self) -> None:
         """Close the connections to Redis."""
         self._nodes.close()

@@ -20,6 +20,7 @@ from relaxd.board.sizes import NO_EVICTION, RedisMemory
 from relaxd.board.stages import PUBLISH, TRAIN
 from relaxd.board.types import DROP_COUNTERS, JSON, Admission, DropKind, DropReason, Fate, LedgerEntry, NewGroup, Retry
 from relaxd.redis_client import keys_of
+from relaxd.telemetry import BatchSpan
 
 GROUP_ID = re.compile(r"[^\s,|]+")
 SWEPT_TOGETHER = 256
@@ -209,10 +210,12 @@ class CoordinatorSide(BoardCore):
             return result
 
         written = [GroupAttempt(group_id, PUBLISH, attempt) for group_id, attempt in attempts.items()]
-        if written:
-            self._commit_attempts(written, "publish", arguments)
-        else:
-            self._connection.script("publish", self.prefix, *arguments([]))
+        traces, attributes = (group.trace for group in groups), {"relaxd.run_id": self.run_id}
+        with BatchSpan("publish", "send", self.stages[0].name, traces, attributes):
+            if written:
+                self._commit_attempts(written, "publish", arguments)
+            else:
+                self._connection.script("publish", self.prefix, *arguments([]))
         return [group.group_id for group in groups]
 
     def reclaim(self, *, term: int, consumer: str) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 from relaxd.config import RolloutConfig
 from relaxd.process.child import Child, ChildExit, ChildExited
 from relaxd.process.gpu_lease import GpuLease
+from relaxd.roles import ROLLOUT
 from relaxd.rpc.errors import RpcError
 from relaxd.v1 import engine_pb2, engine_pb2_grpc, rollout_pb2, rollout_pb2_grpc, weights_pb2
 from services.rollout.engines.engine import RolloutEngine
@@ -72,6 +73,7 @@ class ChildEngine(RolloutEngine):
         *,
         environment: Mapping[str, str],
         name: str,
+        role: str = ROLLOUT,
         log_level: str,
         python: str = "",
         on_exit: Callable[[ChildExit], None],
@@ -86,7 +88,8 @@ class ChildEngine(RolloutEngine):
             folder: the model.
             config: the run's [rollout] table.
             environment: set on top of this process's; names the GPUs that the engine may use.
-            name: name of the replica, for logs.
+            name: id of the replica, for logs and traces.
+            role: role of the replica, for traces.
             log_level: log level.
             python: another interpreter than this process's.
             on_exit: called when the process ends unexpectedly, before running requests fail.
@@ -99,7 +102,7 @@ class ChildEngine(RolloutEngine):
         threads = {"OMP_NUM_THREADS": str(config.threads)} if config.threads else {}
         child = await Child.start(
             MODULES[config.engine],
-            ["--name", f"{name}/engine", "--log-level", log_level],
+            ["--role", role, "--name", name, "--log-level", log_level],
             {**environment, **threads},
             python=python or None,
             name="the engine",

@@ -345,11 +345,13 @@ class Training:
         }
         metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}  # JSON has no NaN
         samples = shown_samples(groups, plan.step, self._config.telemetry.samples_per_step, plan.whitening)
+        traces = [taken.delivery.trace for taken in opened.members.values()]
         while True:
             try:
-                self._board.commit_step(
-                    term=self._term, step=plan.step, plan=plan.to_json(), metrics=metrics, samples=samples
-                )
+                with telemetry.BatchSpan("commit_step", "settle", TRAIN, traces, {"relaxd.step": plan.step}):
+                    self._board.commit_step(
+                        term=self._term, step=plan.step, plan=plan.to_json(), metrics=metrics, samples=samples
+                    )
                 break
             except BoardUnavailable as error:
                 logger.warning("step %d can't be committed yet: %s", plan.step, error)
