@@ -157,6 +157,8 @@ class TeacherService(StageReplica):
             self._turns += 1
 
     def _on_engine_exit(self, ended: ChildExit) -> None:
+        if self._loading:
+            return  # start_run raises
         code = ended.exit_code
         how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
         self._context.give_up(f"the teacher's engine {how}")
