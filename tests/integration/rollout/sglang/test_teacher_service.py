@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ MODULE = ROLES[TEACHER].modules["sglang"]
 TEMPERATURE = 0.8
 TOP_K = 5
 SAMPLES = 3
+QUIET_SECONDS = 4.0
 MASK = np.tile(np.array([0, 1, 1, 0, 1, 1], np.uint8), SAMPLES)
 
 
@@ -160,7 +162,16 @@ def test_an_engine_that_is_killed_ends_the_replica_and_its_groups_go_to_the_next
         wait_until_ready(coordinator)
         (engine,) = psutil.Process(process.process.pid).children()
         family = [engine, *engine.children(recursive=True)]
+        for scheduler in family[1:]:
+            os.kill(scheduler.pid, signal.SIGSTOP)
         groups = feeder.feed(3, 0, length=200)
+        coordinator.wait(lambda: coordinator.status.gauges["tokens_in_flight"] > 200)
+        coordinator.wait(lambda: coordinator.status.held_groups >= 2)
+        # What hangs makes no progress, by which the coordinator knows it.
+        begun, before = time.monotonic(), coordinator.status.progress
+        while time.monotonic() - begun < QUIET_SECONDS:
+            time.sleep(0.2)
+            assert coordinator.status.progress <= before + 1  # a report may have been on its way
         os.kill(engine.pid, signal.SIGKILL)
         assert process.process.wait(60) == 1  # a supervisor starts the next
         assert not psutil.wait_procs(family, timeout=60)[1]
