@@ -2,14 +2,15 @@
 
     python -m benchmarks.algorithms                            # CPU, a tiny random model that learns to count: minutes
     python -m benchmarks.algorithms --seeds 0 1 2 3 4 --lr 5e-3 2e-3 --jobs 14
+    python -m benchmarks.algorithms --task addition --model FOLDER --seeds 0 1 2 --jobs 9   # one GPU: SmolLM2's sums
     python -m benchmarks.algorithms --draw                     # the picture of results that were made elsewhere
     python -m benchmarks.algorithms --task demo --seeds 1      # `relaxd demo --algorithm NAME`: minutes each
     python -m benchmarks.algorithms --task demo --seeds 1 2 --folder FOLDER    # goes on where it was interrupted
 
-counting is benchmarks/delayed_training.py: the trainer's learner and losses in one process, on answers of the version
-before, from an engine in the trainer's precision. Each algorithm has its own defaults, but for SETTINGS; all are run at
-the same learning rates. demo runs all services on SmolLM2-135M. The algorithms get the same prompts in the same order,
-but for the groups that some drop.
+counting and addition are benchmarks/delayed_training.py: the trainer's learner and losses in one process, on answers of
+the version before, from an engine in the trainer's precision. Each algorithm has its own defaults, but for SETTINGS;
+all are run at the same learning rates. demo runs all services on SmolLM2-135M. The algorithms get the same prompts in
+the same order, but for the groups that some drop.
 
 Results of each algorithm over the seeds: the reward at the end (mean of the last fifth of the steps) and over all
 steps, and the share of clipped tokens; for the demo also greedy accuracy on held-out sums, before and after.
@@ -31,35 +32,55 @@ from typing import Any
 from benchmarks.delayed_training import Setting, train
 from benchmarks.reporting import RESULTS, report
 from relaxd.algorithms import ALGORITHMS, create
+from relaxd.config import AlgorithmConfig
 from relaxd.config.algorithm import ALGORITHM
+from relaxd.data.models import resolve_model
 from tests.kit.models import make_tiny_model
 
-SETTINGS: dict[str, dict[str, Any]] = {"dr_grpo": {"constant_length": 16}, "rloo": {"correction": "tis"}}
-"""Settings for counting that aren't the algorithm's defaults: answers have 16 tokens, and are a version old."""
+NEW_TOKENS = {"counting": 16, "addition": 12}
+SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
+    "counting": {"dr_grpo": {"constant_length": 16}, "rloo": {"correction": "tis"}},
+    # As in `relaxd demo`, whose task this is.
+    "addition": {
+        "dr_grpo": {"constant_length": 12},
+        "gspo": {"clip_low": 0.03, "clip_high": 0.04},
+        "rloo": {"correction": "tis"},
+    },
+}
+"""Settings by task that aren't the algorithm's defaults: answers are short, and a version old."""
 SMOOTHED = 5
 """Steps of the mean that is drawn."""
-CURVES = RESULTS / "algorithms-counting-curves.json"
-"""Every seed's reward by step."""
 Lines = list[dict[str, Any]]
 """Metrics of a run's steps; "reward", "clip_fraction"."""
 
 
-def count(name: str, seed: int, steps: int, lr: float, model: Path) -> Lines:
-    """Train the tiny model to count."""
+def curves_file(task: str) -> Path:
+    """Return the file of every seed's reward by step."""
+    return RESULTS / f"algorithms-{task}-curves.json"
+
+
+def configure(task: str, name: str) -> AlgorithmConfig:
+    """Return an algorithm's configuration for a task."""
+    found: AlgorithmConfig = ALGORITHM.validate_python({"name": name, **SETTINGS[task].get(name, {})})
+    return found
+
+
+def learn(task: str, name: str, seed: int, steps: int, lr: float, model: Path) -> Lines:
+    """Train the model on a task: a tiny one to count, SmolLM2 to add on a GPU."""
+    counting = task == "counting"
     setting = Setting(
         model=model,
-        task="counting",
+        task=task,
         steps=steps,
         groups=8,
         samples=8,
-        new_tokens=16,
+        new_tokens=NEW_TOKENS[task],
         lr=lr,
-        trainer_dtype="float32",
-        engine_dtype="float32",
+        trainer_dtype="float32" if counting else "bfloat16",
+        engine_dtype="float32" if counting else "bfloat16",
         threads=1,
     )
-    algorithm = ALGORITHM.validate_python({"name": name, **SETTINGS.get(name, {})})
-    lines: Lines = train(setting, algorithm, 1, seed, lambda line: None)
+    lines: Lines = train(setting, configure(task, name), 1, seed, lambda line: None)
     return lines
 
 
@@ -75,29 +96,30 @@ def demo(name: str, seed: int, steps: int | None, folder: Path) -> tuple[Lines, 
     return lines, json.loads((run / "summary.json").read_text())
 
 
-def can_count(name: str) -> bool:
-    """Return whether an algorithm needs neither a critic nor a teacher, which counting doesn't have."""
-    needs = create(ALGORITHM.validate_python({"name": name, **SETTINGS.get(name, {})})).needs
+def has_no_model_of_its_own(name: str) -> bool:
+    """Return whether an algorithm needs neither a critic nor a teacher, which one process doesn't have."""
+    needs = create(configure("counting", name)).needs
     return not needs.values and set(needs.advantages) <= {"loss_mask"}
 
 
-def count_all(names: list[str], seeds: list[int], lrs: list[float], steps: int, jobs: int) -> dict[str, list[Lines]]:
-    """Train the tiny model with each algorithm, learning rate and seed, in `jobs` processes.
+def learn_all(
+    task: str, model: Path, names: list[str], seeds: list[int], lrs: list[float], steps: int, jobs: int
+) -> dict[str, list[Lines]]:
+    """Train the model with each algorithm, learning rate and seed, in `jobs` processes.
 
     Returns:
         The seeds' lines by "algorithm, learning rate R".
     """
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before the processes start: the task is too small for a GPU
+    if task == "counting":  # before the processes start: the task is too small for a GPU
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     settings = [(name, lr) for lr in lrs for name in names]
-    with tempfile.TemporaryDirectory(prefix="relaxd-algorithms-") as place:
-        model = make_tiny_model(Path(place) / "model", architecture="qwen3")
-        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=20) as pool:
-            runs = [[pool.submit(count, name, seed, steps, lr, model) for seed in seeds] for name, lr in settings]
-            curves = {}
-            for (name, lr), found in zip(settings, runs, strict=True):
-                curves[f"{name}, learning rate {lr:g}"] = [_short(one.result()) for one in found]
-                CURVES.write_text(json.dumps(curves) + "\n")
-                print(f"{name}, learning rate {lr:g}: done", flush=True)
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=20) as pool:
+        runs = [[pool.submit(learn, task, name, seed, steps, lr, model) for seed in seeds] for name, lr in settings]
+        curves = {}
+        for (name, lr), found in zip(settings, runs, strict=True):
+            curves[f"{name}, learning rate {lr:g}"] = [_short(one.result()) for one in found]
+            curves_file(task).write_text(json.dumps(curves) + "\n")
+            print(f"{name}, learning rate {lr:g}: done", flush=True)
     return curves
 
 
@@ -156,34 +178,48 @@ def _running_mean(values: list[float]) -> list[float]:
     return [statistics.mean(values[max(0, end - SMOOTHED) : end]) for end in range(1, len(values) + 1)]
 
 
-def draw_counting(curves: Mapping[str, list[Lines]]) -> None:
-    """Draw the picture of counting."""
+def draw_task(task: str, curves: Mapping[str, list[Lines]]) -> None:
+    """Draw the picture of a task that one process runs."""
     seeds = max(map(len, curves.values()))
-    draw(curves, f"counting, {seeds} seeds" if seeds > 1 else "counting", RESULTS / "algorithms-counting.png")
+    draw(curves, f"{task}, {seeds} seeds" if seeds > 1 else task, RESULTS / f"algorithms-{task}.png")
 
 
 def main() -> None:
     """Run every algorithm with every seed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", choices=("counting", "demo"), default="counting")
+    parser.add_argument("--task", choices=("counting", "addition", "demo"), default="counting")
+    parser.add_argument("--model", help="folder or name of a language model, for addition")
     parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, help="default: all that the task can run")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, help="default: 100 for counting, the demo's own")
-    parser.add_argument("--lr", nargs="+", type=float, default=[5e-3], help="learning rates, for counting")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, for counting")
+    parser.add_argument("--steps", type=int, help="default: 100 for counting, 60 for addition, the demo's own")
+    parser.add_argument(
+        "--lr", nargs="+", type=float, help="learning rates; default: 5e-3 for counting, 3e-5 for addition"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, but for the demo")
     parser.add_argument("--folder", type=Path, help="the demo's runs, which are kept there; default: nowhere")
-    parser.add_argument("--draw", action="store_true", help="only draw the last results of counting again")
+    parser.add_argument("--draw", action="store_true", help="only draw the task's last results again")
     options = parser.parse_args()
     seeds: list[int] = options.seeds
-    counting = options.task == "counting"
-    names: list[str] = options.algorithms or [name for name in ALGORITHMS if not counting or can_count(name)]
+    task: str = options.task
+    if task == "addition" and options.model is None and not options.draw:
+        parser.error("--task addition needs --model")
+    alone = task != "demo"
+    names: list[str] = options.algorithms or [n for n in ALGORITHMS if not alone or has_no_model_of_its_own(n)]
     if options.draw:
-        draw_counting(json.loads(CURVES.read_text()))
+        draw_task(task, json.loads(curves_file(task).read_text()))
         return
-    if counting:
-        curves = count_all(names, seeds, options.lr, options.steps or 100, options.jobs)
-        report("algorithms-counting", [row(name, runs) for name, runs in curves.items()], seeds=seeds, lr=options.lr)
-        draw_counting(curves)
+    if alone:
+        counting = task == "counting"
+        lrs: list[float] = options.lr or [5e-3 if counting else 3e-5]
+        with tempfile.TemporaryDirectory(prefix="relaxd-algorithms-") as place:
+            model = (
+                make_tiny_model(Path(place) / "model", architecture="qwen3")
+                if counting
+                else resolve_model(options.model)
+            )
+            curves = learn_all(task, model, names, seeds, lrs, options.steps or (100 if counting else 60), options.jobs)
+        report(f"algorithms-{task}", [row(name, runs) for name, runs in curves.items()], seeds=seeds, lr=lrs)
+        draw_task(task, curves)
         return
     curves, rows = {}, []
     with tempfile.TemporaryDirectory(prefix="relaxd-algorithms-") as place:

@@ -23,7 +23,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from benchmarks.reporting import report
 from relaxd import telemetry
 from relaxd.roles import REWARD
-from relaxd.rpc.access import Tokens
+from relaxd.rpc.access.tokens import Tokens
 from relaxd.rpc.client import channel
 from relaxd.rpc.security import ServerSecurity
 from relaxd.rpc.server import start_server

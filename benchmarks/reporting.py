@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pynvml
 from rich.console import Console
 from rich.table import Table
 
@@ -16,7 +17,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def machine() -> dict[str, Any]:
-    """Describe the machine: processor, cores, memory in GiB, Python, and its load before the benchmark."""
+    """Describe the machine: processor, cores, memory in GiB, GPUs, Python, and its load before the benchmark."""
     cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
     model = next(
         (line.split(":", 1)[1].strip() for line in cpuinfo if "model name" in line),
@@ -26,6 +27,7 @@ def machine() -> dict[str, Any]:
         "processor": model,
         "cores": os.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30),
+        **({"gpus": gpus} if (gpus := _gpus()) else {}),
         "python": platform.python_version(),
         "load_before": round(os.getloadavg()[0], 2),
     }
@@ -45,3 +47,13 @@ def report(name: str, rows: Sequence[Mapping[str, Any]], **facts: Any) -> None:
     RESULTS.mkdir(exist_ok=True)
     document = {"name": name, "date": time.strftime("%Y-%m-%d"), "machine": machine(), **facts, "rows": list(rows)}
     (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=2) + "\n")
+
+
+def _gpus() -> list[str]:
+    """Return the names of the GPUs, none without NVIDIA's driver."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    return [pynvml.nvmlDeviceGetName(handle) for handle in handles]

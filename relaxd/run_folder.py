@@ -5,6 +5,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,15 @@ def holds_run(folder: Path) -> bool:
 def is_run(folder: Path) -> bool:
     """Return whether this is the folder of a run that has begun."""
     return (folder / RECORD).is_file() and (folder / CONFIG).is_file()
+
+
+def begin_time(folder: Path) -> datetime | None:
+    """Return when the run of this folder began, or was restored last; None if the folder has no run."""
+    try:
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        return datetime.fromisoformat(record["begin_time"]) if is_run(folder) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def append_whole(file: io.FileIO, data: bytes) -> int:

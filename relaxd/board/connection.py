@@ -26,7 +26,7 @@ from relaxd.board.errors import (
 )
 from relaxd.board.gate_reasons import explain_limit
 from relaxd.board.resp import CommandPacker
-from relaxd.redis_client import acknowledged, connect, parse, passing, where
+from relaxd.redis_client import acknowledged, connect, misnamed, parse, passing, where
 from relaxd.retry import Backoff
 
 logger = logging.getLogger(__name__)
@@ -90,13 +90,15 @@ class RedisConnection:
     BoardUnavailable is raised. What `script` and `write` did survives the primary, if the URL has `wait_replicas`.
     """
 
-    def __init__(self, url: str, *, timeout_seconds: float, retry_seconds: float) -> None:
+    def __init__(self, url: str, *, tag: str, timeout_seconds: float, retry_seconds: float) -> None:
+        """`tag`: the run, whose keys are in one slot of a cluster."""
         self.url = url
         self.timeout_seconds = timeout_seconds
         self.retry_seconds = retry_seconds
         self._replicas = parse(url).wait_replicas
         self.client: redis.Redis = connect(
             url,
+            tag=tag,
             protocol=2,
             decode_responses=False,
             seconds=timeout_seconds,
@@ -119,6 +121,8 @@ class RedisConnection:
                 self._load_scripts()
             except redis.RedisError as error:
                 if not (why := passing(error)):
+                    if why := misnamed(error):
+                        raise BoardError(f"Redis at {where(self.url)} {why}") from error
                     if isinstance(error, ResponseError):
                         raise _translate(error) from error
                     raise

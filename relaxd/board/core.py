@@ -18,12 +18,12 @@ from relaxd.board.payloads.nodes import PayloadNodes
 from relaxd.board.stages import PUBLISH, Stage, producers
 from relaxd.board.types import Column, Counts, DroppedGroup, HeldGroup, QueueDepth
 from relaxd.config import BoardConfig
-from relaxd.redis_client import with_access_of
+from relaxd.redis_client import COORDINATOR, key_prefix, with_access_of
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 RUN_ID_RULE = "must be 1 to 64 letters, digits, dots, dashes and underscores, the first one a letter or digit"
-RESERVED_RUN_ID = "coordinator"
-"""Keys start with relaxd:RUN_ID: under this name are the coordinator's own."""
+RESERVED_RUN_ID = COORDINATOR
+"""Keys start with relaxd:{RUN_ID}: under this name are the coordinator's own."""
 WORKERS = "workers"
 WRITES = 3
 """Attempts to write large payloads before their commit comes too late."""
@@ -68,11 +68,11 @@ class BoardCore:
         if not RUN_ID.fullmatch(run_id) or run_id == RESERVED_RUN_ID:
             raise ValueError(f"run id {run_id!r}: it {RUN_ID_RULE}, and not {RESERVED_RUN_ID!r}")
         self.run_id = run_id
-        self.prefix = f"relaxd:{run_id}:"
+        self.prefix = key_prefix(run_id)
         self.stages = tuple(stages)
         self.limits = limits
         self.orphan_seconds = orphan_seconds
-        connect = partial(RedisConnection, timeout_seconds=timeout_seconds, retry_seconds=retry_seconds)
+        connect = partial(RedisConnection, tag=run_id, timeout_seconds=timeout_seconds, retry_seconds=retry_seconds)
         self._connect_node = lambda url: connect(with_access_of(url, redis_url))
         self._connection = connect(redis_url)
         self._nodes = PayloadNodes(self._connection, limits.data_urls, self._connect_node)
@@ -234,7 +234,7 @@ class BoardCore:
     ) -> tuple[list[int], bool]:
         """Register attempts and write their large payloads; those on data nodes last from then on.
 
-        Returns the indices of those that somebody still wants, and whether all that should last does.
+        Returns the indices of those that are still wanted, and whether every payload was made to last.
         """
         left = self._wanted(attempts, indices, milliseconds)
         transfer.write(self._nodes, [attempts[index].attempt for index in left], milliseconds)

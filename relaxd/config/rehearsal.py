@@ -1,4 +1,4 @@
-"""What a rehearsal (docs/rehearse.md) assumes of engines, trainer and weights, which it does not run."""
+"""Settings of a rehearsal (docs/rehearse.md): speeds of the engines, trainer and broadcasts that it does not run."""
 
 from pydantic import Field
 

@@ -308,7 +308,7 @@ class BoardConfig(Section):
     """Maximum bytes in Redis of a prompt, or of one stage's columns of a group. A larger one fails."""
     data_urls: tuple[str, ...] = Field(default=(), max_length=64)
     """Redis servers for large columns, such as ["redis://data-1:6379/0", "redis://data-2:6379/0"]; empty: they are on
-    the board's Redis. User, password and certificates are those of the board's Redis."""
+    the board's Redis, or node of a cluster. User, password and certificates are those of the board's Redis."""
 
     @field_validator("data_urls")
     @classmethod
@@ -316,7 +316,8 @@ class BoardConfig(Section):
         for url in urls:
             if urlsplit(url).password:
                 raise ValueError("a URL has a password, which the run's records would show: leave it out")
-            parse_redis_url(url)
+            if parse_redis_url(url).nodes:
+                raise ValueError(f"{where(url)} can't be a data node: name servers, each with a URL of its own")
         places = [where(url) for url in urls]
         twice = [place for place, times in Counter(places).items() if times > 1]
         if twice:

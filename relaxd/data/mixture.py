@@ -1,4 +1,4 @@
-"""How often an epoch visits the prompts of each source."""
+"""Mixtures: compute how often an epoch visits the prompts of each source."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What an evaluation keeps of each answer, and the metrics of all."""
+"""The answers of an evaluation as they are kept, and their metrics."""
 
 import logging
 import re

@@ -1,6 +1,7 @@
-"""How a model is divided among ranks, and which layouts a model and a run allow."""
+"""Layouts: divide a model among ranks, and list the divisions that a model and a run allow."""
 
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Literal
 
 from relaxd.config import FrozenModelConfig, TrainerConfig
@@ -121,7 +122,8 @@ def problem(layout: Layout, shape: ModelShape, section: str = "trainer") -> str:
             )
     for field, size, what, count in divided:
         if count % size:
-            fitting = [str(other) for other in range(1, layout.ranks + 1) if count % other == 0]
+            divisible = gcd(*(other for name, _, _, other in divided if name == field))
+            fitting = [str(other) for other in range(1, layout.ranks + 1) if divisible % other == 0]
             return (
                 f"{section}.{field} is {size}: it must divide the model's {count} {what}; sizes that do: "
                 f"{', '.join(fitting)}"

@@ -2,7 +2,6 @@
 
 import json
 import os
-import secrets
 import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,7 +11,6 @@ from pydantic import BaseModel, ValidationError
 import relaxd
 from relaxd.client.errors import CliError
 from relaxd.local.ports import LOOPBACK, free_port, is_free
-from relaxd.local.redis_address import write_private
 from relaxd.local.state import StateFolder
 from relaxd.roles import ROLES
 
@@ -21,7 +19,7 @@ UP_SECONDS = 300
 """Limit until the containers are healthy."""
 STOP_MARGIN_SECONDS = 15
 """Docker kills a container this long after its service's grace has ended (compose.yaml)."""
-SECRETS = ("redis_password", "token", "grafana_password")
+SECRETS_SECONDS = 60.0
 
 
 class Container(BaseModel):
@@ -46,8 +44,8 @@ class ComposeState(BaseModel):
 
     @property
     def token_file(self) -> Path:
-        """File with the services' bearer token."""
-        return Path(self.settings["SECRETS"]) / "token"
+        """File with the admin's bearer token."""
+        return Path(self.settings["SECRETS"]) / "admin.token"
 
 
 def read(folder: StateFolder) -> ComposeState | None:
@@ -59,7 +57,7 @@ def read(folder: StateFolder) -> ComposeState | None:
 
 
 def use(folder: StateFolder) -> ComposeState | None:
-    """Like `read`, but also use the services' token for calls of this process, unless another one is set."""
+    """Like `read`, but also use the admin's token for calls of this process, unless another one is set."""
     state = read(folder)
     if state is not None and not os.environ.get("RELAXD_TOKEN"):
         os.environ.setdefault("RELAXD_TOKEN_FILE", str(state.token_file))
@@ -130,12 +128,16 @@ def _file(folder: StateFolder) -> Path:
 
 
 def _make_secrets(folder: StateFolder) -> Path:
-    """Create random secrets, unless they exist, which compose.yaml copies into its volume. Returns their folder."""
+    """Create random secrets, unless they exist, which compose.yaml gives to the services. Returns their folder."""
     place = folder.path / "secrets"
-    place.mkdir(mode=0o700, exist_ok=True)
-    for name in SECRETS:
-        if not (place / name).exists():
-            write_private(place / name, secrets.token_urlsafe(32))
+    script = compose_folder().parent / "secrets.sh"
+    try:
+        words = ["sh", str(script), str(place)]
+        subprocess.run(words, capture_output=True, text=True, timeout=SECRETS_SECONDS, check=True)
+    except subprocess.CalledProcessError as error:
+        raise CliError(f"{script} failed: {error.stderr.strip()}") from error
+    except subprocess.TimeoutExpired as error:
+        raise CliError(f"{script} did not finish within {SECRETS_SECONDS:.0f} s") from error
     return place
 
 

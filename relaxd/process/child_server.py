@@ -20,7 +20,7 @@ import grpc
 
 from relaxd.process.child import LIFELINE_VARIABLE, SOCKET_VARIABLE, TOKEN_VARIABLE
 from relaxd.process.gpu_lease import end_with_lease
-from relaxd.rpc.access import Tokens
+from relaxd.rpc.access.tokens import Tokens
 from relaxd.rpc.interceptor import CallInterceptor
 
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>

@@ -1,4 +1,4 @@
-"""What a rehearsal counts: processor time by role, Redis, step files, and what the run waits for."""
+"""Counters of a rehearsal: processor time by role, Redis, step files, and the run's waits."""
 
 import time
 from collections import Counter

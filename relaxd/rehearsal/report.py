@@ -1,4 +1,4 @@
-"""What follows from a rehearsal's counters: speed, waits, sizes, and the first limit. Pure arithmetic.
+"""The report on a rehearsal's counters: speed, waits, sizes, and the first limit. Pure arithmetic.
 
 Costs of the control plane are of two kinds. What an idle run costs (heartbeats, looking for work) is measured in a
 window in which it is paused. The rest is a cost for each step, whatever the time in which the steps were rehearsed. At
@@ -15,7 +15,7 @@ from relaxd.roles import TRAINER
 NETWORK_BYTES = 1.25e9
 """Bytes per second of a network of 10 Gbit/s."""
 CALL_SECONDS = 0.1
-"""What a call to the coordinator may take."""
+"""Longest time that a call to the coordinator should take."""
 BUSY_MACHINE = 0.9
 """A machine whose processors are busy for a larger share of the time has itself slowed the rehearsal down."""
 CONTROL = ("coordinator", "redis", "reward", "advantage", "trainer", "rollout")

@@ -1,4 +1,4 @@
-"""What a reply has in tags such as <answer>...</answer>."""
+"""Find the text in tags of a reply, such as <answer>...</answer>."""
 
 import re
 from functools import lru_cache

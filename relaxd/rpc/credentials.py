@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import parse_qs, quote, urlsplit
 
-from relaxd.rpc.access import Access, Tokens
+from relaxd.rpc.access.callers import ADMIN
+from relaxd.rpc.access.tokens import Tokens
 from relaxd.rpc.tls import TlsFiles
 
 REDIS_FILES = {"ca": "ssl_ca_certs", "certificate": "ssl_certfile", "key": "ssl_keyfile"}
@@ -33,18 +34,18 @@ def read_token(
 
 
 def read_tokens(role: str, file: str, token: str | None) -> Tokens | None:
-    """Read the tokens to accept. Raises OSError, ValueError; also if `token` is not valid for calling other
-    services."""
+    """Read the tokens to accept. Raises OSError, ValueError; also if `token`, with which this service calls others, is
+    not one of them for its role or for admins."""
     if not file:
         return None
     tokens = Tokens(Path(file))
     if role != "launcher":  # it calls no other service
-        found = tokens.access(token) if token else None
-        if found is None or found[1] < Access.SERVICE:
-            problem = "there is none" if token is None else f'"{found[0]}" has role read' if found else "it isn't there"
+        found = tokens.caller(token) if token else None
+        if found is None or found.role not in (role, ADMIN):
+            problem = "it isn't there" if found is None else f'"{found.name}" is for {found.role}'
             raise ValueError(
-                f"this service needs a token of its own (RELAXD_TOKEN or RELAXD_TOKEN_FILE) that {file} has with the "
-                f"role service or admin: {problem}"
+                f"this service needs a token of its own (RELAXD_TOKEN or RELAXD_TOKEN_FILE) that {file} has for the "
+                f"role {role}, or for admin: {'there is none' if token is None else problem}"
             )
     return tokens
 
@@ -72,7 +73,7 @@ def with_certificates(redis_url: str, files: Mapping[str, str]) -> str:
     given = {REDIS_FILES[name]: file for name, file in files.items() if file and REDIS_FILES[name] not in there}
     if not given:
         return redis_url
-    if parts.scheme not in ("rediss", "rediss+sentinel"):
+    if parts.scheme.partition("+")[0] != "rediss":
         raise ValueError(f"TLS files for Redis need a rediss:// URL, not {parts.scheme}://")
     for file in given.values():
         with open(file, "rb"):

@@ -18,7 +18,7 @@ from opentelemetry.context import attach, detach
 from opentelemetry.trace import SpanKind, Status, StatusCode
 
 from relaxd import telemetry
-from relaxd.rpc.access import Tokens
+from relaxd.rpc.access.tokens import Tokens
 from relaxd.rpc.errors import DeadlineExceeded, InvalidArgument, RpcError, explain
 from relaxd.rpc.terms import TERM_METADATA, Fence, check_term
 

@@ -1,10 +1,11 @@
-"""Properties of methods, read from the protos: required access, whether gRPC may retry, whether a term is required."""
+"""Properties of methods, read from the protos: who may call them, whether gRPC may retry, whether they need a term."""
 
 from collections.abc import Iterator
 
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.descriptor_pb2 import MethodOptions
 
+from relaxd.roles import COORDINATOR
 from relaxd.v1 import (
     access_pb2,
     advantage_pb2,
@@ -33,11 +34,8 @@ _FILES = (
     trainer_pb2,
     rank_pb2,
 )
-_WORK = (
-    *("/relaxd.v1.Advantage/Compute", "/relaxd.v1.Judge/Ask", "/relaxd.v1.Reward/Score"),
-    "/relaxd.v1.Rollout/Generate",
-)
-"""Calls that anybody may make of a replica: they change nothing but its load."""
+_WORK = ("/relaxd.v1.Reward/Score", "/relaxd.v1.Rollout/Generate")
+"""Calls of the coordinator that change nothing but a replica's load."""
 
 
 def methods() -> Iterator[MethodDescriptor]:
@@ -47,9 +45,9 @@ def methods() -> Iterator[MethodDescriptor]:
             yield from service.methods
 
 
-def access(method: MethodDescriptor) -> int:
-    """Return the least that a token must allow for a method; ACCESS_UNSPECIFIED where its proto doesn't say."""
-    return int(method.GetOptions().Extensions[access_pb2.access])
+def callers(method: MethodDescriptor) -> tuple[str, ...]:
+    """Return whose tokens allow a method (protos/relaxd/v1/access.proto); nothing where its proto doesn't say."""
+    return tuple(method.GetOptions().Extensions[access_pb2.callers])
 
 
 def may_repeat(method: MethodDescriptor) -> bool:
@@ -68,11 +66,7 @@ def path(method: MethodDescriptor) -> str:
     return f"/{method.containing_service.full_name}/{method.name}"
 
 
-_ORDERS = frozenset(
-    path(method)
-    for method in methods()
-    if access(method) == access_pb2.ACCESS_SERVICE and method.containing_service.name != "Coordinator"
-).difference(_WORK)
+_ORDERS = frozenset(path(method) for method in methods() if callers(method) == (COORDINATOR,)).difference(_WORK)
 
 
 def needs_term(method_path: str) -> bool:

@@ -4,7 +4,7 @@ import ipaddress
 import socket
 from dataclasses import dataclass, field
 
-from relaxd.rpc.access import Tokens
+from relaxd.rpc.access.tokens import Tokens
 from relaxd.rpc.errors import ServerError
 from relaxd.rpc.tls import TlsFiles
 

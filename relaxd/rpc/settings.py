@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from relaxd import __version__
 from relaxd.redis_client import parse as parse_redis_url
 from relaxd.roles import ROLES
-from relaxd.rpc.access import Tokens
+from relaxd.rpc.access.tokens import Tokens
 from relaxd.rpc.container_id import container_id
 from relaxd.rpc.credentials import REDIS_FILES, read_tls, read_token, read_tokens, with_certificates, with_password
 from relaxd.rpc.security import ServerSecurity
@@ -307,7 +307,12 @@ def _flags(role: str) -> list[_Flag]:
         _Flag("port", _port, COORDINATOR_PORT if is_coordinator else 0, "port to listen on; 0 picks a free one"),
         _Flag("advertise", _address, "", "host:port at which others reach this process"),
         _Flag("coordinator", _address, settings.coordinator, "host:port of the coordinator"),
-        _Flag("redis", _redis_url, settings.redis, "URL of the board's Redis, or of its Sentinels"),
+        _Flag(
+            "redis",
+            _redis_url,
+            settings.redis,
+            "URL of the board's Redis, its Sentinels or its cluster",
+        ),
         _Flag("redis-password-file", str, "", "file with that Redis's password"),
         _Flag("redis-ca", str, "", "file with the CA of that Redis's certificate (rediss://)"),
         _Flag("redis-certificate", str, "", "file with the client certificate for that Redis"),
@@ -331,7 +336,7 @@ def _flags(role: str) -> list[_Flag]:
         _Flag("standby", _switch, settings.standby, "register only on request (Replica.Join)"),
         _Flag("log-level", _level, settings.log_level, ", ".join(LOG_LEVELS)),
         _Flag("token-file", str, "", "file with this service's bearer token; without a tokens file also the callers'"),
-        _Flag("tokens-file", str, "", "file with the accepted tokens and their roles"),
+        _Flag("tokens-file", str, "", "file with the accepted tokens and the roles that they are for"),
         _Flag("tls-certificate", str, "", "file with this service's certificate"),
         _Flag("tls-key", str, "", "file with that certificate's key"),
         _Flag("tls-ca", str, "", "file with the CA of the other services' certificates"),

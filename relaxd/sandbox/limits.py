@@ -1,4 +1,4 @@
-"""What a confined process may use."""
+"""Limits of a confined process."""
 
 import json
 from dataclasses import asdict, dataclass

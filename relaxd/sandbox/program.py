@@ -1,4 +1,4 @@
-"""What a confined process does: it runs a script, answers calls of functions, or runs tests of functions."""
+"""The program of a confined process: it runs a script, answers calls of functions, or runs tests of functions."""
 
 import random
 import sys

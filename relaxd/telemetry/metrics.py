@@ -216,7 +216,7 @@ METRICS: dict[str, Metric] = {
             "candidate_overlap",
             "step",
             "1",
-            "Mean share of the policy's likeliest tokens that are among the teacher's as many likeliest. With "
+            "Mean overlap of the k likeliest tokens of policy and teacher, as a share of k. With "
             'algorithm.distill_candidates = "union" only.',
         ),
         Metric("entropy", "step", "1", "Mean entropy of the policy at the trained tokens, when the loss needs it."),

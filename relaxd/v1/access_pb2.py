@@ -25,13 +25,11 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import descriptor_pb2 as google_dot_protobuf_dot_descriptor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16relaxd/v1/access.proto\x12\trelaxd.v1\x1a google/protobuf/descriptor.proto*W\n\x06\x41\x63\x63\x65ss\x12\x16\n\x12\x41\x43\x43\x45SS_UNSPECIFIED\x10\x00\x12\x0f\n\x0b\x41\x43\x43\x45SS_READ\x10\x01\x12\x12\n\x0e\x41\x43\x43\x45SS_SERVICE\x10\x02\x12\x10\n\x0c\x41\x43\x43\x45SS_ADMIN\x10\x03:C\n\x06\x61\x63\x63\x65ss\x12\x1e.google.protobuf.MethodOptions\x18\x81\x90\x03 \x01(\x0e\x32\x11.relaxd.v1.Accessb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16relaxd/v1/access.proto\x12\trelaxd.v1\x1a google/protobuf/descriptor.proto:1\n\x07\x63\x61llers\x12\x1e.google.protobuf.MethodOptions\x18\x81\x90\x03 \x03(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'relaxd.v1.access_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ACCESS']._serialized_start=71
-  _globals['_ACCESS']._serialized_end=158
 # @@protoc_insertion_point(module_scope)

@@ -26,7 +26,7 @@ from relaxd.v1 import access_pb2 as relaxd_dot_v1_dot_access__pb2
 from relaxd.v1 import group_pb2 as relaxd_dot_v1_dot_group__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19relaxd/v1/advantage.proto\x12\trelaxd.v1\x1a\x16relaxd/v1/access.proto\x1a\x15relaxd/v1/group.proto\"J\n\x0e\x43omputeRequest\x12\x16\n\x0e\x61lgorithm_json\x18\x01 \x01(\t\x12\x0f\n\x07rewards\x18\x02 \x03(\x01\x12\x0f\n\x07lengths\x18\x03 \x03(\x05\"\x1d\n\x0bTokenValues\x12\x0e\n\x06values\x18\x01 \x03(\x02\"i\n\x0f\x43omputeResponse\x12*\n\nadvantages\x18\x01 \x03(\x0b\x32\x16.relaxd.v1.TokenValues\x12*\n\x0b\x64rop_reason\x18\x02 \x01(\x0e\x32\x15.relaxd.v1.DropReason2S\n\tAdvantage\x12\x46\n\x07\x43ompute\x12\x19.relaxd.v1.ComputeRequest\x1a\x1a.relaxd.v1.ComputeResponse\"\x04\x88\x80\x19\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19relaxd/v1/advantage.proto\x12\trelaxd.v1\x1a\x16relaxd/v1/access.proto\x1a\x15relaxd/v1/group.proto\"J\n\x0e\x43omputeRequest\x12\x16\n\x0e\x61lgorithm_json\x18\x01 \x01(\t\x12\x0f\n\x07rewards\x18\x02 \x03(\x01\x12\x0f\n\x07lengths\x18\x03 \x03(\x05\"\x1d\n\x0bTokenValues\x12\x0e\n\x06values\x18\x01 \x03(\x02\"i\n\x0f\x43omputeResponse\x12*\n\nadvantages\x18\x01 \x03(\x0b\x32\x16.relaxd.v1.TokenValues\x12*\n\x0b\x64rop_reason\x18\x02 \x01(\x0e\x32\x15.relaxd.v1.DropReason2X\n\tAdvantage\x12K\n\x07\x43ompute\x12\x19.relaxd.v1.ComputeRequest\x1a\x1a.relaxd.v1.ComputeResponse\"\t\x8a\x80\x19\x05\x61\x64minb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,7 +34,7 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'relaxd.v1.advantage_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ADVANTAGE'].methods_by_name['Compute']._loaded_options = None
-  _globals['_ADVANTAGE'].methods_by_name['Compute']._serialized_options = b'\210\200\031\002'
+  _globals['_ADVANTAGE'].methods_by_name['Compute']._serialized_options = b'\212\200\031\005admin'
   _globals['_COMPUTEREQUEST']._serialized_start=87
   _globals['_COMPUTEREQUEST']._serialized_end=161
   _globals['_TOKENVALUES']._serialized_start=163
@@ -42,5 +42,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_COMPUTERESPONSE']._serialized_start=194
   _globals['_COMPUTERESPONSE']._serialized_end=299
   _globals['_ADVANTAGE']._serialized_start=301
-  _globals['_ADVANTAGE']._serialized_end=384
+  _globals['_ADVANTAGE']._serialized_end=389
 # @@protoc_insertion_point(module_scope)

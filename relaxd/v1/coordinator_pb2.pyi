@@ -1105,8 +1105,8 @@ class Registration(_message.Message):
     launch_id: _builtins.str
     """The name under which it was scaled out; empty for one that was there from the start, which is never scaled in."""
     instance: _builtins.str
-    """The name under which whoever starts it again when it ends knows it; the same over all its processes. Empty: nobody
-    would start it again. While another replica of this instance is registered, that one is gone.
+    """Its supervisor's name for it, the same for every process that the supervisor starts in its place. Empty: nobody starts
+    it again. A new replica of an instance replaces the one that is registered.
     """
     @_builtins.property
     def gpu_uuids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

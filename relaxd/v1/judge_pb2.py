@@ -28,7 +28,7 @@ from relaxd.v1 import sample_pb2 as relaxd_dot_v1_dot_sample__pb2
 from relaxd.v1 import weights_pb2 as relaxd_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15relaxd/v1/judge.proto\x12\trelaxd.v1\x1a\x16relaxd/v1/access.proto\x1a\x17relaxd/v1/content.proto\x1a\x16relaxd/v1/sample.proto\x1a\x17relaxd/v1/weights.proto\"@\n\nAskRequest\x12$\n\x08messages\x18\x01 \x03(\x0b\x32\x12.relaxd.v1.Message\x12\x0c\n\x04seed\x18\x02 \x01(\x03\"r\n\x0b\x41skResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12.\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x17.relaxd.v1.FinishReason\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x05\x12\x0e\n\x06tokens\x18\x04 \x01(\x05\"=\n\x11JudgeSleepRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\x03\x12\x17\n\x0ftimeout_seconds\x18\x02 \x01(\x01\"=\n\x12JudgeSleepResponse\x12\'\n\x06memory\x18\x01 \x01(\x0b\x32\x17.relaxd.v1.MemoryChange\"<\n\x10JudgeWakeRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\x03\x12\x17\n\x0ftimeout_seconds\x18\x02 \x01(\x01\"<\n\x11JudgeWakeResponse\x12\'\n\x06memory\x18\x01 \x01(\x0b\x32\x17.relaxd.v1.MemoryChange2\xd8\x01\n\x05Judge\x12:\n\x03\x41sk\x12\x15.relaxd.v1.AskRequest\x1a\x16.relaxd.v1.AskResponse\"\x04\x88\x80\x19\x02\x12J\n\x05Sleep\x12\x1c.relaxd.v1.JudgeSleepRequest\x1a\x1d.relaxd.v1.JudgeSleepResponse\"\x04\x88\x80\x19\x02\x12G\n\x04Wake\x12\x1b.relaxd.v1.JudgeWakeRequest\x1a\x1c.relaxd.v1.JudgeWakeResponse\"\x04\x88\x80\x19\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15relaxd/v1/judge.proto\x12\trelaxd.v1\x1a\x16relaxd/v1/access.proto\x1a\x17relaxd/v1/content.proto\x1a\x16relaxd/v1/sample.proto\x1a\x17relaxd/v1/weights.proto\"@\n\nAskRequest\x12$\n\x08messages\x18\x01 \x03(\x0b\x32\x12.relaxd.v1.Message\x12\x0c\n\x04seed\x18\x02 \x01(\x03\"r\n\x0b\x41skResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12.\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x17.relaxd.v1.FinishReason\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x05\x12\x0e\n\x06tokens\x18\x04 \x01(\x05\"=\n\x11JudgeSleepRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\x03\x12\x17\n\x0ftimeout_seconds\x18\x02 \x01(\x01\"=\n\x12JudgeSleepResponse\x12\'\n\x06memory\x18\x01 \x01(\x0b\x32\x17.relaxd.v1.MemoryChange\"<\n\x10JudgeWakeRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\x03\x12\x17\n\x0ftimeout_seconds\x18\x02 \x01(\x01\"<\n\x11JudgeWakeResponse\x12\'\n\x06memory\x18\x01 \x01(\x0b\x32\x17.relaxd.v1.MemoryChange2\xf4\x01\n\x05Judge\x12@\n\x03\x41sk\x12\x15.relaxd.v1.AskRequest\x1a\x16.relaxd.v1.AskResponse\"\n\x8a\x80\x19\x06reward\x12U\n\x05Sleep\x12\x1c.relaxd.v1.JudgeSleepRequest\x1a\x1d.relaxd.v1.JudgeSleepResponse\"\x0f\x8a\x80\x19\x0b\x63oordinator\x12R\n\x04Wake\x12\x1b.relaxd.v1.JudgeWakeRequest\x1a\x1c.relaxd.v1.JudgeWakeResponse\"\x0f\x8a\x80\x19\x0b\x63oordinatorb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,11 +36,11 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'relaxd.v1.judge_pb2', _glob
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_JUDGE'].methods_by_name['Ask']._loaded_options = None
-  _globals['_JUDGE'].methods_by_name['Ask']._serialized_options = b'\210\200\031\002'
+  _globals['_JUDGE'].methods_by_name['Ask']._serialized_options = b'\212\200\031\006reward'
   _globals['_JUDGE'].methods_by_name['Sleep']._loaded_options = None
-  _globals['_JUDGE'].methods_by_name['Sleep']._serialized_options = b'\210\200\031\002'
+  _globals['_JUDGE'].methods_by_name['Sleep']._serialized_options = b'\212\200\031\013coordinator'
   _globals['_JUDGE'].methods_by_name['Wake']._loaded_options = None
-  _globals['_JUDGE'].methods_by_name['Wake']._serialized_options = b'\210\200\031\002'
+  _globals['_JUDGE'].methods_by_name['Wake']._serialized_options = b'\212\200\031\013coordinator'
   _globals['_ASKREQUEST']._serialized_start=134
   _globals['_ASKREQUEST']._serialized_end=198
   _globals['_ASKRESPONSE']._serialized_start=200
@@ -54,5 +54,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JUDGEWAKERESPONSE']._serialized_start=504
   _globals['_JUDGEWAKERESPONSE']._serialized_end=564
   _globals['_JUDGE']._serialized_start=567
-  _globals['_JUDGE']._serialized_end=783
+  _globals['_JUDGE']._serialized_end=811
 # @@protoc_insertion_point(module_scope)

@@ -67,7 +67,7 @@ class ReplicaServicer:
     """
 
     def GetStatus(self, request, context):
-        """GetStatus says what this process is, what it works on and how it feels. It never blocks on the work itself.
+        """GetStatus returns what this process is, what it works on, and its status. It never waits for the work itself.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -27,7 +27,7 @@ from relaxd.v1 import judge_pb2 as relaxd_dot_v1_dot_judge__pb2
 from relaxd.v1 import reward_pb2 as relaxd_dot_v1_dot_reward__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1drelaxd/v1/reward_worker.proto\x12\trelaxd.v1\x1a\x16relaxd/v1/access.proto\x1a\x15relaxd/v1/judge.proto\x1a\x16relaxd/v1/reward.proto\"8\n\x11LoadRewardRequest\x12\x0e\n\x06reward\x18\x01 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x02 \x01(\t\"[\n\x12LoadRewardResponse\x12\r\n\x05\x65rror\x18\x01 \x01(\t\x12\x11\n\ttraceback\x18\x02 \x01(\t\x12\x13\n\x0btakes_group\x18\x03 \x01(\x08\x12\x0e\n\x06\x61waits\x18\x04 \x01(\x08\"U\n\x13ScoreSamplesRequest\x12(\n\x07request\x18\x01 \x01(\x0b\x32\x17.relaxd.v1.ScoreRequest\x12\x14\n\x0cslow_seconds\x18\x02 \x01(\x01\"8\n\x14ScoreSamplesResponse\x12 \n\x06scores\x18\x01 \x03(\x0b\x32\x10.relaxd.v1.Score\"o\n\x15\x43\x61rryQuestionsRequest\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12%\n\x05reply\x18\x02 \x01(\x0b\x32\x16.relaxd.v1.AskResponse\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x12\x10\n\x08no_judge\x18\x04 \x01(\x08\"Q\n\x16\x43\x61rryQuestionsResponse\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12\'\n\x08question\x18\x02 \x01(\x0b\x32\x15.relaxd.v1.AskRequest2\x97\x02\n\x0cRewardWorker\x12O\n\nLoadReward\x12\x1c.relaxd.v1.LoadRewardRequest\x1a\x1d.relaxd.v1.LoadRewardResponse\"\x04\x88\x80\x19\x02\x12U\n\x0cScoreSamples\x12\x1e.relaxd.v1.ScoreSamplesRequest\x1a\x1f.relaxd.v1.ScoreSamplesResponse\"\x04\x88\x80\x19\x02\x12_\n\x0e\x43\x61rryQuestions\x12 .relaxd.v1.CarryQuestionsRequest\x1a!.relaxd.v1.CarryQuestionsResponse\"\x04\x88\x80\x19\x02(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1drelaxd/v1/reward_worker.proto\x12\trelaxd.v1\x1a\x16relaxd/v1/access.proto\x1a\x15relaxd/v1/judge.proto\x1a\x16relaxd/v1/reward.proto\"8\n\x11LoadRewardRequest\x12\x0e\n\x06reward\x18\x01 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x02 \x01(\t\"[\n\x12LoadRewardResponse\x12\r\n\x05\x65rror\x18\x01 \x01(\t\x12\x11\n\ttraceback\x18\x02 \x01(\t\x12\x13\n\x0btakes_group\x18\x03 \x01(\x08\x12\x0e\n\x06\x61waits\x18\x04 \x01(\x08\"U\n\x13ScoreSamplesRequest\x12(\n\x07request\x18\x01 \x01(\x0b\x32\x17.relaxd.v1.ScoreRequest\x12\x14\n\x0cslow_seconds\x18\x02 \x01(\x01\"8\n\x14ScoreSamplesResponse\x12 \n\x06scores\x18\x01 \x03(\x0b\x32\x10.relaxd.v1.Score\"o\n\x15\x43\x61rryQuestionsRequest\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12%\n\x05reply\x18\x02 \x01(\x0b\x32\x16.relaxd.v1.AskResponse\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x12\x10\n\x08no_judge\x18\x04 \x01(\x08\"Q\n\x16\x43\x61rryQuestionsResponse\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12\'\n\x08question\x18\x02 \x01(\x0b\x32\x15.relaxd.v1.AskRequest2\xa9\x02\n\x0cRewardWorker\x12U\n\nLoadReward\x12\x1c.relaxd.v1.LoadRewardRequest\x1a\x1d.relaxd.v1.LoadRewardResponse\"\n\x8a\x80\x19\x06parent\x12[\n\x0cScoreSamples\x12\x1e.relaxd.v1.ScoreSamplesRequest\x1a\x1f.relaxd.v1.ScoreSamplesResponse\"\n\x8a\x80\x19\x06parent\x12\x65\n\x0e\x43\x61rryQuestions\x12 .relaxd.v1.CarryQuestionsRequest\x1a!.relaxd.v1.CarryQuestionsResponse\"\n\x8a\x80\x19\x06parent(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,11 +35,11 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'relaxd.v1.reward_worker_pb2
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_REWARDWORKER'].methods_by_name['LoadReward']._loaded_options = None
-  _globals['_REWARDWORKER'].methods_by_name['LoadReward']._serialized_options = b'\210\200\031\002'
+  _globals['_REWARDWORKER'].methods_by_name['LoadReward']._serialized_options = b'\212\200\031\006parent'
   _globals['_REWARDWORKER'].methods_by_name['ScoreSamples']._loaded_options = None
-  _globals['_REWARDWORKER'].methods_by_name['ScoreSamples']._serialized_options = b'\210\200\031\002'
+  _globals['_REWARDWORKER'].methods_by_name['ScoreSamples']._serialized_options = b'\212\200\031\006parent'
   _globals['_REWARDWORKER'].methods_by_name['CarryQuestions']._loaded_options = None
-  _globals['_REWARDWORKER'].methods_by_name['CarryQuestions']._serialized_options = b'\210\200\031\002'
+  _globals['_REWARDWORKER'].methods_by_name['CarryQuestions']._serialized_options = b'\212\200\031\006parent'
   _globals['_LOADREWARDREQUEST']._serialized_start=115
   _globals['_LOADREWARDREQUEST']._serialized_end=171
   _globals['_LOADREWARDRESPONSE']._serialized_start=173
@@ -53,5 +53,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CARRYQUESTIONSRESPONSE']._serialized_start=524
   _globals['_CARRYQUESTIONSRESPONSE']._serialized_end=605
   _globals['_REWARDWORKER']._serialized_start=608
-  _globals['_REWARDWORKER']._serialized_end=887
+  _globals['_REWARDWORKER']._serialized_end=905
 # @@protoc_insertion_point(module_scope)

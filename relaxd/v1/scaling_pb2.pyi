@@ -233,7 +233,7 @@ class ScaleOutRequest(_message.Message):
     role: _builtins.str
     """A role that can have any number of replicas, such as reward; empty means rollout."""
     replicas: _builtins.int
-    """How many replicas there should be in all, at most 256; the coordinator's launcher starts what is missing."""
+    """How many replicas there should be in all, at most 4096; the coordinator's launcher starts what is missing."""
     timeout_seconds: _builtins.float
     """Seconds until every new replica must be active; 0 means 600, at most 7200. What isn't then is removed."""
     @_builtins.property

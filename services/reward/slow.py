@@ -1,4 +1,4 @@
-"""When a sample is slow, which the pool and its workers must agree on."""
+"""The limit from which a sample is slow, on which the pool and its workers must agree."""
 
 SLOW_SECONDS = 5.0
 """A sample that takes this long, or half its deadline if that is shorter, is reported while it runs."""

@@ -52,7 +52,7 @@ class Rewards(reward_worker_pb2_grpc.RewardWorkerServicer):
             yield question
 
     def work(self) -> None:
-        """Do what is asked as long as the process lives."""
+        """Run tasks until the process ends."""
         while True:
             task, answer = self._tasks.get()
             answer.set_result(task())

@@ -108,8 +108,9 @@ class Stack:
             return coordinator.run()
 
     def token(self) -> str:
-        """The token that the services were started with."""
-        return self.compose("exec", "--no-TTY", "coordinator", "cat", "/run/relaxd/token").strip()
+        """An admin's token."""
+        words = ("run", "--rm", "--no-deps", "--no-TTY", "--entrypoint", "cat", "cli", "/run/relaxd/token")
+        return self.compose(*words).strip()
 
     def logs(self) -> str:
         """The end of every container's log."""

@@ -80,28 +80,67 @@ def test_each_combination_of_files_is_valid(files: str) -> None:
 
 
 @pytest.mark.parametrize("files", LAYERS)
-def test_no_secret_is_in_the_files(files: str) -> None:
-    """Services find theirs in a volume that is filled before them; Redis, which has a password, is on no port."""
+def test_a_container_can_do_little_more_than_it_needs(files: str) -> None:
+    for name, service in compose_config(files)["services"].items():
+        on_gpus = "gpu" in files and name in ("trainer", "rollout", "reference", "teacher", "critic", "judge")
+        assert service["cap_drop"] == ["ALL"], name
+        assert service.get("cap_add", []) == (["CHOWN", "DAC_OVERRIDE", "FOWNER"] if name == "secrets" else []), name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert service.get("read_only", False) != on_gpus, name  # there, kernels are compiled at run time
+        assert service["deploy"]["resources"]["limits"]["pids"] == (32768 if on_gpus else 4096), name
+        # Small temporary files are in memory, where a service may have large ones they are on disk.
+        places = [mount["target"] for mount in service.get("volumes", ()) if mount.get("source") is None]
+        on_disk = name in ("coordinator", "cli", "model-fetch", "demo")
+        torch = name in ("trainer", "rollout", "reference", "teacher", "critic", "judge")
+        in_memory = [] if on_disk else ["/tmp:exec" if torch else "/tmp"]
+        assert (places, service.get("tmpfs", [])) == (["/tmp"] if on_disk else [], in_memory), name
+        assert not service.get("privileged"), name
+
+
+@pytest.mark.parametrize("files", LAYERS)
+def test_each_service_has_its_own_secrets_and_no_others(files: str) -> None:
+    """They find them in volumes that are filled before them, and none is in a file or in a variable."""
     services = compose_config(files)["services"]
     mounted = {
-        name: (mount["target"], mount.get("read_only", False))
+        name: {
+            mount["source"]: (mount["target"], mount.get("read_only", False))
+            for mount in service.get("volumes", ())
+            if mount["type"] == "volume" and mount.get("source", "").startswith("secrets")
+        }
         for name, service in services.items()
-        for mount in service.get("volumes", ())
-        if mount["type"] == "volume" and mount["source"] == "secrets"
     }
-    assert mounted.pop("secrets") == ("/run/relaxd", False)
-    assert set(mounted.values()) == {("/run/relaxd", True)}
-    assert mounted.keys() == services.keys() - {"secrets", "otel-collector", "jaeger", "prometheus"}
-    for name in mounted:
+    without = {"model-fetch", "otel-collector", "jaeger", "prometheus"} & services.keys()
+    assert {name for name, volumes in mounted.items() if not volumes} == without
+    own = {"demo": "cli", "data-1": "redis", "data-2": "redis"}
+    owners = {own.get(name, name) for name in services.keys() - without - {"secrets"}}
+    assert mounted.pop("secrets") == {
+        "secrets": ("/run/all", False),
+        **{f"secrets-{owner}": (f"/run/relaxd/{owner}", False) for owner in owners},
+    }
+    for name in mounted.keys() - without:
+        assert mounted[name] == {f"secrets-{own.get(name, name)}": ("/run/relaxd", True)}, name
         waits_for = {name}
         while not waits_for >= (more := {other for one in waits_for for other in services[one].get("depends_on", ())}):
             waits_for |= more
         assert "secrets" in waits_for, name
-        for variable, value in services[name].get("environment", {}).items():
+    for name, service in services.items():
+        for variable, value in service.get("environment", {}).items():
             if any(word in variable for word in ("TOKEN", "PASSWORD")):
-                assert re.fullmatch(r"/run/relaxd/\w+", value), variable
+                assert re.fullmatch(r"/run/relaxd/\w+", value), f"{name}: {variable}"
     assert "requirepass" in services["redis"]["command"][-1]
     assert "ports" not in services["redis"]
+
+
+def test_only_what_uses_redis_gets_its_password() -> None:
+    services = compose_config("compose.yaml:compose.scaling.yaml")["services"]
+    given = {name for name, one in services.items() if "RELAXD_REDIS_PASSWORD_FILE" in (one.get("environment") or {})}
+    assert given == {*ROLES, "launcher"} - {"judge"}
+
+
+def test_redis_has_time_to_read_its_file() -> None:
+    for name in ("redis", "data-1", "data-2"):
+        healthcheck = compose_config("compose.yaml:compose.data.yaml")["services"][name]["healthcheck"]
+        assert seconds(healthcheck["start_period"]) == 120
 
 
 def test_redis_is_full_before_its_container_is() -> None:

@@ -196,7 +196,8 @@ def test_scaling_by_request(stack: Stack, tmp_path: Path) -> None:
         (request,) = coordinator.scale_requests(1)
         assert request.state == SCALE_STATE_ACTIVE
         name = f"{stack.name}-{request.scaled[0].launch_id}"
-        assert docker("inspect", "--format", "{{.State.Status}}", name).strip() == "running"
+        shown = "{{.State.Status}} {{.HostConfig.ReadonlyRootfs}} {{.HostConfig.PidsLimit}}"
+        assert docker("inspect", "--format", shown, name).strip() == "running true 4096"
         assert request.scaled[0].replica_id in {r.registration.replica_id for r in stack.replicas("rollout")}
         wait_until(
             lambda: any(r.status.done_groups and r.registration.launch_id for r in stack.replicas("rollout")),

@@ -84,6 +84,7 @@ def test_a_run_through_scaling_and_deaths(stack: Stack, tmp_path: Path) -> None:
         stack.compose("cp", str(tmp_path / "tiny"), "coordinator:/models/")
         run = Run(stack, "examples/tiny.toml", "--run.steps", "100000", "--run-id", "containers")
         run.reach(3)
+        assert_confined(stack)
 
         # Up, without a pause: what there was goes on, and every new replica gets to work.
         before = stack.run().step
@@ -139,6 +140,20 @@ def test_a_run_through_scaling_and_deaths(stack: Stack, tmp_path: Path) -> None:
     assert sum(rewards[-10:]) / 10 > sum(rewards[:10]) / 10 + 0.1
     for name in ("model/model.safetensors", "report.html", "curve.png"):
         assert (tmp_path / "run" / name).stat().st_size > 0
+
+
+def assert_confined(stack: Stack) -> None:
+    """No container can write to its image, and none has secrets of others."""
+    for container in stack.containers():
+        host, name = container["HostConfig"], container["Name"]
+        assert (host["ReadonlyRootfs"], host["PidsLimit"], host["CapDrop"]) == (True, 4096, ["ALL"]), name
+    inside = ("exec", "--no-TTY")
+    for service in SERVICES:
+        assert stack.compose(*inside, service, "ls", "/run/relaxd").split() == ["redis_password", "token", "tokens"]
+    tokens = {stack.compose(*inside, service, "cat", "/run/relaxd/token") for service in SERVICES}
+    assert len(tokens | {stack.token()}) == len(SERVICES) + 1
+    with pytest.raises(AssertionError, match="Read-only file system"):
+        stack.compose(*inside, "reward", "touch", "/home/relaxd/new")
 
 
 def restarts(stack: Stack, service: str) -> dict[str, int]:

@@ -19,6 +19,7 @@ from relaxd.board.payloads.attempt import all_places, new_names
 from relaxd.board.sizes import NO_EVICTION, RedisMemory
 from relaxd.board.stages import PUBLISH, TRAIN
 from relaxd.board.types import DROP_COUNTERS, JSON, Admission, DropKind, DropReason, Fate, LedgerEntry, NewGroup, Retry
+from relaxd.redis_client import keys_of
 
 GROUP_ID = re.compile(r"[^\s,|]+")
 SWEPT_TOGETHER = 256
@@ -256,9 +257,9 @@ class CoordinatorSide(BoardCore):
             return [Fate(entry_id.decode(), parse_fate(fields)) for entry_id, fields in entries]
 
     def continue_fates(self, last: str, *, term: int) -> None:
-        """Give the fates to come entries above `last`, the last one that was written elsewhere.
+        """Make the ids of new fates greater than `last`, the last one that was written elsewhere.
 
-        Otherwise a new Redis whose clock is behind might give lower ones. Raises Fenced, RunMissing.
+        A new Redis whose clock is behind would give lower ones. Raises Fenced, RunMissing.
         """
         self._connection.script("continue_fates", self.prefix, term, last)
 
@@ -278,7 +279,7 @@ class CoordinatorSide(BoardCore):
 
         def operation(client: redis.Redis) -> int:
             total = 0
-            keys = list(client.scan_iter(match=f"{self.prefix}*", count=1000))
+            keys = keys_of(client, self.prefix)
             for start in range(0, len(keys), 1000):
                 with client.pipeline(transaction=False) as pipe:
                     for key in keys[start : start + 1000]:
@@ -314,8 +315,8 @@ class CoordinatorSide(BoardCore):
 
     def _unlink_all(self, connection: RedisConnection, spared: str, client: redis.Redis) -> None:
         """Remove all keys of the run from one server, but one."""
-        found = client.scan_iter(match=f"{self.prefix}*", count=1000)  # run ids have no wildcards
-        transfer.unlink_keys(connection, (key.decode() for key in found if key.decode() != spared))
+        found = keys_of(client, self.prefix)
+        transfer.unlink_keys(connection, (key for key in found if key != spared))
 
     def _node_bytes(self) -> tuple[int, int, int]:
         """Return the bytes that data nodes use, may use, and may use for surplus groups, together; zeros for none."""

@@ -14,7 +14,7 @@ migrate_app = typer.Typer(help="Convert a configuration of another framework.", 
 
 @migrate_app.callback()
 def _root() -> None:
-    """Keep `verl` a word of its own while it is the only one."""
+    """Require the word `verl`, although it is the only command."""
 
 
 @migrate_app.command("verl")

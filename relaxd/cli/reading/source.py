@@ -1,4 +1,4 @@
-"""Where a command finds a run: the services that are up here, or the run's folder."""
+"""The source that a command reads a run from: the services that are up here, or the run's folder."""
 
 import contextlib
 import shlex

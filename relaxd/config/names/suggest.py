@@ -7,7 +7,7 @@ from relaxd.config.names.equivalents import EQUIVALENTS, Equivalent
 from relaxd.config.names.settings import Place, sections, settings
 
 ALMOST_EQUAL = 0.85
-"""Similarity from which a name is rather a slip than another framework's."""
+"""Similarity from which a wrong name counts as a slip and not as another framework's name."""
 
 
 _PENALTY = (

@@ -1,1 +1,1 @@
-"""Which prompts are given how often, by how well the model has answered them so far."""
+"""Curricula: choose how often a prompt is given by how well the model has answered it so far."""

@@ -1,4 +1,4 @@
-"""What a run's folder knows of the curriculum: every closed group in groups.jsonl, and a snapshot of the record.
+"""The curriculum's history in a run's folder: closed groups in groups.jsonl, and a snapshot of the record.
 
 Each closed group has one line in groups.jsonl that counts (`closed_groups`), also if a coordinator died while it wrote
 (docs/ledger.md). So the record follows from the file, and counts no group twice. The snapshot only saves reading the

@@ -1,4 +1,4 @@
-"""What is known of every prompt's difficulty: its pass rate, and whether it is left out because of that."""
+"""The record of every prompt's difficulty: its pass rate, and whether it is left out because of that."""
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -72,7 +72,7 @@ class Record:
 
     @property
     def exhausted(self) -> bool:
-        """Whether too few prompts are not left out. Then none is, until there are enough again."""
+        """Whether too few prompts remain. Then none is left out until there are enough again."""
         return self._counts[OPEN] < self._needed
 
     def observe(self, lines: Iterable[Mapping[str, Any]]) -> int:

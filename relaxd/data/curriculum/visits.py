@@ -9,7 +9,7 @@ from relaxd.data.curriculum.record import Record, Visit
 from relaxd.data.dataset import Cursor, Prompt, PromptDataset
 
 FIRST_LOOK = 64
-"""Places that are looked at together for the next visit; four times as many each time that none of them is one."""
+"""Places that are first searched for the next visit; four times as many each time that none is found."""
 OWN_CHOICES = 1000
 """Most choices of a user's own sampler in a row that are passed over because they are left out."""
 
@@ -19,7 +19,7 @@ class Visited:
     """A visit to a prompt."""
 
     cursor: Cursor
-    """Its place; `PromptDataset.after` has the one from which the next visit is looked for."""
+    """Its place. The next search starts at `PromptDataset.after` of it."""
     prompt: Prompt
     """The prompt."""
     why: Visit

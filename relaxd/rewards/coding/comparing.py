@@ -1,4 +1,4 @@
-"""What counts as the right output of a program, and the right value of a function."""
+"""Compare a program's output, or a function's value, with the right one."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""How rewards ask the run's judge: their service, which has its address and credentials, does it for them."""
+"""Ask the run's judge from a reward: the service, which has its address and credentials, asks it."""
 
 import hashlib
 import json

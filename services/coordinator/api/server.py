@@ -10,6 +10,7 @@ import grpc
 
 from relaxd import PROTOCOL_VERSION, __version__
 from relaxd.roles import REPLICA_ROLES
+from relaxd.rpc.access.callers import speak_for
 from relaxd.rpc.errors import FailedPrecondition, NotFound, Unavailable, Violations, explain, shortened
 from relaxd.rpc.paging import Page, newest_first
 from relaxd.v1 import coordinator_pb2 as pb
@@ -151,6 +152,9 @@ class CoordinatorService(CoordinatorServicer):
         """Register a replica and grant it a lease."""
         registration = request.registration
         check_registration(registration)
+        speak_for(registration.role, f"register {registration.replica_id} as {registration.role}")
+        for replica in self._registry.replaced_by(registration):
+            speak_for(replica.registration.role, f"replace {replica.replica_id}")
         if registration.protocol_version != PROTOCOL_VERSION:
             raise FailedPrecondition(
                 f"{registration.replica_id} (relaxd {registration.package_version or 'of unknown version'}) speaks "
@@ -171,9 +175,8 @@ class CoordinatorService(CoordinatorServicer):
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:
         """Renew a replica's lease."""
         check_status_size(request)
-        replica = self._registry.heartbeat(request.replica_id, request.status)
-        if replica is None:
-            raise NotFound(f"no replica {request.replica_id!r} is registered: register again")
+        replica = self._own_replica(request.replica_id, "report for", ": register again")
+        self._registry.heartbeat(request.replica_id, request.status)
         until = replica.drain_until
         return pb.HeartbeatResponse(
             assignment=self._manager.assignment(request.replica_id),
@@ -225,6 +228,7 @@ class CoordinatorService(CoordinatorServicer):
     async def LeaseGpus(self, request: pb.LeaseGpusRequest, context: Any) -> pb.LeaseGpusResponse:
         """Lease free GPUs, or free shares of them, to a replica."""
         check_gpu_request(request)
+        self._own_replica(request.replica_id, "lease GPUs for", ": register first")
         shared = self._manager.active is not None and self._manager.active.config.run.colocate
         granted = await self._registry.lease_gpus(
             request.replica_id, request.candidate_uuids, request.count, shared=shared, share=request.share or 1.0
@@ -233,7 +237,7 @@ class CoordinatorService(CoordinatorServicer):
 
     async def TakeTurn(self, request: pb.TakeTurnRequest, context: Any) -> pb.TakeTurnResponse:
         """Grant a colocated replica the GPU once the other role released it."""
-        replica = self._require_replica(request.replica_id, ": register first")
+        replica = self._own_replica(request.replica_id, "take the turn of", ": register first")
         handoff = self._manager.require_active("").handoff
         if handoff is None:
             raise FailedPrecondition(
@@ -328,6 +332,12 @@ class CoordinatorService(CoordinatorServicer):
         """Cancel a scale request and roll its replicas back."""
         record = await self._scaler.cancel(request.request_id)
         return scaling_pb2.CancelScaleRequestResponse(request=scale_message(record))
+
+    def _own_replica(self, replica_id: str, deed: str, hint: str) -> Replica:
+        """Return a replica that the caller may speak for; `deed` is what it is about to do."""
+        replica = self._require_replica(replica_id, hint)
+        speak_for(replica.registration.role, f"{deed} {replica_id}")
+        return replica
 
     def _require_replica(self, replica_id: str, hint: str = "") -> Replica:
         replica = self._registry.get(replica_id)

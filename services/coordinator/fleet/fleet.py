@@ -75,14 +75,14 @@ class Fleet:
         return works and able and replica.version is not None and replica.version[0] == term
 
     def give_up(self, instances: Iterable[str]) -> None:
-        """Let these instances, and no others, work only where no other one can (see `idle_reason`)."""
+        """Let these instances take part only where no other one can (see `idle_reason`); they replace those before."""
         self._given_up = frozenset(instances)
 
     def idle_reason(self, replica_id: str) -> str:
-        """Return why a replica gets no part in the run: its role has as many replicas as it takes. Else "".
+        """Return why a replica stands by: its role has as many replicas as the run takes. "" if it takes part.
 
-        Those come first that registered first, unless they drain or were given up. So the next one takes over from one
-        that is lost.
+        Replicas take part in the order in which they registered, without those that drain or were given up. So the next
+        one takes over when one is lost.
         """
         replica = self.registry.get(replica_id)
         role = replica.registration.role if replica is not None else ""

@@ -1,4 +1,4 @@
-"""Who holds which GPU."""
+"""The table of GPUs and the replicas that hold them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 

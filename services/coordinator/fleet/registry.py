@@ -181,9 +181,20 @@ class Registry:
             self._add(registration, now)
         logger.info("%s registered from %s", registration.replica_id, registration.address)
         self.changed.fire()
-        if registration.instance:  # has one process at a time: the earlier one is gone
-            others = (r for r in self._replicas.values() if r.instance == registration.instance)
-            await self.remove([r for r in others if r.replica_id != registration.replica_id])
+        replaced = self.replaced_by(registration)
+        await self.remove([replica for replica in replaced if replica.replica_id != registration.replica_id])
+
+    def replaced_by(self, registration: Registration) -> list[Replica]:
+        """Return the replicas whose place a registration takes: of its id, and of its instance.
+
+        An instance has one process at a time: when it registers anew, the earlier one is gone.
+        """
+        replica_id, instance = registration.replica_id, registration.instance
+        return [
+            replica
+            for replica in self._replicas.values()
+            if replica.replica_id == replica_id or (instance and replica.instance == instance)
+        ]
 
     def heartbeat(self, replica_id: str, status: ReplicaStatus) -> Replica | None:
         """Renew a lease; returns None if the replica isn't registered."""

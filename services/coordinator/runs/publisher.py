@@ -37,7 +37,7 @@ def place_of(group_id: str) -> Place:
 
 
 def _facts(visit: Visited) -> dict[str, JSON]:
-    """Return what the fate of a prompt is told with."""
+    """Return the fields of a prompt that the record of its fate has."""
     source = visit.prompt.metadata.get("data_source")
     facts: dict[str, JSON] = {"index": visit.prompt.index, "prompt_tokens": len(visit.prompt.tokens)}
     if visit.why:

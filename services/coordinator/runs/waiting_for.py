@@ -110,15 +110,15 @@ class Reason:
 
     kind: str
     text: str
-    """What, because of whom; without for how long."""
+    """A sentence with what the run waits for and because of whom, without the time."""
     on: str = ""
     """The replica that has to act, or another name."""
     since: float | None = None
-    """Unix time; None: whoever asks repeatedly knows best when it was so first."""
+    """Unix time at which it began; None if unknown. Then the time counts from the first snapshot that shows it."""
     advice: tuple[str, ...] = ()
     """What a person may do; empty: it ends by itself."""
     always: bool = False
-    """It holds the run up for certain, however long the last step ago."""
+    """Whether it holds the run up even if the last step has just ended."""
 
     def sentence(self, now: float) -> str:
         """Return the whole sentence."""

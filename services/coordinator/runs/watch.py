@@ -124,7 +124,7 @@ def _leave_out_unchanged(response: pb.WatchRunResponse, before: pb.Run) -> None:
 
 
 def _look_at_error(task: "asyncio.Task[pb.Run]") -> None:
-    """Look at the error of a reading whose watchers have all left; asyncio logs one that nobody has looked at."""
+    """Retrieve the error of a reading whose watchers have all left, so that asyncio doesn't log it."""
     if not task.cancelled():
         task.exception()
 

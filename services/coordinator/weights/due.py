@@ -1,4 +1,4 @@
-"""When engines get new weights."""
+"""Decide when engines get new weights."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""When engines that are new join the weight group."""
+"""Let new engines join the weight group, several at once."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What can be wrong with a reward service."""
+"""Errors of a remote reward service."""
 
 
 class UnreachableError(Exception):

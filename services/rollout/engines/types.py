@@ -103,8 +103,8 @@ class Request:
     report_every: int = 1
     """With `stream`: least number of tokens in a report of a sample, but for its last one."""
     begun: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """Samples to continue, by index, and the tokens that each has, which count as its own for whatever ends it and
-    aren't reported; the others aren't generated. Empty: all n, from their beginning."""
+    """Samples to continue, by index, and the tokens that each has. These count towards its length and its stop
+    conditions, and aren't reported. Other samples aren't generated. Empty: all n, from their beginning."""
 
     @property
     def samples(self) -> tuple[int, ...]:

@@ -52,7 +52,7 @@ UNFINISHED = {
     STEPS: re.compile(r"step-\d{6,}\.safetensors\.(\d+)\.partial"),
     REFERENCE_FOLDER: re.compile(r"step-\d{6,}\.(\d+)\.partial"),
 }
-"""What a trainer's ranks leave in each folder of the run when they die while they write, with the trainer's term."""
+"""Names of the partial files that dead ranks leave, by folder of the run; group 1 is the trainer's term."""
 
 
 class CheckpointBroken(Exception):

@@ -1,4 +1,4 @@
-"""When checkpoints are due: after a number of steps, or before a restart would have too much to repeat."""
+"""Decide when checkpoints are due: after some steps, or before a restart would have too much to repeat."""
 
 from relaxd.config.run import CheckpointConfig
 

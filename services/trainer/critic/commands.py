@@ -1,4 +1,4 @@
-"""What the ranks of a critic do together."""
+"""Commands that the ranks of a critic execute together."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -16,7 +16,7 @@ from services.trainer.frozen.run_folder import await_file
 logger = logging.getLogger(__name__)
 
 UNKNOWN = -1
-"""No step: the ledger is to be read."""
+"""The step whose weights are served is not known: read the ledger."""
 
 
 class LedgerWeights:

@@ -2,10 +2,11 @@
 
 import time
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 from relaxd.rpc.errors import FailedPrecondition
-from relaxd.run_folder import is_run
+from relaxd.run_folder import begin_time
 from relaxd.waiting import waiting
 from services.trainer.batch.step_file import StepFileError
 from services.trainer.megatron.rank_channel import TICK_SECONDS
@@ -17,16 +18,31 @@ FILE_SECONDS = 60.0
 POLL_SECONDS = 0.2
 
 
-def await_run_folder(folder: Path, role: str) -> None:
-    """Wait until this process sees the folder of its run. Raises FailedPrecondition: it doesn't."""
+def await_run_folder(folder: Path, role: str, begun: datetime) -> None:
+    """Wait until this process sees the folder of its run: the coordinator wrote there when this run began.
+
+    Args:
+        folder: where the folder should be.
+        role: who looks, for the error.
+        begun: when the run began, or was restored last, as the coordinator says. A copy of the folder that was made
+            before, or another run at this path, has another time.
+
+    Raises:
+        FailedPrecondition: it isn't there after FOLDER_SECONDS.
+    """
     deadline = time.monotonic() + FOLDER_SECONDS
     with waiting(f"the run's folder {folder}", on="the file system"):
-        while not is_run(folder):
+        while (found := begin_time(folder)) != begun:
             if time.monotonic() > deadline:
+                problem = (
+                    f"{folder} has no run.json and config.json here"
+                    if found is None
+                    else f"the run in {folder} here began at {found.isoformat()}, this one at {begun.isoformat()}, so "
+                    "that it is an old copy or another run's"
+                )
                 raise FailedPrecondition(
-                    f"the {role} doesn't see the run's folder: {folder} has no run.json and config.json here. It "
-                    "reads what the trainer writes there: mount the folder that coordinator and trainer have at the "
-                    "same path"
+                    f"the {role} doesn't see the run's folder: {problem}. It reads what the trainer writes there: "
+                    "mount the folder that coordinator and trainer have at the same path"
                 )
             time.sleep(POLL_SECONDS)  # named: above
 

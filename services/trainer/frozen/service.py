@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+from datetime import UTC, datetime
 from pathlib import Path
 
 from relaxd.board import roles_for
@@ -56,7 +57,7 @@ class StageService(ReplicaService):
             return
         sizes = config.roles.sizes[self.role]
         folder = assignment.folder if self._follows(config) else ""
-        await asyncio.to_thread(self._check, config, folder)
+        await asyncio.to_thread(self._check, config, folder, assignment.begin_time.ToDatetime(UTC))
         gpus = await self._context.gpus.lease(sizes.ranks)
         self._detail = "starting the ranks"
         environment = gpu_environment(gpus) | NCCL_ENVIRONMENT
@@ -133,8 +134,8 @@ class StageService(ReplicaService):
         """Return whether the ranks follow the ledger of a run, and need its folder."""
         return bool(config.roles.frozen[self.role].refresh_every)
 
-    def _check(self, config: RunConfig, folder: str) -> None:
-        """Check that this replica can work on a run, whose folder it needs unless that is empty. Slow.
+    def _check(self, config: RunConfig, folder: str, begun: datetime) -> None:
+        """Check that this replica can work on a run that began then, and whose folder it needs unless empty. Slow.
 
         Raises:
             DataError, RpcError: it can't.
@@ -144,7 +145,7 @@ class StageService(ReplicaService):
         if self.role in config.roles.frozen:
             check_vocabularies(config, self.role)
         if folder:
-            await_run_folder(Path(folder), self.role)
+            await_run_folder(Path(folder), self.role, begun)
 
     async def _set_paused(self, paused: bool) -> None:
         if self._ranks is not None and self._ranks.ranks:

@@ -74,7 +74,7 @@ class Critic:
 
     @property
     def state(self) -> TrainedModel:
-        """What a checkpoint holds of it."""
+        """The critic's state for a checkpoint."""
         return TrainedModel(self.module, self.optimizer, self._schedule)
 
     def values(self, micro_batches: Sequence[PackedMicroBatch]) -> list[NDArray[np.float32]]:

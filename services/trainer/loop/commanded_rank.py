@@ -38,7 +38,7 @@ class CommandedRank:
     channel: RankChannel
     """The channel from rank 0 to the other ranks."""
     learner: Checkpointed
-    """What learns."""
+    """This rank's learner."""
     checkpoint: CheckpointPart
     """This rank's part of the checkpoint that is being written."""
     board: Board

@@ -72,7 +72,7 @@ class TrainedWhileFilling:
         self._rank = rank
 
     def packer(self) -> Packer:
-        """Return that of what is trained."""
+        """Return the packer of training."""
         return training_packer(self._config)
 
     def take(self, opened: StepBuilder, entry: MicroBatchRound) -> None:

@@ -440,7 +440,7 @@ class Training:
         self._emit_progress(detail)
 
     def _report_part(self, part: str) -> None:
-        """Report progress within what was reported last."""
+        """Report a detail of the progress that was reported last."""
         self._emit_progress(f"{self._place}, {part}")
 
     def _emit_progress(self, detail: str) -> None:

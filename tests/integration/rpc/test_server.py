@@ -14,7 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
-from relaxd.rpc.access import Tokens
+from relaxd.rpc.access.tokens import Tokens
 from relaxd.rpc.client import channel, sync_channel
 from relaxd.rpc.errors import InvalidArgument, NotFound, ServerError, Violations, explain, field_violations
 from relaxd.rpc.security import ServerSecurity
@@ -133,7 +133,7 @@ async def test_grpcurl_needs_no_proto_file(server):
     code, output = await grpcurl(address, "describe", "relaxd.v1.Reward.Score")
     assert code == 0
     assert "rpc Score ( .relaxd.v1.ScoreRequest ) returns ( .relaxd.v1.ScoreResponse )" in output
-    assert "option (.relaxd.v1.access) = ACCESS_SERVICE;" in output
+    assert 'option (.relaxd.v1.callers) = "coordinator";' in output
     code, output = await grpcurl(address, "describe", "relaxd.v1.Reward.Nothing")
     assert code != 0
     assert "not found" in output.lower()
@@ -269,11 +269,11 @@ async def test_the_token_is_checked_except_for_health(monkeypatch):
         assert code == 0
 
 
-async def test_each_call_has_the_least_role_that_may_make_it(tmp_path):
-    (tmp_path / "tokens").write_text("read looker r-token\nservice fleet s-token\n")
+async def test_each_call_is_for_the_roles_that_need_it(tmp_path):
+    (tmp_path / "tokens").write_text("read looker r-token\ncoordinator orders c-token\n")
     async with serve(security=ServerSecurity(Tokens(tmp_path / "tokens"))) as server:
         address = f"127.0.0.1:{server.port}"
-        async with channel(address, token="s-token") as to:
+        async with channel(address, token="c-token") as to:
             await score(to, "fine")
         async with channel(address, token="r-token") as to:
             error = await failure(score(to, "fine"))
@@ -281,7 +281,8 @@ async def test_each_call_has_the_least_role_that_may_make_it(tmp_path):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stream.read()
         assert explain(error) == (
-            'PERMISSION_DENIED: token "looker" has role read, but /relaxd.v1.Reward/Score needs service'
+            'PERMISSION_DENIED: token "looker" is for read, but /relaxd.v1.Reward/Score is for coordinator or admin: '
+            "call it with such a token"
         )
         assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
         code, output = await grpcurl("-H", "authorization: Bearer r-token", address, "list")

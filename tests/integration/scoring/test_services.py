@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import redis
 
+from relaxd.redis_client import key_prefix
 from relaxd.rewards import REWARDS
 from relaxd.rewards.base import text_message
 from relaxd.rewards.messages import to_proto
@@ -383,7 +384,7 @@ async def test_a_worker_that_breaks_is_reported_and_ends_the_process(here):
     async with here.service("advantage", "advantage-1") as process:
         await here.coordinator.hears("advantage-1", "READY")
         with redis.Redis.from_url(here.redis_url) as client:
-            client.set("relaxd:run:stage:advantage", "not a stream")
+            client.set(key_prefix("run") + "stage:advantage", "not a stream")
         status = await here.coordinator.hears("advantage-1", "FAILED")
         assert "the worker of stage advantage failed" in status.detail
         assert "WRONGTYPE" in status.detail

@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from relaxd.rpc.access import Tokens
+from relaxd.rpc.access.tokens import Tokens
 from relaxd.rpc.client import channel, sync_channel
 from relaxd.rpc.security import ServerSecurity
 from relaxd.rpc.server import RunningServer, start_server
@@ -237,7 +237,7 @@ async def test_a_service_refuses_to_listen_for_everyone(tmp_path: Path):
     assert "refusing to listen on 0.0.0.0: the token in RELAXD_TOKEN(_FILE) has 11 characters" in output
     # With a token it goes on to the next thing that is wrong.
     tokens = tmp_path / "tokens"
-    tokens.write_text("service all right\nread looker other\n")
+    tokens.write_text("reward all right\nread looker other\n")
     coordinator |= {"RELAXD_TOKENS_FILE": str(tokens), "RELAXD_TOKEN": "other"}
     code, output = await run("-m", "services.reward", **coordinator)
-    assert (code, '"looker" has role read' in output) == (2, True)
+    assert (code, '"looker" is for read' in output) == (2, True)

@@ -1,10 +1,12 @@
 """What the tests of the trainer service share: the service as a process, a scripted coordinator, made-up groups."""
 
 import contextlib
+import json
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from relaxd.board import TEACHER_PROMPT_TOKENS, Board, NewGroup, stages_for
 from relaxd.config import RunConfig
 from relaxd.roles import TRAINER
 from relaxd.rpc.client import sync_channel
+from relaxd.run_folder import CONFIG, RECORD
 from relaxd.v1 import (
     coordinator_pb2,
     coordinator_pb2_grpc,
@@ -28,6 +31,8 @@ from relaxd.v1 import (
 from tests.kit.processes import kill, start_python
 
 RUN_ID = "run-1"
+BEGUN = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)
+"""When the run began."""
 PATIENCE = 120.0
 """Longest wait for anything, in seconds."""
 
@@ -53,6 +58,12 @@ def make_config(model: Path, **sections: dict[str, Any]) -> RunConfig:
     for name, section in sections.items():
         values[name] = {**values.get(name, {}), **section}
     return RunConfig.model_validate(values)
+
+
+def mark_folder(folder: Path, begun: datetime = BEGUN) -> None:
+    """Write the files by which services know the folder of a run that began then."""
+    (folder / RECORD).write_text(json.dumps({"begin_time": begun.isoformat()}))
+    (folder / CONFIG).write_text("{}")
 
 
 class Feeder:
@@ -137,7 +148,7 @@ class Feeder:
 
 
 class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
-    """A real gRPC server that assigns one run and writes down what it hears."""
+    """A real gRPC server that assigns one run, marks its folder and writes down what it hears."""
 
     def __init__(self, config: RunConfig, folder: Path, role: str = TRAINER) -> None:
         self._role = role
@@ -148,6 +159,8 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
             state=coordinator_pb2.RUN_STATE_RUNNING,
             folder=str(folder),
         )
+        mark_folder(folder)
+        self.assignment.begin_time.FromDatetime(BEGUN)
         self.address = ""
         self.announced: list[tuple[int, int]] = []
         self.status = replica_pb2.ReplicaStatus()

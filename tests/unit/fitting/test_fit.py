@@ -247,6 +247,11 @@ def test_layouts_that_cannot_be(small: Path, trainer: dict[str, int], wrong: str
         fit(make(small, trainer=trainer), H200)
 
 
+def test_the_sizes_that_are_named_divide_all_heads(small: Path) -> None:
+    layout = Layout(ranks=24, tensor=3)
+    assert problem(layout, read_shape(small)).endswith("16 query heads; sizes that do: 1, 2, 4, 8")  # of 8 for keys
+
+
 def test_every_layout_divides_the_model(tmp_path: Path) -> None:
     shape = read_shape(write_config(tmp_path, "mixture"))
     layouts = possible_layouts(shape, 8, 64, offload=False)

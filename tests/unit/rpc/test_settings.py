@@ -113,19 +113,36 @@ def test_a_password_is_no_argument(capsys):
     assert "secret" not in output
 
 
-def test_a_tokens_file_must_have_the_services_own_token(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("role", "token", "told"),
+    [
+        ("reward", "", "for the role reward, or for admin: there is none"),
+        ("reward", "other", "for the role reward, or for admin: it isn't there"),
+        ("reward", "looks", 'for the role reward, or for admin: "looker" is for read'),
+        ("trainer", "scores", 'for the role trainer, or for admin: "scorer" is for reward'),
+        ("coordinator", "scores", 'for the role coordinator, or for admin: "scorer" is for reward'),
+        ("reward", "scores", ""),
+        ("reward", "anything", ""),
+        ("trainer", "anything", ""),
+        ("launcher", "", ""),  # it calls nobody
+    ],
+)
+def test_a_tokens_file_must_have_the_services_own_token(tmp_path, capsys, role, token, told):
     file = tmp_path / "tokens"
-    file.write_text("service fleet its-own\nread looker another\n")
-    environment = {"RELAXD_TOKENS_FILE": str(file)}
-    for token, told in {"": "there is none", "other": "it isn't there", "another": '"looker" has role read'}.items():
-        with pytest.raises(SystemExit):
-            parse_settings("reward", [], environment | {"RELAXD_TOKEN": token})
-        output = " ".join(capsys.readouterr().err.split())
-        assert f"with the role service or admin: {told}" in output
-        assert "its-own" not in output
-    settings = parse_settings("reward", [], environment | {"RELAXD_TOKEN": "its-own"})
-    assert settings.security.tokens is settings.tokens
-    assert parse_settings("launcher", [], environment).security.tokens  # it calls nobody
+    file.write_text("reward scorer scores\nread looker looks\nadmin ann anything\n")
+    environment = {"RELAXD_TOKENS_FILE": str(file), "RELAXD_TOKEN": token}
+    if not told:
+        settings = parse_settings(role, [], environment)
+        assert settings.security.tokens is settings.tokens
+        return
+    with pytest.raises(SystemExit):
+        parse_settings(role, [], environment)
+    output = " ".join(capsys.readouterr().err.split())
+    assert told in output
+    assert "scores" not in output
+
+
+def test_without_a_tokens_file_callers_need_the_services_own():
     assert parse_settings("reward", [], {"RELAXD_TOKEN": "only"}).security.tokens
     assert parse_settings("reward", [], {}).security.tokens is None
 

@@ -1,4 +1,4 @@
--- The start of every script. KEYS[1] is the prefix of the run's keys, "relaxd:<run>:".
+-- The start of every script. KEYS[1] is the prefix of the run's keys, "relaxd:{<run>}:".
 --
 --   state            hash: counters, terms, gate, data cursor, bytes stored by and reserved for open groups, bytes of garbage
 --   open             set: ids of the groups that are neither trained nor dropped

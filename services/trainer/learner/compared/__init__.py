@@ -1,1 +1,1 @@
-"""What the trained model is compared with: frozen models, the columns that they make, and which one a group is for."""
+"""Frozen models beside the trained one: the columns that they make, and the choice of a model for a group."""

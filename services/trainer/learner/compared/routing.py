@@ -1,4 +1,4 @@
-"""Which model of a role is asked about a group."""
+"""Choose the model of a role that a group is for."""
 
 from collections.abc import Mapping
 

@@ -88,12 +88,12 @@ class Stateful:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The numbers of the last step, where nothing else keeps them."""
     skipped_in_a_row: int = 0
-    """Updates skipped since the last one that wasn't, where nothing else keeps them."""
+    """Updates skipped in a row, where nothing else counts them."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a learner keeps itself, as it was in a checkpoint."""
+    """The state of a learner outside its model, as read from a checkpoint."""
 
     optimizer_steps: int
     """As of `Stateful`."""
@@ -104,7 +104,7 @@ class Loaded:
 
 
 class Checkpointed(Protocol):
-    """What has checkpoints: a learner, or the critic's."""
+    """A learner that can be checkpointed: the policy's or the critic's."""
 
     world: World
     """This rank's place in the world."""

@@ -30,8 +30,6 @@ class Critics:
     """The critic replicas of a run, one after the other."""
 
     def __init__(self, job: RunJob) -> None:
-        for name in ("run.json", "config.json"):
-            (job.folder / name).write_text("{}")
         self._job = job
         self.coordinator = ScriptedCoordinator(job.config, job.folder, CRITIC)
         self.board = Board(job.redis_url, RUN_ID, stages_for(job.config), job.config.board)

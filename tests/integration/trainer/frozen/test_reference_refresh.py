@@ -46,8 +46,6 @@ def config_of(model: Path, reference: dict[str, Any], **trainer: Any) -> RunConf
 def prepare_run(redis_url: str, number: int, config: RunConfig, folder: Path) -> RunJob:
     """A run whose groups all wait for it, in a database of its own."""
     folder.mkdir(parents=True)
-    for name in ("run.json", "config.json"):
-        (folder / name).write_text("{}")
     job = RunJob(config, redis_url.removesuffix("/0") + f"/{number}", folder)
     feeder = Feeder(job.redis_url, config)
     for length in (6, 9, 4, 11, 7):

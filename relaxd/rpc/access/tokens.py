@@ -1,4 +1,4 @@
-"""Authorisation: bearer tokens with roles, and the role that each call needs."""
+"""Bearer tokens, each for a role."""
 
 import hashlib
 import hmac
@@ -7,24 +7,13 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 
-from relaxd.rpc.errors import PermissionDenied, Unauthenticated
-from relaxd.rpc.methods import access, methods, path
-from relaxd.rpc.reflection import SERVICES as REFLECTION_SERVICES
-from relaxd.v1 import access_pb2
+from relaxd.roles import unknown_role
+from relaxd.rpc.access.callers import ADMIN, TOKEN_ROLES, Caller, admit
+from relaxd.rpc.errors import Unauthenticated
 
 _log = logging.getLogger(__name__)
-
-
-class Access(IntEnum):
-    """The roles of tokens (protos/relaxd/v1/access.proto); each includes the lower ones."""
-
-    READ = access_pb2.ACCESS_READ
-    SERVICE = access_pb2.ACCESS_SERVICE
-    ADMIN = access_pb2.ACCESS_ADMIN
-
 
 MIN_TOKEN_LENGTH = 16
 """Minimum characters of a token for calls from other machines."""
@@ -35,21 +24,10 @@ KNOWN_TOKENS = (
 """Guessable tokens. All are shorter than MIN_TOKEN_LENGTH: the list is for tokens that a file has as SHA-256, which
 hides their length."""
 
-_LEAST = {
-    **{path(method): access(method) for method in methods()},
-    **{f"/{service}/ServerReflectionInfo": access_pb2.ACCESS_READ for service in REFLECTION_SERVICES},
-}
-
-
-def least_access(method: str) -> Access:
-    """Return the least role for a method, such as "/relaxd.v1.Reward/Score"; ADMIN for unknown methods."""
-    return Access(_LEAST.get(method) or Access.ADMIN)
-
 
 @dataclass(frozen=True)
 class _Entry:
-    name: str
-    access: Access
+    caller: Caller
     digest: bytes
     """SHA-256 of the token."""
     weakness: str
@@ -63,9 +41,9 @@ class Tokens:
     """Interval of checks whether the file changed."""
 
     def __init__(self, file: Path | None = None, token: str | None = None) -> None:
-        """Accept the tokens of `file`, else `token` with role admin.
+        """Accept the tokens of `file`, else `token` for admins.
 
-        Each line of the file is `role name token`: role is admin, service or read, name is for people, and token is the
+        Each line of the file is `role name token`: role is one of TOKEN_ROLES, name is for people, and token is the
         token itself or `sha256:` and its hexadecimal SHA-256. `#` begins a comment. A changed file is read again; if it
         is invalid, the error is logged and the former tokens stay.
 
@@ -78,7 +56,7 @@ class Tokens:
             self._stamp = _stamp(file)
             self._entries = _parse(file)
         elif token is not None:
-            self._entries = (_Entry("the only one", Access.ADMIN, _digest(token), _weakness(token)),)
+            self._entries = (_Entry(Caller("the only one", ADMIN), _digest(token), _weakness(token)),)
         self._check_at = time.monotonic() + self.RELOAD_SECONDS
 
     def refuse_weak(self) -> None:
@@ -89,18 +67,18 @@ class Tokens:
         self._check_strength(self._entries)
         self._strong_only = True
 
-    def access(self, token: str) -> tuple[str, Access] | None:
-        """Return name and role of a token, or None if it is unknown. Takes constant time."""
+    def caller(self, token: str) -> Caller | None:
+        """Return whose token it is, or None if it is unknown. Takes constant time."""
         return self._find(token.encode())
 
     def check(self, method: str, authorization: str | bytes | None) -> None:
-        """Check that a call is authorised.
+        """Check that a call is authorised, and remember for it who its caller is (`speak_for`).
 
         Args:
             method: such as "/relaxd.v1.Reward/Score".
             authorization: the call's `authorization` metadata.
 
-        Raises Unauthenticated without a valid token, PermissionDenied when its role is too low.
+        Raises Unauthenticated without a valid token, PermissionDenied when it is for a role that may not call this.
         """
         if authorization is None:
             raise Unauthenticated(
@@ -108,30 +86,26 @@ class Tokens:
                 "(grpcurl: -H 'authorization: Bearer ...')"
             )
         given = authorization if isinstance(authorization, bytes) else authorization.encode()
-        found = self._find(given.removeprefix(b"Bearer ")) if given.startswith(b"Bearer ") else None
-        if found is None:
+        caller = self._find(given.removeprefix(b"Bearer ")) if given.startswith(b"Bearer ") else None
+        if caller is None:
             raise Unauthenticated(
-                "the token is wrong: RELAXD_TOKEN (or RELAXD_TOKEN_FILE) is not one that the service accepts"
+                "the token is wrong: RELAXD_TOKEN (or RELAXD_TOKEN_FILE) is not one that the service accepts (those in "
+                "its RELAXD_TOKENS_FILE, or else its own)"
             )
-        name, access = found
-        least = least_access(method)
-        if access < least:
-            raise PermissionDenied(
-                f'token "{name}" has role {access.name.lower()}, but {method} needs {least.name.lower()}'
-            )
+        admit(caller, method)
 
-    def _find(self, token: bytes) -> tuple[str, Access] | None:
+    def _find(self, token: bytes) -> Caller | None:
         self._reload()
         digest, found = hashlib.sha256(token).digest(), None
         for entry in self._entries:
             if hmac.compare_digest(entry.digest, digest):
-                found = entry.name, entry.access
+                found = entry.caller
         return found
 
     def _check_strength(self, entries: Sequence[_Entry]) -> None:
         for entry in entries:
             if entry.weakness:
-                name = f'token "{entry.name}" in {self._file}' if self._file else "token in RELAXD_TOKEN(_FILE)"
+                name = f'token "{entry.caller.name}" in {self._file}' if self._file else "token in RELAXD_TOKEN(_FILE)"
                 raise ValueError(f"the {name} {entry.weakness}")
 
     def _reload(self) -> None:
@@ -180,8 +154,8 @@ def _parse(file: Path) -> tuple[_Entry, ...]:
         if len(words) != 3:
             raise ValueError(f"{where}: has {len(words)} words, not three: role, name and token")
         role, name, token = words
-        if role.upper() not in Access.__members__:
-            raise ValueError(f"{where}: role is {role!r}: it must be admin, service or read")
+        if role not in TOKEN_ROLES:
+            raise ValueError(f"{where}: role {unknown_role(role, TOKEN_ROLES)}")
         if token.startswith("sha256:"):
             if not re.fullmatch(r"sha256:[0-9a-fA-F]{64}", token):
                 raise ValueError(f"{where}: sha256: must be followed by 64 hexadecimal digits")
@@ -191,9 +165,9 @@ def _parse(file: Path) -> tuple[_Entry, ...]:
             digest, weakness = _digest(token), _weakness(token)
         else:
             raise ValueError(f"{where}: the token is not printable ASCII")
-        if any(entry.name == name or entry.digest == digest for entry in entries):
+        if any(entry.caller.name == name or entry.digest == digest for entry in entries):
             raise ValueError(f"{where}: {name!r} or its token occurs twice")
-        entries.append(_Entry(name, Access[role.upper()], digest, weakness))
+        entries.append(_Entry(Caller(name, role), digest, weakness))
     if not entries:
         raise ValueError(f"tokens file {file}: has no token")
     return tuple(entries)

@@ -1,0 +1,1 @@
+"""Authorisation: tokens, each for a role (`tokens`), and what a role may do (`callers`)."""
