@@ -104,8 +104,8 @@ class RolloutConfig(Section):
     tensor_parallel: int = Field(default=1, ge=1)
     """GPUs that share each layer's matrices (sglang; for sglang_external, as the servers were started)."""
     memory_fraction: float = Field(default=0.0, ge=0, lt=1)
-    """Share of GPU memory for weights and key-value cache, or of what roles.judge.gpu_share leaves of it; 0 lets SGLang
-    decide (sglang)."""
+    """Share of GPU memory for weights and key-value cache, or of what the gpu_share of judge and teacher leave of it; 0
+    lets SGLang decide (sglang)."""
     return_routed_experts: bool = False
     """Store each token's experts in the column routed_experts (sglang, mixture-of-experts models)."""
     partial: PartialConfig = PartialConfig()
@@ -444,6 +444,28 @@ class RunConfig(Section):
         return "teacher" in self.frozen_roles() and bool(self.roles.teacher.privileged_key)
 
     @property
+    def teacher_engine(self) -> RolloutConfig:
+        """The settings of the teacher's engine (roles.teacher.engine = "sglang"), under the names of [rollout].
+
+        It never decodes, so it has no CUDA graphs, whose capture is most of a start.
+        """
+        teacher = self.roles.teacher
+        return RolloutConfig(
+            engine="sglang",
+            dtype=self.trainer.dtype,
+            temperature=self.rollout.temperature,
+            max_running_samples=128,
+            threads=teacher.threads,
+            tensor_parallel=teacher.tensor_parallel,
+            memory_fraction=teacher.memory_fraction,
+            sglang={
+                "disable_cuda_graph": True,
+                "enable_fp32_lm_head": self.trainer.fp32_lm_head,
+                **teacher.sglang,
+            },
+        )
+
+    @property
     def teacher_prompt_tokens(self) -> int:
         """Maximum length of a prompt of the teacher."""
         return self.roles.teacher.max_prompt_tokens or self.data.max_prompt_tokens
@@ -541,6 +563,29 @@ class RunConfig(Section):
                 f'roles.judge.gpu_share is {judge.gpu_share:g}, but rollout.engine is "{self.rollout.engine}" and '
                 f'roles.judge.engine is "{judge.engine}": on GPUs that they share, both must be "sglang"'
                 + (' (or "transformers" on CPUs, to take turns there)' if self.run.colocate else "")
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _teacher_can_share(self) -> Self:
+        teacher, judge = self.roles.teacher, self.roles.judge
+        if not teacher.shares_gpus:
+            return self
+        section = f"{teacher.section}.gpu_share is {teacher.gpu_share:g}"
+        if self.run.colocate:
+            raise ValueError(
+                f"{section}, but run.colocate is true, where trainer and engines take turns on their GPUs, and a "
+                "teacher takes no turns: give it GPUs of its own, which is 1"
+            )
+        if self.rollout.engine != "sglang":
+            raise ValueError(
+                f'{section}, but rollout.engine is "{self.rollout.engine}": only engines that are "sglang" leave a '
+                "share of their GPUs free"
+            )
+        if self.roles.engine_gpu_share <= 0:
+            raise ValueError(
+                f"{section} and roles.judge.gpu_share {judge.gpu_share:g}, which leaves nothing of a GPU for a "
+                "rollout engine: lower one of them"
             )
         return self
 

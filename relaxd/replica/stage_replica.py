@@ -1,7 +1,8 @@
-"""The service of a replica that works on one stage of the board: reward, advantage."""
+"""The service of a replica that works on one stage of the board: reward, advantage, a teacher with an engine."""
 
 import asyncio
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import ClassVar
 
 from relaxd.board import Board, StageWorker, stages_for
@@ -17,7 +18,7 @@ class StageReplica(ReplicaService):
 
     stage: ClassVar[str]
     """Name of the stage."""
-    max_connection_age_seconds = 30.0
+    max_connection_age_seconds: ClassVar[float | None] = 30.0
 
     def __init__(self, context: ReplicaContext) -> None:
         self._context = context
@@ -28,7 +29,7 @@ class StageReplica(ReplicaService):
         self._detail = ""
 
     @abstractmethod
-    async def prepare(self, config: RunConfig) -> tuple[Process, int]:
+    async def prepare(self, config: RunConfig) -> tuple[Process, int | Callable[[], int]]:
         """Prepare for a run. Returns the function that processes its groups, and how many of them to work on at once.
 
         An exception is reported as the status's detail, and the start is tried again later.

@@ -23,6 +23,7 @@ SERVICES = {role.module.split(".")[1] for role in ROLES.values()}
 LAYERS = (
     "compose.yaml",
     "compose.yaml:compose.gpu.yaml",
+    "compose.yaml:compose.gpu.yaml:compose.teacher.yaml",
     "compose.yaml:compose.data.yaml",
     "compose.yaml:compose.observability.yaml",
     "compose.yaml:compose.scaling.yaml",
@@ -266,3 +267,12 @@ def test_every_role_has_a_compose_service_that_runs_its_module() -> None:
         image = ["python", "-m", f"services.{service['image'].partition('/')[2].partition(':')[0]}"]
         assert (service.get("entrypoint") or image)[-1] == role.module
         assert service.get("profiles", []) == ([] if role.replicas else [role.name])
+
+
+def test_a_teacher_with_an_engine_has_the_image_of_the_rollout_service() -> None:
+    services = compose_config("compose.yaml:compose.gpu.yaml:compose.teacher.yaml")["services"]
+    assert services["teacher"]["entrypoint"][-1] == ROLES["teacher"].modules["sglang"]
+    rollout, teacher = services["rollout"], services["teacher"]
+    assert teacher["image"] == rollout["image"]
+    assert teacher["build"]["dockerfile"] == rollout["build"]["dockerfile"]
+    assert rollout["build"]["args"].items() <= teacher["build"]["args"].items()

@@ -221,7 +221,7 @@ EQUIVALENTS = (
     Equivalent("algorithm.distill_coef", "", "", "", "--opd-kl-coef --use-opd", "in the advantages; needs a teacher"),
     Equivalent("algorithm.reward_coef", "", "", "", "--opd-only-reward", 'of "opd"; 0 is distillation alone'),
     Equivalent("roles.teacher.model", "", "", "", "--opd-teacher-load"),
-    Equivalent("roles.teacher.placement", "", "", "", "--opd-type", "megatron is trainer; sglang is service"),
+    Equivalent("roles.teacher.engine", "", "", "", "--opd-type", "for megatron also roles.teacher.placement"),
     Equivalent(
         "algorithm.distill_top_k", "", "distillation.distillation_loss.topk", "", "--opd-log-prob-top-k", "in the loss"
     ),

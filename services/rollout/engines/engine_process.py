@@ -62,7 +62,7 @@ class LoadedEngine(Protocol):
         """Allocate memory again."""
 
     def stats(self) -> dict[str, int]:
-        """Return running_samples, waiting_samples and tokens_generated so far."""
+        """Return running_samples, waiting_samples, tokens_generated so far, and tokens_prefilled if it is known."""
 
 
 class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.RolloutServicer):
@@ -72,6 +72,8 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
         self.outputs = OutputStream()
         self.frozen = False
         """Whether the engine serves the weights that it loads, so that a sleep has to keep them."""
+        self.for_logprobs = False
+        """Whether the engine only computes log-probs of given tokens."""
 
     def serve(self) -> None:
         """Answer until the service ends."""
@@ -80,7 +82,7 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
 
     def Load(self, request: engine_pb2.LoadRequest, context: Any) -> engine_pb2.LoadResponse:
         """See the proto."""
-        self.frozen = request.frozen
+        self.frozen, self.for_logprobs = request.frozen, request.logprobs
         loaded = self.load(request.folder, RolloutConfig.model_validate_json(request.config_json), request.colocate)
         if request.frozen:
             self._loaded().serve_loaded()
