@@ -1,0 +1,59 @@
+"""A run whose reference, teacher, critic and judge are containers."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.compose.stack import Stack, running
+from tests.compose.test_stack import Run
+from tests.kit.waiting import wait_until
+
+pytestmark = pytest.mark.slow
+PROFILES = ("reference", "teacher", "critic", "judge")
+REWARD = """
+from relaxd.rewards import judge
+from tiny_reward import letters
+
+async def asked(sample):
+    said = await judge.ask(sample.response)
+    return {**letters(sample), "said": float(len(said) > 0)}
+"""
+SETTINGS = {
+    "run.steps": "3",
+    "eval.prompts": "0",
+    "algorithm.name": "ppo",
+    "algorithm.kl_coef": "0.01",
+    "algorithm.distill_loss_coef": "0.1",
+    "reward.name": "asked_reward:asked",
+    "roles.reference.placement": "service",
+    "roles.critic.placement": "service",
+    "roles.critic.threads": "1",
+    "roles.reference.threads": "1",
+    "roles.teacher.model": "tiny",
+    "roles.teacher.threads": "1",
+    "roles.judge.model": "tiny",
+    "roles.judge.threads": "1",
+    "roles.judge.max_new_tokens": "4",
+}
+
+
+@pytest.mark.timeout(900)
+def test_each_role_does_its_part_in_a_container_of_its_own(stack: Stack, tmp_path: Path) -> None:
+    asked = stack.examples / "asked_reward.py"
+    asked.write_text(REWARD)
+    asked.chmod(0o644)
+    with running(stack, {"COMPOSE_PROFILES": ",".join(PROFILES)}):
+        stack.compose("cp", str(tmp_path / "tiny"), "coordinator:/models/")
+        words = [word for name, value in SETTINGS.items() for word in (f"--{name}", value)]
+        run = Run(stack, "examples/tiny.toml", "--run-id", "roles", *words)
+        run.reach(1)
+        for role in ("reference", "teacher"):
+            wait_until(lambda role=role: stack.replicas(role)[0].status.done_groups > 0, f"groups of the {role}", 60)
+        run.finish()
+        printed = stack.compose("run", "--rm", "--no-deps", "--no-TTY", "cli", "metrics", "roles", "--json")
+    step = json.loads(printed.splitlines()[-1])
+    assert step["kl"] != 0
+    assert step["teacher_kl"] != 0
+    assert step["value_loss"] > 0
+    assert step["reward_said"] == 1
