@@ -54,7 +54,7 @@ Call = Callable[[], Awaitable[object]]
 
 
 class Measured(NamedTuple):
-    """What a call takes, and how many there are in a second."""
+    """Latencies of a call, and calls a second."""
 
     p50_ms: float
     p99_ms: float

@@ -50,7 +50,7 @@ KL = {"kl_coef": 0.01}
 
 
 class Case(NamedTuple):
-    """What a case trains with."""
+    """Settings of a case."""
 
     algorithm: Mapping[str, Any]
     """Settings of the algorithm; GRPO if they don't name one."""

@@ -1,4 +1,4 @@
-"""What an algorithm's methods return for real groups, checked: a class of a user's own may return anything.
+"""Check what an algorithm's methods return for real groups: a class of a user's own may return anything.
 
 Errors name class and method. `relaxd.algorithms.trial` makes the same checks before a run, on a made-up group.
 """

@@ -64,7 +64,7 @@ class Where:
     replicas: Mapping[str, int] = field(default_factory=dict)
     """Replicas of each role to start."""
     engines: Mapping[str, str] = field(default_factory=dict)
-    """What holds the models of these replicas, of roles that have a choice."""
+    """The engine of the replicas of each role that has a choice."""
     keep_up: bool = False
     """Keep the started services up."""
     shared_redis: bool = False

@@ -110,7 +110,7 @@ class TeacherConfig(FrozenModelConfig):
     that they train, which can then also be asked for its own likeliest tokens (algorithm.distill_candidates). Sizes and
     threads are the replicas'."""
     engine: Literal["megatron", "sglang"] = "megatron"
-    """What holds the model in a replica. megatron: ranks like the trainer's. sglang: an SGLang engine with the
+    """The processes that hold the model. megatron: ranks like the trainer's. sglang: an SGLang engine with the
     trainer's dtype on tensor_parallel GPUs, which prefills each answer; it holds one model."""
     max_tokens_in_flight: int = Field(default=131_072, ge=1)
     """Most tokens, prompts included, that an engine has at a time; a longer answer goes alone (sglang)."""
