@@ -110,7 +110,7 @@ def test_each_service_has_its_own_secrets_and_no_others(files: str) -> None:
         }
         for name, service in services.items()
     }
-    without = {"model-fetch", "otel-collector", "jaeger", "prometheus"} & services.keys()
+    without = {"model-fetch", "otel-collector", "jaeger", "loki", "prometheus"} & services.keys()
     assert {name for name, volumes in mounted.items() if not volumes} == without
     own = {"demo": "cli", "data-1": "redis", "data-2": "redis"}
     owners = {own.get(name, name) for name in services.keys() - without - {"secrets"}}
