@@ -24,7 +24,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from benchmarks.reporting import report
 from relaxd import telemetry
 from relaxd.roles import REWARD
-from relaxd.rpc.access.tokens import Tokens
+from relaxd.rpc.access.tokens import AccessTokens
 from relaxd.rpc.client import channel
 from relaxd.rpc.security import ServerSecurity
 from relaxd.rpc.server import start_server
@@ -45,7 +45,9 @@ async def serve(ours: bool) -> None:
     add = replica_pb2_grpc.add_ReplicaServicer_to_server
     if ours:
         telemetry.setup("benchmark", "server")
-        running = await start_server([(add, Echo(), "relaxd.v1.Replica")], security=ServerSecurity(Tokens(token=TOKEN)))
+        running = await start_server(
+            [(add, Echo(), "relaxd.v1.Replica")], security=ServerSecurity(AccessTokens(token=TOKEN))
+        )
         print(running.port, flush=True)
         await running.wait()
     else:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from relaxd.v1 import weights_pb2
 from relaxd.weights.group import host_store
-from relaxd.weights.manifest import Bucket, from_proto, to_proto
+from relaxd.weights.manifest import TensorBucket, from_proto, to_proto
 
 TIMEOUT = 60.0
 STOCK_GROUP = "stock"
@@ -136,7 +136,7 @@ class EngineSide(Side):
         from services.rollout.engines.sglang.weights import SGLangWeights
 
         self.weights = SGLangWeights(self.model, self.device, 0, 1)
-        self.buckets: list[Bucket] = []
+        self.buckets: list[TensorBucket] = []
 
     def join(self, port: int, name: str, rank: int, world_size: int, manifest: str) -> None:
         """Join a weight group."""

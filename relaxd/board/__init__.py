@@ -51,8 +51,8 @@ from relaxd.board.types import (
     HeldGroup,
     LedgerEntry,
     NewGroup,
+    PromptRetry,
     QueueDepth,
-    Retry,
     Saved,
 )
 from relaxd.board.worker import Drop, StageWorker
@@ -99,9 +99,9 @@ __all__ = [
     "LedgerEntry",
     "LedgerTrimmed",
     "NewGroup",
+    "PromptRetry",
     "QueueDepth",
     "RedisMemory",
-    "Retry",
     "RunExists",
     "RunMissing",
     "Saved",

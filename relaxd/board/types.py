@@ -82,7 +82,7 @@ class Admission:
 
 
 @dataclass(frozen=True)
-class Retry:
+class PromptRetry:
     """A dropped group whose prompt waits to be retried."""
 
     group_id: str

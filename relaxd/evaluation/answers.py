@@ -17,7 +17,7 @@ _ESTIMATE = re.compile(r"(pass|maj)_at_(\d+)(_low|_high)?")
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ScoredAnswer:
     """The numbers of one scored answer. Its text is only in the evaluation's files."""
 
     index: int
@@ -49,7 +49,7 @@ class Answer:
         }
 
 
-def summarise_set(one: ResolvedSet, answers: Sequence[Answer]) -> dict[str, float]:
+def summarise_set(one: ResolvedSet, answers: Sequence[ScoredAnswer]) -> dict[str, float]:
     """Return the metrics of a set, whose names begin with its prefix.
 
     Means over all answers: reward, each part of the reward, response_length (tokens) and truncated_share; counts:
@@ -68,7 +68,7 @@ def summarise_set(one: ResolvedSet, answers: Sequence[Answer]) -> dict[str, floa
     if len(scored) < count:
         first = next(answer.error for answer in answers if answer.error)
         logger.warning("%s: %d of %d answers could not be scored: %s", one.name, count - len(scored), count, first)
-    by_prompt: dict[int, list[Answer]] = defaultdict(list)
+    by_prompt: dict[int, list[ScoredAnswer]] = defaultdict(list)
     for answer in answers:
         by_prompt[answer.index].append(answer)
     metrics = {name: value / count for name, value in sums.items()} | {
@@ -90,15 +90,15 @@ def _estimate(name: str, values: Sequence[float], one: ResolvedSet) -> dict[str,
     return {name: sum(values) / len(values), f"{name}_low": low, f"{name}_high": high}
 
 
-def _right(one: ResolvedSet, answer: Answer) -> bool:
+def _right(one: ResolvedSet, answer: ScoredAnswer) -> bool:
     return not answer.error and answer.reward >= one.right_from
 
 
-def _pass(one: ResolvedSet, group: Sequence[Answer], k: int) -> float:
+def _pass(one: ResolvedSet, group: Sequence[ScoredAnswer], k: int) -> float:
     return pass_at_k(len(group), sum(_right(one, answer) for answer in group), k)
 
 
-def _maj(one: ResolvedSet, group: Sequence[Answer], k: int) -> float:
+def _maj(one: ResolvedSet, group: Sequence[ScoredAnswer], k: int) -> float:
     group = sorted(group, key=lambda answer: answer.sample)  # the draws are the same whatever ended first
     votes, right = [answer.vote for answer in group], [_right(one, answer) for answer in group]
     return maj_at_k(votes, right, k, seed=group[0].index)

@@ -37,7 +37,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedTensor:
     """One saved tensor of a layer."""
 
     name: str
@@ -48,58 +48,60 @@ class Saved:
     """Whether "selective" recomputes it."""
 
 
-def layer_tensors(shape: ModelShape, layout: Layout, batch: MicroBatch) -> list[Saved]:
+def layer_tensors(shape: ModelShape, layout: Layout, batch: MicroBatch) -> list[SavedTensor]:
     """Return the tensors that a layer saves without recomputation."""
     return [*_attention(shape, batch), *_mlp(shape, layout, batch)]
 
 
-def _attention(shape: ModelShape, batch: MicroBatch) -> Iterator[Saved]:
+def _attention(shape: ModelShape, batch: MicroBatch) -> Iterator[SavedTensor]:
     tokens, slots = batch.tokens * batch.element, batch.slots * batch.element
     yield from _norm(shape, batch, "attention")
-    yield Saved("projection", "attention", (shape.query + 2 * shape.kv) * tokens)
+    yield SavedTensor("projection", "attention", (shape.query + 2 * shape.kv) * tokens)
     if shape.qk_norm and not batch.fused:
-        yield Saved("queries and keys before their norms' weights", "attention", (2 * shape.query + shape.kv) * tokens)
+        yield SavedTensor(
+            "queries and keys before their norms' weights", "attention", (2 * shape.query + shape.kv) * tokens
+        )
     separate = batch.fused or batch.slots > batch.tokens  # otherwise values are a view of the projection
-    yield Saved("rotated heads", "attention", (shape.query + (1 + separate) * shape.kv) * slots, recomputed=True)
-    yield Saved("output", "attention", shape.query * slots)
-    yield Saved("softmax statistics", "attention", 4 * shape.heads * batch.slots)
+    yield SavedTensor("rotated heads", "attention", (shape.query + (1 + separate) * shape.kv) * slots, recomputed=True)
+    yield SavedTensor("output", "attention", shape.query * slots)
+    yield SavedTensor("softmax statistics", "attention", 4 * shape.heads * batch.slots)
     if batch.slots > batch.tokens:
-        yield Saved("output in the row's order", "attention", shape.query * tokens, recomputed=True)
+        yield SavedTensor("output in the row's order", "attention", shape.query * tokens, recomputed=True)
 
 
-def _norm(shape: ModelShape, batch: MicroBatch, of: str) -> Iterator[Saved]:
+def _norm(shape: ModelShape, batch: MicroBatch, of: str) -> Iterator[SavedTensor]:
     size = shape.hidden * batch.tokens * batch.element
-    yield Saved(f"residual before {of}", "norms", size)
+    yield SavedTensor(f"residual before {of}", "norms", size)
     if not batch.fused:
-        yield Saved(f"norm before {of}, without its weight", "norms", size)
-    yield Saved(f"norm before {of}", "norms", size, recomputed=True)
+        yield SavedTensor(f"norm before {of}, without its weight", "norms", size)
+    yield SavedTensor(f"norm before {of}", "norms", size, recomputed=True)
 
 
-def _mlp(shape: ModelShape, layout: Layout, batch: MicroBatch) -> Iterator[Saved]:
+def _mlp(shape: ModelShape, layout: Layout, batch: MicroBatch) -> Iterator[SavedTensor]:
     yield from _norm(shape, batch, "MLP")
     experts = shape.experts
     if experts is None:
         yield from _swiglu(shape.ffn, batch)
         return
     rows = batch.tokens * experts.per_token
-    yield Saved("router", "experts", 4 * experts.count * batch.tokens + 32 * rows)
+    yield SavedTensor("router", "experts", 4 * experts.count * batch.tokens + 32 * rows)
     if layout.expert > 1:
-        yield Saved("rows from other ranks", "experts", rows * shape.hidden * batch.element)
+        yield SavedTensor("rows from other ranks", "experts", rows * shape.hidden * batch.element)
     elif layout.expert_tensor > 1:
         gathered = layout.expert_tensor * batch.tokens * shape.hidden * batch.element
-        yield Saved("tokens of all tensor-parallel ranks", "experts", gathered)
-    yield Saved("gate and up", "experts", 2 * rows * experts.ffn * batch.element, recomputed=True)
+        yield SavedTensor("tokens of all tensor-parallel ranks", "experts", gathered)
+    yield SavedTensor("gate and up", "experts", 2 * rows * experts.ffn * batch.element, recomputed=True)
     if experts.shared_ffn:
         yield from _swiglu(experts.shared_ffn, batch)
-        yield Saved("shared expert's output", "experts", batch.tokens * shape.hidden * batch.element)
+        yield SavedTensor("shared expert's output", "experts", batch.tokens * shape.hidden * batch.element)
 
 
-def _swiglu(ffn: int, batch: MicroBatch) -> Iterator[Saved]:
+def _swiglu(ffn: int, batch: MicroBatch) -> Iterator[SavedTensor]:
     size = batch.tokens * ffn * batch.element
-    yield Saved("gate and up", "MLP", 2 * size, recomputed=True)
+    yield SavedTensor("gate and up", "MLP", 2 * size, recomputed=True)
     if not batch.fused:
-        yield Saved("silu(gate)", "MLP", size)
-    yield Saved("input of the second product", "MLP", size, recomputed=True)
+        yield SavedTensor("silu(gate)", "MLP", size)
+    yield SavedTensor("input of the second product", "MLP", size, recomputed=True)
 
 
 def saved_by_part(shape: ModelShape, layout: Layout, batch: MicroBatch) -> dict[str, int]:

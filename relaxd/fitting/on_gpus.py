@@ -10,7 +10,7 @@ from relaxd.fitting.host import Models
 from relaxd.fitting.layout import Layout, problem
 from relaxd.fitting.shape import ModelShape, read_shape
 from relaxd.fitting.sizing import micro_batch
-from relaxd.fitting.trainer import PROCESS_BYTES, TrainedModel, frozen_stage, trainer_stage
+from relaxd.fitting.trainer import PROCESS_BYTES, TrainedModelShape, frozen_stage, trainer_stage
 from relaxd.roles import ROLES, TRAINER
 
 ASLEEP = {TRAINER: 7_500_000_000, "rollout": 5_600_000_000}
@@ -29,9 +29,9 @@ def check_layout(layout: Layout, shapes: Sequence[ModelShape], section: str, har
 def on_trainer(config: RunConfig, models: Models, layout: Layout, hardware: Hardware) -> list[Held]:
     """Return what the ranks of the trainer's pipeline stages hold."""
     critic = config.roles.critic.optimizer
-    trained = [TrainedModel("", models.policy, layout.offload, config.trainer.optimizer.moment_bytes)]
+    trained = [TrainedModelShape("", models.policy, layout.offload, config.trainer.optimizer.moment_bytes)]
     if models.critic:
-        trained.append(TrainedModel("critic", models.policy, critic.cpu_offload, critic.moment_bytes))
+        trained.append(TrainedModelShape("critic", models.policy, critic.cpu_offload, critic.moment_bytes))
     batch = micro_batch(config, config.trainer.micro_batch_tokens)
     bucket = 0 if config.weights.transport == "gloo" else config.weights.bucket_bytes
     found = []

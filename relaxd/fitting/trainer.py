@@ -20,7 +20,7 @@ Bytes = dict[str, int]
 
 
 @dataclass(frozen=True)
-class TrainedModel:
+class TrainedModelShape:
     """A model that a rank trains."""
 
     name: str
@@ -32,7 +32,7 @@ class TrainedModel:
     """Bytes of the two moments of a parameter."""
 
 
-def weights_and_state(model: TrainedModel, layout: Layout, stage: int, element: int) -> Bytes:
+def weights_and_state(model: TrainedModelShape, layout: Layout, stage: int, element: int) -> Bytes:
     """Return the bytes that a rank holds of a trained model all the time.
 
     Gradients are in float32 on each rank. The optimizer's state is divided among the ranks that have the same
@@ -75,7 +75,7 @@ def training_bytes(shape: ModelShape, layout: Layout, stage: int, batch: MicroBa
 
 
 def trainer_stage(
-    models: Sequence[TrainedModel],
+    models: Sequence[TrainedModelShape],
     frozen: Sequence[ModelShape],
     layout: Layout,
     stage: int,

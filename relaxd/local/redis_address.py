@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field, field_serializer, model_validator
 from relaxd.rpc.credentials import with_password
 
 
-class RedisAddress(BaseModel):
+class RedisUrlModel(BaseModel):
     """Base of models that hold a Redis URL. Serialised, the URL is without the password."""
 
     redis: str = Field(repr=False)
@@ -18,7 +18,7 @@ class RedisAddress(BaseModel):
     """File with the password; empty: no password."""
 
     @model_validator(mode="after")
-    def _add_password(self) -> "RedisAddress":
+    def _add_password(self) -> "RedisUrlModel":
         if self.redis_password_file and urlsplit(self.redis).password is None:
             self.redis = with_password(self.redis, self.redis_password_file)
         return self

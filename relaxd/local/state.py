@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import BaseModel, Field, ValidationError
 
 from relaxd.client.errors import CliError
-from relaxd.local.redis_address import RedisAddress
+from relaxd.local.redis_address import RedisUrlModel
 
 Phase = Literal["starting", "running", "restarting", "failed", "stopped"]
 
@@ -35,7 +35,7 @@ class ServiceState(BaseModel):
     """Number of the last RestartWish that was carried out."""
 
 
-class StackState(RedisAddress):
+class StackState(RedisUrlModel):
     """The services of one supervisor."""
 
     pid: int

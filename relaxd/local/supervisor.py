@@ -24,7 +24,7 @@ from pydantic import BaseModel, Field
 
 from relaxd.client.errors import CliError
 from relaxd.local import embedded_redis
-from relaxd.local.redis_address import RedisAddress
+from relaxd.local.redis_address import RedisUrlModel
 from relaxd.local.state import LaunchWish, LaunchWishes, Phase, ServiceState, StackState, StateFolder
 from relaxd.replica.exit_codes import RESTART
 from relaxd.retry import Backoff
@@ -44,7 +44,7 @@ class ServiceSpec(BaseModel):
     """Added to the supervisor's environment."""
 
 
-class StackPlan(RedisAddress):
+class StackPlan(RedisUrlModel):
     """The services that a supervisor runs."""
 
     state_folder: Path

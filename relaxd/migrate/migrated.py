@@ -12,7 +12,7 @@ ACTOR = "actor_rollout_ref."
 WIDTH = 116
 
 
-class Fate(Enum):
+class KeyFate(Enum):
     """What became of a key."""
 
     WRITTEN = auto()
@@ -37,7 +37,7 @@ class Migrated:
     """Every key without an equivalent: its name, its value, and why."""
     idle: list[tuple[str, Any]] = field(default_factory=list)
     """Every key that is off, or says what relaxd does anyway, and its value."""
-    fates: dict[str, Fate] = field(default_factory=dict)
+    fates: dict[str, KeyFate] = field(default_factory=dict)
     """What became of every key."""
     problems: list[str] = field(default_factory=list)
     """Why relaxd would refuse the settings."""
@@ -81,7 +81,7 @@ class Reader:
         self.out = Migrated()
         self.key = ""
         """The key that is being converted."""
-        self._fate = Fate.IDLE
+        self._fate = KeyFate.IDLE
         self._writers: dict[str, str] = {}
         """The key that wrote each setting."""
 
@@ -96,17 +96,17 @@ class Reader:
 
     def begin(self, key: str) -> None:
         """Go on to the next key."""
-        self.key, self._fate = key, Fate.IDLE
+        self.key, self._fate = key, KeyFate.IDLE
 
     def end(self) -> None:
         """Record what became of the key: what it wrote, or was noted of it, or nothing at all."""
         self.out.fates[self.key] = self._fate
-        if self._fate is Fate.IDLE:
+        if self._fate is KeyFate.IDLE:
             self.out.idle.append((self.key, self.given[self.key]))
 
     def lose(self, why: str) -> None:
         """Record that the key has no equivalent."""
-        self.out.fates[self.key] = Fate.LOST
+        self.out.fates[self.key] = KeyFate.LOST
         self.out.lost.append((self.key, self.given[self.key], why))
 
     def set(self, name: str, value: Any) -> None:
@@ -117,14 +117,14 @@ class Reader:
         self.out.values[name] = value
         if self.key:
             self._writers[name] = self.key
-        self._fate = Fate.WRITTEN
+        self._fate = KeyFate.WRITTEN
 
     def note(self, text: str) -> None:
         """Add a note."""
         if text not in self.out.notes:
             self.out.notes.append(text)
-        if self._fate is Fate.IDLE:
-            self._fate = Fate.NOTED
+        if self._fate is KeyFate.IDLE:
+            self._fate = KeyFate.NOTED
 
 
 def listed(value: Any) -> list[str]:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from relaxd.migrate.migrated import Fate, Reader
+from relaxd.migrate.migrated import KeyFate, Reader
 
 CALLS = "rollout.multi_turn.max_parallel_calls"
 NOTE = "answers end after one turn; observations are not fed back"
@@ -14,7 +14,7 @@ def add_tools(reader: Reader) -> None:
     if "data.tools_file" not in values:
         return
     for name in [name for name in out.fates if name.endswith(CALLS)]:
-        out.fates[name] = Fate.WRITTEN
+        out.fates[name] = KeyFate.WRITTEN
         out.lost[:] = [one for one in out.lost if one[0] != name]
         out.idle[:] = [one for one in out.idle if one[0] != name]
     settings = {"config": values["data.tools_file"], "max_calls": int(reader.get(CALLS, 1) or 0)}

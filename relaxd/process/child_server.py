@@ -20,7 +20,7 @@ import grpc
 
 from relaxd.process.child import LIFELINE_VARIABLE, SOCKET_VARIABLE, TOKEN_VARIABLE
 from relaxd.process.gpu_lease import end_with_lease
-from relaxd.rpc.access.tokens import Tokens
+from relaxd.rpc.access.tokens import AccessTokens
 from relaxd.rpc.interceptor import CallInterceptor
 
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
@@ -68,7 +68,7 @@ async def serve_socket(
 ) -> None:
     """Serve `services` (see ChildServer) on a Unix socket, to callers with `token`, until cancelled."""
     interceptor = CallInterceptor(
-        tokens=Tokens(token=token), fence=None, deadline_seconds=None, stream_deadline_seconds=None
+        tokens=AccessTokens(token=token), fence=None, deadline_seconds=None, stream_deadline_seconds=None
     )
     unlimited = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
     server = grpc.aio.server(interceptors=[interceptor], options=unlimited)

@@ -133,7 +133,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Limit:
+class ResourceLimit:
     """Something that there is only so much of."""
 
     name: str
@@ -149,74 +149,74 @@ class Limit:
         return self.available / self.used if self.used > 0 else float("inf")
 
 
-def limits(found: Measured) -> list[Limit]:
+def limits(found: Measured) -> list[ResourceLimit]:
     """Return all limits, the nearest first. Twice the sizes use twice as much of each."""
     file_seconds = found.step_file_seconds * found.scale.payload
     rows = [
-        Limit(
+        ResourceLimit(
             "a step's groups in Redis",
             found.written,
             found.redis_bytes,
             "bytes",
             "give Redis more memory, or make steps smaller (trainer.groups_per_step, rollout.max_new_tokens)",
         ),
-        Limit(
+        ResourceLimit(
             "a group's answers",
             found.worst_group_bytes,
             found.max_group_bytes,
             "bytes",
             "raise board.max_group_bytes (up to 16 GiB), or lower rollout.samples_per_prompt or max_new_tokens",
         ),
-        Limit(
+        ResourceLimit(
             "Redis's thread",
             found.cpu("redis"),
             1.0,
             "cores",
             "give Redis a faster processor; fewer, larger groups cost it fewer commands",
         ),
-        Limit(
+        ResourceLimit(
             "Redis's network (10 Gbit/s)",
             (found.written + found.read) / found.step_seconds,
             NETWORK_BYTES,
             "bytes/s",
             "give Redis a faster network; rollout.return_routed_experts is the largest column if it is set",
         ),
-        Limit(
+        ResourceLimit(
             "the coordinator's process",
             found.cpu("coordinator"),
             1.0,
             "cores",
             "use fewer rollout replicas with more GPUs each (rollout.tensor_parallel): each costs heartbeats",
         ),
-        Limit(
+        ResourceLimit(
             "host work of a trainer rank",
             found.cpu("trainer") / found.scale.ranks,
             1.0,
             "cores",
             "use more data-parallel ranks; rank 0 packs every group and writes the step file",
         ),
-        Limit(
+        ResourceLimit(
             "writing the step file",
             file_seconds,
             found.step_seconds,
             "s a step",
             "put run.folder on a faster disk, or make steps smaller",
         ),
-        Limit(
+        ResourceLimit(
             "the reward replica",
             found.cpu("reward"),
             1.0,
             "cores",
             "start more reward replicas (relaxd up --reward N), each with reward.workers processes",
         ),
-        Limit(
+        ResourceLimit(
             "the advantage replica",
             found.cpu("advantage"),
             1.0,
             "cores",
             "start more advantage replicas (relaxd up --advantage N)",
         ),
-        Limit(
+        ResourceLimit(
             "the host of a rollout replica",
             found.cpu("rollout") / found.scale.rollout,
             1.0,
@@ -226,7 +226,9 @@ def limits(found: Measured) -> list[Limit]:
     ]
     if found.machine_share <= BUSY_MACHINE:  # else the call waited for this machine
         rows.append(
-            Limit("a call to the coordinator (p99)", found.call_p99, CALL_SECONDS, "s", "use fewer rollout replicas")
+            ResourceLimit(
+                "a call to the coordinator (p99)", found.call_p99, CALL_SECONDS, "s", "use fewer rollout replicas"
+            )
         )
     return sorted(rows, key=lambda limit: limit.factor)
 

@@ -137,7 +137,7 @@ def _value(text: str) -> str | float:
 
 
 @dataclass
-class Bucket:
+class GroupTally:
     """Groups that have something in common."""
 
     closed: int = 0
@@ -176,12 +176,12 @@ class Mean:
 class Summary:
     """Published groups beside trained ones. Memory doesn't grow with their number, but for the sources'."""
 
-    all: Bucket = field(default_factory=Bucket)
+    all: GroupTally = field(default_factory=GroupTally)
     retried: int = 0
     """Groups that were retries."""
     continued: int = 0
     """Groups with an answer that was cut off and continued."""
-    by: dict[str, dict[str, Bucket]] = field(default_factory=lambda: {name: {} for name in DIMENSIONS})
+    by: dict[str, dict[str, GroupTally]] = field(default_factory=lambda: {name: {} for name in DIMENSIONS})
     """Buckets by dimension, then by label."""
     means: dict[str, tuple[Mean, Mean]] = field(
         default_factory=lambda: {name: (Mean(), Mean()) for name in ("prompt_tokens", "tokens", "truncated", "reward")}
@@ -194,7 +194,7 @@ class Summary:
         self.retried += times * (line["retry"] > 0)
         self.continued += times * (line.get("continued", 0) > 0)
         for name, label_of in DIMENSIONS.items():
-            self.by[name].setdefault(label_of(line), Bucket()).add(line, times)
+            self.by[name].setdefault(label_of(line), GroupTally()).add(line, times)
         for name, (of_all, of_trained) in self.means.items():
             if (value := line.get(name)) is not None:
                 of_all.add(value, times)

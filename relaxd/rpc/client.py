@@ -131,7 +131,7 @@ def call_metadata(token: str | None, term: int = 0) -> MakeMetadata:
     return metadata
 
 
-class Caller:
+class MultiCallable:
     """A multi-callable that fills in what its caller left out."""
 
     def __init__(
@@ -210,22 +210,22 @@ class AsyncChannel(grpc.aio.Channel):
     def unary_unary(self, method: str, *arguments: Any, **options: Any) -> Any:
         """See grpc.aio.Channel."""
         plain = self._plain.unary_unary(method, *arguments, **options)
-        return Caller(plain, method, self._target, self._deadline_seconds, self._metadata)
+        return MultiCallable(plain, method, self._target, self._deadline_seconds, self._metadata)
 
     def unary_stream(self, method: str, *arguments: Any, **options: Any) -> Any:
         """See grpc.aio.Channel."""
         plain = self._plain.unary_stream(method, *arguments, **options)
-        return Caller(plain, method, self._target, self._stream_deadline_seconds, self._metadata)
+        return MultiCallable(plain, method, self._target, self._stream_deadline_seconds, self._metadata)
 
     def stream_unary(self, method: str, *arguments: Any, **options: Any) -> Any:
         """See grpc.aio.Channel."""
         plain = self._plain.stream_unary(method, *arguments, **options)
-        return Caller(plain, method, self._target, self._stream_deadline_seconds, self._metadata)
+        return MultiCallable(plain, method, self._target, self._stream_deadline_seconds, self._metadata)
 
     def stream_stream(self, method: str, *arguments: Any, **options: Any) -> Any:
         """See grpc.aio.Channel."""
         plain = self._plain.stream_stream(method, *arguments, **options)
-        return Caller(plain, method, self._target, self._stream_deadline_seconds, self._metadata)
+        return MultiCallable(plain, method, self._target, self._stream_deadline_seconds, self._metadata)
 
     async def __aenter__(self) -> "AsyncChannel":
         return self

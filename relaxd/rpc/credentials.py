@@ -6,7 +6,7 @@ from pathlib import Path
 from urllib.parse import parse_qs, quote, urlsplit
 
 from relaxd.rpc.access.callers import ADMIN
-from relaxd.rpc.access.tokens import Tokens
+from relaxd.rpc.access.tokens import AccessTokens
 from relaxd.rpc.tls import TlsFiles
 
 REDIS_FILES = {"ca": "ssl_ca_certs", "certificate": "ssl_certfile", "key": "ssl_keyfile"}
@@ -33,12 +33,12 @@ def read_token(
     return token
 
 
-def read_tokens(role: str, file: str, token: str | None) -> Tokens | None:
+def read_tokens(role: str, file: str, token: str | None) -> AccessTokens | None:
     """Read the tokens to accept. Raises OSError, ValueError; also if `token`, with which this service calls others, is
     not one of them for its role or for admins."""
     if not file:
         return None
-    tokens = Tokens(Path(file))
+    tokens = AccessTokens(Path(file))
     if role != "launcher":  # it calls no other service
         found = tokens.caller(token) if token else None
         if found is None or found.role not in (role, ADMIN):

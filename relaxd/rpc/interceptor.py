@@ -14,7 +14,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from relaxd import telemetry
-from relaxd.rpc.access.tokens import Tokens
+from relaxd.rpc.access.tokens import AccessTokens
 from relaxd.rpc.errors import DeadlineExceeded, InvalidArgument, RpcError, explain
 from relaxd.rpc.terms import TERM_METADATA, Fence, check_term
 from relaxd.telemetry.rpc import RpcMethod, ServedCall
@@ -39,7 +39,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     def __init__(
         self,
         *,
-        tokens: Tokens | None,
+        tokens: AccessTokens | None,
         fence: Fence | None,
         deadline_seconds: float | None,
         stream_deadline_seconds: float | None,

@@ -4,7 +4,7 @@ import ipaddress
 import socket
 from dataclasses import dataclass, field
 
-from relaxd.rpc.access.tokens import Tokens
+from relaxd.rpc.access.tokens import AccessTokens
 from relaxd.rpc.errors import ServerError
 from relaxd.rpc.tls import TlsFiles
 
@@ -13,7 +13,7 @@ from relaxd.rpc.tls import TlsFiles
 class ServerSecurity:
     """Authentication of a server's callers."""
 
-    tokens: Tokens | None = None
+    tokens: AccessTokens | None = None
     """Accepted tokens; None accepts every call."""
     tls: TlsFiles = field(default_factory=TlsFiles)
     """The server's certificate, if any."""

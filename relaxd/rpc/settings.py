@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from relaxd import __version__
 from relaxd.redis_client import parse as parse_redis_url
 from relaxd.roles import ROLES
-from relaxd.rpc.access.tokens import Tokens
+from relaxd.rpc.access.tokens import AccessTokens
 from relaxd.rpc.container_id import container_id
 from relaxd.rpc.credentials import REDIS_FILES, read_tls, read_token, read_tokens, with_certificates, with_password
 from relaxd.rpc.security import ServerSecurity
@@ -90,7 +90,7 @@ class ServiceSettings:
     """Reward: API key of the server at roles.judge.address, if it needs one."""
     token: str | None = field(default=None, repr=False)
     """Bearer token of this process's calls; without `tokens`, also the one that its callers need."""
-    tokens: Tokens | None = None
+    tokens: AccessTokens | None = None
     """Tokens to accept."""
     tls: TlsFiles = field(default_factory=TlsFiles)
     """TLS files."""
@@ -102,7 +102,7 @@ class ServiceSettings:
     @property
     def security(self) -> ServerSecurity:
         """Authentication of callers."""
-        tokens = self.tokens or (Tokens(token=self.token) if self.token else None)
+        tokens = self.tokens or (AccessTokens(token=self.token) if self.token else None)
         return ServerSecurity(tokens, self.tls, self.allow_insecure)
 
 

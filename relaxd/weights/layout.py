@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 
 from relaxd.weights.group import Transport
-from relaxd.weights.manifest import Bucket, tensors_of
+from relaxd.weights.manifest import TensorBucket, tensors_of
 
 Layout = Literal["flat", "direct"]
 """flat: one broadcast per bucket, of a buffer with its tensors in order (`pack`, `unpack`).
@@ -25,12 +25,12 @@ def broadcast_layout(transport: Transport, engine: str) -> Layout:
     return "direct" if transport == "nccl" and engine != "sglang_external" else "flat"
 
 
-def piece_bytes(bucket: Bucket) -> int:
+def piece_bytes(bucket: TensorBucket) -> int:
     """Return the size of a buffer for `pieces`."""
     return sum(-(-spec.nbytes // ALIGNMENT) * ALIGNMENT for spec in bucket.tensors)
 
 
-def pieces(bucket: Bucket, buffer: torch.Tensor) -> list[torch.Tensor]:
+def pieces(bucket: TensorBucket, buffer: torch.Tensor) -> list[torch.Tensor]:
     """Divide a uint8 buffer [>= piece_bytes] into one view per tensor of a bucket."""
     views, offset = [], 0
     for spec in bucket.tensors:
@@ -39,7 +39,7 @@ def pieces(bucket: Bucket, buffer: torch.Tensor) -> list[torch.Tensor]:
     return views
 
 
-def as_sent(bucket: Bucket, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+def as_sent(bucket: TensorBucket, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """Return a bucket's tensors contiguous and in their wire types; copies only if needed.
 
     Raises ManifestError for a tensor that is missing or of another shape.

@@ -45,7 +45,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class TensorBucket:
     """Tensors in one flat byte buffer, in order and without padding, sent by one source rank."""
 
     tensors: tuple[TensorSpec, ...]
@@ -57,23 +57,23 @@ class Bucket:
         return sum(spec.nbytes for spec in self.tensors)
 
 
-def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int, source_rank: int) -> list[Bucket]:
+def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int, source_rank: int) -> list[TensorBucket]:
     """Fill buckets of at most `bucket_bytes` in the given order; a larger tensor gets its own bucket."""
-    buckets: list[Bucket] = []
+    buckets: list[TensorBucket] = []
     current: list[TensorSpec] = []
     size = 0
     for spec in specs:
         if current and size + spec.nbytes > bucket_bytes:
-            buckets.append(Bucket(tuple(current), source_rank))
+            buckets.append(TensorBucket(tuple(current), source_rank))
             current, size = [], 0
         current.append(spec)
         size += spec.nbytes
     if current:
-        buckets.append(Bucket(tuple(current), source_rank))
+        buckets.append(TensorBucket(tuple(current), source_rank))
     return buckets
 
 
-def tensors_of(bucket: Bucket, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+def tensors_of(bucket: TensorBucket, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
     """Yield a bucket's tensors without conversion.
 
     Raises ManifestError for one that is missing or of another shape.
@@ -87,7 +87,7 @@ def tensors_of(bucket: Bucket, tensors: Mapping[str, torch.Tensor]) -> Iterator[
         yield spec, tensor
 
 
-def pack(bucket: Bucket, tensors: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> torch.Tensor:
+def pack(bucket: TensorBucket, tensors: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> torch.Tensor:
     """Copy a bucket's tensors, converted to their wire types, into a uint8 buffer [>= bucket.nbytes].
 
     Returns the filled part of the buffer. Raises ManifestError for a tensor that is missing or of another shape.
@@ -103,7 +103,7 @@ def pack(bucket: Bucket, tensors: Mapping[str, torch.Tensor], buffer: torch.Tens
     return buffer[:offset]
 
 
-def unpack(bucket: Bucket, buffer: torch.Tensor) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+def unpack(bucket: TensorBucket, buffer: torch.Tensor) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
     """Yield the tensors of a filled uint8 buffer, as views (copies if unaligned)."""
     offset = 0
     for spec in bucket.tensors:
@@ -114,7 +114,7 @@ def unpack(bucket: Bucket, buffer: torch.Tensor) -> Iterator[tuple[TensorSpec, t
         offset += spec.nbytes
 
 
-def to_proto(buckets: Sequence[Bucket]) -> weights_pb2.WeightManifest:
+def to_proto(buckets: Sequence[TensorBucket]) -> weights_pb2.WeightManifest:
     """Convert buckets to a manifest."""
     manifest = weights_pb2.WeightManifest()
     for bucket in buckets:
@@ -124,7 +124,7 @@ def to_proto(buckets: Sequence[Bucket]) -> weights_pb2.WeightManifest:
     return manifest
 
 
-def from_proto(manifest: weights_pb2.WeightManifest) -> list[Bucket]:
+def from_proto(manifest: weights_pb2.WeightManifest) -> list[TensorBucket]:
     """Convert a manifest to buckets. Raises ManifestError for an unknown element type or a negative size."""
     buckets = []
     for message in manifest.buckets:
@@ -136,5 +136,5 @@ def from_proto(manifest: weights_pb2.WeightManifest) -> list[Bucket]:
             if any(size < 0 for size in tensor.shape):
                 raise ManifestError(f"{tensor.name} has the invalid shape {tuple(tensor.shape)}")
             specs.append(TensorSpec(tensor.name, dtype, tuple(tensor.shape)))
-        buckets.append(Bucket(tuple(specs), message.source_rank))
+        buckets.append(TensorBucket(tuple(specs), message.source_rank))
     return buckets

@@ -10,7 +10,7 @@ import pytest
 
 from relaxd.roles import REPLICA_ROLES, ROLES
 from relaxd.rpc.access.callers import TOKEN_ROLES
-from relaxd.rpc.access.tokens import Tokens
+from relaxd.rpc.access.tokens import AccessTokens
 from tests.compose.stack import COMPOSE, Stack
 
 SCRIPT = COMPOSE.parent / "secrets.sh"
@@ -62,7 +62,7 @@ def test_they_are_made_once_and_only_their_users_can_read_them(project: Stack, t
     assert all(len(token) >= 32 for token in tokens.values())
     (accepted,) = {texts[f"{role}/tokens"] for role in ROLES}
     (tmp_path / "accepted").write_text(accepted.replace(";", "\n"))
-    found = {of: Tokens(tmp_path / "accepted").caller(token) for of, token in tokens.items()}
+    found = {of: AccessTokens(tmp_path / "accepted").caller(token) for of, token in tokens.items()}
     assert {of: caller.role for of, caller in found.items()} == {role: role for role in ROLES} | {"cli": "admin"}
 
     # Redis has its own, and asks for it.
@@ -106,7 +106,7 @@ def test_make_secrets_writes_them_for_their_owner_alone(tmp_path: Path) -> None:
 
 def test_each_token_is_for_its_role_and_no_other_is_accepted(tmp_path: Path) -> None:
     subprocess.run([SCRIPT, tmp_path], check=True, timeout=20)
-    tokens = Tokens(tmp_path / "tokens")
+    tokens = AccessTokens(tmp_path / "tokens")
     tokens.refuse_weak()
     for role in TOKEN_ROLES:
         token = (tmp_path / f"{role}.token").read_text().strip()
@@ -125,4 +125,4 @@ def test_tokens_of_ones_own_are_copied(tmp_path: Path) -> None:
     (given / "tokens").unlink()
     (given / "admin.token").write_text(TOKEN)
     subprocess.run([SCRIPT, folder, given], check=True, timeout=20)
-    assert Tokens(folder / "tokens").caller(TOKEN).role == "admin"
+    assert AccessTokens(folder / "tokens").caller(TOKEN).role == "admin"

@@ -18,7 +18,17 @@ from relaxd.board.payloads import transfer
 from relaxd.board.payloads.attempt import all_places, new_names
 from relaxd.board.sizes import NO_EVICTION, RedisMemory
 from relaxd.board.stages import PUBLISH, TRAIN
-from relaxd.board.types import DROP_COUNTERS, JSON, Admission, DropKind, DropReason, Fate, LedgerEntry, NewGroup, Retry
+from relaxd.board.types import (
+    DROP_COUNTERS,
+    JSON,
+    Admission,
+    DropKind,
+    DropReason,
+    Fate,
+    LedgerEntry,
+    NewGroup,
+    PromptRetry,
+)
 from relaxd.redis_client import keys_of
 from relaxd.telemetry import BatchSpan
 
@@ -234,10 +244,10 @@ class CoordinatorSide(BoardCore):
         value: JSON = json.loads(self._state("cursor"))
         return value
 
-    def retries(self, limit: int = 100) -> list[Retry]:
+    def retries(self, limit: int = 100) -> list[PromptRetry]:
         """Return dropped groups whose prompts wait to be published again (`NewGroup.retry_of`)."""
         found = self._connection.run(lambda client: client.hgetall(f"{self.prefix}retries"))
-        waiting = [Retry(id.decode(), int(value.split(b"|", 1)[0])) for id, value in found.items()]
+        waiting = [PromptRetry(id.decode(), int(value.split(b"|", 1)[0])) for id, value in found.items()]
         return sorted(waiting, key=lambda retry: retry.group_id)[:limit]
 
     def retry_unscored(self, *, term: int) -> int:

@@ -22,7 +22,7 @@ from relaxd.config.load import ConfigError, Problem
 from relaxd.data.dataset import Prompt, PromptDataset, load_evaluation
 from relaxd.data.errors import DataError
 from relaxd.data.models import resolve_model
-from relaxd.evaluation.answers import Answer, summarise_set
+from relaxd.evaluation.answers import ScoredAnswer, summarise_set
 from relaxd.evaluation.checking import context_problems, set_problems
 from relaxd.evaluation.sets import ResolvedSet, sets_of, unknown_set
 from relaxd.evaluation.votes import vote_of
@@ -103,11 +103,11 @@ def _chosen(config: RunConfig, names: Sequence[str]) -> list[ResolvedSet]:
 
 def _evaluate_set(
     config: RunConfig, one: ResolvedSet, data: PromptDataset, device: Device, folder: Path, console: Console
-) -> list[Answer]:
+) -> list[ScoredAnswer]:
     """Answer and score a set's prompts; writes SET.jsonl and says how far it is."""
     count = min(one.prompts or len(data), len(data))
     total = count * one.samples_per_prompt
-    answers: list[Answer] = []
+    answers: list[ScoredAnswer] = []
     said = time.monotonic()
     scored_by = config.model_copy(update={"reward": one.reward or config.reward})
     console.print(f"{one.name}: {count} prompts, {one.samples_per_prompt} answers each", highlight=False)
@@ -162,7 +162,7 @@ def _answer(
             yield _Answered(prompt, answer["sample"], answer["text"], answer["length"], answer["finish_reason"])
 
 
-def _score(config: RunConfig, one: ResolvedSet, answered: Sequence[_Answered], write: Any) -> list[Answer]:
+def _score(config: RunConfig, one: ResolvedSet, answered: Sequence[_Answered], write: Any) -> list[ScoredAnswer]:
     """Score answers with the configuration's reward, and write a line about each."""
     outcomes = try_reward(config, list(map(_sample, answered)), workers=config.reward.workers)
     answers = []
@@ -186,8 +186,8 @@ def _sample(each: _Answered) -> RewardInput:
     )
 
 
-def _scored(one: ResolvedSet, each: _Answered, outcome: Mapping[str, Any]) -> Answer:
-    return Answer(
+def _scored(one: ResolvedSet, each: _Answered, outcome: Mapping[str, Any]) -> ScoredAnswer:
+    return ScoredAnswer(
         index=each.prompt.index,
         sample=each.sample,
         reward=outcome.get("reward", 0.0),

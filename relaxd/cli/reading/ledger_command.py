@@ -15,8 +15,8 @@ from relaxd.cli.reading.source import open_run
 from relaxd.client.errors import CliError
 from relaxd.config import RunConfig
 from relaxd.config.prompts.curriculum import CurriculumConfig
-from relaxd.data.curriculum.record import BUCKETS, GrowingRecord, Record
-from relaxd.report.fates import Bucket, ConditionError, Summary, condition, of_prompt, read_fates, summarise_fates
+from relaxd.data.curriculum.record import BUCKETS, GrowingRecord, PromptRecord
+from relaxd.report.fates import ConditionError, GroupTally, Summary, condition, of_prompt, read_fates, summarise_fates
 from relaxd.run_folder import CONFIG, GROUPS
 
 MEANS = {
@@ -127,7 +127,7 @@ def _curriculum(folder: Path) -> CurriculumConfig:
     return RunConfig.model_validate_json((folder / CONFIG).read_bytes()).data.curriculum
 
 
-def _print_prompts(record: Record, curriculum: CurriculumConfig, console: Console) -> None:
+def _print_prompts(record: PromptRecord, curriculum: CurriculumConfig, console: Console) -> None:
     """Print how many prompts have which pass rate."""
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), title="prompts tried", title_justify="left")
     for name in ("pass rate", "prompts", "of all tried"):
@@ -145,11 +145,11 @@ def _print_prompts(record: Record, curriculum: CurriculumConfig, console: Consol
         )
 
 
-def _split(bucket: Bucket) -> str:
+def _split(bucket: GroupTally) -> str:
     return f"{bucket.trained} trained, {bucket.closed - bucket.trained} dropped ({_reasons(bucket) or 'none'})"
 
 
-def _reasons(bucket: Bucket) -> str:
+def _reasons(bucket: GroupTally) -> str:
     counts = sorted(bucket.reasons.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{count} {reason}" for reason, count in counts if count)
 

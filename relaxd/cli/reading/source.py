@@ -21,7 +21,7 @@ RUNS = Path("runs")
 
 
 @dataclass(frozen=True)
-class Source:
+class RunSource:
     """One run and who knows about it."""
 
     reader: RunReader
@@ -43,7 +43,7 @@ class Source:
 
 
 @contextlib.contextmanager
-def open_run(run_id: str, folder: Path | None, state: Path, coordinator: str | None) -> Iterator[Source]:
+def open_run(run_id: str, folder: Path | None, state: Path, coordinator: str | None) -> Iterator[RunSource]:
     """Find a run; `run_id` may also be the path of its folder, and "" is the newest run.
 
     A coordinator that is named, or is up here, answers for the runs that it knows. Every other run is read from its
@@ -56,14 +56,14 @@ def open_run(run_id: str, folder: Path | None, state: Path, coordinator: str | N
         with CoordinatorClient(address) as client:
             run = _known_run(client, wanted)
             if run is not None and (folder is None or Path(run.folder) == local):  # a copy may have its id
-                yield Source(client, run, address)
+                yield RunSource(client, run, address)
                 return
     reader = FolderRuns([local]) if local is not None else FolderRuns.below(RUNS)
     try:
         run = reader.run(wanted)
     except NotFoundError as error:
         raise (error if address is not None else _no_run(run_id, state)) from None
-    yield Source(reader, run)
+    yield RunSource(reader, run)
     if note := left_note(run, state):
         print(note, file=sys.stderr)
 

@@ -9,7 +9,7 @@ from relaxd.config import RunConfig
 from relaxd.data.curriculum import history
 from relaxd.data.curriculum.group_filter import FilterError, GroupFilter
 from relaxd.data.curriculum.own_sampler import make_sampler
-from relaxd.data.curriculum.record import BUCKETS, Record
+from relaxd.data.curriculum.record import BUCKETS, PromptRecord
 from relaxd.data.curriculum.visits import Visits
 from relaxd.data.dataset import PromptDataset
 from relaxd.data.errors import DataError
@@ -24,7 +24,7 @@ class Curriculum:
     def __init__(self, config: RunConfig, prompts: PromptDataset) -> None:
         self._config = config.data.curriculum
         self._needed = min(config.trainer.groups_per_step, prompts.prompts)
-        self.record = Record(prompts.prompts, self._config, needed=self._needed)
+        self.record = PromptRecord(prompts.prompts, self._config, needed=self._needed)
         self.visits = Visits(prompts, self.record, config.run.seed)
         self._unsaved = 0
         self._exhausted = False
@@ -117,7 +117,7 @@ def own_problems(config: RunConfig, prompts: PromptDataset) -> list[tuple[str, s
     return problems
 
 
-def summary(record: Record) -> list[str]:
+def summary(record: PromptRecord) -> list[str]:
     """Return what a record holds, in lines for people."""
     counts = [(bucket / BUCKETS, count) for bucket, count in enumerate(record.histogram) if count]
     rates = ", ".join(f"{count} at {rate:g} to {rate + 1 / BUCKETS:g}" for rate, count in counts)

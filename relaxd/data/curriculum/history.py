@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from relaxd.data.curriculum.record import Record
+from relaxd.data.curriculum.record import PromptRecord
 from relaxd.run_folder import CURRICULUM, GROUPS, closed_groups
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ SNAPSHOT_GROUPS = 50_000
 """Closed groups between two snapshots: as many are read within a second."""
 
 
-def load(record: Record, folder: Path) -> str:
+def load(record: PromptRecord, folder: Path) -> str:
     """Fill an empty record from a run's folder. Returns the last entry of groups.jsonl that it has, "" without one."""
     groups = folder / GROUPS
     size = groups.stat().st_size if groups.is_file() else 0
@@ -40,7 +40,7 @@ def load(record: Record, folder: Path) -> str:
     return last
 
 
-def save(record: Record, folder: Path, end: int, last: str) -> None:
+def save(record: PromptRecord, folder: Path, end: int, last: str) -> None:
     """Write a snapshot of a record that has `end` bytes of groups.jsonl, up to the entry `last`."""
     with record.lock:
         head = {"prompts": len(record), "end": end, "last": last, "visits": record.visits}
@@ -50,7 +50,7 @@ def save(record: Record, folder: Path, end: int, last: str) -> None:
     os.replace(temporary, folder / CURRICULUM)
 
 
-def _read_snapshot(record: Record, path: Path, size: int) -> tuple[int, str]:
+def _read_snapshot(record: PromptRecord, path: Path, size: int) -> tuple[int, str]:
     """Restore a record from a snapshot, if there is one of these prompts and of a file of at most this size.
 
     Returns the bytes and the last entry that it has; 0 and "" without one.

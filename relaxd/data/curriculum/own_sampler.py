@@ -11,7 +11,7 @@ from relaxd.data.errors import DataError
 from relaxd.importing import ImportProblem, describe_error, import_own
 
 if TYPE_CHECKING:
-    from relaxd.data.curriculum.record import Record
+    from relaxd.data.curriculum.record import PromptRecord
 
 SETTING = "data.curriculum.sampler"
 
@@ -19,7 +19,7 @@ SETTING = "data.curriculum.sampler"
 class Sampler(Protocol):
     """What a user's own class must have. It is made with (prompts, seed, **data.curriculum.settings)."""
 
-    def choose(self, visit: int, record: Record) -> int:
+    def choose(self, visit: int, record: PromptRecord) -> int:
         """Return the index of the prompt for a visit, 0 <= index < prompts.
 
         It may be asked for the same visit again, and in a restarted coordinator it begins anew, where visits and record
@@ -59,7 +59,7 @@ class OwnSampler:
         self._name = config.sampler
         self._sampler: Sampler | None = None
 
-    def choose(self, visit: int, record: Record) -> int:
+    def choose(self, visit: int, record: PromptRecord) -> int:
         """Return the index of the prompt for a visit.
 
         Raises DataError: it can't be made, fails, or chooses none of the prompts.

@@ -17,7 +17,7 @@ OPEN, SOLVED, TOO_HARD = 0, 1, 2
 MAX_TRIES = 65_535
 
 
-class Record:
+class PromptRecord:
     """Tries and pass rate of every prompt, 11 bytes each (19 with replay). Safe to use from several threads.
 
     After each scored group the pass rate p of its prompt becomes p + (r - p) / min(tries, memory), where r is the
@@ -160,13 +160,13 @@ class GrowingRecord:
     """A record of prompts whose number isn't known, for who reads a run's files without its data."""
 
     def __init__(self, config: CurriculumConfig) -> None:
-        self.record = Record(0, config)
+        self.record = PromptRecord(0, config)
 
     def observe(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Take in what became of groups, oldest first; see `Record.observe`."""
+        """Take in what became of groups, oldest first; see `PromptRecord.observe`."""
         prompts = 1 + max((line["index"] for line in lines if line.get("index") is not None), default=-1)
         if prompts > len(self.record):
-            old, self.record = self.record, Record(max(prompts, 2 * len(self.record)), self.record.config)
+            old, self.record = self.record, PromptRecord(max(prompts, 2 * len(self.record)), self.record.config)
             more = (0, len(self.record) - len(old))
             self.record.restore(np.pad(old.tries, more), np.pad(old.pass_rate, more), old.visits)
         self.record.observe(lines)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from relaxd.data.curriculum.own_sampler import OwnSampler
-from relaxd.data.curriculum.record import Record, Visit
+from relaxd.data.curriculum.record import PromptRecord, Visit
 from relaxd.data.dataset import Cursor, Prompt, PromptDataset
 
 FIRST_LOOK = 64
@@ -42,14 +42,14 @@ class _Epoch:
 class Visits:
     """Finds the next visit from any cursor.
 
-    Each place of an epoch has a prompt. Its visit takes place with the prompt's chance (`Record.chances`), and goes to
-    a hard prompt instead with the probability curriculum.replay. The random numbers depend on seed and place alone, so
-    that a restarted coordinator goes on with the same sequence, as far as the record is the same.
+    Each place of an epoch has a prompt. Its visit takes place with the prompt's chance (`PromptRecord.chances`), and
+    goes to a hard prompt instead with the probability curriculum.replay. The random numbers depend on seed and place
+    alone, so that a restarted coordinator goes on with the same sequence, as far as the record is the same.
 
     A look costs about 20 ns for each place that is passed over, and each place is looked at once.
     """
 
-    def __init__(self, prompts: PromptDataset, record: Record, seed: int) -> None:
+    def __init__(self, prompts: PromptDataset, record: PromptRecord, seed: int) -> None:
         self._prompts = prompts
         self._record = record
         self._config = record.config

@@ -8,7 +8,7 @@ from relaxd.rewards.tags import tagged
 
 
 @dataclass(frozen=True)
-class Call:
+class ToolCall:
     """A call, or what is written as one."""
 
     name: str = ""
@@ -19,24 +19,24 @@ class Call:
     """Why it is none; "" if it is."""
 
 
-def calls_in(text: str) -> list[Call]:
+def calls_in(text: str) -> list[ToolCall]:
     """Return the calls of a reply in their order. Takes time linear in the text."""
     return [_call(block.strip()) for block in tagged(text, "tool_call")]
 
 
-def _call(block: str) -> Call:
+def _call(block: str) -> ToolCall:
     value = _json(block)
     inner = value.get("function", value) if isinstance(value, dict) else value
     if not isinstance(inner, dict):
-        return Call(problem='a tool call is {"name": ..., "arguments": {...}} in JSON')
+        return ToolCall(problem='a tool call is {"name": ..., "arguments": {...}} in JSON')
     name, arguments = inner.get("name"), inner.get("arguments", {})
     if not isinstance(name, str) or not name:
-        return Call(problem="a tool call has no name")
+        return ToolCall(problem="a tool call has no name")
     if isinstance(arguments, str):
         arguments = _json(arguments)
     if not isinstance(arguments, dict):
-        return Call(name, problem=f"the arguments of {name} are no object in JSON")
-    return Call(name, arguments)
+        return ToolCall(name, problem=f"the arguments of {name} are no object in JSON")
+    return ToolCall(name, arguments)
 
 
 def _json(text: str) -> Any:

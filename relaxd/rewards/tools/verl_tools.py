@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from relaxd.importing import describe_error
 from relaxd.rewards.base import BadRewardError
-from relaxd.rewards.tools.calls import Call, calls_in
+from relaxd.rewards.tools.calls import ToolCall, calls_in
 
 CALL_SECONDS = 5.0
 
@@ -101,7 +101,7 @@ class VerlTools:
         if problems:
             raise problems[0]
 
-    async def _answer(self, call: Call) -> tuple[str, float | None]:
+    async def _answer(self, call: ToolCall) -> tuple[str, float | None]:
         """Return a tool's answer to a call, and its step reward; None: the call came to nothing."""
         if call.problem:
             return f"Error: {call.problem}", None

@@ -34,7 +34,7 @@ class _Entry:
     """Reason that the token is guessable; empty if it seems strong."""
 
 
-class Tokens:
+class AccessTokens:
     """The tokens that a server accepts."""
 
     RELOAD_SECONDS = 1.0

@@ -13,7 +13,7 @@ import grpc
 
 from relaxd.data.dataset import Prompt, PromptDataset, RunData
 from relaxd.data.errors import DataError
-from relaxd.evaluation.answers import Answer, summarise_set
+from relaxd.evaluation.answers import ScoredAnswer, summarise_set
 from relaxd.evaluation.sets import ResolvedSet, sets_of
 from relaxd.evaluation.votes import vote_of
 from relaxd.rewards.base import text_message
@@ -64,7 +64,7 @@ class _Question:
     """Replica of the last attempt."""
 
 
-Evaluated = dict[str, list[Answer]]
+Evaluated = dict[str, list[ScoredAnswer]]
 """The answers to each set's prompts, in their order."""
 
 
@@ -145,7 +145,7 @@ class _Evaluation:
         self._max_running = context.config.rollout.max_running_samples * share
         self._busy: Counter[str] = Counter()
         """Answers in progress on an engine, prompts in progress on a reward replica, by replica id."""
-        self._tasks: dict[asyncio.Task[list[Answer]], _Question] = {}
+        self._tasks: dict[asyncio.Task[list[ScoredAnswer]], _Question] = {}
         self._reported: set[str] = set()
 
     async def run(self, questions: Iterable[_Question], on_progress: Callable[[int], None]) -> Evaluated:
@@ -212,7 +212,7 @@ class _Evaluation:
             and (engine.version[1] == version or (self._or_later and engine.version[1] > version))
         ]
 
-    async def _judge(self, question: _Question, engine: Replica) -> list[Answer]:
+    async def _judge(self, question: _Question, engine: Replica) -> list[ScoredAnswer]:
         asked = question.asked
         try:
             try:
@@ -229,7 +229,7 @@ class _Evaluation:
             await asyncio.sleep(RETRY_SECONDS)
             raise
         answers = [
-            Answer(
+            ScoredAnswer(
                 index=question.index,
                 sample=final.sample,
                 reward=0.0 if score.error else score.reward,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from relaxd import telemetry
-from relaxd.board import TEACHER_PROMPT_TOKENS, BoardUnavailable, Column, GateClosed, NewGroup, Retry, worst_bytes
+from relaxd.board import TEACHER_PROMPT_TOKENS, BoardUnavailable, Column, GateClosed, NewGroup, PromptRetry, worst_bytes
 from relaxd.board.types import JSON
 from relaxd.data.curriculum.visits import Visited, Visits
 from relaxd.data.dataset import Cursor, Place, RunData
@@ -152,7 +152,7 @@ class Publisher:
             facts=_facts(visit),
         )
 
-    def _retry_group(self, spans: ExitStack, retry: Retry) -> NewGroup:
+    def _retry_group(self, spans: ExitStack, retry: PromptRetry) -> NewGroup:
         """Make a retry of a prompt that is on the board."""
         group_id = f"{retry.group_id.partition('~')[0]}~{retry.retries + 1}"
         return NewGroup(

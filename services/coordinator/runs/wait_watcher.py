@@ -15,7 +15,7 @@ from relaxd.v1.replica_pb2 import ReplicaState
 from relaxd.waiting import waits
 from services.coordinator.fleet.registry import Replica
 from services.coordinator.fleet.run_context import RunContext
-from services.coordinator.runs.waiting_for import Named, Peer, Reason, Snapshot, evidence, explain, is_late
+from services.coordinator.runs.waiting_for import Named, Peer, Reason, RunSnapshot, evidence, explain, is_late
 
 logger = logging.getLogger(__name__)
 
@@ -32,16 +32,16 @@ class WaitWatcher:
     """Keeps `reason`, the reason why one run waits, up to date. Lives in the event loop."""
 
     def __init__(self, context: RunContext, describe: Callable[[], dict[str, Any]]) -> None:
-        """`describe` returns the fields of the Snapshot that only the run knows."""
+        """`describe` returns the fields of the RunSnapshot that only the run knows."""
         self._context = context
         self._describe = describe
         self._steps: list[tuple[int, float, float]] = []
         """The last steps: number, Unix time of the commit, seconds."""
         self._progress: dict[str, Any] = {}
-        """What Redis last said: fields of the Snapshot."""
+        """What Redis last said: fields of the RunSnapshot."""
         self._logged = ("", 0.0)
         """Kind of the reason that was logged last, and when."""
-        self.snapshot: Snapshot | None = None
+        self.snapshot: RunSnapshot | None = None
         self.reason: Reason | None = None
         """What the run waits for, also if that is nothing unusual."""
 
@@ -119,7 +119,7 @@ class WaitWatcher:
             "held": board.oldest_held(),
         }
 
-    def _complete(self, redis: str) -> Snapshot:
+    def _complete(self, redis: str) -> RunSnapshot:
         """Add what the coordinator knows; `redis` is why Redis doesn't answer."""
         now, config, fleet = time.time(), self._context.config, self._context.fleet
         own = self._describe()
@@ -136,7 +136,7 @@ class WaitWatcher:
             "peers": [_peer(replica) for role in fleet.roles for replica in self._replicas(role)],
             "waits": [Named(one.reason, one.on, now - one.seconds) for one in waits()],
         }
-        return Snapshot(**{**values, **self._progress, **own, "redis": redis or own["redis"]})
+        return RunSnapshot(**{**values, **self._progress, **own, "redis": redis or own["redis"]})
 
     def _replicas(self, role: str) -> list[Replica]:
         """Return the replicas of a role that work on the run, or on none yet; none that stands by."""

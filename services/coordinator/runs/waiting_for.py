@@ -47,7 +47,7 @@ class Named:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class RunSnapshot:
     """A run at one moment. Times are Unix times."""
 
     run_id: str
@@ -125,14 +125,14 @@ class Reason:
         return self.text if self.since is None else f"{self.text}, for {duration(max(0.0, now - self.since))}"
 
 
-def is_late(snapshot: Snapshot) -> bool:
+def is_late(snapshot: RunSnapshot) -> bool:
     """Return whether no step has ended for longer than usual."""
     usual = snapshot.usual_seconds
     limit = FIRST_STEP_SECONDS if usual is None else max(LATE_SECONDS, LATE_FACTOR * usual)
     return snapshot.training and snapshot.now - snapshot.step_ended > limit
 
 
-def explain(snapshot: Snapshot) -> Reason | None:
+def explain(snapshot: RunSnapshot) -> Reason | None:
     """Return what the run waits for; None if it can't be seen."""
     return next((reason for find in REASONS if (reason := find(snapshot)) is not None), None)
 
@@ -140,7 +140,7 @@ def explain(snapshot: Snapshot) -> Reason | None:
 # --- reasons --------------------------------------------------------------------------------------------------------
 
 
-def _redis(run: Snapshot) -> Reason | None:
+def _redis(run: RunSnapshot) -> Reason | None:
     """Redis does not answer."""
     if not run.redis:
         return None
@@ -153,7 +153,7 @@ def _redis(run: Snapshot) -> Reason | None:
     )
 
 
-def _disk(run: Snapshot) -> Reason | None:
+def _disk(run: RunSnapshot) -> Reason | None:
     """The run's folder can't be written to, by the coordinator or by the trainer."""
     advice = "make room on the disk, or let {} write to it: the run goes on by itself"
     if wait := next((wait for wait in run.waits if wait.on == DISK), None):
@@ -165,7 +165,7 @@ def _disk(run: Snapshot) -> Reason | None:
     return None
 
 
-def _stopping(run: Snapshot) -> Reason | None:
+def _stopping(run: RunSnapshot) -> Reason | None:
     """It ends, and something is still to be done."""
     if not run.stopping:
         return None
@@ -175,7 +175,7 @@ def _stopping(run: Snapshot) -> Reason | None:
     return Reason("stopping", f"it is stopping ({run.stopping}): {what}", on=on, since=since, always=True)
 
 
-def _paused(run: Snapshot) -> Reason | None:
+def _paused(run: RunSnapshot) -> Reason | None:
     """It waits for a person, or for a role that is being rebuilt."""
     if run.paused is None:
         return None
@@ -193,7 +193,7 @@ def _paused(run: Snapshot) -> Reason | None:
     )
 
 
-def _role(run: Snapshot) -> Reason | None:
+def _role(run: RunSnapshot) -> Reason | None:
     """A role has no replica that works."""
     if not run.missing:
         return None
@@ -214,7 +214,7 @@ def _role(run: Snapshot) -> Reason | None:
     return Reason("role", text, on=peer.replica_id, advice=advice, always=True)
 
 
-def _first_weights(run: Snapshot) -> Reason | None:
+def _first_weights(run: RunSnapshot) -> Reason | None:
     """It has not begun to train."""
     if run.training or not run.starting:
         return None
@@ -226,7 +226,7 @@ def _first_weights(run: Snapshot) -> Reason | None:
     return Reason("starting", what, on=wait.on if wait else "", since=wait.since if wait else None, always=True)
 
 
-def _data(run: Snapshot) -> Reason | None:
+def _data(run: RunSnapshot) -> Reason | None:
     """A row of the data can't be used."""
     limit, detail = run.gate
     if limit != "data":
@@ -237,7 +237,7 @@ def _data(run: Snapshot) -> Reason | None:
     return Reason("data", f"publishing can't go on: {detail}", on="the data", advice=advice, always=True)
 
 
-def _full(run: Snapshot) -> Reason | None:
+def _full(run: RunSnapshot) -> Reason | None:
     """Redis is full, or has no room for the groups that the step lacks."""
     limit, detail = run.gate
     if limit == "full":
@@ -252,14 +252,14 @@ def _full(run: Snapshot) -> Reason | None:
     return None
 
 
-def _handoff(run: Snapshot) -> Reason | None:
+def _handoff(run: RunSnapshot) -> Reason | None:
     """Trainer and engines of a colocated run can't change places."""
     if not run.handoff:
         return None
     return Reason("handoff", f"trainer and engines change places on the GPUs: {run.handoff}", since=run.step_ended)
 
 
-def _sync(run: Snapshot) -> Reason | None:
+def _sync(run: RunSnapshot) -> Reason | None:
     """The engines don't have the newest weights."""
     engines = [peer for peer in run.peers if ROLES[peer.role].weights == "receives"]
     behind = [peer for peer in engines if peer.version != run.announced]
@@ -280,7 +280,7 @@ def _sync(run: Snapshot) -> Reason | None:
     )
 
 
-def _trainer(run: Snapshot) -> Reason | None:
+def _trainer(run: RunSnapshot) -> Reason | None:
     """All groups of the step are with the trainer."""
     if _lacking(run):
         return None
@@ -294,7 +294,7 @@ def _trainer(run: Snapshot) -> Reason | None:
     )
 
 
-def _held(run: Snapshot) -> Reason | None:
+def _held(run: RunSnapshot) -> Reason | None:
     """One stage has the groups that the step lacks."""
     queue = _slowest(run)
     if queue is None:
@@ -333,7 +333,7 @@ def _held(run: Snapshot) -> Reason | None:
     )
 
 
-def _gate(run: Snapshot) -> Reason | None:
+def _gate(run: RunSnapshot) -> Reason | None:
     """No group is under way that the step lacks, and none may be published."""
     limit, detail = run.gate
     if not limit or not _lacking(run):
@@ -342,7 +342,7 @@ def _gate(run: Snapshot) -> Reason | None:
     return Reason("gate", f"{lacks}; publishing waits: {detail}", on="the gate", since=run.step_ended)
 
 
-REASONS: tuple[Callable[[Snapshot], Reason | None], ...] = (
+REASONS: tuple[Callable[[RunSnapshot], Reason | None], ...] = (
     _redis,
     _disk,
     _stopping,
@@ -362,18 +362,18 @@ REASONS: tuple[Callable[[Snapshot], Reason | None], ...] = (
 # --- parts ----------------------------------------------------------------------------------------------------------
 
 
-def _lacking(run: Snapshot) -> int:
+def _lacking(run: RunSnapshot) -> int:
     """Return how many groups of the open step are not with the trainer yet."""
     ready = run.queues[-1].waiting + run.queues[-1].held if run.queues else 0
     return max(0, run.groups_per_step - ready)
 
 
-def _before_training(run: Snapshot) -> int:
+def _before_training(run: RunSnapshot) -> int:
     """Return how many groups are at the stages before the trainer."""
     return sum(queue.waiting + queue.held for queue in run.queues[:-1])
 
 
-def _slowest(run: Snapshot) -> QueueDepth | None:
+def _slowest(run: RunSnapshot) -> QueueDepth | None:
     """Return the stage before the trainer that has the most groups; the last one of several."""
     queues = [queue for queue in run.queues[:-1] if queue.waiting + queue.held]
     return max(reversed(queues), key=lambda queue: queue.waiting + queue.held) if queues else None
@@ -398,7 +398,7 @@ def _advice(stage: str, peer: Peer | None, count: int = 1) -> tuple[str, ...]:
     return more
 
 
-def evidence(run: Snapshot) -> list[str]:
+def evidence(run: RunSnapshot) -> list[str]:
     """Return the numbers behind the sentence, one line each."""
     usual = "" if run.usual_seconds is None else f"; the last steps usually took {run.usual_seconds:.3g} s"
     ago = duration(max(0.0, run.now - run.step_ended))

@@ -38,7 +38,7 @@ from relaxd.v1.trainer_pb2 import TrainerSleepRequest, TrainerWakeRequest
 from services.coordinator.fleet.fleet import ABLE
 from services.coordinator.fleet.registry import Replica
 from services.coordinator.fleet.run_context import RunContext
-from services.coordinator.weights.gpu_handoff_rules import Move, Situation, next_move
+from services.coordinator.weights.gpu_handoff_rules import HandoffMove, Situation, next_move
 from services.coordinator.weights.weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class GpuHandoff:
         self._sync = sync
         self._training = training
         self._evaluating = evaluating
-        self._moving: Move | None = None
+        self._moving: HandoffMove | None = None
         self._metrics: dict[str, float] = {}
         """Durations of the handoffs since the last step, and the device memory before and after."""
         self._trainer_users = 0
@@ -121,8 +121,8 @@ class GpuHandoff:
         while True:
             try:
                 move = await self._next_move()
-                self._moving = move if move != Move.WAIT else None
-                if move == Move.WAIT:
+                self._moving = move if move != HandoffMove.WAIT else None
+                if move == HandoffMove.WAIT:
                     await self._registry.changed.wait(TICK_SECONDS)  # idle: there is nothing to move
                     continue
                 started = time.monotonic()
@@ -146,11 +146,11 @@ class GpuHandoff:
         """Return all that hold the GPUs in the engines' turn."""
         return [*self._registry.of_role(ROLLOUT), *self._judges()]
 
-    async def _next_move(self) -> Move:
+    async def _next_move(self) -> HandoffMove:
         """Derive the next move from the replicas and the board."""
         trainers, rollouts = self._registry.of_role(TRAINER), self._engines()
         if any(replica.awake is None for replica in (*trainers, *rollouts)):
-            return Move.WAIT  # not reported yet since this coordinator started
+            return HandoffMove.WAIT  # not reported yet since this coordinator started
         counts = await asyncio.to_thread(self._context.board.counts)
         ready = await asyncio.to_thread(self._ready_groups)
         trainer, announced = self._fleet.trainer(), self._sync.announced
@@ -176,26 +176,26 @@ class GpuHandoff:
             announced=current,
         )
         move = next_move(situation)
-        if move in (Move.TRAIN, Move.START_TRAINER) and self._evaluating():
-            return Move.WAIT
+        if move in (HandoffMove.TRAIN, HandoffMove.START_TRAINER) and self._evaluating():
+            return HandoffMove.WAIT
         return move
 
     def _ready_groups(self) -> int:
         """Count the groups that are ready to train."""
         return next(depth.waiting + depth.held for depth in self._context.board.queues() if depth.stage == "train")
 
-    async def _make(self, move: Move) -> None:
+    async def _make(self, move: HandoffMove) -> None:
         match move:
-            case Move.TRAIN:
+            case HandoffMove.TRAIN:
                 await self._sleep_engines()
                 await self._wake_trainer()
-            case Move.SYNCHRONISE:
+            case HandoffMove.SYNCHRONISE:
                 await self._synchronise()
-            case Move.START_TRAINER:
+            case HandoffMove.START_TRAINER:
                 await self._sleep_engines()
-            case Move.START_ENGINES:
+            case HandoffMove.START_ENGINES:
                 await self._sleep_trainer()
-            case Move.WAKE_JUDGES:
+            case HandoffMove.WAKE_JUDGES:
                 await self._wake_judges()
 
     async def _synchronise(self) -> None:

@@ -5,7 +5,7 @@ from enum import StrEnum
 from typing import Literal
 
 
-class Move(StrEnum):
+class HandoffMove(StrEnum):
     """The next action."""
 
     WAIT = "wait"
@@ -50,20 +50,20 @@ class Situation:
     """This trainer announced the newest step's version."""
 
 
-def next_move(now: Situation) -> Move:
+def next_move(now: Situation) -> HandoffMove:
     """Return the next move; none takes a device from a replica that starts on it."""
     # First of all: without its judge the groups of engines that generate are never ready, so that no turn would end.
     if now.judges_asleep and now.engines_serving and not now.trainer_awake and now.trainer != "starting":
-        return Move.WAKE_JUDGES
+        return HandoffMove.WAKE_JUDGES
     if now.engines_starting or now.trainer in ("absent", "starting"):
-        return Move.WAIT
+        return HandoffMove.WAIT
     if now.trainer == "waiting":
-        return Move.START_TRAINER if now.engines_awake and not now.generating else Move.WAIT
+        return HandoffMove.START_TRAINER if now.engines_awake and not now.generating else HandoffMove.WAIT
     if now.due:
         turn_is_over = now.engines_awake or not now.trainer_awake
-        return Move.TRAIN if turn_is_over and not now.generating else Move.WAIT
+        return HandoffMove.TRAIN if turn_is_over and not now.generating else HandoffMove.WAIT
     if now.engines_waiting:
-        return Move.START_ENGINES if now.trainer_awake else Move.WAIT
+        return HandoffMove.START_ENGINES if now.trainer_awake else HandoffMove.WAIT
     if now.engines_able and now.announced and not now.engines_serving:
-        return Move.SYNCHRONISE
-    return Move.WAIT
+        return HandoffMove.SYNCHRONISE
+    return HandoffMove.WAIT

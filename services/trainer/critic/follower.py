@@ -27,7 +27,7 @@ RETRY_SECONDS = 5.0
 logger = logging.getLogger(__name__)
 
 
-class Superseded(RuntimeError):
+class CriticSuperseded(RuntimeError):
     """Another critic follows the run."""
 
 
@@ -75,7 +75,7 @@ class Follower:
         """Follow the run. Never returns.
 
         Raises:
-            Superseded: another critic has begun to follow it.
+            CriticSuperseded: another critic has begun to follow it.
             LedgerWentBack: the ledger has lost steps, which may have been committed again since.
             TooManySkippedUpdates: too many updates in a row weren't finite.
             StepFileError: a step's file isn't there, or is another than the ledger says.
@@ -114,7 +114,7 @@ class Follower:
             return True
         self._unavailable = False
         if orders.term > self._term:
-            raise Superseded(
+            raise CriticSuperseded(
                 f"this critic, of term {self._term}, ends: another one, of term {orders.term}, took over while this "
                 "one was out of touch. A run has one critic"
             )

@@ -13,7 +13,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of the first and the second moment in the state of a parameter."""
 
 
-class Place(NamedTuple):
+class ShardPlace(NamedTuple):
     """Where a shard's elements are in the model. Copies of a parameter on several ranks are rounded alike."""
 
     parameter: str
@@ -33,11 +33,11 @@ class Bfloat16MomentsAdamW(torch.optim.AdamW):
     or down, such that the mean is the unrounded value. To the nearest, the second moment would stop shrinking: an
     update takes 1 - beta2 = 0.001 of it, and half of the distance between two numbers is 0.002 of them or more.
 
-    The random numbers of an element depend on the seed, the number of the update and its `Place` alone: a resumed or
-    replayed run repeats them, and they are the same whatever the chunks and the data-parallel shards are.
+    The random numbers of an element depend on the seed, the number of the update and its `ShardPlace` alone: a resumed
+    or replayed run repeats them, and they are the same whatever the chunks and the data-parallel shards are.
     """
 
-    def __init__(self, built: torch.optim.Optimizer, places: Mapping[Tensor, Place], seed: int) -> None:
+    def __init__(self, built: torch.optim.Optimizer, places: Mapping[Tensor, ShardPlace], seed: int) -> None:
         """Take the place of an AdamW without state.
 
         Args:

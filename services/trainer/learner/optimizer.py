@@ -13,7 +13,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from relaxd.config import OptimizerConfig, TrainerConfig
-from services.trainer.learner.bfloat16_moments import Bfloat16MomentsAdamW, Place
+from services.trainer.learner.bfloat16_moments import Bfloat16MomentsAdamW, ShardPlace
 from services.trainer.learner.data_parallel import DataParallel
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -70,7 +70,7 @@ def build_optimizer(
     return optimizer
 
 
-def _places(one: Any, model: DataParallel) -> dict[Tensor, Place]:
+def _places(one: Any, model: DataParallel) -> dict[Tensor, ShardPlace]:
     """Return where the shards of one of Megatron's distributed optimizers are in the model.
 
     With tied embeddings the first and the last pipeline stage have a copy of one parameter each.
@@ -80,7 +80,7 @@ def _places(one: Any, model: DataParallel) -> dict[Tensor, Place]:
     for parameter, (group, index) in one.model_param_group_index_map.items():
         name = EMBEDDING if getattr(parameter, "shared_embedding", False) else names[parameter]
         start = one._get_model_param_range_map(parameter)["param"].start
-        found[one.optimizer.param_groups[group]["params"][index]] = Place(name, start)
+        found[one.optimizer.param_groups[group]["params"][index]] = ShardPlace(name, start)
     return found
 
 

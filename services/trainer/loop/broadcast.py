@@ -19,7 +19,7 @@ from relaxd.v1.trainer_pb2 import BroadcastWeightsResponse
 from relaxd.weights.checksum import checksums
 from relaxd.weights.group import Transfer, Transport, WeightGroup, WeightGroupError
 from relaxd.weights.layout import Layout, as_sent, broadcast_layout, piece_bytes, pieces
-from relaxd.weights.manifest import Bucket, TensorSpec, pack, plan_buckets
+from relaxd.weights.manifest import TensorBucket, TensorSpec, pack, plan_buckets
 from relaxd.weights.stock_group import StockWeightGroup
 from services.trainer.learner.learner import Learner
 
@@ -30,7 +30,7 @@ IN_FLIGHT = 2
 _POLL_SECONDS = 0.0005
 
 
-def weight_buckets(learner: Learner, bucket_bytes: int) -> list[Bucket]:
+def weight_buckets(learner: Learner, bucket_bytes: int) -> list[TensorBucket]:
     """Return all buckets of a broadcast, by pipeline stage; a stage's source rank is its number."""
     specs = learner.hf_tensor_specs()
     return [
@@ -51,7 +51,7 @@ class WeightBroadcaster:
     host waits only for the end. Tensors that Megatron stores in Hugging Face's layout are sent without a copy.
     """
 
-    def __init__(self, learner: Learner, buckets: list[Bucket], engine: str) -> None:
+    def __init__(self, learner: Learner, buckets: list[TensorBucket], engine: str) -> None:
         """`engine` is the receiving engine, rollout.engine."""
         self._learner = learner
         self._buckets = buckets

@@ -36,7 +36,7 @@ MAX_GROUPS_PER_READ = 64
 
 
 @dataclass(frozen=True)
-class HeldGroup:
+class DeliveredGroup:
     """A group that the trainer holds."""
 
     delivery: Delivery
@@ -58,7 +58,7 @@ class HeldGroup:
 class Selection:
     """Groups chosen for a step."""
 
-    chosen: list[HeldGroup]
+    chosen: list[DeliveredGroup]
     """Groups that the step takes now."""
     may_close: bool
     """Whether the step is then complete and need not wait for more."""
@@ -81,8 +81,8 @@ def due_groups(step: int, max_staleness: int, open_versions: Mapping[str, int]) 
 
 
 def choose(
-    ready: Collection[HeldGroup], members: Collection[str], due: Collection[str], groups_per_step: int
-) -> list[HeldGroup]:
+    ready: Collection[DeliveredGroup], members: Collection[str], due: Collection[str], groups_per_step: int
+) -> list[DeliveredGroup]:
     """Choose the groups that the step takes now: due groups first, then by arrival.
 
     Args:
@@ -126,7 +126,7 @@ class Intake:
 
         `routing` is what their routed experts must fit, if the run has them; `max_value_staleness` is that of a critic
         service, if the run has one; `teacher_of` names the teacher of a group, if the trainer has teachers. Groups for
-        which it raises ValueError are dropped, and those for which `refusal` says why (`Admission`).
+        which it raises ValueError are dropped, and those for which `refusal` says why (`TrainerAdmission`).
         """
         self._board = board
         self._columns = board.needs(TRAIN)
@@ -140,7 +140,7 @@ class Intake:
         self._refusal = refusal
         self._redone: Counter[str] = Counter()
         self._lock = threading.Lock()
-        self._held: dict[str, HeldGroup] = {}
+        self._held: dict[str, DeliveredGroup] = {}
         self._arrivals = 0
         self._stopped = threading.Event()
         self._renewer = threading.Thread(
@@ -195,7 +195,7 @@ class Intake:
                 continue
             self._arrivals += 1
             with self._lock:
-                self._held[delivery.group_id] = HeldGroup(delivery, group, self._arrivals, group.oldest_version)
+                self._held[delivery.group_id] = DeliveredGroup(delivery, group, self._arrivals, group.oldest_version)
         return True
 
     def select(self, step: int, members: Collection[str], reference: str = "") -> Selection:
@@ -210,8 +210,8 @@ class Intake:
             reference: the weights with which a reference service must have scored its groups.
         """
         oldest = oldest_allowed(step, self._max_staleness)
-        ready: list[HeldGroup] = []
-        outdated: dict[str, list[HeldGroup]] = {}
+        ready: list[DeliveredGroup] = []
+        outdated: dict[str, list[DeliveredGroup]] = {}
         for taken in self._held_except(members):
             version = taken.oldest_version
             if version is not None and version < oldest:
@@ -265,21 +265,21 @@ class Intake:
         self._stopped.set()
         self._renewer.join(timeout=10.0)
 
-    def _outdated(self, taken: HeldGroup, step: int, reference: str) -> str:
+    def _outdated(self, taken: DeliveredGroup, step: int, reference: str) -> str:
         """Return the role whose numbers a group needs anew before a step trains on it; "" if it needs none."""
         limit = self._max_value_staleness
         if limit is not None and taken.critic_step < oldest_allowed(step, limit):
             return CRITIC
         return REFERENCE if taken.group.columns.get(REFERENCE_WEIGHTS, reference) != reference else ""
 
-    def _send_back(self, outdated: Sequence[HeldGroup], role: str, step: int) -> None:
+    def _send_back(self, outdated: Sequence[DeliveredGroup], role: str, step: int) -> None:
         logger.info("%d groups go back to the %s: step %d needs newer numbers of it", len(outdated), role, step)
         deliveries = [taken.delivery for taken in outdated]
         self._board.redo(TRAIN, self._consumer, deliveries, again=ROLES[role].stage)
         self._redone[role] += len(outdated)
         self.forget([taken.group.group_id for taken in outdated])
 
-    def _held_except(self, members: Collection[str]) -> list[HeldGroup]:
+    def _held_except(self, members: Collection[str]) -> list[DeliveredGroup]:
         with self._lock:
             return [taken for group_id, taken in self._held.items() if group_id not in members]
 

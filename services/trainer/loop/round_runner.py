@@ -54,7 +54,7 @@ class GroupFailed(ValueError):
         self.reason = reason
 
 
-class Forward(NamedTuple):
+class ColumnPass(NamedTuple):
     """Forward passes that compute columns before a step's updates."""
 
     columns: tuple[str, ...]
@@ -78,16 +78,16 @@ class RoundRunner:
         needs = self._algorithm.needs
         needed = dict.fromkeys((ROLLOUT_LOGPROBS, *needs.loss, ROUTED_EXPERTS))
         self._packed_columns = [name for name in needed if name in self._columns]
-        self._forward: list[Forward] = []
+        self._forward: list[ColumnPass] = []
         """Forward passes before a step's updates."""
         several = config.trainer.updates_per_step > 1
         self.makes_advantages = ADVANTAGES not in self._columns
         """Whether no stage makes the advantages: they need columns that forward passes compute."""
         of_advantages = needs.advantages if self.makes_advantages else ()
         if config.trainer.routing_replay == "trainer":
-            self._forward.append(Forward((OLD_LOGPROBS, ROUTED_EXPERTS), partial(_routed, learner)))
+            self._forward.append(ColumnPass((OLD_LOGPROBS, ROUTED_EXPERTS), partial(_routed, learner)))
         elif (needs.old_logprobs and several) or OLD_LOGPROBS in of_advantages:
-            self._forward.append(Forward((OLD_LOGPROBS,), partial(_named, OLD_LOGPROBS, learner.log_probs)))
+            self._forward.append(ColumnPass((OLD_LOGPROBS,), partial(_named, OLD_LOGPROBS, learner.log_probs)))
         for role, columns in COLUMNS_OF.items():
             wanted = {*needs.loss, *of_advantages}.difference(self._columns)
             own = tuple(name for name in columns if name in wanted)
@@ -99,9 +99,9 @@ class RoundRunner:
             prompt = TEACHER_PROMPT_TOKENS if privileged else "prompt_tokens"
             for name in names:
                 compute = partial(learner.frozen_columns, roles=(role,), name=name)
-                self._forward.append(Forward(own, compute, prompt, partial(_is_asked, config, role, name)))
+                self._forward.append(ColumnPass(own, compute, prompt, partial(_is_asked, config, role, name)))
         if needs.values and VALUES not in self._columns:
-            self._forward.append(Forward((VALUES,), partial(_named, VALUES, learner.values)))
+            self._forward.append(ColumnPass((VALUES,), partial(_named, VALUES, learner.values)))
         self._candidates = needs.candidates.width if needs.candidates is not None else 0
         self._computed = tuple(dict.fromkeys(name for one in self._forward for name in one.columns))
         """Columns that the forward passes compute."""

@@ -12,7 +12,7 @@ from services.trainer.batch.groups import TrainGroup
 from services.trainer.batch.mini_batches import add_group
 from services.trainer.batch.round_packer import Packer
 from services.trainer.batch.step_plan import MicroBatchRound, MiniBatch, StepPlan
-from services.trainer.loop.intake import HeldGroup
+from services.trainer.loop.intake import DeliveredGroup
 
 
 class StepBuilder:
@@ -22,7 +22,7 @@ class StepBuilder:
         """`carrier` is the step's trace context; each group's train span links to it."""
         self.number = number
         self.packer = packer
-        self.members: dict[str, HeldGroup] = {}
+        self.members: dict[str, DeliveredGroup] = {}
         self.rounds: list[MicroBatchRound] = []
         """Rounds that were trained while it filled."""
         self.mini_batches: tuple[MiniBatch, ...] = ()
@@ -54,7 +54,7 @@ class StepBuilder:
         """Return the deliveries of a round's groups."""
         return tuple(self.members[group_id].delivery for group_id in sorted(entry.group_ids))
 
-    def add(self, chosen: Sequence[HeldGroup]) -> None:
+    def add(self, chosen: Sequence[DeliveredGroup]) -> None:
         """Add groups to the step."""
         now = microseconds()
         for taken in chosen:

@@ -9,7 +9,7 @@ from torch import Tensor
 from services.trainer.model.architecture import Architecture
 
 
-class Layout(Protocol):
+class ParameterLayout(Protocol):
     """Conversion between Hugging Face tensors (`parts`) and one Megatron parameter, sharded over `size` ranks."""
 
     @staticmethod
@@ -35,7 +35,7 @@ class Replicated:
         return [shards[0]]
 
 
-class Columns:
+class ShardedColumns:
     """Ranks have blocks of the single part's columns (Megatron's row-parallel linear layers)."""
 
     @staticmethod
@@ -49,7 +49,7 @@ class Columns:
         return [shards[0] if len(shards) == 1 else torch.cat(tuple(shards), dim=1)]
 
 
-class Rows:
+class ShardedRows:
     """Ranks have blocks of each part's rows, concatenated (column-parallel linear layers, gate and up, embeddings).
 
     If ranks don't divide the rows (of a vocabulary), the last ones are padded with zeros.

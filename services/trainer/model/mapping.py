@@ -7,7 +7,7 @@ from torch import Tensor
 
 from services.trainer.model.architecture import Architecture
 from services.trainer.model.architectures import FAMILIES
-from services.trainer.model.layouts import Layout
+from services.trainer.model.layouts import ParameterLayout
 from services.trainer.model.rules import EXPERT, FIRST, LAST, LAST_TIED, LAST_UNTIED, Rule
 
 
@@ -27,7 +27,7 @@ class ParameterEntry:
 
     megatron: str
     """Name of the parameter on its rank."""
-    layout: type[Layout]
+    layout: type[ParameterLayout]
     """Its fusion and sharding."""
     parts: tuple[tuple[HFTensor, ...], ...]
     """Its tensors: one tuple, or for an expert one tuple per expert-parallel rank."""

@@ -3,7 +3,14 @@
 from dataclasses import dataclass
 
 from services.trainer.model.architecture import Architecture
-from services.trainer.model.layouts import Columns, Layout, QueryKeyValue, QueryKeyValueBias, Replicated, Rows
+from services.trainer.model.layouts import (
+    ParameterLayout,
+    QueryKeyValue,
+    QueryKeyValueBias,
+    Replicated,
+    ShardedColumns,
+    ShardedRows,
+)
 
 
 @dataclass(frozen=True)
@@ -12,7 +19,7 @@ class Rule:
 
     megatron: str
     """Name of the Megatron parameter; {layer} counts within the stage."""
-    layout: type[Layout]
+    layout: type[ParameterLayout]
     """Its fusion and sharding."""
     parts: tuple[tuple[str, str], ...]
     """Hugging Face tensors: name ({layer} and {expert} count over the whole model) and shape, as names of
@@ -24,16 +31,16 @@ class Rule:
 LAYER, HF_LAYER = "decoder.layers.{layer}", "model.layers.{layer}"
 _EMBEDDING = ("model.embed_tokens.weight", "vocab hidden")
 
-FIRST = (Rule("embedding.word_embeddings.weight", Rows, (_EMBEDDING,)),)
+FIRST = (Rule("embedding.word_embeddings.weight", ShardedRows, (_EMBEDDING,)),)
 """Rules of the first stage."""
 
 LAST = (Rule("decoder.final_layernorm.weight", Replicated, (("model.norm.weight", "hidden"),)),)
 """Rules of the last stage."""
 
-LAST_UNTIED = (Rule("output_layer.weight", Rows, (("lm_head.weight", "vocab hidden"),)),)
+LAST_UNTIED = (Rule("output_layer.weight", ShardedRows, (("lm_head.weight", "vocab hidden"),)),)
 """The output layer, on the last stage."""
 
-LAST_TIED = (Rule("output_layer.weight", Rows, (_EMBEDDING,), exported=False),)
+LAST_TIED = (Rule("output_layer.weight", ShardedRows, (_EMBEDDING,), exported=False),)
 """The last stage's copy of a tied embedding, unless it is also the first stage."""
 
 NORMS = (
@@ -58,7 +65,7 @@ QKV = (
 OUTPUT = (
     Rule(
         f"{LAYER}.self_attention.linear_proj.weight",
-        Columns,
+        ShardedColumns,
         ((f"{HF_LAYER}.self_attn.o_proj.weight", "hidden query"),),
     ),
 )
@@ -99,13 +106,13 @@ OUTPUT_BIAS = (
 GATE_UP = (
     Rule(
         f"{LAYER}.mlp.linear_fc1.weight",
-        Rows,
+        ShardedRows,
         ((f"{HF_LAYER}.mlp.gate_proj.weight", "ffn hidden"), (f"{HF_LAYER}.mlp.up_proj.weight", "ffn hidden")),
     ),
 )
 """The first product of a dense layer's MLP."""
 
-DOWN = (Rule(f"{LAYER}.mlp.linear_fc2.weight", Columns, ((f"{HF_LAYER}.mlp.down_proj.weight", "hidden ffn"),)),)
+DOWN = (Rule(f"{LAYER}.mlp.linear_fc2.weight", ShardedColumns, ((f"{HF_LAYER}.mlp.down_proj.weight", "hidden ffn"),)),)
 """The second product."""
 
 ROUTER = (Rule(f"{LAYER}.mlp.router.weight", Replicated, ((f"{HF_LAYER}.mlp.gate.weight", "experts hidden"),)),)
@@ -115,13 +122,13 @@ _EXPERTS, _HF_EXPERT = f"{LAYER}.mlp.experts", f"{HF_LAYER}.mlp.experts.{{expert
 EXPERT = (
     Rule(
         f"{_EXPERTS}.linear_fc1",
-        Rows,
+        ShardedRows,
         (
             (f"{_HF_EXPERT}.gate_proj.weight", "expert_ffn hidden"),
             (f"{_HF_EXPERT}.up_proj.weight", "expert_ffn hidden"),
         ),
     ),
-    Rule(f"{_EXPERTS}.linear_fc2", Columns, ((f"{_HF_EXPERT}.down_proj.weight", "hidden expert_ffn"),)),
+    Rule(f"{_EXPERTS}.linear_fc2", ShardedColumns, ((f"{_HF_EXPERT}.down_proj.weight", "hidden expert_ffn"),)),
 )
 """One expert: its part of the parameters of all the rank's experts."""
 
@@ -129,13 +136,13 @@ _SHARED, _HF_SHARED = f"{LAYER}.mlp.shared_expert", f"{HF_LAYER}.mlp.shared_expe
 SHARED_EXPERT = (
     Rule(
         f"{_SHARED}.linear_fc1.weight",
-        Rows,
+        ShardedRows,
         (
             (f"{_HF_SHARED}.gate_proj.weight", "shared_ffn hidden"),
             (f"{_HF_SHARED}.up_proj.weight", "shared_ffn hidden"),
         ),
     ),
-    Rule(f"{_SHARED}.linear_fc2.weight", Columns, ((f"{_HF_SHARED}.down_proj.weight", "hidden shared_ffn"),)),
+    Rule(f"{_SHARED}.linear_fc2.weight", ShardedColumns, ((f"{_HF_SHARED}.down_proj.weight", "hidden shared_ffn"),)),
     Rule(f"{_SHARED}_gate.weight", Replicated, ((f"{_HF_SHARED}_gate.weight", "one hidden"),)),
 )
 """The shared expert and its gate."""

@@ -9,7 +9,7 @@ from relaxd.config import RehearsalConfig, RunConfig
 from relaxd.process.child_server import ChildServer
 from relaxd.v1 import rank_pb2_grpc, trainer_pb2_grpc
 from relaxd.v1.trainer_pb2 import BroadcastWeightsResponse
-from relaxd.weights.manifest import Bucket, TensorSpec, plan_buckets
+from relaxd.weights.manifest import TensorBucket, TensorSpec, plan_buckets
 from services.trainer.learner.learner import Learner
 from services.trainer.loop.broadcast import WeightBroadcaster
 from services.trainer.loop.rank import Rank
@@ -40,7 +40,7 @@ class ScriptedBroadcaster:
 class ScriptedRank(Rank):
     """A rank without a model."""
 
-    def _load(self, config: RunConfig) -> tuple[Learner, list[Bucket], WeightBroadcaster]:
+    def _load(self, config: RunConfig) -> tuple[Learner, list[TensorBucket], WeightBroadcaster]:
         names = (f"model.layers.{index // 10}.mlp.experts.{index}.weight" for index in range(config.rehearsal.tensors))
         specs = [TensorSpec(name, torch.bfloat16, (4096, 4096)) for name in names]
         learner = cast(Learner, ScriptedLearner(config))

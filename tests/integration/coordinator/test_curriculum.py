@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from relaxd.config import RunConfig
-from relaxd.data.curriculum.record import Record
+from relaxd.data.curriculum.record import PromptRecord
 from relaxd.run_folder import GROUPS
 from relaxd.v1 import coordinator_pb2 as pb
 from tests.integration.coordinator.cluster import Cluster
@@ -66,7 +66,7 @@ def test_solved_prompts_are_left_out_also_by_the_next_coordinator(cluster: Clust
     assert min(visits[index] for index in range(8, 14)) >= 5
     assert {line["index"] for line in lines if line.get("reason") == "filtered"} == {14, 15}
     assert run.groups.dropped_by_reason == {"filtered": visits[14] + visits[15]}
-    record = Record(16, RunConfig.model_validate_json(run.config_json).data.curriculum)
+    record = PromptRecord(16, RunConfig.model_validate_json(run.config_json).data.curriculum)
     record.observe(lines)
     metrics = json.loads((Path(run.folder) / "metrics.jsonl").read_text().splitlines()[-1])
     assert metrics["prompts_solved"] == record.solved == 8

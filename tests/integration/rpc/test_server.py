@@ -14,7 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
-from relaxd.rpc.access.tokens import Tokens
+from relaxd.rpc.access.tokens import AccessTokens
 from relaxd.rpc.client import channel, sync_channel
 from relaxd.rpc.errors import InvalidArgument, NotFound, ServerError, Violations, explain, field_violations
 from relaxd.rpc.security import ServerSecurity
@@ -28,7 +28,7 @@ REWARD = "relaxd.v1.Reward"
 GRPCURL = Path(sys.executable).parent / "grpcurl"
 WRONG, HANG = 101, 102
 TOKEN = "right" * 5
-RIGHT = ServerSecurity(Tokens(token=TOKEN))
+RIGHT = ServerSecurity(AccessTokens(token=TOKEN))
 
 
 class Reward(reward_pb2_grpc.RewardServicer):
@@ -271,7 +271,7 @@ async def test_the_token_is_checked_except_for_health(monkeypatch):
 
 async def test_each_call_is_for_the_roles_that_need_it(tmp_path):
     (tmp_path / "tokens").write_text("read looker r-token\ncoordinator orders c-token\n")
-    async with serve(security=ServerSecurity(Tokens(tmp_path / "tokens"))) as server:
+    async with serve(security=ServerSecurity(AccessTokens(tmp_path / "tokens"))) as server:
         address = f"127.0.0.1:{server.port}"
         async with channel(address, token="c-token") as to:
             await score(to, "fine")

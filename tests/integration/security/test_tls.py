@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from relaxd.rpc.access.tokens import Tokens
+from relaxd.rpc.access.tokens import AccessTokens
 from relaxd.rpc.client import channel, sync_channel
 from relaxd.rpc.security import ServerSecurity
 from relaxd.rpc.server import RunningServer, start_server
@@ -56,7 +56,7 @@ async def serve(files: TlsFiles, token: str | None = None) -> AsyncIterator[Runn
         (add_CoordinatorServicer_to_server, Coordinator(), "relaxd.v1.Coordinator"),
     ]
     running = await start_server(
-        services, security=ServerSecurity(Tokens(token=token) if token else None, tls=files), serving=True
+        services, security=ServerSecurity(AccessTokens(token=token) if token else None, tls=files), serving=True
     )
     try:
         yield running

@@ -14,7 +14,7 @@ from relaxd.board import (
     DropReason,
     Fenced,
     NewGroup,
-    Retry,
+    PromptRetry,
     RunExists,
     RunMissing,
     StepConflict,
@@ -313,7 +313,7 @@ def test_a_dropped_prompt_is_tried_again_as_often_as_allowed(redis_url):
         assert board.drop_groups([name], term=1, reason="stale", retry=True)
         assert not board.drop_groups([name], term=1, reason="stale", retry=True)
         if number < 2:
-            assert board.retries() == [Retry(name, number)]
+            assert board.retries() == [PromptRetry(name, number)]
             for _ in range(2):
                 board.publish(term=1, groups=[group(f"a~{number + 1}", retry_of=name)])
             audit(board)
@@ -347,13 +347,13 @@ def test_prompts_whose_reward_failed_wait_for_a_repaired_reward(redis_url):
     with pytest.raises(Fenced):
         board.retry_unscored(term=0)
     assert (board.retry_unscored(term=1), board.retry_unscored(term=1)) == (2, 0)
-    assert board.retries() == [Retry("a", 0), Retry("b", 0)]
+    assert board.retries() == [PromptRetry("a", 0), PromptRetry("b", 0)]
     board.publish(term=1, groups=[NewGroup("a~1", retry_of="a")])
     (again,) = take(board, "rollout")
     assert board.load([again], ["prompt"]) == [{"prompt": {"text": "prompt of a"}}]
     assert board.drop(again, reason=DropReason.REWARD_FAILED)
     assert board.retry_unscored(term=1) == 1
-    assert board.retries() == [Retry("a~1", 1), Retry("b", 0)]
+    assert board.retries() == [PromptRetry("a~1", 1), PromptRetry("b", 0)]
     audit(board)
     assert board.counts().dropped_by_reason == {"reward_failed": 3, "bad_prompt": 1}
     board.purge(term=1)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from relaxd.config.load import load
-from relaxd.migrate.migrated import Fate
+from relaxd.migrate.migrated import KeyFate
 from relaxd.migrate.verl import migrate
 
 A, R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
@@ -134,11 +134,11 @@ ALL = WRITTEN | NOTED | {name: value for name, (value, _) in LOST.items()} | IDL
 def test_every_key_is_written_or_named():
     migrated = migrate(ALL)
     assert set(migrated.fates) == set(ALL)
-    assert {name for name, fate in migrated.fates.items() if fate is Fate.LOST} == set(LOST)
+    assert {name for name, fate in migrated.fates.items() if fate is KeyFate.LOST} == set(LOST)
     # What only repeats a setting, or turns another on, counts as written: all arguments of a reward manager do.
-    idle = {name for name, fate in migrated.fates.items() if fate is Fate.IDLE}
+    idle = {name for name, fate in migrated.fates.items() if fate is KeyFate.IDLE}
     assert idle | {"reward.reward_kwargs.overlong_buffer_cfg.log"} == set(IDLE)
-    assert {name for name, fate in migrated.fates.items() if fate is Fate.NOTED} == set(NOTED)
+    assert {name for name, fate in migrated.fates.items() if fate is KeyFate.NOTED} == set(NOTED)
     assert {name: (value, why) for name, value, why in migrated.lost}.keys() == LOST.keys()
     for name, value, why in migrated.lost:
         assert value == LOST[name][0]
@@ -186,7 +186,7 @@ def test_long_answers_are_punished_by_whatever_name(section, buffer):
     assert [values.get(name) for name in names] == [9, 2.0, 100]
     off = migrate(given | {f"{section}.{buffer}.enable": False})
     assert "algorithm.overlong_buffer" not in off.values
-    assert set(off.fates.values()) == {Fate.IDLE}
+    assert set(off.fates.values()) == {KeyFate.IDLE}
     other = migrate(given | {"reward_model.reward_manager": "naive"})  # which ignores it
     assert "algorithm.overlong_buffer" not in other.values
 
@@ -233,7 +233,7 @@ def test_sampling_of_evaluations(own, expected, said):
     given = {"data.val_files": "aime24.parquet"} | {f"{R}val_kwargs.{name}": value for name, value in own.items()}
     migrated = migrate(given)
     assert migrated.values["eval.sets"] == [{"name": "aime24", "path": "aime24.parquet"} | expected]
-    assert Fate.LOST not in migrated.fates.values()
+    assert KeyFate.LOST not in migrated.fates.values()
     assert said in "\n".join(migrated.notes)
 
 
@@ -248,7 +248,7 @@ def test_a_model_that_gives_a_number_is_no_judge():
     for section in ("reward.reward_model", "reward_model"):
         given = {f"{section}.enable": True, f"{section}.model_path": "m", f"{section}.rollout.name": "sglang"}
         migrated = migrate(given)
-        assert set(migrated.fates.values()) == {Fate.LOST}
+        assert set(migrated.fates.values()) == {KeyFate.LOST}
         assert "a judge writes" in migrated.lost[0][2]
         assert "roles.judge.model" not in migrated.values
 

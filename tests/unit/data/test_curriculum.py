@@ -23,7 +23,7 @@ from relaxd.data.curriculum import history
 from relaxd.data.curriculum.curriculum import Curriculum
 from relaxd.data.curriculum.group_filter import COLUMNS, FilterError, GroupFilter, samples_of
 from relaxd.data.curriculum.pool import Pool
-from relaxd.data.curriculum.record import Record
+from relaxd.data.curriculum.record import PromptRecord
 from relaxd.data.curriculum.visits import Visited, Visits
 from relaxd.data.dataset import Cursor, Prompt, PromptDataset
 from relaxd.data.errors import DataError
@@ -42,8 +42,8 @@ class Prompts(PromptDataset):
         return Prompt(np.zeros(1, np.int32), "", "", {}, index)
 
 
-def record_of(prompts: int, needed: int = 1, **config: Any) -> Record:
-    return Record(prompts, CurriculumConfig(**config), needed=needed)
+def record_of(prompts: int, needed: int = 1, **config: Any) -> PromptRecord:
+    return PromptRecord(prompts, CurriculumConfig(**config), needed=needed)
 
 
 def line(index: int, reward: float, visit: str = "") -> dict[str, Any]:
@@ -91,9 +91,9 @@ def expected(lines: list[dict[str, Any]], prompts: int, config: CurriculumConfig
 def test_the_record_is_the_formula_also_after_a_restart(seen: list[tuple[int, int]], cut: int) -> None:
     config = CurriculumConfig(**SETTINGS, min_reward=-1)
     lines = [line(index, eighths / 8) for index, eighths in seen]
-    first = Record(6, config)
+    first = PromptRecord(6, config)
     first.observe(lines[:cut])
-    record = Record(6, config)
+    record = PromptRecord(6, config)
     record.restore(first.tries, first.pass_rate, first.visits)
     record.observe(lines[cut:])
     wanted = expected(lines, 6, config)
@@ -106,7 +106,7 @@ def test_the_record_is_the_formula_also_after_a_restart(seen: list[tuple[int, in
         ]
         assert record.left_out.tolist() == [bool(state) for *_, state in wanted]
     assert record.tried == sum(tries > 0 for tries, _, _ in wanted) == sum(record.histogram)
-    again = Record(6, config)
+    again = PromptRecord(6, config)
     again.restore(record.tries, record.pass_rate, record.visits)
     assert again.histogram == record.histogram
     np.testing.assert_array_equal(again.chances(np.arange(6)), record.chances(np.arange(6)))
@@ -237,14 +237,14 @@ def test_a_million_prompts_that_are_nearly_all_solved_cost_little() -> None:
 import time
 import numpy as np
 from relaxd.config.prompts.curriculum import CurriculumConfig
-from relaxd.data.curriculum.record import Record
+from relaxd.data.curriculum.record import PromptRecord
 from relaxd.data.curriculum.visits import Visits
 from relaxd.data.dataset import Cursor, Prompt, PromptDataset
 class Prompts(PromptDataset):
     def prompt(self, index):
         return Prompt(np.zeros(1, np.int32), "", "", {}, index)
 prompts = Prompts(range(1_000_000), None, shuffle=True, seed=0)
-record = Record(1_000_000, CurriculumConfig(max_pass_rate=0.9, retest=0.0, replay=0.1), needed=512)
+record = PromptRecord(1_000_000, CurriculumConfig(max_pass_rate=0.9, retest=0.0, replay=0.1), needed=512)
 rates = np.ones(1_000_000, np.float32)
 rates[::1500] = 0.5
 record.restore(np.full(1_000_000, 3, np.uint16), rates, record.visits)

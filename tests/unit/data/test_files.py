@@ -18,7 +18,7 @@ from relaxd.config import RunConfig
 from relaxd.config.load import ConfigError, load
 from relaxd.config.prompts.curriculum import CurriculumConfig
 from relaxd.data import checking
-from relaxd.data.curriculum.record import Record
+from relaxd.data.curriculum.record import PromptRecord
 from relaxd.data.curriculum.visits import Visits
 from relaxd.data.dataset import Cursor, RunData, load_data
 from relaxd.data.errors import DataError
@@ -306,7 +306,7 @@ def test_sources_are_mixed_and_named(tmp_path, model_folder):
 
 
 def visits_of(data: RunData) -> Visits:
-    return Visits(data.train, Record(data.train.prompts, CurriculumConfig()), 0)
+    return Visits(data.train, PromptRecord(data.train.prompts, CurriculumConfig()), 0)
 
 
 def test_long_prompts_of_large_files_are_left_out_when_their_turn_comes(tmp_path, model_folder, monkeypatch):

@@ -10,7 +10,7 @@ from relaxd.fitting.layout import Layout
 from relaxd.fitting.parameters import model_parameters
 from relaxd.fitting.shape import read_shape
 from relaxd.fitting.speed import StepWork, predict
-from relaxd.fitting.trainer import USABLE_SHARE, TrainedModel, trainer_stage
+from relaxd.fitting.trainer import USABLE_SHARE, TrainedModelShape, trainer_stage
 from tests.unit.fitting.models import write_config
 
 H200 = int(139.8 * (1 << 30))
@@ -55,7 +55,7 @@ SECONDS = [
 def peak(folder: Path, model: str, tokens: int, layout: Layout) -> int:
     shape = read_shape(write_config(folder / model, model))
     batch = MicroBatch(tokens, tokens, fused=True, element=2)
-    models = [TrainedModel("", shape, layout.offload)]
+    models = [TrainedModelShape("", shape, layout.offload)]
     stages = (trainer_stage(models, [], layout, stage, batch, H200) for stage in range(layout.pipeline))
     return max(sum(stage.values()) for stage in stages)
 
@@ -110,5 +110,5 @@ def test_a_whole_process_holds_more(tmp_path: Path, awake: float, model: str, hi
         write_config(folder, "1.7b", **sizes, num_key_value_heads=3, head_dim=64, vocab_size=49_152, model_type="llama")
     )
     batch = MicroBatch(16_384, 16_384, fused=True, element=2)
-    largest = sum(trainer_stage([TrainedModel("", shape, offload=False)], [], Layout(1), 0, batch, H200).values())
+    largest = sum(trainer_stage([TrainedModelShape("", shape, offload=False)], [], Layout(1), 0, batch, H200).values())
     assert awake < largest / 1e9 < 2 * awake

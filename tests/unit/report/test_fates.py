@@ -14,7 +14,7 @@ from relaxd.board import Board, DropReason, NewGroup, stages_for
 from relaxd.board.facts import facts_of
 from relaxd.cli.main import app
 from relaxd.config.prompts.curriculum import CurriculumConfig
-from relaxd.data.curriculum.record import GrowingRecord, Record
+from relaxd.data.curriculum.record import GrowingRecord, PromptRecord
 from relaxd.report import fates
 from relaxd.report.fates import ConditionError, GroupSet, condition, of_prompt, read_fates, summarise_fates
 from relaxd.run_folder import closed_groups
@@ -170,7 +170,7 @@ def test_the_file_is_read_once_a_page_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(fates, "PAGE", 100)
     monkeypatch.setattr(fates, "closed_groups", lambda folder: reads.append(folder) or closed_groups(folder))
     curriculum = CurriculumConfig(sampler="hard")
-    growing, known = GrowingRecord(curriculum), Record(70, curriculum)
+    growing, known = GrowingRecord(curriculum), PromptRecord(70, curriculum)
 
     def see(lines):
         pages.append(len(lines))

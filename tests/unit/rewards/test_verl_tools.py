@@ -11,7 +11,7 @@ from relaxd.config import RewardConfig
 from relaxd.data.tools_file import ToolsFileError, read_tools, schemas_of
 from relaxd.rewards import BadRewardError, RewardInput, UnknownRewardError, resolve
 from relaxd.rewards.scorers import scorer_of
-from relaxd.rewards.tools.calls import Call, calls_in
+from relaxd.rewards.tools.calls import ToolCall, calls_in
 from relaxd.rewards.tools.loading import load_tools
 from relaxd.rewards.tools.verl_tools import ToolFailure, VerlTools
 
@@ -182,11 +182,14 @@ def history(module):
     ("text", "calls"),
     [
         ("no call", []),
-        (call("add", a=1), [Call("add", {"a": 1})]),
-        (call("add", a=1) + "and" + call("add", b="</tool>"), [Call("add", {"a": 1}), Call("add", {"b": "</tool>"})]),
-        ('<tool_call>{"name": "now"}</tool_call>', [Call("now")]),
-        ('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', [Call("add", {"a": 1})]),
-        ('<tool_call>{"function": {"name": "add", "arguments": {"a": 1}}}</tool_call>', [Call("add", {"a": 1})]),
+        (call("add", a=1), [ToolCall("add", {"a": 1})]),
+        (
+            call("add", a=1) + "and" + call("add", b="</tool>"),
+            [ToolCall("add", {"a": 1}), ToolCall("add", {"b": "</tool>"})],
+        ),
+        ('<tool_call>{"name": "now"}</tool_call>', [ToolCall("now")]),
+        ('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', [ToolCall("add", {"a": 1})]),
+        ('<tool_call>{"function": {"name": "add", "arguments": {"a": 1}}}</tool_call>', [ToolCall("add", {"a": 1})]),
         ('<tool_call>{"name": "add", "argu', []),  # cut off
         ("<tool_call>", []),
     ],

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 from relaxd.weights.checksum import checksum
 from relaxd.weights.group import WeightGroup, WeightGroupError, host_store
-from relaxd.weights.manifest import Bucket, ManifestMismatch, TensorSpec, pack, plan_buckets
+from relaxd.weights.manifest import ManifestMismatch, TensorBucket, TensorSpec, pack, plan_buckets
 from services.rollout.engines.transformers.engine import TransformersEngine
 from services.rollout.engines.transformers.weights import WeightReceiver, check_manifest, named_parameters
 from services.rollout.engines.types import EngineError, Version
@@ -47,7 +47,7 @@ class Pair:
         self.source, own = members
         self.receiver = WeightReceiver(self.engine, own, self.buckets, stage_all=stage_all)
 
-    def send(self, buckets: list[Bucket]) -> None:
+    def send(self, buckets: list[TensorBucket]) -> None:
         for bucket in buckets:
             self.source.broadcast(pack(bucket, self.tensors, torch.empty(bucket.nbytes, dtype=torch.uint8)), 0, 20)
 
@@ -132,10 +132,10 @@ def test_weights_are_only_taken_in_a_pause(folder: Path, pairs: list[Pair]) -> N
 def test_what_a_manifest_misses_is_named(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder)
     specs = [TensorSpec(name, torch.float32, tuple(t.shape)) for name, t in model.named_parameters()]
-    check_manifest(model, [Bucket(tuple(specs), 0)])
+    check_manifest(model, [TensorBucket(tuple(specs), 0)])
     left_out = specs.pop(3)
     with pytest.raises(ManifestMismatch, match=f"{left_out.name}: the manifest does not have"):
-        check_manifest(model, [Bucket(tuple(specs), 0)])
+        check_manifest(model, [TensorBucket(tuple(specs), 0)])
 
 
 def test_experts_are_known_by_the_names_of_checkpoints(tmp_path: Path) -> None:

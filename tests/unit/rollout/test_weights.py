@@ -6,8 +6,8 @@ import torch
 from relaxd.weights.checksum import checksum, checksums
 from relaxd.weights.layout import as_sent, broadcast_layout, piece_bytes, pieces
 from relaxd.weights.manifest import (
-    Bucket,
     ManifestError,
+    TensorBucket,
     TensorSpec,
     from_proto,
     pack,
@@ -49,7 +49,7 @@ def test_unpacked_tensors_equal_the_packed_ones_bit_for_bit(bucket_bytes: int) -
 
 
 def test_packing_converts_to_the_wire_type() -> None:
-    bucket = Bucket((TensorSpec("w", torch.bfloat16, (4,)),), 0)
+    bucket = TensorBucket((TensorSpec("w", torch.bfloat16, (4,)),), 0)
     flat = pack(bucket, {"w": torch.tensor([1.0, 2.0, 3.14159, -0.5])}, torch.zeros(8, dtype=torch.uint8))
     ((_, tensor),) = unpack(bucket, flat)
     assert torch.equal(tensor, torch.tensor([1.0, 2.0, 3.14159, -0.5]).bfloat16())
@@ -61,7 +61,7 @@ def test_manifests_survive_the_wire() -> None:
 
 
 def test_a_mismatch_names_the_tensor() -> None:
-    bucket = Bucket((TensorSpec("model.norm.weight", torch.float32, (4,)),), 0)
+    bucket = TensorBucket((TensorSpec("model.norm.weight", torch.float32, (4,)),), 0)
     buffer = torch.zeros(16, dtype=torch.uint8)
     with pytest.raises(ManifestError, match=r"model\.norm\.weight is in the manifest"):
         pack(bucket, {}, buffer)
@@ -100,7 +100,7 @@ def test_the_checksum_of_a_large_tensor_does_not_depend_on_its_pieces() -> None:
 
 def test_tensors_travel_from_where_they_are_if_they_can() -> None:
     tensors = values()
-    bucket = Bucket(tuple(SPECS), 0)
+    bucket = TensorBucket(tuple(SPECS), 0)
     sent = dict(zip(tensors, as_sent(bucket, tensors), strict=True))
     assert all(sent[name].data_ptr() == tensor.data_ptr() for name, tensor in tensors.items())
     turned = {**tensors, "a": tensors["a"].t().contiguous().t().double()}

@@ -11,7 +11,7 @@ from google.protobuf.descriptor_pb2 import MethodOptions
 import relaxd.v1
 from relaxd.roles import COORDINATOR, REPLICA_ROLES
 from relaxd.rpc.access.callers import ADMIN, READ, REPLICA, TOKEN_ROLES, callers_of, speak_for
-from relaxd.rpc.access.tokens import KNOWN_TOKENS, Tokens
+from relaxd.rpc.access.tokens import KNOWN_TOKENS, AccessTokens
 from relaxd.rpc.errors import PermissionDenied, ServerError, Unauthenticated
 from relaxd.rpc.methods import callers, may_repeat, methods, needs_term, path
 from relaxd.rpc.security import ServerSecurity, is_loopback
@@ -119,7 +119,7 @@ def file(tmp_path):
     ],
 )
 def test_a_token_allows_what_is_for_its_role(file, token, allowed, denied):
-    tokens = Tokens(file)
+    tokens = AccessTokens(file)
     for method in allowed:
         tokens.check(method, f"Bearer {token}")
     for method in denied:
@@ -130,7 +130,7 @@ def test_a_token_allows_what_is_for_its_role(file, token, allowed, denied):
 
 def test_who_may_call_is_said(file):
     with pytest.raises(PermissionDenied) as caught:
-        Tokens(file).check("/relaxd.v1.Coordinator/ListReplicas", f"Bearer {TRAINER_TOKEN}")
+        AccessTokens(file).check("/relaxd.v1.Coordinator/ListReplicas", f"Bearer {TRAINER_TOKEN}")
     assert caught.value.message == (
         'token "trains" is for trainer, but /relaxd.v1.Coordinator/ListReplicas is for read, reward or admin: call it '
         "with such a token"
@@ -151,7 +151,7 @@ def test_who_may_call_is_said(file):
 def test_a_token_speaks_for_replicas_of_its_role(file, token, role, allowed):
     def call():
         if token is not None:
-            Tokens(file).check(REFLECT, f"Bearer {token}")
+            AccessTokens(file).check(REFLECT, f"Bearer {token}")
         speak_for(role, "register x-1")
 
     alone = copy_context()
@@ -166,7 +166,7 @@ def test_a_token_speaks_for_replicas_of_its_role(file, token, role, allowed):
 
 
 def test_wrong_tokens(file):
-    tokens = Tokens(file)
+    tokens = AccessTokens(file)
     digest = hashlib.sha256(REWARD_TOKEN.encode()).hexdigest()
     for given in (
         None,
@@ -186,7 +186,7 @@ def test_wrong_tokens(file):
 
 
 def test_one_token_may_do_everything():
-    tokens = Tokens(token="right")
+    tokens = AccessTokens(token="right")
     for method in (GET, HEARTBEAT, START, "/relaxd.v1.Coordinator/Future"):
         tokens.check(method, "Bearer right")
 
@@ -208,13 +208,13 @@ def test_a_wrong_file_is_explained_without_its_tokens(tmp_path, text, message):
     path = tmp_path / "tokens"
     path.write_text(text)
     with pytest.raises(ValueError, match=message) as caught:
-        Tokens(path)
+        AccessTokens(path)
     assert not any(token in str(caught.value) for token in (READ_TOKEN, ADMIN_TOKEN, "tokén"))
 
 
 def test_a_changed_file_counts_and_a_broken_one_does_not(file, monkeypatch, caplog):
-    monkeypatch.setattr(Tokens, "RELOAD_SECONDS", 0.0)
-    tokens = Tokens(file)
+    monkeypatch.setattr(AccessTokens, "RELOAD_SECONDS", 0.0)
+    tokens = AccessTokens(file)
     file.write_text(f"admin bob {'b' * 32}\n")
     tokens.check(START, f"Bearer {'b' * 32}")
     with pytest.raises(Unauthenticated):
@@ -237,7 +237,7 @@ def test_beyond_loopback_someone_has_to_ask_who_calls(host):
     for open_doors in (ServerSecurity(), ServerSecurity(tls=TlsFiles(certificate="c", key="k"))):
         with pytest.raises(ServerError, match=r"RELAXD_TOKEN_FILE.*--allow-insecure / RELAXD_ALLOW_INSECURE=1"):
             open_doors.check(host)
-    ServerSecurity(Tokens(token=ADMIN_TOKEN)).check(host)
+    ServerSecurity(AccessTokens(token=ADMIN_TOKEN)).check(host)
     ServerSecurity(tls=TlsFiles(certificate="c", key="k", client_ca="a")).check(host)
     ServerSecurity(allow_insecure=True).check(host)
 
@@ -253,23 +253,23 @@ def test_beyond_loopback_someone_has_to_ask_who_calls(host):
 def test_beyond_loopback_no_token_may_be_one_that_can_be_guessed(tmp_path, text, told):
     path = tmp_path / "tokens"
     path.write_text(text)
-    ServerSecurity(Tokens(path)).check("127.0.0.1")
-    ServerSecurity(Tokens(path), allow_insecure=True).check("0.0.0.0")
+    ServerSecurity(AccessTokens(path)).check("127.0.0.1")
+    ServerSecurity(AccessTokens(path), allow_insecure=True).check("0.0.0.0")
     with pytest.raises(ServerError, match=f"refusing to listen on 0.0.0.0: the token {told}.*openssl rand") as caught:
-        ServerSecurity(Tokens(path), TlsFiles(certificate="c", key="k", client_ca="a")).check("0.0.0.0")
+        ServerSecurity(AccessTokens(path), TlsFiles(certificate="c", key="k", client_ca="a")).check("0.0.0.0")
     assert "development" not in str(caught.value)
 
 
 @pytest.mark.parametrize("token", [*KNOWN_TOKENS, "fifteen letters"])
 def test_beyond_loopback_the_only_token_is_long(token):
-    ServerSecurity(Tokens(token=token)).check("127.0.0.1")
+    ServerSecurity(AccessTokens(token=token)).check("127.0.0.1")
     with pytest.raises(ServerError, match=r"RELAXD_TOKEN\(_FILE\) has \d+ characters: it must have 16 or more"):
-        ServerSecurity(Tokens(token=token)).check("0.0.0.0")
+        ServerSecurity(AccessTokens(token=token)).check("0.0.0.0")
 
 
 def test_a_changed_file_brings_in_no_token_that_can_be_guessed(file, monkeypatch, caplog):
-    monkeypatch.setattr(Tokens, "RELOAD_SECONDS", 0.0)
-    tokens = Tokens(file)
+    monkeypatch.setattr(AccessTokens, "RELOAD_SECONDS", 0.0)
+    tokens = AccessTokens(file)
     ServerSecurity(tokens).check("0.0.0.0")
     file.write_text("admin bob short\n")
     tokens.check(START, f"Bearer {ADMIN_TOKEN}")

@@ -14,15 +14,15 @@ from relaxd.board import STAGES, Board, Delivery
 from relaxd.config import GRPOConfig, RunConfig
 from relaxd.roles import CRITIC, REFERENCE
 from services.trainer.batch.groups import MalformedGroup, RoutingShape, TrainGroup, check_group
-from services.trainer.loop.intake import HeldGroup, Intake, choose, due_groups, may_close
+from services.trainer.loop.intake import DeliveredGroup, Intake, choose, due_groups, may_close
 from tests.integration.trainer.service_kit import Feeder, make_config
 
 
-def taken(group_id: str, arrival: int) -> HeldGroup:
-    return HeldGroup(Delivery(group_id, "1-0", "train", "t", 1, {}, 0, {}), TrainGroup(group_id, {}), arrival)
+def taken(group_id: str, arrival: int) -> DeliveredGroup:
+    return DeliveredGroup(Delivery(group_id, "1-0", "train", "t", 1, {}, 0, {}), TrainGroup(group_id, {}), arrival)
 
 
-def ids(chosen: list[HeldGroup]) -> list[str]:
+def ids(chosen: list[DeliveredGroup]) -> list[str]:
     return [one.group.group_id for one in chosen]
 
 

@@ -14,7 +14,7 @@ from relaxd.v1 import weights_pb2
 from relaxd.weights.checksum import checksums
 from relaxd.weights.group import Transfer, Transport, WeightGroup, WeightGroupError
 from relaxd.weights.layout import Layout, broadcast_layout, piece_bytes, pieces
-from relaxd.weights.manifest import Bucket, ManifestError, ManifestMismatch, from_proto, unpack
+from relaxd.weights.manifest import ManifestError, ManifestMismatch, TensorBucket, from_proto, unpack
 from services.rollout.engines.sglang.loader_copies import Destination, find_destinations
 
 IN_FLIGHT = 2
@@ -149,7 +149,7 @@ class SGLangWeights:
             self._receiver = None
         receiver.group.abort()
 
-    def _find(self, manifest: weights_pb2.WeightManifest, buckets: Sequence[Bucket]) -> list[Destination]:
+    def _find(self, manifest: weights_pb2.WeightManifest, buckets: Sequence[TensorBucket]) -> list[Destination]:
         if self._destinations is None or self._destinations[0] != manifest:
             specs = [spec for bucket in buckets for spec in bucket.tensors]
             found = find_destinations(self._model, specs, complete=self._complete)
@@ -164,7 +164,7 @@ class _Receiver:
         self,
         model: Any,
         group: WeightGroup,
-        buckets: Sequence[Bucket],
+        buckets: Sequence[TensorBucket],
         destinations: Sequence[Destination],
         layout: Layout,
         device: torch.device,
@@ -183,7 +183,7 @@ class _Receiver:
             for each in zip(self._parts, self._wholes, strict=True)
         ]
         self._shapes = [
-            Bucket(tuple(part.spec for part in staged), bucket.source_rank)
+            TensorBucket(tuple(part.spec for part in staged), bucket.source_rank)
             for staged, bucket in zip(self._staged, buckets, strict=True)
         ]
         size = max((shape.nbytes if self._flat else piece_bytes(shape) for shape in self._shapes), default=0)

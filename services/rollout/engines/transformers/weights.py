@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from relaxd.weights.checksum import checksum
 from relaxd.weights.group import Transfer, WeightGroup
-from relaxd.weights.manifest import Bucket, ManifestMismatch, TensorSpec, unpack
+from relaxd.weights.manifest import ManifestMismatch, TensorBucket, TensorSpec, unpack
 from services.rollout.engines.transformers.engine import TransformersEngine
 from services.rollout.engines.types import Version
 
@@ -35,7 +35,7 @@ def _expert_views(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     return views
 
 
-def check_manifest(model: PreTrainedModel, buckets: Sequence[Bucket]) -> None:
+def check_manifest(model: PreTrainedModel, buckets: Sequence[TensorBucket]) -> None:
     """Raise ManifestMismatch unless the buckets have every weight of the model and nothing else."""
     parameters = named_parameters(model)
     received: set[int] = set()
@@ -63,7 +63,7 @@ class WeightReceiver:
     """
 
     def __init__(
-        self, engine: TransformersEngine, group: WeightGroup, buckets: Sequence[Bucket], *, stage_all: bool
+        self, engine: TransformersEngine, group: WeightGroup, buckets: Sequence[TensorBucket], *, stage_all: bool
     ) -> None:
         """Allocate the buffers. Raises ManifestMismatch when the buckets do not fit the engine's model."""
         check_manifest(engine.model, buckets)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from services.trainer.model.architecture import Architecture, ModelError
 from services.trainer.model.family import Config, Family, decoder, windows
-from services.trainer.model.layouts import QueryKeyValue, Rows
+from services.trainer.model.layouts import QueryKeyValue, ShardedRows
 from services.trainer.model.rules import DOWN, HF_LAYER, LAYER, NORMS, OUTPUT, Rule
 
 
@@ -36,18 +36,18 @@ class FusedQueryKeyValue:
 
 
 class FusedGateUp:
-    """`Rows` of one tensor: gate, up."""
+    """`ShardedRows` of one tensor: gate, up."""
 
     @staticmethod
     def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
         """Return this rank's rows of both halves."""
-        return Rows.shard(parts[0].chunk(2), rank, size, shape)
+        return ShardedRows.shard(parts[0].chunk(2), rank, size, shape)
 
     @staticmethod
     def merge(shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], shape: Architecture) -> list[Tensor]:
         """Return the tensor."""
         rows, columns = shapes[0]
-        return [torch.cat(Rows.merge(shards, [(rows // 2, columns)] * 2, shape))]
+        return [torch.cat(ShardedRows.merge(shards, [(rows // 2, columns)] * 2, shape))]
 
 
 QKV = Rule(

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3Mo
 from relaxd.weights.checksum import checksum
 from relaxd.weights.group import WeightGroup, host_store
 from relaxd.weights.layout import as_sent
-from relaxd.weights.manifest import Bucket, TensorSpec, pack, plan_buckets, to_proto
+from relaxd.weights.manifest import TensorBucket, TensorSpec, pack, plan_buckets, to_proto
 from tests.sglang.environment import CPU_ENVIRONMENT, EnvironmentUnavailable, sglang_python
 
 SHAPE = {
@@ -60,13 +60,13 @@ class Source:
         self.specs = [TensorSpec(name, t.dtype, tuple(t.shape)) for name, t in self.tensors.items()]
 
     @property
-    def buckets(self) -> list[Bucket]:
+    def buckets(self) -> list[TensorBucket]:
         """Several."""
         buckets = plan_buckets(self.specs, 20_000, 0)
         assert len(buckets) > 4
         return buckets
 
-    def send(self, group: WeightGroup, layout: str, buckets: list[Bucket]) -> None:
+    def send(self, group: WeightGroup, layout: str, buckets: list[TensorBucket]) -> None:
         """As a trainer does."""
         for bucket in buckets:
             flat = pack(bucket, self.tensors, torch.empty(bucket.nbytes, dtype=torch.uint8))

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from relaxd.weights.manifest import Bucket, TensorSpec
+from relaxd.weights.manifest import TensorBucket, TensorSpec
 from services.rollout.engines.transformers.weights import check_manifest, named_parameters
 from services.trainer.batch.row_packing import TrainSequence, pack
 from services.trainer.learner.learner import Learner
@@ -83,7 +83,7 @@ def test_log_probs_and_gradients_equal_those_of_transformers(folder: Path, learn
 def test_the_engine_accepts_every_weight_under_its_name(folder: Path, learner: Learner) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     specs = [TensorSpec(spec.name, spec.dtype, spec.shape) for spec in learner.hf_tensor_specs()]
-    check_manifest(model, [Bucket(tuple(specs), source_rank=0)])
+    check_manifest(model, [TensorBucket(tuple(specs), source_rank=0)])
     weights = named_parameters(model)
     for name, tensor in learner.iter_hf_tensors():
         assert torch.equal(tensor, weights[name]), name

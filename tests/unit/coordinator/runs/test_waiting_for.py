@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from relaxd.board import HeldGroup, QueueDepth
-from services.coordinator.runs.waiting_for import REASONS, Named, Peer, Snapshot, evidence, explain, is_late
+from services.coordinator.runs.waiting_for import REASONS, Named, Peer, RunSnapshot, evidence, explain, is_late
 
 NOW = 10_000.0
 
@@ -23,7 +23,7 @@ PEERS = (
     Peer("reward-0", "reward"),
     Peer("advantage-0", "advantage"),
 )
-RUN = Snapshot(
+RUN = RunSnapshot(
     "demo", NOW, 100, 16, step=12, step_ended=NOW - 50, usual_seconds=4.0, queues=queues(), peers=PEERS, announced=12
 )
 """A run whose step is late, for no reason that is known."""

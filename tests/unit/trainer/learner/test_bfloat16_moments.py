@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.learner import bfloat16_moments
-from services.trainer.learner.bfloat16_moments import Bfloat16MomentsAdamW, Place, random_numbers, rounded
+from services.trainer.learner.bfloat16_moments import Bfloat16MomentsAdamW, ShardPlace, random_numbers, rounded
 
 SETTINGS: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.05}
 
@@ -24,7 +24,7 @@ def one_thread() -> Iterator[None]:
 
 def adamw(parameter: Tensor, start: int = 0, seed: int = 3, **settings: Any) -> Bfloat16MomentsAdamW:
     built = torch.optim.AdamW([parameter], **{**SETTINGS, **settings})
-    return Bfloat16MomentsAdamW(built, {parameter: Place("layer.weight", start)}, seed)
+    return Bfloat16MomentsAdamW(built, {parameter: ShardPlace("layer.weight", start)}, seed)
 
 
 def exact_step(weight: Tensor, first: Tensor, second: Tensor, grad: Tensor, step: int) -> None:
