@@ -138,6 +138,8 @@ def test_calls_weights_and_groups(stage: Stage, model: Path) -> None:
         assert final.token_count == len(sample["tokens"])
         assert (list(final.tokens), list(final.logprobs), list(final.versions)) == ([], [], [])
     first, again, other = (replica.generate(PROMPT, 3, seed=seed, ignore_eos=True) for seed in (1, 1, 2))
+    for one in (*first, *again):
+        del one["parts"]  # a stream is flushed by time, so a busy machine sends more of them
     assert first == again
     assert first != other
 
