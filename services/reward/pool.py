@@ -1,18 +1,23 @@
 """A pool of worker processes that score samples. A worker that is late or crashes is replaced."""
 
 import asyncio
+import shutil
+import tempfile
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from relaxd.config import RewardConfig
 from relaxd.process.child import Child, ChildExited
 from relaxd.rewards import RewardInput, RewardOutput
 from relaxd.rewards.calling import place_in_stacks
 from relaxd.rpc.errors import DeadlineExceeded
+from relaxd.sandbox.enclosure import Measure
 from relaxd.v1.reward_worker_pb2 import LoadRewardRequest, LoadRewardResponse, ScoreSamplesRequest
 from relaxd.v1.reward_worker_pb2_grpc import RewardWorkerStub
 from relaxd.waiting import duration
 from services.reward.deadline import Deadline
+from services.reward.enclosure import plan_of
 from services.reward.environment import worker_environment
 from services.reward.questions import Ask, Questions, no_judge
 from services.reward.samples import request_of_samples
@@ -86,6 +91,8 @@ class _Worker:
     """Those of the process."""
     carrying: asyncio.Task[None] | None = None
     """Carries them until the process ends."""
+    scratch: str = ""
+    """Folder for the files of its rewards, if they can't have a private /tmp."""
     loaded: set[str] = field(default_factory=set)
     running: Running | None = None
     outdated: bool = False
@@ -94,21 +101,39 @@ class _Worker:
     def kill(self) -> None:
         if self.child is not None:
             self.child.kill()
+        if self.scratch:
+            threading.Thread(target=_remove, args=(self.scratch,), name="remove files", daemon=True).start()
         self.child = None
+        self.scratch = ""
         self.loaded.clear()
         self.outdated = False
+
+
+def _remove(folder: str) -> None:
+    """Remove the folder of a worker that was killed."""
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 class WorkerPool:
     """Scores samples on a fixed number of processes, in the order of the calls. Lives in one event loop."""
 
-    def __init__(self, workers: int, config: RewardConfig | None = None, ask: Ask = no_judge) -> None:
+    def __init__(
+        self,
+        workers: int,
+        config: RewardConfig | None = None,
+        ask: Ask = no_judge,
+        secret_files: Sequence[str] = (),
+    ) -> None:
         """Make a pool of `workers` processes, which start when they are first needed.
 
         `config` is the run's reward. Workers get its variables of this process's environment besides those that every
-        worker gets. `ask` asks the judge for them. Raises MissingVariableError.
+        worker gets. `ask` asks the judge for them. `secret_files` can't be opened there. Raises MissingVariableError.
         """
         self._ask = ask
+        self._config = config or RewardConfig(name="dummy")
+        self._secret_files = secret_files
+        self.enclosure: tuple[Measure, ...] = ()
+        """How the workers are enclosed; empty before the first has loaded a reward, and with reward.sandbox = "off"."""
         self._environment = worker_environment(config.environment if config else ())
         self._config_json = config.model_dump_json() if config else ""
         self._forms: dict[str, LoadRewardResponse] = {}
@@ -215,6 +240,7 @@ class WorkerPool:
             if reward not in worker.loaded:
                 request = LoadRewardRequest(reward=reward, config_json=self._config_json)
                 loading = await stub.LoadReward(request, timeout=LOAD_SECONDS)
+                self.enclosure = tuple(Measure(one.name, one.by, one.missing) for one in loading.enclosure)
                 if loading.error:
                     answered = True
                     return Failure(loading.error, traceback=loading.traceback)
@@ -251,7 +277,10 @@ class WorkerPool:
             )
         except ChildExited as error:
             self._raise_if_closed()
-            return Failure(f"the process that ran the reward died: {_describe_exit(error.exit_code)}", died=True)
+            reason = _describe_exit(error.exit_code)
+            if any(name in line for line in error.last_lines[-10:] for name in ("bad_alloc", "MemoryError")):
+                reason += f"; it had no memory left: reward.worker_memory_bytes is {self._config.worker_memory_bytes}"
+            return Failure(f"the process that ran the reward died: {reason}", died=True)
         finally:
             # Late, dead, or cancelled in the middle of a sample: the next sample gets a new process.
             worker.running = None
@@ -263,11 +292,23 @@ class WorkerPool:
         if self._closed:
             raise PoolClosedError("the pool of reward workers was closed")
 
+    def _arguments(self, scratch: str) -> list[str]:
+        """Return the arguments of a worker, which say what it may do."""
+        if self._config.sandbox == "off":
+            return []
+        plan = replace(plan_of(self._config, self._environment, self._secret_files), scratch=scratch)
+        return [plan.to_json(), *(["required"] if self._config.sandbox == "required" else [])]
+
     async def _ready(self, worker: _Worker) -> RewardWorkerStub:
         if worker.child is None or not worker.child.alive or worker.outdated:
             worker.kill()
+            worker.scratch = tempfile.mkdtemp(prefix="relaxd-reward-")
             worker.child = await Child.start(
-                "services.reward.worker", env=self._environment, inherit=False, name="reward worker"
+                "services.reward.worker",
+                self._arguments(worker.scratch),
+                env=self._environment,
+                inherit=False,
+                name="reward worker",
             )
             worker.questions = Questions(self._ask)
             worker.carrying = asyncio.create_task(worker.questions.carry(RewardWorkerStub(worker.child.channel)))

@@ -1,0 +1,85 @@
+"""What workers may do: the plan of their enclosure, from the run's configuration and this service's own settings."""
+
+import os
+import stat
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from relaxd.config import RewardConfig
+from relaxd.rpc.settings import SECRET_FILES
+from relaxd.sandbox.enclosure import Measure, Plan
+
+NEEDED = ("network", "files", "memory", "processes")
+"""What reward.sandbox = "required" asks for."""
+_LISTS = ("LD_LIBRARY_PATH", "PYTHONPATH")
+_NO_PATHS = ("HOME", "TMPDIR", "SHELL", "PATH")
+"""Variables whose paths a worker does without."""
+_IN_HOME = (".cache/huggingface", "nltk_data")
+"""Where libraries of rewards look for their data."""
+
+
+def plan_of(config: RewardConfig, environment: Mapping[str, str], secret_files: Sequence[str] = ()) -> Plan:
+    """Return the plan for workers with this environment.
+
+    `secret_files` are this service's files with secrets, besides those that its own environment names.
+    """
+    readable = sorted({os.path.abspath(path) for path in _needed_paths(config, environment)})
+    variables = (os.environ.get(f"RELAXD_{name.upper()}", "") for name in SECRET_FILES)
+    secrets = {os.path.realpath(file) for file in (*secret_files, *variables) if file}
+    return Plan(
+        network=config.network,
+        memory_bytes=config.worker_memory_bytes,
+        readable=tuple(readable),
+        writable=tuple(map(os.path.abspath, config.writable)),
+        hidden=tuple(sorted(_with_their_folder(file, (*readable, *config.writable)) for file in secrets)),
+    )
+
+
+def describe(measures: Sequence[Measure]) -> str:
+    """Return how workers are enclosed, in one line."""
+    held = ", ".join(f"{one.name} ({one.by})" for one in measures if one.by)
+    missing = "; ".join(f"{one.name}: {one.missing}" for one in measures if not one.by)
+    return f"reward workers are limited in {held or 'nothing'}" + (f"; not in {missing}" if missing else "")
+
+
+def _needed_paths(config: RewardConfig, environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield what rewards read: their modules, their settings' files, and what their environment names."""
+    yield from (os.getcwd(), sys.prefix, sys.base_prefix, *filter(None, sys.path))
+    for name, value in environment.items():
+        paths = value.split(os.pathsep) if name in _LISTS else [value]
+        if name not in _NO_PATHS:
+            yield from (path for path in paths if path and (name in _LISTS or _is_path(path)))
+    home = environment.get("HOME", "/")
+    yield from (os.path.join(home, name) for name in _IN_HOME)
+    for text in _texts(config.model_dump(exclude={"writable"})):
+        file = text.rpartition(":")[0]
+        if file.endswith(".py"):
+            yield os.path.dirname(os.path.abspath(file))
+        elif _is_path(text):
+            yield text
+
+
+def _is_path(text: str) -> bool:
+    return text.startswith("/") and "\0" not in text and len(text) < 4096 and os.path.exists(text)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from (text for one in value.values() for text in _texts(one))
+    elif isinstance(value, list | tuple):
+        yield from (text for one in value for text in _texts(one))
+
+
+def _with_their_folder(file: str, used: Sequence[str]) -> str:
+    """Return the folder of a secret if only its owner may enter it and it has nothing else in use, or else the file."""
+    folder = os.path.dirname(file)
+    try:
+        status = os.stat(folder)
+    except OSError:
+        return file
+    private = not status.st_mode & (stat.S_IRWXG | stat.S_IRWXO) and folder != os.path.expanduser("~")
+    in_use = any(os.path.realpath(path).startswith(folder + "/") or os.path.realpath(path) == folder for path in used)
+    return folder if private and not in_use else file
