@@ -98,7 +98,7 @@ class ServiceSettings:
     """Tokens to accept."""
     tls: TlsFiles = field(default_factory=TlsFiles)
     """TLS files."""
-    secret_files: tuple[str, ...] = ()
+    secret_files: tuple[str, ...] = field(default=(), repr=False)
     """Files with secrets of this process."""
     allow_insecure: bool = False
     """Allow listening beyond loopback without authentication."""

@@ -17,6 +17,8 @@ OPEN_FILES = 4096
 """Most open files of a process."""
 USERS = range(61_184, 65_520)
 """Users that nobody else is, in systemd's table of ids."""
+PRIVATE = ("/tmp", "/dev/shm", "/run")
+"""Folders that a program gets for itself; the last only without the network."""
 DEVICES = (
     *("null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts", "kfd", "dri", "nvidiactl", "nvidia-uvm"),
     *("nvidia-uvm-tools", "nvidia-caps", "nvidia-modeset", *(f"nvidia{number}" for number in range(16))),
@@ -54,6 +56,7 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> "Plan":
         """Read what `to_json` wrote."""
+
         def value(given: Any) -> Any:
             return tuple(given) if isinstance(given, list) else given
 
@@ -126,7 +129,7 @@ class _Enclosing:
 
     def _limit_view(self) -> None:
         plan = self._plan
-        private = ["/tmp", "/dev/shm", *([] if plan.network else ["/run"])]
+        private = PRIVATE[:2] if plan.network else PRIVATE  # the network's names may be resolved in /run
         try:
             self._private = mounts.limit_view(
                 plan.readable, (*plan.writable, *plan.given), plan.hidden, private, plan.private_bytes

@@ -8,10 +8,11 @@ from typing import Any
 
 from relaxd.config import RewardConfig
 from relaxd.rpc.settings import SECRET_FILES
-from relaxd.sandbox.enclosure import Measure, Plan
+from relaxd.sandbox.enclosure import PRIVATE, Measure, Plan
 
 NEEDED = ("network", "files", "memory", "processes")
 """What reward.sandbox = "required" asks for."""
+LONGEST_PATH = 4096
 _LISTS = ("LD_LIBRARY_PATH", "PYTHONPATH")
 _NO_PATHS = ("HOME", "TMPDIR", "SHELL", "PATH")
 """Variables whose paths a worker does without."""
@@ -19,11 +20,21 @@ _IN_HOME = (".cache/huggingface", "nltk_data")
 """Where libraries of rewards look for their data."""
 
 
+class MissingPathError(Exception):
+    """reward.writable names what does not exist on this machine."""
+
+
 def plan_of(config: RewardConfig, environment: Mapping[str, str], secret_files: Sequence[str] = ()) -> Plan:
     """Return the plan for workers with this environment.
 
     `secret_files` are this service's files with secrets, besides those that its own environment names.
+
+    Raises MissingPathError.
     """
+    if missing := [path for path in config.writable if not os.path.exists(path)]:
+        raise MissingPathError(
+            f"reward.writable names {', '.join(missing)}, not on the reward service's machine: make it there first"
+        )
     readable = sorted({os.path.abspath(path) for path in _needed_paths(config, environment)})
     variables = (os.environ.get(f"RELAXD_{name.upper()}", "") for name in SECRET_FILES)
     secrets = {os.path.realpath(file) for file in (*secret_files, *variables) if file}
@@ -49,19 +60,28 @@ def _needed_paths(config: RewardConfig, environment: Mapping[str, str]) -> Itera
     for name, value in environment.items():
         paths = value.split(os.pathsep) if name in _LISTS else [value]
         if name not in _NO_PATHS:
-            yield from (path for path in paths if path and (name in _LISTS or _is_path(path)))
+            yield from (folder for path in paths for folder in _folders(path))
     home = environment.get("HOME", "/")
     yield from (os.path.join(home, name) for name in _IN_HOME)
     for text in _texts(config.model_dump(exclude={"writable"})):
         file = text.rpartition(":")[0]
         if file.endswith(".py"):
             yield os.path.dirname(os.path.abspath(file))
-        elif _is_path(text):
-            yield text
+        else:
+            yield from _folders(text)
 
 
-def _is_path(text: str) -> bool:
-    return text.startswith("/") and "\0" not in text and len(text) < 4096 and os.path.exists(text)
+def _folders(text: str) -> Iterator[str]:
+    """Yield the folder that a path means, or that the file is in: a file may come later, or be replaced."""
+    if not text.startswith("/") or "\0" in text or len(text) > LONGEST_PATH:
+        return
+    folder = os.path.dirname(text)
+    if os.path.isdir(text):
+        yield text
+    elif folder not in ("/", *PRIVATE) and os.path.isdir(folder):
+        yield folder
+    elif os.path.exists(text):
+        yield text
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -127,14 +127,16 @@ class WorkerPool:
         """Make a pool of `workers` processes, which start when they are first needed.
 
         `config` is the run's reward. Workers get its variables of this process's environment besides those that every
-        worker gets. `ask` asks the judge for them. `secret_files` can't be opened there. Raises MissingVariableError.
+        worker gets. `ask` asks the judge for them. `secret_files` can't be opened there.
+
+        Raises MissingVariableError, MissingPathError.
         """
         self._ask = ask
         self._config = config or RewardConfig(name="dummy")
-        self._secret_files = secret_files
         self.enclosure: tuple[Measure, ...] = ()
         """How the workers are enclosed; empty before the first has loaded a reward, and with reward.sandbox = "off"."""
-        self._environment = worker_environment(config.environment if config else ())
+        self._environment = worker_environment(self._config.environment)
+        self._plan = plan_of(self._config, self._environment, secret_files)
         self._config_json = config.model_dump_json() if config else ""
         self._forms: dict[str, LoadRewardResponse] = {}
         """What the workers said of the rewards that they have loaded."""
@@ -296,7 +298,7 @@ class WorkerPool:
         """Return the arguments of a worker, which say what it may do."""
         if self._config.sandbox == "off":
             return []
-        plan = replace(plan_of(self._config, self._environment, self._secret_files), scratch=scratch)
+        plan = replace(self._plan, scratch=scratch)
         return [plan.to_json(), *(["required"] if self._config.sandbox == "required" else [])]
 
     async def _ready(self, worker: _Worker) -> RewardWorkerStub:

@@ -36,6 +36,15 @@ async def pool(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[WorkerPool]:
     pool.close()
 
 
+@pytest.fixture
+async def open_pool(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[WorkerPool]:
+    """Workers whose process ids are those of this machine, and who write where they like."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    pool = WorkerPool(2, RewardConfig(name=BAD, sandbox="off"))
+    yield pool
+    pool.close()
+
+
 async def score(pool: WorkerPool, *responses: str, timeout_seconds: float = 10.0) -> list[RewardOutput | Failure]:
     samples = [RewardInput(prompt="hot?", response=response) for response in responses]
     return await pool.score(BAD, samples, timeout_seconds)
@@ -51,8 +60,9 @@ async def test_a_worker_gets_no_secret_but_those_that_are_named(pool, monkeypatc
         monkeypatch.setenv(name, value)
     with (tmp_path / "tokens").open("w") as tokens:
         os.set_inheritable(tokens.fileno(), True)
-        given = WorkerPool(1, RewardConfig(name=BAD, environment=("JUDGE_KEY",)))
-        for workers, passed in ((WorkerPool(1), set()), (given, {"JUDGE_KEY"})):
+        given = WorkerPool(1, RewardConfig(name=BAD, environment=("JUDGE_KEY",), writable=(str(tmp_path),)))
+        own = WorkerPool(1, RewardConfig(name=BAD, writable=(str(tmp_path),)))
+        for workers, passed in ((own, set()), (given, {"JUDGE_KEY"})):
             assert await score(workers, f"surroundings {tmp_path / 'seen'}") == [RewardOutput(1.0)]
             workers.close()
             seen = json.loads((tmp_path / "seen").read_text())
@@ -75,8 +85,8 @@ async def test_scores_come_back_in_order(pool):
     assert outputs[2] == RewardOutput(1.0, {"accuracy": 1.0, "format": 1.0})
 
 
-async def test_a_sample_whose_process_was_killed_is_tried_once_more(pool, tmp_path):
-    scoring = asyncio.create_task(score(pool, f"hang-once {tmp_path / 'pid'}"))
+async def test_a_sample_whose_process_was_killed_is_tried_once_more(open_pool, tmp_path):
+    scoring = asyncio.create_task(score(open_pool, f"hang-once {tmp_path / 'pid'}"))
     pid = await eventually(lambda: (path := tmp_path / "pid").exists() and path.read_text(), "the worker's pid")
     os.kill(int(pid), signal.SIGKILL)
     assert await scoring == [RewardOutput(1.0)]
@@ -148,9 +158,9 @@ async def test_a_reward_that_hangs_is_named_while_it_hangs(pool):
         await scoring
 
 
-async def test_what_a_reward_started_is_killed_with_it(pool, tmp_path):
-    await score(pool, "one", "one")
-    (outcome,) = await score(pool, f"hang-with-child {tmp_path / 'pid'}", timeout_seconds=2.0)
+async def test_what_a_reward_started_is_killed_with_it(open_pool, tmp_path):
+    await score(open_pool, "one", "one")
+    (outcome,) = await score(open_pool, f"hang-with-child {tmp_path / 'pid'}", timeout_seconds=2.0)
     assert isinstance(outcome, Failure)
     await gone(int((tmp_path / "pid").read_text()))
 
@@ -160,11 +170,11 @@ async def test_waiting_for_a_worker_is_not_part_of_the_deadline(pool):
     assert outcomes == [RewardOutput(1.0)] * 18
 
 
-async def test_workers_are_reused_and_replaced_only_when_they_die(pool):
-    first = {output.reward for output in await score(pool, *["pid"] * 20)}
+async def test_workers_are_reused_and_replaced_only_when_they_die(open_pool):
+    first = {output.reward for output in await score(open_pool, *["pid"] * 20)}
     assert 1 <= len(first) <= 2
-    await score(pool, "os._exit", "os._exit")
-    second = {output.reward for output in await score(pool, *["pid"] * 20)}
+    await score(open_pool, "os._exit", "os._exit")
+    second = {output.reward for output in await score(open_pool, *["pid"] * 20)}
     assert 1 <= len(second) <= 2
     assert not first & second
 
@@ -178,28 +188,28 @@ async def test_a_worker_that_was_killed_while_idle_costs_no_sample(pool):
     assert await score(pool, "one", "one", "one") == [RewardOutput(1.0)] * 3
 
 
-async def test_cancelled_work_stops(pool):
-    (output,) = await score(pool, "pid")
-    task = asyncio.create_task(score(pool, "hang", "hang", "hang", timeout_seconds=3600))
+async def test_cancelled_work_stops(open_pool):
+    (output,) = await score(open_pool, "pid")
+    task = asyncio.create_task(score(open_pool, "hang", "hang", "hang", timeout_seconds=3600))
     await asyncio.sleep(0.2)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert await score(pool, "one", "one") == [RewardOutput(1.0)] * 2
+    assert await score(open_pool, "one", "one") == [RewardOutput(1.0)] * 2
     await gone(int(output.reward))
 
 
-async def test_closing_kills_the_workers_and_blames_no_sample(pool):
-    pids = {int(output.reward) for output in await score(pool, "pid", "pid")}
-    task = asyncio.create_task(score(pool, "hang", "hang", "one", timeout_seconds=3600))
+async def test_closing_kills_the_workers_and_blames_no_sample(open_pool):
+    pids = {int(output.reward) for output in await score(open_pool, "pid", "pid")}
+    task = asyncio.create_task(score(open_pool, "hang", "hang", "one", timeout_seconds=3600))
     await asyncio.sleep(0.2)
-    pool.close()
+    open_pool.close()
     with pytest.raises(PoolClosedError):
         await task
     for pid in pids:
         await gone(pid)
     with pytest.raises(PoolClosedError):
-        await score(pool, "one")
+        await score(open_pool, "one")
 
 
 async def test_a_repaired_reward_is_loaded_again(tmp_path, monkeypatch):

@@ -104,9 +104,10 @@ async def test_rewards_see_messages_and_media(here, monkeypatch, tmp_path):
     cat = {"type": "image", "uri": "file:///cat.png", "media_type": "image/png", "sha256": "ab" * 32}
     parts = [{"type": "text", "text": "What is this?"}, cat]
     path = tmp_path / "messages"
+    here.start_run(run_config())
     async with here.service("reward", "reward-1") as process:
         stub = RewardStub(process.to)
-        await here.coordinator.hears("reward-1", "IDLE")
+        await here.coordinator.hears("reward-1", "READY")
         request = score_request(BAD, [f"messages {path}"])
         request.prompt.extend(to_proto([{"role": "system", "content": "Be kind."}, {"role": "user", "content": parts}]))
         assert (await stub.Score(request)).scores[0].reward == 1.0
@@ -283,7 +284,7 @@ async def test_a_run_whose_reward_wants_a_variable_that_is_not_set_says_so(here,
 
 
 async def test_a_resumed_run_loads_its_reward_again(here):
-    config = run_config(reward={"workers": 1})
+    config = run_config(reward={"workers": 1, "sandbox": "off"})  # a worker's id is this machine's
     here.start_run(config)
     async with here.service("reward", "reward-1") as process:
         await here.coordinator.hears("reward-1", "READY")
@@ -340,7 +341,7 @@ async def test_sigterm_hands_back_what_cannot_and_the_next_process_does_it(here,
 
 
 async def test_the_groups_of_a_killed_process_go_to_another_and_its_workers_die(here, tmp_path):
-    here.start_run(run_config(reward={"timeout_seconds": 600}))
+    here.start_run(run_config(reward={"timeout_seconds": 600, "sandbox": "off"}))  # ids are this machine's
     path = tmp_path / "pid"
     async with here.service("reward", "reward-1") as process:
         await here.coordinator.hears("reward-1", "READY")
