@@ -9,7 +9,8 @@ was acknowledged must be there:
 - every group whose publish returned is open, in the ledger or dropped, and published = open + trained + dropped;
 - every step whose commit returned is in the ledger with the same plan, and no group is in two steps.
 
-With --wait-replicas 0 it isn't: what the replica lacked is lost.
+With --wait-replicas 0 it isn't: what the replica lacked is lost. --cluster does the same in a Redis Cluster of three
+primaries, of which the one with the run's keys has a replica.
 """
 
 import argparse
@@ -38,6 +39,7 @@ from relaxd.board.types import Delivery
 from relaxd.config import BoardConfig
 from tests.kit.boards import audit
 from tests.kit.processes import kill, start_python
+from tests.kit.redis.clusters import ClusterServers
 from tests.kit.redis.sentinels import WatchedRedis
 from tests.kit.waiting import wait_until
 
@@ -164,11 +166,21 @@ class Publisher(threading.Thread):
 
 
 def campaign(
-    folder: Path, failovers: int, *, wait_replicas: int = 1, down_milliseconds: int = 5000, seed: int = 0
+    folder: Path,
+    failovers: int,
+    *,
+    wait_replicas: int = 1,
+    down_milliseconds: int = 5000,
+    seed: int = 0,
+    cluster: bool = False,
 ) -> Outcome:
     """Kill the primary so many times while groups move, and check what was acknowledged."""
     rng, outcome = random.Random(seed), Outcome(failovers)
-    redis = WatchedRedis(folder, sentinels=SENTINELS, down_milliseconds=down_milliseconds)
+    redis: WatchedRedis | ClusterServers
+    if cluster:
+        redis = ClusterServers(folder, replicated=(RUN,), down_milliseconds=down_milliseconds)
+    else:
+        redis = WatchedRedis(folder, sentinels=SENTINELS, down_milliseconds=down_milliseconds)
     processes: list[subprocess.Popen[Any]] = []
     steps = folder / "steps.jsonl"
     try:
@@ -239,6 +251,7 @@ def main() -> int:
     parser.add_argument(
         "--down-milliseconds", type=int, default=5000, help="silence after which a server counts as dead"
     )
+    parser.add_argument("--cluster", action="store_true", help="a Redis Cluster instead of Sentinels")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--role", choices=("stages", "train"), help="used by the script itself")
     parser.add_argument("--url", default="", help="used by the script itself")
@@ -253,6 +266,7 @@ def main() -> int:
             wait_replicas=options.wait_replicas,
             down_milliseconds=options.down_milliseconds,
             seed=options.seed,
+            cluster=options.cluster,
         )
     for problem in found.lost:
         print(problem)
@@ -263,7 +277,7 @@ def main() -> int:
     facts = {"failovers": found.failovers, "steps": found.steps, "groups": found.groups, "losses": len(found.lost)}
     facts["unasked"] = found.unasked
     settings = {"wait_replicas": options.wait_replicas, "down_after_milliseconds": options.down_milliseconds}
-    report("failover", rows, **facts, **settings)
+    report("failover_cluster" if options.cluster else "failover", rows, **facts, **settings)
     return 1 if found.lost else 0
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -35,10 +35,10 @@ def redis_server(tmp_path: Path) -> Iterator[Callable[..., RedisServer]]:
     """Factory of servers of the test's own: `redis_server(append_only=True)` starts one; all end with the test."""
     servers: list[RedisServer] = []
 
-    def make(*, append_only: bool = True) -> RedisServer:
+    def make(*, append_only: bool = True, options: Sequence[str] = ()) -> RedisServer:
         folder = tmp_path / f"redis-{len(servers)}"
         folder.mkdir()
-        servers.append(RedisServer(folder, append_only=append_only).start())
+        servers.append(RedisServer(folder, append_only=append_only, options=options).start())
         return servers[-1]
 
     yield make

@@ -15,7 +15,7 @@ import redis
 from relaxd.client.errors import CliError
 from relaxd.local.ports import LOOPBACK
 from relaxd.local.redis_address import without_password, write_private
-from relaxd.redis_client import connect, parse, where
+from relaxd.redis_client import COORDINATOR, connect, parse, where
 from relaxd.rpc.credentials import REDIS_FILES, with_certificates, with_password
 
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -119,7 +119,7 @@ def wait_until_up(redis_url: str, *, seconds: float = float("inf"), ended: Calla
 
     Raises CliError when it doesn't answer within `seconds`, or as soon as `ended()` returns True.
     """
-    client = connect(redis_url, seconds=2.0)
+    client = connect(redis_url, tag=COORDINATOR, seconds=2.0)
     deadline = time.monotonic() + seconds
     try:
         while True:

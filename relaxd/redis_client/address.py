@@ -1,9 +1,10 @@
-"""The URL of a Redis: of one server, or of the Sentinels that know which server is the primary now.
+"""The URL of a Redis: of one server, of Sentinels that know which server is the primary now, or of nodes of a cluster.
 
     redis://host:port/db                                  rediss:// with TLS; unix:///path
     redis+sentinel://host:port,host:port/service/db       rediss+sentinel:// with TLS to Sentinels and servers
+    redis+cluster://host:port,host:port                   rediss+cluster:// with TLS; some nodes, which name the others
 
-Either may have `?wait_replicas=N`: a write counts only once N replicas have it.
+Each may have `?wait_replicas=N`: a write counts only once N replicas have it.
 """
 
 import re
@@ -12,10 +13,13 @@ from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 SCHEMES = ("redis", "rediss", "unix")
-SENTINEL = "+sentinel"
-SENTINEL_PORT = 26379
+SENTINEL, CLUSTER = "+sentinel", "+cluster"
+SENTINEL_PORT, NODE_PORT = 26379, 6379
 HOST = re.compile(r"([^\s:\[\],]+)(?::(\d{1,5}))?")
-FORMS = "redis://host:port/db, rediss:// (TLS), unix:///path or redis+sentinel://host:port,host:port/service/db"
+FORMS = (
+    "redis://host:port/db, rediss:// (TLS), unix:///path, redis+sentinel://host:port,host:port/service/db or "
+    "redis+cluster://host:port,host:port"
+)
 MAX_REPLICAS = 16
 
 
@@ -24,15 +28,17 @@ class RedisAddress:
     """A parsed URL."""
 
     url: str
-    """For redis-py. With Sentinels its host means nothing."""
-    sentinels: tuple[tuple[str, int], ...]
-    """Hosts and ports; none: the URL is of one server."""
-    service: str
+    """For redis-py. With Sentinels, and of a cluster, its host means nothing."""
+    sentinels: tuple[tuple[str, int], ...] = ()
+    """Hosts and ports; none: the URL names none."""
+    nodes: tuple[tuple[str, int], ...] = ()
+    """Hosts and ports of some nodes of a cluster; none: the URL is of no cluster."""
+    service: str = ""
     """What the Sentinels call the primary and its replicas."""
-    wait_replicas: int
+    wait_replicas: int = 0
     """Replicas that must have a write before it counts."""
-    sentinel_user: str
-    sentinel_password_file: str
+    sentinel_user: str = ""
+    sentinel_password_file: str = ""
     """Name, and file with the password, for the Sentinels themselves; empty: they ask for none."""
 
     @property
@@ -44,25 +50,27 @@ class RedisAddress:
 def parse(url: str) -> RedisAddress:
     """Parse a URL. Raises ValueError, which says what is wrong and shows no password."""
     parts = urlsplit(url)
-    scheme = parts.scheme.removesuffix(SENTINEL)
-    if "cluster" in parts.scheme:
-        raise ValueError(
-            f"{parts.scheme}:// is a Redis Cluster, which isn't supported: name one server, or Sentinels ({FORMS})"
-        )
-    if scheme not in SCHEMES or (scheme == "unix" and scheme != parts.scheme):
+    scheme, plus, kind = parts.scheme.partition("+")
+    kind = plus + kind
+    if scheme not in SCHEMES or kind not in ("", SENTINEL, CLUSTER) or (scheme == "unix" and kind):
         raise ValueError(f"{parts.scheme or 'nothing'}:// is no scheme of a Redis: it must be {FORMS}")
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
-    sentinel = parts.scheme.endswith(SENTINEL)
-    # With Sentinels, whoever wants to lose nothing gets it without asking; without them there may be no replica.
-    wait_replicas = options.pop("wait_replicas", "1" if sentinel else "0")
+    # Whoever wants to lose nothing gets it without asking, where servers usually have replicas.
+    wait_replicas = options.pop("wait_replicas", "1" if kind else "0")
     if not wait_replicas.isdigit() or int(wait_replicas) > MAX_REPLICAS:
         raise ValueError(f"wait_replicas={wait_replicas}: it must be a number of replicas, 0 to {MAX_REPLICAS}")
     user, password_file = options.pop("sentinel_user", ""), options.pop("sentinel_password_file", "")
-    if not sentinel:
-        if user or password_file:
-            raise ValueError("sentinel_user and sentinel_password_file are for redis+sentinel:// URLs")
-        return RedisAddress(_with_options(url.partition("?")[0], options), (), "", int(wait_replicas), "", "")
+    if kind != SENTINEL and (user or password_file):
+        raise ValueError("sentinel_user and sentinel_password_file are for redis+sentinel:// URLs")
+    if not kind:
+        return RedisAddress(_with_options(url.partition("?")[0], options), wait_replicas=int(wait_replicas))
     credentials, at, hosts = parts.netloc.rpartition("@")
+    if kind == CLUSTER:
+        if parts.path not in ("", "/", "/0"):
+            raise ValueError(f"{parts.path} must be /0 or nothing: a cluster has one database")
+        plain = _with_options(f"{scheme}://{credentials}{at}cluster/0", options)
+        nodes = _hosts(hosts, "a node of a cluster", NODE_PORT)
+        return RedisAddress(plain, nodes=nodes, wait_replicas=int(wait_replicas))
     service, _, database = parts.path.strip("/").partition("/")
     if not service or (database and not database.isdigit()):
         raise ValueError(
@@ -70,7 +78,14 @@ def parse(url: str) -> RedisAddress:
             "redis+sentinel://host:port,host:port/service/db"
         )
     plain = _with_options(f"{scheme}://{credentials}{at}sentinel/{database}", options)
-    return RedisAddress(plain, _hosts(hosts), service, int(wait_replicas), user, password_file)
+    return RedisAddress(
+        plain,
+        sentinels=_hosts(hosts, "a Sentinel", SENTINEL_PORT),
+        service=service,
+        wait_replicas=int(wait_replicas),
+        sentinel_user=user,
+        sentinel_password_file=password_file,
+    )
 
 
 def where(url: str) -> str:
@@ -78,6 +93,8 @@ def where(url: str) -> str:
     address = parse(url)
     if address.sentinels:
         return f"the primary of {address.service!r} (Sentinels {_join(address.sentinels)})"
+    if address.nodes:
+        return f"the cluster of {_join(address.nodes)}"
     parts = urlsplit(address.url)
     return parts.path if parts.scheme == "unix" else f"{parts.hostname or 'localhost'}:{parts.port or 6379}"
 
@@ -98,14 +115,14 @@ def _with_options(url: str, options: Mapping[str, str]) -> str:
     return f"{url}?{urlencode(options, safe='/')}" if options else url
 
 
-def _hosts(text: str) -> tuple[tuple[str, int], ...]:
+def _hosts(text: str, what: str, default_port: int) -> tuple[tuple[str, int], ...]:
     found = [HOST.fullmatch(part) for part in text.split(",")]
     bad = [part for part, match in zip(text.split(","), found, strict=True) if match is None]
     if bad:
-        raise ValueError(f"{bad[0]!r} is no Sentinel: it must be host:port (an IPv6 address needs a name)")
-    hosts = tuple((match[1], int(match[2] or SENTINEL_PORT)) for match in found if match is not None)
+        raise ValueError(f"{bad[0]!r} is not {what}: it must be host:port (an IPv6 address needs a name)")
+    hosts = tuple((match[1], int(match[2] or default_port)) for match in found if match is not None)
     if len(set(hosts)) < len(hosts):
-        raise ValueError(f"the Sentinels {_join(hosts)}: one is named twice")
+        raise ValueError(f"{_join(hosts)}: one is named twice")
     return hosts
 
 

@@ -2,48 +2,80 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import redis
 from redis.connection import parse_url
 
-from relaxd.redis_client.address import parse
+from relaxd.redis_client.address import RedisAddress, parse
+from relaxd.redis_client.found import FoundConnection, Lookup
+from relaxd.redis_client.keys import mark_key
+from relaxd.redis_client.owner import OwnerConnection, OwnerLookup, OwnerTlsConnection
 from relaxd.redis_client.primary import PrimaryConnection, PrimaryLookup, PrimaryTlsConnection
 
-MARK_KEY = "relaxd:acknowledged"
-MARK = "#!lua flags=allow-oom\nreturn redis.call('INCR', KEYS[1])"
+MARK_SECONDS = 30 * 24 * 3600
+MARK = f"""#!lua flags=allow-oom
+local mark = redis.call('INCR', KEYS[1])
+redis.call('EXPIRE', KEYS[1], {MARK_SECONDS})
+return mark"""
 """A write. WAIT waits for the last write of its own connection, but what is repeated after a lost reply may find its
 work done, by another connection, and write nothing. Its number only rises, unless a primary lacks acknowledged
-writes."""
+writes. It is forgotten a month after the last write of its tag."""
 
 logger = logging.getLogger(__name__)
-_marks: WeakKeyDictionary[redis.Redis, int] = WeakKeyDictionary()
-"""The last acknowledged mark of each client."""
 
 
-def connect(url: str, *, seconds: float, **settings: Any) -> redis.Redis:
-    """Return a client of the server that a URL names or, with Sentinels, of whichever server is the primary.
+@dataclass
+class _Mark:
+    """The mark that a client sets with each acknowledged write."""
+
+    key: str
+    last: int = 0
+    """The last acknowledged one."""
+
+
+_marks: WeakKeyDictionary[redis.Redis, _Mark] = WeakKeyDictionary()
+
+
+def connect(url: str, *, tag: str, seconds: float, **settings: Any) -> redis.Redis:
+    """Return a client of the server that a URL names, of whichever server is the primary, or of a node of a cluster.
 
     Args:
         url: see relaxd.redis_client.address.
+        tag: whose keys it is for (relaxd.redis_client.keys). In a cluster it finds no others.
         seconds: deadline of each connect and each read.
         settings: those of redis.Redis.
 
     Raises ValueError: the URL is wrong.
     """
     address = parse(url)
-    if not address.sentinels:
-        return redis.Redis.from_url(address.url, socket_timeout=seconds, socket_connect_timeout=seconds, **settings)
+    if address.sentinels or address.nodes:
+        client = _found(address, tag, settings | {"socket_timeout": seconds, "socket_connect_timeout": seconds})
+    else:
+        client = redis.Redis.from_url(address.url, socket_timeout=seconds, socket_connect_timeout=seconds, **settings)
+    _marks[client] = _Mark(mark_key(tag))
+    return client
+
+
+def _found(address: RedisAddress, tag: str, settings: dict[str, Any]) -> redis.Redis:
+    """Return a client that looks up where its connections lead."""
     given: dict[str, Any] = dict(parse_url(address.url))
     for name in ("host", "port", "connection_class"):
         given.pop(name, None)
     tls = {name: value for name, value in given.items() if name.startswith("ssl_")}
-    given |= settings | {"socket_timeout": seconds, "socket_connect_timeout": seconds}
-    lookup = PrimaryLookup(address, {**tls, "ssl": True} if address.tls else {})
-    pool = redis.ConnectionPool(
-        connection_class=PrimaryTlsConnection if address.tls else PrimaryConnection, lookup=lookup, **given
-    )
+    tls |= {"ssl": True} if address.tls else {}
+    lookup: Lookup
+    kind: type[FoundConnection]
+    if address.nodes:
+        users = {name: given[name] for name in ("username", "password") if name in given}
+        lookup = OwnerLookup(address, tag, tls | users)
+        kind = OwnerTlsConnection if address.tls else OwnerConnection
+    else:
+        lookup = PrimaryLookup(address, tls)
+        kind = PrimaryTlsConnection if address.tls else PrimaryConnection
+    pool = redis.ConnectionPool(connection_class=kind, lookup=lookup, **(given | settings))
     return redis.Redis.from_pool(pool)
 
 
@@ -56,11 +88,12 @@ def acknowledged(
     `seconds`. Then it may have taken effect or not, as after a lost reply. Logs an error when the primary lacks what
     replicas once had.
     """
-    before = _marks.get(client, 0)  # of a mark that is set from now on, this is a lower bound
+    mark = _marks[client]
+    before = mark.last  # of a mark that is set from now on, this is a lower bound
     with client.pipeline(transaction=False) as pipe:
         commands(pipe)
         if replicas:
-            pipe.eval(MARK, 1, MARK_KEY)
+            pipe.eval(MARK, 1, mark.key)
             pipe.execute_command("WAIT", replicas, max(1, int(seconds * 1000)))
         replies = pipe.execute(raise_on_error=False)
     for reply in replies:
@@ -70,24 +103,38 @@ def acknowledged(
             raise reply
     if not replicas:
         return replies
-    *replies, mark, have_it = replies
+    *replies, number, have_it = replies
     if have_it < replicas:
-        # A primary that is cut off keeps its connections, while the Sentinels name another: ask them again.
+        # A primary that is cut off keeps its connections, while others have named another: ask them again.
         client.connection_pool.disconnect(inuse_connections=False)
+        if (lookup := client.connection_pool.connection_kwargs.get("lookup")) is not None:
+            lookup.doubt()
         raise redis.ConnectionError(
             f"NOREPLICAS {have_it} of {replicas} replicas (wait_replicas) have a write after {seconds:.1f} s"
         )
-    if mark <= before:
+    if number <= before:
         logger.error(
             "Redis has lost writes that %d replicas had (mark %d came after %d): a server that lacked them became the "
-            "primary. The logs of the Sentinels say when (+switch-master); docs/reliability.md says what prevents it",
-            *(replicas, mark, before),
+            "primary. The logs of the Sentinels (+switch-master) or of the cluster's nodes say when; "
+            "docs/reliability.md says what prevents it",
+            *(replicas, number, before),
         )
-    _marks[client] = mark
+    mark.last = number
     return replies
 
 
+def keys_of(client: redis.Redis, prefix: str) -> list[str]:
+    """Return the keys of a server that begin with the prefix of the client's tag, which must have no wildcards.
+
+    Raises redis.ConnectionError: a node of a cluster lost the slot while it was asked, and may have named too few.
+    """
+    with client.client() as one:  # a connection of its own
+        found = [key if isinstance(key, str) else key.decode() for key in one.scan_iter(match=f"{prefix}*", count=1000)]
+        one.exists(prefix)  # SCAN has no key, and so a node answers it that owns the slot no more
+    return found
+
+
 def is_cluster_node(client: redis.Redis) -> bool:
-    """Return whether a server is a node of a Redis Cluster, which relaxd's scripts can't work on."""
+    """Return whether a server is a node of a Redis Cluster."""
     facts: Any = client.info("cluster")
     return bool(facts.get("cluster_enabled"))

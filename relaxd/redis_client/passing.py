@@ -14,6 +14,15 @@ PASSING = {
     "NOPRIMARY": "has no primary",
 }
 """Transient errors by their first word, and the state of Redis that each means."""
+OF_CLUSTER = {
+    "MOVED": "has another node for these keys now",
+    "ASK": "is moving these keys to another node",
+    "TRYAGAIN": "is moving these keys to another node",
+    "CLUSTERDOWN": "doesn't serve these keys now",
+    "NOOWNER": "has no node for these keys",
+}
+"""The same of a cluster, once its connection has given up the node."""
+NO_ANSWER = "doesn't answer"
 
 
 def passing(error: redis.RedisError) -> str:
@@ -25,5 +34,12 @@ def passing(error: redis.RedisError) -> str:
     if word in PASSING:
         return f"{PASSING[word]}: {error}"
     if isinstance(error, redis.ConnectionError | redis.TimeoutError):
-        return f"doesn't answer: {error}"
+        return f"{OF_CLUSTER.get(word, NO_ANSWER)}: {error}"
+    return ""
+
+
+def misnamed(error: redis.RedisError) -> str:
+    """Explain what a single server says that is a node of a cluster, as the end of a sentence; "" for other errors."""
+    if isinstance(error, redis.exceptions.AskError | redis.exceptions.ClusterDownError):
+        return f"is a node of a Redis Cluster, which a redis+cluster:// URL must name: {error.status_code} {error}"
     return ""

@@ -4,24 +4,20 @@ As https://redis.io/docs/latest/develop/reference/sentinel-clients describes: as
 check that the server is a primary. A server that says READONLY was demoted, and its connection is given up.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from relaxd.redis_client.address import RedisAddress
-
-SENTINEL_SECONDS = 1.0
-"""Deadline for each answer of a Sentinel: the next one may know better."""
+from relaxd.redis_client.found import FoundConnection, ask
 
 
 class PrimaryLookup:
     """Asks Sentinels where the primary is, the one first that last knew."""
 
-    def __init__(self, address: RedisAddress, tls: dict[str, Any]) -> None:
+    def __init__(self, address: RedisAddress, tls: Mapping[str, Any]) -> None:
         """`tls`: redis-py's settings of TLS, for the Sentinels, too."""
         self._service = address.service
         self._sentinels: Sequence[tuple[str, int]] = address.sentinels
@@ -44,30 +40,18 @@ class PrimaryLookup:
         raise redis.ConnectionError(f"NOPRIMARY no Sentinel names one: {'; '.join(problems)}")
 
     def doubt(self) -> None:
-        """Ask another Sentinel first the next time: what this one said was out of date."""
+        """Ask another Sentinel first the next time: what this one said may be out of date."""
         self._sentinels = (*self._sentinels[1:], *self._sentinels[:1])
 
     def _ask(self, host: str, port: int) -> list[str] | None:
         password = Path(self._password_file).read_text(encoding="utf-8").strip() if self._password_file else None
-        seconds: dict[str, Any] = {"socket_timeout": SENTINEL_SECONDS, "socket_connect_timeout": SENTINEL_SECONDS}
-        once = Retry(NoBackoff(), 0)  # the next one may know; redis-py would ask this one again for seconds
-        with redis.Redis(
-            host, port, protocol=2, decode_responses=True, password=password, retry=once, **seconds, **self._settings
-        ) as sentinel:
-            found: list[str] | None = sentinel.execute_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service)
-            return found
+        settings = {**self._settings, "password": password}
+        found: list[str] | None = ask(host, port, settings, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service)
+        return found
 
 
-class PrimaryConnection(redis.Connection):
+class PrimaryConnection(FoundConnection):
     """A connection to the primary."""
-
-    def __init__(self, *, lookup: PrimaryLookup, **settings: Any) -> None:
-        self._lookup = lookup
-        super().__init__(**settings)
-
-    def _connect(self) -> Any:
-        self.host, self.port = self._lookup.find()
-        return super()._connect()
 
     def on_connect_check_health(self, check_health: bool = True) -> None:
         """Log in, and check that the server is a primary."""

@@ -73,7 +73,7 @@ def with_certificates(redis_url: str, files: Mapping[str, str]) -> str:
     given = {REDIS_FILES[name]: file for name, file in files.items() if file and REDIS_FILES[name] not in there}
     if not given:
         return redis_url
-    if parts.scheme not in ("rediss", "rediss+sentinel"):
+    if parts.scheme.partition("+")[0] != "rediss":
         raise ValueError(f"TLS files for Redis need a rediss:// URL, not {parts.scheme}://")
     for file in given.values():
         with open(file, "rb"):

@@ -84,8 +84,8 @@ class ServiceSettings:
     max_message_bytes: int = 64 << 20
     """Maximum size of a message; larger columns go through the board."""
     engine_python: str = ""
-    """Rollout, judge: Python interpreter of the engine's process, with relaxd and the engine installed; empty: the
-    interpreter of this process."""
+    """Rollout, judge, teacher: Python interpreter of the engine's process, with relaxd and the engine installed; empty:
+    the interpreter of this process."""
     sglang_url: str = ""
     """Rollout: base URL of the SGLang server for runs with engine sglang_external."""
     sglang_key: str | None = field(default=None, repr=False)
@@ -314,7 +314,12 @@ def _flags(role: str) -> list[_Flag]:
         _Flag("port", _port, COORDINATOR_PORT if is_coordinator else 0, "port to listen on; 0 picks a free one"),
         _Flag("advertise", _address, "", "host:port at which others reach this process"),
         _Flag("coordinator", _address, settings.coordinator, "host:port of the coordinator"),
-        _Flag("redis", _redis_url, settings.redis, "URL of the board's Redis, or of its Sentinels"),
+        _Flag(
+            "redis",
+            _redis_url,
+            settings.redis,
+            "URL of the board's Redis, its Sentinels or its cluster",
+        ),
         _Flag("redis-password-file", str, "", "file with that Redis's password"),
         _Flag("redis-ca", str, "", "file with the CA of that Redis's certificate (rediss://)"),
         _Flag("redis-certificate", str, "", "file with the client certificate for that Redis"),
@@ -354,7 +359,7 @@ def _flags(role: str) -> list[_Flag]:
         ),
         _Flag("max-message-bytes", _message_bytes, settings.max_message_bytes, "maximum size of a gRPC message"),
     ]
-    if role in ("rollout", "judge"):
+    if role in ("rollout", "judge", "teacher"):
         flags.append(_Flag("engine-python", _program, "", "Python interpreter of the engine; default: this one"))
     if role == "rollout":
         flags += [

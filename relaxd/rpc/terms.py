@@ -12,12 +12,12 @@ import redis
 from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
-from relaxd.redis_client import connect
+from relaxd.redis_client import COORDINATOR, connect, key_prefix
 from relaxd.rpc.errors import FailedPrecondition, InvalidArgument, Unavailable
 from relaxd.rpc.methods import needs_term
 
 TERM_METADATA = "relaxd-term"
-TERM_KEY = "relaxd:coordinator:term"
+TERM_KEY = key_prefix(COORDINATOR) + "term"
 """Redis key of the newest coordinator's term. Each coordinator that starts adds one to it."""
 TIMEOUT_SECONDS = 3.0
 TERM = re.compile("[1-9][0-9]{0,18}", re.ASCII)
@@ -74,6 +74,7 @@ class RedisTerm:
     def __init__(self, redis_url: str) -> None:
         self._redis = connect(
             redis_url,
+            tag=COORDINATOR,
             seconds=TIMEOUT_SECONDS,
             retry=Retry(ExponentialBackoff(cap=0.2, base=0.02), retries=2),
             health_check_interval=15,

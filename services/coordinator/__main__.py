@@ -9,7 +9,7 @@ import redis
 
 from relaxd import telemetry
 from relaxd.board import Fenced
-from relaxd.redis_client import where
+from relaxd.redis_client import parse, where
 from relaxd.rpc.errors import ServerError
 from relaxd.rpc.settings import ServiceSettings, parse_settings
 from services.coordinator.service import CoordinatorProcess
@@ -35,10 +35,10 @@ def connect(redis_url: str) -> Store:
     warned = False
     while True:
         try:
-            if store.is_cluster_node():
+            if store.is_cluster_node() and not parse(redis_url).nodes:
                 raise CannotStart(
-                    f"Redis at {where(redis_url)} is a node of a Redis Cluster (cluster_enabled:1), which isn't "
-                    "supported: name a single server, or Sentinels (redis+sentinel://)"
+                    f"Redis at {where(redis_url)} is a node of a Redis Cluster (cluster_enabled:1): begin the URL with "
+                    "redis+cluster://"
                 )
             store.take_over()
             return store

@@ -24,10 +24,16 @@ class MissingPathError(Exception):
     """reward.writable names what does not exist on this machine."""
 
 
-def plan_of(config: RewardConfig, environment: Mapping[str, str], secret_files: Sequence[str] = ()) -> Plan:
+def plan_of(
+    config: RewardConfig,
+    environment: Mapping[str, str],
+    secret_files: Sequence[str] = (),
+    others: Sequence[RewardConfig] = (),
+) -> Plan:
     """Return the plan for workers with this environment.
 
-    `secret_files` are this service's files with secrets, besides those that its own environment names.
+    `config` decides what they may do; `others` are further rewards that they load. `secret_files` are this service's
+    files with secrets, besides those that its own environment names.
 
     Raises MissingPathError.
     """
@@ -35,7 +41,7 @@ def plan_of(config: RewardConfig, environment: Mapping[str, str], secret_files: 
         raise MissingPathError(
             f"reward.writable names {', '.join(missing)}, not on the reward service's machine: make it there first"
         )
-    readable = sorted({os.path.abspath(path) for path in _needed_paths(config, environment)})
+    readable = sorted({os.path.abspath(path) for path in _needed_paths([config, *others], environment)})
     variables = (os.environ.get(f"RELAXD_{name.upper()}", "") for name in SECRET_FILES)
     secrets = {os.path.realpath(file) for file in (*secret_files, *variables) if file}
     return Plan(
@@ -54,7 +60,7 @@ def describe(measures: Sequence[Measure]) -> str:
     return f"reward workers are limited in {held or 'nothing'}" + (f"; not in {missing}" if missing else "")
 
 
-def _needed_paths(config: RewardConfig, environment: Mapping[str, str]) -> Iterator[str]:
+def _needed_paths(configs: Sequence[RewardConfig], environment: Mapping[str, str]) -> Iterator[str]:
     """Yield what rewards read: their modules, their settings' files, and what their environment names."""
     yield from (os.getcwd(), sys.prefix, sys.base_prefix, *filter(None, sys.path))
     for name, value in environment.items():
@@ -63,7 +69,7 @@ def _needed_paths(config: RewardConfig, environment: Mapping[str, str]) -> Itera
             yield from (folder for path in paths for folder in _folders(path))
     home = environment.get("HOME", "/")
     yield from (os.path.join(home, name) for name in _IN_HOME)
-    for text in _texts(config.model_dump(exclude={"writable"})):
+    for text in _texts([one.model_dump(exclude={"writable"}) for one in configs]):
         file = text.rpartition(":")[0]
         if file.endswith(".py"):
             yield os.path.dirname(os.path.abspath(file))

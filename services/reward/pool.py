@@ -4,7 +4,7 @@ import asyncio
 import shutil
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from relaxd.config import RewardConfig
@@ -122,12 +122,14 @@ class WorkerPool:
         workers: int,
         config: RewardConfig | None = None,
         ask: Ask = no_judge,
+        others: Mapping[str, RewardConfig] | None = None,
         secret_files: Sequence[str] = (),
     ) -> None:
         """Make a pool of `workers` processes, which start when they are first needed.
 
         `config` is the run's reward. Workers get its variables of this process's environment besides those that every
-        worker gets. `ask` asks the judge for them. `secret_files` can't be opened there.
+        worker gets. `ask` asks the judge for them. `others` are further rewards with settings, by the names that `load`
+        and `score` get for them. `secret_files` can't be opened in workers.
 
         Raises MissingVariableError, MissingPathError.
         """
@@ -136,8 +138,9 @@ class WorkerPool:
         self.enclosure: tuple[Measure, ...] = ()
         """How the workers are enclosed; empty before the first has loaded a reward, and with reward.sandbox = "off"."""
         self._environment = worker_environment(self._config.environment)
-        self._plan = plan_of(self._config, self._environment, secret_files)
-        self._config_json = config.model_dump_json() if config else ""
+        configs = {**({"": config} if config else {}), **(others or {})}
+        self._configs = {name: one.model_dump_json() for name, one in configs.items()}
+        self._plan = plan_of(self._config, self._environment, secret_files, list(configs.values()))
         self._forms: dict[str, LoadRewardResponse] = {}
         """What the workers said of the rewards that they have loaded."""
         self._workers = [_Worker() for _ in range(workers)]
@@ -179,7 +182,7 @@ class WorkerPool:
         """Score samples of one prompt. Returns the outcomes in order.
 
         Args:
-            reward: a name for `relaxd.rewards.resolve`, or "" for the run's reward.
+            reward: a name for `relaxd.rewards.resolve`, "" for the run's reward, or the name of one of `others`.
             samples: samples to score.
             timeout_seconds: deadline of each sample, or of all if the reward scores groups, not counting the wait for a
                 worker or loading the reward. A worker that takes longer is killed, with every process that it started.
@@ -240,7 +243,7 @@ class WorkerPool:
             self._raise_if_closed()
             stub = await self._ready(worker)
             if reward not in worker.loaded:
-                request = LoadRewardRequest(reward=reward, config_json=self._config_json)
+                request = LoadRewardRequest(reward=reward, config_json=self._configs.get(reward, ""))
                 loading = await stub.LoadReward(request, timeout=LOAD_SECONDS)
                 self.enclosure = tuple(Measure(one.name, one.by, one.missing) for one in loading.enclosure)
                 if loading.error:

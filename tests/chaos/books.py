@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 
 from relaxd.board.sides.coordinator import LEDGER_STEPS
+from relaxd.redis_client import key_prefix
 
 # KEYS: prefix. ARGV: last ledger id, last id of dropped. Everything at one moment; nothing is written.
 SNAPSHOT = """
@@ -83,7 +84,7 @@ class Books:
         A run that has ended tries no prompt again: those that waited for it are purged.
         """
         wrong: list[str] = []
-        prefix = f"relaxd:{self.run_id}:"
+        prefix = key_prefix(self.run_id)
         last = len(self.steps)
         reply = self.client.eval(SNAPSHOT, 1, prefix, f"{last}-0", self._last_dropped)
         state, open_ids, open_fields, drops, ledger, ledger_length, dropped, retries, _, redelivered = reply
@@ -137,7 +138,7 @@ class Books:
     def poll(self) -> None:
         """Read new steps only; what is wrong with them, the next audit says."""
         last = len(self.steps)
-        entries = self.client.xrange(f"relaxd:{self.run_id}:ledger", min=f"({last}-0")
+        entries = self.client.xrange(f"{key_prefix(self.run_id)}ledger", min=f"({last}-0")
         flat = [(id, [part for pair in fields.items() for part in pair]) for id, fields in entries]
         self._polled += self._read_ledger(flat)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 
 from relaxd.client.coordinator import ENDED
+from relaxd.redis_client import key_prefix
 from tests.chaos.books import Books
 from tests.chaos.faults import PASSING, Fault, MomentMissed
 from tests.chaos.models import audit_models
@@ -97,7 +98,7 @@ class Campaign:
                 return [f"the run did not end within {self.deadline_seconds:g} s"]
             time.sleep(TICK_SECONDS)
         wrong = self.books.audit(ended=True)
-        if open_groups := self.stack.redis.scard(f"relaxd:{RUN}:open"):
+        if open_groups := self.stack.redis.scard(f"{key_prefix(RUN)}open"):
             wrong.append(f"{open_groups} groups are open after the run's end")
         folders = [self.stack.run_folder, *([self.stack.run_folder / "critic"] if critics else [])]
         for folder in folders:
@@ -115,7 +116,7 @@ class Campaign:
         """Wait until the trainer has asked the critic for the checkpoint of the last step, or the run has ended."""
         deadline = time.monotonic() + self.deadline_seconds
         while critics and time.monotonic() < deadline and self.stack.coordinator.run(RUN).state not in ENDED:
-            asked, last = self.stack.redis.hmget(f"relaxd:{RUN}:state", "critic_checkpoint", "last_step")
+            asked, last = self.stack.redis.hmget(f"{key_prefix(RUN)}state", "critic_checkpoint", "last_step")
             if asked == last:
                 return
             time.sleep(TICK_SECONDS)

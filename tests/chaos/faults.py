@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import redis
 
+from relaxd.redis_client import key_prefix
 from tests.chaos.proxy import Link
 from tests.chaos.relay import Moment
 from tests.chaos.stack import LEASE_SECONDS, REPLICA_LEASE_SECONDS, RUN, ChaosStack
@@ -191,7 +192,7 @@ def overflow_a_gradient(stack: ChaosStack, rng: random.Random) -> float:
 
     A critic service skips its own; the policy's advantages are whitened then, and nothing of it overflows.
     """
-    ledger, deadline = f"relaxd:{RUN}:ledger", time.monotonic() + NOTICE_SECONDS
+    ledger, deadline = f"{key_prefix(RUN)}ledger", time.monotonic() + NOTICE_SECONDS
     last = stack.redis.xrevrange(ledger, count=1)[0][0].decode()
     stack.huge_rewards.touch()
     try:

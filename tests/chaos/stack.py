@@ -17,6 +17,7 @@ from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.local import stack
 from relaxd.local.state import StackState, StateFolder
+from relaxd.redis_client import key_prefix
 from relaxd.roles import ROLES
 from relaxd.rpc.client import sync_channel
 from relaxd.v1 import coordinator_pb2 as pb
@@ -272,7 +273,7 @@ class ChaosStack:
 
     def holding(self, stage: str) -> list[str]:
         """Names of the services that hold groups of a stage now."""
-        pending = self.redis.xpending_range(f"relaxd:{RUN}:stage:{stage}", "workers", "-", "+", 100)
+        pending = self.redis.xpending_range(f"{key_prefix(RUN)}stage:{stage}", "workers", "-", "+", 100)
         return sorted({re.sub(r"-r\d+$", "", entry["consumer"].decode()) for entry in pending})
 
     def process(self, name: str) -> psutil.Process:
@@ -340,7 +341,7 @@ class ChaosStack:
         }
         if wanted != ready:
             return f"not ready: {', '.join(sorted(wanted - ready))}; not gone: {', '.join(sorted(ready - wanted))}"
-        term = int(self.redis.hget(f"relaxd:{RUN}:state", "trainer_term") or 0)
+        term = int(self.redis.hget(f"{key_prefix(RUN)}state", "trainer_term") or 0)
         serving = [engine for engine in weights.engines if engine.weights.term == term]
         if len(serving) < REPLICAS["rollout"]:
             return f"{len(serving)} engines serve weights of the trainer's term {term}"

@@ -12,12 +12,13 @@ import torch
 from safetensors.numpy import save_file
 
 from relaxd.board import Board
+from relaxd.redis_client import key_prefix
 from tests.chaos.__main__ import result_name
 from tests.chaos.books import Books
 from tests.chaos.memory import Sample, slope
 from tests.kit.boards import STAGES, advance, group, make_board, take
 
-PREFIX = "relaxd:run:"
+PREFIX = key_prefix("run")
 
 
 def train(

@@ -1,4 +1,4 @@
-"""Redis dies in the middle of a run, comes back with its append-only file, and the run goes on."""
+"""Redis dies in the middle of a run, comes back with its append-only file or is replaced, and the run goes on."""
 
 import os
 import re
@@ -7,8 +7,11 @@ import signal
 import pytest
 
 from relaxd.local.state import StateFolder
+from relaxd.redis_client import COORDINATOR
+from relaxd.redis_client.keys import slot_of
 from tests.e2e.conftest import Workplace
 from tests.e2e.test_run import check_books, read_summary
+from tests.kit.redis.clusters import SHARE, ClusterServers
 from tests.kit.redis.redis_server import await_append_only_file
 
 
@@ -29,5 +32,35 @@ def test_a_run_survives_the_death_of_redis(workplace: Workplace) -> None:
     assert process.wait(timeout=60) == 0, "".join(output)
     assert killed
     folder = workplace.folder / "runs" / "redis"
+    check_books(read_summary(folder), steps=6)
+    assert "restarted trainer" not in (folder / "logs" / "supervisor.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_on_a_cluster_survives_the_primary_of_its_slot(workplace: Workplace) -> None:
+    run_id = next(
+        f"run-{number}" for number in range(9) if slot_of(f"run-{number}") // SHARE != slot_of(COORDINATOR) // SHARE
+    )
+    cluster = ClusterServers(workplace.folder, replicated=(run_id, COORDINATOR))
+    try:
+        cluster.start()
+        assert cluster.owner(run_id) is not cluster.owner(COORDINATOR)
+        words = ("run", "tiny.toml", "--run-id", run_id, "--run.steps", "6")
+        process = workplace.start(*words, REDIS_URL=cluster.url)
+        assert process.stdout is not None
+        output, killed = [], False
+        for line in process.stdout:
+            output.append(line)
+            if re.match(r"step +2/6", line):
+                dead = cluster.kill_primary()
+                cluster.await_promotion(dead)
+                cluster.revive()
+                killed = True
+        assert process.wait(timeout=60) == 0, "".join(output)
+        assert killed
+    finally:
+        cluster.stop()
+    folder = workplace.folder / "runs" / run_id
     check_books(read_summary(folder), steps=6)
     assert "restarted trainer" not in (folder / "logs" / "supervisor.log").read_text()

@@ -9,7 +9,7 @@ from typing import Any
 from relaxd.board.connection import RedisConnection
 from relaxd.board.errors import BoardError
 from relaxd.board.sizes import NO_EVICTION, RedisMemory
-from relaxd.redis_client import is_cluster_node, where
+from relaxd.redis_client import is_cluster_node, parse, where
 
 HIGH_WATER = 0.8
 """Share of a data node's maxmemory that open groups may take."""
@@ -62,8 +62,8 @@ class PayloadNodes:
             server = str(connection.run(lambda client: client.info("server"))["run_id"])
             if server in names:
                 found.append(f"{name} and {names[server]} are one server")
-            elif connection.run(is_cluster_node):
-                found.append(f"{name} is a node of a Redis Cluster (cluster_enabled:1), which isn't supported")
+            elif not parse(connection.url).nodes and connection.run(is_cluster_node):
+                found.append(f"{name} is a node of a Redis Cluster (cluster_enabled:1): name a server of its own")
             names[server] = name
         return found
 

@@ -71,9 +71,9 @@ def prepare(run_id: str, config_toml: str, request_id: str, redis_url: str) -> P
     for field, message in [*set_problems(config, data.evaluation), *own_problems(config, data.train)]:
         violations.add(_field(field), message)
     violations.raise_if_any()
-    warnings = _check_sizes(config, data, redis_url)
     digest = request_digest(run_id, config_toml)
     run_id = run_id or f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    warnings = _check_sizes(run_id, config, data, redis_url)
     folder = Path(config.run.folder).expanduser().resolve() / run_id
     if holds_run(folder):
         raise FailedPrecondition(
@@ -102,9 +102,9 @@ def request_digest(run_id: str, config_toml: str) -> str:
     return hashlib.sha256(f"{run_id}\n{config_toml}".encode()).hexdigest()
 
 
-def _check_sizes(config: RunConfig, data: RunData, redis_url: str) -> tuple[str, ...]:
+def _check_sizes(run_id: str, config: RunConfig, data: RunData, redis_url: str) -> tuple[str, ...]:
     """Check that the run's steps fit into Redis; returns warnings."""
-    with contextlib.closing(Board(redis_url, "sizes", (), config.board)) as board:
+    with contextlib.closing(Board(redis_url, run_id, (), config.board)) as board:
         try:
             nodes = board.data_node_problems()
             memory = board.memory()

@@ -8,14 +8,14 @@ import redis
 from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
-from relaxd.redis_client import acknowledged, connect, is_cluster_node, parse, passing
+from relaxd.redis_client import COORDINATOR, acknowledged, connect, is_cluster_node, key_prefix, parse, passing
 from relaxd.rpc.errors import Unavailable
 from relaxd.rpc.terms import TERM_KEY
 from services.coordinator.state.health_records import HealthRecord
 from services.coordinator.state.records import ReplicaRecord, RunRecord, WeightsRecord
 from services.coordinator.state.scale_records import ScaleRecord
 
-PREFIX = "relaxd:coordinator:"
+PREFIX = key_prefix(COORDINATOR)
 RUNS = PREFIX + "runs"
 REQUESTS = PREFIX + "start-requests"
 """Run ids by the id of the StartRun request."""
@@ -32,7 +32,7 @@ _TAKE_OVER = """#!lua flags=allow-oom
 return redis.call('INCR', KEYS[1])
 """
 
-# KEYS: term. ARGV: the writer's term, commands as JSON.
+# KEYS: term, those of the commands. ARGV: the writer's term, commands as JSON.
 _GUARDED = """#!lua flags=allow-oom
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 'FENCED' end
 for _, command in ipairs(cjson.decode(ARGV[2])) do redis.call(unpack(command)) end
@@ -77,12 +77,12 @@ class AnotherRunActive(Exception):
 
 def run_key(run_id: str) -> str:
     """Key of a run's record."""
-    return f"relaxd:{run_id}:run"
+    return f"{PREFIX}run:{run_id}"
 
 
 def health_key(run_id: str) -> str:
     """Key of a run's health record."""
-    return f"relaxd:{run_id}:health"
+    return f"{PREFIX}health:{run_id}"
 
 
 class Store:
@@ -93,6 +93,7 @@ class Store:
         self._seconds = timeout_seconds / 2
         self._redis = connect(
             redis_url,
+            tag=COORDINATOR,
             decode_responses=True,
             seconds=timeout_seconds,
             retry=Retry(ExponentialBackoff(cap=0.2, base=0.02), retries=2),
@@ -236,7 +237,9 @@ class Store:
         self._redis.close()
 
     def _write(self, commands: list[list[str]]) -> None:
-        self._check(self._script(_GUARDED, [TERM_KEY], self.term, json.dumps(commands)))
+        # All keys are named: while a cluster moves them to another node, it must refuse the script as a whole.
+        keys = [TERM_KEY, *(command[1] for command in commands)]
+        self._check(self._script(_GUARDED, keys, self.term, json.dumps(commands)))
 
     def _script(self, text: str, keys: Sequence[str], *arguments: Any) -> Any:
         """Run a script; what it wrote survives the primary, if the URL has `wait_replicas`."""

@@ -10,12 +10,11 @@ import redis
 from benchmarks.failover import campaign
 from relaxd.board import BoardUnavailable
 from relaxd.local.embedded_redis import wait_until_up
-from relaxd.redis_client.client import MARK_KEY
+from relaxd.redis_client.keys import mark_key
 from relaxd.rpc.terms import RedisTerm
 from services.coordinator import __main__ as program
 from services.coordinator.state.store import Store, StoreUnavailable
 from tests.kit.boards import audit, group, make_board
-from tests.kit.redis.redis_server import RedisServer
 from tests.kit.redis.sentinels import WatchedRedis
 from tests.kit.waiting import wait_until
 
@@ -93,8 +92,8 @@ def test_a_primary_that_lacks_acknowledged_writes_is_reported(
     with redis.Redis.from_url(watched.primary.url) as primary:
         board.publish(term=1, groups=[group("a")])
         assert "has lost writes" not in caplog.text
-        mark = int(primary.get(MARK_KEY) or b"")
-        primary.set(MARK_KEY, mark - 2)  # as of a server that was promoted before it had all
+        mark = int(primary.get(mark_key("lost")) or b"")
+        primary.set(mark_key("lost"), mark - 2)  # as of a server that was promoted before it had all
     board.publish(term=1, groups=[group("b")])
     assert f"has lost writes that 1 replicas had (mark {mark - 1} came after {mark})" in caplog.text
     caplog.clear()
@@ -108,13 +107,6 @@ def test_what_sentinels_cannot_tell_is_said(watched: WatchedRedis) -> None:
     assert isinstance(caught.value, BoardUnavailable)
     with pytest.raises(Exception, match="does not answer: NOPRIMARY no Sentinel names one"):
         wait_until_up("redis+sentinel://127.0.0.1:1/relaxd", seconds=0)
-
-
-def test_a_coordinator_refuses_a_node_of_a_cluster(tmp_path: Path) -> None:
-    server = RedisServer(tmp_path, options=("--cluster-enabled", "yes")).start()
-    with pytest.raises(program.CannotStart, match=r"a node of a Redis Cluster \(cluster_enabled:1\)"):
-        program.connect(server.url)
-    server.stop()
 
 
 @pytest.mark.slow

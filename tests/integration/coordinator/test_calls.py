@@ -15,6 +15,7 @@ from relaxd import PROTOCOL_VERSION
 from relaxd.cli.main import app
 from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
+from relaxd.redis_client import key_prefix
 from relaxd.roles import COORDINATOR, REWARD, TRAINER
 from relaxd.rpc.errors import field_violations
 from relaxd.v1 import coordinator_pb2 as pb
@@ -224,7 +225,7 @@ def test_samples_come_in_pages_however_long_they_are(up: Cluster) -> None:
     with redis.Redis.from_url(up.redis_url) as client:
         for number in range(40):
             sample = json.dumps({"group_id": f"g{number}", "response": "x" * 100_000})
-            client.xadd("relaxd:long:samples", {"sample": sample}, id=f"{1 + number // 20}-{number % 20}")
+            client.xadd(key_prefix("long") + "samples", {"sample": sample}, id=f"{1 + number // 20}-{number % 20}")
     for step, expected in ((0, range(39, -1, -1)), (1, range(19, -1, -1))):
         request, found, pages = pb.ListSamplesRequest(run_id="long", step=step, page_size=1000), [], 0
         while not found or request.page_token:

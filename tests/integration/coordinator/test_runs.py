@@ -207,9 +207,9 @@ def test_ended_runs_are_deleted_when_asked(stack: Cluster) -> None:
     assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
     folder = Path(cluster.until_state(STOPPED).folder)
     client = redis.Redis.from_url(cluster.redis_url)
-    assert client.keys("relaxd:deleted:*")
+    assert client.keys("relaxd:*deleted*")
     cluster.stub.DeleteRun(pb.DeleteRunRequest(run_id="deleted"), timeout=5)
-    assert not client.keys("relaxd:deleted:*")
+    assert not client.keys("relaxd:*deleted*")
     runs = cluster.stub.ListRuns(pb.ListRunsRequest(), timeout=5).runs
     assert "deleted" not in [run.run_id for run in runs]
     for call, request in ((cluster.stub.GetRun, pb.GetRunRequest), (cluster.stub.DeleteRun, pb.DeleteRunRequest)):

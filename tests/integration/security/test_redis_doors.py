@@ -13,6 +13,7 @@ from relaxd.local import embedded_redis
 from relaxd.rpc.settings import parse_settings
 from tests.kit.boards import advance, group, make_board, take
 from tests.kit.certificates import CertificateAuthority
+from tests.kit.ports import free_port
 from tests.kit.processes import run_python
 from tests.kit.redis.redis_acl import USER, apply_acl
 from tests.kit.tls_proxy import tls_proxy
@@ -66,13 +67,34 @@ def test_the_board_works_with_the_recommended_acl(locked: Locked, tls: bool):
     board.close()
 
 
+def test_the_board_works_with_the_recommended_acl_on_a_cluster_behind_tls(redis_server, tmp_path: Path):
+    password, ca = tmp_path / "password", CertificateAuthority.create(tmp_path / "certificates")
+    password.write_text(PASSWORD)
+    server = redis_server(append_only=False, options=("--cluster-enabled", "yes", "--cluster-port", str(free_port())))
+    with tls_proxy(server.port, ca.files("service", clients=True)) as tls_port:
+        with redis.Redis.from_url(server.url) as admin:
+            admin.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+            admin.config_set("cluster-announce-port", tls_port)
+        apply_acl(server.url, PASSWORD)
+        locked = Locked(server.port, tls_port, ca, password)
+        url = locked.url(tls=True, **locked.certificates()).replace("rediss", "rediss+cluster", 1)
+        board = make_board(f"{url}&wait_replicas=0", retry_seconds=30.0)
+        board.publish(term=1, groups=[group("a")])
+        board.delete()
+        with pytest.raises(
+            BoardUnavailable, match=r"has no node for these keys: NOOWNER .*CERTIFICATE_VERIFY_FAILED"
+        ) as error:
+            make_board(url.replace("&", "?").split("?")[0], **WAITS)
+        assert PASSWORD not in str(error.value)
+
+
 def test_the_user_may_do_nothing_else(locked: Locked):
     with redis.Redis.from_url(locked.url(tls=False)) as client:
         client.set("relaxd:mine", "1")
         for command in (("GET", "other"), ("SET", "other", "1"), ("CONFIG", "GET", "*"), ("FLUSHALL",), ("KEYS", "*")):
             with pytest.raises(redis.exceptions.NoPermissionError):
                 client.execute_command(*command)
-        for command in (("ACL", "LIST"), ("CLIENT", "KILL", "TYPE", "normal"), ("SHUTDOWN",)):
+        for command in (("ACL", "LIST"), ("CLUSTER", "NODES"), ("CLIENT", "KILL", "TYPE", "normal"), ("SHUTDOWN",)):
             with pytest.raises(redis.exceptions.NoPermissionError):
                 client.execute_command(*command)
     with redis.Redis(port=locked.port) as nobody, pytest.raises(redis.AuthenticationError):

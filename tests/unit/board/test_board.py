@@ -22,6 +22,7 @@ from relaxd.board import (
     stages_for,
 )
 from relaxd.config import BoardConfig, DataConfig, ModelConfig, RewardConfig, RunConfig, RunSection
+from relaxd.redis_client import key_prefix
 from tests.kit.boards import LARGE, advance, audit, end_leases, group, kept_samples, make_board, output, take
 
 
@@ -495,7 +496,7 @@ def test_runs_do_not_mix_and_one_can_be_deleted(redis_url):
         board.publish(term=1, groups=[group("a")])
     (delivery,) = take(boards[0], "rollout")
     boards[0].delete()
-    assert not redis.Redis.from_url(redis_url).keys("relaxd:one:*")
+    assert not redis.Redis.from_url(redis_url).keys(key_prefix("one") + "*")
     for read in (
         boards[0].counts,
         boards[0].queues,
@@ -508,7 +509,7 @@ def test_runs_do_not_mix_and_one_can_be_deleted(redis_url):
     with pytest.raises(RunMissing):
         boards[0].take("rollout", "w", count=1, block_seconds=0)
     assert boards[0].commit([(delivery, output("rollout"))]) == [False]
-    assert not redis.Redis.from_url(redis_url).keys("relaxd:one:*")
+    assert not redis.Redis.from_url(redis_url).keys(key_prefix("one") + "*")
     assert len(take(boards[1], "rollout")) == 1
     audit(boards[1])
 

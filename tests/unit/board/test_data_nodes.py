@@ -210,7 +210,7 @@ def test_the_gate_knows_the_room_on_data_nodes(redis_url, urls, clients):
     [
         (["redis://h:1/0", "redis://h:1/1"], "h:1 is named twice: each data node must be a server of its own"),
         (["postgres://h:1/0"], "postgres:// is no scheme of a Redis"),
-        (["redis+cluster://h:1/0"], "redis+cluster:// is a Redis Cluster, which isn't supported"),
+        (["redis+cluster://h:1"], "the cluster of h:1 can't be a data node: name servers, each with a URL of its own"),
         (["redis://:secret@h:1/0"], "a URL has a password, which the run's records would show"),
     ],
 )

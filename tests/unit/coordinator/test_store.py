@@ -4,7 +4,7 @@ import pytest
 import redis
 
 from services.coordinator.state.records import Announcement, ReplicaRecord, RunRecord, WeightsRecord
-from services.coordinator.state.store import AnotherRunActive, RunIdTaken, Store, StoreFull, Superseded
+from services.coordinator.state.store import ACTIVE, AnotherRunActive, RunIdTaken, Store, StoreFull, Superseded
 
 
 def test_a_full_redis_takes_what_a_coordinator_writes(redis_url: str) -> None:
@@ -43,7 +43,7 @@ def test_a_run_is_created_once_however_often_it_is_tried(redis_url: str) -> None
         client.config_set("maxmemory", 1)
         try:
             store.create_run(run)
-            client.delete("relaxd:coordinator:active")
+            client.delete(ACTIVE)
             with pytest.raises(StoreFull, match=r"is full \(maxmemory\)"):  # nobody waits for more memory
                 store.create_run(another)
         finally:

@@ -8,6 +8,7 @@ import psutil
 import pytest
 import redis
 
+from relaxd.redis_client import key_prefix
 from relaxd.rpc.errors import ResourceExhausted
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.rpc.tls import TlsFiles
@@ -17,7 +18,7 @@ from services.coordinator.fleet.registry import Registry
 from services.coordinator.runs.manager import RunManager
 from services.coordinator.state import retry
 from services.coordinator.state.records import Phase, RunRecord
-from services.coordinator.state.store import Store, StoreUnavailable
+from services.coordinator.state.store import Store, StoreUnavailable, run_key
 from tests.kit.disks import full_disk
 from tests.kit.tokenizer import write_tokenizer
 from tests.kit.waiting import eventually
@@ -58,7 +59,7 @@ class Desk:
 
     def keys(self) -> list[bytes]:
         """Return the keys of the run "again"."""
-        return sorted(self.redis.keys("relaxd:again:*"))
+        return sorted(self.redis.keys(key_prefix("again") + "*"))
 
 
 @pytest.fixture
@@ -156,7 +157,7 @@ async def test_a_restored_run_is_left_alone_by_an_earlier_deletion(desk: Desk) -
 async def test_a_run_whose_record_is_gone_is_not_listed(desk: Desk) -> None:
     await desk.start("first")
     await desk.stop()
-    desk.redis.delete("relaxd:again:run")
+    desk.redis.delete(run_key("again"))
     assert await desk.manager.all() == []
     await desk.manager.delete_expired()
 
