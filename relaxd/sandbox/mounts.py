@@ -36,6 +36,7 @@ def limit_view(
 
     Returns the private folders. Raises OSError.
     """
+    here = os.getcwd()
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
     readable, writable = [*map(os.path.realpath, readable)], [*map(os.path.realpath, writable)]
     private = [path for path in map(os.path.realpath, private) if os.path.isdir(path) and path not in readable]
@@ -56,6 +57,7 @@ def limit_view(
     for path in map(os.path.realpath, hidden):
         if os.path.exists(path):
             _hide(path, private[0])
+    os.chdir(here)  # or else relative paths would still go below the mounts that are covered now
     return list(private)
 
 

@@ -1,6 +1,7 @@
 """What to set when a reward hits a limit of its enclosure."""
 
 import errno
+import os
 import socket
 from collections.abc import Iterator, Sequence
 
@@ -9,6 +10,10 @@ from relaxd.sandbox.enclosure import Measure, Plan
 _NO_NETWORK = (errno.ENETUNREACH, errno.EADDRNOTAVAIL, errno.ENETDOWN)
 _NOT_ALLOWED = (errno.EROFS, errno.EACCES, errno.EPERM)
 _LOOK_LIKE_NO_NETWORK = ("Network is unreachable", "name resolution", "Name or service not known")
+_WHERE_TO_WRITE = (
+    "rewards can't read relaxd's secrets, and write only in tempfile.gettempdir(): name what else they write, or its "
+    "folder, in reward.writable"
+)
 MOST_CAUSES = 20
 """Causes of an error that are looked at."""
 
@@ -24,6 +29,8 @@ def hint(error: BaseException, plan: Plan | None, measures: Sequence[Measure]) -
         if "memory" in held and isinstance(one, MemoryError):
             return f"a process of a reward has at most {plan.memory_bytes} bytes: raise reward.worker_memory_bytes"
         if not isinstance(one, OSError):
+            if "files" in held and os.strerror(errno.EROFS) in str(one):
+                return _WHERE_TO_WRITE
             if isinstance(one, RuntimeError) and "can't start new thread" in str(one) and "processes" in held:
                 return _too_many(plan)
             continue
@@ -32,10 +39,7 @@ def hint(error: BaseException, plan: Plan | None, measures: Sequence[Measure]) -
         if one.errno == errno.ENOSPC and "private files" in held:
             return f"a worker's /tmp has {plan.private_bytes} bytes: for more, name a folder in reward.writable"
         if one.errno in _NOT_ALLOWED and "files" in held and one.filename is not None:
-            return (
-                f"rewards can read most files but none with relaxd's secrets, and write only in tempfile.gettempdir(): "
-                f"to write {one.filename!r}, name it or its folder in reward.writable"
-            )
+            return f"{_WHERE_TO_WRITE} (here {one.filename!r})"
     return ""
 
 

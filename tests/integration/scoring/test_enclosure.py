@@ -105,7 +105,7 @@ def test_secrets_cannot_be_read_and_little_can_be_written(forbid, tmp_path):
         assert reason.startswith("PermissionError: [Errno 13] Permission denied:"), reason
     assert (beside_read, in_own, temporary) == (1.0, 1.0, 1.0)
     for reason in written:
-        assert "name it or its folder in reward.writable" in reason
+        assert "name what else they write, or its folder, in reward.writable (here " in reason
     assert (own / "new").read_text() == "written"
     assert beside.read_text() == "secret"
     for reason in refused:
