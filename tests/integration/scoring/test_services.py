@@ -136,6 +136,7 @@ async def test_the_reward_of_the_run_may_be_asked_for(here):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Score(score_request("bad_rewards:other", ["1"]))
         assert f"that of the run ({BAD})" in caught.value.details()
+        assert process.log.count("reward workers are limited in ") == 1
 
 
 async def test_the_advantage_call(here):
