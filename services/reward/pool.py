@@ -1,6 +1,7 @@
 """A pool of worker processes that score samples. A worker that is late or crashes is replaced."""
 
 import asyncio
+import os
 import shutil
 import tempfile
 import threading
@@ -102,7 +103,7 @@ class _Worker:
         if self.child is not None:
             self.child.kill()
         if self.scratch:
-            threading.Thread(target=_remove, args=(self.scratch,), name="remove files", daemon=True).start()
+            _remove(self.scratch)
         self.child = None
         self.scratch = ""
         self.loaded.clear()
@@ -110,8 +111,12 @@ class _Worker:
 
 
 def _remove(folder: str) -> None:
-    """Remove the folder of a worker that was killed."""
-    shutil.rmtree(folder, ignore_errors=True)
+    """Remove the folder of a worker that was killed. Most are empty; what others have may take a while."""
+    try:
+        os.rmdir(folder)
+    except OSError:
+        options = {"ignore_errors": True}
+        threading.Thread(target=shutil.rmtree, args=(folder,), kwargs=options, name="remove files", daemon=True).start()
 
 
 class WorkerPool:
