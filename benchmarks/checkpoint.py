@@ -10,18 +10,19 @@ disk. Columns:
 
 step s              median of the rounds without a checkpoint
 stall s             time for which training is blocked: median (step metric `checkpoint_seconds`)
-  plan, copies      its parts: the snapshot's plan, and the wait for its copies in the next optimizer step
+  its parts, the snapshot's plan and the wait for its copies in the next optimizer step, are below the table
 of a step           stall over step; goal: at most 5 %
 longer s            extra time of all steps of a round with a checkpoint: stall, and slower steps while it is written
 at every = 50       that, as a share of 50 steps (the default of trainer.checkpoint.every)
-write s             from the snapshot to everything on disk
+write s             from the snapshot to everything on disk, while training goes on (seen after a step)
+alone s             the same while no rank trains
   x raw             the rate of that, divided by the raw rate of writing
 load s              verifying all files and loading them into the learner, none of them in the page cache
   x raw             the rate of that, divided by the raw rate of reading
-export s            gathering the weights and writing them as a Hugging Face folder
+export s            gathering the weights, writing them as a Hugging Face folder, and fsync
   x raw             the rate of that, divided by the raw rate of writing
 largest part        the largest rank's part, as a share of the checkpoint: what a rank's host copies, writes and reads
-raw write, raw read GB/s of the same ranks, at the same time, that only write as many bytes and call fsync, and read
+raw_write, raw_read GB/s of the same ranks, at the same time, that only write as many bytes and call fsync, and read
                     them, in the same folder after the rounds
 """
 
@@ -44,6 +45,7 @@ from benchmarks.reporting import report
 from relaxd.config import GRPOConfig, TrainerConfig
 from relaxd.process.garbage import freeze_objects
 from relaxd.run_folder import checkpoint_path, checkpoint_steps
+from services.trainer.batch.durable import sync
 from services.trainer.batch.row_packing import PackedMicroBatch
 from services.trainer.checkpoints import folder as folders
 from services.trainer.checkpoints.folder import BoardState, CheckpointState, Ledger
@@ -164,8 +166,19 @@ class Bench:
         dist.barrier()
         began = time.perf_counter()
         self.learner.save_hf(folder)
-        seconds = time.perf_counter() - began
-        return seconds, sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e9
+        files = list(folder.glob("*.safetensors"))
+        for file in files:
+            sync(file)
+        return time.perf_counter() - began, sum(file.stat().st_size for file in files) / 1e9
+
+    def save_alone(self) -> float:
+        """Save a checkpoint while nothing else happens; return the seconds."""
+        self.step()  # so that it is of a new step
+        dist.barrier()
+        self.begin()
+        while not self.complete():
+            time.sleep(0.005)
+        return self.wrote
 
 
 def make_state(step: int) -> CheckpointState:
@@ -212,8 +225,12 @@ def raw_rates(folder: Path, rank: int, ranks: int, size: float) -> tuple[float, 
     return rates[0], rates[1]
 
 
-def measure(bench: Bench, rounds: int, steps: int) -> dict[str, Any]:
-    """Measure rounds of steps, alternately without and with a checkpoint after the first step."""
+def measure(bench: Bench, rounds: int, steps: int) -> tuple[dict[str, Any], dict[str, str]]:
+    """Measure rounds of steps, alternately without and with a checkpoint after the first step.
+
+    Returns:
+        The row of the table, and what is said below it.
+    """
     bench.step()
     seconds: dict[bool, list[float]] = {False: [], True: []}
     singles, stalls, writes, spans = [], [], [], []
@@ -243,33 +260,39 @@ def measure(bench: Bench, rounds: int, steps: int) -> dict[str, Any]:
             print(f"round {number}: {found}", flush=True)
     step, longer, written = (statistics.median(each) for each in (singles, spans, writes))
     stall = statistics.median(map(sum, stalls))
+    learner, alone = bench.learner, bench.save_alone()
     (saved,) = checkpoint_steps(bench.folder)
     checkpoint = checkpoint_path(bench.folder, saved)
-    learner = bench.learner
     parts = [
         sum(file.stat().st_size for file in checkpoint.glob(f"rank-{rank:05d}-*")) for rank in range(learner.world.size)
     ]
     size = sum(parts) / 1e9
     load, (export, exported) = bench.load(), bench.export()
     raw_write, raw_read = raw_rates(bench.folder, learner.world.rank, learner.world.size, min(size, MOST_RAW))
-    return {
+    row = {
         "GB": size,
         "largest part": f"{max(parts) / sum(parts):.1%}",
         "step s": step,
         "stall s": stall,
-        "plan, copies": ", ".join(f"{statistics.median(part):.3f}" for part in zip(*stalls, strict=True)),
         "of a step": f"{stall / step:.1%}",
         "longer s": longer,
         "at every = 50": f"{longer / (50 * step):.2%}",
         "write s": written,
-        "write x raw": size / written / raw_write,
+        "alone s": alone,
+        "write x raw": size / alone / raw_write,
         "load s": load,
         "load x raw": size / load / raw_read,
         "export s": export,
         "export x raw": exported / export / raw_write,
-        "raw write GB/s": raw_write,
-        "raw read GB/s": raw_read,
     }
+    plan, copies = (statistics.median(part) for part in zip(*stalls, strict=True))
+    facts = {
+        "stall_of_plan": f"{plan:.3f} s",
+        "stall_of_copies": f"{copies:.3f} s",
+        "raw_write": f"{raw_write:.2f} GB/s",
+        "raw_read": f"{raw_read:.2f} GB/s",
+    }
+    return row, facts
 
 
 def main() -> None:
@@ -307,12 +330,14 @@ def main() -> None:
         ]
         shared = [place]
         dist.broadcast_object_list(shared)
-        row = measure(Bench(learner, batches, Path(shared[0]) / "run"), options.rounds, options.steps)
+        row, facts = measure(Bench(learner, batches, Path(shared[0]) / "run"), options.rounds, options.steps)
         parameters = f"{count_parameters(learner) / 1e9:.3f}B"
         if learner.world.rank == 0:
             report(
                 f"checkpoint-{options.shape}-{ranks}{'-gpu' if gpu else ''}",
-                [{"model": options.shape, "parameters": parameters, "ranks": ranks, **row}],
+                [row],
+                model=f"{options.shape}, {parameters} parameters, {ranks} ranks",
+                **facts,
                 goal="a stall of at most 5 % of a step",
                 device=torch.cuda.get_device_name() if gpu else "cpu",
                 tokens_of_a_step=options.tokens * options.micro_batches * learner.world.dp_size,
