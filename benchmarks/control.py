@@ -1,7 +1,7 @@
 """Latency of a unary call through relaxd's server and client stack, compared with a bare grpc.aio echo.
 
 `python -m benchmarks.control`. Both servers run in their own processes. relaxd's stack has everything enabled: a token
-is checked, every call carries a trace context and opens a span on the server, traces and metrics are exported to a
+is checked, every call is within a trace and has a span on both sides, traces, metrics and logs are exported to a
 collector that discards them. Calls alternate, so that both run under the same conditions. Goal: p50 <= 2 x and
 < 1 ms.
 """
@@ -17,6 +17,7 @@ from typing import Any
 
 import grpc
 import numpy as np
+from opentelemetry.proto.collector.logs.v1 import logs_service_pb2, logs_service_pb2_grpc
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
@@ -56,7 +57,11 @@ async def serve(ours: bool) -> None:
         await server.wait_for_termination()
 
 
-class _Discard(trace_service_pb2_grpc.TraceServiceServicer, metrics_service_pb2_grpc.MetricsServiceServicer):
+class _Discard(
+    trace_service_pb2_grpc.TraceServiceServicer,
+    metrics_service_pb2_grpc.MetricsServiceServicer,
+    logs_service_pb2_grpc.LogsServiceServicer,
+):
     """Collector that discards everything."""
 
     def __init__(self, response: Any) -> None:
@@ -71,6 +76,8 @@ def collect() -> None:
     traces, metrics = trace_service_pb2.ExportTraceServiceResponse(), metrics_service_pb2.ExportMetricsServiceResponse()
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(_Discard(traces), server)
     metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(_Discard(metrics), server)
+    logs = logs_service_pb2.ExportLogsServiceResponse()
+    logs_service_pb2_grpc.add_LogsServiceServicer_to_server(_Discard(logs), server)
     print(server.add_insecure_port("127.0.0.1:0"), flush=True)
     server.start()
     server.wait_for_termination()

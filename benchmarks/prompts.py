@@ -2,10 +2,14 @@
 
 A process of its own imports, opens the file, checks evenly spread prompts, and gives the first 200. Beside it, in the
 same rounds: the same with every checked prompt tokenised, and the tokenizer alone on as many prompts.
+
+With `--streaming`: what a prompt costs that is read from a file when its turn comes, in shuffled order, beside one that
+is in memory; the row alone, and the whole prompt with chat template and tokens.
 """
 
 import argparse
 import importlib.metadata
+import json
 import statistics
 import subprocess
 import sys
@@ -18,6 +22,9 @@ from benchmarks.reporting import machine, report
 WORDS = "What is the sum of all the numbers that are in this long list of numbers, whose number is "
 WAYS = ("a run's data", "every checked prompt tokenised", "the tokenizer alone")
 FIRST = 200
+STREAMED = ("in memory", "Parquet", "JSON lines", "JSON array")
+GIVEN = 20_000
+"""Prompts that each round of --streaming takes."""
 
 
 def write_prompts(path: Path, count: int, repeats: int) -> None:
@@ -60,6 +67,79 @@ def measure(way: str, model: str, path: str) -> None:
     print(time.process_time() - processor, time.perf_counter() - begun)
 
 
+def write_json(parquet: Path) -> None:
+    """Write the prompts as JSON lines, and as a JSON array, beside the Parquet file."""
+    import pyarrow.parquet
+
+    rows = pyarrow.parquet.read_table(parquet).to_pylist()
+    parquet.with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parquet.with_suffix(".json").write_text(json.dumps(rows))
+
+
+def measure_streaming(way: str, model: str, parquet: str) -> None:
+    """Print the microseconds of the processor for a row, and for a whole prompt."""
+    from relaxd.config import RunConfig
+    from relaxd.data.dataset import Cursor, PromptDataset, load_data
+
+    suffix = {"JSON lines": ".jsonl", "JSON array": ".json"}.get(way, ".parquet")
+    data = {"source": "files", "path": str(Path(parquet).with_suffix(suffix))}
+    config = RunConfig.model_validate(
+        {"run": {"steps": 1}, "model": {"path": model}, "reward": {"name": "math"}, "data": data}
+    )
+    loaded = load_data(config)
+    train = loaded.train
+    if way == "in memory":
+        count = len(train)
+        kept = [train._examples[index] for index in range(0, count, max(1, count // GIVEN))][:GIVEN]
+        train = PromptDataset(kept, loaded.tokenizer, shuffle=True, seed=0)
+    cursor, cursors = Cursor(), []
+    for _ in range(GIVEN):
+        cursors.append(cursor)
+        cursor = train.after(cursor)
+    places = [train.index_at(one) for one in cursors]
+    begun = time.process_time()
+    for place in places:
+        train._examples[place]
+    rows = time.process_time() - begun
+    begun = time.process_time()
+    for one in cursors:
+        train.at(one)
+    print(rows / GIVEN * 1e6, (time.process_time() - begun) / GIVEN * 1e6)
+
+
+def streaming(options: argparse.Namespace) -> None:
+    """Measure and report `--streaming`."""
+    before = machine()
+    found: dict[str, list[tuple[float, float]]] = {way: [] for way in STREAMED}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "prompts.parquet"
+        write_prompts(path, options.prompts, options.repeats)
+        write_json(path)
+        for _ in range(options.rounds):
+            for way in STREAMED:
+                command = [sys.executable, "-m", "benchmarks.prompts", "--model", options.model, "--part", way]
+                done = subprocess.run([*command, "--path", str(path)], check=True, capture_output=True, text=True)
+                row, whole = map(float, done.stdout.split())
+                found[way].append((row, whole))
+    rows = [
+        {
+            "what": way,
+            "row us": statistics.median(row for row, _ in times),
+            "prompt us": statistics.median(whole for _, whole in times),
+            "rounds, prompt us": " ".join(f"{whole:.0f}" for _, whole in times),
+        }
+        for way, times in found.items()
+    ]
+    report(
+        "prompts-streaming",
+        rows,
+        load=before["load_before"],
+        prompts=f"{GIVEN:,} of {options.prompts:,} of about {190 * options.repeats} characters, in shuffled order",
+        model=options.model,
+        time="of the processor",
+    )
+
+
 def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -67,11 +147,15 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=1_000_000)
     parser.add_argument("--repeats", type=int, default=1, help="length of a prompt, in parts of about 190 characters")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--part", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--streaming", action="store_true", help="measure what a prompt of a large file costs instead")
+    parser.add_argument("--part", choices=(*WAYS, *STREAMED), help=argparse.SUPPRESS)
     parser.add_argument("--path", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part:
-        measure(options.part, options.model, options.path)
+        (measure if options.part in WAYS else measure_streaming)(options.part, options.model, options.path)
+        return
+    if options.streaming:
+        streaming(options)
         return
     before = machine()
     found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}

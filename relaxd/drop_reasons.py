@@ -26,6 +26,7 @@ class DropReason(StrEnum):
     FILTER_FAILED = "filter_failed"
     PAYLOAD_LOST = "payload_lost"
     NO_VALUES = "no_values"
+    ALGORITHM_FAILED = "algorithm_failed"
 
 
 MIN_GROUPS = 16
@@ -46,6 +47,8 @@ MEANINGS: dict[str, str] = {
     DropReason.MALFORMED: "their columns are not as a stage should write them",
     DropReason.NO_LOGPROBS: "the teacher or the reference gave some of their tokens no finite log-prob: see its logs",
     DropReason.NO_VALUES: "the critic service gave some of their tokens no finite value: see its logs",
+    DropReason.ALGORITHM_FAILED: "the algorithm raised on them, or returned what it must not: their details name class "
+    "and method",
     DropReason.FILTERED: "the run's own filter (data.curriculum.filter) keeps them from being trained on",
     DropReason.FILTER_FAILED: "the run's own filter (data.curriculum.filter) failed on them",
     DropReason.DAMAGED: "their entries in Redis could not be read",

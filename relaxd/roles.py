@@ -5,8 +5,8 @@ relaxd.board), and how the coordinator treats a replica follow from this table.
 """
 
 import difflib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from relaxd.config import RunConfig
@@ -29,6 +29,10 @@ class Role:
     name: str
     module: str
     """Module of its service. Nothing else in the library names the services' modules."""
+    modules: Mapping[str, str] = field(default_factory=dict)
+    """Modules by what holds the model, where a run chooses that (`engine`); `module` is that of the default."""
+    engine: Callable[[RunConfig], str] = lambda config: ""
+    """What holds the model in a run: a key of `modules`."""
     stage: str = ""
     """Stage of the board that it works on; a run needs the roles of its stages. Empty: it works on none."""
     needed: Callable[[RunConfig], bool] = lambda config: False
@@ -54,6 +58,16 @@ class Role:
     timeout_seconds: Callable[[RunConfig], float] = lambda config: 0.0
     """Longest time without progress that its own timeouts allow; it is stuck only after that."""
 
+    def wrong_module(self, module: str, config: RunConfig) -> str:
+        """Say why the service of a module can't hold this role's model in a run; "" if it can."""
+        right = self.modules.get(self.engine(config), self.module)
+        if module == right:
+            return ""
+        return (
+            f'roles.{self.name}.engine is "{self.engine(config)}", but this replica is {module}: start {right} '
+            f"(relaxd up --{self.name} 1 --{self.name}-engine {self.engine(config)})"
+        )
+
 
 ROLES: dict[str, Role] = {
     role.name: role
@@ -78,7 +92,7 @@ ROLES: dict[str, Role] = {
             model="policy",
             weights="receives",
             gpus=lambda config: config.rollout.tensor_parallel if config.rollout.engine == "sglang" else 0,
-            gpu_share=lambda config: config.roles.judge.engine_gpu_share,
+            gpu_share=lambda config: config.roles.engine_gpu_share,
             takes_turns=True,
             timeout_seconds=lambda config: config.weights.timeout_seconds + config.weights.connect_timeout_seconds,
         ),
@@ -104,10 +118,13 @@ ROLES: dict[str, Role] = {
         Role(
             name=TEACHER,
             module="services.trainer.teacher",
+            modules={"megatron": "services.trainer.teacher", "sglang": "services.rollout.teacher"},
+            engine=lambda config: config.roles.teacher.engine,
             stage="teacher",
             replicas=0,
             model="teacher",
             gpus=lambda config: config.roles.teacher.ranks,
+            gpu_share=lambda config: config.roles.teacher.gpu_share,
             always_busy=True,
             timeout_seconds=lambda config: config.trainer.collective_timeout_seconds,
         ),

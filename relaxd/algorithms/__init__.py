@@ -1,10 +1,11 @@
 """Algorithms, one file each with advantage estimator and loss. docs/algorithms.md compares them."""
 
 from relaxd.algorithms.base import Advantages, Algorithm, Filtered, LossInputs, LossOutput, Needs, sample_lengths
-from relaxd.algorithms.create import ALGORITHMS, AlgorithmError, create
+from relaxd.algorithms.create import ALGORITHMS, create
 from relaxd.algorithms.grpo import GRPO
 from relaxd.algorithms.policy_gradient import PolicyGradient, PolicyTerm, Tokens
 from relaxd.algorithms.ppo import PPO
+from relaxd.algorithms.results import AlgorithmError
 
 __all__ = [
     "ALGORITHMS",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,7 +65,9 @@ class Needs:
     """Columns that `Algorithm.loss` reads, each with a value per token. The trainer computes "ref_logprobs" itself in a
     run without a reference service."""
     advantages: tuple[str, ...] = ()
-    """Columns that `Algorithm.advantages` reads besides rewards and lengths."""
+    """Columns that `Algorithm.advantages` reads besides rewards and lengths. Some are made in the trainer only:
+    "old_logprobs", and "ref_logprobs" and "teacher_logprobs" of models in its ranks. A run that needs one of these has
+    no advantage stage: the trainer computes the advantages once the step is full."""
     old_logprobs: bool = False
     """Whether `Algorithm.loss` reads `LossInputs.old_logprobs`."""
     whitened: bool = False
@@ -197,6 +199,25 @@ class Algorithm(Protocol):
 
         Raises:
             ValueError: an input that the algorithm needs is missing, or shapes differ.
+        """
+
+
+@runtime_checkable
+class WithFilter(Protocol):
+    """An algorithm that can tell before it knows the advantages that a group isn't trained on."""
+
+    def filtered(
+        self, rewards: NDArray[np.float64], lengths: NDArray[np.int32], columns: Mapping[str, Any] = NO_COLUMNS
+    ) -> Filtered | None:
+        """Return why a group isn't trained on; None: it is.
+
+        Where the trainer computes advantages, it asks this when a group comes, before the group is part of a step. A
+        group of which only `Algorithm.advantages` says it has its place in the step by then, and gets advantages of 0.
+
+        Args:
+            rewards: as for `Algorithm.advantages`.
+            lengths: as for `Algorithm.advantages`.
+            columns: those columns of the board that the trainer takes in; log-probs of its own aren't among them.
         """
 
 

@@ -14,6 +14,7 @@ from relaxd.algorithms.opd import OPD
 from relaxd.algorithms.policy_gradient import PolicyGradient
 from relaxd.algorithms.ppo import PPO
 from relaxd.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusBaseline
+from relaxd.algorithms.results import AlgorithmError
 from relaxd.algorithms.rloo import RLOO
 from relaxd.algorithms.sapo import SAPO
 from relaxd.config import AlgorithmConfig
@@ -41,10 +42,6 @@ ALGORITHMS: dict[str, type[PolicyGradient]] = {
 METHODS = ("advantages", "token_weights", "normalizer", "loss")
 ATTRIBUTES = ("needs", "needs_entropy")
 """Names of the methods and properties of `Algorithm`."""
-
-
-class AlgorithmError(ValueError):
-    """A user's own algorithm can't be used. The message names the setting."""
 
 
 def create(config: AlgorithmConfig) -> Algorithm:

@@ -164,13 +164,34 @@ class PolicyGradient:
         """True if the entropy bonus is on."""
         return self.config.entropy_coef > 0
 
+    def filtered(
+        self, rewards: NDArray[np.float64], lengths: NDArray[np.int32], columns: Mapping[str, Any] = NO_COLUMNS
+    ) -> Filtered | None:
+        """Return why a group isn't trained on, if drop_zero_variance is set and its rewards are equal.
+
+        They are compared after overlong shaping, before a KL divergence or a teacher has a part in them; a group of one
+        sample is never filtered for them. With mask_truncated a group is, too, if all its samples were cut.
+
+        Args:
+            rewards: float64 [n], finite.
+            lengths: int32 [n].
+            columns: with mask_truncated "finish" and "sample_of_sequence".
+
+        Raises:
+            ValueError: see `check_group`.
+        """
+        check_group(rewards, lengths)
+        if not self.config.drop_zero_variance:
+            return None
+        if rewards.size > 1 and rewards_equal(self._shaped(rewards, lengths)):
+            return Filtered(DropReason.ZERO_VARIANCE)
+        cut = self.config.mask_truncated and self._cut(columns, rewards.size).all()
+        return Filtered(DropReason.ZERO_VARIANCE) if cut else None
+
     def advantages(
         self, rewards: NDArray[np.float64], lengths: NDArray[np.int32], columns: Mapping[str, Any] = NO_COLUMNS
     ) -> Advantages | Filtered:
         """Advantages of one group: shape the rewards, filter, compute, add the teacher, leave out truncated samples.
-
-        A group of equal rewards (after overlong shaping, before KL) is filtered if drop_zero_variance; a group of one
-        sample never is. So is one whose samples were all cut, with mask_truncated.
 
         Args:
             rewards: float64 [n], finite.
@@ -184,18 +205,15 @@ class PolicyGradient:
         for name in self.needs.advantages:
             if name not in columns:
                 raise ValueError(f"{name} is missing: the advantages need this column")
-        rewards = rewards.astype(np.float64) + shaping.overlong_penalties(lengths, self.config)
-        if self.config.drop_zero_variance and rewards.size > 1 and rewards_equal(rewards):
-            return Filtered(DropReason.ZERO_VARIANCE)
+        if (left_out := self.filtered(rewards, lengths, columns)) is not None:
+            return left_out
+        rewards = self._shaped(rewards, lengths)
         values = self.token_advantages(rewards, lengths, columns)
         if self.config.distill_coef > 0:
             own, teachers = columns["rollout_logprobs"], columns["teacher_logprobs"]
             values = distilled(values, own, teachers, columns["loss_mask"], self.config.distill_coef)
         if self.config.mask_truncated:
-            cut = shaping.truncated_samples(columns["finish"], columns["sample_of_sequence"], rewards.size)
-            if self.config.drop_zero_variance and cut.all():
-                return Filtered(DropReason.ZERO_VARIANCE)
-            values = np.where(np.repeat(cut, lengths), 0.0, values)
+            values = np.where(np.repeat(self._cut(columns, rewards.size), lengths), 0.0, values)
         if not (np.abs(values) <= np.finfo(np.float32).max).all():
             raise ValueError(f"rewards up to {np.abs(rewards).max():g} are too large: advantages overflow float32")
         return Advantages(values.astype(np.float32))
@@ -272,6 +290,12 @@ class PolicyGradient:
         weight = _masked(inputs.weight, trained)
         reported = {name: _masked(values.detach().to(weight.dtype), trained).sum() for name, values in sums.items()}
         return LossOutput(loss=(weight * per_token).sum(), sums=reported)
+
+    def _shaped(self, rewards: NDArray[np.float64], lengths: NDArray[np.int32]) -> NDArray[np.float64]:
+        return rewards.astype(np.float64) + shaping.overlong_penalties(lengths, self.config)
+
+    def _cut(self, columns: Mapping[str, Any], samples: int) -> NDArray[np.bool_]:
+        return shaping.truncated_samples(columns["finish"], columns["sample_of_sequence"], samples)
 
     @property
     def _old_is_engine(self) -> bool:

@@ -15,36 +15,29 @@ import numpy as np
 from relaxd.algorithms.base import (
     OF_CANDIDATES,
     Advantages,
-    AdvantagesAndReturns,
     Algorithm,
     Filtered,
     LossInputs,
-    LossOutput,
     Needs,
     ValuedGroup,
     WithCritic,
+    WithFilter,
 )
-from relaxd.algorithms.create import AlgorithmError, create
+from relaxd.algorithms.create import create
+from relaxd.algorithms.results import (
+    AlgorithmError,
+    check_advantages,
+    check_loss,
+    check_returns,
+    check_token_weights,
+    shown,
+)
 from relaxd.config import AlgorithmConfig
 from relaxd.config.algorithm import ALGORITHM, OwnConfig
 
 LENGTHS = (3, 1, 4, 2)
 """Tokens of the samples of the made-up group, of one sequence each."""
 MASK = (1, 0, 1, 1, 1, 1, 0, 1, 1, 1)
-
-
-def check_advantages(result: Any, tokens: int) -> Advantages | Filtered:
-    """Return what `Algorithm.advantages` returned.
-
-    Raises:
-        AlgorithmError: it is no Advantages or Filtered, or the values aren't finite float32 [tokens].
-    """
-    if isinstance(result, Filtered):
-        return result
-    if not isinstance(result, Advantages):
-        raise AlgorithmError(f"advantages() returned {_shown(result)}: it must be Advantages or Filtered")
-    _check_array("advantages() returned values", result.values, tokens)
-    return result
 
 
 def try_advantages(algorithm: Algorithm) -> None:
@@ -55,33 +48,32 @@ def try_advantages(algorithm: Algorithm) -> None:
     """
     needs = _call("needs", lambda: algorithm.needs)
     if not isinstance(needs, Needs):
-        raise AlgorithmError(f"needs is {_shown(needs)}: it must be Needs")
+        raise AlgorithmError(f"needs is {shown(needs)}: it must be Needs")
     group = _Group.made_up(needs)
     tokens = len(MASK)
+    if isinstance(algorithm, WithFilter):
+        left_out = _call("filtered()", lambda: algorithm.filtered(group.rewards, group.lengths, group.columns))
+        if left_out is not None and not isinstance(left_out, Filtered):
+            raise AlgorithmError(f"filtered() returned {shown(left_out)}: it must be Filtered or None")
     result = _call("advantages()", lambda: algorithm.advantages(group.rewards, group.lengths, group.columns))
     judged = check_advantages(result, tokens)
     if needs.values:
         _try_critic(cast(WithCritic, algorithm), group, judged)
     weights = _call("token_weights()", lambda: algorithm.token_weights(group.mask, group.lengths))
-    _check_array("token_weights() returned", weights, tokens)
-    if (weights[group.mask == 0] != 0).any():
-        raise AlgorithmError("token_weights() isn't 0 where the mask is 0")
+    check_token_weights(weights, group.mask)
     divisor = _call("normalizer()", lambda: algorithm.normalizer(int(group.mask.sum()), len(LENGTHS)))
     if not isinstance(divisor, int | float) or not 0 < divisor < float("inf"):
-        raise AlgorithmError(f"normalizer() returned {_shown(divisor)}: it must be a positive number")
+        raise AlgorithmError(f"normalizer() returned {shown(divisor)}: it must be a positive number")
 
 
 def _try_critic(algorithm: WithCritic, group: "_Group", judged: Advantages | Filtered) -> None:
     clip = _call("value_clip", lambda: algorithm.value_clip)
     if not isinstance(clip, int | float) or not clip > 0:
-        raise AlgorithmError(f"value_clip is {_shown(clip)}: it must be a positive number")
+        raise AlgorithmError(f"value_clip is {shown(clip)}: it must be a positive number")
     rewards = np.zeros(len(MASK), np.float32) if isinstance(judged, Filtered) else judged.values
     valued = ValuedGroup(rewards, group.logprobs, group.mask, group.lengths)
     found = _call("advantages_and_returns()", lambda: algorithm.advantages_and_returns(valued))
-    if not isinstance(found, AdvantagesAndReturns):
-        raise AlgorithmError(f"advantages_and_returns() returned {_shown(found)}: it must be AdvantagesAndReturns")
-    for name, values in found._asdict().items():
-        _check_array(f"advantages_and_returns() returned {name}", values, len(MASK))
+    check_returns(found, len(MASK))
 
 
 def try_loss(algorithm: Algorithm) -> None:
@@ -117,17 +109,11 @@ def try_loss(algorithm: Algorithm) -> None:
         ),
     )
     output = _call("loss()", lambda: algorithm.loss(inputs))
-    if not isinstance(output, LossOutput):
-        raise AlgorithmError(f"loss() returned {_shown(output)}: it must be LossOutput")
-    loss = output.loss
-    if not isinstance(loss, torch.Tensor) or loss.shape != () or not loss.is_floating_point():
-        raise AlgorithmError(f"loss() returned a loss {_shown(loss)}: it must be a scalar tensor, the sum over tokens")
+    loss = check_loss(output).loss
     if not torch.isfinite(loss):
         raise AlgorithmError(
             f"loss() returned {loss.item()}: fill what isn't trained on (mask 0), which may be NaN, before computing"
         )
-    if not loss.requires_grad:
-        raise AlgorithmError("loss() returned a loss without a gradient: it must depend on inputs.logprobs")
     _call("the gradient of loss()", loss.backward)
     if logprobs.grad is None:
         raise AlgorithmError("the loss has no gradient to inputs.logprobs")
@@ -135,9 +121,6 @@ def try_loss(algorithm: Algorithm) -> None:
         raise AlgorithmError(
             f"the gradient of the loss is {logprobs.grad.tolist()}: it must be finite, and 0 where the mask is 0"
         )
-    for name, value in output.sums.items():
-        if not isinstance(value, torch.Tensor) or value.shape != () or value.requires_grad:
-            raise AlgorithmError(f"loss() returned sums[{name!r}] {_shown(value)}: it must be a detached scalar tensor")
 
 
 def create_tried(config: AlgorithmConfig, *, with_loss: bool) -> Algorithm:
@@ -199,25 +182,11 @@ class _Group:
         return cls(columns["reward"], lengths, mask, logprobs, columns)
 
 
-def _check_array(what: str, values: Any, tokens: int) -> None:
-    if not isinstance(values, np.ndarray) or values.shape != (tokens,) or values.dtype != np.float32:
-        raise AlgorithmError(f"{what} {_shown(values)}: they must be float32 [{tokens}], one for each token")
-    if not np.isfinite(values).all():
-        index = int(np.flatnonzero(~np.isfinite(values))[0])
-        raise AlgorithmError(f"{what} of which [{index}] is {values[index]}: they must be finite")
-
-
 def _call(what: str, function: Any) -> Any:
     try:
         return function()
     except Exception as error:  # a user's class may raise anything
         raise AlgorithmError(f"{what} failed on a made-up group: {type(error).__name__}: {error}") from error
-
-
-def _shown(value: Any) -> str:
-    if hasattr(value, "dtype") and hasattr(value, "shape"):
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    return f"{type(value).__name__} {value!r}"[:80]
 
 
 def main() -> None:

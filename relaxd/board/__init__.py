@@ -35,6 +35,7 @@ from relaxd.board.schema import (
     expert_dtype,
     trained_columns,
 )
+from relaxd.board.sequences import GroupSequence, read_sequences
 from relaxd.board.sizes import RedisMemory, SizeProblem, size_problems, worst_bytes
 from relaxd.board.stages import STAGES, TRAIN, Stage, roles_for, stages_for
 from relaxd.board.times import GroupTimes, StageTime, microseconds
@@ -92,6 +93,7 @@ __all__ = [
     "DroppedGroup",
     "Fenced",
     "GateClosed",
+    "GroupSequence",
     "GroupTimes",
     "HeldGroup",
     "LedgerEntry",
@@ -112,6 +114,7 @@ __all__ = [
     "encode_columns",
     "expert_dtype",
     "microseconds",
+    "read_sequences",
     "roles_for",
     "size_problems",
     "stages_for",

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from hashlib import sha1
 from importlib import resources
@@ -106,6 +106,8 @@ class RedisConnection:
             retry=Retry(NoBackoff(), 0),
             command_packer=CommandPacker(),
         )
+        # Its entries come as scripts return them. redis-py would make a dictionary of each.
+        del self.client.response_callbacks["XREADGROUP"]
 
     def run(self, operation: Callable[[Any], T]) -> T:
         """Run an operation, retrying it with back-off on connection and transient errors (see PASSING).
@@ -132,9 +134,20 @@ class RedisConnection:
                     raise BoardUnavailable(f"Redis at {where(self.url)} {why}") from error
                 time.sleep(pause)  # brief: at most retry_seconds in all
 
-    def script(self, name: str, prefix: str, *arguments: Any) -> Any:
-        """Run one script."""
-        return self.write(lambda pipe: pipe.evalsha(script_hash(name), 1, prefix, *arguments))[0]
+    @staticmethod
+    def call(name: str, prefix: str, *arguments: Any) -> tuple[Any, ...]:
+        """Return the command that runs a script."""
+        return ("EVALSHA", script_hash(name), 1, prefix, *arguments)
+
+    def script(self, name: str, prefix: str, *arguments: Any, before: Sequence[tuple[Any, ...]] = ()) -> Any:
+        """Run one script, in one round trip with the commands that are to run before it. Returns the script's reply."""
+        commands = (*before, self.call(name, prefix, *arguments))
+
+        def queue(pipe: redis.client.Pipeline) -> None:
+            for command in commands:
+                pipe.execute_command(*command)
+
+        return self.write(queue)[-1]
 
     def write(self, commands: Callable[[redis.client.Pipeline], object]) -> list[Any]:
         """Send commands in one round trip and return their replies, once replicas have what they wrote."""

@@ -3,9 +3,9 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import redis
 
@@ -171,6 +171,11 @@ class BoardCore:
         """Return the columns that a stage of the run writes."""
         return self._by_name[stage].writes
 
+    def client_attributes(self, consumer: str) -> dict[str, str]:
+        """Return the attributes of a consumer in its spans."""
+        names = {"messaging.consumer.group.name": WORKERS, "messaging.client.id": consumer}
+        return {"relaxd.run_id": self.run_id, **names}
+
     def close(self) -> None:
         """Close the connections to Redis."""
         self._nodes.close()
@@ -202,21 +207,36 @@ class BoardCore:
                 f"{self.limits.max_group_bytes}"
             )
 
-    def _commit_attempts(self, attempts: Sequence[GroupAttempt], script: Callable[[list[int]], list[int]]) -> list[int]:
-        """Write large payloads and run the script that points to them.
+    def _commit_attempts(
+        self, attempts: Sequence[GroupAttempt], script: str, arguments: Callable[[list[int]], Sequence[Any]]
+    ) -> list[int]:
+        """Write large payloads and run the script that points to them: in one round trip, if they are few bytes.
 
-        `script` gets the indices of the attempts to commit, and returns for each 1 (committed), 0 (nobody wants it) or
-        -1 (it came too late, and is written again under another name). Returns 1 or 0 for each attempt. Raises
-        TooLate for one that came too late again and again.
+        `arguments` gets the indices of the attempts to commit, and returns the script's arguments. The script returns
+        one reply for all attempts or a list with one for each: 1 or more (committed), 0 (nobody wants it) or -1 (it
+        came too late, and is written again under another name; TOOLATE means that all are). Returns these replies,
+        without those below 0. Raises TooLate for an attempt that came too late again and again.
         """
         results = [0] * len(attempts)
         left = list(range(len(attempts)))
         for _ in range(WRITES):
-            milliseconds = transfer.patience(
-                sum(attempts[index].attempt.large_bytes for index in left), self.orphan_seconds
-            )
-            left, lasting = self._write(attempts, left, milliseconds)
-            replies = dict(zip(left, script(left), strict=True)) if left and lasting else dict.fromkeys(left, -1)
+            large = [attempts[index].attempt for index in left if attempts[index].attempt.large_bytes]
+            nbytes = sum(attempt.large_bytes for attempt in large)
+            milliseconds = transfer.patience(nbytes, self.orphan_seconds)
+            before: list[tuple[Any, ...]] = []
+            lasting = True
+            if nbytes > transfer.BYTES_TOGETHER or any(attempt.on_nodes for attempt in large):
+                left, lasting = self._write(attempts, left, milliseconds)
+            elif large:
+                # Of those that are refused the slices are written in vain, and expire.
+                registration = self._registration([attempts[index] for index in left], milliseconds)
+                before = [self._connection.call("register", self.prefix, *registration)]
+                before += transfer.writes((one for attempt in large for one in attempt.slices()), milliseconds)
+            replies = dict.fromkeys(left, -1)
+            if left and lasting:
+                with suppress(TooLate):
+                    reply = self._connection.script(script, self.prefix, *arguments(left), before=before)
+                    replies = dict(zip(left, reply if isinstance(reply, list) else [reply] * len(left), strict=True))
             left = [index for index, reply in replies.items() if reply == -1]
             results = [max(0, replies.get(index, result)) for index, result in enumerate(results)]
             if not left:
@@ -257,9 +277,13 @@ class BoardCore:
 
         Returns the pointers of those that nobody wants any more, whose payloads need not be written.
         """
-        large = [(one.group_id, one.stage, one.attempt.pointer) for one in attempts if one.attempt.large_bytes]
-        if not large:
+        if not attempts:
             return set()
-        arguments = (part for one in large for part in one)
-        refused = self._connection.script("register", self.prefix, milliseconds, *arguments)
+        refused = self._connection.script("register", self.prefix, *self._registration(attempts, milliseconds))
         return {pointer.decode() for pointer in refused}
+
+    @staticmethod
+    def _registration(attempts: Sequence[GroupAttempt], milliseconds: int) -> list[Any]:
+        """Return the arguments of the script that registers the attempts with large payloads."""
+        large = (one for one in attempts if one.attempt.large_bytes)
+        return [milliseconds, *(part for one in large for part in (one.group_id, one.stage, one.attempt.pointer))]

@@ -63,7 +63,8 @@ TEACHER_CANDIDATE_LOGPROBS = "teacher_candidate_logprobs"
 TEACHER_PROMPT_TOKENS = "teacher_prompt_tokens"
 """The column that a run has where the teacher's prompts have more than the student's."""
 OLD_LOGPROBS = "old_logprobs"
-"""The column that the trainer computes before the first of a step's several updates, if the loss reads it."""
+"""The column that the trainer computes before the first of a step's several updates, if the loss reads it, or before
+the only one, if the advantages do."""
 VALUES = "values"
 """The column that a run has where a critic service computes it; otherwise the trainer's critic computes it before a
 step's first update, if the algorithm has one."""
@@ -223,15 +224,16 @@ COLUMNS: dict[str, ColumnSpec] = {
             "float32",
             "T",
             "Advantage of each token, not yet normalised over the step. With a critic its reward, from which the "
-            "trainer computes the advantage that step files have.",
+            "trainer computes the advantage that step files have. Where advantages need a column of the trainer's own, "
+            "they are in step files only.",
         ),
         ColumnSpec(
             OLD_LOGPROBS,
             "train",
             "float32",
             "T",
-            "Log-prob of each token under the weights at the step's beginning, for steps of several updates; 0 for "
-            "tokens that aren't trained on.",
+            "Log-prob of each token under the weights at the step's beginning, for steps of several updates and for "
+            "advantages that need it; 0 for tokens that aren't trained on.",
             optional=True,
         ),
         ColumnSpec(

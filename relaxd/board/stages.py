@@ -38,7 +38,14 @@ _NEEDS: dict[str, tuple[str, ...]] = {
 """Columns that the stages before the trainer need in every run."""
 
 
-def _stage(name: str, optional: Collection[str], needs: Sequence[str] = (), candidates: int = 0) -> Stage:
+def _stage(
+    name: str,
+    optional: Collection[str],
+    needs: Sequence[str] = (),
+    candidates: int = 0,
+    *,
+    before: Collection[str] = tuple(_NEEDS),
+) -> Stage:
     """Return a stage of a run with these optional columns.
 
     Args:
@@ -46,8 +53,10 @@ def _stage(name: str, optional: Collection[str], needs: Sequence[str] = (), cand
         optional: optional columns that the run has.
         needs: columns that only this run's stage needs.
         candidates: values that a column of candidates has for each token.
+        before: the run's stages before the trainer, whose columns it takes in.
     """
-    common = schema.trained_columns(optional) if name == TRAIN else _NEEDS[name]
+    of_run = [c for c in schema.trained_columns(optional) if schema.COLUMNS[c].writer in (PUBLISH, *before)]
+    common = tuple(of_run) if name == TRAIN else _NEEDS[name]
     writes = schema.written_by(name, optional)
     return Stage(name, tuple(dict.fromkeys((*common, *needs))), writes, schema.token_bytes(writes, candidates))
 
@@ -59,6 +68,10 @@ STAGES: dict[str, Stage] = {name: _stage(name, ()) for name in (*_NEEDS, TRAIN)}
 def stages_for(config: RunConfig) -> tuple[Stage, ...]:
     """Return the stages of a run, which follow from what its algorithm needs.
 
+    There is no advantage stage where the advantages need a column that only the trainer makes. Nor is there one where a
+    reference service takes over the policy's weights and the advantages have a part of it: with which weights a group
+    must be scored is known once its step is.
+
     Raises ValueError when the algorithm needs a column that isn't written by then, or its loss one without tokens.
     """
     needs = create(config.algorithm).needs
@@ -67,12 +80,13 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
     names = [name for name in (*_NEEDS, TRAIN) if name not in absent]
     written = {c.name for c in schema.COLUMNS.values() if c.writer in (PUBLISH, *names) and c.writer != TRAIN}
     of_trainer = {name for role in config.frozen_roles("trainer") for name in schema.written_by(role, schema.COLUMNS)}
+    before_advantages = written.difference(schema.written_by("advantage"))
     who = f"algorithm.name = {config.algorithm.name!r}"
     for name in needs.loss:
         if name not in {*written, *of_trainer} or schema.COLUMNS[name].shape not in ("T", "T, k"):
             raise ValueError(f"{who}: its loss needs {name!r}, which isn't a column of tokens that the run has")
     for name in needs.advantages:
-        if name not in written or schema.COLUMNS[name].writer == "advantage":
+        if name not in {*before_advantages, *of_trainer, schema.OLD_LOGPROBS}:
             raise ValueError(f"{who}: its advantages need {name!r}, which isn't a column that is there before them")
     asked = {*needs.loss, *needs.advantages}
     if "reference" in config.frozen_roles("service") and schema.REF_LOGPROBS not in asked:
@@ -95,14 +109,12 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
     if config.has_privileged_teacher and "teacher" in config.frozen_roles("trainer"):
         asked.add(schema.TEACHER_PROMPT_TOKENS)
     asked |= set(schema.written_by("critic", schema.COLUMNS)) if valued else set()
+    known_late = set(needs.advantages) - before_advantages
     if "reference" in config.frozen_roles("service") and config.roles.reference.refresh_every:
-        if schema.REF_LOGPROBS in needs.advantages:
-            raise ValueError(
-                f"roles.reference.refresh_every is {config.roles.reference.refresh_every}, but the advantages have a "
-                "part of the reference (algorithm.kl_reward_coef), and are fixed before it is known which step trains "
-                "on them: remove one of the two, or use algorithm.kl_coef"
-            )
         asked.add(schema.REFERENCE_WEIGHTS)
+        known_late |= {schema.REF_LOGPROBS}.intersection(needs.advantages)
+    if known_late:
+        names.remove("advantage")
     partial = config.rollout.partial
     asked |= {schema.CONTINUED} if partial.enabled else set()
     asked |= {schema.OFF_POLICY_TOKENS} if partial.mask_off_policy else set()
@@ -117,7 +129,10 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
         own["reward"] = (schema.OFF_POLICY_TOKENS,)  # the model wrote them, too
     if any(source.sampling for source in config.data.sources):
         own["rollout"] = ("prompt",)  # it says how the answers of its source are sampled
-    return tuple(_stage(name, trained if name == TRAIN else optional, own.get(name, ()), candidates) for name in names)
+    return tuple(
+        _stage(name, trained if name == TRAIN else optional, own.get(name, ()), candidates, before=names)
+        for name in names
+    )
 
 
 def roles_for(config: RunConfig) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ class NewGroup:
     columns: Mapping[str, Column] = field(default_factory=dict)
     """The prompt's columns. Unused with `retry_of`, whose prompt is on the board already."""
     trace: Mapping[str, str] = field(default_factory=dict)
-    """Trace context of the publish span; every stage's delivery carries it."""
+    """Trace context of the span that created the group; every stage's delivery carries it."""
     worst_bytes: int = 0
     """Upper bound of the group's size (see `relaxd.board.sizes`), for which the gate reserves room."""
     retry_of: str | None = None
@@ -50,7 +50,7 @@ class Delivery:
     attempt: int
     """1 for the first delivery of this group at this stage."""
     trace: dict[str, str]
-    """Trace context of the publish span."""
+    """Trace context of the span that created the group."""
     enqueued_at: int
     """Time of the offer (or nack) by Redis's clock, in microseconds of Unix time."""
     pointers: dict[str, str] = field(repr=False, compare=False)

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TypeAlias, TypeVar
 
 from opentelemetry import trace
+from opentelemetry.trace import INVALID_SPAN, Span
 
 from relaxd.board.board import Board
 from relaxd.board.errors import BoardError, BoardUnavailable, ColumnError, ColumnsTooLarge, RunMissing, TooLate
@@ -41,6 +42,11 @@ class Drop:
     detail: str = ""
     """The error, for people."""
 
+    @property
+    def counts(self) -> DropKind:
+        """The count of consecutive drops that it belongs to."""
+        return "filtered" if self.filtered else "failed"
+
 
 Result: TypeAlias = Mapping[str, Column] | Drop
 """A stage's result for a group: its columns, or a drop."""
@@ -56,6 +62,8 @@ class _Finished:
     outcome: Result | BaseException
     worked: tuple[int, int]
     """Start and end of the work in microseconds of Unix time."""
+    span: Span = INVALID_SPAN
+    """The work's span, for the log."""
 
 
 class StageWorker:
@@ -83,6 +91,7 @@ class StageWorker:
         self._on_failure = on_failure
         self._stage = stage
         self._consumer = consumer
+        self._client = board.client_attributes(consumer)
         self._process = process
         self._concurrency = concurrency if callable(concurrency) else lambda: concurrency
         self._columns = tuple(columns or board.needs(stage))
@@ -212,14 +221,15 @@ class StageWorker:
         started_at = microseconds()
         waited_seconds = StageTime(delivery.enqueued_at, started_at, started_at).queue_seconds
         labels = {"relaxd.run_id": self._board.run_id, "relaxd.stage": self._stage}
-        record("queue.wait_seconds", waited_seconds, labels)
         span = open_stage_span(
             self._stage,
+            delivery.group_id,
             delivery.trace,
             waited_seconds=waited_seconds,
             started_at=started_at,
-            attributes={"relaxd.group_id": delivery.group_id, "relaxd.attempt": delivery.attempt},
+            attributes={**self._client, "relaxd.attempt": delivery.attempt},
         )
+        record("queue.wait_seconds", waited_seconds, labels, span)
 
         def finish(outcome: Result | BaseException) -> None:
             ended = microseconds()
@@ -227,8 +237,8 @@ class StageWorker:
                 span.record_exception(outcome)
                 span.set_status(trace.StatusCode.ERROR, str(outcome))
             span.end(ended * 1000)
-            record("stage.seconds", (ended - started_at) / MICROSECONDS, labels)
-            self._finished.put(_Finished(delivery.group_id, outcome, (started_at, ended)))
+            record("stage.seconds", (ended - started_at) / MICROSECONDS, labels, span)
+            self._finished.put(_Finished(delivery.group_id, outcome, (started_at, ended), span))
 
         def finish_future(future: Future[Result]) -> None:
             if future.cancelled():
@@ -261,27 +271,28 @@ class StageWorker:
     def _settle(self, finished: list[_Finished]) -> None:
         """Commit, drop or nack finished groups."""
         with self._changed:
-            held = [(self._held[one.group_id], one.outcome) for one in finished]
-            for (delivery, _), one in zip(held, finished, strict=True):
+            held = [(self._held[one.group_id], one) for one in finished]
+            for delivery, one in held:
                 delivery.worked = one.worked
             self._unfinished.difference_update(one.group_id for one in finished)
-        commits = [(delivery, outcome) for delivery, outcome in held if isinstance(outcome, Mapping)]
+        commits = [(delivery, one.outcome) for delivery, one in held if isinstance(one.outcome, Mapping)]
         settled = self._commit_columns(commits)
-        for delivery, outcome in held:
+        for delivery, one in held:
+            outcome = one.outcome
             if isinstance(outcome, Drop):
-                counts: DropKind = "filtered" if outcome.filtered else "failed"
-                drop = partial(self._board.drop, reason=outcome.reason, counts=counts, detail=outcome.detail)
+                drop = partial(self._board.drop, reason=outcome.reason, counts=outcome.counts, detail=outcome.detail)
                 dropped = self._retry(partial(drop, delivery))
                 self._done += bool(dropped)
                 settled += [delivery] if dropped is not None else []
             elif isinstance(outcome, CancelledError):
                 settled += self._nack(delivery, failed=False)
             elif not isinstance(outcome, Mapping):
-                logger.error(
-                    "stage %s failed on group %s (attempt %d): %s",
-                    *(self._stage, delivery.group_id, delivery.attempt, outcome),
-                    exc_info=outcome if isinstance(outcome, BaseException) else None,
-                )
+                with trace.use_span(one.span):
+                    logger.error(
+                        "stage %s failed on group %s (attempt %d): %s",
+                        *(self._stage, delivery.group_id, delivery.attempt, outcome),
+                        exc_info=outcome if isinstance(outcome, BaseException) else None,
+                    )
                 settled += self._nack(delivery, failed=True)
         self._forget(settled)
 

@@ -39,7 +39,7 @@ from relaxd.replica.gpus import visible_gpus
 from relaxd.report.evaluation_table import SetRow
 from relaxd.report.report import write_report
 from relaxd.report.result import read_result, results
-from relaxd.roles import ROLLOUT
+from relaxd.roles import ROLES, ROLLOUT
 from relaxd.run_folder import HELD_OUT, LOGS, RECORD, SUMMARY
 from relaxd.v1.coordinator_pb2 import RUN_STATE_PAUSED, Run
 
@@ -63,6 +63,8 @@ class Where:
     """The coordinator runs in a container: a local address, but paths of its own."""
     replicas: Mapping[str, int] = field(default_factory=dict)
     """Replicas of each role to start."""
+    engines: Mapping[str, str] = field(default_factory=dict)
+    """What holds the models of these replicas, of roles that have a choice."""
     keep_up: bool = False
     """Keep the started services up."""
     shared_redis: bool = False
@@ -90,7 +92,7 @@ def execute(config: RunConfig, run_id: str, where: Where, console: Console) -> P
     if where.address is not None:
         with CoordinatorClient(where.address) as coordinator:
             return _train(coordinator, _starting(config, run_id), where, console)
-    where = replace(where, replicas=replicas)
+    where = replace(where, replicas=replicas, engines=_engines(config))
     return _on_own_services(_starting(config, run_id), run_id, run_folder, where, console)
 
 
@@ -125,7 +127,7 @@ def execute_again(run_folder: Path, where: Where, console: Console, steps: int =
         return coordinator.resume_run(run_id) if known[run_id].state == RUN_STATE_PAUSED else known[run_id]
 
     config = RunConfig.model_validate_json(run.config_json)
-    where = replace(where, replicas=_replicas(where, config))
+    where = replace(where, replicas=_replicas(where, config), engines=_engines(config))
     if steps and not where.shared_redis:
         shutil.rmtree(_redis_data(where, run_id), ignore_errors=True)
     return _on_own_services(begin, run_id, run_folder, where, console)
@@ -145,7 +147,12 @@ def _on_own_services(begin: Begin, run_id: str, run_folder: Path, where: Where, 
     if folder.is_up():
         raise CliError(f"services are already up (in {folder.path})", "relaxd run uses them, relaxd down stops them")
     plan = stack.make_plan(
-        folder, port=port, replicas=where.replicas, redis_data=redis_data, stop_with_parent=not where.keep_up
+        folder,
+        port=port,
+        replicas=where.replicas,
+        redis_data=redis_data,
+        stop_with_parent=not where.keep_up,
+        engines=where.engines,
     )
     stay = False
     try:
@@ -343,6 +350,11 @@ def _replicas(where: Where, config: RunConfig) -> dict[str, int]:
     if state := where.folder.read():
         return Counter(service.role for service in state.services)
     return {**where.replicas, **{role: max(1, where.replicas.get(role, 1)) for role in roles_for(config)}}
+
+
+def _engines(config: RunConfig) -> dict[str, str]:
+    """Return what holds the model of each role that has a choice."""
+    return {name: role.engine(config) for name, role in ROLES.items() if role.modules}
 
 
 def _with_shared_cores(config: RunConfig, replicas: Mapping[str, int]) -> RunConfig:

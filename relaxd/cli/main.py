@@ -53,6 +53,7 @@ from relaxd.local import compose, stack
 from relaxd.local.address import address_here
 from relaxd.local.address import coordinator_address as _address
 from relaxd.local.state import StateFolder
+from relaxd.roles import ROLES, TEACHER
 
 HELP = """
 relaxd post-trains language models by reinforcement learning, asynchronously, as five gRPC services:
@@ -213,6 +214,12 @@ def up(
     as_containers: Annotated[
         bool, typer.Option("--compose", help="Run them in containers, with docker compose (docs/deploy.md).")
     ] = False,
+    teacher_engine: Annotated[
+        str,
+        typer.Option(
+            help="What holds the model in teacher replicas, megatron or sglang: roles.teacher.engine of runs to come."
+        ),
+    ] = "megatron",
     state: StateOption = DEFAULT_STATE,
 ) -> None:
     """Start Redis and the services in the background, as processes or as containers."""
@@ -221,11 +228,22 @@ def up(
         raise CliError(
             f"services are already up (in {folder.path})", "relaxd status shows them, relaxd down stops them"
         )
+    engines = {TEACHER: teacher_engine}
+    if teacher_engine not in ROLES[TEACHER].modules:
+        raise CliError(
+            f"--teacher-engine is {teacher_engine!r}: it must be one of {', '.join(ROLES[TEACHER].modules)}",
+            "it is what roles.teacher.engine is in the runs to come",
+        )
+    if as_containers and ROLES[TEACHER].modules[teacher_engine] != ROLES[TEACHER].module:
+        raise CliError(
+            f"--teacher-engine {teacher_engine} is for services that are processes",
+            "for containers, add compose.teacher.yaml to COMPOSE_FILE (docs/deploy.md)",
+        )
     if as_containers:
         containers = compose.up(folder, port, replicas, grace_seconds, lambda text: console.print(text, style="dim"))
         console.print(f"up: the coordinator is at {containers.coordinator}, `docker compose logs` has the logs")
         return
-    plan = stack.make_plan(folder, port=port, replicas=replicas, grace_seconds=grace_seconds)
+    plan = stack.make_plan(folder, port=port, replicas=replicas, grace_seconds=grace_seconds, engines=engines)
     stack.up(folder, plan, lambda text: console.print(text, style="dim"))
     console.print(f"up: the coordinator is at {plan.coordinator}, logs are in {folder.logs}")
 

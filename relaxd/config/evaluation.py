@@ -7,6 +7,8 @@ from typing import Any, Self
 from pydantic import Field, field_validator, model_validator
 
 from relaxd.config.base import Section
+from relaxd.config.reward import check_address, check_variable
+from relaxd.importing import check_own
 from relaxd.run_folder import HELD_OUT
 
 MAX_SAMPLES = 1024
@@ -38,6 +40,12 @@ class EvalSet(Section):
     """As data.answer_key; empty means that."""
     metadata_key: str = ""
     """As data.metadata_key; empty means that, "*" all columns but prompt and answer."""
+    tools_key: str | None = None
+    """As data.tools_key. Not set, it is that; empty means that its prompts have no tools."""
+    prompt_function: str | None = None
+    """As data.prompt_function. Not set, it is that, unless prompt_key is set; empty means none."""
+    system_prompt: str | None = None
+    """As data.system_prompt. Not set, it is that; empty means none."""
     samples_per_prompt: int = Field(default=1, ge=1, le=MAX_SAMPLES)
     """Answers to each prompt (n)."""
     k: tuple[int, ...] = ()
@@ -46,13 +54,27 @@ class EvalSet(Section):
     """Sampling temperature; 0 is greedy. Not set, it is 0 for one answer to each prompt, else rollout.temperature."""
     top_p: float = Field(default=0.0, ge=0, le=1)
     """Nucleus sampling; 1 turns it off, 0 means rollout.top_p."""
+    top_k: int | None = Field(default=None, ge=0)
+    """Sample from the k likeliest tokens; 0 turns it off. Not set, it is rollout.top_k."""
     max_new_tokens: int = Field(default=0, ge=0)
     """Maximum length of an answer, in tokens; 0 means eval.max_new_tokens."""
     stop: tuple[str, ...] | None = None
     """Strings that end an answer. Not set, they are those of rollout.stop."""
+    stop_token_ids: tuple[int, ...] | None = None
+    """Token ids that end an answer. Not set, they are those of rollout.stop_token_ids."""
+    min_new_tokens: int | None = Field(default=None, ge=0)
+    """Minimum length of an answer, in tokens. Not set, it is rollout.min_new_tokens."""
     reward: str = ""
-    """Name of its reward, as reward.name, without settings. Empty means the run's reward; with task
-    reasoning_gym, with benchmark the benchmark's."""
+    """Name of its reward, as reward.name. Empty means the run's reward, with its settings; with task reasoning_gym,
+    with benchmark the benchmark's."""
+    reward_settings: dict[str, Any] = Field(default_factory=dict)
+    """Settings of its reward, as reward.settings."""
+    reward_key: str = ""
+    """Key of its reward in mappings, as reward.key."""
+    reward_address: str = ""
+    """Instead of reward: a service of your own, as reward.address."""
+    reward_address_token: str = ""
+    """With reward_address: as reward.address_token."""
     right_from: float = 1.0
     """An answer counts as right for pass@k and maj@k if its reward is at least this."""
 
@@ -72,6 +94,11 @@ class EvalSet(Section):
         if sum(given.values()) != 1:
             named = " and ".join(name for name, is_given in given.items() if is_given) or "no prompts"
             raise ValueError(f"the evaluation set {self.name!r} has {named}: give one of path, task and benchmark")
+        of_files = ("prompt_key", "answer_key", "metadata_key", "tools_key", "prompt_function")
+        if self.path is None and (columns := [name for name in of_files if getattr(self, name)]):
+            raise ValueError(
+                f"the evaluation set {self.name!r} has {columns[0]}, which is for path: its prompts are not in a file"
+            )
         n = self.samples_per_prompt
         if wrong := [k for k in self.k if not 1 <= k <= n]:
             raise ValueError(
@@ -84,6 +111,47 @@ class EvalSet(Section):
             )
         if "" in (self.stop or ()):
             raise ValueError(f"the evaluation set {self.name!r} has an empty stop string: it must have a character")
+        if wrong := [token for token in self.stop_token_ids or () if token < 0]:
+            raise ValueError(
+                f"the evaluation set {self.name!r} has the stop token id {wrong[0]}: token ids are not negative"
+            )
+        return self
+
+    @field_validator("prompt_function")
+    @classmethod
+    def _is_function(cls, name: str | None) -> str | None:
+        return name and check_own("prompt_function", name, "function")
+
+    @field_validator("reward_address")
+    @classmethod
+    def _check_reward_address(cls, address: str) -> str:
+        if address:
+            check_address(address, "reward_address_token")
+        return address
+
+    @field_validator("reward_address_token")
+    @classmethod
+    def _check_reward_address_token(cls, name: str) -> str:
+        if name:
+            check_variable(name)
+        return name
+
+    @model_validator(mode="after")
+    def _check_reward(self) -> Self:
+        here = f"the evaluation set {self.name!r}"
+        has_own = bool(self.reward or self.task or self.benchmark)
+        if self.reward_address and (self.reward or self.reward_settings or self.reward_key):
+            raise ValueError(
+                f"{here} has reward_address, which is the whole reward: leave out reward, reward_settings and "
+                "reward_key"
+            )
+        if (self.reward_settings or self.reward_key) and not has_own:
+            raise ValueError(
+                f"{here} has reward_settings or reward_key, but no reward: without one it has the run's, with "
+                "reward.settings and reward.key"
+            )
+        if self.reward_address_token and not self.reward_address:
+            raise ValueError(f"{here} has reward_address_token, which is for a service at reward_address")
         return self
 
     @property

@@ -69,7 +69,7 @@ class PolicyGradientConfig(Section):
     (DeepSeek-V3.2, arXiv 2512.02556)."""
     kl_reward_coef: float = Field(default=0.0, ge=0)
     """Subtract this many times the KL divergence to the reference, estimated as the sum of log(engine's probability /
-    reference's) over an answer's tokens, from its reward. Needs roles.reference.placement = "service"."""
+    reference's) over an answer's tokens, from its reward."""
     distill_coef: float = Field(default=0.0, ge=0)
     """On-policy distillation (arXiv 2306.13649) in the advantages: subtract this many times log(engine's probability /
     teacher's) from each token's. Needs roles.teacher.model."""

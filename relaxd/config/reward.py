@@ -9,11 +9,26 @@ from pydantic import Field, field_validator, model_validator
 from relaxd.config.base import Section
 
 
-class RewardTerm(Section):
-    """One of the rewards whose weighted sum is the run's reward."""
+class RewardChoice(Section):
+    """A reward for prompts that choose it."""
 
     name: str
     """Name of the reward, as reward.name."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Its settings, as reward.settings."""
+    key: str = ""
+    """Its key in mappings, as reward.key."""
+
+
+class RewardTerm(Section):
+    """One of the rewards whose weighted sum is the run's reward."""
+
+    name: str = ""
+    """Name of the reward, as reward.name."""
+    address: str = ""
+    """Instead of a name: a service of your own, as reward.address."""
+    address_token: str = ""
+    """With address: environment variable with its token, as reward.address_token."""
     label: str = ""
     """Its name in parts and in `only_if`; by default the reward's name, without what is before its colon."""
     weight: float = 1.0
@@ -32,7 +47,31 @@ class RewardTerm(Section):
     @property
     def shown(self) -> str:
         """Its label."""
-        return self.label or self.name.rpartition(":")[2]
+        return self.label or self.name.rpartition(":")[2] or self.address
+
+    @field_validator("address")
+    @classmethod
+    def _check_address(cls, address: str) -> str:
+        if address:
+            check_address(address, "address_token")
+        return address
+
+    @field_validator("address_token")
+    @classmethod
+    def _check_address_token(cls, name: str) -> str:
+        if name:
+            check_variable(name)
+        return name
+
+    @model_validator(mode="after")
+    def _one_reward(self) -> Self:
+        if not self.name and not self.address:
+            raise ValueError("reward.terms: name is missing: the name of a reward, or address, a service of your own")
+        if self.name and self.address:
+            raise ValueError(f"reward.terms: name is {self.name!r}, but there is an address, too: give one of them")
+        if self.address_token and not self.address:
+            raise ValueError("reward.terms: address_token is for a service at address, which is missing")
+        return self
 
 
 class RewardConfig(Section):
@@ -55,13 +94,14 @@ class RewardConfig(Section):
     """Key of the reward in a mapping that a reward returns; empty means "reward", or else "score". Other numbers in it
     are parts, which are only reported."""
     terms: tuple[RewardTerm, ...] = ()
-    """Instead of a name: rewards whose weighted sum is the reward, each in a table [[reward.terms]] with name, weight,
-    settings, key, label, only_if, minimum and maximum."""
+    """Instead of a name: rewards whose weighted sum is the reward, each in a table [[reward.terms]] with name or
+    address, address_token, weight, settings, key, label, only_if, minimum and maximum."""
     choose_by: str = ""
     """Key of a prompt's metadata whose value names its reward, such as "rm_type" or "data_source", whose names in verl
     are known. Prompts without it get the reward of name or terms."""
-    choices: dict[str, str] = Field(default_factory=dict)
-    """With choose_by: names of rewards by the value of that key. Other values must be names of bundled rewards."""
+    choices: dict[str, RewardChoice] = Field(default_factory=dict)
+    """With choose_by: rewards by the value of that key, each a name, or a table with name, settings and key. Other
+    values must be names of bundled rewards."""
     on_failure: Literal["drop", "zero", "retry"] = "drop"
     """A sample that can't be scored: drop drops its group. zero gives it the reward 0, and every sample the part
     `failed`. retry scores it again up to max_retries times, with growing pauses, then drops the group."""
@@ -72,15 +112,20 @@ class RewardConfig(Section):
     workers: int = Field(default=2, ge=1)
     """Processes per reward replica."""
     max_in_flight: int = Field(default=64, ge=1)
-    """With reward.address: calls that a reward replica has open at a time."""
+    """With an address: calls that a reward replica has open at a time, to each service."""
     outage_seconds: float = Field(default=600.0, ge=0)
-    """With reward.address: how long samples wait for a service that can't be reached. Then they fail."""
+    """With an address: how long samples wait for a service that can't be reached. Then they fail."""
     cache_samples: int = Field(default=0, ge=0, le=10_000_000)
     """Scores that a reward replica remembers, by everything that the reward gets; about 1 KiB each. Only for a reward
     that gives the same sample the same score. 0: none."""
     environment: tuple[str, ...] = ()
     """Environment variables of the reward service to pass to rewards, such as ["OPENAI_API_KEY"], besides those that
     every program needs (PATH, PYTHONPATH, HOME, LANG ...)."""
+
+    @property
+    def calls_services(self) -> bool:
+        """Whether it, or one of its terms, is a service of the user's own."""
+        return bool(self.address) or any(term.address for term in self.terms)
 
     @property
     def shown(self) -> str:
@@ -92,33 +137,28 @@ class RewardConfig(Section):
     @classmethod
     def _check_environment(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         for name in names:
-            _check_variable(name)
+            check_variable(name)
         return names
 
     @field_validator("address_token")
     @classmethod
     def _check_address_token(cls, name: str) -> str:
         if name:
-            _check_variable(name)
+            check_variable(name)
         return name
+
+    @field_validator("choices", mode="before")
+    @classmethod
+    def _named_choices(cls, choices: Any) -> Any:
+        if not isinstance(choices, dict):
+            return choices
+        return {value: {"name": one} if isinstance(one, str) else one for value, one in choices.items()}
 
     @field_validator("address")
     @classmethod
     def _check_address(cls, address: str) -> str:
-        if not address:
-            return address
-        is_url = "://" in address
-        try:
-            parts = urlsplit(address if is_url else f"//{address}")
-            found = bool(parts.hostname) and (is_url or (parts.port is not None and parts.netloc == address))
-        except ValueError:  # a port that isn't a number
-            found = False
-        if found and parts.username is not None:
-            raise ValueError("it has credentials, which logs would show: leave them out, and set reward.address_token")
-        if found and (parts.query or parts.fragment or "?" in address):
-            raise ValueError("it has parameters, which logs would show: leave them out, and set reward.address_token")
-        if not found or parts.scheme not in ("", "http", "https"):
-            raise ValueError(f'{address!r} must be "host:port" or begin with http:// or https://')
+        if address:
+            check_address(address, "reward.address_token")
         return address
 
     @model_validator(mode="after")
@@ -135,6 +175,8 @@ class RewardConfig(Section):
             raise ValueError("reward.name is missing: the name of a reward, or [[reward.terms]] with several")
         if self.terms and (self.settings or self.key):
             raise ValueError("reward.settings and reward.key are for reward.name: give each of reward.terms its own")
+        if self.choose_by and any(term.address for term in self.terms):
+            raise ValueError("reward.choose_by can't be combined with reward.terms at an address: give them a name")
         if self.choices and not self.choose_by:
             raise ValueError("reward.choices needs reward.choose_by: the key of the metadata whose value chooses")
         return self
@@ -156,7 +198,24 @@ class RewardConfig(Section):
         return self
 
 
-def _check_variable(name: str) -> None:
+def check_address(address: str, token_setting: str) -> None:
+    """Check the address of a reward service. Raises ValueError, which names the setting for credentials."""
+    is_url = "://" in address
+    try:
+        parts = urlsplit(address if is_url else f"//{address}")
+        found = bool(parts.hostname) and (is_url or (parts.port is not None and parts.netloc == address))
+    except ValueError:  # a port that isn't a number
+        found = False
+    if found and parts.username is not None:
+        raise ValueError(f"it has credentials, which logs would show: leave them out, and set {token_setting}")
+    if found and (parts.query or parts.fragment or "?" in address):
+        raise ValueError(f"it has parameters, which logs would show: leave them out, and set {token_setting}")
+    if not found or parts.scheme not in ("", "http", "https"):
+        raise ValueError(f'{address!r} must be "host:port" or begin with http:// or https://')
+
+
+def check_variable(name: str) -> None:
+    """Check the name of an environment variable that rewards get. Raises ValueError."""
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
         raise ValueError(f"{name!r} is not the name of an environment variable")
     if name.startswith("RELAXD_"):

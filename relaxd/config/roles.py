@@ -84,7 +84,7 @@ class TeacherModel(Section):
 
 
 class TeacherConfig(FrozenModelConfig):
-    """The teacher of on-policy distillation. It has the trainer's dtype and kernels."""
+    """The teacher of on-policy distillation. It has the trainer's dtype, and its kernels unless engine is "sglang"."""
 
     section: ClassVar[str] = "roles.teacher"
 
@@ -109,12 +109,29 @@ class TeacherConfig(FrozenModelConfig):
     """service: in teacher replicas of its own, which write columns. trainer: in the trainer's ranks, beside the model
     that they train, which can then also be asked for its own likeliest tokens (algorithm.distill_candidates). Sizes and
     threads are the replicas'."""
+    engine: Literal["megatron", "sglang"] = "megatron"
+    """What holds the model in a replica. megatron: ranks like the trainer's. sglang: an SGLang engine with the
+    trainer's dtype on tensor_parallel GPUs, which prefills each answer; it holds one model."""
+    max_tokens_in_flight: int = Field(default=131_072, ge=1)
+    """Most tokens, prompts included, that an engine has at a time; a longer answer goes alone (sglang)."""
+    gpu_share: float = Field(default=1.0, gt=0, le=1)
+    """Share of the memory of each of its GPUs that an engine has; 1: GPUs of its own. Below 1 rollout engines and a
+    judge may be on the same GPU: every engine of the run leaves this share free. Not with run.colocate (sglang)."""
+    memory_fraction: float = Field(default=0.0, ge=0, lt=1)
+    """Share of GPU memory, or of gpu_share, for weights and key-value cache; 0 lets SGLang decide (sglang)."""
+    sglang: dict[str, Any] = Field(default_factory=dict)
+    """SGLang's own options, as in rollout.sglang, such as chunked_prefill_size = 4096 (sglang)."""
 
     @property
     def settings(self) -> dict[str, str]:
         """See FrozenModelConfig."""
         several = {f"{self.section}.models.{index}.model": one.model for index, one in enumerate(self.models)}
         return ({f"{self.section}.model": self.model} if self.model else {}) | several
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether its engines may be on rollout engines' GPUs."""
+        return self.gpu_share < 1
 
     def model_of(self, source: object) -> str:
         """Return the model that judges the prompts of a source (None: of no source); "" if none does."""
@@ -147,6 +164,33 @@ class TeacherConfig(FrozenModelConfig):
             raise ValueError(
                 f'{self.section}.refresh_every is {self.refresh_every}, but {self.section}.placement is "service", '
                 'which gets no weights of the trainer: set "trainer"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _fits_the_engine(self) -> Self:
+        fields = type(self).model_fields.items()
+        given = {one for one, field in fields if getattr(self, one) != field.get_default(call_default_factory=True)}
+        of_ranks = ("pipeline_parallel", "context_parallel", "expert_parallel", "micro_batch_tokens")
+        of_engines = ("max_tokens_in_flight", "gpu_share", "memory_fraction", "sglang")
+        other = "megatron" if self.engine == "sglang" else "sglang"
+        for one in of_ranks if self.engine == "sglang" else of_engines:
+            if one in given:
+                raise ValueError(
+                    f'{self.section}.{one} is for {self.section}.engine = "{other}", but {self.section}.engine is '
+                    f'"{self.engine}": leave one of them out'
+                )
+        if self.engine != "sglang":
+            return self
+        if self.placement == "trainer":
+            raise ValueError(
+                f'{self.section}.engine is "sglang", but {self.section}.placement is "trainer", where the model is in '
+                'the trainer\'s ranks: set placement = "service", or engine = "megatron"'
+            )
+        if self.models:
+            raise ValueError(
+                f'{self.section}.engine is "sglang", but {self.section}.models are several teachers, and an engine '
+                'holds one model: use model alone, or engine = "megatron"'
             )
         return self
 
@@ -267,11 +311,6 @@ class JudgeConfig(Section):
         """Whether the judge may be on rollout engines' GPUs. In a colocated run it then takes turns, as they do."""
         return self.gpu_share < 1
 
-    @property
-    def engine_gpu_share(self) -> float:
-        """Share of the memory of each of its GPUs that is a rollout engine's."""
-        return 1.0 - self.gpu_share if self.shares_gpus else 1.0
-
     @field_validator("address")
     @classmethod
     def _check_address(cls, address: str) -> str:
@@ -332,6 +371,11 @@ class RolesConfig(Section):
     """The critic."""
     judge: JudgeConfig = JudgeConfig()
     """The judge that rewards ask."""
+
+    @property
+    def engine_gpu_share(self) -> float:
+        """Share of the memory of each of its GPUs that is a rollout engine's: what judge and teacher leave of it."""
+        return 1.0 - sum(own.gpu_share for own in (self.judge, self.teacher) if own.shares_gpus)
 
     @property
     def frozen(self) -> dict[str, FrozenModelConfig]:

@@ -104,8 +104,8 @@ class RolloutConfig(Section):
     tensor_parallel: int = Field(default=1, ge=1)
     """GPUs that share each layer's matrices (sglang; for sglang_external, as the servers were started)."""
     memory_fraction: float = Field(default=0.0, ge=0, lt=1)
-    """Share of GPU memory for weights and key-value cache, or of what roles.judge.gpu_share leaves of it; 0 lets SGLang
-    decide (sglang)."""
+    """Share of GPU memory for weights and key-value cache, or of what the gpu_share of judge and teacher leave of it; 0
+    lets SGLang decide (sglang)."""
     return_routed_experts: bool = False
     """Store each token's experts in the column routed_experts (sglang, mixture-of-experts models)."""
     partial: PartialConfig = PartialConfig()
@@ -448,6 +448,28 @@ class RunConfig(Section):
         return "teacher" in self.frozen_roles() and bool(self.roles.teacher.privileged_key)
 
     @property
+    def teacher_engine(self) -> RolloutConfig:
+        """The settings of the teacher's engine (roles.teacher.engine = "sglang"), under the names of [rollout].
+
+        It never decodes, so it has no CUDA graphs, whose capture is most of a start.
+        """
+        teacher = self.roles.teacher
+        return RolloutConfig(
+            engine="sglang",
+            dtype=self.trainer.dtype,
+            temperature=self.rollout.temperature,
+            max_running_samples=128,
+            threads=teacher.threads,
+            tensor_parallel=teacher.tensor_parallel,
+            memory_fraction=teacher.memory_fraction,
+            sglang={
+                "disable_cuda_graph": True,
+                "enable_fp32_lm_head": self.trainer.fp32_lm_head,
+                **teacher.sglang,
+            },
+        )
+
+    @property
     def teacher_prompt_tokens(self) -> int:
         """Maximum length of a prompt of the teacher."""
         return self.roles.teacher.max_prompt_tokens or self.data.max_prompt_tokens
@@ -507,12 +529,6 @@ class RunConfig(Section):
                 f'{setting} is "{model}", but algorithm.distill_coef and algorithm.distill_loss_coef are 0, '
                 "which need no teacher: set one of them, or remove the model"
             )
-        if algorithm.distill_coef > 0 and self.roles.teacher.placement == "trainer":
-            raise ValueError(
-                f"algorithm.distill_coef is {algorithm.distill_coef:g}, but roles.teacher.placement is "
-                '"trainer": set "service", because advantages are needed before the trainer has a group, or use '
-                "distill_loss_coef, whose k2 has the same expected gradient"
-            )
         if algorithm.distill_candidates != "teacher" and self.roles.teacher.placement != "trainer":
             raise ValueError(
                 f'algorithm.distill_candidates is "{algorithm.distill_candidates}", but roles.teacher.placement is '
@@ -535,7 +551,7 @@ class RunConfig(Section):
         named = {
             "reward.name": self.reward.name,
             **{f"reward.terms.{number}.name": term.name for number, term in enumerate(self.reward.terms)},
-            **{f"reward.choices.{value}": name for value, name in self.reward.choices.items()},
+            **{f"reward.choices.{value}": one.name for value, one in self.reward.choices.items()},
             **{f"eval.sets.{number}.reward": one.reward for number, one in enumerate(self.eval.sets)},
         }
         asking = [f'{setting} is "{name}"' for setting, name in named.items() if name in JUDGE_REWARDS]
@@ -551,6 +567,29 @@ class RunConfig(Section):
                 f'roles.judge.gpu_share is {judge.gpu_share:g}, but rollout.engine is "{self.rollout.engine}" and '
                 f'roles.judge.engine is "{judge.engine}": on GPUs that they share, both must be "sglang"'
                 + (' (or "transformers" on CPUs, to take turns there)' if self.run.colocate else "")
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _teacher_can_share(self) -> Self:
+        teacher, judge = self.roles.teacher, self.roles.judge
+        if not teacher.shares_gpus:
+            return self
+        section = f"{teacher.section}.gpu_share is {teacher.gpu_share:g}"
+        if self.run.colocate:
+            raise ValueError(
+                f"{section}, but run.colocate is true, where trainer and engines take turns on their GPUs, and a "
+                "teacher takes no turns: give it GPUs of its own, which is 1"
+            )
+        if self.rollout.engine != "sglang":
+            raise ValueError(
+                f'{section}, but rollout.engine is "{self.rollout.engine}": only engines that are "sglang" leave a '
+                "share of their GPUs free"
+            )
+        if self.roles.engine_gpu_share <= 0:
+            raise ValueError(
+                f"{section} and roles.judge.gpu_share {judge.gpu_share:g}, which leaves nothing of a GPU for a "
+                "rollout engine: lower one of them"
             )
         return self
 
@@ -589,13 +628,6 @@ class RunConfig(Section):
                 f"{who}, but a step has {self.trainer.updates_per_step} updates: set trainer.mini_batches = 1 and "
                 f"trainer.epochs = 1, because {algorithm.on_policy_only}"
             )
-        if isinstance(algorithm, OwnConfig):
-            return self
-        if algorithm.kl_reward_coef > 0 and self.roles.reference.placement != "service":
-            raise ValueError(
-                f"algorithm.kl_reward_coef is {algorithm.kl_reward_coef:g}, but roles.reference.placement is "
-                '"trainer": set "service", because rewards are needed before the trainer has a group, or use kl_coef'
-            )
         return self
 
     @model_validator(mode="after")
@@ -615,12 +647,36 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _lengths_of_sources_fit(self) -> Self:
-        least, most = max(1, self.rollout.min_new_tokens), self.rollout.max_new_tokens
+        most = self.rollout.max_new_tokens
         for number, source in enumerate(self.data.sources):
+            own = source.min_new_tokens
+            least = max(1, self.rollout.min_new_tokens if own is None else own)
             if source.max_new_tokens and not least <= source.max_new_tokens <= most:
+                setting = "rollout.min_new_tokens" if own is None else "its min_new_tokens"
                 raise ValueError(
                     f"data.sources.{number}.max_new_tokens is {source.max_new_tokens}: it must be {least} "
-                    f"(rollout.min_new_tokens) to {most} (rollout.max_new_tokens)"
+                    f"({setting}) to {most} (rollout.max_new_tokens)"
+                )
+            if own is not None and own > most:
+                raise ValueError(
+                    f"data.sources.{number}.min_new_tokens is {own}: rollout.max_new_tokens is only {most}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _lengths_of_sets_fit(self) -> Self:
+        longest = self.eval.max_new_tokens or self.rollout.max_new_tokens
+        if self.eval.prompts and longest < self.rollout.min_new_tokens:
+            raise ValueError(
+                f"eval.max_new_tokens is {longest}: it must be at least rollout.min_new_tokens = "
+                f"{self.rollout.min_new_tokens}"
+            )
+        for number, one in enumerate(self.eval.sets):
+            least = self.rollout.min_new_tokens if one.min_new_tokens is None else one.min_new_tokens
+            if (most := one.max_new_tokens or longest) < least:
+                raise ValueError(
+                    f"eval.sets.{number} has answers of at most {most} and at least {least} tokens: raise "
+                    "max_new_tokens, or lower min_new_tokens (by default rollout.min_new_tokens)"
                 )
         return self
 

@@ -1,13 +1,13 @@
 """Checks of prompts before a run."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from relaxd.config import RunConfig
 from relaxd.data.errors import DataError
 from relaxd.data.examples import Example
 from relaxd.data.privileged import PrivilegedPrompts
-from relaxd.data.sources.sources import Source
+from relaxd.data.sources.sources import Source, ToolsColumn
 from relaxd.data.tokenizer import PromptTokenizer
 
 CHECK_BATCH = 1024
@@ -89,6 +89,16 @@ def check_source(
     if len(places) < count:
         return Checked(source.examples, 0, limit, has_tools)
     return Checked(kept, count - len(kept), None, has_tools)
+
+
+def check_tools(checked: Iterable[tuple[Source, Checked]]) -> None:
+    """Check that each setting of a column with tools finds some in a source. Raises DataError."""
+    found: dict[ToolsColumn, bool] = {}
+    for source, one in checked:
+        found[source.tools] = found.get(source.tools, False) or one.has_tools
+    for tools, is_there in found.items():
+        if tools.key and not is_there:
+            raise DataError(tools.setting, f'= "{tools.key}": no prompt that was looked at has tools in such a column')
 
 
 def evenly_spread(count: int, most: int) -> range:

@@ -8,12 +8,12 @@ from typing import Any, Self
 import numpy as np
 
 from relaxd.config import RunConfig
-from relaxd.data.checking import CHECKED, Limit, check_source, evenly_spread
+from relaxd.data.checking import CHECKED, Limit, check_source, check_tools, evenly_spread
 from relaxd.data.duplicates import Chosen, Seen, keys_of
 from relaxd.data.errors import DataError
 from relaxd.data.examples import Example, Message
 from relaxd.data.files.rows import Joined
-from relaxd.data.mixture import Share, epoch_visits
+from relaxd.data.mixture import Share, epoch_visits, mixture_weights
 from relaxd.data.models import resolve_model, routed_expert_bytes
 from relaxd.data.privileged import PrivilegedPrompts, check_teachers, privileged_prompts
 from relaxd.data.sources.evaluation_sets import read_set
@@ -74,8 +74,8 @@ class Prompt:
     """Index in the data set, the same in every epoch."""
     messages: list[Message] = field(default_factory=list)
     """The conversation, unless it is one message of the user with that text."""
-    sampling: dict[str, int | float] = field(default_factory=dict)
-    """Sampling parameters of its source that differ from the run's, by name."""
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """Sampling parameters of its source that differ from the run's, by name, as JSON has them."""
     teacher_tokens: np.ndarray | None = None
     """Token ids of the teacher's prompt, int32, if it has one of its own."""
 
@@ -243,10 +243,8 @@ def load_data(config: RunConfig) -> RunData:
         sources, repeated = _without_repeats(sources, sets.values())
     teacher = privileged_prompts(config)
     checked = [check_source(source, tokenizer, config, teacher) for source in sources]
-    if config.data.tools_key and not any(one.has_tools for one in checked):
-        raise DataError(
-            "data.tools_key", f'= "{config.data.tools_key}": no prompt that was looked at has tools in such a column'
-        )
+    check_tools(zip(sources, checked, strict=True))
+    weights = mixture_weights(config.data, [len(one.examples) for one in checked])
     for one in checked:
         check_teachers(config, (one.examples[place] for place in evenly_spread(len(one.examples), CHECKED)))
     evaluation, skipped = _evaluation_sets(config, tokenizer, sets)
@@ -256,7 +254,7 @@ def load_data(config: RunConfig) -> RunData:
             tokenizer,
             shuffle=config.data.shuffle,
             seed=config.run.seed,
-            shares=[Share(len(one.examples), source.weight) for one, source in zip(checked, sources, strict=True)],
+            shares=[Share(len(one.examples), weight) for one, weight in zip(checked, weights, strict=True)],
             limit=next((one.limit for one in checked if one.limit), None),
             teacher=teacher,
         ),
@@ -308,6 +306,8 @@ def _evaluation_sets(
 ) -> tuple[dict[str, PromptDataset], int]:
     """Check the prompts of evaluation sets. Returns those that have some, and how many prompts were left out."""
     checked = {name: check_source(source, tokenizer, config) for name, source in sources.items()}
+    own = [name for name, source in sources.items() if source.tools.setting != "data.tools_key"]
+    check_tools((sources[name], checked[name]) for name in own)
     sets = {
         name: PromptDataset(one.examples, tokenizer, shuffle=False, seed=0, limit=one.limit)
         for name, one in checked.items()

@@ -1,7 +1,7 @@
 """Examples of a data set, before templating and tokenising."""
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 Message = dict[str, str]
 """A chat message: {"role": "user" | "assistant" | "system" | ..., "content": text}."""
@@ -17,12 +17,18 @@ class Example:
     """The reference answer."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Other fields of the line, for the reward."""
-    sampling: dict[str, int | float] = field(default_factory=dict)
-    """Sampling parameters of its source that differ from the run's, by name."""
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """Sampling parameters of its source that differ from the run's, by name, as JSON has them."""
     tools: list[dict[str, Any]] = field(default_factory=list)
     """Tools for the chat template."""
     place: str = ""
     """Origin for error messages, such as "train.jsonl line 3"."""
+
+    def with_system_prompt(self, text: str) -> Self:
+        """Return it with a system message, unless it has one or the text is empty."""
+        if not text or self.messages[0]["role"] == "system":
+            return self
+        return replace(self, prompt=[{"role": "system", "content": text}, *self.messages])
 
     @property
     def messages(self) -> list[Message]:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from relaxd.config import DataConfig
+
 
 @dataclass(frozen=True)
 class Share:
@@ -19,6 +21,19 @@ class Share:
     def visits(self) -> int:
         """Visits of an epoch to the source, at least one."""
         return max(1, round(self.count * self.weight))
+
+
+def mixture_weights(data: DataConfig, counts: Sequence[int]) -> list[float]:
+    """Return how often an epoch visits each prompt of the sources, which have so many prompts.
+
+    With data.temperature T an epoch has N * n**(1/T) / sum of all n**(1/T) visits to a source of n prompts, N of all
+    (Arivazhagan et al. 2019, arXiv 1907.05019).
+    """
+    if data.temperature is None:
+        return [one.weight for one in data.sources] or [1.0] * len(counts)
+    sizes = np.array(counts, np.float64)
+    powers = (sizes / sizes.max()) ** (1 / data.temperature)  # of shares, because those of counts may be too large
+    return list((sizes.sum() * powers / powers.sum() / sizes).tolist())
 
 
 def epoch_visits(shares: Sequence[Share], epoch: int, seed: int) -> np.ndarray:

@@ -43,7 +43,8 @@ class ChatTemplate:
         """
         if tools and not self._takes_tools:
             raise DataError(
-                self._field, "there are tools (data.tools_key), but the chat template has no place for tools"
+                self._field,
+                "there are tools (data.tools_key or tools_file), but the chat template has no place for tools",
             )
         variables = {"add_generation_prompt": True, "tools": tools or None, **self._variables}
         try:

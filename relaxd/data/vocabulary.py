@@ -43,7 +43,7 @@ def vocabulary_problem(one: Path, other: Path) -> str:
     """
     vocabularies = [_vocabulary(folder) for folder in (one, other)]
     if vocabularies[0] is None and vocabularies[1] is None:
-        sizes = [_vocab_size(folder) for folder in (one, other)]
+        sizes = [vocab_size(folder) for folder in (one, other)]
         return "" if sizes[0] == sizes[1] else f"vocab_size is {sizes[1]}, not {sizes[0]}"
     for folder, vocabulary in zip((one, other), vocabularies, strict=True):
         if vocabulary is None:
@@ -69,7 +69,8 @@ def _vocabulary(folder: Path) -> dict[str, int] | None:
     return vocabulary
 
 
-def _vocab_size(folder: Path) -> int | None:
+def vocab_size(folder: Path) -> int | None:
+    """Return the size of a model's output layer, from its config.json; None if that doesn't say."""
     try:
         size: int = json.loads((folder / "config.json").read_text())["vocab_size"]
     except (OSError, ValueError, KeyError):

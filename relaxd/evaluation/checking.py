@@ -28,9 +28,9 @@ def set_problems(
         elif one.prompts > len(found):
             what = "are held out" if one.name == HELD_OUT else f"are in the set {one.name!r}"
             problems.append((f"{here}.prompts", f"= {one.prompts}, but only {len(found)} prompts {what}"))
-        if one.reward:
+        if one.reward is not None and one.reward.name:
             try:
-                check_name(one.reward)
+                check_name(one.reward.name)
             except UnknownRewardError as error:
                 problems.append((f"{here}.reward", str(error)))
     return problems

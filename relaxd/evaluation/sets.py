@@ -5,10 +5,13 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from relaxd.config import RunConfig
+from relaxd.config import RewardConfig, RunConfig
 from relaxd.config.evaluation import EvalSet
 from relaxd.data.sources.benchmarks import BENCHMARKS
 from relaxd.run_folder import HELD_OUT
+
+SHARED = ("workers", "timeout_seconds", "environment", "max_in_flight", "outage_seconds")
+"""Settings of [reward] that hold for the rewards of sets, too."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +27,16 @@ class ResolvedSet:
     temperature: float
     """0 is greedy."""
     top_p: float
+    top_k: int
+    """0 turns it off."""
     max_new_tokens: int
+    min_new_tokens: int
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
     seed: int
     """run.seed."""
-    reward: str = ""
-    """Name of its reward; empty means the run's, with its settings."""
+    reward: RewardConfig | None = None
+    """Its own reward; None means the run's."""
     right_from: float = 1.0
 
     def prompt_seed(self, index: int) -> int:
@@ -58,7 +64,9 @@ def sets_of(config: RunConfig) -> list[ResolvedSet]:
                 sizes=(1,),
                 temperature=0.0,
                 top_p=1.0,
+                top_k=0,
                 max_new_tokens=longest,
+                min_new_tokens=rollout.min_new_tokens,
                 stop=rollout.stop,
                 stop_token_ids=rollout.stop_token_ids,
                 seed=config.run.seed,
@@ -74,22 +82,31 @@ def sets_of(config: RunConfig) -> list[ResolvedSet]:
                 sizes=one.sizes,
                 temperature=(0.0 if greedy else rollout.temperature) if one.temperature is None else one.temperature,
                 top_p=one.top_p or rollout.top_p,
+                top_k=rollout.top_k if one.top_k is None else one.top_k,
                 max_new_tokens=one.max_new_tokens or longest,
+                min_new_tokens=rollout.min_new_tokens if one.min_new_tokens is None else one.min_new_tokens,
                 stop=rollout.stop if one.stop is None else one.stop,
-                stop_token_ids=rollout.stop_token_ids,
+                stop_token_ids=rollout.stop_token_ids if one.stop_token_ids is None else one.stop_token_ids,
                 seed=config.run.seed,
-                reward=one.reward or _reward_of(one),
+                reward=_reward_of(one, config.reward),
                 right_from=one.right_from,
             )
         )
     return found
 
 
-def _reward_of(one: EvalSet) -> str:
-    """Return the reward of a set that names none; empty means the run's."""
-    if one.task:
-        return "reasoning_gym"
-    return BENCHMARKS[one.benchmark].reward if one.benchmark in BENCHMARKS else ""
+def _reward_of(one: EvalSet, runs: RewardConfig) -> RewardConfig | None:
+    """Return a set's own reward, which shares workers and limits with the run's; None if it has none."""
+    name = one.reward or ("reasoning_gym" if one.task else "")
+    if not name and one.benchmark in BENCHMARKS:
+        name = BENCHMARKS[one.benchmark].reward
+    if one.reward_address:
+        own = RewardConfig(address=one.reward_address, address_token=one.reward_address_token)
+    elif name:
+        own = RewardConfig(name=name, settings=one.reward_settings, key=one.reward_key)
+    else:
+        return None
+    return own.model_copy(update={limit: getattr(runs, limit) for limit in SHARED})
 
 
 def unknown_set(name: str, known: Sequence[str]) -> str:

@@ -73,7 +73,7 @@ def fit(config: RunConfig, hardware: Hardware) -> Fit:
     taken = ASLEEP["rollout"] * len(sleepers)
     held += [on_engine(role, one, hardware) for role, one in own_engines.items() if role not in sleepers]
     for role in config.frozen_roles("service"):
-        held += on_frozen(config, role, hardware)
+        held += on_frozen(config, role, hardware) if role not in own_engines else []
     element, expert_bytes = _element_and_expert_bytes(config)
     return Fit(
         held=held,
@@ -111,5 +111,8 @@ def _element_and_expert_bytes(config: RunConfig) -> tuple[int, int]:
 def _engine(config: RunConfig, role: str, memory: EngineMemory) -> EngineFit:
     if role == "rollout":
         return EngineFit(memory, longest_sequence(config), config.rollout.max_running_samples)
+    if role == "teacher":
+        longest = config.teacher_prompt_tokens + config.rollout.max_new_tokens
+        return EngineFit(memory, longest, config.teacher_engine.max_running_samples)
     judge = config.roles.judge
     return EngineFit(memory, longest_sequence(config) + judge.max_new_tokens, judge.max_running_samples)

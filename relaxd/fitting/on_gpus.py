@@ -65,6 +65,9 @@ def engines(config: RunConfig, hardware: Hardware) -> dict[str, EngineMemory]:
     ]
     if judge.has_replicas:
         sections.append(("judge", "roles.judge", judge, "roles.judge.model", judge.model))
+    teacher = config.roles.teacher
+    if "teacher" in config.frozen_roles("service") and teacher.engine == "sglang":
+        sections.append(("teacher", "roles.teacher", config.teacher_engine, "roles.teacher.model", teacher.model))
     found = {}
     for role, setting, section, where, model in sections:
         if section.engine != "sglang":

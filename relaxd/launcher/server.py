@@ -12,6 +12,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from relaxd import telemetry
 from relaxd.launcher.host import Host
 from relaxd.process.signals import stop_signals
 from relaxd.rpc.errors import ServerError, Violations
@@ -20,7 +21,6 @@ from relaxd.rpc.paging import Page
 from relaxd.rpc.server import Service, start_service
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.rpc.terms import RedisTerm
-from relaxd.telemetry import setup_logging
 from relaxd.v1 import launcher_pb2 as pb
 from relaxd.v1 import launcher_pb2_grpc
 
@@ -86,7 +86,15 @@ class LauncherServicer(launcher_pb2_grpc.LauncherServicer):
 
 async def run_launcher(host: Host, settings: ServiceSettings) -> None:
     """Serve until SIGTERM or SIGINT. Raises SystemExit(1), after logging the reason, when the port is taken."""
-    setup_logging(settings.replica_id, settings.log_level)
+    telemetry.setup_logging(settings.replica_id, settings.log_level)
+    telemetry.setup(settings.role, settings.replica_id)
+    try:
+        await _serve(host, settings)
+    finally:
+        await asyncio.to_thread(telemetry.shutdown)
+
+
+async def _serve(host: Host, settings: ServiceSettings) -> None:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, thread_name_prefix="host"))
     stop = stop_signals()
     servicer = LauncherServicer(host)

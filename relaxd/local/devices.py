@@ -5,15 +5,15 @@ from collections.abc import Mapping
 from relaxd.board import roles_for
 from relaxd.config import RunConfig
 from relaxd.config.load import Problem
-from relaxd.roles import JUDGE, ROLES, ROLLOUT
+from relaxd.roles import JUDGE, ROLES, ROLLOUT, TEACHER
 
 
 def check_devices(config: RunConfig, replicas: Mapping[str, int], visible: int) -> list[Problem]:
     """Return the problems of a run with these replicas, by role, on a machine with `visible` GPUs.
 
     Without GPUs, all roles use the CPU. With GPUs, each rank of a role takes one; in a colocated run, a rank of the
-    trainer and one of an engine share it. Ranks of a judge that wants a share of a GPU use those of the engines, as far
-    as there are enough.
+    trainer and one of an engine share it. A judge or a teacher that wants a share of a GPU uses those of the engines,
+    as far as there are enough.
     """
     engines = replicas.get(ROLLOUT, 1)
     transport = config.weights.transport
@@ -25,12 +25,16 @@ def check_devices(config: RunConfig, replicas: Mapping[str, int], visible: int) 
         if config.rollout.engine == "sglang":
             needs = '= "sglang" needs GPUs, and this machine shows none: use "transformers"'
             problems.append(Problem("rollout.engine", needs))
+        if TEACHER in roles_for(config) and config.roles.teacher.engine == "sglang":
+            needs = '= "sglang" needs GPUs, and this machine shows none: use "megatron"'
+            problems.append(Problem("roles.teacher.engine", needs))
         return problems
     on_gpus = engines * ROLES[ROLLOUT].gpus(config)
     roles = [ROLES[name] for name in roles_for(config)]
     own = {role.name: replicas.get(role.name, 1) * role.gpus(config) for role in roles if not role.takes_turns}
-    if JUDGE in own and config.roles.judge.shares_gpus:
-        own[JUDGE] = max(0, own[JUDGE] - on_gpus)
+    for role, section in ((JUDGE, config.roles.judge), (TEACHER, config.roles.teacher)):
+        if role in own and section.shares_gpus:
+            own[role] = max(0, own[role] - on_gpus)
     if config.run.colocate:
         return _check_shared(config, engines, on_gpus, visible, sum(own.values()))
     needed = config.trainer.ranks + on_gpus + sum(own.values())

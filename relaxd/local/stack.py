@@ -39,11 +39,13 @@ def make_plan(
     redis_data: Path | None = None,
     stop_with_parent: bool = False,
     grace_seconds: float = 20.0,
+    engines: Mapping[str, str] | None = None,
 ) -> StackPlan:
     """Plan Redis (unless REDIS_URL names one), the coordinator and the replicas of each role.
 
-    `replicas` are the numbers of replicas that differ from `Role.replicas`. `port` is the coordinator's; 0 picks a free
-    one. Raises CliError: the port is taken, or there is no Redis.
+    `replicas` are the numbers of replicas that differ from `Role.replicas`, `engines` what holds the models of roles
+    that have a choice (`Role.modules`) where it isn't the default. `port` is the coordinator's; 0 picks a free one.
+    Raises CliError: the port is taken, or there is no Redis.
     """
     if port and not is_free(port):
         raise CliError(
@@ -88,8 +90,9 @@ def make_plan(
         environment = {**common, "RELAXD_PORT": "0"}
         if role.name == COORDINATOR:
             environment |= {"RELAXD_PORT": coordinator.rpartition(":")[2], "RELAXD_LAUNCHER": launcher}
+        module = role.modules.get((engines or {}).get(role.name, ""), role.module)
         spec = ServiceSpec(
-            name=role.name, role=role.name, command=[sys.executable, "-m", role.module], environment=environment
+            name=role.name, role=role.name, command=[sys.executable, "-m", module], environment=environment
         )
         names = [role.name] if count == 1 else [f"{role.name}-{number}" for number in range(1, count + 1)]
         services += [spec.model_copy(update={"name": name, "environment": dict(environment)}) for name in names]

@@ -6,22 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-SECTIONS = (
-    *(
-        "actor_rollout_ref",
-        "data",
-        "algorithm",
-        "trainer",
-        "critic",
-        "reward_model",
-        "reward",
-        "custom_reward_function",
-    ),
-    *("global_profiler", "ray_kwargs", "ray_init", "transfer_queue"),
-)
-"""verl's sections."""
-OVERRIDE = re.compile(rf"\+{{0,2}}((?:{'|'.join(SECTIONS)})(?:\.[\w@/-]+)+)=(.*)", re.DOTALL)
-"""A hydra override of verl. Other assignments in a script are its own."""
+OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w-]*(?:[.@/][\w@/-]+)+|model_engine)=(.*)", re.DOTALL)
+"""A hydra override. Other assignments in a script are its own: a shell's variables have no dots."""
+_OTHERS = re.compile(r"(~[A-Za-z_][\w.@/-]*|--config-(?:name|path|dir))(?:=(.*))?", re.DOTALL)
+"""What else hydra takes: deletions, and the names of files."""
+_REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([A-Za-z_][\w.]*)(?:,\s*([^{}]*?)\s*)?\}")
+"""An interpolation, perhaps with a default."""
 
 
 class VerlConfigError(ValueError):
@@ -50,9 +40,11 @@ def read_verl(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
                 raise VerlConfigError(f"{path} holds a {type(tree).__name__}: it must be a mapping of sections")
             found = dict(_leaves(tree))
         else:
-            found = _assignments(shlex.split(text, comments=True), yaml.safe_load)
+            words = shlex.split(text, comments=True)
+            found = _assignments(words, yaml.safe_load)
             if not found:
                 raise VerlConfigError(f"{path} has no override such as actor_rollout_ref.rollout.n=8, and isn't YAML")
+            found |= _others(words)
         given = _assignments(overrides, yaml.safe_load)
     except (yaml.YAMLError, ValueError) as error:
         raise error if isinstance(error, VerlConfigError) else VerlConfigError(f"{path}: {error}") from error
@@ -60,7 +52,7 @@ def read_verl(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         wrong = next(word for word in overrides if not OVERRIDE.fullmatch(word))
         raise VerlConfigError(f"{wrong!r} is no override of verl: write it as actor_rollout_ref.rollout.n=8")
     found |= given
-    return {name: _number(_resolved(value, found)) for name, value in found.items()}
+    return {name: _number(_resolved(value, found, yaml.safe_load)) for name, value in found.items()}
 
 
 def _assignments(words: Sequence[str], parse: Any) -> dict[str, Any]:
@@ -68,21 +60,38 @@ def _assignments(words: Sequence[str], parse: Any) -> dict[str, Any]:
     return {match[1]: parse(match[2]) if match[2] else "" for match in matches if match}
 
 
+def _others(words: Sequence[str]) -> dict[str, Any]:
+    """Return what hydra takes besides overrides. No setting is made of it, so that it is named as lost."""
+    found = {}
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if match := _OTHERS.fullmatch(word.strip()):
+            separate = "" if match[1].startswith("~") else following
+            found[match[1]] = separate if match[2] is None else match[2]
+    return found
+
+
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict) and value and not name.endswith("reward_kwargs"):
             yield from _leaves(value, f"{name}.")
-        elif name != "defaults":  # hydra's list of files to compose with
+        elif name != "defaults" or value not in (["_self_"], ["ppo_trainer", "_self_"]):  # files that hydra adds
             yield name, value
 
 
-def _resolved(value: Any, found: Mapping[str, Any], depth: int = 0) -> Any:
-    """Return the value that an interpolation such as ${data.train_batch_size} stands for."""
-    match = re.fullmatch(r"\$\{(?:oc\.select:)?([\w.]+)(?:,\s*(.*))?\}", value) if isinstance(value, str) else None
-    if match is None or depth > 10:
+def _resolved(value: Any, found: Mapping[str, Any], parse: Any, depth: int = 0) -> Any:
+    """Return a value with the values that interpolations such as ${data.train_batch_size} in it stand for."""
+    if not isinstance(value, str) or depth > 10:
         return value
-    return _resolved(found[match[1]], found, depth + 1) if match[1] in found else match[2] or value
+
+    def one(match: re.Match[str]) -> Any:
+        if match[1] in found:
+            return _resolved(found[match[1]], found, parse, depth + 1)
+        return match[0] if match[2] is None else parse(match[2])
+
+    if match := _REFERENCE.fullmatch(value):
+        return one(match)
+    return _REFERENCE.sub(lambda match: str(one(match)), value)
 
 
 def _number(value: Any) -> Any:

@@ -39,33 +39,34 @@ class ChildChannel(AsyncChannel):
         wait_exited: Callable[[float], Awaitable[None]],
     ) -> None:
         """See Child for the two functions; `name` is the child's."""
-        super().__init__(grpc.aio.insecure_channel(target, OPTIONS), call_metadata(token))
+        plain = grpc.aio.insecure_channel(target, OPTIONS)
+        super().__init__(plain, call_metadata(token), target, deadline_seconds=None, stream_deadline_seconds=None)
         self._name = name
         self._wait_connected = wait_connected
         self._wait_exited = wait_exited
 
     def unary_unary(self, method: str, *arguments: Any, **options: Any) -> Any:
         """See grpc.aio.Channel."""
-        plain = self._plain.unary_unary(method, *arguments, **options)
+        plain = super().unary_unary(method, *arguments, **options)
 
         async def call(request: Any, *, timeout: float | None) -> Any:
             async with self._explaining(method, timeout) as left:
-                return await plain(request, timeout=left, metadata=self._metadata(None))
+                return await plain(request, timeout=left)
 
         return call
 
     def unary_stream(self, method: str, *arguments: Any, **options: Any) -> Any:
         """See grpc.aio.Channel."""
-        return self._streaming(method, self._plain.unary_stream(method, *arguments, **options))
+        return self._streaming(method, super().unary_stream(method, *arguments, **options))
 
     def stream_stream(self, method: str, *arguments: Any, **options: Any) -> Any:
         """See grpc.aio.Channel."""
-        return self._streaming(method, self._plain.stream_stream(method, *arguments, **options))
+        return self._streaming(method, super().stream_stream(method, *arguments, **options))
 
     def _streaming(self, method: str, plain: Any) -> Any:
         async def call(request: Any, *, timeout: float | None) -> AsyncIterator[Any]:
             async with self._explaining(method, timeout) as left:
-                running = plain(request, timeout=left, metadata=self._metadata(None))
+                running = plain(request, timeout=left)
                 try:
                     async for response in running:
                         yield response

@@ -10,14 +10,14 @@ from relaxd import telemetry
 from relaxd.config import RunConfig
 from relaxd.replica.gpus import GpuLeases
 from relaxd.replica.service import ReplicaService
+from relaxd.retry import Backoff
 from relaxd.rpc.errors import InvalidArgument
 from relaxd.v1 import coordinator_pb2, replica_pb2
 from relaxd.v1.coordinator_pb2 import Assignment
 
 STOP_RUN_SECONDS = 60.0
 """Longest time that stop_run may take; then the replica goes on without it."""
-FIRST_RETRY_SECONDS = 1.0
-LAST_RETRY_SECONDS = 30.0
+BACKOFF = Backoff(first_seconds=1.0, max_seconds=30.0)
 _ENDED = (coordinator_pb2.RUN_STATE_STOPPED, coordinator_pb2.RUN_STATE_FAILED)
 
 _log = logging.getLogger(__name__)
@@ -190,7 +190,7 @@ class AssignmentFollower:
             _log.info("ready for run %s", self.run_id)
             return None
         self._attempts += 1
-        delay = min(FIRST_RETRY_SECONDS * 2 ** (self._attempts - 1), LAST_RETRY_SECONDS)
+        delay = BACKOFF.pause(self._attempts)
         _log.error("run %s did not start (attempt %d): %s", self.run_id, self._attempts, error, exc_info=error)
         await self._stop_run(STOP_RUN_SECONDS)
         self._set_state(

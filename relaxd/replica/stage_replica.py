@@ -1,7 +1,8 @@
-"""The service of a replica that works on one stage of the board: reward, advantage."""
+"""The service of a replica that works on one stage of the board: reward, advantage, a teacher with an engine."""
 
 import asyncio
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import ClassVar
 
 from relaxd.board import Board, StageWorker, stages_for
@@ -17,7 +18,7 @@ class StageReplica(ReplicaService):
 
     stage: ClassVar[str]
     """Name of the stage."""
-    max_connection_age_seconds = 30.0
+    max_connection_age_seconds: ClassVar[float | None] = 30.0
 
     def __init__(self, context: ReplicaContext) -> None:
         self._context = context
@@ -25,9 +26,10 @@ class StageReplica(ReplicaService):
         self._worker: StageWorker | None = None
         self._board: Board | None = None
         self._done_before = 0
+        self._detail = ""
 
     @abstractmethod
-    async def prepare(self, config: RunConfig) -> tuple[Process, int]:
+    async def prepare(self, config: RunConfig) -> tuple[Process, int | Callable[[], int]]:
         """Prepare for a run. Returns the function that processes its groups, and how many of them to work on at once.
 
         An exception is reported as the status's detail, and the start is tried again later.
@@ -35,8 +37,13 @@ class StageReplica(ReplicaService):
 
     async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
         """See ReplicaService."""
+        stages = stages_for(config)
+        self._detail = ""
+        if self.stage not in {stage.name for stage in stages}:
+            self._detail = f"this run needs no {self.stage} service"
+            return
         process, concurrency = await self.prepare(config)
-        self._board = Board(self._settings.redis, assignment.run_id, stages_for(config), config.board)
+        self._board = Board(self._settings.redis, assignment.run_id, stages, config.board)
         self._worker = StageWorker(
             self._board,
             self.stage,
@@ -78,7 +85,7 @@ class StageReplica(ReplicaService):
     def status(self) -> ServiceStatus:
         """See ReplicaService."""
         if self._worker is None:
-            return ServiceStatus(done_groups=self._done_before)
+            return ServiceStatus(done_groups=self._done_before, detail=self._detail)
         done = self._done_before + self._worker.done
         return ServiceStatus(held_groups=self._worker.held, done_groups=done, progress=done + self.pieces())
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from relaxd.evaluation.answers import is_end
-from relaxd.report.step_times import GROUP, PER_REPLICA, SHARES, TRAINER, Breakdown, part_seconds
+from relaxd.report.step_times import GROUP, PER_REPLICA, SHARES, TRAINER, Breakdown, part_seconds, replica_values
 from relaxd.telemetry.metrics import METRICS
 
 COLOURS = (
@@ -85,8 +85,8 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
     ),
     "Time": (
         Chart("shares of the step's time", (*SHARES, "engine_busy_share")),
-        Chart("engines: idle, each", (f"{PER_REPLICA[0]}*",)),
-        Chart("GPUs: no kernel running, each replica", (f"{PER_REPLICA[1]}*",)),
+        Chart("engines: idle, each", ("engine_idle_share of *",)),
+        Chart("GPUs: no kernel running, each replica", ("gpu_idle_share of *",)),
         Chart("weight synchronisation", ("sync_seconds",)),
         Chart("a group's longest generation", ("generate_seconds_max",)),
         Chart("turns on shared GPUs", ("switch_seconds", "switch_*")),
@@ -108,6 +108,7 @@ def chart_data(lines: Lines) -> dict[str, Any]:
     A chart's line has a name, a meaning, a color, and a value or None per step. Charts without values are left out. A
     chart shows at most as many lines as there are COLOURS; `left_out` counts the others, those of the lowest means.
     """
+    lines = [_flat(line) for line in lines]
     left = {name for line in lines for name, value in line.items() if _is_number(value) and not is_end(name)} - UNDRAWN
     sections = []
     for title, charts in ("Evaluation sets", _set_charts(left)), *SECTIONS.items():
@@ -119,6 +120,14 @@ def chart_data(lines: Lines) -> dict[str, Any]:
     others = [_chart(name, "lines", [name], lines) for name in sorted(left)]
     sections.append({"title": "Others", "charts": others})
     return {"steps": [line["step"] for line in lines], "sections": [one for one in sections if one["charts"]]}
+
+
+def _flat(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a line in which the values of single replicas have names, such as "engine_idle_share of rollout-1"."""
+    single = {
+        f"{name} of {replica}": value for name in PER_REPLICA for replica, value in replica_values(line, name).items()
+    }
+    return {**line, **single}
 
 
 def _set_charts(names: set[str]) -> list[Chart]:

@@ -64,7 +64,14 @@ SHARES = {
     "gpu_idle_share": "GPUs: no kernel running (NVML)",
 }
 """Labels of metrics that are shares of the step's time. The table also has those of single replicas."""
-PER_REPLICA = ("engine_idle_share_", "gpu_idle_share_")
+PER_REPLICA = {"engine_idle_share": "{replica}: idle", "gpu_idle_share": "GPUs of {replica}: no kernel running"}
+"""Labels of those that a step has of each replica, too."""
+
+
+def replica_values(step: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a step's values of a metric by replica id; none if it has too many replicas."""
+    values: Mapping[str, Any] = (step.get("replicas") or {}).get(name, {})
+    return values
 
 
 def part_seconds(step: Mapping[str, Any], whole: Breakdown) -> list[float]:
@@ -92,8 +99,10 @@ def share_rows(steps: Steps) -> list[tuple[str, float]]:
     """Return label and mean, weighted by the steps' seconds, of each share; then those of single replicas."""
     rows = [("weight synchronisation: share of a step", _weight_sync_share(steps))]
     rows += [(label, _mean_share(steps, name)) for name, label in SHARES.items()]
-    names = sorted({name for step in steps for name in step if name.startswith(PER_REPLICA)})
-    rows += [(_replica_label(name), _mean_share(steps, name)) for name in names]
+    for name, label in PER_REPLICA.items():
+        for replica in sorted({one for step in steps for one in replica_values(step, name)}):
+            of_replica = [{**step, name: replica_values(step, name).get(replica)} for step in steps]
+            rows.append((label.format(replica=replica), _mean_share(of_replica, name)))
     return [(label, share) for label, share in rows if share is not None]
 
 
@@ -136,8 +145,3 @@ def _mean_share(steps: Steps, name: str) -> float | None:
     shares = [(step[name], step.get("step_seconds") or 0.0) for step in steps if step.get(name) is not None]
     total = sum(seconds for _, seconds in shares)
     return sum(share * seconds for share, seconds in shares) / total if total else None
-
-
-def _replica_label(name: str) -> str:
-    what, _, replica = name.partition("_idle_share_")
-    return f"{replica}: idle" if what == "engine" else f"GPUs of {replica}: no kernel running"

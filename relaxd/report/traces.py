@@ -39,7 +39,7 @@ class GroupTrace:
     """The trace of a group."""
 
     root: TracedSpan
-    """The span "publish"."""
+    """The span that created the group."""
     spans: list[TracedSpan] = field(default_factory=list)
     """All its spans, by start."""
     linked: list[TracedSpan] = field(default_factory=list)
@@ -48,12 +48,12 @@ class GroupTrace:
 
 def read_group_trace(run_folder: Path, group_id: str) -> GroupTrace | None:
     """Read the trace of a group; None if it was not traced. Reads every file twice, but parses only matching lines."""
-    published = (
+    created = (
         span
         for span in _spans_with(run_folder, group_id)
-        if span.name == "publish" and span.attributes.get(GROUP) == group_id
+        if not span.parent_id and span.attributes.get(GROUP) == group_id
     )
-    root = max(published, key=lambda span: span.start, default=None)  # a repeated publish has a trace of its own
+    root = max(created, key=lambda span: span.start, default=None)  # a repeated publish has a trace of its own
     if root is None:
         return None
     found = list(_spans_with(run_folder, root.trace_id))

@@ -19,6 +19,13 @@ _REWARDS = {
     "codecontests": "code",
     "codeforces": "code",
     "taco": "code",
+    "searchR1_nq": "search_r1",
+    "searchR1_triviaqa": "search_r1",
+    "searchR1_popqa": "search_r1",
+    "searchR1_hotpotqa": "search_r1",
+    "searchR1_2wikimultihopqa": "search_r1",
+    "searchR1_musique": "search_r1",
+    "searchR1_bamboogle": "search_r1",
 }
 
 

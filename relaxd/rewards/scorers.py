@@ -59,15 +59,26 @@ class Sum:
         outputs = [outcome for outcome in outcomes if isinstance(outcome, RewardOutput)]
         if len(outputs) < len(outcomes):
             return next(outcome for outcome in outcomes if isinstance(outcome, BaseException))
-        values = {term.shown: _clip(term, output) for (term, _), output in zip(self._terms, outputs, strict=True)}
+        terms = [term for term, _ in self._terms]
         parts: dict[str, float] = {}
-        total = 0.0
-        for (term, _), output in zip(self._terms, outputs, strict=True):
-            if not term.only_if or values[term.only_if] > 0:
-                total += term.weight * values[term.shown]
-            parts |= {term.shown: values[term.shown]}
-            parts |= {f"{term.shown}_{name}": value for name, value in output.parts.items()}
-        return RewardOutput(total, parts)
+        for term, output in zip(terms, outputs, strict=True):
+            parts |= parts_of_term(term, output)
+        return RewardOutput(total(terms, parts), parts)
+
+
+def parts_of_term(term: RewardTerm, output: RewardOutput) -> dict[str, float]:
+    """Return the parts of a sum that a term adds: its value, clipped, by its label, and its parts as label_part."""
+    value = output.reward
+    if term.minimum is not None:
+        value = max(value, term.minimum)
+    if term.maximum is not None:
+        value = min(value, term.maximum)
+    return {term.shown: value, **{f"{term.shown}_{name}": part for name, part in output.parts.items()}}
+
+
+def total(terms: Sequence[RewardTerm], values: Mapping[str, float]) -> float:
+    """Return the weighted sum of the terms' values by label, of those whose `only_if` holds."""
+    return sum(term.weight * values[term.shown] for term in terms if not term.only_if or values[term.only_if] > 0)
 
 
 class Choice:
@@ -76,7 +87,9 @@ class Choice:
     def __init__(self, config: RewardConfig, otherwise: Scorer | None) -> None:
         """Load the rewards of reward.choices. Raises UnknownRewardError and BadRewardError."""
         self._key = config.choose_by
-        self._scorers: dict[str, Scorer] = {value: Single(name) for value, name in config.choices.items()}
+        self._scorers: dict[str, Scorer] = {
+            value: Single(one.name, one.settings, one.key) for value, one in config.choices.items()
+        }
         self._otherwise = otherwise
         scorers = [*self._scorers.values(), *([otherwise] if otherwise else [])]
         self.takes_group = any(scorer.takes_group for scorer in scorers)
@@ -124,13 +137,6 @@ def scorer_of(config: RewardConfig) -> Scorer:
 
 def check_names(config: RewardConfig) -> None:
     """Check the names of all rewards of a run, without importing anything. Raises UnknownRewardError."""
-    for name in [config.name, *(term.name for term in config.terms), *config.choices.values()]:
+    for name in [config.name, *(term.name for term in config.terms), *(one.name for one in config.choices.values())]:
         if name:
             check_name(name)
-
-
-def _clip(term: RewardTerm, output: RewardOutput) -> float:
-    value = output.reward
-    if term.minimum is not None:
-        value = max(value, term.minimum)
-    return value if term.maximum is None else min(value, term.maximum)

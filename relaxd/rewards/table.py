@@ -19,6 +19,7 @@ from relaxd.rewards.hub.overlong import overlong
 from relaxd.rewards.hub.random import random
 from relaxd.rewards.hub.reasoning_gym import reasoning_gym
 from relaxd.rewards.hub.regex import regex
+from relaxd.rewards.hub.search_r1 import search_r1
 from relaxd.rewards.judge.pairs import judge_pairs
 from relaxd.rewards.judge.single import judge
 from relaxd.rewards.mathematics.dapo import dapo
@@ -26,15 +27,16 @@ from relaxd.rewards.mathematics.deepscaler import deepscaler
 from relaxd.rewards.mathematics.geo3k import geo3k
 from relaxd.rewards.mathematics.math import math
 from relaxd.rewards.mathematics.openr1mm import openr1mm
+from relaxd.rewards.tools.reward import VerlToolsReward
 
-REWARDS: Mapping[str, Reward | type[Code]] = {
+REWARDS: Mapping[str, Reward | type[Code] | type[VerlToolsReward]] = {
     reward.__name__: reward
     for reward in (
         addition, dapo, deepscaler, dummy, exact_match, f1, geo3k, gpqa, gsm8k, ifbench, ifeval, json_schema, judge,
         judge_pairs,
-        math, multiple_choice, openr1mm, overlong, random, reasoning_gym, regex,
+        math, multiple_choice, openr1mm, overlong, random, reasoning_gym, regex, search_r1,
     )
-} | {"code": Code}  # fmt: skip
+} | {"code": Code, "verl_tools": VerlToolsReward}  # fmt: skip
 """The bundled rewards by name: functions, and classes that are made with their settings."""
 PACKAGES = {
     "deepscaler": ("sympy", "relaxd[reward]"),
@@ -45,11 +47,14 @@ PACKAGES = {
     "math": ("sympy", "relaxd[reward]"),
     "openr1mm": ("math_verify", "relaxd[reward]"),
     "reasoning_gym": ("reasoning_gym", "relaxd[reasoning]"),
+    "verl_tools": ("yaml", "relaxd[reward]"),
 }
 """Packages that bundled rewards import on first use, and their requirements."""
 BOXED = "boxed_"
 """Prefix of a bundled reward's name: it scores what is in the reply's last box instead of the reply."""
-NEVER_BOXED = frozenset({"code", "dapo", "deepscaler", "geo3k", "gsm8k", "judge_pairs", "math", "overlong"})
+NEVER_BOXED = frozenset(
+    {"code", "dapo", "deepscaler", "geo3k", "gsm8k", "judge_pairs", "math", "overlong", "verl_tools"}
+)
 """Rewards that look for a mark of their own, which a box doesn't hold, or that don't read the reply."""
 
 

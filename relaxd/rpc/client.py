@@ -1,17 +1,24 @@
-"""Clients: channels that add a default deadline, the token, the trace context and retries to every call."""
+"""Clients: channels that add a default deadline, the token, the trace context and retries to every call.
 
+A call within a recorded span has a span of its own, whose context travels with it.
+"""
+
+import asyncio
 import json
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 from opentelemetry import trace
+from opentelemetry.trace import Span
 
 from relaxd.rpc.credentials import read_token
 from relaxd.rpc.methods import may_repeat, methods
 from relaxd.rpc.terms import TERM_METADATA
 from relaxd.rpc.tls import TlsFiles, open_channel
 from relaxd.telemetry import inject
+from relaxd.telemetry.rpc import RpcMethod, end_client_span, open_client_span
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Maximum size of a message; larger columns go through the board."""
@@ -38,14 +45,14 @@ def channel(
         term: the term that every call carries, as those of a coordinator do; 0: none.
         max_message_bytes: largest message.
 
-    Calls without a timeout get a default deadline; the current span, if recorded, travels as `traceparent`.
+    Calls without a timeout get a default deadline.
 
     Raises ValueError for invalid TLS files, OSError or ValueError for an invalid token in the environment.
     """
     plain = open_channel(
         grpc.aio, address, channel_options(max_message_bytes), TlsFiles.from_environment() if tls is None else tls
     )
-    return AsyncChannel(plain, call_metadata(token, term))
+    return AsyncChannel(plain, call_metadata(token, term), address)
 
 
 def sync_channel(
@@ -101,40 +108,85 @@ def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[st
     ]
 
 
-def call_metadata(token: str | None, term: int = 0) -> Callable[[Any], list[tuple[str, Any]] | None]:
-    """Return a function that adds the token, the term and the current trace context to a call's metadata."""
+Metadata: TypeAlias = list[tuple[str, Any]] | None
+MakeMetadata: TypeAlias = Callable[..., Metadata]
+
+
+def call_metadata(token: str | None, term: int = 0) -> MakeMetadata:
+    """Return a function that adds the token, the term and a span's context to a call's metadata.
+
+    The span is the function's second argument; by default the current one, if it is recorded.
+    """
     token = token or read_token()
     fixed = [("authorization", f"Bearer {token}")] if token else []
     fixed += [(TERM_METADATA, str(term))] if term else []
 
-    def metadata(given: Any) -> list[tuple[str, Any]] | None:
+    def metadata(given: Any, span: Span | None = None) -> Metadata:
         # The usual case has no span, token, term or metadata, and builds nothing.
-        if trace.get_current_span().is_recording():
-            return [*(given or ()), *fixed, *inject().items()]
+        span = trace.get_current_span() if span is None else span
+        if span.is_recording():
+            return [*(given or ()), *fixed, *inject(span).items()]
         return [*(given or ()), *fixed] if given or fixed else None
 
     return metadata
 
 
-class _Call:
-    """A multi-callable that fills in what the caller left out."""
+class Caller:
+    """A multi-callable that fills in what its caller left out."""
 
-    def __init__(self, call: Any, deadline_seconds: float, metadata: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, call: Any, path: str, target: str, deadline_seconds: float | None, metadata: MakeMetadata
+    ) -> None:
+        """`path` is the method's, `target` the channel's; `deadline_seconds` is that of calls without a timeout."""
+        self._call, self._deadline_seconds, self._metadata = call, deadline_seconds, metadata
+        self._method = RpcMethod(path, target)
+
+    def __call__(self, request: Any, timeout: float | None = None, metadata: Any = None, **options: Any) -> Any:
+        """See grpc.aio's multi-callables."""
+        timeout = self._deadline_seconds if timeout is None else timeout
+        span = open_client_span(self._method)
+        call = self._call(request, timeout=timeout, metadata=self._metadata(metadata, span), **options)
+        if span is not None:
+            call.add_done_callback(lambda ended: self._end_soon(span, ended))
+        return call
+
+    def _end_soon(self, span: Span, call: Any) -> None:
+        """End the span once the response is on its way to the caller."""
+        asyncio.get_running_loop().call_soon(self._end, span, call, time.time_ns())
+
+    def _end(self, span: Span, call: Any, ended_at: int) -> None:
+        end_client_span(span, self._method, _status(call), ended_at)
+
+
+def _status(call: Any) -> str:
+    """Return the name of the status of a call that has ended."""
+    asking = call.code()
+    try:
+        asking.send(None)  # a coroutine that need not wait
+    except StopIteration as known:
+        return str(known.value.name)
+    asking.close()
+    return grpc.StatusCode.UNKNOWN.name
+
+
+class _SyncCaller:
+    """The same for threads, without spans: its users are tools, outside of any trace."""
+
+    def __init__(self, call: Any, deadline_seconds: float, metadata: MakeMetadata) -> None:
         self._call, self._deadline_seconds, self._metadata = call, deadline_seconds, metadata
 
     def __call__(self, request: Any, timeout: float | None = None, metadata: Any = None, **options: Any) -> Any:
-        timeout = self._deadline_seconds if timeout is None else timeout
-        return self._call(request, timeout=timeout, metadata=self._metadata(metadata), **options)
+        return self._make(self._call, request, timeout, metadata, options)
 
-
-class _SyncCall(_Call):
     def with_call(self, request: Any, timeout: float | None = None, metadata: Any = None, **options: Any) -> Any:
-        timeout = self._deadline_seconds if timeout is None else timeout
-        return self._call.with_call(request, timeout=timeout, metadata=self._metadata(metadata), **options)
+        return self._make(self._call.with_call, request, timeout, metadata, options)
 
     def future(self, request: Any, timeout: float | None = None, metadata: Any = None, **options: Any) -> Any:
+        return self._make(self._call.future, request, timeout, metadata, options)
+
+    def _make(self, call: Any, request: Any, timeout: float | None, metadata: Any, options: Any) -> Any:
         timeout = self._deadline_seconds if timeout is None else timeout
-        return self._call.future(request, timeout=timeout, metadata=self._metadata(metadata), **options)
+        return call(request, timeout=timeout, metadata=self._metadata(metadata), **options)
 
 
 # gRPC's own client interceptors would do, but cost every call a task and a call object of its own.
@@ -143,24 +195,37 @@ class _SyncCall(_Call):
 class AsyncChannel(grpc.aio.Channel):
     """A channel whose calls carry metadata and have a deadline."""
 
-    def __init__(self, plain: grpc.aio.Channel, metadata: Callable[[Any], Any]) -> None:
-        self._plain, self._metadata = plain, metadata
+    def __init__(
+        self,
+        plain: grpc.aio.Channel,
+        metadata: MakeMetadata,
+        target: str,
+        deadline_seconds: float | None = DEFAULT_DEADLINE_SECONDS,
+        stream_deadline_seconds: float | None = DEFAULT_STREAM_DEADLINE_SECONDS,
+    ) -> None:
+        """`target` is the server, in spans; the deadlines are those of calls without a timeout, None: no deadline."""
+        self._plain, self._metadata, self._target = plain, metadata, target
+        self._deadline_seconds, self._stream_deadline_seconds = deadline_seconds, stream_deadline_seconds
 
-    def unary_unary(self, *arguments: Any, **options: Any) -> Any:
+    def unary_unary(self, method: str, *arguments: Any, **options: Any) -> Any:
         """See grpc.aio.Channel."""
-        return _Call(self._plain.unary_unary(*arguments, **options), DEFAULT_DEADLINE_SECONDS, self._metadata)
+        plain = self._plain.unary_unary(method, *arguments, **options)
+        return Caller(plain, method, self._target, self._deadline_seconds, self._metadata)
 
-    def unary_stream(self, *arguments: Any, **options: Any) -> Any:
+    def unary_stream(self, method: str, *arguments: Any, **options: Any) -> Any:
         """See grpc.aio.Channel."""
-        return _Call(self._plain.unary_stream(*arguments, **options), DEFAULT_STREAM_DEADLINE_SECONDS, self._metadata)
+        plain = self._plain.unary_stream(method, *arguments, **options)
+        return Caller(plain, method, self._target, self._stream_deadline_seconds, self._metadata)
 
-    def stream_unary(self, *arguments: Any, **options: Any) -> Any:
+    def stream_unary(self, method: str, *arguments: Any, **options: Any) -> Any:
         """See grpc.aio.Channel."""
-        return _Call(self._plain.stream_unary(*arguments, **options), DEFAULT_STREAM_DEADLINE_SECONDS, self._metadata)
+        plain = self._plain.stream_unary(method, *arguments, **options)
+        return Caller(plain, method, self._target, self._stream_deadline_seconds, self._metadata)
 
-    def stream_stream(self, *arguments: Any, **options: Any) -> Any:
+    def stream_stream(self, method: str, *arguments: Any, **options: Any) -> Any:
         """See grpc.aio.Channel."""
-        return _Call(self._plain.stream_stream(*arguments, **options), DEFAULT_STREAM_DEADLINE_SECONDS, self._metadata)
+        plain = self._plain.stream_stream(method, *arguments, **options)
+        return Caller(plain, method, self._target, self._stream_deadline_seconds, self._metadata)
 
     async def __aenter__(self) -> "AsyncChannel":
         return self
@@ -186,24 +251,24 @@ class AsyncChannel(grpc.aio.Channel):
 
 
 class _SyncChannel(grpc.Channel):
-    def __init__(self, plain: grpc.Channel, metadata: Callable[[Any], Any]) -> None:
+    def __init__(self, plain: grpc.Channel, metadata: MakeMetadata) -> None:
         self._plain, self._metadata = plain, metadata
 
     def unary_unary(self, *arguments: Any, **options: Any) -> Any:
-        return _SyncCall(self._plain.unary_unary(*arguments, **options), DEFAULT_DEADLINE_SECONDS, self._metadata)
+        return _SyncCaller(self._plain.unary_unary(*arguments, **options), DEFAULT_DEADLINE_SECONDS, self._metadata)
 
     def unary_stream(self, *arguments: Any, **options: Any) -> Any:
-        return _SyncCall(
+        return _SyncCaller(
             self._plain.unary_stream(*arguments, **options), DEFAULT_STREAM_DEADLINE_SECONDS, self._metadata
         )
 
     def stream_unary(self, *arguments: Any, **options: Any) -> Any:
-        return _SyncCall(
+        return _SyncCaller(
             self._plain.stream_unary(*arguments, **options), DEFAULT_STREAM_DEADLINE_SECONDS, self._metadata
         )
 
     def stream_stream(self, *arguments: Any, **options: Any) -> Any:
-        return _SyncCall(
+        return _SyncCaller(
             self._plain.stream_stream(*arguments, **options), DEFAULT_STREAM_DEADLINE_SECONDS, self._metadata
         )
 

@@ -6,21 +6,18 @@ It is a single one because each interceptor adds tens of microseconds to a call.
 import asyncio
 import inspect
 import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, NoReturn
 
 import grpc
 from google.protobuf.message import DecodeError
-from opentelemetry import trace
-from opentelemetry.context import attach, detach
-from opentelemetry.trace import SpanKind, Status, StatusCode
 
 from relaxd import telemetry
 from relaxd.rpc.access.tokens import Tokens
 from relaxd.rpc.errors import DeadlineExceeded, InvalidArgument, RpcError, explain
 from relaxd.rpc.terms import TERM_METADATA, Fence, check_term
+from relaxd.telemetry.rpc import RpcMethod, ServedCall
 
 DEFAULT_DEADLINE_SECONDS = 120.0
 """Deadline of unary calls without one, such as from grpcurl."""
@@ -77,16 +74,17 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         streaming = handler.request_streaming or handler.response_streaming
         deadline = self._stream_deadline_seconds if streaming else self._deadline_seconds
         make = getattr(grpc, f"{kind}_rpc_method_handler")
+        of_method = RpcMethod(method)
 
         # gRPC maps errors of the deserializer to UNKNOWN, so single messages are parsed here.
         parse = handler.request_deserializer if not handler.request_streaming else None
 
         async def call(request: Any, context: Any) -> Any:
-            async with self._around(method, context, deadline):
+            async with self._around(method, of_method, context, deadline):
                 return await behavior(_parsed(parse, request), context)
 
         async def generate(request: Any, context: Any) -> AsyncIterator[Any]:
-            async with self._around(method, context, deadline):
+            async with self._around(method, of_method, context, deadline):
                 async for response in behavior(_parsed(parse, request), context):
                     yield response
 
@@ -106,7 +104,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         )
 
     @asynccontextmanager
-    async def _around(self, method: str, context: Any, deadline_seconds: float | None) -> AsyncIterator[None]:
+    async def _around(
+        self, method: str, of_method: RpcMethod, context: Any, deadline_seconds: float | None
+    ) -> AsyncIterator[None]:
         carrier: dict[str, str] = {}
         authorization = term = None
         for key, value in context.invocation_metadata() or ():
@@ -116,7 +116,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 term = value
             elif key in ("traceparent", "tracestate"):
                 carrier[key] = value
-        observed = _Observed(method, carrier) if telemetry.enabled() else None
+        observed = ServedCall(of_method, carrier) if telemetry.enabled() else None
         # gRPC itself cancels the handler at the caller's deadline.
         limit = asyncio.timeout(deadline_seconds if context.time_remaining() is None else None)
         try:
@@ -128,11 +128,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 yield
         except RpcError as error:
             if observed:
-                observed.code = error.code
+                observed.status = error.code.name
             await _abort(context, error)
         except grpc.aio.AbortError:
             if observed:
-                observed.code = grpc.StatusCode.UNKNOWN
+                observed.status = grpc.StatusCode.UNKNOWN.name
             raise
         except Exception as error:
             if isinstance(error, TimeoutError) and limit.expired():
@@ -141,14 +141,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 _log.exception("bug in the handler of %s", method)
                 answer = _Internal(f"internal error in {method}: {_short(error)}")
             if observed:
-                observed.code = answer.code
+                observed.status = answer.code.name
             await _abort(context, answer)
         except (asyncio.CancelledError, GeneratorExit) as cancelled:
             # gRPC cancels the handler when its caller is gone, and closes a stream's generator from another task.
             code = _cancelled_status(context)
             _log.info("%s was cancelled: %s", method, code.name)
             if observed:
-                observed.code = code
+                observed.status = code.name
                 observed.in_other_task = isinstance(cancelled, GeneratorExit)
             raise
         finally:
@@ -158,39 +158,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
 class _Internal(RpcError):
     code = grpc.StatusCode.INTERNAL
-
-
-class _Observed:
-    """Span (if the caller is traced) and duration of a call."""
-
-    def __init__(self, method: str, carrier: dict[str, str]) -> None:
-        self.code = grpc.StatusCode.OK
-        self.in_other_task = False
-        """True if the call ends in another task, and so in another context, than it started in."""
-        self._method = method
-        self._begun = time.perf_counter()
-        self._token = None
-        if carrier:
-            # Calls outside any trace (such as heartbeats) start none: they would bury the groups' traces.
-            parent = telemetry.extract(carrier)
-            self._span = telemetry.tracer().start_span(method.removeprefix("/"), parent, SpanKind.SERVER)
-            self._token = attach(trace.set_span_in_context(self._span))
-
-    def end(self) -> None:
-        """End the span and record the duration once the response is under way: neither is worth its caller's time."""
-        ended, ended_at = time.perf_counter(), time.time_ns()
-        # Scheduled before the span is detached, so that the recorded duration has it as its exemplar.
-        asyncio.get_running_loop().call_soon(self._finish, ended - self._begun, ended_at)
-        if self._token is not None and not self.in_other_task:
-            detach(self._token)
-
-    def _finish(self, seconds: float, ended_at: int) -> None:
-        status = self.code.name
-        telemetry.record("rpc.seconds", seconds, {"rpc.method": self._method, "rpc.grpc.status_code": status})
-        if self._token is not None:
-            if self.code is not grpc.StatusCode.OK:
-                self._span.set_status(Status(StatusCode.ERROR, status))
-            self._span.end(ended_at)
 
 
 def _parsed(parse: Callable[[bytes], Any] | None, request: Any) -> Any:

@@ -80,8 +80,8 @@ class ServiceSettings:
     max_message_bytes: int = 64 << 20
     """Maximum size of a message; larger columns go through the board."""
     engine_python: str = ""
-    """Rollout, judge: Python interpreter of the engine's process, with relaxd and the engine installed; empty: the
-    interpreter of this process."""
+    """Rollout, judge, teacher: Python interpreter of the engine's process, with relaxd and the engine installed; empty:
+    the interpreter of this process."""
     sglang_url: str = ""
     """Rollout: base URL of the SGLang server for runs with engine sglang_external."""
     sglang_key: str | None = field(default=None, repr=False)
@@ -352,7 +352,7 @@ def _flags(role: str) -> list[_Flag]:
         ),
         _Flag("max-message-bytes", _message_bytes, settings.max_message_bytes, "maximum size of a gRPC message"),
     ]
-    if role in ("rollout", "judge"):
+    if role in ("rollout", "judge", "teacher"):
         flags.append(_Flag("engine-python", _program, "", "Python interpreter of the engine; default: this one"))
     if role == "rollout":
         flags += [

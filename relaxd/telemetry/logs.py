@@ -1,4 +1,7 @@
-"""Logging: one line per record on standard error, as text or, with RELAXD_LOG_FORMAT=json, as JSON."""
+"""Logging: one line per record on standard error, as text or, with RELAXD_LOG_FORMAT=json, as JSON.
+
+Lines of traced work end with the ids of its trace and span. setup.py sends the records to a collector, too.
+"""
 
 import json
 import logging
@@ -17,13 +20,24 @@ class _Formatter(logging.Formatter):
     def _time(self, record: logging.LogRecord) -> str:
         return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
 
+    def _ids(self) -> dict[str, str]:
+        """Return the ids of the current trace and span; none outside of one."""
+        context = trace.get_current_span().get_span_context()
+        if not context.is_valid:
+            return {}
+        return {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
+
 
 class TextFormatter(_Formatter):
-    """`2026-01-01T12:00:00.000Z INFO reward-3f9a message`; a traceback follows on separate lines."""
+    """`2026-01-01T12:00:00.000Z INFO reward-3f9a message`, then `trace_id=... span_id=...` in a span.
+
+    A traceback follows on separate lines.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """Format a record as text."""
-        line = f"{self._time(record)} {record.levelname} {self.service} {record.getMessage()}"
+        ids = "".join(f" {name}={value}" for name, value in self._ids().items())
+        line = f"{self._time(record)} {record.levelname} {self.service} {record.getMessage()}{ids}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
@@ -38,10 +52,8 @@ class JsonFormatter(_Formatter):
             "service": self.service,
             "logger": record.name,
             "message": record.getMessage(),
+            **self._ids(),
         }
-        context = trace.get_current_span().get_span_context()
-        if context.is_valid:
-            entry |= {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
         return json.dumps(entry, ensure_ascii=False)

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace import Span
 from opentelemetry.util.types import AttributeValue
 
 from relaxd.telemetry.setup import enabled, meter
@@ -31,18 +34,28 @@ class Metric:
     """Attributes that distinguish series of the metric."""
     bounds: tuple[float, ...] | None = None
     """Upper bounds of a histogram's buckets."""
+    of_convention: bool = False
+    """Whether OpenTelemetry's semantic conventions define it, and so its name."""
 
     @property
     def exported_name(self) -> str:
         """Name in OpenTelemetry."""
+        if self.of_convention:
+            return self.name
         return f"relaxd.step.{self.name}" if self.kind == "step" else f"relaxd.{self.name}"
 
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_CALL_SECONDS = (
+    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(30.0, 60.0, 300.0),
+)
+"""The bounds of OpenTelemetry's conventions, and further ones below and above."""
 _REWARDS = (-1.0, -0.5, 0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _LENGTHS = tuple(float(2**power) for power in range(18))
 _STALENESS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0)
 _PER_RUN = ("relaxd.run_id",)
+_PER_REPLICA = ("relaxd.run_id", "relaxd.replica_id")
 _PER_STAGE = ("relaxd.run_id", "relaxd.stage")
 
 METRICS: dict[str, Metric] = {
@@ -316,7 +329,7 @@ METRICS: dict[str, Metric] = {
             "step",
             "s",
             "From then until the group's last sample ended, pauses for weights included; last attempts, mean of the "
-            "step's groups. The span `generate`.",
+            "step's groups. The span `process rollout`.",
         ),
         Metric("generate_seconds_max", "step", "s", "Longest of them."),
         Metric(
@@ -325,7 +338,7 @@ METRICS: dict[str, Metric] = {
             "s",
             "From the offer to the stage reward until its start; mean of the groups.",
         ),
-        Metric("score_seconds", "step", "s", "Scoring a group; mean of the step's groups. The span `score`."),
+        Metric("score_seconds", "step", "s", "Scoring a group; mean of the step's groups. The span `process reward`."),
         Metric(
             "queue_advantage_seconds",
             "step",
@@ -333,7 +346,10 @@ METRICS: dict[str, Metric] = {
             "From the offer to the stage advantage until its start; mean of the groups.",
         ),
         Metric(
-            "advantage_seconds", "step", "s", "Advantages of a group; mean of the step's groups. The span `advantage`."
+            "advantage_seconds",
+            "step",
+            "s",
+            "Advantages of a group; mean of the step's groups. The span `process advantage`.",
         ),
         Metric(
             "queue_train_seconds",
@@ -345,7 +361,7 @@ METRICS: dict[str, Metric] = {
             "in_step_seconds",
             "step",
             "s",
-            "From then until the step's end; mean of the step's groups. The span `train`.",
+            "From then until the step's end; mean of the step's groups. The span `process train`.",
         ),
         Metric(
             "sync_seconds",
@@ -373,14 +389,14 @@ METRICS: dict[str, Metric] = {
             "step",
             "1",
             "The rest of the time, in which an engine had no samples, slept or was starting; mean of the engines. "
-            "With 2 to 32 engines also `engine_idle_share_<replica>` of each.",
+            "With 2 to 32 engines `replicas` has that of each.",
         ),
         Metric(
             "gpu_idle_share",
             "step",
             "1",
             "1 - NVML's utilisation (share of time in which a kernel ran) since the last step, mean of the GPUs leased "
-            "by trainer and engines. With up to 32 such replicas also `gpu_idle_share_<replica>` of each.",
+            "by trainer and engines. With 2 to 32 such replicas `replicas` has that of each.",
         ),
         Metric("tokens_per_second", "step", "{token}/s", "tokens divided by step_seconds."),
         Metric(
@@ -466,6 +482,10 @@ METRICS: dict[str, Metric] = {
         Metric("eval_prompts", "step", "{prompt}", "Held-out prompts of an evaluation."),
         Metric("eval_unscored", "step", "{answer}", "Greedy answers that the reward couldn't score; they count as 0."),
         Metric("eval_step", "step", "1", "Step after which the newest evaluation started. Not in metrics.jsonl."),
+        Metric(
+            "replica.engine_idle_share", "gauge", "1", "engine_idle_share of each engine, at each step.", _PER_REPLICA
+        ),
+        Metric("replica.gpu_idle_share", "gauge", "1", "gpu_idle_share of each replica, at each step.", _PER_REPLICA),
         Metric("reward", "histogram", "1", "Reward of each trained sample.", _PER_RUN, _REWARDS),
         Metric(
             "response_length", "histogram", "{token}", "Response tokens of each trained sample.", _PER_RUN, _LENGTHS
@@ -550,25 +570,31 @@ METRICS: dict[str, Metric] = {
         ),
         Metric("replicas", "gauge", "{replica}", "Replicas whose lease is valid.", ("relaxd.role",)),
         Metric(
-            "rpc.seconds",
+            "rpc.server.call.duration",
             "histogram",
             "s",
             "Duration of a call in the server.",
-            ("rpc.method", "rpc.grpc.status_code"),
-            _SECONDS,
+            ("rpc.system.name", "rpc.method", "rpc.response.status_code", "error.type"),
+            _CALL_SECONDS,
+            of_convention=True,
         ),
     )
 }
 
 
-def record(name: str, value: float, attributes: Mapping[str, AttributeValue] | None = None) -> None:
+def record(
+    name: str, value: float, attributes: Mapping[str, AttributeValue] | None = None, span: Span | None = None
+) -> None:
     """Record a value of a metric: set a gauge, add to a counter or a histogram.
+
+    A histogram keeps a few values with their spans, its exemplars: `span`, or the current one.
 
     Raises KeyError for an unknown metric. Does nothing if nothing is exported.
     """
     metric = METRICS[name]
     if enabled():
-        _recorder(metric)(value, attributes)
+        context = None if span is None else trace.set_span_in_context(span, Context())
+        _recorder(metric)(value, attributes, context)
 
 
 def record_step(run_id: str, step: int, metrics: Mapping[str, float]) -> None:
@@ -603,6 +629,7 @@ def markdown() -> str:
         "In `metrics.jsonl`, in `Run.metrics` and `WatchRun`, and as OpenTelemetry gauges `relaxd.step.<name>` with",
         "the attribute `relaxd.run_id`. A reward's parts appear as `reward_<part>`; an algorithm may add its own.",
         "`sync_seconds`, `engine_...` and `gpu_...` are measured by the coordinator: they are not in `WatchRun`.",
+        "Shares of single replicas are in `metrics.jsonl` only, as `replicas`: `{METRIC: {REPLICA: share}}`.",
         "",
         "| name | unit | description |",
         "| --- | --- | --- |",
@@ -612,7 +639,8 @@ def markdown() -> str:
         "",
         "## Service metrics",
         "",
-        "Exported by OpenTelemetry when `OTEL_EXPORTER_OTLP_ENDPOINT` is set.",
+        "Exported by OpenTelemetry when `OTEL_EXPORTER_OTLP_ENDPOINT` is set. A histogram may have exemplars",
+        "([traces.md](traces.md#exemplars)).",
         "",
         "| name | kind | unit | attributes | description |",
         "| --- | --- | --- | --- | --- |",

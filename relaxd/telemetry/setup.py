@@ -2,15 +2,17 @@
 
 import logging
 import os
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from opentelemetry import metrics, trace
 from opentelemetry.metrics import Meter
-from opentelemetry.trace import Tracer
+from opentelemetry.trace import Link, SpanContext, SpanKind, Tracer
 from opentelemetry.trace import TracerProvider as AbstractTracerProvider
+from opentelemetry.util.types import AttributeValue
 
 from relaxd import __version__
 
@@ -18,11 +20,13 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
 
+    from relaxd.telemetry.log_export import LogExport
+    from relaxd.telemetry.quick_spans import QuickSpan
     from relaxd.telemetry.trace_files import TraceFiles
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 FLUSH_MILLISECONDS = 2000
-"""Limit of the final export at the end of a process, for traces and metrics each."""
+"""Limit of the final export at the end of a process, for traces, metrics and logs each."""
 EXPORT_SECONDS = 5.0
 """Limit of one export, so that a collector that is down does not delay the end of the process."""
 
@@ -32,42 +36,62 @@ FILE_DELAY_MILLISECONDS = 1000
 _log = logging.getLogger(__name__)
 _enabled = False
 _process = ("process", "process")
-"""Role and replica id."""
+"""Role and instance: the replica id, with the part's name in a child process."""
 _files: "TraceFiles | None" = None
+_logs: "LogExport | None" = None
+_open_quick: "Callable[..., QuickSpan] | None" = None
+"""Opens a span for the provider's processors, once there is a provider."""
 
 
-def setup(role: str, replica_id: str) -> bool:
-    """Export traces and metrics by OTLP over gRPC if OTEL_EXPORTER_OTLP_ENDPOINT is set.
+def setup(role: str, replica_id: str, part: str = "") -> bool:
+    """Export traces, metrics and logs by OTLP over gRPC if OTEL_EXPORTER_OTLP_ENDPOINT is set.
 
-    The resource is service.name = "relaxd-<role>" and service.instance.id = replica_id. The standard OTEL_* variables
-    (OTEL_BSP_SCHEDULE_DELAY, OTEL_METRIC_EXPORT_INTERVAL, OTEL_RESOURCE_ATTRIBUTES ...) apply. An endpoint that can't
-    be reached is logged once. Call it once per process; further calls do nothing.
+    The resource is service.name = "relaxd-<role>" and service.instance.id = replica_id, followed by "/" and `part` in a
+    child process. The standard OTEL_* variables (OTEL_BSP_SCHEDULE_DELAY, OTEL_METRIC_EXPORT_INTERVAL,
+    OTEL_RESOURCE_ATTRIBUTES ...) apply; OTEL_TRACES_EXPORTER, OTEL_METRICS_EXPORTER or OTEL_LOGS_EXPORTER = "none"
+    leaves one of the three out. An endpoint that can't be reached is logged once. Call it once per process, after
+    setup_logging; further calls do nothing.
 
     Returns True if anything is exported.
     """
-    global _enabled, _process
-    _process = role, replica_id
+    global _enabled, _process, _logs
+    _process = role, f"{replica_id}/{part}" if part else replica_id
     endpoint = os.environ.get(ENDPOINT, "").strip()
     if _enabled or not endpoint or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return _enabled
+    exported = [what for what in ("traces", "metrics", "logs") if _is_wanted(what)]
+    if not exported:
+        return False
     # Imported only if needed: the exporters take a third of a second to import.
     from opentelemetry.exporter.otlp.proto.grpc import exporter
-    from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
-    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.metrics import MeterProvider
-    from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     exporter.logger.addFilter(_SaidOnce())
     # Without a scheme the exporter would require TLS; in relaxd a bare host:port means plaintext.
     insecure = True if urlsplit(endpoint).scheme not in ("http", "https") else None
-    spans = BatchSpanProcessor(OTLPSpanExporter(insecure=insecure, timeout=EXPORT_SECONDS))
-    _span_provider().add_span_processor(spans)
-    reader = PeriodicExportingMetricReader(OTLPMetricExporter(insecure=insecure, timeout=EXPORT_SECONDS))
-    metrics.set_meter_provider(MeterProvider(resource=_resource(), metric_readers=[reader]))
+    if "traces" in exported:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        spans = BatchSpanProcessor(OTLPSpanExporter(insecure=insecure, timeout=EXPORT_SECONDS))
+        _span_provider().add_span_processor(spans)
+    if "metrics" in exported:
+        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+        from opentelemetry.sdk.metrics import MeterProvider
+        from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+
+        reader = PeriodicExportingMetricReader(OTLPMetricExporter(insecure=insecure, timeout=EXPORT_SECONDS))
+        metrics.set_meter_provider(MeterProvider(resource=_resource(), metric_readers=[reader]))
+    if "logs" in exported:
+        from relaxd.telemetry.log_export import LogExport
+
+        _logs = LogExport(_resource(), insecure, EXPORT_SECONDS)
     _enabled = True
-    _log.info("exporting traces and metrics of relaxd-%s to %s", role, endpoint)
+    _log.info("exporting %s of relaxd-%s to %s", ", ".join(exported), role, endpoint)
     return True
+
+
+def _is_wanted(what: str) -> bool:
+    return os.environ.get(f"OTEL_{what.upper()}_EXPORTER", "").strip().lower() != "none"
 
 
 def write_traces(run_folder: Path | None) -> None:
@@ -122,12 +146,18 @@ def _resource() -> "Resource":
 
 def _span_provider() -> "TracerProvider":
     """Return this process's provider of recorded spans; make it the first time."""
-    from opentelemetry.sdk.trace import TracerProvider
+    global _open_quick
+    from opentelemetry.sdk.trace import SynchronousMultiSpanProcessor, TracerProvider
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+    from relaxd.telemetry.quick_spans import QuickSpan
 
     provider = trace.get_tracer_provider()
     if not isinstance(provider, TracerProvider):
-        provider = TracerProvider(resource=_resource())
+        processor, scope = SynchronousMultiSpanProcessor(), InstrumentationScope("relaxd", __version__)
+        provider = TracerProvider(resource=_resource(), active_span_processor=processor)
         trace.set_tracer_provider(provider)
+        _open_quick = partial(QuickSpan, processor=processor, scope=scope, resource=provider.resource)
     return provider
 
 
@@ -147,6 +177,24 @@ def _tracer_of(provider: AbstractTracerProvider) -> Tracer:
     return provider.get_tracer("relaxd", __version__)
 
 
+def open_quick_span(
+    name: str,
+    parent: SpanContext | None,
+    kind: SpanKind,
+    attributes: Mapping[str, AttributeValue],
+    links: Sequence[Link] = (),
+    start_time: int | None = None,
+) -> "QuickSpan | None":
+    """Open a span, which the caller ends; None if it isn't recorded, as nothing is or its parent isn't.
+
+    `attributes` belong to the caller, who must not change them: many spans can share them. `start_time` is in
+    nanoseconds of Unix time; by default now. Without a parent the span is in a new trace.
+    """
+    if _open_quick is None or not enabled() or (parent is not None and not parent.trace_flags.sampled):
+        return None
+    return _open_quick(name, parent, kind, attributes, links, start_time)
+
+
 def meter() -> Meter:
     """Return the meter of this process. Prefer `record`, which uses the table of metrics."""
     return metrics.get_meter("relaxd", __version__)
@@ -164,6 +212,8 @@ def flush() -> None:
         spans.force_flush(FLUSH_MILLISECONDS)
     if isinstance(numbers, MeterProvider):
         numbers.force_flush(FLUSH_MILLISECONDS)
+    if _logs is not None:
+        _logs.flush(FLUSH_MILLISECONDS)
 
 
 def shutdown() -> None:
@@ -183,3 +233,5 @@ def shutdown() -> None:
         spans.shutdown()
     if isinstance(numbers, MeterProvider):
         numbers.shutdown(FLUSH_MILLISECONDS)
+    if _logs is not None:
+        _logs.close()

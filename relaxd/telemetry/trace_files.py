@@ -26,8 +26,8 @@ class TraceFiles(SpanExporter):
     """Appends the spans of this process to a file of its own in a run's folder; drops them while there is no run."""
 
     def __init__(self, process: str) -> None:
-        """`process`: the beginning of the file's name, such as a replica id."""
-        self._name = f"{process}-{os.getpid()}.jsonl"
+        """`process`: the beginning of the file's name, such as a replica id, or "ID/PART" of a child process."""
+        self._name = f"{process.replace('/', '-')}-{os.getpid()}.jsonl"
         self._path: Path | None = None
         self._dropped = 0
         """Spans since the last one that was written."""

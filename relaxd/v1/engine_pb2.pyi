@@ -30,6 +30,7 @@ class LoadRequest(_message.Message):
     CONFIG_JSON_FIELD_NUMBER: _builtins.int
     COLOCATE_FIELD_NUMBER: _builtins.int
     FROZEN_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     folder: _builtins.str
     """The model's folder."""
     config_json: _builtins.str
@@ -38,6 +39,8 @@ class LoadRequest(_message.Message):
     """Whether the engine has to sleep and wake up."""
     frozen: _builtins.bool
     """Whether the model generates as it was loaded, as version 0 of term 0: nobody will update it."""
+    logprobs: _builtins.bool
+    """Whether the model only computes log-probs of given tokens, under the table's temperature, and generates nothing."""
     def __init__(
         self,
         *,
@@ -45,10 +48,11 @@ class LoadRequest(_message.Message):
         config_json: _builtins.str = ...,
         colocate: _builtins.bool = ...,
         frozen: _builtins.bool = ...,
+        logprobs: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["colocate", b"colocate", "config_json", b"config_json", "folder", b"folder", "frozen", b"frozen"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["colocate", b"colocate", "config_json", b"config_json", "folder", b"folder", "frozen", b"frozen", "logprobs", b"logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -315,6 +319,66 @@ class ExchangeResponse(_message.Message):
 Global___ExchangeResponse: _TypeAlias = ExchangeResponse  # noqa: Y015
 
 @_typing.final
+class ComputeLogprobsRequest(_message.Message):
+    """Asks for log-probs of the tokens of a sequence. Arrays are little-endian and contiguous."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    TOP_K_FIELD_NUMBER: _builtins.int
+    tokens: _builtins.bytes
+    """The sequence's token ids: int32."""
+    start: _builtins.int
+    """Place of the first token whose log-prob is asked for; at least 1, because nothing predicts the token at 0."""
+    top_k: _builtins.int
+    """How many of the likeliest tokens to return in each of these places; 0: none."""
+    def __init__(
+        self,
+        *,
+        tokens: _builtins.bytes = ...,
+        start: _builtins.int = ...,
+        top_k: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["start", b"start", "tokens", b"tokens", "top_k", b"top_k"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ComputeLogprobsRequest: _TypeAlias = ComputeLogprobsRequest  # noqa: Y015
+
+@_typing.final
+class ComputeLogprobsResponse(_message.Message):
+    """Log-probs of the n tokens from `start` on, given those before them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    LIKELIEST_FIELD_NUMBER: _builtins.int
+    LIKELIEST_LOGPROBS_FIELD_NUMBER: _builtins.int
+    logprobs: _builtins.bytes
+    """float32 [n]."""
+    likeliest: _builtins.bytes
+    """Ids of the likeliest tokens in each place, the likeliest first: int32 [n, top_k]."""
+    likeliest_logprobs: _builtins.bytes
+    """Their log-probs: float32 [n, top_k]."""
+    def __init__(
+        self,
+        *,
+        logprobs: _builtins.bytes = ...,
+        likeliest: _builtins.bytes = ...,
+        likeliest_logprobs: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["likeliest", b"likeliest", "likeliest_logprobs", b"likeliest_logprobs", "logprobs", b"logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ComputeLogprobsResponse: _TypeAlias = ComputeLogprobsResponse  # noqa: Y015
+
+@_typing.final
 class GetEngineStatsRequest(_message.Message):
     """Asks for statistics."""
 
@@ -342,6 +406,7 @@ class GetEngineStatsResponse(_message.Message):
     TOKENS_GENERATED_FIELD_NUMBER: _builtins.int
     QUARANTINED_FIELD_NUMBER: _builtins.int
     RSS_BYTES_FIELD_NUMBER: _builtins.int
+    TOKENS_PREFILLED_FIELD_NUMBER: _builtins.int
     running_samples: _builtins.int
     """Samples that generate."""
     waiting_samples: _builtins.int
@@ -352,6 +417,8 @@ class GetEngineStatsResponse(_message.Message):
     """Whether a failed update left the model between two versions."""
     rss_bytes: _builtins.int
     """Resident memory of the engine's processes."""
+    tokens_prefilled: _builtins.int
+    """Tokens of prompts and given sequences that the model read since the start, without those found in a cache (SGLang)."""
     def __init__(
         self,
         *,
@@ -360,10 +427,11 @@ class GetEngineStatsResponse(_message.Message):
         tokens_generated: _builtins.int = ...,
         quarantined: _builtins.bool = ...,
         rss_bytes: _builtins.int = ...,
+        tokens_prefilled: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["quarantined", b"quarantined", "rss_bytes", b"rss_bytes", "running_samples", b"running_samples", "tokens_generated", b"tokens_generated", "waiting_samples", b"waiting_samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["quarantined", b"quarantined", "rss_bytes", b"rss_bytes", "running_samples", b"running_samples", "tokens_generated", b"tokens_generated", "tokens_prefilled", b"tokens_prefilled", "waiting_samples", b"waiting_samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -579,6 +647,7 @@ class GetSchedulerStatsResponse(_message.Message):
     WAITING_SAMPLES_FIELD_NUMBER: _builtins.int
     TOKENS_GENERATED_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    TOKENS_PREFILLED_FIELD_NUMBER: _builtins.int
     running_samples: _builtins.int
     """Samples that generate."""
     waiting_samples: _builtins.int
@@ -587,6 +656,8 @@ class GetSchedulerStatsResponse(_message.Message):
     """Tokens generated since the start."""
     memory_bytes: _builtins.int
     """Bytes in use: on the GPU by all processes; on a CPU by this process."""
+    tokens_prefilled: _builtins.int
+    """As GetEngineStatsResponse.tokens_prefilled."""
     def __init__(
         self,
         *,
@@ -594,10 +665,11 @@ class GetSchedulerStatsResponse(_message.Message):
         waiting_samples: _builtins.int = ...,
         tokens_generated: _builtins.int = ...,
         memory_bytes: _builtins.int = ...,
+        tokens_prefilled: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory_bytes", b"memory_bytes", "running_samples", b"running_samples", "tokens_generated", b"tokens_generated", "waiting_samples", b"waiting_samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory_bytes", b"memory_bytes", "running_samples", b"running_samples", "tokens_generated", b"tokens_generated", "tokens_prefilled", b"tokens_prefilled", "waiting_samples", b"waiting_samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -46,6 +46,11 @@ class EngineStub:
                 request_serializer=relaxd_dot_v1_dot_engine__pb2.ExchangeRequest.SerializeToString,
                 response_deserializer=relaxd_dot_v1_dot_engine__pb2.ExchangeResponse.FromString,
                 _registered_method=True)
+        self.ComputeLogprobs = channel.unary_unary(
+                '/relaxd.v1.Engine/ComputeLogprobs',
+                request_serializer=relaxd_dot_v1_dot_engine__pb2.ComputeLogprobsRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_engine__pb2.ComputeLogprobsResponse.FromString,
+                _registered_method=True)
         self.GetEngineStats = channel.unary_unary(
                 '/relaxd.v1.Engine/GetEngineStats',
                 request_serializer=relaxd_dot_v1_dot_engine__pb2.GetEngineStatsRequest.SerializeToString,
@@ -72,6 +77,13 @@ class EngineServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ComputeLogprobs(self, request, context):
+        """ComputeLogprobs returns log-probs of given tokens, of a model that was loaded for that.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetEngineStats(self, request, context):
         """GetEngineStats returns what the engine does.
         """
@@ -91,6 +103,11 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.Exchange,
                     request_deserializer=relaxd_dot_v1_dot_engine__pb2.ExchangeRequest.FromString,
                     response_serializer=relaxd_dot_v1_dot_engine__pb2.ExchangeResponse.SerializeToString,
+            ),
+            'ComputeLogprobs': grpc.unary_unary_rpc_method_handler(
+                    servicer.ComputeLogprobs,
+                    request_deserializer=relaxd_dot_v1_dot_engine__pb2.ComputeLogprobsRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_engine__pb2.ComputeLogprobsResponse.SerializeToString,
             ),
             'GetEngineStats': grpc.unary_unary_rpc_method_handler(
                     servicer.GetEngineStats,
@@ -154,6 +171,33 @@ class Engine:
             '/relaxd.v1.Engine/Exchange',
             relaxd_dot_v1_dot_engine__pb2.ExchangeRequest.SerializeToString,
             relaxd_dot_v1_dot_engine__pb2.ExchangeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ComputeLogprobs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/relaxd.v1.Engine/ComputeLogprobs',
+            relaxd_dot_v1_dot_engine__pb2.ComputeLogprobsRequest.SerializeToString,
+            relaxd_dot_v1_dot_engine__pb2.ComputeLogprobsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -62,6 +62,8 @@ class _DropReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DropReason
     """A part of its columns is gone from Redis. Its prompt is tried again."""
     DROP_REASON_NO_VALUES: _DropReason.ValueType  # 19
     """The critic service gives one of its trained tokens no finite value."""
+    DROP_REASON_ALGORITHM_FAILED: _DropReason.ValueType  # 20
+    """The algorithm raises on it, or returns what no advantages, weights or returns can be."""
 
 class DropReason(_DropReason, metaclass=_DropReasonEnumTypeWrapper):
     """Why a group was dropped."""
@@ -106,4 +108,6 @@ DROP_REASON_PAYLOAD_LOST: DropReason.ValueType  # 18
 """A part of its columns is gone from Redis. Its prompt is tried again."""
 DROP_REASON_NO_VALUES: DropReason.ValueType  # 19
 """The critic service gives one of its trained tokens no finite value."""
+DROP_REASON_ALGORITHM_FAILED: DropReason.ValueType  # 20
+"""The algorithm raises on it, or returns what no advantages, weights or returns can be."""
 Global___DropReason: _TypeAlias = DropReason  # noqa: Y015

@@ -33,12 +33,17 @@ class ScoreRequest(_message.Message):
     RESPONSES_FIELD_NUMBER: _builtins.int
     FINISH_REASONS_FIELD_NUMBER: _builtins.int
     RESPONSE_TOKENS_FIELD_NUMBER: _builtins.int
+    EVALUATION_SET_FIELD_NUMBER: _builtins.int
     reward: _builtins.str
     """Name of the reward, such as "addition", or "package.module:function", without settings. Empty means the reward of
     the service's run, with its settings.
     """
     metadata_json: _builtins.str
     """The data set's other fields of this prompt, as a JSON object; empty means {}."""
+    evaluation_set: _builtins.str
+    """Name of one of the evaluation sets of the service's run: score with that set's own reward and its settings. With it,
+    reward is empty.
+    """
     @_builtins.property
     def prompt(self) -> _containers.RepeatedCompositeFieldContainer[_content_pb2.Message]:
         """The prompt's messages."""
@@ -69,10 +74,11 @@ class ScoreRequest(_message.Message):
         responses: _abc.Iterable[_content_pb2.Conversation] | None = ...,
         finish_reasons: _abc.Iterable[_sample_pb2.FinishReason.ValueType] | None = ...,
         response_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        evaluation_set: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "finish_reasons", b"finish_reasons", "metadata_json", b"metadata_json", "prompt", b"prompt", "response_tokens", b"response_tokens", "responses", b"responses", "reward", b"reward"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "evaluation_set", b"evaluation_set", "finish_reasons", b"finish_reasons", "metadata_json", b"metadata_json", "prompt", b"prompt", "response_tokens", b"response_tokens", "responses", b"responses", "reward", b"reward"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -31,7 +31,9 @@ class LoadRewardRequest(_message.Message):
     reward: _builtins.str
     """Its name; empty for the run's reward."""
     config_json: _builtins.str
-    """The run's section [reward] as a JSON object, if its reward is meant."""
+    """Its settings as a JSON object that has the keys of the section [reward]; empty if the name is that of a reward
+    without settings.
+    """
     def __init__(
         self,
         *,

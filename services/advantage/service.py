@@ -4,8 +4,9 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from relaxd.algorithms import Filtered, sample_lengths
-from relaxd.algorithms.trial import check_advantages, create_tried
+from relaxd.algorithms import AlgorithmError, Filtered, sample_lengths
+from relaxd.algorithms.results import advantages_of
+from relaxd.algorithms.trial import create_tried
 from relaxd.board import COLUMNS, Column, Delivery, Drop, DropReason
 from relaxd.board.worker import Process, Result
 from relaxd.config import RunConfig
@@ -61,7 +62,10 @@ class AdvantageService(StageReplica):
                         return Drop(DropReason.FILTERED, filtered=True)
                 except FilterError as error:
                     return Drop(DropReason.FILTER_FAILED, detail=str(error))
-            result = check_advantages(algorithm.advantages(rewards, lengths, columns), int(lengths.sum()))
+            try:
+                result = advantages_of(algorithm, rewards, lengths, columns)
+            except AlgorithmError as error:
+                return Drop(DropReason.ALGORITHM_FAILED, detail=str(error))
             if isinstance(result, Filtered):
                 return Drop(result.reason, filtered=True)
             return {"advantages": result.values}

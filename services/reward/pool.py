@@ -1,7 +1,7 @@
 """A pool of worker processes that score samples. A worker that is late or crashes is replaced."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from relaxd.config import RewardConfig
@@ -102,15 +102,23 @@ class _Worker:
 class WorkerPool:
     """Scores samples on a fixed number of processes, in the order of the calls. Lives in one event loop."""
 
-    def __init__(self, workers: int, config: RewardConfig | None = None, ask: Ask = no_judge) -> None:
+    def __init__(
+        self,
+        workers: int,
+        config: RewardConfig | None = None,
+        ask: Ask = no_judge,
+        others: Mapping[str, RewardConfig] | None = None,
+    ) -> None:
         """Make a pool of `workers` processes, which start when they are first needed.
 
         `config` is the run's reward. Workers get its variables of this process's environment besides those that every
-        worker gets. `ask` asks the judge for them. Raises MissingVariableError.
+        worker gets. `ask` asks the judge for them. `others` are further rewards with settings, by the names that `load`
+        and `score` get for them. Raises MissingVariableError.
         """
         self._ask = ask
         self._environment = worker_environment(config.environment if config else ())
-        self._config_json = config.model_dump_json() if config else ""
+        configs = {**({"": config} if config else {}), **(others or {})}
+        self._configs = {name: one.model_dump_json() for name, one in configs.items()}
         self._forms: dict[str, LoadRewardResponse] = {}
         """What the workers said of the rewards that they have loaded."""
         self._workers = [_Worker() for _ in range(workers)]
@@ -152,7 +160,7 @@ class WorkerPool:
         """Score samples of one prompt. Returns the outcomes in order.
 
         Args:
-            reward: a name for `relaxd.rewards.resolve`, or "" for the run's reward.
+            reward: a name for `relaxd.rewards.resolve`, "" for the run's reward, or the name of one of `others`.
             samples: samples to score.
             timeout_seconds: deadline of each sample, or of all if the reward scores groups, not counting the wait for a
                 worker or loading the reward. A worker that takes longer is killed, with every process that it started.
@@ -213,7 +221,7 @@ class WorkerPool:
             self._raise_if_closed()
             stub = await self._ready(worker)
             if reward not in worker.loaded:
-                request = LoadRewardRequest(reward=reward, config_json=self._config_json)
+                request = LoadRewardRequest(reward=reward, config_json=self._configs.get(reward, ""))
                 loading = await stub.LoadReward(request, timeout=LOAD_SECONDS)
                 if loading.error:
                     answered = True

@@ -11,7 +11,7 @@ from relaxd.v1 import content_pb2, reward_pb2, reward_pb2_grpc
 from relaxd.v1.sample_pb2 import FinishReason
 from services.reward.pool import Failure, PoolClosedError
 from services.reward.samples import samples_of_request
-from services.reward.service import RUNS_REWARD, RewardService
+from services.reward.service import RUNS_REWARD, RewardService, reward_of_set
 
 MAX_NESTING = 100
 """Most levels of a prompt's metadata: workers get it as JSON, whose reader and writer recurse."""
@@ -33,12 +33,13 @@ class RewardServicer(reward_pb2_grpc.RewardServicer):
 
     async def Score(self, request: reward_pb2.ScoreRequest, context: Any) -> reward_pb2.ScoreResponse:
         """See the proto."""
-        samples = parse_score_request(request, bool(self._service.reward_of_run))
+        samples = parse_score_request(request, bool(self._service.reward_of_run), self._service.sets)
         self._check_allowed(request.reward)
+        reward = reward_of_set(request.evaluation_set) if request.evaluation_set else request.reward
         try:
-            if not is_bundled(request.reward) and (failure := await self._service.load(request.reward)):
+            if not is_bundled(reward) and (failure := await self._service.load(reward)):
                 raise InvalidArgument(f"reward: {failure.reason}", [("reward", failure.reason)])
-            outcomes = await self._service.score(request.reward, samples)
+            outcomes = await self._service.score(reward, samples)
         except PoolClosedError as error:
             raise Unavailable("the service is changing to another run, or ending: try again") from error
         return reward_pb2.ScoreResponse(scores=map(_score, outcomes))
@@ -50,7 +51,7 @@ class RewardServicer(reward_pb2_grpc.RewardServicer):
 
     def _check_allowed(self, name: str) -> None:
         """Raise PermissionDenied unless callers may name this reward: loading one by name runs its code."""
-        of_run = {RUNS_REWARD, self._service.reward_of_run, *self._service.rewards_of_sets}
+        of_run = {RUNS_REWARD, self._service.reward_of_run}
         if is_bundled(name) or name in of_run or name in self._allowed:
             return
         raise PermissionDenied(
@@ -60,10 +61,13 @@ class RewardServicer(reward_pb2_grpc.RewardServicer):
         )
 
 
-def parse_score_request(request: reward_pb2.ScoreRequest, has_run: bool) -> list[RewardInput]:
+def parse_score_request(
+    request: reward_pb2.ScoreRequest, has_run: bool, sets: Collection[str] = ()
+) -> list[RewardInput]:
     """Return the samples of a request. Raises InvalidArgument naming every wrong field.
 
-    `has_run` says whether the service has a run, whose reward an empty name means.
+    `has_run` says whether the service has a run, whose reward an empty name means; `sets` are the evaluation sets of
+    that run that have a reward of their own.
     """
     violations = Violations()
     try:
@@ -73,6 +77,11 @@ def parse_score_request(request: reward_pb2.ScoreRequest, has_run: bool) -> list
             violations.add("reward", "is empty, which means the run's reward: this service has no run, so name one")
     except UnknownRewardError as error:
         violations.add("reward", str(error))
+    if name := request.evaluation_set:
+        violations.check(not request.reward, "evaluation_set", "is given with a reward: give one of them")
+        known_sets = ", ".join(sorted(sets)) or "none"
+        must = f"it must be a set of the run with a reward of its own; there are {known_sets}"
+        violations.check(name in sets, "evaluation_set", f"is {name!r}: {must}")
     count = len(request.responses)
     violations.check(0 < count <= MAX_RESPONSES, "responses", f"has {count} entries: give 1 to {MAX_RESPONSES}")
     reasons = len(request.finish_reasons)

@@ -13,6 +13,7 @@ from relaxd import telemetry
 from relaxd.board import OFF_POLICY_TOKENS, Column, Delivery, Drop, DropReason
 from relaxd.board.worker import Process, Result
 from relaxd.config import RewardConfig, RunConfig
+from relaxd.evaluation.sets import sets_of
 from relaxd.replica.context import ReplicaContext
 from relaxd.replica.service import ServiceStatus
 from relaxd.replica.stage_replica import StageReplica
@@ -32,9 +33,8 @@ from services.reward.pool import Failure, WorkerPool
 from services.reward.questions import no_judge
 from services.reward.remote.errors import MismatchError
 from services.reward.remote.scorer import RemoteScorer
+from services.reward.remote.terms import RUNS_REWARD, RemoteTerms, of_workers
 
-RUNS_REWARD = ""
-"""Name by which the pool knows the run's reward, with its settings."""
 RETRY_PAUSE = Backoff(first_seconds=0.5, max_seconds=30.0)
 """Pauses before failed samples are scored again (reward.on_failure = "retry")."""
 LOG = "RELAXD_LOG"
@@ -61,16 +61,16 @@ class RewardService(StageReplica):
         """Deadline of a sample."""
         self.reward_of_run = ""
         """Name of the run's reward; empty without a run."""
-        self._remote: RemoteScorer | None = None
-        """The run's reward, if it is a service at reward.address."""
+        self._remotes: dict[str, RemoteScorer | RemoteTerms] = {}
+        """The run's reward, and those of its evaluation sets, that are services at an address or have such a term."""
         self._judge: JudgeClient | None = None
         """The run's judge, if it has one."""
         self._run_id = ""
         self._cache = ScoreCache(0)
         self._last_frames = ""
         """The place of the traceback that was logged last: it isn't logged for each of the groups that fail there."""
-        self.rewards_of_sets: frozenset[str] = frozenset()
-        """Names of the rewards of the run's evaluation sets that have one of their own."""
+        self.sets: frozenset[str] = frozenset()
+        """Names of the run's evaluation sets that have a reward of their own."""
 
     async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
         """See ReplicaService."""
@@ -81,8 +81,11 @@ class RewardService(StageReplica):
         """See StageReplica. Loads the run's reward, so that a wrong name fails the start instead of every group."""
         check_names(config.reward)
         self.reward_of_run = config.reward.shown
-        self.rewards_of_sets = frozenset(one.reward for one in config.eval.sets if one.reward)
-        pool = WorkerPool(config.reward.workers, config.reward, self._ask_judge)
+        of_sets = {one.name: one.reward for one in sets_of(config) if one.reward is not None}
+        self.sets = frozenset(of_sets)
+        rewards = {RUNS_REWARD: config.reward} | {reward_of_set(name): reward for name, reward in of_sets.items()}
+        own = {name: part for name, reward in rewards.items() if (part := of_workers(reward)) is not None}
+        pool = WorkerPool(config.reward.workers, config.reward, self._ask_judge, own)
         self.pool.close()
         self.pool = pool
         self.timeout_seconds = config.reward.timeout_seconds
@@ -90,15 +93,9 @@ class RewardService(StageReplica):
         await self._close_clients()
         if config.roles.judge.is_there:
             await self._start_judge(config)
-        if config.reward.address:
-            self._remote = RemoteScorer(config.reward)
-            try:
-                await self._remote.start()
-            except MismatchError as error:
-                raise UnknownRewardError(str(error)) from error
-        elif failure := await self.pool.load(RUNS_REWARD):
-            raise UnknownRewardError(failure.reason)
-        elif config.reward.cache_samples and self.pool.takes_group(RUNS_REWARD):
+        for name, reward in rewards.items():
+            await self._prepare(name, reward)
+        if config.reward.cache_samples and self.pool.takes_group(RUNS_REWARD):
             raise UnknownRewardError(
                 f"reward.cache_samples is {config.reward.cache_samples}, but {config.reward.shown} scores groups: a "
                 "sample's score may depend on the others, so it must be 0"
@@ -109,22 +106,38 @@ class RewardService(StageReplica):
             return asyncio.run_coroutine_threadsafe(self._score_group(config, delivery, columns), loop)
 
         # Two more groups than workers: while one group's last samples run, another's keep every worker busy.
-        return process, (config.reward.max_in_flight if config.reward.address else config.reward.workers) + 2
+        return process, (config.reward.max_in_flight if config.reward.calls_services else config.reward.workers) + 2
+
+    async def _prepare(self, name: str, config: RewardConfig) -> None:
+        """Load a reward, or connect to its service. Raises UnknownRewardError."""
+        of = "" if name == RUNS_REWARD else f"{name}: "
+        if of_workers(config) is not None and (failure := await self.pool.load(name)):
+            raise UnknownRewardError(of + failure.reason)
+        if not config.calls_services:
+            return
+        remote = self._remotes[name] = RemoteScorer(config) if config.address else RemoteTerms(config, self.pool)
+        try:
+            await remote.start()
+        except MismatchError as error:
+            raise UnknownRewardError(f"{of}{error}") from error
 
     async def load(self, reward: str) -> Failure | None:
         """Load a reward by its name, or the run's. Returns None if it can be used, else the failure."""
-        return None if reward == RUNS_REWARD and self._remote is not None else await self.pool.load(reward)
+        return None if reward in self._remotes else await self.pool.load(reward)
 
     async def score(self, reward: str, samples: Sequence[RewardInput]) -> list[RewardOutput | Failure]:
-        """Score samples of one prompt with a reward by its name, or with the run's. Raises PoolClosedError."""
-        if reward != RUNS_REWARD:
-            return await self.pool.score(reward, samples, self.timeout_seconds)
-        return await self._cache.score(samples, self._score_with_runs)
+        """Score samples of one prompt with a reward by its name, the run's, or `reward_of_set`.
 
-    async def _score_with_runs(self, samples: Sequence[RewardInput]) -> list[RewardOutput | Failure]:
-        if self._remote is not None:
-            return await self._remote.score(samples)
-        return await self.pool.score(RUNS_REWARD, samples, self.timeout_seconds)
+        Raises PoolClosedError.
+        """
+        if reward != RUNS_REWARD:
+            return await self._score_with(reward, samples)
+        return await self._cache.score(samples, lambda unknown: self._score_with(RUNS_REWARD, unknown))
+
+    async def _score_with(self, reward: str, samples: Sequence[RewardInput]) -> list[RewardOutput | Failure]:
+        if reward in self._remotes:
+            return await self._remotes[reward].score(samples)
+        return await self.pool.score(reward, samples, self.timeout_seconds)
 
     async def _start_judge(self, config: RunConfig) -> None:
         """Make the client of the run's judge. Raises UnknownRewardError: it can't be asked."""
@@ -145,21 +158,23 @@ class RewardService(StageReplica):
         return await (no_judge(question) if self._judge is None else self._judge.ask(question))
 
     async def _close_clients(self) -> None:
-        remote, self._remote = self._remote, None
-        judge, self._judge = self._judge, None
-        for client in (remote, judge):
-            if client is not None:
-                await client.close()
+        clients, self._remotes, self._judge = self._clients, {}, None
+        for client in clients:
+            await client.close()
+
+    @property
+    def _clients(self) -> list[RemoteScorer | RemoteTerms | JudgeClient]:
+        return [*self._remotes.values(), *([] if self._judge is None else [self._judge])]
 
     def pieces(self) -> int:
         """See StageReplica. Counts samples, replies of the judge, and probes of a service that doesn't answer."""
-        return self.pool.scored + sum(client.pieces for client in (self._remote, self._judge) if client is not None)
+        return self.pool.scored + sum(client.pieces for client in self._clients)
 
     def status(self) -> ServiceStatus:
         """See ReplicaService. Names a sample that takes long."""
         status = super().status()
-        for client in (self._remote, self._judge):
-            if client is not None and (detail := client.detail):
+        for client in self._clients:
+            if detail := client.detail:
                 return replace(status, detail=detail)
         if (slow := self.pool.slowest()) is not None:
             return replace(status, detail=f"{self.reward_of_run} has been scoring {slow}")
@@ -169,14 +184,13 @@ class RewardService(StageReplica):
         """See ReplicaService. Loads the reward again, because people repair it while the run is paused."""
         self.pool.reload()
         self._cache.clear()
-        for client in (self._remote, self._judge):
-            if client is not None:
-                client.forgive()
+        for client in self._clients:
+            client.forgive()
         await super().resume_run()
 
     async def stop_run(self) -> None:
         """See ReplicaService."""
-        self.reward_of_run, self.rewards_of_sets = "", frozenset()
+        self.reward_of_run, self.sets = "", frozenset()
         await super().stop_run()
         await self._close_clients()
 
@@ -228,6 +242,11 @@ class RewardService(StageReplica):
             for number, outcome in zip(failed, again, strict=True):
                 outcomes[number] = outcome
         return outcomes
+
+
+def reward_of_set(name: str) -> str:
+    """Return the name by which the service knows the reward of an evaluation set that has one of its own."""
+    return f"the evaluation set {name}"  # no name of a reward: those have a colon, or are bundled
 
 
 def _count(config: RewardConfig, outcome: str, samples: int) -> None:

@@ -26,7 +26,7 @@ from services.reward.pool import Failure, WorkerPool
 from services.reward.questions import no_judge
 from services.reward.remote.errors import MismatchError, UnreachableError
 from services.reward.remote.scorer import RemoteScorer
-from services.reward.service import RUNS_REWARD
+from services.reward.remote.terms import RUNS_REWARD, RemoteTerms, of_workers
 
 NOT_YET = (
     "the reward asks the judge, whose replicas are there only in a run; a server at roles.judge.address would be asked"
@@ -52,22 +52,32 @@ async def try_reward(
         except (UnreachableError, MismatchError) as error:
             raise JudgeError(f"the judge at {judge.address} can't be asked: {error}") from error
 
+    own = of_workers(config)
+    terms: RemoteTerms | None = None
     try:
-        pool = WorkerPool(workers, config, ask)
+        pool = WorkerPool(workers, own or config, ask)
+        terms = RemoteTerms(config, pool) if config.calls_services else None
     except MissingVariableError as error:
         return {"error": str(error)}
     try:
-        if failure := await pool.load(RUNS_REWARD):
+        if own is not None and (failure := await pool.load(RUNS_REWARD)):
             return {"error": failure.reason}
+        if terms is not None:
+            await terms.check()
 
         async def score(samples: Sequence[RewardInput]) -> Scored:
             return await pool.score(RUNS_REWARD, samples, config.timeout_seconds)
 
-        return {"outcomes": await _try_all(score, samples, workers)}
+        return {"outcomes": await _try_all(score if terms is None else terms.score, samples, workers)}
+    except UnreachableError as error:
+        return {"error": f"a reward service of reward.terms can't be reached: {error}"}
+    except MismatchError as error:
+        return {"error": str(error)}
     finally:
         pool.close()
-        if judges is not None:
-            await judges.close()
+        for client in (judges, terms):
+            if client is not None:
+                await client.close()
 
 
 async def _try_remote(config: RewardConfig, samples: Sequence[RewardInput], workers: int) -> dict[str, Any]:

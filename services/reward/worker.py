@@ -64,10 +64,10 @@ class Rewards(reward_worker_pb2_grpc.RewardWorkerServicer):
 
     def _load(self, request: pb.LoadRewardRequest) -> pb.LoadRewardResponse:
         try:
-            if request.reward:
-                scorer: Scorer = Single(request.reward)
-            else:
+            if request.config_json:
                 scorer = scorer_of(RewardConfig.model_validate_json(request.config_json))
+            else:
+                scorer = Single(request.reward)
         except BaseException as error:  # SystemExit as well: a module that calls sys.exit() has only failed
             reason, traceback = _explain(error)
             return pb.LoadRewardResponse(error=reason, traceback=traceback)

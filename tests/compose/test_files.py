@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from relaxd.local.compose import STOP_MARGIN_SECONDS
 from relaxd.roles import ROLES
@@ -22,12 +23,13 @@ SERVICES = {role.module.split(".")[1] for role in ROLES.values()}
 LAYERS = (
     "compose.yaml",
     "compose.yaml:compose.gpu.yaml",
+    "compose.yaml:compose.gpu.yaml:compose.teacher.yaml",
     "compose.yaml:compose.data.yaml",
     "compose.yaml:compose.observability.yaml",
     "compose.yaml:compose.scaling.yaml",
     "compose.yaml:compose.tls.yaml",
     "compose.yaml:compose.scaling.yaml:compose.tls.yaml:compose.scaling.tls.yaml",
-    "compose.yaml:compose.gpu.yaml:compose.observability.yaml:compose.scaling.yaml",
+    "compose.yaml:compose.gpu.yaml:compose.observability.yaml:compose.scaling.yaml:compose.scaling.observability.yaml",
 )
 
 
@@ -142,6 +144,23 @@ def test_redis_has_time_to_read_its_file() -> None:
         assert seconds(healthcheck["start_period"]) == 120
 
 
+def test_every_service_exports_to_the_collector() -> None:
+    files = ("compose.observability.yaml", "compose.scaling.observability.yaml")
+    environments = {
+        name: service["environment"]
+        for file in files
+        for name, service in yaml.safe_load((COMPOSE / file).read_text())["services"].items()
+        if "OTEL_EXPORTER_OTLP_ENDPOINT" in service.get("environment", {})
+    }
+    assert environments.keys() == {*ROLES, "coordinator", "launcher"}
+    assert {one["OTEL_EXPORTER_OTLP_ENDPOINT"] for one in environments.values()} == {"http://otel-collector:4317"}
+    collector = yaml.safe_load((COMPOSE / "config" / "otel" / "collector.yaml").read_text())
+    assert collector["service"]["pipelines"].keys() == {"traces", "metrics", "logs"}
+    for pipeline in collector["service"]["pipelines"].values():
+        assert {*pipeline["exporters"]} <= collector["exporters"].keys()
+    assert collector["exporters"]["prometheus"]["enable_open_metrics"], "no exemplars otherwise"
+
+
 def test_redis_is_full_before_its_container_is() -> None:
     redis = compose_config("compose.yaml")["services"]["redis"]
     limit = int(redis["deploy"]["resources"]["limits"]["memory"])
@@ -202,11 +221,12 @@ def test_dashboards_name_metrics_and_attributes_that_there_are(file: Path) -> No
     labels = {"run", "service_name", "service_instance_id", "le"}
     for metric in METRICS.values():
         name = metric.exported_name.replace(".", "_")
-        exported |= {f"{name}_bucket", f"{name}_sum", f"{name}_count"} if metric.kind == "histogram" else {name}
+        suffixes = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("_total",)}.get(metric.kind, ("",))
+        exported |= {f"{name}{suffix}" for suffix in suffixes}
         labels |= {attribute.replace(".", "_") for attribute in metric.attributes}
     used: set[str] = set()
     for text in expressions(json.loads(file.read_text())):
-        used |= set(re.findall(r"\brelaxd_\w+", text))
+        used |= set(re.findall(r"\b(?:relaxd|rpc)_\w+", text))
         for group in re.findall(r"by \(([^)]*)\)", text):
             assert {label.strip() for label in group.split(",")} <= labels | {"relaxd_run_id"}, text
     assert used - labels <= exported | {"relaxd_run_id"}
@@ -247,3 +267,12 @@ def test_every_role_has_a_compose_service_that_runs_its_module() -> None:
         image = ["python", "-m", f"services.{service['image'].partition('/')[2].partition(':')[0]}"]
         assert (service.get("entrypoint") or image)[-1] == role.module
         assert service.get("profiles", []) == ([] if role.replicas else [role.name])
+
+
+def test_a_teacher_with_an_engine_has_the_image_of_the_rollout_service() -> None:
+    services = compose_config("compose.yaml:compose.gpu.yaml:compose.teacher.yaml")["services"]
+    assert services["teacher"]["entrypoint"][-1] == ROLES["teacher"].modules["sglang"]
+    rollout, teacher = services["rollout"], services["teacher"]
+    assert teacher["image"] == rollout["image"]
+    assert teacher["build"]["dockerfile"] == rollout["build"]["dockerfile"]
+    assert rollout["build"]["args"].items() <= teacher["build"]["args"].items()

@@ -175,7 +175,7 @@ def assert_traced(receiver: OtlpReceiver) -> None:
     for service in ("rollout", "reward"):
         instances = {span.instance for span in spans if span.service == f"relaxd-{service}"}
         assert len(instances) >= 4, instances  # three, one of which died and came back as another
-    stages = {"publish", "generate", "score", "advantage", "train"}
-    trained = {span.trace_id for span in spans if span.name == "train"}
+    stages = {"create rollout", *(f"process {stage}" for stage in ("rollout", "reward", "advantage", "train"))}
+    trained = {span.trace_id for span in spans if span.name == "process train"}
     whole = [trace for trace in trained if {span.name for span in spans if span.trace_id == trace} >= stages]
     assert whole

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,16 +22,17 @@ from relaxd.run_folder import read_lines
 from relaxd.telemetry import METRICS
 from tests.e2e.conftest import open_workplace
 from tests.e2e.test_run import check_books, read_summary
-from tests.kit.otlp import ReceivedPoint, ReceivedSpan, otlp_receiver
+from tests.kit.otlp import ReceivedLog, ReceivedPoint, ReceivedSpan, otlp_receiver
 
 SERVICE_OF = {
-    "publish": "relaxd-coordinator",
-    "generate": "relaxd-rollout",
-    "score": "relaxd-reward",
-    "advantage": "relaxd-advantage",
-    "train": "relaxd-trainer",
+    "create rollout": "relaxd-coordinator",
+    "process rollout": "relaxd-rollout",
+    "process reward": "relaxd-reward",
+    "process advantage": "relaxd-advantage",
+    "process train": "relaxd-trainer",
 }
-STAGE_OF = {"generate": "rollout", "score": "reward", "advantage": "advantage", "train": "train"}
+WORK_OF = {"rollout": "generate", "reward": "score", "advantage": "advantage", "train": "in_step"}
+"""Names of the stages' work in metrics."""
 
 
 def seconds(span: ReceivedSpan) -> float:
@@ -39,12 +41,12 @@ def seconds(span: ReceivedSpan) -> float:
 
 def check_times(trained: list[dict[str, ReceivedSpan]], waits: list[ReceivedSpan], line: dict[str, Any]) -> None:
     """The metrics of a step are what the spans of its groups say: they are the same instants."""
-    groups = [trace for trace in trained if trace["train"].attributes["relaxd.step"] == line["step"]]
+    groups = [trace for trace in trained if trace["process train"].attributes["relaxd.step"] == line["step"]]
     assert len(groups) == line["groups"] == 2
     same = {"abs": 2e-6}  # instants are kept to the microsecond
-    for name, stage in STAGE_OF.items():
-        work = "in_step_seconds" if name == "train" else f"{name}_seconds"
-        assert line[work] == pytest.approx(mean(seconds(trace[name]) for trace in groups), **same)
+    for stage, work in WORK_OF.items():
+        name = f"process {stage}"
+        assert line[f"{work}_seconds"] == pytest.approx(mean(seconds(trace[name]) for trace in groups), **same)
         waited = [
             seconds(wait)
             for wait in waits
@@ -53,12 +55,12 @@ def check_times(trained: list[dict[str, ReceivedSpan]], waits: list[ReceivedSpan
         assert line[f"queue_{stage}_seconds"] == pytest.approx(mean(waited), **same)
         told = [trace[name].attributes["relaxd.wait_seconds"] for trace in groups]
         assert sorted(told) == pytest.approx(sorted(waited), **same)
-    assert line["generate_seconds_max"] == pytest.approx(max(seconds(trace["generate"]) for trace in groups), **same)
+    longest = max(seconds(trace["process rollout"]) for trace in groups)
+    assert line["generate_seconds_max"] == pytest.approx(longest, **same)
     # A group's way is made of these parts, and of commits between them; published is told by Redis's clock.
-    way = sum(line[f"queue_{stage}_seconds"] for stage in STAGE_OF.values())
-    way += line["generate_seconds"] + line["score_seconds"] + line["advantage_seconds"] + line["in_step_seconds"]
+    way = sum(line[f"queue_{stage}_seconds"] + line[f"{work}_seconds"] for stage, work in WORK_OF.items())
     assert way - 0.01 <= line["group_seconds"]
-    publish_to_end = mean((trace["train"].end - trace["publish"].start) / 1e9 for trace in groups)
+    publish_to_end = mean((trace["process train"].end - trace["create rollout"].start) / 1e9 for trace in groups)
     assert line["group_seconds"] <= publish_to_end + 0.01
     assert publish_to_end - line["group_seconds"] < 1.0
 
@@ -85,6 +87,7 @@ class FinishedRun:
     output: str
     spans: list[ReceivedSpan]
     points: list[ReceivedPoint]
+    logs: list[ReceivedLog]
 
     def lines(self) -> list[dict[str, Any]]:
         """The metrics of the steps, the evaluation before the first included."""
@@ -98,7 +101,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iter
         code, output = place.relaxd(*words, timeout=200, **receiver.environment())
         assert code == 0, output
         assert not StateFolder(place.folder / ".relaxd").is_up()
-        yield FinishedRun(place.folder / "runs" / "tiny", output, receiver.spans(), receiver.points())
+        yield FinishedRun(place.folder / "runs" / "tiny", output, receiver.spans(), receiver.points(), receiver.logs())
 
 
 @pytest.mark.timeout(240)
@@ -134,6 +137,28 @@ def test_one_command_trains_and_leaves_everything(finished: FinishedRun, tiny_mo
 
 
 @pytest.mark.timeout(240)
+def test_the_page_of_traces_has_every_span_and_attribute(finished: FinishedRun) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "traces.md").read_text()
+    names = {span.name for span in finished.spans if not span.name.startswith("relaxd.v1.")}
+    operations = {name.partition(" ")[0] for name in names if " " in name}
+    assert {"create", "publish", "receive", "process", "commit", "commit_step"} <= operations
+    documented = {re.sub(f" ({'|'.join(WORK_OF)})$", " STAGE", name) for name in names - {"commit_step train"}}
+    attributes = {attribute for span in finished.spans for attribute in span.attributes}
+    assert [name for name in sorted(documented | attributes) if f"`{name}`" not in page] == []
+
+
+@pytest.mark.timeout(240)
+def test_every_process_logs_to_the_collector(finished: FinishedRun) -> None:
+    processes = {log.instance for log in finished.logs}
+    assert processes >= {"coordinator", "rollout", "rollout/engine", "reward", "advantage", "trainer", "trainer/rank0"}
+    steps = {(span.trace_id, span.span_id) for span in finished.spans if span.name == "step"}
+    told = [log for log in finished.logs if log.body.startswith("step 2: reward")]
+    assert [(log.trace_id, log.span_id) in steps for log in told] == [True]
+    written = (finished.folder / "logs" / "trainer.log").read_text()
+    assert f"trace_id={told[0].trace_id} span_id={told[0].span_id}" in written
+
+
+@pytest.mark.timeout(240)
 def test_samples_checkpoint_and_traces_are_in_the_folder(finished: FinishedRun, tmp_path: Path) -> None:
     samples = list(read_lines(finished.folder / "samples.jsonl"))
     assert [sample["step"] for sample in samples] == [1] * 8 + [2] * 8 + [3] * 8
@@ -141,9 +166,11 @@ def test_samples_checkpoint_and_traces_are_in_the_folder(finished: FinishedRun, 
     words = ("trace", samples[-1]["group_id"], "--folder", str(finished.folder), "--state", str(tmp_path))
     shown = CliRunner().invoke(app, words, env={"COLUMNS": "160"})
     assert shown.exit_code == 0, shown.exception
-    spans = [line.split()[:2] for line in shown.stdout.splitlines()[2:]]
-    expected = ["publish", "coordinator"], ["generate", "rollout"], ["score", "reward"], ["train", "trainer"]
-    assert all(span in spans for span in (*expected, ["advantage", "advantage"], ["step", "trainer"]))
+    spans = [" ".join(line.split()[:3]) for line in shown.stdout.splitlines()[2:]]
+    processed = (f"process {role} {role}" for role in ("rollout", "reward", "advantage"))
+    for span in ("create rollout coordinator", *processed, "process train trainer/rank0"):
+        assert span in spans
+    assert spans[-1].startswith("step trainer/rank0 ")
     received = {span.span_id for span in finished.spans if span.name in SERVICE_OF}
     written = {span.span_id for span in all_spans(finished.folder) if span.name in SERVICE_OF}
     assert written == received
@@ -160,19 +187,19 @@ def test_a_group_is_one_trace_from_prompt_to_step(finished: FinishedRun) -> None
         if span.name in SERVICE_OF:
             assert span.service == SERVICE_OF[span.name]
             traces[span.trace_id][span.name] = span
-    trained = [trace for trace in traces.values() if "train" in trace]
+    trained = [trace for trace in traces.values() if "process train" in trace]
     assert len(trained) == 6  # 3 steps of 2 groups
     steps = {(span.trace_id, span.span_id): span for span in spans if span.name == "step"}
     for trace in trained:
         assert trace.keys() == SERVICE_OF.keys()
-        root = trace["publish"]
+        root = trace["create rollout"]
         assert root.parent_id == ""
-        assert all(span.parent_id == root.span_id for name, span in trace.items() if name != "publish")
+        assert all(span.parent_id == root.span_id for name, span in trace.items() if span is not root)
         order = [trace[name].start for name in SERVICE_OF]
         assert order == sorted(order)
         assert {span.attributes["relaxd.group_id"] for span in trace.values()} == {root.attributes["relaxd.group_id"]}
-        assert len(trace["train"].links) == 1
-        assert trace["train"].links[0] in steps
+        assert len(trace["process train"].links) == 1
+        assert trace["process train"].links[0] in steps
     assert {step.service for step in steps.values()} == {"relaxd-trainer"}
     lines = finished.lines()[1:]
     assert len(lines) == 3
@@ -184,6 +211,20 @@ def test_a_group_is_one_trace_from_prompt_to_step(finished: FinishedRun) -> None
     # are right is seen in longer runs: a quick machine does these three steps between two heartbeats.)
     assert exported["relaxd.step.generate_seconds"] == lines[-1]["generate_seconds"]
     assert exported["relaxd.step.engine_idle_share"] == lines[-1]["engine_idle_share"]
+    for stage, settled in (
+        ("rollout", "commit"),
+        ("reward", "commit"),
+        ("advantage", "commit"),
+        ("train", "commit_step"),
+    ):
+        links = {link[0] for span in spans if span.name == f"receive {stage}" for link in span.links}
+        assert links >= {trace["create rollout"].trace_id for trace in trained}
+        links = {link[0] for span in spans if span.name == f"{settled} {stage}" for link in span.links}
+        assert links >= {trace["create rollout"].trace_id for trace in trained}
+    published = [span for span in spans if span.name == "publish rollout"]
+    assert sum(span.attributes["messaging.batch.message_count"] for span in published) >= 6
+    instances = {(span.service, span.instance) for span in spans}
+    assert {("relaxd-rollout", "rollout/engine"), ("relaxd-trainer", "trainer/rank0")} <= instances
     syncs = [seconds(span) for span in spans if span.name == "sync_weights"]
     assert len(syncs) >= 4
     assert sum(line["sync_seconds"] for line in lines) <= sum(syncs) + 1.0

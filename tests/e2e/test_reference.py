@@ -9,6 +9,7 @@ import pytest
 
 from relaxd.client.coordinator import CoordinatorClient
 from relaxd.local.state import StateFolder
+from relaxd.roles import ADVANTAGE
 from tests.e2e.conftest import Workplace
 from tests.e2e.test_run import check_books, read_summary
 from tests.kit.waiting import wait_until
@@ -23,6 +24,42 @@ SETTINGS = (
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_divergence_in_the_reward_counts_the_same_wherever_the_reference_is(workplace: Workplace) -> None:
+    """The reference takes over weights, so that the trainer computes the advantages, and no advantage service does."""
+    code, output = workplace.relaxd("up", "--port", "0", "--reference", "1")
+    assert code == 0, output
+    in_reward = ("--algorithm.kl_coef", "0", "--algorithm.kl_reward_coef", "0.05")
+    words = ("run", "tiny.toml", *SETTINGS, *in_reward)
+    code, output = workplace.relaxd(*words, "--run-id", "inside", timeout=180)
+    assert code == 0, output
+    run = workplace.start(*words, "--roles.reference.placement", "service", "--run-id", "apart")
+    state = StateFolder(workplace.folder / ".relaxd")
+    with CoordinatorClient(state.read().coordinator) as coordinator:
+
+        def said() -> list[str]:
+            return [one.status.detail for one in coordinator.replicas() if one.registration.role == ADVANTAGE]
+
+        wait_until(lambda: said() == ["this run needs no advantage service"], "an advantage replica that is idle", 120)
+    rest, _ = run.communicate(timeout=240)
+    assert run.returncode == 0, rest
+
+    runs = workplace.folder / "runs"
+    inside, apart = metrics(runs / "inside"), metrics(runs / "apart")
+    assert [step["step"] for step in apart] == [step["step"] for step in inside] == list(range(1, STEPS + 1))
+    assert inside[-1]["kl"] > 1e-3
+    for one, other in zip(inside, apart, strict=True):
+        for name in ("loss", "kl", "grad_norm", "reward_mean"):
+            assert other[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), (one["step"], name)
+    assert not {name for step in apart for name in step if "advantage_seconds" in name}
+    for name in ("inside", "apart"):
+        check_books(read_summary(runs / name), STEPS)
+        code, output = workplace.relaxd("replay", name, "--step", str(STEPS))
+        assert code == 0, output
+        assert output.count("the same") >= 3, output
 
 
 @pytest.mark.slow

@@ -13,18 +13,38 @@ from transformers import AutoModelForCausalLM
 from tests.e2e.conftest import Workplace
 from tests.e2e.test_run import check_books, read_summary
 from tests.kit.models import make_tiny_model
+from tests.sglang.environment import CPU_ENVIRONMENT, CPU_OPTIONS, EnvironmentUnavailable, sglang_python
 
 STEPS = 5
+SGLANG = """
+[algorithm]
+name = "opd"
+
+[roles.teacher]
+model = "{teacher}"
+engine = "sglang"
+threads = 1
+memory_fraction = 0.3
+
+[roles.teacher.sglang]
+{options}
+"""
+
+
+def make_teacher(folder: Path) -> Path:
+    """A random model, which finds some tokens likelier than others."""
+    teacher = make_tiny_model(folder, seed=7, num_hidden_layers=3)
+    made = AutoModelForCausalLM.from_pretrained(teacher)
+    with torch.no_grad():
+        made.get_input_embeddings().weight.mul_(10)
+    made.save_pretrained(teacher)
+    return teacher
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_killed_teacher_loses_nothing_and_every_token_has_its_word(workplace: Workplace, tmp_path: Path) -> None:
-    teacher = make_tiny_model(tmp_path / "teacher", seed=7, num_hidden_layers=3)
-    made = AutoModelForCausalLM.from_pretrained(teacher)
-    with torch.no_grad():
-        made.get_input_embeddings().weight.mul_(10)  # a random model finds all tokens nearly as likely
-    made.save_pretrained(teacher)
+    teacher = make_teacher(tmp_path / "teacher")
     run = workplace.start(
         *("run", "tiny.toml", "--run.steps", str(STEPS), "--eval.prompts", "0", "--run-id", "taught"),
         *("--algorithm.name", "opd", "--roles.teacher.model", str(teacher), "--trainer.optimizer.lr", "1e-2"),
@@ -48,3 +68,44 @@ def test_a_killed_teacher_loses_nothing_and_every_token_has_its_word(workplace: 
         }
         expected = (columns["teacher_logprobs"] - columns["rollout_logprobs"]) * columns["loss_mask"]
         np.testing.assert_allclose(columns["advantages"], expected, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_run_is_taught_by_an_sglang_engine(workplace: Workplace, tmp_path: Path) -> None:
+    """On services that are up, which `relaxd run` doesn't ask for GPUs. The real SGLang, on a CPU."""
+    try:
+        python = sglang_python()
+    except EnvironmentUnavailable as error:
+        pytest.skip(str(error))
+    teacher = make_teacher(tmp_path / "teacher")
+    options = "\n".join(f"{name} = {json.dumps(value)}" for name, value in CPU_OPTIONS.items())
+    with (workplace.folder / "tiny.toml").open("a") as config:
+        config.write(SGLANG.format(teacher=teacher, options=options))
+    code, output = workplace.relaxd("config", "check", "tiny.toml", CUDA_VISIBLE_DEVICES="")
+    assert code != 0
+    assert 'roles.teacher.engine = "sglang" needs GPUs, and this machine shows none' in output
+    words = ("up", "--port", "0", "--teacher", "1", "--teacher-engine", "sglang")
+    code, output = workplace.relaxd(*words, RELAXD_ENGINE_PYTHON=python, **CPU_ENVIRONMENT)
+    assert code == 0, output
+    words = ("run", "tiny.toml", "--run.steps", "2", "--eval.prompts", "0", "--run-id", "taught")
+    code, output = workplace.relaxd(*words, timeout=400)
+    assert code == 0, output
+
+    folder = workplace.folder / "runs" / "taught"
+    check_books(read_summary(folder), 2)
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps[0]["teacher_kl"] > 0.1
+    recorded = load_file(folder / "steps" / "step-000002.safetensors")
+    exact = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float64)
+    groups = {name.rpartition("/")[0] for name in recorded}
+    for group in groups:
+        tokens, prompt = (recorded[f"{group}/{name}"].astype(np.int64) for name in ("tokens", "prompt_tokens"))
+        begin = 0
+        for length in recorded[f"{group}/lengths"]:
+            own = slice(begin, begin := begin + int(length))
+            whole = torch.from_numpy(np.concatenate([prompt, tokens[own]]))
+            with torch.inference_mode():
+                logprobs = exact(whole[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            expected = logprobs.gather(-1, whole[len(prompt) :, None])[:, 0]
+            np.testing.assert_allclose(recorded[f"{group}/teacher_logprobs"][own], expected, atol=1e-4)

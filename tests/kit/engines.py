@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from transformers import PreTrainedModel
@@ -77,6 +78,7 @@ class EngineRunner:
         python: str = "",
         environment: Mapping[str, str] | None = None,
         timeout: float = 300.0,
+        for_logprobs: bool = False,
     ) -> None:
         """Start the engine; raises ChildError."""
         started = ChildEngine.start(
@@ -88,6 +90,8 @@ class EngineRunner:
             python=python,
             on_exit=self._on_exit,
             on_tokens=lambda count, per_second: None,
+            frozen=for_logprobs,
+            for_logprobs=for_logprobs,
         )
         self.engine = self.run(started, timeout)
 
@@ -123,6 +127,10 @@ class EngineRunner:
 
     def generate(self, prompt: Sequence[int], n: int = 1, *, stream: bool = False, **sampling: Any) -> list[Answer]:
         return self.wait(self.ask(prompt, n, stream=stream, **sampling))
+
+    def logprobs(self, tokens: Sequence[int], start: int, top_k: int = 0) -> Any:
+        """Log-probs of given tokens, ids of the likeliest and their log-probs, of an engine `for_logprobs`."""
+        return self.run(self.engine.compute_logprobs(np.array(tokens), start, top_k, PATIENCE))
 
     def pause(self, mode: str = "in_place", lease: float = 60.0, timeout: float = 30.0) -> int:
         return int(self.run(self.engine.pause(mode, lease, timeout)))

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from opentelemetry.proto.collector.logs.v1 import logs_service_pb2, logs_service_pb2_grpc
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,8 @@ class ReceivedSpan:
     """One span as it came over the wire; ids are hex, parent_id is "" for a root, links are (trace_id, span_id)."""
 
     name: str
+    kind: str
+    """Such as CLIENT."""
     service: str
     instance: str
     trace_id: str
@@ -40,6 +44,22 @@ class ReceivedPoint:
     value: float
     count: int
     attributes: dict[str, Any]
+    exemplars: tuple[tuple[str, str], ...]
+    """(trace_id, span_id) of a histogram's exemplars."""
+
+
+@dataclass(frozen=True)
+class ReceivedLog:
+    """One log record; the ids are hex, "" outside of a span."""
+
+    body: str
+    severity: str
+    logger: str
+    service: str
+    instance: str
+    trace_id: str
+    span_id: str
+    attributes: dict[str, Any]
 
 
 def _value(value: AnyValue) -> Any:
@@ -51,14 +71,18 @@ def _attributes(pairs: Sequence[KeyValue]) -> dict[str, Any]:
 
 
 class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
-    """Collects spans and metric points from any number of processes; `endpoint` goes to OTEL_EXPORTER_OTLP_ENDPOINT."""
+    """Collects spans, metric points and log records from any number of processes.
+
+    `endpoint` goes to OTEL_EXPORTER_OTLP_ENDPOINT.
+    """
 
     def __init__(self) -> None:
         self.endpoint = ""
         self._spans: list[ReceivedSpan] = []
         self._points: list[ReceivedPoint] = []
+        self._logs: list[ReceivedLog] = []
         self.exports: list[bytes] = []
-        """Every request as it came, traces and metrics."""
+        """Every request as it came."""
         self._arrived = threading.Condition()
 
     def environment(self) -> dict[str, str]:
@@ -66,6 +90,7 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
         return {
             "OTEL_EXPORTER_OTLP_ENDPOINT": self.endpoint,
             "OTEL_BSP_SCHEDULE_DELAY": "100",
+            "OTEL_BLRP_SCHEDULE_DELAY": "100",
             "OTEL_METRIC_EXPORT_INTERVAL": "500",
         }
 
@@ -79,6 +104,11 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
         with self._arrived:
             return [point for point in self._points if not name or point.name == name]
 
+    def logs(self) -> list[ReceivedLog]:
+        """Every log record so far."""
+        with self._arrived:
+            return list(self._logs)
+
     def wait_for(self, condition: Callable[["OtlpReceiver"], Any], timeout: float = 60.0) -> Any:
         """Wait until condition(self) is true and return it; fails with what has come after `timeout` seconds."""
         with self._arrived:
@@ -90,6 +120,7 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
         spans = [
             ReceivedSpan(
                 name=span.name,
+                kind=Span.SpanKind.Name(span.kind).removeprefix("SPAN_KIND_"),
                 service=resource["service.name"],
                 instance=resource.get("service.instance.id", ""),
                 trace_id=span.trace_id.hex(),
@@ -123,10 +154,37 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
                     value = point.sum if histogram else getattr(point, point.WhichOneof("value"))
                     count = point.count if histogram else 1
                     attributes = _attributes(point.attributes)
-                    points.append(ReceivedPoint(metric.name, metric.unit, service, value, count, attributes))
+                    exemplars = tuple(
+                        (exemplar.trace_id.hex(), exemplar.span_id.hex())
+                        for exemplar in (point.exemplars if histogram else ())
+                    )
+                    points.append(ReceivedPoint(metric.name, metric.unit, service, value, count, attributes, exemplars))
         with self._arrived:
             self.exports.append(request.SerializeToString())
             self._points += points
+            self._arrived.notify_all()
+
+    def add_logs(self, request: logs_service_pb2.ExportLogsServiceRequest) -> None:
+        """Keep the records of one export."""
+        records = [
+            ReceivedLog(
+                body=record.body.string_value,
+                severity=record.severity_text,
+                logger=scope.scope.name,
+                service=resource["service.name"],
+                instance=resource["service.instance.id"],
+                trace_id=record.trace_id.hex().strip("0") and record.trace_id.hex(),
+                span_id=record.span_id.hex().strip("0") and record.span_id.hex(),
+                attributes=_attributes(record.attributes),
+            )
+            for group in request.resource_logs
+            for resource in [_attributes(group.resource.attributes)]
+            for scope in group.scope_logs
+            for record in scope.log_records
+        ]
+        with self._arrived:
+            self.exports.append(request.SerializeToString())
+            self._logs += records
             self._arrived.notify_all()
 
 
@@ -139,6 +197,15 @@ class _Metrics(metrics_service_pb2_grpc.MetricsServiceServicer):
         return metrics_service_pb2.ExportMetricsServiceResponse()
 
 
+class _Logs(logs_service_pb2_grpc.LogsServiceServicer):
+    def __init__(self, receiver: OtlpReceiver) -> None:
+        self._receiver = receiver
+
+    def Export(self, request: logs_service_pb2.ExportLogsServiceRequest, context: Any) -> Any:
+        self._receiver.add_logs(request)
+        return logs_service_pb2.ExportLogsServiceResponse()
+
+
 @contextmanager
 def otlp_receiver(host: str = "127.0.0.1") -> Iterator[OtlpReceiver]:
     """A receiver that listens on a free port of `host`, an address of this machine, while the block runs."""
@@ -146,6 +213,7 @@ def otlp_receiver(host: str = "127.0.0.1") -> Iterator[OtlpReceiver]:
     server = grpc.server(ThreadPoolExecutor(4))
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(receiver, server)
     metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(_Metrics(receiver), server)
+    logs_service_pb2_grpc.add_LogsServiceServicer_to_server(_Logs(receiver), server)
     receiver.endpoint = f"http://{host}:{server.add_insecure_port(f'{host}:0')}"
     server.start()
     try:

@@ -14,7 +14,8 @@ from typing import NamedTuple
 from zlib import crc32
 
 from relaxd.board.errors import ColumnError
-from relaxd.board.payloads.encoding import encode_column, payload_parts
+from relaxd.board.payloads.encoding import encode_column, payload_of
+from relaxd.board.resp import Payload
 from relaxd.board.types import Column
 
 LARGE_BYTES = 64 * 1024
@@ -25,26 +26,13 @@ SEPARATORS = frozenset(",:|@")
 """Characters that a large column's name must not have: pointers, and lists of them, use them."""
 
 
-class LargePayload(NamedTuple):
-    """The payload of one large column."""
-
-    column: str
-    parts: list[bytes | memoryview]
-    nbytes: int
-
-    @property
-    def slices(self) -> int:
-        """Number of keys."""
-        return -(-self.nbytes // SLICE_BYTES)
-
-
 class Slice(NamedTuple):
     """A part of a large payload."""
 
     node: int | None
     """Its data node; None: the board's Redis."""
     key: str
-    data: bytes
+    data: Payload
 
 
 class Attempt:
@@ -52,7 +40,8 @@ class Attempt:
 
     def __init__(self, prefix: str, name: str, columns: Mapping[str, Column], *, nodes: int = 0) -> None:
         """Encode columns for a run's `prefix` and so many data nodes, under a new name. Raises ColumnError."""
-        small, self._large = [], []
+        small = []
+        self._large: dict[str, Payload] = {}
         self.large_bytes = 0
         """Bytes to write before the script runs."""
         for column, value in columns.items():
@@ -62,23 +51,22 @@ class Attempt:
                 continue
             if SEPARATORS & set(column):
                 raise ColumnError(f"column {column!r}: the name of a large column must not have ',', ':', '|' or '@'")
-            parts = payload_parts([encoded])
-            self._large.append(LargePayload(column, parts, sum(memoryview(part).nbytes for part in parts)))
-            self.large_bytes += self._large[-1].nbytes
+            self._large[column] = payload_of([encoded])
+            self.large_bytes += self._large[column].nbytes
         self._prefix = prefix
         self._nodes = nodes
-        self.shared = b"".join(payload_parts(small))
+        self.shared = payload_of(small)
         """The payload of the small columns, for the script to store."""
-        self.nbytes = len(self.shared) + self.large_bytes
+        self.nbytes = self.shared.nbytes + self.large_bytes
         """Bytes of all payloads."""
         self.rename(name)
 
     def rename(self, name: str) -> None:
         """Give the attempt another new name: what was written under the old one is not used."""
-        self._name = self.pointer = f"{name}:{len(self.shared)}"
+        self._name = self.pointer = f"{name}:{self.shared.nbytes}"
         if not self._large:
             return
-        large = (f",{payload.column}:{payload.nbytes}:{payload.slices}" for payload in self._large)
+        large = (f",{column}:{one.nbytes}:{-(-one.nbytes // SLICE_BYTES)}" for column, one in self._large.items())
         if self._nodes:
             large = (f"{one}@{crc32(f'{self._name}{one}'.encode()) % self._nodes}" for one in large)
         self.pointer += "".join(large)
@@ -93,8 +81,8 @@ class Attempt:
         if not self._large:
             return
         placed = all_places(self._prefix, self.pointer)[1:]
-        for payload, place in zip(self._large, placed, strict=True):
-            for key, data in zip(place.keys, _cut(payload.parts), strict=True):
+        for payload, place in zip(self._large.values(), placed, strict=True):
+            for key, data in zip(place.keys, _cut(payload), strict=True):
                 yield Slice(place.node, key, data)
 
 
@@ -132,11 +120,11 @@ def payload_keys(prefix: str, pointer: str) -> list[str]:
 
 def _parse(prefix: str, pointer: str) -> tuple[Place, dict[str, Place]]:
     """Return where the shared payload is, and the payload of each large column."""
-    name, *rest = pointer.split(",")
+    name, _, rest = pointer.partition(",")
     key = f"{prefix}columns:{name}"
     shared = Place((key,), int(name.rpartition(":")[2]))
-    large = {}
-    for part in rest:
+    large: dict[str, Place] = {}
+    for part in rest.split(",") if rest else ():
         column, size, slices = part.split(":")
         count, at, node = slices.partition("@")
         if int(count) < 1:
@@ -146,18 +134,18 @@ def _parse(prefix: str, pointer: str) -> tuple[Place, dict[str, Place]]:
     return shared, large
 
 
-def _cut(parts: Iterable[bytes | memoryview]) -> Iterator[bytes]:
-    """Cut parts, joined, into slices; all but the last have SLICE_BYTES."""
+def _cut(payload: Payload) -> Iterator[Payload]:
+    """Cut a payload into slices; all but the last have SLICE_BYTES."""
     gathered: list[bytes | memoryview] = []
     room = SLICE_BYTES
-    for part in parts:
+    for part in payload.parts:
         rest = memoryview(part).cast("B") if memoryview(part).nbytes else memoryview(b"")
         while rest:
             gathered.append(rest[:room])
             room -= len(gathered[-1])
             rest = rest[len(gathered[-1]) :]
             if not room:
-                yield b"".join(gathered)
+                yield Payload(gathered, SLICE_BYTES)
                 gathered, room = [], SLICE_BYTES
     if gathered:
-        yield b"".join(gathered)
+        yield Payload(gathered, SLICE_BYTES - room)

@@ -9,13 +9,14 @@ end is padded with spaces to a multiple of 8.
 import json
 import math
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from relaxd.board.errors import ColumnError
+from relaxd.board.resp import Payload
 from relaxd.board.types import Column
 
 MAGIC = b"RXC1"
@@ -29,6 +30,8 @@ DTYPES = {
     dtype.str: dtype
     for dtype in map(np.dtype, ("i1", "<i2", "<i4", "<i8", "u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8", "?"))
 }
+
+STORED = frozenset(DTYPES.values())
 
 
 class EncodedColumn(NamedTuple):
@@ -46,30 +49,31 @@ def encode_column(name: str, value: Column) -> EncodedColumn:
     name that is empty or has control characters.
     """
     if isinstance(value, np.ndarray):
-        array = _storable(name, value)
-        return EncodedColumn(_line(name, array.dtype.str, value.shape, array.nbytes), array.data, array.nbytes)
+        array = value
+        if value.dtype not in STORED or not value.flags.c_contiguous or value.ndim > MAX_DIMENSIONS:
+            array = _storable(name, value)
+        size = array.nbytes
+        return EncodedColumn(_line(name, array.dtype, value.shape, size), array.data, size)
     data = _json(name, value)
-    return EncodedColumn(_line(name, JSON_DTYPE, (), len(data)), data, len(data))
+    return EncodedColumn(_line(name, None, (), len(data)), data, len(data))
 
 
-def payload_parts(columns: Iterable[EncodedColumn]) -> list[bytes | memoryview]:
-    """Return a payload as its parts, in order."""
-    lines: list[str] = []
-    parts: list[bytes | memoryview] = [b""]
-    for line, data, size in columns:
-        lines.append(line)
+def payload_of(columns: Sequence[EncodedColumn]) -> Payload:
+    """Return columns as one payload, in which arrays aren't copied."""
+    parts: list[bytes | memoryview] = [_header(tuple([column.line for column in columns]))]
+    nbytes = len(parts[0])
+    for _, data, size in columns:
         parts.append(data)
+        nbytes += size
         if size % ALIGNMENT:
             parts.append(PADDING[-size % ALIGNMENT])
-    header = "\n".join(lines).encode()
-    header += b" " * (-len(header) % ALIGNMENT)
-    parts[0] = PREFIX.pack(MAGIC, len(header)) + header
-    return parts
+            nbytes += -size % ALIGNMENT
+    return Payload(parts, nbytes)
 
 
 def encode_columns(columns: Mapping[str, Column]) -> bytes:
     """Encode columns as one payload. Raises ColumnError, as `encode_column` does."""
-    return b"".join(payload_parts(encode_column(name, value) for name, value in columns.items()))
+    return b"".join(payload_of([encode_column(name, value) for name, value in columns.items()]).parts)
 
 
 def decode_columns(payload: bytes) -> dict[str, Column]:
@@ -91,7 +95,7 @@ def decode_columns(payload: bytes) -> dict[str, Column]:
         if dtype is None:
             columns[name] = _from_json(name, payload[offset : offset + size])
         else:
-            columns[name] = np.frombuffer(payload, dtype, size // dtype.itemsize, offset).reshape(shape)
+            columns[name] = np.ndarray(shape, dtype, payload, offset)
         offset += size + -size % ALIGNMENT
     return columns
 
@@ -100,11 +104,19 @@ def decode_columns(payload: bytes) -> dict[str, Column]:
 
 
 @lru_cache(maxsize=4096)
-def _line(name: str, dtype: str, shape: tuple[int, ...], size: int) -> str:
-    """Format a column's header line."""
+def _line(name: str, dtype: np.dtype | None, shape: tuple[int, ...], size: int) -> str:
+    """Format a column's header line. No dtype: JSON."""
     if not name.isprintable() or not name:
         raise ColumnError(f"column name {name!r} must not be empty or have control characters")
-    return f"{name}\t{dtype}\t{','.join(map(str, shape))}\t{size}"
+    return f"{name}\t{dtype.str if dtype else JSON_DTYPE}\t{','.join(map(str, shape))}\t{size}"
+
+
+@lru_cache(maxsize=4096)
+def _header(lines: tuple[str, ...]) -> bytes:
+    """Return a payload's beginning, up to its data."""
+    header = "\n".join(lines).encode()
+    header += b" " * (-len(header) % ALIGNMENT)
+    return PREFIX.pack(MAGIC, len(header)) + header
 
 
 @lru_cache(maxsize=4096)

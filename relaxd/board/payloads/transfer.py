@@ -27,15 +27,19 @@ def patience(nbytes: int, orphan_seconds: float) -> int:
 
 
 def write(nodes: PayloadNodes, attempts: Iterable[Attempt], milliseconds: int) -> None:
-    """Write large payloads. Each slice expires after `milliseconds`, unless it is kept.
+    """Write large payloads. Each slice expires after `milliseconds`, unless it is kept."""
+    slices = (one for attempt in attempts for one in attempt.slices())
+    for together in gather(slices, lambda one: one.data.nbytes, BYTES_TOGETHER):
+        for node, of_node in _by_node(together):
+            nodes.at(node).pipeline(partial(_queue, commands=writes(of_node, milliseconds)))
+
+
+def writes(slices: Iterable[Slice], milliseconds: int) -> list[tuple[Any, ...]]:
+    """Return the commands that write slices, which expire after `milliseconds`.
 
     NX: a repeated write, which may arrive at any time after the first, can't make a kept slice expire.
     """
-    slices = (one for attempt in attempts for one in attempt.slices())
-    for together in gather(slices, lambda one: len(one.data), BYTES_TOGETHER):
-        for node, of_node in _by_node(together):
-            commands = [("SET", one.key, one.data, "NX", "PX", milliseconds) for one in of_node]
-            nodes.at(node).pipeline(partial(_queue, commands=commands))
+    return [("SET", one.key, one.data, "NX", "PX", milliseconds) for one in slices]
 
 
 def keep(nodes: PayloadNodes, places: Iterable[Place]) -> set[Place]:

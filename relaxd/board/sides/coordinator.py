@@ -11,7 +11,7 @@ import redis
 
 from relaxd.board.connection import RedisConnection
 from relaxd.board.core import BoardCore, GroupAttempt, reading
-from relaxd.board.errors import BoardError, BoardUnavailable, TooLate
+from relaxd.board.errors import BoardError, BoardUnavailable
 from relaxd.board.facts import facts_json, parse_fate
 from relaxd.board.gate_reasons import explain_limit
 from relaxd.board.payloads import transfer
@@ -20,6 +20,7 @@ from relaxd.board.sizes import NO_EVICTION, RedisMemory
 from relaxd.board.stages import PUBLISH, TRAIN
 from relaxd.board.types import DROP_COUNTERS, JSON, Admission, DropKind, DropReason, Fate, LedgerEntry, NewGroup, Retry
 from relaxd.redis_client import keys_of
+from relaxd.telemetry import BatchSpan
 
 GROUP_ID = re.compile(r"[^\s,|]+")
 SWEPT_TOGETHER = 256
@@ -198,26 +199,23 @@ class CoordinatorSide(BoardCore):
                 attempts[group.group_id] = attempt
         cursor_json = "" if cursor is None else json.dumps(cursor)
 
-        def script(indices: list[int]) -> list[int]:
-            arguments: list[str | int | bytes] = []
+        def arguments(_: list[int]) -> list[Any]:
+            result: list[Any] = [*self._node_bytes(), term, self._routes, cursor_json]
             for group in groups:
                 attempt = attempts.get(group.group_id)
                 pointer, shared = (attempt.pointer, attempt.shared) if attempt is not None else ("", b"")
                 trace = json.dumps(dict(group.trace)) if group.trace else "{}"
-                arguments += [group.group_id, pointer, trace, group.worst_bytes, group.retry_of or "", shared]
-                arguments.append(facts_json(group.facts))
-            try:
-                before = (*self._node_bytes(), term, self._routes, cursor_json)
-                self._connection.script("publish", self.prefix, *before, *arguments)
-            except TooLate:
-                return [-1] * len(indices)
-            return [1] * len(indices)
+                result += (group.group_id, pointer, trace, group.worst_bytes, group.retry_of or "", shared)
+                result.append(facts_json(group.facts))
+            return result
 
         written = [GroupAttempt(group_id, PUBLISH, attempt) for group_id, attempt in attempts.items()]
-        if written:
-            self._commit_attempts(written, script)
-        else:
-            script([])
+        traces, attributes = (group.trace for group in groups), {"relaxd.run_id": self.run_id}
+        with BatchSpan("publish", "send", self.stages[0].name, traces, attributes):
+            if written:
+                self._commit_attempts(written, "publish", arguments)
+            else:
+                self._connection.script("publish", self.prefix, *arguments([]))
         return [group.group_id for group in groups]
 
     def reclaim(self, *, term: int, consumer: str) -> int:

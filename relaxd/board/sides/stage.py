@@ -4,11 +4,13 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import redis
 
+from relaxd import telemetry
 from relaxd.board.core import WORKERS, BoardCore, GroupAttempt, damaged
 from relaxd.board.errors import BoardError, ColumnError
 from relaxd.board.facts import facts_json, facts_of
@@ -22,6 +24,8 @@ from relaxd.board.types import DROP_COUNTERS, Column, Delivery, DropKind, DropRe
 MAX_CLAIM_INTERVAL = 5.0
 COMMIT_BYTES = 16 << 20
 """Most bytes of the groups that are committed together, so that the first doesn't wait for the bytes of all."""
+
+NOTHING: AbstractContextManager[None, None] = nullcontext()
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +44,7 @@ class StageSide(BoardCore):
         Groups whose lease expired come first (checked four times a lease), then new ones. A group that was delivered
         limits.max_deliveries times without success is dropped as poison. Raises RunMissing, BoardUnavailable.
         """
-        deadline = time.monotonic() + block_seconds
+        deadline, asked_at = time.monotonic() + block_seconds, time.time_ns()
         stream = self._stream(stage)
         while True:
             taken: list[Delivery] = []
@@ -52,6 +56,8 @@ class StageSide(BoardCore):
                 wait = min(deadline - now, self._next_claim[stage] - now, self._connection.timeout_seconds / 2)
                 block = None if taken or wait <= 0 else max(1, int(wait * 1000))
                 taken += self._read(stream, stage, consumer, count - len(taken), block)
+            if taken:
+                self._record_receive(taken, asked_at)
             if taken or time.monotonic() >= deadline:
                 return taken
 
@@ -126,11 +132,10 @@ class StageSide(BoardCore):
         self._check_size(delivery.group_id, f"the unfinished work of stage {delivery.stage!r}", attempt)
         hold = (delivery.group_id, delivery.stage, delivery.entry_id, delivery.consumer, delivery.attempt)
 
-        def script(_: list[int]) -> list[int]:
-            part = (after, attempt.pointer, attempt.shared, int(forgiven))
-            return [int(self._connection.script("save", self.prefix, *hold, *part))]
+        def arguments(_: list[int]) -> list[Any]:
+            return [*hold, after, attempt.pointer, attempt.shared, int(forgiven)]
 
-        done = self._commit_attempts([GroupAttempt(delivery.group_id, delivery.stage, attempt)], script)
+        done = self._commit_attempts([GroupAttempt(delivery.group_id, delivery.stage, attempt)], "save", arguments)
         return f"{after} {attempt.pointer}".strip() if done == [1] else None
 
     def forget_saved(self, delivery: Delivery, pointers: str) -> bool:
@@ -155,7 +160,8 @@ class StageSide(BoardCore):
             return 0
         arguments = [part for d in deliveries for part in (d.group_id, d.entry_id, d.attempt)]
         settings = (stage, consumer, int(failed), self.limits.max_deliveries)
-        return int(self._connection.script("nack", self.prefix, *settings, *arguments))
+        with self._settling("nack", deliveries):
+            return int(self._connection.script("nack", self.prefix, *settings, *arguments))
 
     def redo(self, stage: str, consumer: str, deliveries: Sequence[Delivery], *, again: str) -> int:
         """Have another stage write its columns of held groups again. Returns how many were still held.
@@ -166,7 +172,8 @@ class StageSide(BoardCore):
         if not deliveries:
             return 0
         arguments = [part for d in deliveries for part in (d.group_id, d.entry_id, d.attempt)]
-        return int(self._connection.script("redo", self.prefix, stage, consumer, again, *arguments))
+        with self._settling("redo", deliveries):
+            return int(self._connection.script("redo", self.prefix, stage, consumer, again, *arguments))
 
     def commit(self, items: Sequence[tuple[Delivery, Mapping[str, Column]]]) -> list[bool]:
         """Commit exactly the columns that each delivery's stage writes, and offer the groups to the next stages.
@@ -180,8 +187,9 @@ class StageSide(BoardCore):
             self._prepare(delivery, columns, name) for (delivery, columns), name in zip(items, names, strict=True)
         ]
         results: list[bool] = []
-        for together in transfer.gather(prepared, lambda one: one[0].attempt.nbytes, COMMIT_BYTES):
-            results += self._commit_together(together)
+        with self._settling("commit", [delivery for delivery, _ in items]):
+            for together in transfer.gather(prepared, lambda one: one[0].attempt.nbytes, COMMIT_BYTES):
+                results += self._commit_together(together)
         return results
 
     def drop(
@@ -202,7 +210,23 @@ class StageSide(BoardCore):
         again = "unscored" if reason == DropReason.REWARD_FAILED else int(retry)
         settings = (reason, again, self.limits.max_retries, DROP_COUNTERS[counts], detail)
         hold = (delivery.stage, delivery.entry_id, delivery.consumer, delivery.attempt)
-        return bool(self._connection.script("drop", self.prefix, delivery.group_id, *settings, *hold))
+        with self._settling("drop", [delivery], reason):
+            return bool(self._connection.script("drop", self.prefix, delivery.group_id, *settings, *hold))
+
+    def _record_receive(self, taken: Sequence[Delivery], asked_at: int) -> None:
+        if telemetry.enabled():
+            stage, more = taken[0].stage, self.client_attributes(taken[0].consumer)
+            telemetry.record_batch("receive", "receive", stage, (one.trace for one in taken), asked_at, more)
+
+    def _settling(
+        self, name: str, deliveries: Sequence[Delivery], reason: str = ""
+    ) -> AbstractContextManager[None, None]:
+        """Record the block as an operation that ends holds of one stage."""
+        if not deliveries or not telemetry.enabled():
+            return NOTHING
+        more = self.client_attributes(deliveries[0].consumer)
+        more |= {"relaxd.reason": reason} if reason else {}
+        return telemetry.BatchSpan(name, "settle", deliveries[0].stage, (one.trace for one in deliveries), more)
 
     def _prepare(self, delivery: Delivery, columns: Mapping[str, Column], name: str) -> tuple[GroupAttempt, list[Any]]:
         """Return an attempt to commit these columns, and what the script is told besides its pointer and bytes."""
@@ -222,14 +246,13 @@ class StageSide(BoardCore):
         return GroupAttempt(delivery.group_id, delivery.stage, attempt), [version, times, facts_json(facts_of(columns))]
 
     def _commit_together(self, prepared: Sequence[tuple[GroupAttempt, list[Any]]]) -> list[bool]:
-        def script(indices: list[int]) -> list[int]:
-            arguments: list[str | int | bytes] = []
+        def arguments(indices: list[int]) -> list[Any]:
+            result: list[Any] = [self._routes]
             for (group_id, stage, attempt), told in (prepared[index] for index in indices):
-                arguments += [group_id, stage, attempt.pointer, attempt.shared, *told]
-            replies: list[int] = self._connection.script("commit", self.prefix, self._routes, *arguments)
-            return replies
+                result += (group_id, stage, attempt.pointer, attempt.shared, *told)
+            return result
 
-        return [result == 1 for result in self._commit_attempts([one for one, _ in prepared], script)]
+        return [result == 1 for result in self._commit_attempts([one for one, _ in prepared], "commit", arguments)]
 
     def _claim(self, stage: str, consumer: str, count: int) -> list[Delivery]:
         lease = max(1, int(self.limits.lease_seconds * 1000))
@@ -332,10 +355,16 @@ def _join(payloads: Mapping[Place, bytes | None], places: Sequence[Place]) -> di
     return columns
 
 
-def _delivery(stage: str, consumer: str, entry_id: Any, fields: Any, deliveries: int) -> Delivery:
-    """Parse a stream entry. Fields are a flat list of pairs, or a dict."""
-    if not isinstance(fields, dict):
-        fields = dict(zip(fields[::2], fields[1::2], strict=True))
+def _delivery(stage: str, consumer: str, entry_id: bytes, flat: Sequence[bytes], deliveries: int) -> Delivery:
+    """Parse a stream entry. Names and values of its fields take turns."""
+    fields: dict[bytes, bytes] = {}
+    pointers: dict[str, str] = {}
+    both = iter(flat)
+    for name, value in zip(both, both, strict=True):
+        if name[:1] == b"@":
+            pointers[name.decode()] = value.decode()
+        else:
+            fields[name] = value
     trace = fields[b"trace"]
     return Delivery(
         group_id=fields[b"group"].decode(),
@@ -345,5 +374,5 @@ def _delivery(stage: str, consumer: str, entry_id: Any, fields: Any, deliveries:
         attempt=int(fields.get(b"attempts", 0)) + deliveries,
         trace={} if trace == b"{}" else dict(json.loads(trace)),
         enqueued_at=int(entry_id.split(b"-", 1)[0]) * 1000,
-        pointers={name.decode(): value.decode() for name, value in fields.items() if name[:1] == b"@"},
+        pointers=pointers,
     )

@@ -92,7 +92,7 @@ def _check_sizes(config: RunConfig) -> list[Problem]:
     }
     if (critic := config.roles.critic).placement == "service":
         rows[f"{critic.section}.micro_batch_tokens"] = critic.micro_batch_tokens or longest
-    if config.has_privileged_teacher:
+    if config.has_privileged_teacher and config.roles.teacher.engine == "megatron":
         problems += _check_privileged(config)
     problems += [
         Problem(
@@ -176,10 +176,31 @@ def _check_frozen_models(config: RunConfig) -> list[Problem]:
             except (OSError, ValueError) as error:
                 problems.append(Problem(setting, f"= {name!r} is no model folder: {error}"))
                 continue
-            inside = own.placement == "trainer"
-            problems += _check_division("trainer" if inside else own.section, config.trainer if inside else own, model)
             if role == TEACHER:
                 problems += _check_candidates(config, model)
+            if role == TEACHER and config.roles.teacher.engine == "sglang":
+                problems += _check_teacher_engine(config, model)
+                continue
+            inside = own.placement == "trainer"
+            problems += _check_division("trainer" if inside else own.section, config.trainer if inside else own, model)
+    return problems
+
+
+def _check_teacher_engine(config: RunConfig, model: dict[str, Any]) -> list[Problem]:
+    """Check that a teacher's engine can divide its model, and takes the longest sample."""
+    teacher, problems = config.roles.teacher, []
+    heads, context = model.get("num_attention_heads"), model.get("max_position_embeddings")
+    if isinstance(heads, int) and heads % teacher.tensor_parallel:
+        problem = f"= {teacher.tensor_parallel} does not divide the model's num_attention_heads = {heads}"
+        problems.append(Problem(f"{teacher.section}.tensor_parallel", problem))
+    setting = f"{teacher.section}.model"
+    if isinstance(given := teacher.sglang.get("context_length"), int):
+        setting, context = f"{teacher.section}.sglang.context_length", given
+    longest = config.teacher_prompt_tokens + config.rollout.max_new_tokens
+    if isinstance(context, int) and longest > context:
+        prompts = f"{teacher.section}.max_prompt_tokens" if config.has_privileged_teacher else "data.max_prompt_tokens"
+        problem = f"has a context of {context} tokens, but {prompts} + rollout.max_new_tokens = {longest}"
+        problems.append(Problem(setting, problem))
     return problems
 
 

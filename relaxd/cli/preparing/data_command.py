@@ -19,7 +19,7 @@ from relaxd.data.duplicates import Keys, Repeats, keys_of, overlap, repeats
 from relaxd.data.errors import DataError
 from relaxd.data.examples import Example
 from relaxd.data.files.json_lines import kind_of
-from relaxd.data.mixture import Share
+from relaxd.data.mixture import Share, mixture_weights
 from relaxd.data.models import resolve_model
 from relaxd.data.sources.evaluation_sets import read_set
 from relaxd.data.sources.sources import Source, read_sources
@@ -42,8 +42,9 @@ def data(
         sources, held_out = read_sources(config)
         sets = [held_out, *(read_set(config, number) for number in range(len(config.eval.sets)))]
         of_sets = [(one.shown, keys_of(one.examples)) for one in sets if len(one.examples)]
-        for source in sources:
-            _show(source, tokenizer, config, prompts, console, of_sets)
+        weights = mixture_weights(config.data, [len(source.examples) for source in sources])
+        for source, weight in zip(sources, weights, strict=True):
+            _show(source, tokenizer, config, prompts, console, of_sets, weight)
         for one in sets:
             if len(one.examples):
                 _show(one, tokenizer, config, 0, console)
@@ -58,6 +59,7 @@ def _show(
     prompts: int,
     console: Console,
     evaluation: Sequence[tuple[str, Keys]] = (),
+    weight: float = 1.0,
 ) -> None:
     """Print what a source has, and how many of its prompts are there twice or in an evaluation set."""
     places = evenly_spread(len(source.examples), MOST_READ)
@@ -68,14 +70,14 @@ def _show(
     read = "" if len(places) == len(source.examples) else f" of the {len(places)} that were read"
     table = Table(show_header=False, box=None, pad_edge=False, title=source.shown, title_justify="left")
     table.add_row("prompts", f"{len(source.examples):,}")
-    if source.weight != 1:
-        table.add_row("in an epoch", f"{Share(len(source.examples), source.weight).visits:,}")
+    if weight != 1:
+        table.add_row("in an epoch", f"{Share(len(source.examples), weight).visits:,}")
     quantiles = zip(("shortest", "median", "95 %", "longest"), np.quantile(lengths, (0, 0.5, 0.95, 1)), strict=True)
     table.add_row("tokens", ", ".join(f"{name} {round(value)}" for name, value in quantiles))
     what = "left out" if config.data.overlong == "skip" else 'an error: see data.overlong = "skip"'
     table.add_row(f"above {limit}", f"{too_long}{read}{f' ({what})' if too_long else ''}")
     table.add_row("no answer", f"{sum(not example.answer for example in examples)}{read}")
-    if config.data.tools_key:
+    if source.tools.key:
         table.add_row("with tools", f"{sum(bool(example.tools) for example in examples)}{read}")
     keys = keys_of(source.examples)
     table.add_row("there twice", _repeated(repeats(keys)))

@@ -17,7 +17,7 @@ from relaxd.cli.preparing.models import prepare_model
 from relaxd.cli.preparing.reward_command import try_reward
 from relaxd.cli.reading.evaluation_command import results_table
 from relaxd.client.errors import CliError
-from relaxd.config import RewardConfig, RunConfig
+from relaxd.config import RunConfig
 from relaxd.config.load import ConfigError, Problem
 from relaxd.data.dataset import Prompt, PromptDataset, load_evaluation
 from relaxd.data.errors import DataError
@@ -109,8 +109,7 @@ def _evaluate_set(
     total = count * one.samples_per_prompt
     answers: list[Answer] = []
     said = time.monotonic()
-    reward = _reward_of(config.reward, one.reward) if one.reward else config.reward
-    scored_by = config.model_copy(update={"reward": reward})
+    scored_by = config.model_copy(update={"reward": one.reward or config.reward})
     console.print(f"{one.name}: {count} prompts, {one.samples_per_prompt} answers each", highlight=False)
 
     def say(done: int) -> None:
@@ -131,12 +130,6 @@ def _evaluate_set(
     return answers
 
 
-def _reward_of(runs: RewardConfig, name: str) -> RewardConfig:
-    """Return a set's own reward, in the workers of the run's."""
-    same = {"workers": runs.workers, "timeout_seconds": runs.timeout_seconds, "environment": runs.environment}
-    return RewardConfig(name=name).model_copy(update=same)
-
-
 def _answer(
     config: RunConfig, one: ResolvedSet, data: PromptDataset, device: Device, count: int
 ) -> Iterator[_Answered]:
@@ -149,8 +142,10 @@ def _answer(
         "max_new_tokens": one.max_new_tokens,
         "temperature": one.temperature,
         "top_p": one.top_p,
+        "top_k": one.top_k,
         "stop": one.stop,
         "stop_token_ids": one.stop_token_ids,
+        "min_new_tokens": one.min_new_tokens,
     }
     questions = [
         {

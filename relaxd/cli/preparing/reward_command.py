@@ -23,6 +23,7 @@ from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.local.modules import REWARD_TRIAL, ROLLOUT_TRIAL
 from relaxd.local.programs import run_program
 from relaxd.rewards import RewardInput
+from relaxd.rewards.references import references
 
 PROMPTS = 3
 MADE_UP = ("I don't know.", "")
@@ -54,7 +55,7 @@ def reward_test(
     samples = [
         RewardInput(prompt=example.text, response=response, answer=example.answer, metadata=example.metadata, tokens=1)
         for example, answers in zip(examples, generated, strict=True)
-        for response in dict.fromkeys([*filter(None, [example.answer]), *MADE_UP, *answers])
+        for response in dict.fromkeys([*filter(None, references(example.answer)[:1]), *MADE_UP, *answers])
     ]
     outcomes = try_reward(config, samples)
     console = new_console()
@@ -85,7 +86,8 @@ def _first_prompts(config: RunConfig) -> list[Example]:
 
 def check_reward(config: RunConfig, prompt: Prompt) -> list[Problem]:
     """Load the run's reward and call it once, in a process like those of the reward service. Returns the problems."""
-    sample = RewardInput(prompt.text, prompt.answer or MADE_UP[0], prompt.answer, prompt.metadata, tokens=1)
+    response = references(prompt.answer)[0] or MADE_UP[0]
+    sample = RewardInput(prompt.text, response, prompt.answer, prompt.metadata, tokens=1)
     try:
         (outcome,) = try_reward(config, [sample])
     except CliError as error:
@@ -116,7 +118,8 @@ def try_reward(config: RunConfig, samples: Sequence[RewardInput], workers: int =
 def _generate(config: RunConfig, examples: Sequence[Example], count: int) -> list[list[str]]:
     """Return answers of the run's model to the prompts. Raises CliError, DataError."""
     prepare_model(config, print)
-    tokenizer = PromptTokenizer(resolve_model(config.model.path), config.model.chat_template)
+    model = config.model
+    tokenizer = PromptTokenizer(resolve_model(model.path), model.chat_template, model.chat_template_arguments)
     asked = {
         "config": config.model_dump(mode="json"),
         "samples": count,
@@ -132,8 +135,12 @@ def _rewards(samples: Sequence[RewardInput], outcomes: Sequence[dict[str, Any]],
     return [
         outcome["reward"]
         for sample, outcome in zip(samples, outcomes, strict=True)
-        if "reward" in outcome and (sample.response == sample.answer) == is_right
+        if "reward" in outcome and _is_reference(sample) == is_right
     ]
+
+
+def _is_reference(sample: RewardInput) -> bool:
+    return sample.response in references(sample.answer)
 
 
 def _print_scores(samples: Sequence[RewardInput], outcomes: Sequence[dict[str, Any]], console: Console) -> None:
@@ -145,7 +152,7 @@ def _print_scores(samples: Sequence[RewardInput], outcomes: Sequence[dict[str, A
         table.add_column("seconds", justify="right")
         table.add_column("parts")
         for sample, outcome in scored:
-            kind = " (reference)" if sample.response and sample.response == sample.answer else ""
+            kind = " (reference)" if sample.response and _is_reference(sample) else ""
             table.add_row(
                 (_shown(sample.response) or "(empty)") + kind,
                 f"{outcome['reward']:g}" if "reward" in outcome else "failed",

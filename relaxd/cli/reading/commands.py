@@ -100,7 +100,10 @@ def metrics(
         if not lines:
             print("no metrics yet: they come with the first trained step")
             return
-        known = sorted({name for line in lines for name in line if name != "step"})
+        known = sorted(
+            {name for line in lines for name, value in line.items() if as_json or not isinstance(value, dict)}
+        )
+        known.remove("step")
         for name in names or ():
             if name not in known:
                 raise CliError(f"run {source.run.run_id} has no metric {name!r}", f"there are {', '.join(known)}")

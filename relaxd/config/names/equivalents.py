@@ -52,11 +52,19 @@ EQUIVALENTS = (
     Equivalent("data.metadata_key", "", "", "", "--metadata-key"),
     Equivalent("data.system_prompt", "", "", "", "--system-prompt"),
     Equivalent("data.path", "train_dataset", "data.train_files", "", "--prompt-data", "several: data.sources"),
-    Equivalent("data.eval_path", "eval_dataset", "data.val_files", "", "--eval-prompt-data"),
+    Equivalent("data.eval_path", "eval_dataset", "", "", "--eval-prompt-data"),
     Equivalent("data.source", "", "", "orchestrator.train.env", "", "answers are scored by reward.name"),
     Equivalent("data.max_prompt_tokens", "max_prompt_length", "data.max_prompt_length", "", "--rollout-max-prompt-len"),
     Equivalent("data.overlong", "", "data.filter_overlong_prompts data.truncation", "", "", "prompts are never cut"),
     Equivalent("data.tools_key", "", "", "", "--tool-key"),
+    Equivalent(
+        "data.tools_file",
+        "",
+        "@rollout.multi_turn.tool_config_path data.tool_config_path",
+        "",
+        "",
+        "answers end after one turn; observations are not fed back: the reward verl_tools",
+    ),
     Equivalent(
         "data.source",
         "",
@@ -83,12 +91,20 @@ EQUIVALENTS = (
     Equivalent(
         "reward.name",
         "reward_funcs",
+        "reward.custom_reward_function.path reward.custom_reward_function.name reward.reward_manager.name "
         "custom_reward_function.path custom_reward_function.name reward_model.reward_manager",
         "",
         "--custom-rm-path --rm-type",
         "a bundled reward, or a function, class or verl file of your own (docs/rewards.md)",
     ),
-    Equivalent("reward.settings", "", "custom_reward_function.reward_kwargs", "", "--custom-config-path"),
+    Equivalent(
+        "reward.settings",
+        "",
+        "reward.custom_reward_function.reward_kwargs custom_reward_function.reward_kwargs",
+        "",
+        "--custom-config-path",
+    ),
+    Equivalent("reward.workers", "", "reward.num_workers reward_model.num_workers", "", "", "for each reward replica"),
     Equivalent("reward.key", "", "", "", "--reward-key", 'verl\'s "score" is found without it'),
     Equivalent("reward.choose_by", "", "data.reward_fn_key", "", "", "verl's names of data sources are known"),
     Equivalent("reward.terms", "reward_weights", "", "", "", "each term has a name and a weight"),
@@ -205,12 +221,25 @@ EQUIVALENTS = (
     Equivalent("algorithm.distill_coef", "", "", "", "--opd-kl-coef --use-opd", "in the advantages; needs a teacher"),
     Equivalent("algorithm.reward_coef", "", "", "", "--opd-only-reward", 'of "opd"; 0 is distillation alone'),
     Equivalent("roles.teacher.model", "", "", "", "--opd-teacher-load"),
-    Equivalent("roles.teacher.placement", "", "", "", "--opd-type", "megatron is trainer; sglang is service"),
+    Equivalent("roles.teacher.engine", "", "", "", "--opd-type", "for megatron also roles.teacher.placement"),
     Equivalent(
         "algorithm.distill_top_k", "", "distillation.distillation_loss.topk", "", "--opd-log-prob-top-k", "in the loss"
     ),
-    Equivalent("roles.judge.model", "", "", "", "--genrm-model-path", "the role judge; --judge N starts replicas"),
-    Equivalent("roles.judge.tensor_parallel", "", "", "", "--genrm-num-gpus-per-engine"),
+    Equivalent(
+        "roles.judge.model",
+        "",
+        "reward.reward_model.model_path reward_model.model.path",
+        "",
+        "--genrm-model-path",
+        "a model that writes; the role judge: --judge N starts replicas",
+    ),
+    Equivalent(
+        "roles.judge.tensor_parallel",
+        "",
+        "reward.reward_model.rollout.tensor_model_parallel_size",
+        "",
+        "--genrm-num-gpus-per-engine",
+    ),
     Equivalent("algorithm.dual_clip", "delta", "@actor.clip_ratio_c", "", "--eps-clip-c", "0 turns it off"),
     Equivalent("algorithm.gamma", "", "algorithm.gamma", "", "--gamma"),
     Equivalent("algorithm.gae_lambda", "", "algorithm.lam", "", "--lambd"),
@@ -235,12 +264,21 @@ EQUIVALENTS = (
     Equivalent(
         "algorithm.overlong_buffer",
         "",
-        "reward_model.overlong_buffer.len reward_model.overlong_buffer.enable",
+        "reward.reward_kwargs.overlong_buffer_cfg.len reward.reward_kwargs.overlong_buffer_cfg.enable "
+        "reward_model.reward_kwargs.overlong_buffer_cfg.len reward_model.overlong_buffer.len "
+        "reward_model.overlong_buffer.enable",
         "",
         "",
         "algorithm.overlong_limit is the length at which the whole penalty counts",
     ),
-    Equivalent("algorithm.overlong_penalty", "", "reward_model.overlong_buffer.penalty_factor", "", ""),
+    Equivalent(
+        "algorithm.overlong_penalty",
+        "",
+        "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor "
+        "reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor reward_model.overlong_buffer.penalty_factor",
+        "",
+        "",
+    ),
     Equivalent("algorithm.entropy_coef", "", "@actor.entropy_coeff", "", "--entropy-coef"),
     Equivalent(
         "algorithm.loss_aggregation",
@@ -392,7 +430,7 @@ EQUIVALENTS = (
     Equivalent(
         "weights.bucket_bytes",
         "",
-        "@rollout.update_weights_bucket_megabytes",
+        "@rollout.checkpoint_engine.update_weights_bucket_megabytes @rollout.update_weights_bucket_megabytes",
         "",
         "--update-weight-buffer-size",
         "in bytes",
@@ -404,14 +442,22 @@ EQUIVALENTS = (
         "eval.max_new_tokens", "", "", "orchestrator.eval.sampling.max_completion_tokens", "--eval-max-response-len"
     ),
     Equivalent("eval.before", "eval_on_start", "trainer.val_before_train", "", "--skip-eval-before-train"),
-    Equivalent("eval.sets", "", "", "orchestrator.eval.env", "--eval-config", "each set has a name and settings"),
+    Equivalent(
+        "eval.sets",
+        "",
+        "data.val_files @rollout.val_kwargs.n @rollout.val_kwargs.temperature @rollout.val_kwargs.top_p "
+        "@rollout.val_kwargs.top_k",
+        "orchestrator.eval.env",
+        "--eval-config",
+        "each set has a name, samples_per_prompt, temperature, top_p, top_k and more",
+    ),
     Equivalent("rollout.stop", "", "", "", "--rollout-stop"),
     Equivalent("rollout.stop_token_ids", "", "", "", "--rollout-stop-token-ids"),
     # Without an equivalent.
     Equivalent(
         "",
         "",
-        "@rollout.val_kwargs.n @rollout.val_kwargs.temperature @rollout.val_kwargs.top_p",
+        "",
         "",
         "--n-samples-per-eval-prompt --eval-temperature --eval-top-p",
         "samples_per_prompt, temperature and top_p of each of eval.sets",

@@ -83,6 +83,8 @@ def plain(value: Any) -> Any:
         return str(value)
     if isinstance(value, BaseModel):
         return {name: plain(item) for name, item in value if name in value.model_fields_set}
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, tuple) else value
 
 

@@ -16,6 +16,8 @@ _PENALTY = (
 REFUSED = {
     ("rollout", "presence_penalty"): _PENALTY,
     ("rollout", "frequency_penalty"): _PENALTY,
+    ("data", "presence_penalty"): _PENALTY,
+    ("data", "frequency_penalty"): _PENALTY,
     ("data", "temperature"): "all sources have rollout.temperature, at which the trainer computes log-probs",
 }
 """Why there are no such settings, by their first section and name."""

@@ -29,15 +29,46 @@ class DataSource(Section):
     """As data.answer_key; empty means that."""
     metadata_key: str = ""
     """As data.metadata_key; empty means that, "*" all columns but prompt and answer."""
+    tools_key: str | None = None
+    """As data.tools_key. Not set, it is that; empty means that its prompts have no tools."""
+    prompt_function: str | None = None
+    """As data.prompt_function. Not set, it is that, unless prompt_key is set; empty means none."""
+    system_prompt: str | None = None
+    """As data.system_prompt. Not set, it is that; empty means none."""
     max_new_tokens: int = Field(default=0, ge=0)
     """Maximum length of answers to its prompts, at most rollout.max_new_tokens; 0 means that."""
     top_p: float = Field(default=0.0, ge=0, le=1)
     """Nucleus sampling of answers to its prompts; 1 turns it off, 0 means rollout.top_p."""
+    top_k: int | None = Field(default=None, ge=0)
+    """Sample answers to its prompts from the k likeliest tokens; 0 turns it off. Not set, it is rollout.top_k."""
+    stop: tuple[str, ...] | None = None
+    """Strings that end answers to its prompts. Not set, they are those of rollout.stop."""
+    stop_token_ids: tuple[int, ...] | None = None
+    """Token ids that end answers to its prompts. Not set, they are those of rollout.stop_token_ids."""
+    min_new_tokens: int | None = Field(default=None, ge=0)
+    """Minimum length of answers to its prompts. Not set, it is rollout.min_new_tokens."""
 
     @property
-    def sampling(self) -> dict[str, int | float]:
-        """Its sampling parameters that differ from the run's, by name."""
-        return {name: value for name in ("max_new_tokens", "top_p") if (value := getattr(self, name))}
+    def sampling(self) -> dict[str, Any]:
+        """Its sampling parameters that differ from the run's, by name, as JSON has them."""
+        found: dict[str, Any] = {name: value for name in ("max_new_tokens", "top_p") if (value := getattr(self, name))}
+        for name in ("top_k", "stop", "stop_token_ids", "min_new_tokens"):
+            if (value := getattr(self, name)) is not None:
+                found[name] = list(value) if isinstance(value, tuple) else value
+        return found
+
+    @field_validator("prompt_function")
+    @classmethod
+    def _is_function(cls, name: str | None) -> str | None:
+        return name and check_own("prompt_function", name, "function")
+
+    @model_validator(mode="after")
+    def _stops_are_possible(self) -> Self:
+        if "" in (self.stop or ()):
+            raise ValueError("one of data.sources has an empty stop string, which would end every answer at once")
+        if wrong := [token for token in self.stop_token_ids or () if token < 0]:
+            raise ValueError(f"one of data.sources has the stop token id {wrong[0]}: token ids are not negative")
+        return self
 
 
 class DataConfig(Section):
@@ -49,15 +80,19 @@ class DataConfig(Section):
     settings: dict[str, Any] = Field(default_factory=dict)
     """Arguments of a source of your own."""
     path: Path | None = None
-    """File with prompts (JSON lines, Parquet, Arrow or CSV, by its ending), a folder of such files, or a data set of
-    the Hugging Face hub, "owner/name" or "owner/name/config:split". "PATH@[0:100]" is a part of it. Each row has
-    "prompt" (text or a list of chat messages), optionally "answer", and any other columns, which the reward gets as
-    metadata."""
+    """File with prompts (JSON lines, a JSON array, Parquet, Arrow or CSV, by its ending), a folder of such files, a
+    folder that the package datasets saved, or a data set of the Hugging Face hub, "owner/name" or
+    "owner/name/config:split". "PATH@[0:100]" is a part of it. Each row has "prompt" (text or a list of chat messages),
+    optionally "answer", and any other columns, which the reward gets as metadata."""
     eval_path: Path | None = None
     """Held-out prompts, as path. Without it there is no evaluation."""
     sources: tuple[DataSource, ...] = ()
-    """Instead of path: several sources that are mixed, each in a table [[data.sources]] with path, weight, name,
-    and prompt_key, answer_key, metadata_key, max_new_tokens and top_p of its own."""
+    """Instead of path: several sources that are mixed, each in a table [[data.sources]] with path, weight, name, and
+    columns, system_prompt, prompt_function and sampling parameters of its own (docs/data.md)."""
+    temperature: float | None = Field(default=None, gt=0)
+    """With sources, instead of their weights: an epoch visits each source in proportion to its number of prompts to the
+    power of 1 / temperature, all of them as often as there are prompts. 1: each prompt once; above 1 small sources come
+    more often, and with a large one all equally often. (The sampling temperature is rollout.temperature.)"""
     prompt_key: str = "prompt"
     """Column of the prompt. Dots lead into objects, as in "extra_info.question"."""
     answer_key: str = "answer"
@@ -67,6 +102,9 @@ class DataConfig(Section):
     tools_key: str = ""
     """Column with tools for the chat template, which rows may lack: a list of objects, or its JSON text. Empty means
     that there are none."""
+    tools_file: Path | None = None
+    """verl's file of tools (YAML), whose schemas the chat template of every prompt gets that has none in tools_key. No
+    tool is called while an answer is generated; the reward verl_tools calls them (docs/rewards.md)."""
     prompt_function: str = ""
     """Your own function "package.module:function" or "file.py:function", which gets a row as a dict and returns the
     prompt: text, or a list of chat messages. prompt_key isn't read then."""
@@ -114,6 +152,17 @@ class DataConfig(Section):
             raise ValueError(f'data.path is missing: source = "{self.source}" needs the path of a file')
         if self.path is not None and self.sources:
             raise ValueError("data.path is set, but there are data.sources, too: give one of them")
+        if self.temperature is not None:
+            if not self.sources:
+                raise ValueError(
+                    f"data.temperature is {self.temperature:g}, but there are no data.sources to mix: add them, or "
+                    "leave it out (the sampling temperature is rollout.temperature)"
+                )
+            if weighted := [n for n, one in enumerate(self.sources) if one.weight != 1]:
+                raise ValueError(
+                    f"data.temperature is {self.temperature:g}, but data.sources.{weighted[0]}.weight is set, too: "
+                    "give one of them"
+                )
         if self.sources and not self.has_files:
             raise ValueError(f'data.sources are for source = "files", but it is "{self.source}"')
         if self.path is not None and self.is_own:

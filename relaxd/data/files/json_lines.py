@@ -1,4 +1,4 @@
-"""Files with one JSON object per line."""
+"""Files with one JSON object per line, and what they share with other files of JSON objects."""
 
 import json
 import os
@@ -13,24 +13,19 @@ _CHUNK = 16 << 20
 _SHORT = 32
 
 
-class JsonLines:
-    """The lines of a file that aren't blank. Only their places are in memory: 16 bytes a line."""
+class JsonObjects:
+    """JSON objects in a file, of which only the places are in memory. Subclasses find them."""
 
     def __init__(self, path: Path) -> None:
-        """Find the lines. Raises OSError when the file can't be read."""
+        """Raises OSError when the file can't be read."""
         self._path = path
         self._file = os.open(path, os.O_RDONLY)
         finalize(self, os.close, self._file)
-        starts = _line_starts(self._file)
-        ends = np.append(starts[1:], os.fstat(self._file).st_size)
-        # Blank lines are short: only such are read to find out.
-        short = np.flatnonzero(ends - starts <= _SHORT)
-        blank = [line for line in short.tolist() if not self._read(starts[line], ends[line]).strip()]
-        lines = np.delete(np.arange(len(starts), dtype=np.int64), blank)
-        self._starts, self._ends, self._lines = starts[lines], ends[lines], lines
+        self._starts = self._ends = np.zeros(0, np.int64)
+        """Offsets of each object's first byte, and of the byte after it, int64 [objects]."""
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._starts)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return parse(self._read(self._starts[index], self._ends[index]))
@@ -45,6 +40,21 @@ class JsonLines:
 
     def _read(self, start: np.int64, end: np.int64) -> bytes:
         return os.pread(self._file, int(end - start), int(start))
+
+
+class JsonLines(JsonObjects):
+    """The lines of a file that aren't blank: 24 bytes of memory for each."""
+
+    def __init__(self, path: Path) -> None:
+        """Find the lines. Raises OSError when the file can't be read."""
+        super().__init__(path)
+        starts = _line_starts(self._file)
+        ends = np.append(starts[1:], os.fstat(self._file).st_size)
+        # Blank lines are short: only such are read to find out.
+        short = np.flatnonzero(ends - starts <= _SHORT)
+        blank = [line for line in short.tolist() if not self._read(starts[line], ends[line]).strip()]
+        lines = np.delete(np.arange(len(starts), dtype=np.int64), blank)
+        self._starts, self._ends, self._lines = starts[lines], ends[lines], lines
 
     def place(self, index: int) -> str:
         """See Rows."""

@@ -1,12 +1,15 @@
 """Opening of what a path names: a file, a folder of files, or a part of either."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from relaxd.data.errors import DataError
 from relaxd.data.files.hub import HubRows, is_hub_name
+from relaxd.data.files.json_array import JsonArray, is_array
 from relaxd.data.files.json_lines import JsonLines
 from relaxd.data.files.rows import JoinedRows, Part, Rows
+from relaxd.data.files.saved import DESCRIPTIONS, saved_files
 from relaxd.data.files.tables import Table
 
 TABLES = (".parquet", ".arrow", ".feather", ".csv")
@@ -17,8 +20,9 @@ _PART = re.compile(r"(.*)@\[\s*(-?[0-9]*)\s*:\s*(-?[0-9]*)\s*\]")
 def open_rows(path: Path, field: str) -> Rows:
     """Open a file, or all files of a folder with a known ending, those of its folders, too, sorted by name.
 
-    "PATH@[START:END]" is a part of it, as of a Python list. A file with an unknown ending is read as JSON lines. What
-    isn't there and looks like the name of a data set on the hub is loaded from there.
+    A folder that the package datasets saved has its files in the order of its state.json. "PATH@[START:END]" is a part
+    of it, as of a Python list. A file with an unknown ending is read as JSON lines. What isn't there and looks like the
+    name of a data set on the hub is loaded from there.
 
     Raises DataError, naming the setting `field`: it can't be read, or has no rows.
     """
@@ -40,15 +44,30 @@ def is_hub_path(path: Path) -> bool:
 def _open(path: Path, field: str) -> Rows:
     if is_hub_name(path):
         return HubRows(path, field)
-    if path.is_dir():
-        known = sorted(file for file in path.rglob("*") if file.suffix in (*TABLES, *LINES) and file.is_file())
-        if not known:
-            raise DataError(field, f"the folder {path} has no file that ends in {', '.join((*LINES, *TABLES))}")
-        return JoinedRows([_open(file, field) for file in known])
     try:
+        if path.is_dir():
+            files = list(_files_of(path, field))
+            if not files:
+                raise DataError(field, f"the folder {path} has no file that ends in {', '.join((*LINES, *TABLES))}")
+            return JoinedRows([_open(file, field) for file in files])
         if not path.is_file():
             path.stat()
             raise DataError(field, f"can't read {path}: it is neither a file nor a folder")
-        return Table(path, field) if path.suffix in TABLES else JsonLines(path)
+        if path.suffix in TABLES:
+            return Table(path, field)
+        return JsonArray(path, field) if path.suffix == ".json" and is_array(path) else JsonLines(path)
     except OSError as error:
         raise DataError(field, f"can't read {path}: {error.strerror or error}") from error
+
+
+def _files_of(folder: Path, field: str) -> Iterator[Path]:
+    saved = saved_files(folder, field)
+    if saved is not None:
+        yield from saved
+        return
+    for entry in sorted(folder.iterdir()):
+        if entry.is_dir():
+            if not entry.is_symlink():  # which could lead round in circles
+                yield from _files_of(entry, field)
+        elif entry.suffix in (*TABLES, *LINES) and entry.name not in DESCRIPTIONS and entry.is_file():
+            yield entry

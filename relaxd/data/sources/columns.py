@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,38 +29,40 @@ class Columns:
     """Text of a system message to put before prompts that have none."""
     source: str = ""
     """Name of the source, which becomes metadata.data_source where a row has none."""
-    sampling: Mapping[str, int | float] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters of the source."""
     tools: str = ""
     """Column with tools for the chat template, which rows may lack; empty means none."""
+    other_tools: Sequence[dict[str, Any]] = ()
+    """Tools of rows that have none of their own."""
     make_prompt: Callable[[dict[str, Any]], Any] | None = None
     """A user's own function that makes the prompt from a row, instead of the column `prompt`."""
+    made_by: str = "data.prompt_function"
+    """The setting that names this function."""
 
     def example(self, record: Mapping[str, Any], place: str) -> Example:
         """Return the prompt of a row. Raises ValueError, which names the column and what is wrong."""
         if self.make_prompt is None:
             prompt = _prompt(self.prompt, _find(record, self.prompt, "data.prompt_key"))
         else:
-            prompt = _prompt("data.prompt_function", self._made(dict(record)))
+            prompt = _prompt(self.made_by, self._made(dict(record)))
         answer: Any = ""
         if self.answer != ANSWER or ANSWER in record:
             answer = _answer(self.answer, _find(record, self.answer, "data.answer_key"))
         metadata = self._metadata(record)
         if self.source:
             metadata.setdefault("data_source", self.source)
-        if self.system_prompt:
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            if messages[0]["role"] != "system":
-                prompt = [{"role": "system", "content": self.system_prompt}, *messages]
         tools = _tools(self.tools, _find_optional(record, self.tools)) if self.tools else []
-        return Example(prompt, answer, metadata, dict(self.sampling), tools, place)
+        tools = tools or list(self.other_tools)
+        example = Example(prompt, answer, metadata, dict(self.sampling), tools, place)
+        return example.with_system_prompt(self.system_prompt)
 
     def _made(self, record: dict[str, Any]) -> Any:
         assert self.make_prompt is not None
         try:
             return self.make_prompt(record)
         except Exception as error:  # a user's function may raise anything
-            raise ValueError(f"data.prompt_function failed: {describe_error(error)}") from error
+            raise ValueError(f"{self.made_by} failed: {describe_error(error)}") from error
 
     def _metadata(self, record: Mapping[str, Any]) -> dict[str, Any]:
         if self.metadata in ("", ALL):
@@ -141,9 +143,16 @@ def _answer(key: str, value: Any) -> str:
         inside = ", ".join(value) or "nothing"
         example = f"{key}.{next(iter(value), 'text')}"
         raise ValueError(f'"{key}" is an object with {inside}: name what is in it, as data.answer_key = "{example}"')
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError(f'"{key}" must be text or a number, not {kind_of(value)}')
+    if isinstance(value, list) and value and all(_is_plain(one) for one in value):
+        return str(value[0]) if len(value) == 1 else json.dumps(list(map(str, value)), ensure_ascii=False)
+    if not _is_plain(value):
+        what = "a list with something else" if isinstance(value, list) and value else kind_of(value)
+        raise ValueError(f'"{key}" must be text, a number or a list of them, not {what}')
     return str(value)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, str | int | float) and not isinstance(value, bool)
 
 
 def _tools(key: str, value: Any) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from relaxd.data.files.opening import open_rows
 from relaxd.data.sources.benchmarks import read_benchmark
 from relaxd.data.sources.columns import Examples
 from relaxd.data.sources.reasoning_gym import reasoning_gym
-from relaxd.data.sources.sources import Source, columns_of
+from relaxd.data.sources.sources import Source, columns_of, tools_of
 
 TASK_PROMPTS = 100
 """Prompts of a task if eval.sets says nothing."""
@@ -21,16 +21,16 @@ def read_set(config: RunConfig, number: int) -> Source:
     """Open the prompts of one of eval.sets, all that it has. Raises DataError, which names the setting and the file."""
     one = config.eval.sets[number]
     kind = "task" if one.task else "benchmark" if one.benchmark else "path"
-    field = f"eval.sets.{number}.{kind}"
-    if one.task:
-        return Source(_of_task(one, field), field, shown=one.name)
-    if one.benchmark:
-        return Source(read_benchmark(one.benchmark, field), field, shown=one.name)
-    assert one.path is not None  # checked by EvalSet
-    examples = Examples(open_rows(one.path, field), columns_of(config.data, one))
+    place = f"eval.sets.{number}"
+    field = f"{place}.{kind}"
+    if one.path is None:
+        made = _of_task(one, field) if one.task else read_benchmark(one.benchmark, field)
+        text = config.data.system_prompt if one.system_prompt is None else one.system_prompt
+        return Source([example.with_system_prompt(text) for example in made], field, shown=one.name)
+    examples = Examples(open_rows(one.path, field), columns_of(config.data, one, place))
     if not len(examples):
         raise DataError(field, f"{one.path} has no prompts")
-    return Source(examples, field, shown=one.name)
+    return Source(examples, field, one.name, tools_of(config.data, one, place))
 
 
 def _of_task(one: EvalSet, field: str) -> list[Example]:

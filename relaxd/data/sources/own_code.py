@@ -79,11 +79,11 @@ def open_own(data: DataConfig) -> tuple[Rows, Rows | None]:
     return rows, OwnRows(held_out, f"{data.source}, held out,")
 
 
-def prompt_function(data: DataConfig) -> Callable[[dict[str, Any]], Any] | None:
-    """Return the user's own function that makes prompts from rows; None without one. Raises DataError."""
-    if not data.prompt_function:
+def prompt_function(name: str, setting: str) -> Callable[[dict[str, Any]], Any] | None:
+    """Return the user's own function that makes prompts from rows; None without a name. Raises DataError."""
+    if not name:
         return None
-    function: Callable[[dict[str, Any]], Any] = _import(data.prompt_function, "data.prompt_function")
+    function: Callable[[dict[str, Any]], Any] = _import(name, setting)
     return function
 
 

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from relaxd.config import DataConfig, RunConfig
 from relaxd.config.evaluation import EvalSet
 from relaxd.config.prompts.data import DataSource
+from relaxd.data.errors import DataError
 from relaxd.data.examples import Example
 from relaxd.data.files.opening import open_rows
 from relaxd.data.files.rows import Rows
@@ -13,6 +15,7 @@ from relaxd.data.sources.addition import addition
 from relaxd.data.sources.columns import Columns, Examples
 from relaxd.data.sources.own_code import open_own, prompt_function
 from relaxd.data.sources.reasoning_gym import reasoning_gym
+from relaxd.data.tools_file import ToolsFileError, schemas_of
 
 SETTINGS = {
     "addition": ("data", "data"),
@@ -26,6 +29,16 @@ GENERATED = ("addition", "reasoning_gym")
 
 
 @dataclass(frozen=True)
+class ToolsColumn:
+    """A column with tools."""
+
+    key: str = ""
+    """Its name; empty if there are none."""
+    setting: str = "data.tools_key"
+    """The setting that names it."""
+
+
+@dataclass(frozen=True)
 class Source:
     """Prompts of one source, before they are checked."""
 
@@ -33,31 +46,57 @@ class Source:
     """The prompts; those of files are read when they are asked for, and then raise ValueError for a wrong row."""
     field: str
     """The setting that they come from."""
-    weight: float = 1.0
-    """How often an epoch visits them."""
     shown: str = ""
     """The source's name or path, for people."""
+    tools: ToolsColumn = ToolsColumn()
+    """The column with its tools."""
 
 
-def columns_of(data: DataConfig, own: DataSource | EvalSet | None = None) -> Columns:
-    """Return the columns of the data, or of one of its sources or evaluation sets. Raises DataError."""
+def columns_of(data: DataConfig, own: DataSource | EvalSet | None = None, place: str = "data") -> Columns:
+    """Return the columns of the data, or of one of its sources or evaluation sets, at `place` in the configuration.
+
+    What a source sets wins; its prompt_key also over data.prompt_function. Raises DataError.
+    """
     common = Columns(
         prompt=data.prompt_key,
         answer=data.answer_key,
         metadata=data.metadata_key,
         system_prompt=data.system_prompt,
         tools=data.tools_key,
-        make_prompt=prompt_function(data),
+        other_tools=schemas_of_tools(data),
     )
-    if own is None:
-        return common
-    chosen = replace(
-        common,
-        prompt=own.prompt_key or common.prompt,
-        answer=own.answer_key or common.answer,
-        metadata=own.metadata_key or common.metadata,
-    )
-    return replace(chosen, source=own.name, sampling=own.sampling) if isinstance(own, DataSource) else chosen
+    function, setting = data.prompt_function, "data.prompt_function"
+    if own is not None:
+        common = replace(
+            common,
+            prompt=own.prompt_key or common.prompt,
+            answer=own.answer_key or common.answer,
+            metadata=own.metadata_key or common.metadata,
+            system_prompt=common.system_prompt if own.system_prompt is None else own.system_prompt,
+            tools=common.tools if own.tools_key is None else own.tools_key,
+        )
+        if own.prompt_function is not None:
+            function, setting = own.prompt_function, f"{place}.prompt_function"
+        elif own.prompt_key:
+            function = ""
+    if isinstance(own, DataSource):
+        common = replace(common, source=own.name, sampling=own.sampling)
+    return replace(common, make_prompt=prompt_function(function, setting), made_by=setting)
+
+
+def tools_of(data: DataConfig, own: DataSource | EvalSet | None = None, place: str = "data") -> ToolsColumn:
+    """Return the column with the tools of the data, or of one of its sources or evaluation sets."""
+    if own is None or own.tools_key is None:
+        return ToolsColumn(data.tools_key, "data.tools_key")
+    return ToolsColumn(own.tools_key, f"{place}.tools_key")
+
+
+def schemas_of_tools(data: DataConfig) -> list[dict[str, Any]]:
+    """Return the schemas of data.tools_file. Raises DataError."""
+    try:
+        return schemas_of(data.tools_file) if data.tools_file is not None else []
+    except ToolsFileError as error:
+        raise DataError("data.tools_file", str(error)) from error
 
 
 def read_sources(config: RunConfig) -> tuple[list[Source], Source]:
@@ -68,20 +107,25 @@ def read_sources(config: RunConfig) -> tuple[list[Source], Source]:
     data = config.data
     field, held_out_field = SETTINGS.get(data.source, ("data.source", "data.eval_path"))
     if data.source in GENERATED:
-        train, held_out = addition(data.digits) if data.source == "addition" else reasoning_gym(data.reasoning_gym)
+        made = addition(data.digits) if data.source == "addition" else reasoning_gym(data.reasoning_gym)
+        schemas = schemas_of_tools(data)
+        train, held_out = (
+            [replace(one, tools=schemas).with_system_prompt(data.system_prompt) for one in examples]
+            for examples in made
+        )
         return [Source(train, field, shown=data.source)], Source(held_out, held_out_field, shown="held out")
     sources = []
     held_out_rows: Rows | None = None
-    columns = columns_of(data)
+    columns, tools = columns_of(data), tools_of(data)
     if data.is_own:
         rows, held_out_rows = open_own(data)
-        sources.append(Source(Examples(rows, columns), field, shown=data.source))
+        sources.append(Source(Examples(rows, columns), field, data.source, tools))
     for number, one in enumerate(data.sources):
-        place = f"data.sources.{number}.path"
-        examples = Examples(open_rows(one.path, place), columns_of(data, one))
-        sources.append(Source(examples, place, one.weight, one.name or str(one.path)))
+        place = f"data.sources.{number}"
+        examples = Examples(open_rows(one.path, f"{place}.path"), columns_of(data, one, place))
+        sources.append(Source(examples, f"{place}.path", one.name or str(one.path), tools_of(data, one, place)))
     if data.path is not None:
-        sources.append(Source(Examples(open_rows(data.path, field), columns), field, shown=str(data.path)))
+        sources.append(Source(Examples(open_rows(data.path, field), columns), field, str(data.path), tools))
     shown = f"{data.source} (held out)"
     if data.eval_path is not None:
         held_out_rows, shown = open_rows(data.eval_path, "data.eval_path"), f"{data.eval_path} (held out)"

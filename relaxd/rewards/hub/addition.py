@@ -5,8 +5,8 @@ from decimal import Decimal
 
 from relaxd.rewards.base import RewardInput
 
-# A minus is a sign unless it may be an operator, as in "5-3". Commas may separate thousands.
-_NUMBER = re.compile(r"(?<![0-9])-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
+# A minus (also that of typography) is a sign unless it may be an operator, as in "5-3". Commas may separate thousands.
+_NUMBER = re.compile(r"(?<![0-9])[-\u2212]?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
 _ANSWER = re.compile(rf"(?:[0-9][0-9 +]*=\s*)?{_NUMBER.pattern}\s*[.!]?")
 
 
@@ -29,4 +29,4 @@ def addition(sample: RewardInput) -> dict[str, float]:
 
 
 def _value(number: str) -> Decimal:
-    return Decimal(number.replace(",", ""))
+    return Decimal(number.replace(",", "").replace("\u2212", "-"))

@@ -1,10 +1,11 @@
 """Reward for an exact answer."""
 
 from relaxd.rewards.base import RewardInput
+from relaxd.rewards.references import references
 
 
 def exact_match(sample: RewardInput) -> float:
-    """1 if the reply equals the answer, ignoring surrounding white space, else 0.
+    """1 if the reply equals the answer, or one of its references, ignoring surrounding white space, else 0.
 
     Raises:
         ValueError: the answer is empty, with which an empty reply would be right.
@@ -12,4 +13,4 @@ def exact_match(sample: RewardInput) -> float:
     answer = sample.answer.strip()
     if not answer:
         raise ValueError("answer is empty: the reward exact_match needs one")
-    return float(sample.response.strip() == answer)
+    return float(sample.response.strip() in {answer, *(one.strip() for one in references(answer))})

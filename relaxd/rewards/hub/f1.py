@@ -5,20 +5,23 @@ import string
 from collections import Counter
 
 from relaxd.rewards.base import RewardInput
+from relaxd.rewards.references import best_of_references
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
+@best_of_references
 def f1(sample: RewardInput) -> dict[str, float]:
     """Harmonic mean of precision and recall over words, ignoring case, punctuation and articles.
 
-    Parts: precision, recall. If reply or answer is "yes", "no" or "noanswer", only equality counts.
+    Parts: precision, recall. If reply or answer is "yes", "no" or "noanswer", only equality counts. Of several
+    references the best one counts.
 
     Raises:
         ValueError: the answer has no words.
     """
-    answer, response = _words(sample.answer), _words(sample.response)
+    answer, response = words(sample.answer), words(sample.response)
     if not answer:
         raise ValueError(f"answer is {sample.answer!r}: the reward f1 needs words to compare with")
     closed = (["yes"], ["no"], ["noanswer"])
@@ -29,5 +32,6 @@ def f1(sample: RewardInput) -> dict[str, float]:
     return {"reward": 2 * precision * recall / (precision + recall), "precision": precision, "recall": recall}
 
 
-def _words(text: str) -> list[str]:
+def words(text: str) -> list[str]:
+    """Return the words of a text in lower case, without punctuation and articles."""
     return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()

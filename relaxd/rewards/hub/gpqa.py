@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 from relaxd.rewards.base import RewardInput
 
-_THINKING = re.compile(r"<think>.*?</think>", re.DOTALL)
-_LETTER = r"[\s*_(\[{\"'$]*(?:\\(?:boxed|text|mathrm)\{\s*)*[(]?([A-Z])(?![A-Za-z0-9])"
+# Possessive quantifiers (*+) never give back what they took: a reply of blanks takes time linear in its length.
+_LETTER = r"[\s*_(\[{\"'$]*+(?:\\(?:boxed|text|mathrm)\{\s*+)*+[(]?+([A-Z])(?![^\W_])"
 _STATED = (
-    re.compile(rf"(?i:\b(?:answer|option|choice)\b)\s*(?i:is\s*:?|:|=)(?:\s*(?i:option|choice)\b)?{_LETTER}"),
-    re.compile(r"(?<![A-Za-z0-9])([A-Z])[)\].*_]{0,4}\s+(?i:is\s+(?:the\s+)?correct)\b"),
+    re.compile(rf"(?i:\b(?:answer|option|choice)\b)\s*(?i:is\s*+:?+|:|=)(?:\s*+(?i:option|choice)\b)?+{_LETTER}"),
+    re.compile(r"(?<![^\W_])([A-Z])[)\].*_]{0,4}\s+(?i:is\s+(?:the\s+)?correct)\b"),
     re.compile(rf"(?i:\bfinal\s+answer\b)[^\nA-Za-z]{{0,20}}{_LETTER}"),
     re.compile(r"\\boxed\{\s*(?:\\(?:text|mathrm)\{)?\(?([A-Z])\b"),
 )
-_FREE = re.compile(r"(?<![A-Za-z0-9'\u2019])([A-Z])(?![A-Za-z0-9'\u2019])")
+_FREE = re.compile(r"(?<![^\W_])(?<!['\u2019])([A-Z])(?![^\W_]|['\u2019])")
 
 
 def gpqa(sample: RewardInput) -> dict[str, float]:
@@ -49,9 +49,11 @@ def gpqa(sample: RewardInput) -> dict[str, float]:
 
 def _without_thinking(response: str) -> str:
     """Return what is said after thinking; an answer that was cut off in the middle of it says nothing."""
-    if "</think>" in response:
-        response = _THINKING.sub("", response).rpartition("</think>")[2]
-    return response.partition("<think>")[0]
+    said, start = "", 0
+    while (opened := response.find("<think>", start)) >= 0 and (closed := response.find("</think>", opened)) >= 0:
+        said += response[start:opened]
+        start = closed + len("</think>")
+    return (said + response[start:]).rpartition("</think>")[2].partition("<think>")[0]
 
 
 def _valid_letters(given: object, choices: int) -> str:

@@ -3,6 +3,7 @@
 IFEval: Zhou et al. 2023, arXiv 2311.07911. IFBench: Pyatkin et al. 2025, arXiv 2507.02833.
 """
 
+import csv
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,9 @@ from relaxd.rewards.limit import TooSlow, time_limit
 
 CHECK_SECONDS = 3.0
 """Time for checking one reply. Then it fails."""
+_BY_REPLY = (IndexError, csv.Error, RecursionError)
+"""What checkers raise at odd replies, such as one of digits only. Such a reply follows nothing. nltk's LookupError, for
+data that isn't installed, is none of these."""
 
 
 def ifeval(sample: RewardInput) -> dict[str, float]:
@@ -51,7 +55,7 @@ def _followed(sample: RewardInput, name: str, known: Mapping[str, Any]) -> dict[
     try:
         with time_limit(CHECK_SECONDS):
             _, scores = evaluate_instructions(sample.response, names, arguments, prompt, known)
-    except TooSlow:
+    except (TooSlow, *_BY_REPLY):
         return {"reward": 0.0, "accuracy": 0.0, "followed": 0.0, "loose": 0.0}
     return {
         "reward": scores.binary_strict,

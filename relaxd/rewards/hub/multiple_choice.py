@@ -6,15 +6,30 @@ from relaxd.rewards.base import RewardInput
 from relaxd.rewards.tags import tagged
 
 _LETTER = re.compile(r"\(?([A-Za-z])\)?[.:]?")
-_STATED = re.compile(r"\banswer\s*(?:is|:|=)\s*\**\(?([A-Z])\b", re.IGNORECASE)
+_STATED = re.compile(
+    r"(?i:\banswer\s*+(?:is\s*+:?+|:|=))[\s*_(\[{\"'\u2018\u201c$]*+(?:\\(?:boxed|text|mathrm)\{)*+\(?+"
+    r"([A-Za-z])(?![^\W_]|['\u2019-]\w|[+#])(?=([^\n]{0,40}))"
+)
+"""A stated letter and what follows it. Quantifiers are possessive, so that no reply makes them try again."""
+_NO_WORD = re.compile(
+    r"[*_)\]}\"'\u2019\u201d$]|[.,;:!?](?!\w)|\s*+$|\s++(?:because|since|as|so|and|but|not|for|due)\b"
+)
+"""What follows "a" or "I" if they are letters of choices and no words."""
+_OR = re.compile(
+    r"[*_)\]}\"'\u2019\u201d$]*+\s*+(?:(?:or\b|/|&)|and\b(?!\W++\w\s++\w))[\s*_(\[\"'\u2018\u201c$]*+(?:[A-Z]\b|[a-z]\))"
+)
+"""What follows the first letter of an answer that names two."""
+_SURE = frozenset("BCDEFGHJKLMNOPQRSTUVWXYZ")
+"""Letters that are no words."""
 
 
 def multiple_choice(sample: RewardInput) -> dict[str, float]:
     """1 if the reply's letter is the answer's, else 0.
 
     The reply's letter is that in its last <answer>...</answer>; else in the last "answer is X" or "Answer: X"; else the
-    whole reply, if it is a letter such as "B", "(B)" or "B.". Case doesn't matter. A reply without a letter is wrong.
-    Parts: accuracy (the same), and format: 1 if a letter was found.
+    whole reply, if it is a letter such as "B", "(B)" or "B.". A stated small letter, A or I must be marked off as in
+    "(b)" or end its line or sentence, because "The answer is a matter of ..." names none. A reply without a letter, or
+    that states two ("A or B"), is wrong. Parts: accuracy (the same), and format: 1 if a letter was found.
 
     Raises:
         ValueError: the answer isn't a letter.
@@ -36,5 +51,8 @@ def _chosen(response: str) -> str | None:
     whole = _LETTER.fullmatch(_untagged(response))
     if whole:
         return whole.group(1).upper()
-    stated = [] if tagged(response) else _STATED.findall(response)
-    return stated[-1].upper() if stated else None
+    stated = [] if tagged(response) else [found.groups() for found in _STATED.finditer(response)]
+    letters = [(letter, rest) for letter, rest in stated if letter in _SURE or _NO_WORD.match(rest) or _OR.match(rest)]
+    if not letters or _OR.match(letters[-1][1]):
+        return None
+    return letters[-1][0].upper()

@@ -6,9 +6,13 @@ from typing import Any
 
 from relaxd.data.sources.reasoning_gym import KEY, Task, make_task
 from relaxd.rewards.base import RewardInput
+from relaxd.rewards.hub.readable import make_safe, readable
+from relaxd.rewards.limit import TooSlow, time_limit
 from relaxd.rewards.tags import tagged
 
-UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, SyntaxError)
+CHECK_SECONDS = 3.0
+"""Time for a task to score an answer. Then it scores 0."""
+UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, SyntaxError, RecursionError)
 """Exceptions of tasks for unreadable answers, such as letters instead of prime factors. They score 0 instead of failing
 the group."""
 
@@ -16,7 +20,8 @@ the group."""
 def reasoning_gym(sample: RewardInput) -> dict[str, float]:
     """The score of the prompt's reasoning-gym task, from 0 to 1.
 
-    Scores the text in the reply's last <answer>...</answer>, or else the whole reply. Parts: accuracy: 1 if the score
+    Scores the text in the reply's last <answer>...</answer>, or else the whole reply. No answer is evaluated as Python
+    code: tasks that would do so get formulas and lists only. Parts: accuracy: 1 if the score
     is 1, and format: 1 if the answer is in the tag or the reply is a single line.
 
     Raises:
@@ -36,8 +41,9 @@ def reasoning_gym(sample: RewardInput) -> dict[str, float]:
     found = tagged(sample.response)
     answer = (found[-1] if found else sample.response).strip()
     try:
-        score = float(task.score_answer(answer, entry))
-    except UNREADABLE:
+        with time_limit(CHECK_SECONDS):
+            score = float(task.score_answer(readable(answer, item["task"]), entry))
+    except (TooSlow, *UNREADABLE):
         score = 0.0
     answered = bool(answer) and (bool(found) or "\n" not in answer)
     return {"reward": score, "accuracy": float(score >= 1.0), "format": float(answered)}
@@ -55,4 +61,6 @@ def _item(description: str) -> tuple[Task, dict[str, Any]]:
 @lru_cache(maxsize=8)
 def _task(description: str) -> Task:
     item = json.loads(description)
-    return make_task(item["task"], item["settings"], item["size"], item["seed"])
+    task = make_task(item["task"], item["settings"], item["size"], item["seed"])
+    make_safe(task, item["task"])
+    return task

@@ -26,7 +26,7 @@ from services.coordinator.runs.evaluation import Evaluated, EvaluationFailed, Ev
 from services.coordinator.runs.exporting import ExportFailed, export_model, save_last_checkpoint
 from services.coordinator.runs.publisher import Publisher
 from services.coordinator.runs.run_files import RunFiles, summarise
-from services.coordinator.runs.usage import Usage
+from services.coordinator.runs.usage import StepUsage, Usage
 from services.coordinator.runs.wait_watcher import WaitWatcher
 from services.coordinator.state.records import Evaluation, Outcome, Phase, RunRecord, WeightsRecord
 from services.coordinator.state.retry import FolderRetry, RedisRetry
@@ -528,7 +528,8 @@ class ActiveRun:
     async def _append_metrics(self) -> None:
         ledger = await self._with_redis(self._files.next_steps, self.board.ledger)
         synced, self._reported_sync_seconds = self.sync.seconds - self._reported_sync_seconds, self.sync.seconds
-        measured = {**self._usage.take(self.fleet.devices()), "sync_seconds": synced / max(len(ledger), 1)}
+        usage = self._usage.take(self.fleet.devices())
+        measured = {**usage.metrics, "sync_seconds": synced / max(len(ledger), 1)}
         measured |= await self._take_drops(len(ledger))
         measured |= self.curriculum.metrics()
         steps = [(entry.step, {**entry.metrics, **measured}) for entry in ledger]
@@ -537,9 +538,18 @@ class ActiveRun:
             self._sampled_step = await self._with_redis(self._files.rewind_samples, kept_step)
         for step, metrics in steps:
             telemetry.record_step(self.record.run_id, step, metrics)
-        await self._disk.in_thread(self._files.append_metrics, steps)
+        if steps:
+            self._record_replicas(usage)
+        lines = [(step, {**metrics, **usage.line}) for step, metrics in steps]
+        await self._disk.in_thread(self._files.append_metrics, lines)
         await self._append_samples()
         await self._trim_ledger()
+
+    def _record_replicas(self, usage: StepUsage) -> None:
+        for name, shares in usage.replicas.items():
+            for replica, share in shares.items():
+                labels = {"relaxd.run_id": self.record.run_id, "relaxd.replica_id": replica}
+                telemetry.record(f"replica.{name}", share, labels)
 
     async def _trim_ledger(self) -> None:
         """Trim the board's ledger every TRIM_STEPS steps, so that Redis doesn't grow with the number of steps."""

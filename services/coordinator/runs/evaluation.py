@@ -222,7 +222,7 @@ class _Evaluation:
                     raise EvaluationFailed(f"{asked.name}: {error.field}: {error.message}") from error
                 finals = await self._generate(asked, prompt, engine)
                 # The engine gets no other prompt before: slow rewards must not pile up answers here.
-                scores = [one for some in _in_messages(finals) for one in await self._score(asked.reward, prompt, some)]
+                scores = [one for some in _in_messages(finals) for one in await self._score(asked, prompt, some)]
             finally:
                 self._busy[engine.replica_id] -= asked.samples_per_prompt
         except _Retry:
@@ -257,8 +257,10 @@ class _Evaluation:
                 max_new_tokens=asked.max_new_tokens,
                 temperature=asked.temperature,
                 top_p=asked.top_p,
+                top_k=asked.top_k,
                 stop=asked.stop,
                 stop_token_ids=asked.stop_token_ids,
+                min_new_tokens=asked.min_new_tokens,
                 seed=asked.prompt_seed(prompt.index),
             ),
             final_only=True,
@@ -275,9 +277,9 @@ class _Evaluation:
             raise _Retry("a weight synchronisation aborted an answer")
         return finals
 
-    async def _score(self, reward_name: str, prompt: Prompt, finals: Sequence[GenerateResponse]) -> list[Score]:
+    async def _score(self, asked: ResolvedSet, prompt: Prompt, finals: Sequence[GenerateResponse]) -> list[Score]:
         request = ScoreRequest(
-            reward=reward_name,  # empty: the run's, with its settings
+            evaluation_set=asked.name if asked.reward is not None else "",  # without one: the run's reward
             prompt=to_proto(prompt.messages or [text_message("user", prompt.text)]),
             answer=to_proto([text_message("assistant", prompt.answer)]),
             metadata_json=json.dumps(prompt.metadata),

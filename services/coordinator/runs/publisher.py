@@ -164,7 +164,10 @@ class Publisher:
 
     def _trace(self, spans: ExitStack, group_id: str) -> dict[str, str]:
         ratio = self._context.config.telemetry.sample_ratio
-        return spans.enter_context(telemetry.publish_span(group_id, ratio, {"relaxd.run_id": self._context.run_id}))
+        attributes = {"relaxd.run_id": self._context.run_id}
+        return spans.enter_context(
+            telemetry.create_span(group_id, self._context.board.stages[0].name, ratio, attributes)
+        )
 
     def _worst_bytes(self, prompt_tokens: int) -> int:
         return worst_bytes(self._context.config, prompt_tokens, expert_bytes=self._expert_bytes)

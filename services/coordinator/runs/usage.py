@@ -8,9 +8,25 @@ from services.coordinator.fleet.registry import Replica
 
 BUSY, PAUSED = 1.0, 2.0
 """Values of the gauge engine_state."""
-MOST_SINGLE = 32
-"""Replicas of which each has metrics of its own. With more of them nobody reads these any more, and with hundreds they
-would be 60 KB of each step's line."""
+MOST_IN_LINE = 32
+"""Replicas that a step's line has apart. With more of them nobody reads these any more, and with hundreds they would be
+tens of kilobytes of each line."""
+
+
+@dataclass(frozen=True)
+class StepUsage:
+    """Shares of the time since the last step."""
+
+    metrics: dict[str, float]
+    """Means over replicas, by metric; those that no replica reported are missing."""
+    replicas: dict[str, dict[str, float]]
+    """The share of each replica, by metric and replica id."""
+
+    @property
+    def line(self) -> dict[str, float | dict[str, dict[str, float]]]:
+        """What a step's line in metrics.jsonl gets: `replicas` apart if there are several, and not too many."""
+        shown = {name: shares for name, shares in self.replicas.items() if 1 < len(shares) <= MOST_IN_LINE}
+        return {**self.metrics, **({"replicas": shown} if shown else {})}
 
 
 @dataclass
@@ -70,8 +86,8 @@ class Usage:
             seen[key] = known
         self._seen = seen
 
-    def take(self, replicas: Sequence[Replica]) -> dict[str, float]:
-        """Return the metrics since the last call; metrics that no replica reported are missing."""
+    def take(self, replicas: Sequence[Replica]) -> StepUsage:
+        """Return the shares since the last call."""
         self.sample(replicas)
         now = self._clock()
         shares: dict[str, dict[str, float]] = {"busy": {}, "paused": {}, "idle": {}}
@@ -95,14 +111,13 @@ class Usage:
                 gpus[replica.replica_id] = 1 - min(1.0, known.gpu_busy / known.gpu_seconds)
             known.since, known.gpu_busy, known.gpu_seconds = now, 0.0, 0.0
         result = {f"engine_{name}_share": _mean(values) for name, values in shares.items() if values}
-        if len(shares["idle"]) > 1:
-            result |= _single("engine_idle_share", shares["idle"])
+        single = {"engine_idle_share": shares["idle"]} if shares["idle"] else {}
         if gpus:
             count = {replica.replica_id: max(1, len(replica.status.gpu_uuids)) for replica in replicas}
             total = sum(count[replica] for replica in gpus)
             result["gpu_idle_share"] = sum(value * count[replica] for replica, value in gpus.items()) / total
-            result |= _single("gpu_idle_share", gpus)
-        return result
+            single["gpu_idle_share"] = gpus
+        return StepUsage(result, single)
 
 
 def _engine_seconds(replica: Replica, now: float) -> tuple[float | None, float | None]:
@@ -119,13 +134,6 @@ def _engine_seconds(replica: Replica, now: float) -> tuple[float | None, float |
 
 def _counter(value: float | None) -> _Counter | None:
     return None if value is None else _Counter(value)
-
-
-def _single(name: str, values: dict[str, float]) -> dict[str, float]:
-    """Return a metric of each replica; none if they are too many."""
-    if len(values) > MOST_SINGLE:
-        return {}
-    return {f"{name}_{replica}": value for replica, value in values.items()}
 
 
 def _mean(values: dict[str, float]) -> float:

@@ -5,6 +5,7 @@ import time
 
 import grpc
 
+from relaxd import telemetry
 from relaxd.rpc.errors import explain
 from relaxd.v1.launcher_pb2 import (
     INSTANCE_STATE_FAILED,
@@ -63,7 +64,9 @@ class Launchers:
     async def create(self, replica: ScaledReplica, role: str) -> None:
         """Start a replica, or ask it to join; idempotent. Raises LauncherError."""
         async with self._calls:
-            await self._create(replica, role)
+            attributes = {"relaxd.launch_id": replica.launch_id, "relaxd.role": role}
+            with telemetry.root_span("launch", attributes=attributes):
+                await self._create(replica, role)
 
     async def _create(self, replica: ScaledReplica, role: str) -> None:
         try:
@@ -118,7 +121,8 @@ class Launchers:
     async def remove(self, replica: ScaledReplica, grace_seconds: float) -> None:
         """Stop a replica, or ask it to leave, and wait until it is gone. Raises LauncherError."""
         async with self._calls:
-            await self._remove(replica, grace_seconds)
+            with telemetry.root_span("remove", attributes={"relaxd.launch_id": replica.launch_id}):
+                await self._remove(replica, grace_seconds)
 
     async def _remove(self, replica: ScaledReplica, grace_seconds: float) -> None:
         seconds = grace_seconds + ENDING_SECONDS

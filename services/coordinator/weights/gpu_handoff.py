@@ -22,6 +22,7 @@ from typing import Any
 import grpc
 
 from relaxd.board import BoardUnavailable
+from relaxd.retry import Backoff
 from relaxd.roles import JUDGE, ROLLOUT, TRAINER
 from relaxd.rpc.errors import explain
 from relaxd.v1.judge_pb2 import JudgeSleepRequest, JudgeSleepResponse, JudgeWakeRequest
@@ -48,7 +49,7 @@ MARGIN_SECONDS = 5.0
 """Added to the deadline that the callee enforces itself."""
 WAITING_SECONDS = 2.0
 """A replica counts as waiting this long after its last request; it repeats the request several times a second."""
-MAX_RETRY_SECONDS = 2.0
+BACKOFF = Backoff(first_seconds=0.1, max_seconds=2.0)
 
 
 class HandoffFailed(Exception):
@@ -116,7 +117,7 @@ class GpuHandoff:
 
     async def run_forever(self) -> None:
         """Make one move after another, for ever."""
-        delay = 0.0
+        failures = 0
         while True:
             try:
                 move = await self._next_move()
@@ -127,10 +128,11 @@ class GpuHandoff:
                 started = time.monotonic()
                 await self._make(move)
                 logger.info("%s: done in %.3f s", move, time.monotonic() - started)
-                self.last_failure, delay = "", 0.0
+                self.last_failure, failures = "", 0
             except (HandoffFailed, BoardUnavailable) as error:
                 self.last_failure = str(error)
-                delay = min(MAX_RETRY_SECONDS, 2 * delay + 0.1)
+                failures += 1
+                delay = BACKOFF.pause(failures)
                 logger.warning("GPU handoff: %s; retrying in %.1f s", error, delay)
                 await asyncio.sleep(delay)  # named: `last_failure` says why
             finally:

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from relaxd import telemetry
+from relaxd.retry import Backoff
 from relaxd.rpc.errors import FailedPrecondition
 from services.coordinator.fleet.registry import Replica
 from services.coordinator.fleet.run_context import RunContext
@@ -27,7 +28,7 @@ from services.coordinator.weights.weight_group_client import SyncFailed, WeightG
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.5
-MAX_RETRY_SECONDS = 2.0
+BACKOFF = Backoff(first_seconds=0.1, max_seconds=2.0)
 
 
 class WeightSync:
@@ -55,6 +56,8 @@ class WeightSync:
         self.began: float | None = None
         """Unix time at which the synchronisation in progress began, or the first of those that failed since the last
         success; None: no synchronisation is needed."""
+        self._failures_in_a_row = 0
+        """Failed attempts in a row for which no engine was to blame."""
         self.seconds = 0.0
         """Total time of all synchronisations, failed ones included."""
 
@@ -110,7 +113,6 @@ class WeightSync:
 
     async def run_forever(self) -> None:
         """Synchronise whenever engines are to get the announced version."""
-        delay = 0.0
         while True:
             engines = self.candidates()
             trainer, announced = self._fleet.trainer(), self.announced
@@ -134,8 +136,9 @@ class WeightSync:
             else:
                 assert trainer is not None  # `able` says so, but not to mypy
                 assert announced is not None
-                delay = await self._attempt(trainer.member, admitted, announced, delay)
-                await asyncio.sleep(delay)  # idle: `last_failure` says why
+                await asyncio.sleep(
+                    await self._attempt(trainer.member, admitted, announced)
+                )  # idle: `last_failure` says why
 
     def candidates(self) -> list[Replica]:
         """Return the engines that may receive weights now."""
@@ -149,7 +152,7 @@ class WeightSync:
 
         `then` is awaited after the transfer, before the engines count as serving; its errors are passed on.
         """
-        await self._attempt(trainer, engines, announced, 0.0, then)
+        await self._attempt(trainer, engines, announced, then)
         return not self.last_failure
 
     async def _attempt(
@@ -157,7 +160,6 @@ class WeightSync:
         trainer: Member,
         engines: list[Member],
         announced: Announcement,
-        delay: float,
         then: Callable[[], Awaitable[None]] | None = None,
     ) -> float:
         """Synchronise once; returns the seconds to wait before the next attempt."""
@@ -168,7 +170,7 @@ class WeightSync:
             if self.record.running:
                 await self._abort_recorded()
             await self._synchronise(trainer, engines, announced, then)
-            self.last_failure, self.began = "", None
+            self.last_failure, self.began, self._failures_in_a_row = "", None, 0
             self._set_aside.forgive_refusals()
             return 0.0
         except SyncFailed as error:
@@ -183,7 +185,8 @@ class WeightSync:
         logger.warning("weight synchronisation %d failed: %s", self.record.last_sync_id, self.last_failure)
         self._set_aside.blame(blamed, known=self._registry.holds)
         # The next attempt excludes the engines to blame, so it can start at once.
-        return 0.0 if blamed else min(MAX_RETRY_SECONDS, 2 * delay + 0.1)
+        self._failures_in_a_row = 0 if blamed else self._failures_in_a_row + 1
+        return 0.0 if blamed else BACKOFF.pause(self._failures_in_a_row)
 
     async def _synchronise(
         self,

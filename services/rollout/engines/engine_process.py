@@ -8,9 +8,9 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Collection
 from typing import Any, Protocol
 
+from relaxd import telemetry
 from relaxd.config import RolloutConfig
 from relaxd.process.child_server import ChildServer
-from relaxd.telemetry import setup_logging
 from relaxd.v1 import engine_pb2, engine_pb2_grpc, rollout_pb2, rollout_pb2_grpc, weights_pb2
 from services.rollout.engines.output_stream import OutputStream
 from services.rollout.engines.request_encoding import decode_request
@@ -62,7 +62,7 @@ class LoadedEngine(Protocol):
         """Allocate memory again."""
 
     def stats(self) -> dict[str, int]:
-        """Return running_samples, waiting_samples and tokens_generated so far."""
+        """Return running_samples, waiting_samples, tokens_generated so far, and tokens_prefilled if it is known."""
 
 
 class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.RolloutServicer):
@@ -72,6 +72,8 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
         self.outputs = OutputStream()
         self.frozen = False
         """Whether the engine serves the weights that it loads, so that a sleep has to keep them."""
+        self.for_logprobs = False
+        """Whether the engine only computes log-probs of given tokens."""
 
     def serve(self) -> None:
         """Answer until the service ends."""
@@ -80,7 +82,7 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
 
     def Load(self, request: engine_pb2.LoadRequest, context: Any) -> engine_pb2.LoadResponse:
         """See the proto."""
-        self.frozen = request.frozen
+        self.frozen, self.for_logprobs = request.frozen, request.logprobs
         loaded = self.load(request.folder, RolloutConfig.model_validate_json(request.config_json), request.colocate)
         if request.frozen:
             self._loaded().serve_loaded()
@@ -199,9 +201,11 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
 
 
 def read_arguments() -> None:
-    """Read the command line of an engine's process and set up logging."""
+    """Read the command line of an engine's process, and set up logging and telemetry."""
     parser = argparse.ArgumentParser(description="The engine of a rollout service; started by the service.")
-    parser.add_argument("--name", default="engine", help="name in the logs")
+    parser.add_argument("--role", default="rollout", help="role of the replica")
+    parser.add_argument("--name", default="engine", help="id of the replica")
     parser.add_argument("--log-level", default="info")
     arguments = parser.parse_args()
-    setup_logging(arguments.name, arguments.log_level)
+    telemetry.setup_logging(f"{arguments.name}/engine", arguments.log_level)
+    telemetry.setup(arguments.role, arguments.name, "engine")

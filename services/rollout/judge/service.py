@@ -131,6 +131,7 @@ class JudgeService(ReplicaService):
                 engine_config(judge),
                 environment=gpu_environment(gpus, share),
                 name=self._settings.replica_id,
+                role=JUDGE,
                 log_level=self._settings.log_level,
                 python=self._settings.engine_python,
                 on_exit=self._on_engine_exit,

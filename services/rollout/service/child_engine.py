@@ -7,10 +7,14 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from relaxd.config import RolloutConfig
 from relaxd.process.child import Child, ChildExit, ChildExited
 from relaxd.process.gpu_lease import GpuLease
-from relaxd.rpc.errors import RpcError
+from relaxd.roles import ROLLOUT
+from relaxd.rpc.errors import Aborted, RpcError
 from relaxd.v1 import engine_pb2, engine_pb2_grpc, rollout_pb2, rollout_pb2_grpc, weights_pb2
 from services.rollout.engines.engine import RolloutEngine
 from services.rollout.engines.output_encoding import decode_output
@@ -63,6 +67,8 @@ class ChildEngine(RolloutEngine):
         self._tasks: list[asyncio.Task[None]] = []
         self._measured = (time.monotonic(), 0)
         self.vocabulary, self.context, self.device = 0, 0, "cpu"
+        self.prefilled_tokens = 0
+        """Tokens of prompts and given sequences that the model read, by its last report (SGLang)."""
 
     @classmethod
     async def start(
@@ -72,12 +78,14 @@ class ChildEngine(RolloutEngine):
         *,
         environment: Mapping[str, str],
         name: str,
+        role: str = ROLLOUT,
         log_level: str,
         python: str = "",
         on_exit: Callable[[ChildExit], None],
         on_tokens: Callable[[int, float], None],
         colocate: bool = False,
         frozen: bool = False,
+        for_logprobs: bool = False,
         gpu_lease: GpuLease | None = None,
     ) -> "ChildEngine":
         """Start a process and load the model in `folder`. Raises ChildError.
@@ -86,20 +94,22 @@ class ChildEngine(RolloutEngine):
             folder: the model.
             config: the run's [rollout] table.
             environment: set on top of this process's; names the GPUs that the engine may use.
-            name: name of the replica, for logs.
+            name: id of the replica, for logs and traces.
+            role: role of the replica, for traces.
             log_level: log level.
             python: another interpreter than this process's.
             on_exit: called when the process ends unexpectedly, before running requests fail.
             on_tokens: called about every second with the number of tokens generated since, and tokens per second.
             colocate: whether the engine has to sleep and wake up.
             frozen: whether it serves the model as it is loaded, as version 0 of term 0.
+            for_logprobs: whether it only computes log-probs of given tokens, under the table's temperature (SGLang).
             gpu_lease: lease on the engine's GPUs, if it uses any.
         """
         engine = cls(on_exit, on_tokens)
         threads = {"OMP_NUM_THREADS": str(config.threads)} if config.threads else {}
         child = await Child.start(
             MODULES[config.engine],
-            ["--name", f"{name}/engine", "--log-level", log_level],
+            ["--role", role, "--name", name, "--log-level", log_level],
             {**environment, **threads},
             python=python or None,
             name="the engine",
@@ -110,7 +120,11 @@ class ChildEngine(RolloutEngine):
         engine._rollout = rollout_pb2_grpc.RolloutStub(child.channel)
         child.exited.add_done_callback(lambda exited: engine._on_child_exit(exited.result()))
         model = engine_pb2.LoadRequest(
-            folder=str(folder), config_json=config.model_dump_json(), colocate=colocate, frozen=frozen
+            folder=str(folder),
+            config_json=config.model_dump_json(),
+            colocate=colocate,
+            frozen=frozen,
+            logprobs=for_logprobs,
         )
         try:
             # Without a deadline: the coordinator restarts a replica whose loading makes no progress.
@@ -159,6 +173,43 @@ class ChildEngine(RolloutEngine):
             del self._queues[request.request_id]
             if ended < count:
                 self._send(forget=[request.request_id])
+
+    async def compute_logprobs(
+        self, tokens: NDArray[np.integer], start: int, top_k: int, timeout: float
+    ) -> tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.float32]]:
+        """Return log-probs of the tokens of a sequence from place `start` on, at least 1, of an engine `for_logprobs`.
+
+        Args:
+            tokens: token ids [L].
+            start: place of the first token that is asked about.
+            top_k: likeliest tokens to return in each place; 0: none.
+            timeout: seconds.
+
+        Returns:
+            Log-probs [n], ids of the likeliest tokens [n, top_k], the likeliest first, and their log-probs [n, top_k].
+            n is what the engine gave.
+
+        Raises:
+            RequestFailed: the engine failed the request, or its answer has no such shape.
+            ChildExited: the engine exited.
+            DeadlineExceeded: it didn't answer in time.
+        """
+        request = engine_pb2.ComputeLogprobsRequest(
+            tokens=np.asarray(tokens, dtype=np.int32).tobytes(), start=start, top_k=top_k
+        )
+        try:
+            answer = await self._engine.ComputeLogprobs(request, timeout=timeout)
+        except Aborted as error:
+            raise RequestFailed(str(error)) from error
+        logprobs = np.frombuffer(answer.logprobs, dtype=np.float32)
+        ids = np.frombuffer(answer.likeliest, dtype=np.int32)
+        values = np.frombuffer(answer.likeliest_logprobs, dtype=np.float32)
+        if not len(ids) == len(values) == len(logprobs) * top_k:
+            raise RequestFailed(
+                f"the engine gave {len(logprobs)} log-probs, but {len(ids)} likeliest tokens with {len(values)} "
+                f"log-probs, not {top_k} in each place"
+            )
+        return logprobs, ids.reshape(len(logprobs), top_k), values.reshape(len(logprobs), top_k)
 
     async def abort(self, request_id: str) -> None:
         """See RolloutEngine."""
@@ -276,6 +327,7 @@ class ChildEngine(RolloutEngine):
         now, tokens = time.monotonic(), stats.tokens_generated
         before, tokens_before = self._measured
         self._measured = (now, tokens)
+        self.prefilled_tokens = stats.tokens_prefilled
         per_second = (tokens - tokens_before) / max(now - before, 1e-3)
         self._on_tokens(tokens - tokens_before, per_second)
         self.gauges = {

@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 
@@ -114,9 +115,7 @@ class GroupGenerator:
             if late:
                 await asyncio.wait(late, timeout=KEEP_SECONDS)
 
-    async def _generate(
-        self, delivery: Delivery, prompt: tuple[int, ...], own: Mapping[str, int | float] | None
-    ) -> Result:
+    async def _generate(self, delivery: Delivery, prompt: tuple[int, ...], own: Mapping[str, Any] | None) -> Result:
         """Generate a group, unless it is cut off, which raises CancelledError."""
         task = asyncio.current_task()
         assert task is not None
@@ -133,7 +132,7 @@ class GroupGenerator:
             self._unfinished.pop(delivery.group_id, None)
 
     async def _answer(
-        self, delivery: Delivery, prompt: tuple[int, ...], own: Mapping[str, int | float] | None, kept: KeptAnswers
+        self, delivery: Delivery, prompt: tuple[int, ...], own: Mapping[str, Any] | None, kept: KeptAnswers
     ) -> Result:
         sampling = run_sampling(self._config.rollout, group_seed(self._config.run.seed, delivery.group_id), own)
         while not kept.answers.ended:

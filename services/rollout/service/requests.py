@@ -64,8 +64,8 @@ def parse_generate(
     return prompt, request.n, Sampling.from_proto(asked)
 
 
-def run_sampling(config: RolloutConfig, seed: int, own: Mapping[str, int | float] | None = None) -> Sampling:
-    """Return the sampling of a run's groups; `own` are parameters of a group's source, by name."""
+def run_sampling(config: RolloutConfig, seed: int, own: Mapping[str, Any] | None = None) -> Sampling:
+    """Return the sampling of a run's groups; `own` are parameters of a group's source, by name, as JSON has them."""
     sampling = Sampling(
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,
@@ -76,5 +76,5 @@ def run_sampling(config: RolloutConfig, seed: int, own: Mapping[str, int | float
         min_new_tokens=config.min_new_tokens,
         seed=seed,
     )
-    changes: dict[str, Any] = dict(own or {})
+    changes: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in (own or {}).items()}
     return replace(sampling, **changes)

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaxd.algorithms import Algorithm, sample_lengths
+from relaxd.algorithms.results import token_weights_of
 from relaxd.board import COLUMNS, CRITIC_STATE, REFERENCE_WEIGHTS, ROUTED_EXPERTS, TEACHER_PROMPT_TOKENS
 from services.trainer.batch.row_packing import TrainSequence
 
@@ -109,9 +110,12 @@ class TrainGroup:
             version: version of the weights that compute the log-probs to be compared with the engine's; None if they
                 are of no version. Log-probs of tokens of this version are comparable, unless the sequence spans a
                 weight update with a stale cache.
+
+        Raises:
+            AlgorithmError: the token weights aren't what they must be.
         """
         columns, bounds = self.columns, bounds_of(self.lengths)
-        weights = algorithm.token_weights(columns["loss_mask"], self.sample_lengths)
+        weights = token_weights_of(algorithm, columns["loss_mask"], self.sample_lengths)
         routed = bounds_of(self.routed_tokens) if ROUTED_EXPERTS in packed else None
         names = [name for name in packed if name != ROUTED_EXPERTS]
         shared = columns[prompt]

@@ -10,16 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from relaxd.board import (
-    STAGES,
-    TEACHER_PROMPT_TOKENS,
-    Board,
-    Column,
-    Delivery,
-    Drop,
-    DropReason,
-    StageWorker,
-)
+from relaxd.board import Board, Column, Delivery, Drop, DropReason, StageWorker, read_sequences
 from relaxd.board.worker import Result
 from relaxd.roles import ROLES
 from services.trainer.batch.round_packer import Packer
@@ -193,9 +184,8 @@ class ModelStage:
             model = self._model_of(columns)
         except ValueError as error:
             return self._drop(DropReason.NO_LOGPROBS, delivery.group_id, str(error))
-        needs = tuple(self._prompt if name == "prompt_tokens" else name for name in STAGES[self._stage].needs)
         try:
-            group = _group(delivery.group_id, model, columns, needs, self._temperature)
+            group = _group(delivery.group_id, model, columns, self._prompt, self._temperature)
         except ValueError as error:
             return self._drop(DropReason.MALFORMED, delivery.group_id, str(error))
         largest = max(int(sequence.tokens.max(initial=0)) for sequence in group.sequences)
@@ -224,37 +214,20 @@ class ModelStage:
         return max(LEAST_GROUPS, round(2 * self._batches * self._budget / self._group_tokens))
 
 
-def _group(
-    group_id: str, model: str, columns: Mapping[str, Column], needs: Sequence[str], temperature: float
-) -> _Group:
-    """Make a group of columns, of which the first is the prompt. Raises ValueError: they are malformed."""
-    arrays = {name: np.asarray(columns[name]) for name in needs}
-    if any(array.ndim != 1 or array.dtype.kind not in "iu" for array in arrays.values()):
-        raise ValueError(f"{', '.join(needs)} must be arrays [values] of integers")
-    prompt, tokens, lengths = arrays[needs[0]], arrays["tokens"], arrays["lengths"]
-    mask, shares = arrays["loss_mask"], arrays["shares_prompt"]
-    if not lengths.size or (lengths < 0).any() or not int(lengths.sum()) == len(tokens) == len(mask):
-        raise ValueError(
-            f"lengths add up to {int(lengths.sum())}, but tokens has {len(tokens)} values and loss_mask {len(mask)}"
+def _group(group_id: str, model: str, columns: Mapping[str, Column], prompt: str, temperature: float) -> _Group:
+    """Make a group of columns; `prompt` names the one with the prompt. Raises ValueError: they are malformed."""
+    read = read_sequences(columns, prompt)
+    sequences = [
+        TrainSequence.from_response(
+            one.prompt,
+            one.tokens,
+            loss_mask=one.loss_mask,
+            columns={},
+            weight=np.zeros(len(one.tokens), np.float32),  # of the loss, which is not computed here
+            temperature=temperature,
         )
-    if len(shares) != len(lengths):
-        raise ValueError(f"shares_prompt has {len(shares)} values for {len(lengths)} sequences")
-    if needs[0] == TEACHER_PROMPT_TOKENS and not shares.all():
-        raise ValueError(
-            f"sequence {int(np.flatnonzero(shares == 0)[0])} begins with a prompt of its own, in whose place the "
-            "teacher's prompt (roles.teacher.privileged_key) can't be put"
-        )
-    sequences = []
-    for end, length, shared in zip(np.cumsum(lengths), lengths, shares, strict=True):
-        own = slice(int(end - length), int(end))
-        sequences.append(
-            TrainSequence.from_response(
-                prompt if shared else prompt[:0],
-                tokens[own],
-                loss_mask=(mask[own] != 0).astype(np.uint8),
-                columns={},
-                weight=np.zeros(int(length), np.float32),  # of the loss, which is not computed here
-                temperature=temperature,
-            )
-        )
-    return _Group(group_id, model, len(prompt), sequences, lengths.tolist(), len(prompt) + len(tokens))
+        for one in read
+    ]
+    lengths = [len(one.tokens) for one in read]
+    prompt_tokens = len(np.asarray(columns[prompt]))
+    return _Group(group_id, model, prompt_tokens, sequences, lengths, prompt_tokens + sum(lengths))

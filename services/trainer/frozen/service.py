@@ -13,7 +13,8 @@ from relaxd.process.child import ChildError
 from relaxd.replica.context import ReplicaContext
 from relaxd.replica.gpus import gpu_environment
 from relaxd.replica.service import ReplicaService, ServiceStatus
-from relaxd.rpc.errors import RpcError
+from relaxd.roles import ROLES
+from relaxd.rpc.errors import FailedPrecondition, RpcError
 from relaxd.v1 import rank_pb2 as pb
 from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.weights.environment import NCCL_ENVIRONMENT
@@ -139,6 +140,8 @@ class StageService(ReplicaService):
         Raises:
             DataError, RpcError: it can't.
         """
+        if wrong := ROLES[self.role].wrong_module(ROLES[self.role].module, config):
+            raise FailedPrecondition(wrong)
         if self.role in config.roles.frozen:
             check_vocabularies(config, self.role)
         if folder:

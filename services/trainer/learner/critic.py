@@ -1,6 +1,6 @@
 """The critic of PPO: its model, gradients and optimizer, which the learner drives together with the policy's."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
@@ -81,15 +81,13 @@ class Critic:
         """See `Forward.values`."""
         return self._forward.values(self.model, micro_batches)
 
-    def accumulate(
-        self, micro_batches: Sequence[PackedMicroBatch], report: Callable[[str], None] | None = None
-    ) -> list[dict[str, Tensor]]:
+    def accumulate(self, micro_batches: Sequence[PackedMicroBatch]) -> list[dict[str, Tensor]]:
         """Run forward and backward, adding to the accumulated gradients of the summed loss; see `Forward.run`.
 
         Returns:
             The sums of each micro-batch: of VALUE_LOSS, and of tokens whose value has moved beyond the clip.
         """
-        return self._forward.run(self.model, micro_batches, self._loss, forward_only=False, report=report)
+        return self._forward.run(self.model, micro_batches, self._loss, forward_only=False)
 
     def pending(self, loss: float) -> PendingUpdate:
         """Return its part of the next update."""

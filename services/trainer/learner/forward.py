@@ -76,6 +76,8 @@ class Forward:
         self.world = initialize(trainer, seed) if world is None else world
         if report is not None:
             self.world.disk.report = report
+        self.report: Callable[[str], None] = lambda text: None
+        """Called as each of several micro-batches begins: a schedule of many takes minutes."""
         self.vocab = _vocab_shard(self.architecture.vocab_size, self.world)
         self._float32_logits = trainer.fp32_lm_head
         self._kernel = attention_kernel(
@@ -212,7 +214,6 @@ class Forward:
         output: OutputFunction,
         *,
         forward_only: bool,
-        report: Callable[[str], None] | None = None,
     ) -> list[dict[str, Tensor]]:
         """Run Megatron's schedule over micro-batches, with a backward pass unless `forward_only`.
 
@@ -221,7 +222,6 @@ class Forward:
             micro_batches: the micro-batches.
             output: computes what the last stage reports.
             forward_only: whether there is no backward pass.
-            report: called as each of several micro-batches begins.
 
         Returns:
             The values that `output` reports for each micro-batch; nothing on stages other than the last.
@@ -235,7 +235,7 @@ class Forward:
 
         reported: list[dict[str, Tensor]] = get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=self._fed(micro_batches, report),
+            data_iterator=self._fed(micro_batches),
             model=[model],
             num_microbatches=len(micro_batches),
             seq_length=0,  # unused: stages exchange the shapes
@@ -244,12 +244,10 @@ class Forward:
         )
         return reported
 
-    def _fed(
-        self, micro_batches: Sequence[PackedMicroBatch], report: Callable[[str], None] | None
-    ) -> Iterator[DeviceBatch]:
+    def _fed(self, micro_batches: Sequence[PackedMicroBatch]) -> Iterator[DeviceBatch]:
         for number, batch in enumerate(micro_batches, 1):
-            if report is not None and len(micro_batches) > 1:
-                report(f"micro-batch {number} of {len(micro_batches)}")
+            if len(micro_batches) > 1:
+                self.report(f"micro-batch {number} of {len(micro_batches)}")
             yield self._to_device(batch)
 
     def token_logprobs(self, weight: Tensor, batch: DeviceBatch, hidden: Tensor) -> TokenLogprobs:

@@ -39,6 +39,7 @@ from torch import Tensor
 
 from relaxd.algorithms import create
 from relaxd.algorithms.base import WithCritic
+from relaxd.algorithms.results import unexplained
 from relaxd.config import AlgorithmConfig, CriticConfig, TrainerConfig
 from relaxd.data.models import resolve_model
 from relaxd.roles import REFERENCE
@@ -51,7 +52,7 @@ from services.trainer.learner.data_parallel import DataParallel
 from services.trainer.learner.forward import Forward
 from services.trainer.learner.offload import Offload, gradient_tensors, memory_in_use, state_tensors
 from services.trainer.learner.optimizer import build_optimizer, build_schedule
-from services.trainer.learner.policy_loss import PolicyLoss
+from services.trainer.learner.policy_loss import UNEXPLAINED, PolicyLoss
 from services.trainer.learner.snapshots.checkpoint import Kept, Snapshot, Stateful, TrainedModel, load_snapshot
 from services.trainer.learner.snapshots.checkpoint_copies import HostCopies
 from services.trainer.learner.sums import bit_sum, merge, reduce_over_ranks
@@ -80,6 +81,8 @@ class _UpdateTotals:
     """The critic's; 0 without one."""
     tokens: int
     """Trained tokens."""
+    cause: str
+    """`UpdateStats.cause`."""
     metrics: dict[str, float]
     """`UpdateStats.metrics`."""
 
@@ -119,8 +122,6 @@ class Learner:
             ValueError: the number of processes or the optimizer's settings are wrong.
         """
         self._config = trainer
-        self.report: Callable[[str], None] = lambda text: None
-        """Called as each of several micro-batches begins: a schedule of many takes minutes."""
         self._forward = Forward(model_folder, trainer, seed=seed, report=report)
         self._architecture = self._forward.architecture
         self.world = self._forward.world
@@ -157,6 +158,11 @@ class Learner:
         """Recorded on the GPU after the last change of the weights."""
         self._record_weights_changed()
 
+    def report_to(self, report: Callable[[str], None]) -> None:
+        """Have `report` called as each of several micro-batches begins, in any pass: see `Forward.report`."""
+        for forward in (self._forward, *(model.forward for model in self._frozen)):
+            forward.report = report
+
     @property
     def step(self) -> int:
         """Number of completed steps. Between steps it is the weights' version."""
@@ -169,6 +175,15 @@ class Learner:
         if experts is None or self._config.routing_replay == "none":
             return None
         return RoutingShape(self._architecture.layers, experts.per_token, experts.count)
+
+    @property
+    def vocab_sizes(self) -> dict[str, int]:
+        """Tokens that the frozen models of these ranks have, by role: of several the fewest."""
+        sizes: dict[str, int] = {}
+        for model in self._frozen:
+            size = model.forward.architecture.vocab_size
+            sizes[model.role] = min(size, sizes.get(model.role, size))
+        return sizes
 
     @property
     def optimizer_steps(self) -> int:
@@ -190,10 +205,9 @@ class Learner:
             return
         self._accumulated = True
         micro_batches = self._with_frozen_columns(micro_batches)
-        report = self.report
-        reported = self._forward.run(self._model, micro_batches, self._loss, forward_only=False, report=report)
+        reported = self._forward.run(self._model, micro_batches, self._loss, forward_only=False)
         if self._critic is not None:
-            reported += self._critic.accumulate(micro_batches, report)
+            reported += self._critic.accumulate(micro_batches)
         for sums in reported:
             for name, value in sums.items():
                 # Tensors, not floats: converting would wait for the GPU.
@@ -255,7 +269,8 @@ class Learner:
         if self._critic is not None:
             of_critic = {VALUE_LOSS: totals.value_loss, "value_grad_norm": grad_norms[1], "value_lr": self._critic.lr}
             metrics = metrics | of_critic
-        return UpdateStats(self._step + 1, totals.loss, grad_norms[0], skipped, lr, totals.tokens, metrics)
+        loss, tokens = totals.loss, totals.tokens
+        return UpdateStats(self._step + 1, loss, grad_norms[0], skipped, lr, tokens, metrics, totals.cause)
 
     def discard(self) -> None:
         """Drop the gradients accumulated since the last `update`."""
@@ -392,9 +407,10 @@ class Learner:
         values = {name: float(value) for name, value in sums.items()}
         tokens, loss = values.pop("tokens", 0.0), values.pop("loss", 0.0) / normalizer
         value_loss = values.pop(VALUE_LOSS, 0.0) / normalizer
+        cause = unexplained(self._algorithm) if values.pop(UNEXPLAINED, 0.0) else ""
         metrics = {name: value / max(tokens, 1.0) for name, value in values.items()}
         metrics |= expert_metrics | (mismatch.metrics(measured) if measured is not None else {})
-        return _UpdateTotals(loss, value_loss, int(tokens), metrics)
+        return _UpdateTotals(loss, value_loss, int(tokens), cause, metrics)
 
     def _reduce_gradients(self, normalizer: float) -> None:
         """Add up gradients over the ranks that share parameters, and divide them by `normalizer`."""
@@ -440,14 +456,14 @@ class Learner:
             self._changed.record(torch.cuda.current_stream(self.world.device))
 
     def _load_frozen(self, folders: Mapping[str, Mapping[str, Path]]) -> list[FrozenModel]:
-        """Load those of the models that make a column for the loss."""
+        """Load those of the models that make a column for the loss or the advantages."""
         needs, trainer = self._algorithm.needs, self._config.model_copy(update={"recompute": "none"})
-        vocabulary = self._architecture.vocab_size
+        wanted, vocabulary = {*needs.loss, *needs.advantages}, self._architecture.vocab_size
         return [
-            FrozenModel(role, Forward(folder, trainer, world=self.world), needs, needs.loss, vocabulary, name)
+            FrozenModel(role, Forward(folder, trainer, world=self.world), needs, wanted, vocabulary, name)
             for role, by_name in folders.items()
             for name, folder in by_name.items()
-            if set(COLUMNS_OF[role]).intersection(needs.loss)
+            if wanted.intersection(COLUMNS_OF[role])
         ]
 
     def _with_frozen_columns(self, micro_batches: Sequence[PackedMicroBatch]) -> list[PackedMicroBatch]:

@@ -29,6 +29,8 @@ class UpdateStats:
     metrics: dict[str, float]
     """The loss's sums divided by `tokens` (kl, entropy, clip_fraction ...), `expert_load.metrics`, the difference
     between the engine's and the trainer's log-probs (`mismatch.metrics`), and the critic's numbers."""
+    cause: str = ""
+    """Why its loss isn't finite, if the algorithm is to blame: nothing that the loss is made of is."""
 
     @property
     def shown(self) -> str:
@@ -36,7 +38,8 @@ class UpdateStats:
         critic = ""
         if "value_loss" in self.metrics:
             critic = f"; critic: loss {self.metrics['value_loss']:g}, gradient norm {self.metrics['value_grad_norm']:g}"
-        return f"loss {self.loss:g}, gradient norm {self.grad_norm:g}{critic}"
+        cause = f" ({self.cause})" if self.cause else ""
+        return f"loss {self.loss:g}, gradient norm {self.grad_norm:g}{critic}{cause}"
 
     @property
     def values(self) -> dict[str, float]:

@@ -119,8 +119,10 @@ class Prepare:
         own = rank.runner.prepare(self.micro_batches, rank.groups)
         world = rank.learner.world
         first = world.tp_rank == world.cp_rank == world.pp_rank == 0  # the others have computed the same
-        for columns in rank.channel.gather(own if first else {}):
-            rank.prepared |= columns
+        # One micro-batch at a time: those of a pipeline's schedule may have gigabytes.
+        for found in own:
+            for columns in rank.channel.gather(found if first else {}):
+                rank.prepared |= columns
 
 
 @dataclass(frozen=True)

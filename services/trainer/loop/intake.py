@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from relaxd.board import CRITIC_STATE, REFERENCE_WEIGHTS, TRAIN, Board, BoardUnavailable, Delivery, DropReason
+from relaxd.board.worker import Drop
 from relaxd.roles import CRITIC, REFERENCE, ROLES
 from services.trainer.batch.groups import MalformedGroup, RoutingShape, TrainGroup, check_group
 
@@ -119,12 +120,13 @@ class Intake:
         routing: RoutingShape | None = None,
         max_value_staleness: int | None = None,
         teacher_of: Callable[[Mapping[str, Any]], str] | None = None,
+        refusal: Callable[[TrainGroup], Drop | None] = lambda group: None,
     ) -> None:
         """Take groups as `consumer`; drop groups with a sequence longer than `max_sequence_tokens`.
 
         `routing` is what their routed experts must fit, if the run has them; `max_value_staleness` is that of a critic
         service, if the run has one; `teacher_of` names the teacher of a group, if the trainer has teachers. Groups for
-        which it raises ValueError are dropped.
+        which it raises ValueError are dropped, and those for which `refusal` says why (`Admission`).
         """
         self._board = board
         self._columns = board.needs(TRAIN)
@@ -135,6 +137,7 @@ class Intake:
         self._routing = routing
         self._max_value_staleness = max_value_staleness
         self._teacher_of = teacher_of
+        self._refusal = refusal
         self._redone: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._held: dict[str, HeldGroup] = {}
@@ -184,6 +187,11 @@ class Intake:
             except ValueError as error:
                 logger.error("group %s is dropped: %s", delivery.group_id, error)
                 self._board.drop(delivery, reason=DropReason.NO_LOGPROBS, detail=str(error))
+                continue
+            if (refused := self._refusal(group)) is not None:
+                if not refused.filtered:
+                    logger.error("group %s is dropped: %s", delivery.group_id, refused.detail)
+                self._board.drop(delivery, reason=refused.reason, counts=refused.counts, detail=refused.detail)
                 continue
             self._arrivals += 1
             with self._lock:

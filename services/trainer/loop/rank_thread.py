@@ -37,7 +37,7 @@ class RankThread:
     def _run(self, request: WorkRequest, work: Callable[[WorkRequest], None]) -> None:
         telemetry.setup_logging(f"{request.replica_id}/rank{self.number}", request.log_level)
         logging.getLogger("megatron").setLevel(logging.WARNING)  # it lists every parameter
-        telemetry.setup(request.role, request.replica_id)
+        telemetry.setup(request.role, request.replica_id, f"rank{self.number}")
         config = RunConfig.model_validate_json(request.config_json)
         telemetry.write_traces(config.trace_folder(request.folder))
         try:

@@ -1,15 +1,17 @@
 """Execution of a step's rounds on one rank, the same for live and replayed steps."""
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from relaxd.algorithms import create
-from relaxd.algorithms.base import ValuedGroup, WithCritic
+from relaxd.algorithms import AlgorithmError, Filtered, create
+from relaxd.algorithms.base import AdvantagesAndReturns, ValuedGroup
+from relaxd.algorithms.results import advantages_of, returns_of
 from relaxd.algorithms.terms.whitening import Whitening
 from relaxd.board import (
     ADVANTAGES,
@@ -20,6 +22,7 @@ from relaxd.board import (
     ROUTED_EXPERTS,
     TEACHER_PROMPT_TOKENS,
     VALUES,
+    DropReason,
     stages_for,
 )
 from relaxd.config import RunConfig
@@ -33,12 +36,22 @@ from services.trainer.learner.compared.routing import model_of
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.update_stats import UpdateStats
 
+logger = logging.getLogger(__name__)
+
 ROLLOUT_LOGPROBS = "rollout_logprobs"
 """The column that the learner compares with its own log-probs, whatever the algorithm needs."""
 
 PreparedColumns = dict[tuple[str, int], dict[str, NDArray[Any]]]
 """Prepared columns by group and sequence: [tokens of the sequence without a shared prompt] each, or [tokens, k]; for
 ROUTED_EXPERTS [tokens with the prompt - 1, layers, top_k]."""
+
+
+class GroupFailed(ValueError):
+    """A group can't be trained on, which only its prepared columns show."""
+
+    def __init__(self, reason: DropReason, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
 
 
 class Forward(NamedTuple):
@@ -68,16 +81,20 @@ class RoundRunner:
         self._forward: list[Forward] = []
         """Forward passes before a step's updates."""
         several = config.trainer.updates_per_step > 1
+        self.makes_advantages = ADVANTAGES not in self._columns
+        """Whether no stage makes the advantages: they need columns that forward passes compute."""
+        of_advantages = needs.advantages if self.makes_advantages else ()
         if config.trainer.routing_replay == "trainer":
             self._forward.append(Forward((OLD_LOGPROBS, ROUTED_EXPERTS), partial(_routed, learner)))
-        elif needs.old_logprobs and several:
+        elif (needs.old_logprobs and several) or OLD_LOGPROBS in of_advantages:
             self._forward.append(Forward((OLD_LOGPROBS,), partial(_named, OLD_LOGPROBS, learner.log_probs)))
         for role, columns in COLUMNS_OF.items():
-            own = tuple(name for name in columns if name in needs.loss and name not in self._columns)
+            wanted = {*needs.loss, *of_advantages}.difference(self._columns)
+            own = tuple(name for name in columns if name in wanted)
             # A teacher with prompts of its own, or one of several, has other rows than the student.
             privileged = role == TEACHER and TEACHER_PROMPT_TOKENS in self._columns
             names = list(dict.fromkeys(config.roles.frozen[role].settings.values()))
-            if not own or not (several or privileged or len(names) > 1):
+            if not own or not (several or privileged or len(names) > 1 or set(own).intersection(of_advantages)):
                 continue
             prompt = TEACHER_PROMPT_TOKENS if privileged else "prompt_tokens"
             for name in names:
@@ -88,7 +105,11 @@ class RoundRunner:
         self._candidates = needs.candidates.width if needs.candidates is not None else 0
         self._computed = tuple(dict.fromkeys(name for one in self._forward for name in one.columns))
         """Columns that the forward passes compute."""
-        self._prepared = (*self._computed, *((RETURNS, ADVANTAGES) if needs.values else ()))
+        self._prepared = (
+            *self._computed,
+            *((RETURNS,) if needs.values else ()),
+            *((ADVANTAGES,) if needs.values or self.makes_advantages else ()),
+        )
         """Columns that the trainer adds to a group before a step's updates, or replaces."""
 
     @property
@@ -101,10 +122,14 @@ class RoundRunner:
         own = entry.micro_batches[self._learner.world.dp_rank]
         return {piece.group_id for micro_batch in own for piece in micro_batch}
 
-    def prepare(self, entry: MicroBatchRound, groups: Mapping[str, TrainGroup]) -> PreparedColumns:
-        """Compute columns with forward passes over this rank's micro-batches. Skip groups that aren't in `groups`."""
+    def prepare(self, entry: MicroBatchRound, groups: Mapping[str, TrainGroup]) -> list[PreparedColumns]:
+        """Compute columns with forward passes over this rank's micro-batches. Skip groups that aren't in `groups`.
+
+        Returns:
+            The columns of each micro-batch.
+        """
         own = entry.micro_batches[self._learner.world.dp_rank]
-        prepared: PreparedColumns = {}
+        prepared: list[PreparedColumns] = [{} for _ in own]
         for one in self._forward:
             # The experts are those of the tokens behind the student's prompt.
             left_out = () if one.prompt == "prompt_tokens" else (ROUTED_EXPERTS,)
@@ -112,11 +137,11 @@ class RoundRunner:
             asked = {group_id: group for group_id, group in groups.items() if one.is_for(group)}
             # Also those that are empty then: all ranks make the same calls.
             batches = [self._packed(micro_batch, asked, packed, one.prompt) for micro_batch in own]
-            for micro_batch, batch, columns in zip(own, batches, one.compute(batches), strict=True):
+            for micro_batch, batch, columns, found in zip(own, batches, one.compute(batches), prepared, strict=True):
                 sequences = ((piece.group_id, i) for piece in micro_batch for i in piece.sequences)
                 loaded = (key for key in sequences if key[0] in asked)
                 for place, (group_id, index) in enumerate(loaded):
-                    of_sequence = prepared.setdefault((group_id, index), {})
+                    of_sequence = found.setdefault((group_id, index), {})
                     places, own_tokens = batch.places_of(place), int(groups[group_id].lengths[index])
                     for name, row in columns.items():
                         # A shared prompt is before the sequence's own tokens.
@@ -131,6 +156,9 @@ class RoundRunner:
             group: the group as it came.
             prepared: what forward passes have computed. What is missing is NaN, as are columns that follow from it;
                 there are no candidates. Experts that are missing, of a step that can't be trained, are left out.
+
+        Raises:
+            GroupFailed: a frozen model gives it a log-prob that isn't finite, or the algorithm fails on it.
         """
         columns = {
             name: np.concatenate(
@@ -141,15 +169,15 @@ class RoundRunner:
             )
             for name in self._computed
         }
-        if self._algorithm.needs.values:
-            valued = ValuedGroup(
-                token_rewards=group.columns[ADVANTAGES],
-                values=columns[VALUES] if VALUES in columns else group.columns[VALUES],
-                mask=group.columns[LOSS_MASK],
-                lengths=group.sample_lengths,
-            )
-            found = cast(WithCritic, self._algorithm).advantages_and_returns(valued)
-            columns |= {RETURNS: found.returns, ADVANTAGES: found.advantages}
+        filtered = False
+        self._check_log_probs(group, columns, prepared)
+        try:
+            if self.makes_advantages:
+                columns[ADVANTAGES], filtered = self._advantages(group.with_columns(columns))
+            if self._algorithm.needs.values:
+                columns |= self._valued(group.with_columns(columns), filtered=filtered)._asdict()
+        except AlgorithmError as error:
+            raise GroupFailed(DropReason.ALGORITHM_FAILED, str(error)) from error
         return columns
 
     def run(self, entry: MicroBatchRound, groups: Mapping[str, TrainGroup], whitening: Whitening | None = None) -> None:
@@ -191,6 +219,46 @@ class RoundRunner:
             updates.append(self._learner.update(mini_batch.normalizer, skip=skip))
         self._learner.end_step(file.plan.refreshed)
         return updates
+
+    def _check_log_probs(
+        self, group: TrainGroup, columns: Mapping[str, NDArray[Any]], prepared: PreparedColumns
+    ) -> None:
+        """Check what frozen models gave a group: a model that isn't trained will give it the same again."""
+        if not all((group.group_id, index) in prepared for index in range(len(group.lengths))):
+            return  # it was closed meanwhile
+        trained = group.columns[LOSS_MASK] != 0
+        for role, names in COLUMNS_OF.items():
+            for name in (name for name in names if name in columns):
+                if wrong := int(np.count_nonzero(~np.isfinite(columns[name][trained]))):
+                    raise GroupFailed(
+                        DropReason.NO_LOGPROBS,
+                        f"the {role} gives {wrong} of its {int(trained.sum())} trained tokens a log-prob that isn't "
+                        "finite",
+                    )
+
+    def _advantages(self, group: TrainGroup) -> tuple[NDArray[np.float32], bool]:
+        """Return the advantages of a group that has its other columns, and whether the algorithm filters it.
+
+        They are 0 then: the group has its place in the step. They are NaN where a column of its own log-probs isn't
+        finite, as after weights that went wrong, so that the update is skipped.
+        """
+        columns, mask = group.columns, group.columns[LOSS_MASK]
+        needed = [columns[name] for name in self._algorithm.needs.advantages if name in self._computed]
+        if not all(np.isfinite(values[mask != 0]).all() for values in needed):
+            return np.full(mask.size, np.nan, np.float32), False
+        found = advantages_of(self._algorithm, columns["reward"], group.sample_lengths, columns)
+        if isinstance(found, Filtered):
+            logger.info("group %s is in the step, but the algorithm filters it: its advantages are 0", group.group_id)
+            return np.zeros(mask.size, np.float32), True
+        return found.values, False
+
+    def _valued(self, group: TrainGroup, *, filtered: bool) -> AdvantagesAndReturns:
+        """Return advantages and returns of a group with values; from a filtered one the critic learns nothing."""
+        advantages, values = group.columns[ADVANTAGES], group.columns[VALUES]
+        if filtered:
+            return AdvantagesAndReturns(advantages, values)
+        mask, lengths = group.columns[LOSS_MASK], group.sample_lengths
+        return returns_of(self._algorithm, ValuedGroup(advantages, values, mask, lengths))
 
     def _recorded(self, group_id: str, file: StepFile) -> TrainGroup:
         """Return a group of a step file with the columns that were prepared, which needn't be finite."""

@@ -38,8 +38,14 @@ class SkippedUpdates:
         for index, mini_batch in enumerate(parsed.updates):
             self.record(step, parsed.groups_of(mini_batch), skipped=index in plan[OUTCOME])
 
-    def check(self, step: int, groups: Sequence[str]) -> None:
-        """Raise TooManySkippedUpdates if skipping one more update, of an uncommitted step, exceeds the limit."""
+    def check(self, step: int, groups: Sequence[str], cause: str = "") -> None:
+        """Raise TooManySkippedUpdates if skipping one more update, of an uncommitted step, exceeds the limit.
+
+        Args:
+            step: the step.
+            groups: the update's groups.
+            cause: `UpdateStats.cause` of the update.
+        """
         if len(self._row) < self._max_skipped:
             return
         row = [*self._row, (step, groups)]
@@ -50,9 +56,9 @@ class SkippedUpdates:
         raise TooManySkippedUpdates(
             f"{len(row)} update{'s' * (len(row) > 1)} in a row had a loss or a gradient that isn't finite, more than "
             f"trainer.max_skipped_updates = {self._max_skipped} ({steps}). The weights are those of step "
-            f"{min(self._applied, step - 1)}; the groups of step {step} are dropped. Check their rewards and "
-            "advantages; if they are right, export the newest checkpoint and start a run from it with a lower "
-            "trainer.optimizer.lr"
+            f"{min(self._applied, step - 1)}; the groups of step {step} are dropped. {cause + '. ' if cause else ''}"
+            "Check their rewards and advantages; if they are right, export the newest checkpoint and start a run from "
+            "it with a lower trainer.optimizer.lr"
         )
 
 

@@ -64,10 +64,11 @@ class StepBuilder:
             self._spans.append(
                 telemetry.open_stage_span(
                     TRAIN,
+                    taken.group.group_id,
                     taken.delivery.trace,
                     waited_seconds=StageTime(taken.delivery.enqueued_at, now, now).queue_seconds,
                     started_at=now,
-                    attributes={"relaxd.group_id": taken.group.group_id, "relaxd.step": self.number},
+                    attributes={"relaxd.step": self.number},
                     links=[self._carrier],
                 )
             )

@@ -2,12 +2,13 @@
 
 Rank 0 drives all ranks through it. With one update a step, and nothing to be known beforehand, micro-batches are
 trained as they come. Otherwise a step has two phases. While it fills, forward passes compute what all its updates need:
-log-probs under the weights at its beginning and under the reference, and the critic's values. Once it is full,
-advantages are computed from these values, and measured if they are to be normalised over the step. Then its groups are
-divided into mini-batches, and each mini-batch makes an update in each epoch. Advantages are normalised where they are
-packed: a group's column stays as it is, and the plan has the measure.
+log-probs under the weights at its beginning and under frozen models, and the critic's values. Once it is full,
+advantages that need these columns are computed, and measured if they are to be normalised over the step. Then its
+groups are divided into mini-batches, and each mini-batch makes an update in each epoch. Advantages are normalised where
+they are packed: a group's column stays as it is, and the plan has the measure.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -23,7 +24,11 @@ from services.trainer.batch.pipeline import schedule_length
 from services.trainer.batch.round_packer import Packer
 from services.trainer.batch.step_plan import MicroBatchRound, MiniBatch
 from services.trainer.loop.commands import Assemble, Prepare, Round, TrainingRank
+from services.trainer.loop.round_runner import GroupFailed
 from services.trainer.loop.step_builder import StepBuilder
+from services.trainer.megatron.disk_work import Progress
+
+logger = logging.getLogger(__name__)
 
 BUNDLE_BYTES = 64 * 2**20
 """Bytes of the groups that one command assembles. Neither its memory nor the time in which the ranks wait for each
@@ -42,7 +47,7 @@ class StepPhases(Protocol):
     def close(self, opened: StepBuilder) -> bool:
         """Set the mini-batches of the step, which is full. Return whether all ranks have their groups.
 
-        If not, groups were closed meanwhile. May be repeated.
+        If not, groups were closed meanwhile, or here, because they can't be trained on. May be repeated.
         """
 
     def rounds(self, update: MiniBatch) -> Sequence[MicroBatchRound]:
@@ -58,7 +63,7 @@ def training_packer(config: RunConfig) -> Packer:
 def phases_for(config: RunConfig, algorithm: Algorithm, rank: TrainingRank) -> StepPhases:
     """Return the order of work in a run's steps."""
     needs = algorithm.needs
-    waits = needs.whitened or needs.values or rank.runner.prepares
+    waits = needs.whitened or needs.values or rank.runner.prepares or rank.runner.makes_advantages
     at_once = config.trainer.updates_per_step == 1 and not waits
     return (TrainedWhileFilling if at_once else PreparedThenTrained)(config, algorithm, rank)
 
@@ -101,9 +106,8 @@ class PreparedThenTrained:
         self._rank = rank
 
     def packer(self) -> Packer:
-        """Return one with rounds as short as can be: rank 0 gets the columns of a round at once, from all ranks."""
-        trainer = self._config.trainer
-        return Packer(trainer.micro_batch_tokens, trainer.data_parallel, trainer.pipeline_parallel)
+        """Return that of what is trained: a pipeline's forward passes have its whole schedules, too."""
+        return training_packer(self._config)
 
     def take(self, opened: StepBuilder, entry: MicroBatchRound) -> None:
         """Run the forward passes."""
@@ -116,26 +120,43 @@ class PreparedThenTrained:
         groups, count = list(opened.groups.values()), self._config.trainer.mini_batches
         # The other ranks don't wait in a collective: with many tokens this takes as long as one may.
         with self._rank.rank0_only(f"dividing step {opened.number} into mini-batches") as progress:
-            prepared = {}
-            for group in groups:
-                columns = self._rank.runner.prepared_columns(group, self._rank.prepared)
-                prepared[group.group_id] = columns
-                progress(sum(column.nbytes for column in columns.values()))
-            groups = [group.with_columns(prepared[group.group_id]) for group in groups]
-            if self._algorithm.needs.whitened:
-                opened.whitening = Whitening.of(
-                    [group.columns[ADVANTAGES] for group in groups], [group.columns[LOSS_MASK] for group in groups]
+            prepared, failed = self._prepared(groups, progress)
+            if not failed:
+                groups = [group.with_columns(prepared[group.group_id]) for group in groups]
+                if self._algorithm.needs.whitened:
+                    opened.whitening = Whitening.of(
+                        [group.columns[ADVANTAGES] for group in groups], [group.columns[LOSS_MASK] for group in groups]
+                    )
+                parts = split(groups, count, seed=(self._config.run.seed, opened.number))
+                opened.mini_batches = tuple(
+                    mini_batch(part, pack_rounds(part, training_packer(self._config)), self._algorithm)
+                    for part in parts
                 )
-            parts = split(groups, count, seed=(self._config.run.seed, opened.number))
-            opened.mini_batches = tuple(
-                mini_batch(part, pack_rounds(part, training_packer(self._config)), self._algorithm) for part in parts
-            )
         self._rank.groups = opened.groups
-        return self._assemble(opened, groups, prepared)
+        for group_id, problem in failed.items():
+            logger.error("group %s is dropped: %s", group_id, problem)
+            self._rank.board.drop(opened.members[group_id].delivery, reason=problem.reason, detail=str(problem))
+        return not failed and self._assemble(opened, groups, prepared)
 
     def rounds(self, update: MiniBatch) -> Sequence[MicroBatchRound]:
         """Return all."""
         return update.rounds
+
+    def _prepared(
+        self, groups: Sequence[TrainGroup], progress: Progress
+    ) -> tuple[dict[str, dict[str, NDArray[Any]]], dict[str, GroupFailed]]:
+        """Return the prepared columns of groups by id, and what is wrong with those that can't be trained on."""
+        prepared: dict[str, dict[str, NDArray[Any]]] = {}
+        failed: dict[str, GroupFailed] = {}
+        for group in groups:
+            try:
+                columns = self._rank.runner.prepared_columns(group, self._rank.prepared)
+            except GroupFailed as error:
+                failed[group.group_id] = error
+            else:
+                prepared[group.group_id] = columns
+                progress(sum(column.nbytes for column in columns.values()))
+        return prepared, failed
 
     def _assemble(
         self,

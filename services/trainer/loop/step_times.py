@@ -4,8 +4,10 @@ from collections.abc import Sequence
 
 from relaxd.board import TRAIN, StageTime
 from relaxd.board.times import MICROSECONDS
-from relaxd.telemetry.spans import SPAN_NAMES
 from services.trainer.loop.step_builder import StepBuilder
+
+WORK_NAMES = {"rollout": "generate", "reward": "score", TRAIN: "in_step"}
+"""Names of a stage's work, in metrics, that differ from the stage's."""
 
 
 def group_times(opened: StepBuilder, ended: int) -> dict[str, float]:
@@ -32,7 +34,7 @@ def group_times(opened: StepBuilder, ended: int) -> dict[str, float]:
         stages.setdefault(TRAIN, []).append(StageTime(taken.delivery.enqueued_at, opened.started_at[group_id], ended))
     result = {"group_seconds": _mean(ages)} if ages else {}
     for name, all_times in stages.items():
-        work = "in_step" if name == TRAIN else SPAN_NAMES.get(name, name)
+        work = WORK_NAMES.get(name, name)
         result[f"queue_{name}_seconds"] = _mean([time.queue_seconds for time in all_times])
         result[f"{work}_seconds"] = _mean([time.work_seconds for time in all_times])
         if work == "generate":

@@ -85,7 +85,7 @@ class Training:
         # In a colocated run every wait of this thread delays the engines' turn.
         self._take_seconds = IDLE_SECONDS if config.run.colocate else TICK_SECONDS
         rank.learner.world.disk.report = self._report
-        rank.learner.report = self._report_part
+        rank.learner.report_to(self._report_part)
         self._place = ""
         self._reported = RankProgress()
         self._done_groups = 0
@@ -281,7 +281,7 @@ class Training:
                     "%s is skipped: %s, groups %s",
                     *(place, stats.shown, ", ".join(groups)),
                 )
-                self._check_skipped_updates(opened, plan, groups)
+                self._check_skipped_updates(opened, plan, groups, stats.cause)
             self._skipped.record(plan.step, groups, skipped=stats.skipped)
         self._weights_checksum = self.rank.run(EndStep(plan.refreshed))
         return updates
@@ -308,10 +308,10 @@ class Training:
 
         return self._weights.begin_change(f"step {step}", on_wait, TICK_SECONDS)
 
-    def _check_skipped_updates(self, opened: StepBuilder, plan: StepPlan, groups: Sequence[str]) -> None:
+    def _check_skipped_updates(self, opened: StepBuilder, plan: StepPlan, groups: Sequence[str], cause: str) -> None:
         """Raise TooManySkippedUpdates if an update of these groups exceeds the limit. The step isn't committed then."""
         try:
-            self._skipped.check(plan.step, groups)
+            self._skipped.check(plan.step, groups, cause)
         except TooManySkippedUpdates:
             # A board that is restored from the run's folder must not see this step as done.
             step_file_path(self._run_folder, plan.step).unlink(missing_ok=True)
@@ -345,11 +345,13 @@ class Training:
         }
         metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}  # JSON has no NaN
         samples = shown_samples(groups, plan.step, self._config.telemetry.samples_per_step, plan.whitening)
+        traces = [taken.delivery.trace for taken in opened.members.values()]
         while True:
             try:
-                self._board.commit_step(
-                    term=self._term, step=plan.step, plan=plan.to_json(), metrics=metrics, samples=samples
-                )
+                with telemetry.BatchSpan("commit_step", "settle", TRAIN, traces, {"relaxd.step": plan.step}):
+                    self._board.commit_step(
+                        term=self._term, step=plan.step, plan=plan.to_json(), metrics=metrics, samples=samples
+                    )
                 break
             except BoardUnavailable as error:
                 logger.warning("step %d can't be committed yet: %s", plan.step, error)

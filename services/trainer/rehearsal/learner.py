@@ -1,7 +1,7 @@
 """A learner that only needs the time that learning would take."""
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,11 +31,15 @@ class ScriptedLearner:
         self.step = 0
         self.optimizer_steps = 0
         self.routing = RoutingShape(*config.rehearsal.experts, experts=256)
+        self.vocab_sizes: dict[str, int] = {}
 
     @property
     def weights_version(self) -> int:
         """Version of the weights."""
         return self.step
+
+    def report_to(self, report: Callable[[str], None]) -> None:
+        """Report nothing: a pass sleeps."""
 
     def accumulate(self, micro_batches: Sequence[PackedMicroBatch]) -> None:
         """Wait as long as forward and backward would take."""

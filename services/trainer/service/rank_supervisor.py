@@ -10,6 +10,7 @@ import grpc
 
 from relaxd.process.child import ChildError
 from relaxd.process.gpu_lease import GpuLease
+from relaxd.retry import Backoff
 from relaxd.rpc.client import channel
 from relaxd.rpc.errors import RpcError, Unavailable, explain
 from relaxd.rpc.settings import ServiceSettings
@@ -18,7 +19,7 @@ from services.trainer.service.rank_processes import RANK, RankProcess, RankProce
 
 logger = logging.getLogger(__name__)
 
-FIRST_DELAY_SECONDS, MAX_DELAY_SECONDS = 0.5, 30.0
+BACKOFF = Backoff(first_seconds=0.5, max_seconds=30.0)
 """Delay before a restart; doubled with each consecutive failure, until a version is trained."""
 FAILED_AFTER = 3
 """Consecutive failures after which the replica counts as failed; restarts go on."""
@@ -135,8 +136,8 @@ class RankSupervisor:
                         await self._take_turn(self._set_detail)
                         self.awake = True
                     reason = await self._run_world()
-                    delay = min(FIRST_DELAY_SECONDS * 2**self._failures, MAX_DELAY_SECONDS)
                     self._failures += 1
+                    delay = BACKOFF.pause(self._failures)
                     self.detail = f"the ranks restart in {delay:g} s: {reason}"
                     logger.error("%s", self.detail)
                     await asyncio.sleep(delay)  # named: `detail` says why

@@ -17,6 +17,7 @@ data.source = "addition"
 reward.name = "addition"
 rollout.max_new_tokens = 6
 rollout.max_running_samples = 16
+rollout.min_new_tokens = 6
 [eval]
 prompts = 3
 [[eval.sets]]
@@ -24,6 +25,7 @@ name = "letters"
 path = "letters.jsonl"
 samples_per_prompt = 4
 reward = "length.py:short"
+reward_settings = { divisor = 2 }
 [[eval.sets]]
 name = "words"
 task = "spell_backward"
@@ -36,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     Path("run.toml").write_text(CONFIG)
     Path("letters.jsonl").write_text("".join(json.dumps({"prompt": f"Say {c}", "answer": c}) + "\n" for c in "abcde"))
-    Path("length.py").write_text("def short(sample):\n    return float(len(sample.response) % 2)\n")
+    Path("length.py").write_text("def short(sample, divisor):\n    return float(len(sample.response) % divisor)\n")
     return tmp_path
 
 
@@ -55,6 +57,7 @@ def test_a_model_is_evaluated_on_sets_without_services(folder: Path, tiny_model:
     assert [row[:3] for row in table] == [["letters", "0", "5"], ["words", "0", "2"]]
     lines = [json.loads(line) for line in Path("found/letters.jsonl").read_text().splitlines()]
     assert sorted((line["index"], line["sample"]) for line in lines) == [(i, n) for i in range(5) for n in range(4)]
+    assert {line["length"] for line in lines} == {6}
     results = json.loads(Path("found/results.json").read_text())
     rewards = [line["reward"] for line in lines]
     assert results["eval/letters/reward"] == results["eval/letters/pass_at_1"] == sum(rewards) / 20

@@ -84,6 +84,11 @@ def test_a_reward_is_tried_on_answers_of_the_model(task: Path) -> None:
     tried, before = relaxd("reward", "test", *words), relaxd("reward", "test", "run.toml")
     assert tried.exit_code == 0, tried.output
     assert tried.output.count(" 0.0") > before.output.count(" 0.0")
+    template = "{{ messages[0].content if enable_thinking is defined else raise_exception('no argument') }}"
+    words += ("--model.chat_template", template)
+    assert "no argument" in refusal("reward", "test", *words)
+    given = ("--model.chat_template_arguments", "{ enable_thinking = false }")
+    assert relaxd("reward", "test", *words, *given).exit_code == 0
     missing = refusal("reward", "test", "run.toml", "--generate", "1", "--model.path", "no-such")
     assert "model.path 'no-such' is neither a folder, nor a fetched model" in missing
 

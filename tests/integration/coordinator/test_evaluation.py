@@ -59,10 +59,11 @@ class Engine(rollout_pb2_grpc.RolloutServicer):
 
 class Reward(reward_pb2_grpc.RewardServicer):
     def __init__(self) -> None:
-        self.names: set[str] = set()
+        self.sets: set[str] = set()
 
     async def Score(self, request: reward_pb2.ScoreRequest, context: Any) -> reward_pb2.ScoreResponse:
-        self.names.add(request.reward)
+        assert not request.reward
+        self.sets.add(request.evaluation_set)
         texts = [one.messages[0].content[0].text for one in request.responses]
         return reward_pb2.ScoreResponse(scores=[reward_pb2.Score(reward=float(text == "7")) for text in texts])
 
@@ -76,7 +77,9 @@ class Kit(FleetKit):
         super().__init__(redis_url)
         self.model = write_tokenizer(folder / "model")
 
-    async def evaluate(self, stall_seconds: float = STALL_SECONDS, **settings: Any) -> dict[str, float]:
+    async def evaluate(
+        self, stall_seconds: float = STALL_SECONDS, rollout: Mapping[str, Any] | None = None, **settings: Any
+    ) -> dict[str, float]:
         self.lines: dict[str, list[dict[str, Any]]] = defaultdict(list)
         config = RunConfig.model_validate(
             {
@@ -84,7 +87,7 @@ class Kit(FleetKit):
                 "model": {"path": str(self.model)},
                 "data": {"source": "addition"},
                 "reward": {"name": "addition", "timeout_seconds": 0.1},
-                "rollout": {"max_running_samples": 2},
+                "rollout": {"max_running_samples": 2, **(rollout or {})},
                 "eval": {"prompts": PROMPTS, "stall_seconds": stall_seconds} | settings,
             }
         )
@@ -162,7 +165,7 @@ async def test_sets_have_samples_sampling_and_rewards_of_their_own(kit: Kit) -> 
     assert metrics["eval/sums/pass_at_2"] == pytest.approx(1 - 1 / 6)
     assert (metrics["eval/sums/pass_at_4"], metrics["eval/sums/maj_at_4"]) == (1.0, 1.0)
     assert metrics["eval/sums/pass_at_2_low"] < metrics["eval/sums/pass_at_2"] < metrics["eval/sums/pass_at_2_high"]
-    assert kit.reward.names == {"", "exact_match"}
+    assert kit.reward.sets == {"", "sums"}
     asked = [request for request in engine.requests if request.n == 4]
     assert len({request.sampling.seed for request in asked}) == len(asked) == 3
     sampling = asked[0].sampling
@@ -171,6 +174,19 @@ async def test_sets_have_samples_sampling_and_rewards_of_their_own(kit: Kit) -> 
     texts = sorted((line["index"], line["sample"], line.get("response")) for line in kit.lines["sums"])
     assert texts[3:8] == [(0, 3, "9"), (1, 0, "7"), (1, 1, "8"), (1, 2, "7"), (1, 3, "9")]
     assert [text for index, _, text in texts if index == 2] == [None] * 4
+
+
+async def test_sets_have_the_runs_sampling_but_for_what_they_set(kit: Kit) -> None:
+    engine = await kit.engine("one")
+    (kit.model / "set.jsonl").write_text('{"prompt": "1 + 1?"}\n')
+    path = str(kit.model / "set.jsonl")
+    plain = {"name": "plain", "path": path, "samples_per_prompt": 2}
+    own = {"name": "own", "path": path, "samples_per_prompt": 3, "top_k": 0, "min_new_tokens": 2, "stop_token_ids": [8]}
+    rollout = {"top_k": 5, "min_new_tokens": 4, "top_p": 0.5, "stop_token_ids": [7], "stop": ["x"]}
+    await kit.evaluate(rollout=rollout, sets=[plain, own], prompts=1)
+    asked = {request.n: request.sampling for request in engine.requests}
+    found = {n: (s.top_k, s.min_new_tokens, s.top_p, list(s.stop_token_ids), list(s.stop)) for n, s in asked.items()}
+    assert found == {1: (0, 4, 1.0, [7], ["x"]), 2: (5, 4, 0.5, [7], ["x"]), 3: (0, 2, 0.5, [8], ["x"])}
 
 
 async def test_beside_training_it_takes_its_share_of_an_engine(kit: Kit) -> None:

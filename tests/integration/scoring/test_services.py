@@ -197,7 +197,7 @@ async def test_the_stages_score_and_drop(here):
 
 async def test_a_reward_of_groups_with_settings_whose_failures_count_as_zero(here):
     ranked = {"name": "bad_rewards:Ranked", "settings": {"step": 10}, "on_failure": "zero"}
-    here.start_run(run_config(reward=ranked, eval={"sets": [{"name": "own", "path": "own.jsonl", "reward": BAD}]}))
+    here.start_run(run_config(reward=ranked))
     async with here.service("reward", "reward-1") as process, here.service("advantage", "advantage-1"):
         await here.coordinator.hears("reward-1", "READY")
         good, failed = here.generate(["b", "a", "c"], ["b", "raise", "c"])
@@ -211,8 +211,6 @@ async def test_a_reward_of_groups_with_settings_whose_failures_count_as_zero(her
         assert [(one.reward, dict(one.parts)) for one in scores] == [(10, {"tokens": 5}), (0, {"tokens": 6})]
         found = await violations(RewardStub(process.to).Score(score_request("bad_rewards:Ranked", ["x"])))
         assert "reward.settings.step is missing" in found["reward"]
-        # That of an evaluation set is the run's, too.
-        assert (await RewardStub(process.to).Score(score_request(BAD, ["one"]))).scores[0].reward == 1.0
     assert "failed for 3 of 3 samples" in process.log
 
 
@@ -235,6 +233,64 @@ async def test_a_run_waits_for_its_reward_service_and_says_so(here):
         (score,) = (await RewardStub(process.to).Score(score_request("", ["three"], answer="5"))).scores
         assert score.reward == 5.0
         await server.stop(0)
+
+
+async def test_a_term_at_an_address_is_added_to_those_of_workers(here):
+    server = grpc.aio.server()
+    add_RemoteRewardServicer_to_server(LengthJudge(), server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    terms = [{"address": address, "label": "long", "weight": 0.1}, {"name": BAD, "label": "said"}]
+    here.start_run(run_config(reward={"name": "", "terms": terms}))
+    async with here.service("reward", "reward-1") as process, here.service("advantage", "advantage-1"):
+        good, failed = here.generate(["one", "parts"], ["one", "raise 1"])
+        columns = await here.trained(1)
+        np.testing.assert_allclose(columns[good]["reward"], [0.3 + 1, 0.5 + 0.5])
+        assert columns[good]["reward_parts"]["long"] == [3, 5]
+        assert await here.dropped(1) == {failed: "reward_failed"}
+        (score,) = (await RewardStub(process.to).Score(score_request("", ["one"]))).scores
+        assert score.reward == pytest.approx(1.3)
+    await server.stop(0)
+
+
+async def test_evaluation_sets_have_rewards_with_settings_of_their_own(here, monkeypatch, tmp_path):
+    server = grpc.aio.server()
+    add_RemoteRewardServicer_to_server(LengthJudge(), server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    ranked = {"reward": "bad_rewards:Ranked", "reward_settings": {"step": 3}}
+    sets = [
+        {"name": "ranked", "path": "a.jsonl", **ranked},
+        {"name": "by-key", "path": "a.jsonl", **ranked, "reward_key": "tokens"},
+        {"name": "remote", "path": "a.jsonl", "reward_address": address},
+        {"name": "runs", "path": "a.jsonl"},
+    ]
+    here.start_run(run_config(reward={"name": "bad_rewards:Ranked", "settings": {"step": 10}}, eval={"sets": sets}))
+    async with here.service("reward", "reward-1") as process:
+        await here.coordinator.hears("reward-1", "READY")
+        stub = RewardStub(process.to)
+
+        async def scores(name: str) -> list[float]:
+            request = score_request("", ["y", "xyz"], response_tokens=[5, 6], evaluation_set=name)
+            return [score.reward for score in (await stub.Score(request)).scores]
+
+        assert await scores("") == [10, 0]
+        assert await scores("ranked") == [3, 0]
+        assert await scores("by-key") == [5, 6]
+        assert await scores("remote") == [1, 3]
+        found = await violations(stub.Score(score_request("", ["x"], evaluation_set="runs")))
+        assert (
+            "is 'runs': it must be a set of the run with a reward of its own; there are by-key, ranked"
+            in (found["evaluation_set"])
+        )
+        found = await violations(stub.Score(score_request("math", ["x"], evaluation_set="ranked")))
+        assert "give one of them" in found["evaluation_set"]
+        broken = {"name": "broken", "path": "a.jsonl", "reward": "bad_rewards:Ranked"}
+        here.coordinator.assign(run_config(eval={"sets": [broken]}), "other")
+        status = await here.coordinator.hears("reward-1", "FAILED")
+        assert "the evaluation set broken: " in status.detail
+        assert "reward.settings.step is missing" in status.detail
+    await server.stop(0)
 
 
 class LengthJudge(RemoteRewardServicer):

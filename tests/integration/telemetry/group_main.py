@@ -3,17 +3,25 @@
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import grpc
+from opentelemetry import trace
 
 from relaxd import telemetry
+from relaxd.board import Delivery, DropReason, NewGroup
+from relaxd.board.worker import Drop, StageWorker
 from relaxd.rpc.client import channel
 from relaxd.rpc.errors import NotFound
 from relaxd.rpc.server import start_server
 from relaxd.v1 import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
+from tests.kit.boards import group, make_board
+from tests.kit.waiting import wait_until
 
 
 class Reward(reward_pb2_grpc.RewardServicer):
@@ -77,6 +85,23 @@ async def traced_calls() -> None:
     await server.stop()
 
 
+def failing_stage(redis_url: str) -> None:
+    """A stage that fails on a group once, and then drops it."""
+
+    def process(delivery: Delivery, columns: Mapping[str, object]) -> Drop:
+        if delivery.attempt == 1:
+            raise ValueError("broken")
+        return Drop(DropReason.REWARD_FAILED)
+
+    board = make_board(redis_url)
+    with telemetry.create_span("g1", "rollout") as carrier:
+        board.publish(term=1, groups=[NewGroup("g1", group("g1").columns, carrier, worst_bytes=1000)])
+    worker = StageWorker(board, "rollout", "rollout-1", process, concurrency=1)
+    worker.start()
+    wait_until(lambda: worker.done == 1, "the group is dropped")
+    worker.stop()
+
+
 def export_in_vain() -> None:
     """Export several times to a collector that is away."""
     for _ in range(3):
@@ -87,36 +112,43 @@ def export_in_vain() -> None:
 
 def main() -> None:
     role, *words = sys.argv[1:]
-    carrier = json.loads(words[0]) if words else {}
+    carrier = json.loads(words[0]) if words and role != "stage" else {}
+    if role in ("away", "stage"):
+        telemetry.setup_logging(f"{role}-1", "info")
     if role == "away":
-        telemetry.setup_logging("away-1", "info")
         vars(sys.modules["relaxd.telemetry.setup"])["EXPORT_SECONDS"] = 0.1
     telemetry.setup(role, f"{role}-1")
     if folder := os.environ.get("RUN_FOLDER"):
         telemetry.write_traces(Path(folder))
     match role:
         case "coordinator":
-            with telemetry.publish_span("g1") as published:
+            with telemetry.create_span("g1", "rollout") as published:
                 print(json.dumps(published))
             asyncio.run(traced_calls())
             telemetry.record("queue.waiting", 3, {"relaxd.stage": "rollout"})
+        case "stage":
+            failing_stage(words[0])
         case "abandoned":
             telemetry.setup_logging("abandoned-1", "info")
             asyncio.run(abandoned_calls())
         case "away":
             export_in_vain()
         case "rollout":
-            span = telemetry.open_stage_span("rollout", carrier, waited_seconds=0.5)
+            span = telemetry.open_stage_span("rollout", "g1", carrier, waited_seconds=0.5)
             span.end()
         case "reward":
-            with telemetry.stage_span("reward", carrier, waited_seconds=0.25, attributes={"samples": 8}):
-                telemetry.record("queue.wait_seconds", 0.25, {"relaxd.stage": "reward"})
-        case "trainer":
-            with (
-                telemetry.root_span("step") as step,
-                telemetry.stage_span("train", carrier, links=[telemetry.inject(step)]),
-            ):
+            asked_at = time.time_ns()
+            telemetry.record_batch("receive", "receive", "reward", [carrier, {}], asked_at)
+            attributes = {"samples": 8}
+            span = telemetry.open_stage_span("reward", "g1", carrier, waited_seconds=0.25, attributes=attributes)
+            telemetry.record("queue.wait_seconds", 0.25, {"relaxd.stage": "reward"}, span)
+            with trace.use_span(span, end_on_exit=True):
+                logging.getLogger("relaxd.test").warning("scoring %d samples", 8)
+            with telemetry.BatchSpan("commit", "settle", "reward", [carrier]):
                 pass
+        case "trainer":
+            with telemetry.root_span("step") as step:
+                telemetry.open_stage_span("train", "g1", carrier, links=[telemetry.inject(step)]).end()
             telemetry.record_step("run", 7, {"loss": 0.5, "reward_own": 1.0, "kl": float("nan")})
     telemetry.shutdown()
 

@@ -105,13 +105,20 @@ class Feeder:
         length: int = 6,
         advantage: float = 1.0,
         least_advantage: float | None = None,
+        rewards: Sequence[float] | None = None,
         **changes: Any,
     ) -> None:
-        """Generate, score and judge groups that were begun; `advantage` is the largest of a group."""
+        """Generate, score and judge groups that were begun; `advantage` is the largest of a group.
+
+        A run without an advantage stage gets rewards only.
+        """
         for delivery in deliveries:
             self.board.commit([(delivery, self._answers(delivery.group_id, version, length) | changes)])
         advantages = self._advantages(length, -advantage if least_advantage is None else least_advantage, advantage)
-        for stage, columns in (("reward", self._rewards()), ("advantage", advantages)):
+        of_stage = {"reward": self._rewards(rewards), "advantage": advantages}
+        for stage, columns in of_stage.items():
+            if stage not in {one.name for one in self.board.stages}:
+                continue
             taken = self.board.take(stage, "tester", count=len(deliveries), block_seconds=1.0)
             assert len(taken) == len(deliveries)
             assert all(self.board.commit([(delivery, columns) for delivery in taken]))
@@ -138,8 +145,8 @@ class Feeder:
             "spans_weight_update": np.zeros(self._samples, np.uint8),
         }
 
-    def _rewards(self) -> dict[str, Any]:
-        rewards = np.arange(self._samples, dtype=np.float64)
+    def _rewards(self, given: Sequence[float] | None) -> dict[str, Any]:
+        rewards = np.arange(self._samples, dtype=np.float64) if given is None else np.array(given, np.float64)
         return {"reward": rewards, "reward_parts": {"accuracy": rewards.tolist(), "format": [1.0] * self._samples}}
 
     def _advantages(self, length: int, least: float, largest: float) -> dict[str, Any]:

@@ -14,9 +14,10 @@ from relaxd.algorithms.terms.distillation import distilled
 from relaxd.algorithms.terms.returns import generalized_advantages, token_rewards
 from relaxd.algorithms.terms.value_loss import clipped_value_loss
 from relaxd.algorithms.terms.whitening import Whitening
-from relaxd.board import stages_for
+from relaxd.board import roles_for, stages_for
 from relaxd.config.algorithm import ALGORITHM
 from relaxd.config.load import ConfigError, load
+from relaxd.roles import ADVANTAGE
 
 REWARDS = [0.5, 1.5, -1.0, 0.25]
 LENGTHS = [3, 2, 4, 2]
@@ -328,12 +329,42 @@ def test_columns_that_advantages_need_reach_their_stage() -> None:
     plain = needs("")
     assert needs("mask_truncated = true") - plain == {"finish"}
     served = needs('kl_reward_coef = 0.1\n[roles.reference]\nplacement = "service"')
-    with pytest.raises(ValueError, match=r"refresh_every is 5, but the advantages have a part of the reference"):
-        needs('kl_reward_coef = 0.1\n[roles.reference]\nplacement = "service"\nrefresh_every = 5')
     assert served - plain == {"loss_mask", "rollout_logprobs", "ref_logprobs"}
     taught = needs('distill_coef = 0.1\n[roles.teacher]\nmodel = "big"')
     assert taught - plain == {"loss_mask", "rollout_logprobs", "teacher_logprobs"}
     assert needs('distill_loss_coef = 0.1\n[roles.teacher]\nmodel = "big"') == plain  # only the loss sees it
+
+
+@pytest.mark.parametrize(
+    ("settings", "taken_in"),
+    [
+        ("kl_reward_coef = 0.1", set()),
+        ('distill_coef = 0.1\n[roles.teacher]\nmodel = "big"\nplacement = "trainer"', set()),
+        # The trainer knows with which weights a group must be scored once it is part of a step.
+        (
+            'kl_reward_coef = 0.1\n[roles.reference]\nplacement = "service"\nrefresh_every = 5',
+            {"ref_logprobs", "reference_weights"},
+        ),
+        (
+            'name = "ppo"\nkl_reward_coef = 0.1\n[roles.critic]\nplacement = "service"',
+            {"values", "critic_state"},
+        ),
+        # One of two columns is the trainer's: it takes in the other.
+        (
+            'kl_reward_coef = 0.1\ndistill_coef = 0.1\n[roles.teacher]\nmodel = "big"',
+            {"teacher_logprobs"},
+        ),
+    ],
+)
+def test_a_run_whose_advantages_need_a_column_of_the_trainer_has_no_advantage_stage(
+    settings: str, taken_in: set[str]
+) -> None:
+    config = load(RUN + settings)
+    stages = {stage.name: stage for stage in stages_for(config)}
+    plain = {stage.name: stage for stage in stages_for(load(RUN))}
+    assert "advantage" not in stages
+    assert ADVANTAGE not in roles_for(config)
+    assert set(stages["train"].needs) == set(plain["train"].needs) - {"advantages"} | taken_in
 
 
 # --- aggregation --------------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 It knows one group at one stage, two writers (the second may be a retry of the first, which has stalled), each with an
 attempt of two slices, and two sweepers (the second replaces the first, which may have stalled). Time is left out: what
-expires may expire at any moment, a registration may be overdue at any moment, and a write that Redis has received may
-arrive a second time at any later moment, as one on a connection that was given up does.
+expires may expire at any moment, a registration may be overdue at any moment, and what Redis has received may arrive a
+second time at any later moment, as what was sent on a connection that was given up does.
 
 A crash is a process that does nothing any more: every state is looked at, so every crash between two steps is.
 """
@@ -34,7 +34,7 @@ class State:
     expiring: frozenset[Slice] = frozenset()
     kept: frozenset[Slice] = frozenset()
     step: tuple[tuple[str, int], ...] = tuple((writer, 0) for writer in WRITERS)
-    """0: not begun; 1: registered; 2 and 3: so many slices less one are written; 4: has an answer."""
+    """0: not begun; 1: registered, or refused; 2 and 3: so many slices less one are written; 4: has an answer."""
     told: tuple[tuple[str, str], ...] = ()
     """What each writer's commit was told: won, lost, late."""
     sweeping: tuple[tuple[str, str, int], ...] = ()
@@ -92,6 +92,8 @@ class Model:
                 yield Action("overdue", writer)
             if steps[writer] >= 1 and writer in self.repeats and writer not in state.pending:
                 yield Action("register_again", writer)
+            if steps[writer] == 4 and writer in self.repeats:
+                yield Action("commit_again", writer)
         for writer, number in sorted(state.expiring):
             yield Action("expire", writer, number)
         for writer, number in sorted(state.again):
@@ -119,9 +121,11 @@ class Model:
     # --- writers
 
     def _register(self, state: State, action: Action) -> State:
+        # A writer goes on though it is refused: it sends everything before it reads an answer. (One that waits for the
+        # answer stops here, which is as if it had died.)
         wanted = state.open and not state.pointer
-        state = _at(state, action.who, 1 if wanted else 4)
-        return replace(state, pending=state.pending | {action.who}) if wanted else _tell(state, action.who, "lost")
+        state = _at(state, action.who, 1)
+        return replace(state, pending=state.pending | {action.who}) if wanted else state
 
     def _register_again(self, state: State, action: Action) -> State:
         # As of a prompt's attempt, which has no group yet that could refuse it.
@@ -148,11 +152,15 @@ class Model:
     def _expire(self, state: State, action: Action) -> State:
         return replace(state, expiring=state.expiring - {(action.who, action.slice)})
 
+    def _commit_again(self, state: State, action: Action) -> State:
+        # Nobody hears the answer.
+        return replace(self._commit(state, action), told=state.told) if state.pointer != action.who else state
+
     def _commit(self, state: State, action: Action) -> State:
         who = action.who
         state = _at(state, who, 4)
         if not state.open or (state.pointer and self.rules.first_commit_wins):
-            return _tell(_give_up(state, who), who, "lost")
+            return _tell(self._give_up(state, who), who, "lost")
         mine = {(who, number) for number in SLICES}
         if self.rules.late_is_refused:
             if who not in state.pending:
@@ -180,9 +188,15 @@ class Model:
     # --- sweepers
 
     def _overdue(self, state: State, action: Action) -> State:
-        if (action.who, 0) in state.kept and self.rules.kept_is_spared and self.rules.slices_expire:
-            return replace(state, pending=state.pending - {action.who})
-        return _give_up(state, action.who)
+        return self._give_up(state, action.who)
+
+    def _give_up(self, state: State, attempt: str) -> State:
+        if attempt not in state.pending:
+            return state
+        state = replace(state, pending=state.pending - {attempt})
+        if (attempt, 0) in state.kept and self.rules.kept_is_spared and self.rules.slices_expire:
+            return state
+        return replace(state, garbage=state.garbage | {attempt})
 
     def _sweep(self, state: State, sweeper: str, attempt: str) -> State:
         if not self.rules.freed_before_forgotten:
@@ -208,12 +222,6 @@ def _at(state: State, writer: str, step: int) -> State:
 
 def _tell(state: State, writer: str, answer: str) -> State:
     return replace(state, told=tuple(sorted({**dict(state.told), writer: answer}.items())))
-
-
-def _give_up(state: State, attempt: str) -> State:
-    if attempt not in state.pending:
-        return state
-    return replace(state, pending=state.pending - {attempt}, garbage=state.garbage | {attempt})
 
 
 def check(state: State) -> None:

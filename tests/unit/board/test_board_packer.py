@@ -1,8 +1,9 @@
+import numpy as np
 import pytest
 from redis.connection import PythonRespSerializer
 from redis.exceptions import DataError
 
-from relaxd.board.resp import LARGE_BYTES, CommandPacker
+from relaxd.board.resp import LARGE_BYTES, CommandPacker, Payload
 
 
 def encode(argument):
@@ -24,6 +25,15 @@ def encode(argument):
 def test_packs_as_redis_py_does(arguments):
     expected = b"".join(PythonRespSerializer(LARGE_BYTES, encode).pack(*arguments))
     assert b"".join(CommandPacker().pack(*arguments)) == expected
+
+
+@pytest.mark.parametrize("sizes", [(1, 8), (40, 2 * LARGE_BYTES, 3), (LARGE_BYTES - 1, 1, 8), (0,), ()])
+def test_the_parts_of_an_argument_are_sent_as_one(sizes):
+    parts = [np.arange(size, dtype=np.uint8).data if size % 2 == 0 else b"x" * size for size in sizes]
+    chunks = CommandPacker().pack("SET", "key", Payload(parts, sum(sizes)), "NX")
+    assert b"".join(chunks) == b"".join(CommandPacker().pack("SET", "key", b"".join(parts), "NX"))
+    large = [part for part, size in zip(parts, sizes, strict=True) if size >= LARGE_BYTES]
+    assert [chunk for chunk in chunks if isinstance(chunk, memoryview)] == large  # as they are
 
 
 @pytest.mark.parametrize("argument", [None, True, [1]])

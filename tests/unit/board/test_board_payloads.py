@@ -11,10 +11,28 @@ from relaxd.board.errors import TooLate
 from relaxd.board.payloads import transfer
 from relaxd.board.payloads.attempt import LARGE_BYTES, SLICE_BYTES, Attempt
 from relaxd.board.payloads.encoding import encode_columns
+from relaxd.board.resp import CommandPacker
 from tests.kit.boards import LARGE, advance, audit, group, make_board, make_overdue, output, take
 from tests.kit.waiting import wait_until
 
 TEXTS = ("", "x" * LARGE_BYTES, "ä" * (SLICE_BYTES // 2 + 7))
+
+
+@pytest.fixture
+def many_round_trips(monkeypatch):
+    """Nothing is few enough bytes for the script to be sent with them."""
+    monkeypatch.setattr(transfer, "BYTES_TOGETHER", 1)
+
+
+def commands_of(board, monkeypatch):
+    """What the board sends to change something: the returned list gets every command."""
+    sent, write = [], board._connection.write
+
+    def watched(queue):
+        return write(lambda pipe: (queue(pipe), sent.extend(args for args, _ in pipe.command_stack)))
+
+    monkeypatch.setattr(board._connection, "write", watched)
+    return sent
 
 
 def payload_keys(board, pattern="*"):
@@ -42,13 +60,14 @@ def test_slices_are_the_payload_cut_up():
         "c": "y" * LARGE_BYTES,
     }
     attempt = Attempt("p:", "name", columns | {"small": 1})
-    slices = {one.key: one.data for one in attempt.slices()}
-    assert attempt.pointer.startswith(f"name:{len(attempt.shared)},a:")
+    slices = {one.key: b"".join(one.data.parts) for one in attempt.slices()}
+    assert [one.data.nbytes for one in attempt.slices()] == list(map(len, slices.values()))
+    assert attempt.pointer.startswith(f"name:{attempt.shared.nbytes},a:")
     for column, value in columns.items():
         whole = b"".join(data for key, data in slices.items() if f":{column}:" in key)
         assert whole == encode_columns({column: value})
     assert sum(map(len, slices.values())) == attempt.large_bytes
-    assert attempt.shared == encode_columns({"small": 1})
+    assert b"".join(attempt.shared.parts) == encode_columns({"small": 1})
 
 
 def test_a_large_columns_name_must_not_break_its_pointer():
@@ -69,18 +88,20 @@ def test_only_what_is_read_is_fetched(redis_url):
     assert between - before < 20_000 < 4 * SLICE_BYTES < after - between
 
 
-def test_scripts_get_no_large_columns(redis_url):
+def test_scripts_get_no_large_columns(redis_url, monkeypatch):
     board = make_board(redis_url)
-    board.publish(term=1, groups=[group("a")])
-    (delivery,) = take(board, "rollout")
-    sent = []
-    script = board._connection.script
-    board._connection.script = lambda name, *arguments: (sent.append(arguments), script(name, *arguments))[1]
-    assert board.commit([(delivery, output("rollout", tokens=SLICE_BYTES))]) == [True]
-    assert sum(len(one) for arguments in sent for one in arguments if isinstance(one, str | bytes)) < 2000
+    board.publish(term=1, groups=[group("a"), group("b")])
+    delivery, other = take(board, "rollout")
+    sent = commands_of(board, monkeypatch)
+    assert board.commit([(delivery, output("rollout", tokens=LARGE))]) == [True]
+    assert board.commit([(other, output("rollout", tokens=SLICE_BYTES))]) == [True]
+    scripts = [command for command in sent if command[0] == "EVALSHA"]
+    assert len(scripts) == 4
+    assert sum(len(b"".join(CommandPacker().pack(*command))) for command in scripts) < 4000
     audit(board)
 
 
+@pytest.mark.usefixtures("many_round_trips")
 def test_bytes_that_nobody_wants_are_not_written(redis_url):
     board = make_board(redis_url)
     board.publish(term=1, groups=[group("a"), group("b")])
@@ -94,6 +115,72 @@ def test_bytes_that_nobody_wants_are_not_written(redis_url):
     audit(board)
 
 
+def test_few_bytes_that_nobody_wants_expire(redis_url):
+    board = make_board(redis_url)
+    board.publish(term=1, groups=[group("a"), group("b")])
+    first, second = take(board, "rollout")
+    large = output("rollout", tokens=LARGE)
+    assert board.commit([(first, large)]) == [True]
+    board.drop_groups(["b"], term=1, reason="by_hand")
+    keys = payload_keys(board)
+    assert board.commit([(first, large), (second, large)]) == [False, False]
+    assert set(payload_keys(board)) > set(keys)
+    for key in set(payload_keys(board)) - set(keys):
+        assert 0 < board._connection.client.ttl(key) <= 61
+    audit(board)
+
+
+def publish_large(board, _):
+    board.publish(term=1, groups=[NewGroup(name, {"prompt_tokens": np.arange(LARGE), "prompt": "?"}) for name in "bc"])
+
+
+def commit_large(board, delivery):
+    assert board.commit([(delivery, output("rollout", tokens=LARGE))]) == [True]
+
+
+def save_large(board, delivery):
+    assert board.save(delivery, output("rollout", tokens=LARGE), after="")
+
+
+@pytest.mark.parametrize("reached", range(5))
+@pytest.mark.parametrize("work", [publish_large, commit_large, save_large])
+def test_a_round_trip_may_break_off_anywhere_and_come_again(redis_url, monkeypatch, work, reached):
+    """Redis gets some of the commands, then all of them (their replies are lost), and then all of them again."""
+    board = make_board(redis_url)
+    client, write, sent = board._connection.client, board._connection.write, []
+    board.publish(term=1, groups=[group("a")])
+    (delivery,) = take(board, "rollout")
+
+    def broken_off(queue):
+        with client.pipeline(transaction=False) as pipe:
+            queue(pipe)
+            sent.extend(args for args, _ in pipe.command_stack)
+        for command in sent[:reached]:
+            client.execute_command(*command)
+        audit(board)
+        reply = write(queue)
+        audit(board)
+        write(queue)
+        return reply
+
+    with monkeypatch.context() as patched:
+        patched.setattr(board._connection, "write", lambda queue: (patched.undo(), broken_off(queue))[1])
+        work(board, delivery)
+    assert {command[0] for command in sent} == {"EVALSHA", "SET"}
+    make_overdue(board)
+    board.sweep(term=1)
+    audit(board)
+    assert not client.exists(f"{board.prefix}pending", f"{board.prefix}garbage")
+    if work is publish_large:
+        loaded = board.load(take(board, "rollout"), ["prompt", "prompt_tokens"])
+        assert [found["prompt_tokens"].size for found in loaded] == [LARGE, LARGE]
+    elif work is commit_large:
+        assert board.load([delivery], ["tokens"])[0]["tokens"].size == LARGE
+    else:
+        assert [part["tokens"].size for part in board.saved(delivery).parts] == [LARGE]
+
+
+@pytest.mark.usefixtures("many_round_trips")
 def test_a_writer_that_is_overtaken_leaves_nothing(redis_url, monkeypatch):
     board = make_board(redis_url)
     board.publish(term=1, groups=[group("a")])
@@ -119,6 +206,7 @@ def test_a_writer_that_is_overtaken_leaves_nothing(redis_url, monkeypatch):
     audit(board)
 
 
+@pytest.mark.usefixtures("many_round_trips")
 def test_a_commit_that_comes_too_late_writes_again(redis_url, monkeypatch):
     board = make_board(redis_url)
     board.publish(term=1, groups=[group("a")])
@@ -140,6 +228,7 @@ def test_a_commit_that_comes_too_late_writes_again(redis_url, monkeypatch):
     assert board.load([delivery], ["tokens"])[0]["tokens"].size == LARGE
 
 
+@pytest.mark.usefixtures("many_round_trips")
 def test_what_expires_before_its_commit_is_late_and_said(redis_url, monkeypatch):
     board = make_board(redis_url)
     board.publish(term=1, groups=[group("a")])

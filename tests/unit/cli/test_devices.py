@@ -24,6 +24,12 @@ roles.judge.engine = "sglang"
 roles.judge.tensor_parallel = 2
 """
 BESIDE = JUDGE + "roles.judge.gpu_share = 0.3"
+TEACHER = """
+algorithm.name = "opd"
+roles.teacher.model = "teacher"
+roles.teacher.engine = "sglang"
+roles.teacher.tensor_parallel = 2
+"""
 IPC = SHARED + '\nweights.transport = "cuda_ipc"'
 
 
@@ -57,6 +63,10 @@ IPC = SHARED + '\nweights.transport = "cuda_ipc"'
         (NCCL + BESIDE, 2, 3, ""),
         (NCCL + BESIDE, 3, 4, ""),
         (NCCL + BESIDE, 1, 2, "= 1 of the engines and 1 of judge replicas need 3 GPUs; this machine shows 2"),
+        (TEACHER, 1, 0, 'roles.teacher.engine = "sglang" needs GPUs, and this machine shows none: use "megatron"'),
+        (NCCL + TEACHER, 2, 5, ""),
+        (NCCL + TEACHER, 2, 4, "= 2 of the engines and 2 of teacher replicas need 5 GPUs; this machine shows 4"),
+        (NCCL + TEACHER + "roles.teacher.gpu_share = 0.3", 2, 3, ""),
         (IPC + JUDGE, 1, 2, "trainer.ranks = 1 needs 1 GPUs, and 2 beside them for roles that don't take turns"),
         (IPC + BESIDE, 1, 2, ""),
         (IPC + BESIDE + "\ntrainer.ranks = 2", 2, 2, ""),

@@ -4,11 +4,14 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from relaxd import PROTOCOL_VERSION
 from relaxd.board import STAGES, roles_for, stages_for
-from relaxd.cli.execute import Where, _replicas
+from relaxd.cli.execute import Where, _engines, _replicas
+from relaxd.cli.main import app
 from relaxd.cli.preparing.check import check
+from relaxd.client.errors import CliError
 from relaxd.config.load import ConfigError, load
 from relaxd.local.stack import make_plan
 from relaxd.local.state import StateFolder
@@ -56,13 +59,15 @@ reward.name = "addition"
 TEACHER = '\nalgorithm.name = "opd"\nroles.teacher.model = "big"'
 JUDGE = '\nroles.judge.model = "big"'
 ON_GPU = '\nroles.judge.engine = "sglang"\nroles.judge.gpu_share '
+SGLANG = TEACHER + '\nroles.teacher.engine = "sglang"'
 CRITIC = '\nalgorithm.name = "ppo"\nroles.critic.placement = "service"'
 SERVICE = '\nalgorithm.kl_coef = 0.1\nroles.reference.placement = "service"'
 
 
 def test_every_role_has_a_module_and_all_but_the_judge_a_stage() -> None:
     for role in ROLES.values():
-        assert importlib.util.find_spec(f"{role.module}.__main__"), role
+        for module in {role.module, *role.modules.values()}:
+            assert importlib.util.find_spec(f"{module}.__main__"), module
     assert {ROLES[name].stage for name in REPLICA_ROLES} - {""} == set(STAGES)
     assert [name for name in REPLICA_ROLES if not ROLES[name].stage] == ["judge"]
 
@@ -98,6 +103,52 @@ def test_what_is_started_follows_the_table(tmp_path: Path, monkeypatch: pytest.M
     assert plan.templates["teacher"].command[-1] == "services.trainer.teacher"
     plan = make_plan(StateFolder(tmp_path), port=0, replicas={"reference": 1, "teacher": 2})
     assert {"reference", "teacher-1", "teacher-2"} <= {spec.name for spec in plan.services}
+    plan = make_plan(StateFolder(tmp_path), port=0, replicas={"teacher": 1}, engines=_engines(load(RUN + SGLANG)))
+    (teacher,) = (spec for spec in plan.services if spec.role == "teacher")
+    assert teacher.command[-1] == plan.templates["teacher"].command[-1] == "services.rollout.teacher"
+    plan = make_plan(StateFolder(tmp_path), port=0, replicas={"teacher": 1}, engines=_engines(load(RUN + TEACHER)))
+    assert plan.templates["teacher"].command[-1] == "services.trainer.teacher"
+
+
+def test_a_replica_says_which_service_holds_the_model() -> None:
+    teacher, ranks, engine = ROLES["teacher"], load(RUN + TEACHER), load(RUN + SGLANG)
+    for module, config in (("services.trainer.teacher", ranks), ("services.rollout.teacher", engine)):
+        assert not teacher.wrong_module(module, config)
+    assert teacher.wrong_module("services.trainer.teacher", engine) == (
+        'roles.teacher.engine is "sglang", but this replica is services.trainer.teacher: start '
+        "services.rollout.teacher (relaxd up --teacher 1 --teacher-engine sglang)"
+    )
+    assert 'roles.teacher.engine is "megatron"' in teacher.wrong_module("services.rollout.teacher", ranks)
+    assert not ROLES["reference"].wrong_module("services.trainer.reference", load(RUN + SERVICE))
+
+
+def test_the_engine_of_a_teacher_follows_the_trainer() -> None:
+    config = load(
+        RUN
+        + SGLANG
+        + """
+trainer.dtype = "bfloat16"
+trainer.fp32_lm_head = true
+rollout.temperature = 0.7
+rollout.engine = "sglang"
+roles.teacher.tensor_parallel = 2
+roles.teacher.gpu_share = 0.3
+roles.teacher.sglang = { disable_cuda_graph = false, chunked_prefill_size = 4096 }
+roles.judge.model = "judge"
+roles.judge.engine = "sglang"
+roles.judge.gpu_share = 0.3
+"""
+    )
+    engine, teacher = config.teacher_engine, ROLES["teacher"]
+    assert (engine.engine, engine.dtype, engine.temperature, engine.tensor_parallel) == ("sglang", "bfloat16", 0.7, 2)
+    assert engine.sglang == {
+        "disable_cuda_graph": False,
+        "enable_fp32_lm_head": True,
+        "chunked_prefill_size": 4096,
+    }
+    assert (teacher.gpus(config), teacher.gpu_share(config)) == (2, 0.3)
+    assert ROLES["rollout"].gpu_share(config) == pytest.approx(0.4)
+    assert ROLES["rollout"].gpu_share(load(RUN + SGLANG)) == 1.0
 
 
 def test_a_run_starts_what_it_needs(tmp_path: Path) -> None:
@@ -116,6 +167,27 @@ def test_a_run_starts_what_it_needs(tmp_path: Path) -> None:
         ("roles.reference.expert_parallel = 2", "must divide tensor_parallel x context_parallel = 1"),
         ("roles.critic.expert_parallel = 2", "roles.critic.expert_parallel is 2: it must divide"),
         ("roles.teacher.expert_parallel = 2", "roles.teacher.expert_parallel is 2: it must divide"),
+        (SGLANG + '\nroles.teacher.placement = "trainer"\nalgorithm.distill_coef = 0', 'placement is "trainer", where'),
+        (
+            SGLANG + "\nroles.teacher.pipeline_parallel = 2",
+            'pipeline_parallel is for roles.teacher.engine = "megatron"',
+        ),
+        (SGLANG + "\nroles.teacher.micro_batch_tokens = 9", 'micro_batch_tokens is for roles.teacher.engine = "megat'),
+        (TEACHER + "\nroles.teacher.gpu_share = 0.5", 'roles.teacher.gpu_share is for roles.teacher.engine = "sglang"'),
+        (TEACHER + "\nroles.teacher.sglang = { tp_size = 1 }", 'sglang is for roles.teacher.engine = "sglang"'),
+        (
+            SGLANG + '\n[[roles.teacher.models]]\nmodel = "other"\nsources = ["code"]',
+            "are several teachers, and an engine holds one model",
+        ),
+        (SGLANG + "\nroles.teacher.gpu_share = 0.5", 'gpu_share is 0.5, but rollout.engine is "transformers"'),
+        (
+            SGLANG + '\nroles.teacher.gpu_share = 0.5\nrollout.engine = "sglang"' + JUDGE + ON_GPU + "= 0.5",
+            "roles.teacher.gpu_share is 0.5 and roles.judge.gpu_share 0.5, which leaves nothing of a GPU",
+        ),
+        (
+            SGLANG + "\nroles.teacher.gpu_share = 0.5\nrun.colocate = true\nboard.max_staleness = 0",
+            "a teacher takes no turns: give it GPUs of its own",
+        ),
         ("roles.referense.threads = 1", "did you mean roles.reference"),
         (
             'reward.choose_by = "kind"\nreward.choices = { essay = "judge" }',
@@ -171,3 +243,39 @@ roles.reference.micro_batch_tokens = 100
         "roles.reference.micro_batch_tokens = 100 is too small for one sample",
     ):
         assert any(problem in one for one in found), (problem, found)
+
+
+def test_the_check_of_a_configuration_knows_the_engine_of_the_teacher(tmp_path: Path) -> None:
+    """Key-value heads may be fewer than the GPUs that share it, and no micro-batch has to hold a sample."""
+    (tmp_path / "config.json").write_text(
+        '{"num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 4, "vocab_size": 10, '
+        '"max_position_embeddings": 64}'
+    )
+    run = RUN.replace('"model"', f'"{tmp_path}"') + SGLANG.replace('"big"', f'"{tmp_path}"')
+
+    def problems(settings: str) -> list[str]:
+        return [str(one) for one in check(load(f"{run}\n{settings}")) if one.setting.startswith("roles.teacher")]
+
+    assert problems("roles.teacher.tensor_parallel = 4\nrollout.max_new_tokens = 8\ndata.max_prompt_tokens = 16") == [
+        "roles.teacher.tensor_parallel = 4 does not divide the model's num_attention_heads = 6"
+    ]
+    assert not problems("roles.teacher.tensor_parallel = 6\nrollout.max_new_tokens = 8\ndata.max_prompt_tokens = 56")
+    assert problems("rollout.max_new_tokens = 9\ndata.max_prompt_tokens = 56") == [
+        "roles.teacher.model has a context of 64 tokens, but data.max_prompt_tokens + rollout.max_new_tokens = 65"
+    ]
+    assert problems(
+        "rollout.max_new_tokens = 9\ndata.max_prompt_tokens = 20\nroles.teacher.sglang = { context_length = 28 }"
+    ) == [
+        "roles.teacher.sglang.context_length has a context of 28 tokens, but data.max_prompt_tokens + "
+        "rollout.max_new_tokens = 29"
+    ]
+
+
+def test_relaxd_up_has_to_be_told_which_teachers_to_start(tmp_path: Path) -> None:
+    for words, problem in (
+        (["--teacher-engine", "vllm"], "--teacher-engine is 'vllm': it must be one of megatron, sglang"),
+        (["--teacher-engine", "sglang", "--compose"], "--teacher-engine sglang is for services that are processes"),
+    ):
+        done = CliRunner().invoke(app, ["up", "--state", str(tmp_path), *words])
+        assert isinstance(done.exception, CliError)
+        assert problem in str(done.exception)

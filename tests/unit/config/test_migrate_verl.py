@@ -45,10 +45,8 @@ def test_a_recipe_becomes_a_configuration_that_relaxd_takes(tmp_path):
     assert (config.rollout.samples_per_prompt, config.rollout.tensor_parallel, config.rollout.top_k) == (5, 2, 0)
     assert (config.algorithm.kl_coef, config.algorithm.kl_estimator) == (0.002, "k2")
     assert (config.trainer.optimizer.lr, config.trainer.checkpoint.every, config.eval.interval) == (1e-6, 0, 5)
-    assert (str(config.data.path), str(config.data.eval_path)) == (
-        "data/gsm8k/train.parquet",
-        "data/gsm8k/test.parquet",
-    )
+    assert str(config.data.path) == "data/gsm8k/train.parquet"
+    assert [(one.name, str(one.path)) for one in config.eval.sets] == [("gsm8k-test", "data/gsm8k/test.parquet")]
     assert (config.data.answer_key, config.reward.choose_by) == ("reward_model.ground_truth", "data_source")
     assert (config.rollout.engine, config.run.colocate) == ("sglang", True)
     assert [name for name, _, _ in migrated.lost] == [
@@ -56,7 +54,7 @@ def test_a_recipe_becomes_a_configuration_that_relaxd_takes(tmp_path):
         "trainer.logger",
     ]
     notes = "\n".join(migrated.notes)
-    for said in ("verl used vllm", "15 * rows", "run.steps = 1000 is made up", "eval.prompts = 512 is made up"):
+    for said in ("verl used vllm", "15 * rows", "run.steps = 1000 is made up"):
         assert said in notes
 
 
@@ -108,7 +106,7 @@ def test_what_has_no_equivalent_is_listed_with_its_value(given, why):
     *_, (name, value) = given.items()
     migrated = migrate(given)
     assert [(one, found) for one, found, _ in migrated.lost] == [(name, value)]
-    assert why in migrated.lost[0][2]
+    assert why in migrated.lost[0][2] != ""
     assert f"{name} = {value!r}" in migrated.to_toml()
 
 
@@ -121,12 +119,41 @@ actor_rollout_ref:
   actor: {optim: {lr: 1e-6}, ppo_mini_batch_size: "${data.train_batch_size}"}
   rollout: {n: 4, response_length: "${data.max_response_length}"}
 custom_reward_function: {path: r.py, reward_kwargs: {strict: true, deep: {x: 1}}}
+trainer: {project_name: p, default_local_dir: "out/${trainer.project_name}/${oc.select:trainer.name, none}"}
 """)
     values = migrate(read_verl(path, ["actor_rollout_ref.rollout.n=8"])).values
     assert values["trainer.optimizer.lr"] == 1e-6
     assert (values["trainer.mini_batches"], values["rollout.max_new_tokens"]) == (1, 100)
     assert values["rollout.samples_per_prompt"] == 8
     assert values["reward.settings"] == {"strict": True, "deep": {"x": 1}}
+    assert values["run.folder"] == "out/p/none"
+    path.write_text("defaults: [own_trainer, _self_]\ndata: {train_files: a}\n")
+    assert [name for name, _, _ in migrate(read_verl(path)).lost] == ["defaults"]
+
+
+def test_whatever_hydra_takes_in_a_script_is_named(tmp_path):
+    path = tmp_path / "run.sh"
+    path.write_text("""
+export VLLM_USE_V1=1
+DATA=(
+    data.train_files=a.parquet
+)
+python3 -m verl.trainer.main_ppo --config-path=configs --config-name grpo.yaml "${DATA[@]}" \\
+    model_engine=megatron +actor@actor_rollout_ref.actor=own ~critic ~trainer.logger \\
+    reward.custom_reward_function.path=r.py +sandbox_fusion.url=http://s/?a=b teacher.path=x
+""")
+    migrated = migrate(read_verl(path))
+    assert {name: value for name, value, _ in migrated.lost} == {
+        "--config-path": "configs",
+        "--config-name": "grpo.yaml",
+        "model_engine": "megatron",
+        "actor@actor_rollout_ref.actor": "own",
+        "~critic": "",
+        "~trainer.logger": "",
+        "sandbox_fusion.url": "http://s/?a=b",
+        "teacher.path": "x",
+    }
+    assert (migrated.values["data.path"], migrated.values["reward.name"]) == ("a.parquet", "r.py:compute_score")
 
 
 @pytest.mark.parametrize(
@@ -146,3 +173,38 @@ def test_what_cannot_be_read(tmp_path, name, text, overrides, reason):
         read_verl(path, overrides)
     with pytest.raises(VerlConfigError, match="cannot read"):
         read_verl(Path("nowhere.yaml"))
+
+
+TOOLS = {
+    "actor_rollout_ref.model.path": "m",
+    "data.train_files": "d.parquet",
+    "actor_rollout_ref.rollout.multi_turn.enable": True,
+    "actor_rollout_ref.rollout.multi_turn.max_parallel_calls": 2,
+    "actor_rollout_ref.rollout.multi_turn.tool_config_path": "tools.yaml",
+}
+
+
+def test_tools_become_a_reward_of_one_turn():
+    migrated = migrate(TOOLS)
+    assert migrated.problems == []
+    config = load(migrated.to_toml())
+    assert (str(config.data.tools_file), config.reward.name, config.reward.choose_by) == (
+        "tools.yaml",
+        "verl_tools",
+        "",
+    )
+    assert config.reward.settings == {"config": "tools.yaml", "max_calls": 2}
+    notes = "\n".join(migrated.notes)
+    assert "answers end after one turn; observations are not fed back" in notes
+    assert "verl scores by data_source" in notes
+    assert [name for name, _, _ in migrated.lost] == ["actor_rollout_ref.rollout.multi_turn.enable"]
+
+
+def test_tools_are_added_to_a_reward_of_ones_own():
+    own = {"custom_reward_function.path": "r.py", "custom_reward_function.reward_kwargs": {"a": 1}}
+    migrated = migrate(TOOLS | own)
+    assert migrated.problems == []
+    first, second = load(migrated.to_toml()).reward.terms
+    assert (first.name, first.settings) == ("r.py:compute_score", {"a": 1})
+    assert (second.name, second.settings["config"], second.weight) == ("verl_tools", "tools.yaml", 1.0)
+    assert migrate(TOOLS | {"actor_rollout_ref.rollout.multi_turn.tool_config_path": None}).values["reward.choose_by"]

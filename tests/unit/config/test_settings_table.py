@@ -134,7 +134,6 @@ def test_an_algorithms_example_is_its_demo(name: str) -> None:
         ("tis_clip_low=3", "algorithm.tis_clip_low is 3: it must be less than tis_clip, 2"),
         ("overlong_buffer=8", "algorithm.overlong_limit is 0: with overlong_buffer = 8 it must be longer"),
         ("kl_coef=0.1 kl_reward_coef=0.1", "the divergence counts in the loss or in the reward"),
-        ("kl_reward_coef=0.1", 'roles.reference.placement is "trainer": set "service"'),
         ("name=rloo", 'algorithm.name is "rloo", but board.max_staleness is 1: set 0'),
         ("name=rloo staleness=0 epochs=2", "but a step has 2 updates: set trainer.mini_batches = 1"),
         ("name=rloo correction=tis samples=1", "rollout.samples_per_prompt is 1: it compares the samples of a group"),

@@ -93,7 +93,7 @@ def test_the_file_of_ifeval_is_read_as_it_is_beside_data_with_other_columns(tmp_
     assert [prompts.prompt(index).metadata for index in range(len(prompts))] == [
         {name: value for name, value in row.items() if name != "prompt"} for row in rows
     ]  # which tests/unit/rewards/test_hub.py scores
-    assert [one.reward for one in sets_of(config)] == ["ifeval"]
+    assert [one.reward.name for one in sets_of(config)] == ["ifeval"]
 
 
 def test_what_is_missing_is_named(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,3 +114,39 @@ def test_what_is_missing_is_named(packages: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_set_has_one_source(given: dict, named: str) -> None:
     with pytest.raises(ValidationError, match=f"the evaluation set 'x' has {named}.*give one of path, task and bench"):
         EvalSet(name="x", **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"reward_settings": {"a": 1}}, "without one it has the run's, with reward.settings"),
+        ({"reward_key": "a"}, "without one it has the run's"),
+        ({"reward": "math", "reward_address": "h:1"}, "leave out reward, reward_settings and reward_key"),
+        ({"reward_address": "h"}, "'h' must be \"host:port\""),
+        ({"reward_address": "http://u:p@h"}, "set reward_address_token"),
+        ({"reward_address_token": "KEY"}, "is for a service at reward_address"),
+        ({"reward_address": "h:1", "reward_address_token": "a b"}, "is not the name of an environment variable"),
+        ({"stop_token_ids": [-1]}, "stop token id -1"),
+    ],
+)
+def test_wrong_rewards_and_sampling_of_a_set_are_named(given: dict, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        EvalSet(name="x", path="a.jsonl", **given)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "own", "message"),
+    [
+        (
+            {"min_new_tokens": 9},
+            {"sets": [{"name": "x", "path": "a", "max_new_tokens": 8}]},
+            r"eval\.sets\.0 has answers",
+        ),
+        ({}, {"sets": [{"name": "x", "path": "a", "min_new_tokens": 257}]}, "at most 256 and at least 257 tokens"),
+        ({"min_new_tokens": 9}, {"prompts": 1, "max_new_tokens": 8}, r"at least rollout\.min_new_tokens = 9"),
+    ],
+)
+def test_lengths_of_evaluations_fit_together(rollout: dict, own: dict, message: str) -> None:
+    values = {"run": {"steps": 1}, "model": {"path": "m"}, "data": {"source": "addition"}, "reward": {"name": "math"}}
+    with pytest.raises(ValidationError, match=message):
+        RunConfig.model_validate(values | {"rollout": rollout, "eval": own})

@@ -221,7 +221,7 @@ def test_jsonl_keeps_answer_and_metadata(tmp_path: Path) -> None:
         ('{"prompt": 3}', "must be text or a list of chat messages, not a number"),
         ('{"prompt": []}', "must be text or a list of chat messages"),
         ('{"prompt": [{"role": "user"}]}', r'"prompt"\[0\] must look like'),
-        ('{"prompt": "a", "answer": ["b"]}', '"answer" must be text or a number, not a list'),
+        ('{"prompt": "a", "answer": [["b"]]}', '"answer" must be text, a number or a list of them, not a list with'),
     ],
 )
 def test_a_broken_line_is_named_by_its_number(tmp_path: Path, model_folder: Path, line: str, complaint: str) -> None:

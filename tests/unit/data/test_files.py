@@ -133,6 +133,9 @@ def test_a_folder_has_all_its_files_in_order(tmp_path):
         ({"prompt": "a", "m": '{"k": 1}'}, {"metadata": "m"}, ("a", "", {"k": 1})),
         ({"prompt": "a", "m": None}, {"metadata": "m"}, ("a", "", {})),
         ({"prompt": "a"}, {"source": "mine"}, ("a", "", {"data_source": "mine"})),
+        ({"prompt": "a", "answer": ["é", 2]}, {}, ("a", '["é", "2"]', {})),
+        ({"prompt": "a", "answer": [2]}, {}, ("a", "2", {})),
+        ({"prompt": "a", "r": {"t": ["b", "c"]}}, {"answer": "r.t"}, ("a", '["b", "c"]', {"r": {"t": ["b", "c"]}})),
         ({"prompt": "a", "data_source": "own"}, {"source": "mine"}, ("a", "", {"data_source": "own"})),
         (
             {"prompt": "a"},
@@ -171,7 +174,17 @@ def test_columns(record, columns, expected):
             {},
             '"answer" is an object with style, ground_truth: .* data.answer_key = "answer.style"',
         ),
-        ({"prompt": "a", "answer": ["b"]}, {}, '"answer" must be text or a number, not a list'),
+        (
+            {"prompt": "a", "answer": [{}]},
+            {},
+            '"answer" must be text, a number or a list of them, not a list with someth',
+        ),
+        ({"prompt": "a", "answer": []}, {}, '"answer" must be .* not a list without entries'),
+        (
+            {"prompt": "a", "reward_model": {"ground_truth": {"target": ["b", "c"]}}},
+            {"answer": "reward_model.ground_truth"},
+            'data.answer_key = "reward_model.ground_truth.target"',
+        ),
         ({"prompt": "a", "m": [1]}, {"metadata": "m"}, '"m" must be an object, for data.metadata_key, not a list'),
         ({"prompt": "a", "m": "{"}, {"metadata": "m"}, '"m" is text that is not JSON'),
         ({"prompt": "a"}, {"metadata": "meta"}, '"meta" is missing'),

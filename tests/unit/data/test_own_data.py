@@ -78,6 +78,27 @@ def test_tools_are_never_left_out_silently(tmp_path: Path, model_folder: Path) -
             Columns(tools="tools").example({"prompt": "a", "tools": wrong}, "here")
 
 
+def test_a_file_of_tools_is_for_prompts_that_have_none(tmp_path: Path, model_folder: Path) -> None:
+    pytest.importorskip("yaml", reason="needs PyYAML")
+    tool = {"class_name": "a.B", "config": {"type": "native"}, "tool_schema": TOOL}
+    file = write(tmp_path / "tools.yaml", {"tools": [tool]})  # JSON is YAML
+    own = {"type": "function", "function": {"name": "own"}}
+    path = write(tmp_path / "d.jsonl", {"prompt": "a"}, {"prompt": "b", "tools": [own]})
+    data = load_data(config(model_folder, WITH_TOOLS, path=path, tools_key="tools", tools_file=file, eval_path=path))
+    texts = [data.tokenizer.render(data.train._examples[number]) for number in range(2)]
+    assert texts[0].startswith("TOOLS " + json.dumps([TOOL]))
+    assert texts[1].startswith("TOOLS " + json.dumps([own]))
+    made = load_data(config(model_folder, WITH_TOOLS, source="addition", digits=1, tools_file=file))
+    assert made.tokenizer.render(made.train._examples[0]).startswith("TOOLS " + json.dumps([TOOL]))
+    with pytest.raises(DataError, match="the chat template has no place for tools"):
+        load_data(config(model_folder, CHATML, path=path, tools_file=file))
+    with pytest.raises(DataError, match=r"data.tools_file.*nope.yaml"):
+        load_data(config(model_folder, WITH_TOOLS, path=path, tools_file=tmp_path / "nope.yaml"))
+    write(file, {"tools": [{"class_name": "a.B"}]})
+    with pytest.raises(DataError, match=r"tool 1 \(a.B\) has no tool_schema"):
+        load_data(config(model_folder, WITH_TOOLS, path=path, tools_file=file))
+
+
 # --- prompt functions and sources of one's own ------------------------------------------------------------------------
 
 OWN = """

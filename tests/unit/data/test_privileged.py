@@ -90,7 +90,6 @@ def test_a_source_without_a_teacher_is_named(model: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
-        ('roles.teacher.placement = "trainer"', 'distill_coef is 1, but roles.teacher.placement is "trainer"'),
         (f'{DISTILLED}\nalgorithm.distill_top_k = 4\nalgorithm.distill_candidates = "union"', "only there the student"),
         (
             f'{DISTILLED}\nalgorithm.distill_top_k = 4\nalgorithm.distill_candidates = "union"\n{PRIVILEGED}'

@@ -124,6 +124,22 @@ def test_frozen_models_a_critic_and_a_judge(small: Path, large: Path) -> None:
     assert held["critic moments"] == pytest.approx(held["moments"], rel=1e-4)
 
 
+def test_a_teacher_with_an_engine(small: Path, large: Path) -> None:
+    """It holds what an engine holds, with the trainer's element type; its longest sequences are the teacher's."""
+    own = {"model": str(large), "engine": "sglang", "tensor_parallel": 2, "memory_fraction": 0.7}
+    own |= {"privileged_key": "answer", "max_prompt_tokens": 3000}
+    found = fit(make(small, algorithm={"name": "opd"}, roles={"teacher": own}), H200)
+    (held,) = (one for one in found.held if one.role == "teacher")
+    assert held.bytes["weights"] == pytest.approx(8.19e9, rel=0.01)
+    assert held.bytes["weights"] + held.bytes["key-value cache"] == pytest.approx(0.7 * H200.gpu_bytes, rel=1e-6)
+    assert found.engines["teacher"].longest == 3000 + 8192
+    shared = make(small, algorithm={"name": "opd"}, roles={"teacher": {**own, "gpu_share": 0.5}})
+    places = {one.role: one.place for one in fit(shared, H200).held}
+    assert (places["teacher"], places["rollout"]) == ("0.5 of a GPU", "0.5 of a GPU")
+    with pytest.raises(FitError, match="is 3: it must divide the model's 32 query heads"):
+        fit(make(small, algorithm={"name": "opd"}, roles={"teacher": {**own, "tensor_parallel": 3}}), H200)
+
+
 def test_several_teachers_beside_the_trainer(small: Path, large: Path) -> None:
     """All are held, but one is asked about a group."""
     algorithm = {"name": "opd", "distill_coef": 0.0, "distill_loss_coef": 1.0}

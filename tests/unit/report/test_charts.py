@@ -27,11 +27,12 @@ def test_every_metric_is_drawn_once() -> None:
         "reward_brief",
         "eval_brief",
         "dropped_groups_zero_variance",
-        "engine_idle_share_rollout-1",
         "of_an_algorithm",
     }
-    drawn = names([{"step": 1} | dict.fromkeys(known | own, 0.5)])
-    assert sorted(drawn) == sorted((known | own) - UNDRAWN)
+    replicas = {"engine_idle_share": {"rollout-1": 0.5}, "gpu_idle_share": {"trainer-1": 0.5}}
+    drawn = names([{"step": 1, "replicas": replicas} | dict.fromkeys(known | own, 0.5)])
+    single = {"engine_idle_share of rollout-1", "gpu_idle_share of trainer-1"}
+    assert sorted(drawn) == sorted((known | own | single) - UNDRAWN)
 
 
 def test_charts_name_metrics_that_there_are() -> None:
@@ -62,11 +63,12 @@ def test_the_parts_of_a_step_are_stacked_up_to_its_time() -> None:
 
 
 def test_of_many_replicas_those_of_the_largest_means_are_drawn() -> None:
-    lines = [{"step": step} | {f"engine_idle_share_rollout-{n}": n / 500 for n in range(500)} for step in (1, 2)]
+    replicas = {"engine_idle_share": {f"rollout-{n}": n / 500 for n in range(500)}}
+    lines = [{"step": step, "replicas": replicas} for step in (1, 2)]
     (chart,) = charts(lines).values()
     assert [line["name"] for line in chart["lines"]][:2] == [
-        "engine_idle_share_rollout-499",
-        "engine_idle_share_rollout-498",
+        "engine_idle_share of rollout-499",
+        "engine_idle_share of rollout-498",
     ]
     assert len(chart["lines"]) == len(COLOURS)
     assert chart["left_out"] == 500 - len(COLOURS)

@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
             "in_step_seconds": 9.0,
         }
         timing |= {"queue_train_seconds": 8.0, "score_seconds": 0.5, "sync_seconds": 0.4, "trainer_idle_share": 0.4}
-        timing |= {"engine_idle_share": step / 10, "engine_idle_share_rollout-2": 0.25}
+        timing |= {"engine_idle_share": step / 10, "replicas": {"engine_idle_share": {"rollout-2": 0.25}}}
         lines.append({"step": step, "reward_mean": step / 4, "reward_accuracy": step / 4, "kl": None, **timing})
     lines[-1] |= {"eval_reward": 0.66, "eval_brief": 1.0}
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -275,6 +275,10 @@ def test_a_sum_with_a_group_reward_takes_groups():
         ({"data_source": "math"}, {"choose_by": "data_source"}, -1),  # verl scores it as DAPO does
         ({"data_source": "hiyouga/geometry3k"}, {"choose_by": "data_source"}, 0.9),
         ({"data_source": "math"}, {"choose_by": "data_source", "choices": {"math": "math"}}, 1),
+        ({"a": "b"}, {"choose_by": "a", "choices": {"b": {"name": "regex", "settings": {"pattern": "5.$"}}}}, 1),
+        ({"a": "b"}, {"choose_by": "a", "choices": {"b": {"name": "forms:scaled", "settings": {"factor": 2}}}}, 18),
+        ({"a": "b"}, {"choose_by": "a", "choices": {"b": {"name": "forms:later", "key": "acc"}}}, 1),
+        ({"data_source": "searchR1_nq"}, {"choose_by": "data_source"}, 0),
     ],
 )
 def test_the_metadata_choose_the_reward(metadata, config, reward):
@@ -305,7 +309,12 @@ data.source = "addition"
         ('[[reward.terms]]\nname = "f1"\n[[reward.terms]]\nname = "f1"', "has 'f1' twice"),
         ('[[reward.terms]]\nname = "f1"\nonly_if = "g"', "not the label of another term; there are none"),
         ('[[reward.terms]]\nname = "f1"\nminimum = 1\nmaximum = 0', "minimum of 'f1' is above its maximum"),
-        ("[[reward.terms]]\nweight = 1", "reward.terms.0.name is missing"),
+        ("[[reward.terms]]\nweight = 1", "reward.terms: name is missing"),
+        ('[[reward.terms]]\nname = "f1"\naddress = "h:1"', "name is 'f1', but there is an address, too"),
+        ('[[reward.terms]]\naddress = "h"', 'must be "host:port"'),
+        ('[[reward.terms]]\nname = "f1"\naddress_token = "KEY"', "address_token is for a service at address"),
+        ('[reward]\nchoose_by = "a"\n[[reward.terms]]\naddress = "h:1"', "can't be combined with reward.terms at"),
+        ('[reward]\nchoose_by = "a"\nchoices = {b = {nam = "f1"}}', r"reward.choices.b.nam\b"),
         ('[[reward.terms]]\nname = "f1"\nweigth = 1', "reward.terms.0.weigth"),
         ('[reward]\nname = "f1"\non_failure = "ignore"', "one of 'drop', 'zero', 'retry'"),
         ('[reward]\nname = "f1"\nchoices = {a = "f1"}', r"reward.choices needs reward.choose_by"),
@@ -315,6 +324,20 @@ data.source = "addition"
 def test_wrong_configurations_are_named(text, message):
     with pytest.raises(ConfigError, match=message):
         load(RUN + text)
+
+
+def test_choices_survive_being_written():
+    choices = 'choices = { a = "f1", "b/c" = { name = "regex", settings = { pattern = "x" }, key = "reward" } }'
+    config = load(f'{RUN}[reward]\nchoose_by = "k"\n{choices}')
+    assert load(dump(config)) == config
+    assert config.reward.choices["a"].name == "f1"
+    with pytest.raises(UnknownRewardError, match="regexx"):
+        check_names(load(f'{RUN}[reward]\nchoose_by = "k"\n{choices.replace("regex", "regexx")}').reward)
+
+
+def test_wrong_settings_of_a_choice_are_named():
+    with pytest.raises(BadRewardError, match=r"patern is not a setting .* did you mean pattern\?"):
+        score([], choose_by="a", choices={"b": {"name": "regex", "settings": {"patern": "x"}}})
 
 
 def test_terms_survive_being_written():

@@ -4,150 +4,8 @@ import time
 
 import pytest
 
-from relaxd.rewards import RewardInput, UnknownRewardError, check_output, resolve
-
-LONG = "so we think about it. " * 5000
-
-
-def score(name, response, answer="", metadata=None, tokens=0, **settings):
-    sample = RewardInput(prompt="", response=response, answer=answer, metadata=metadata or {}, tokens=tokens)
-    output = check_output(resolve(name, settings)(sample))
-    return {"reward": output.reward, **output.parts}
-
-
-@pytest.mark.parametrize(
-    ("response", "chosen"),
-    [
-        ("B", "B"),
-        ("The answer is B", "B"),
-        ("The answer is (B).", "B"),
-        ("The answer is **B**", "B"),
-        ("answer: B", "B"),
-        ("Answer is: B", "B"),
-        ("ANSWER = B", "B"),
-        ("The correct option is B because A is false", "B"),
-        ("My choice: B", "B"),
-        ("The answer is option B", "B"),
-        ("The answer is A. No, the answer is B.", "B"),
-        ("B is the correct one, not A", "B"),
-        ("(B) is correct", "B"),
-        ("Final answer - B", "B"),
-        ("Final Answer: **(B)**", "B"),
-        (r"Therefore \boxed{B}", "B"),
-        (r"Therefore \boxed{\text{B}}", "B"),
-        (r"The answer is \boxed{B}", "B"),
-        (r"The answer is $\boxed{\mathrm{B}}$", "B"),
-        ("A or B? I'd say B", "B"),
-        ("<think>The answer is A</think> B", "B"),
-        ("The answer is A</think>The answer is B", "B"),
-        ("<think>The answer is B", None),
-        ("The answer is Bonn", None),
-        ("The answer is b", None),
-        ("I don't know", None),
-        ("The answer is Z", None),
-        ("", None),
-        (LONG + "The answer is B", "B"),
-        ("The answer is " + "(" * 100_000, None),
-        ("answer is " * 10_000, None),
-        ("The answer is A " + LONG, "A"),
-    ],
-)
-def test_gpqa_finds_the_letter(response, chosen):
-    begun = time.process_time()
-    for right in ("A", "B"):
-        assert score("gpqa", response, right) == {
-            "reward": chosen == right,
-            "accuracy": chosen == right,
-            "format": chosen is not None,
-        }
-    assert time.process_time() - begun < 2
-
-
-@pytest.mark.parametrize(
-    ("answer", "metadata", "right"),
-    [
-        ("B", {}, "B"),
-        ("(b)", {}, "B"),
-        ("A", {"correct_letter": "B"}, "B"),
-        ("", {"correct_letter": "b"}, "B"),
-        ("1", {"choices": ["x", "y"]}, "B"),
-        ("Green  tea", {"choices": ["black tea", "green tea!"]}, "B"),
-        ("7", {"choices": ["6", "7"]}, "B"),
-        ("D", {"valid_letters": ["C", "D"]}, "D"),
-        ("J", {"choices": list("abcdefghij")}, "J"),
-    ],
-)
-def test_gpqa_knows_the_right_letter(answer, metadata, right):
-    assert score("gpqa", f"the answer is {right}", answer, metadata)["reward"] == 1
-    assert score("gpqa", "the answer is A", answer, metadata)["reward"] == 0
-
-
-@pytest.mark.parametrize(
-    ("answer", "metadata", "message"),
-    [
-        ("", {}, "needs a letter, an index or a text"),
-        ("", {"choices": ["x", "y"]}, "none of metadata.choices"),
-        ("z", {"choices": ["x", "y"]}, "the letters to choose from are AB"),
-        ("zz", {"choices": ["x", "y"]}, "none of metadata.choices"),
-        ("2", {"choices": ["x", "y"]}, "must be from 0 to 1"),
-        ("I", {}, "the letters to choose from are ABCDEFGH"),
-    ],
-)
-def test_gpqa_refuses_what_is_no_right_letter(answer, metadata, message):
-    with pytest.raises(ValueError, match=message):
-        score("gpqa", "the answer is A", answer, metadata)
-
-
-def test_gpqa_without_letters_looks_for_the_text():
-    assert score("gpqa", "It is Green tea, I think", "green tea")["reward"] == 1
-    assert score("gpqa", "It is evergreen teapots", "green tea")["reward"] == 0
-
-
-@pytest.mark.parametrize(
-    ("response", "answer", "accuracy", "form"),
-    [
-        ("#### 72", "72", 1, 1),
-        ("so\n#### 72", "48/2 = 24\n#### 72", 1, 1),
-        ("####72.", "72", 1, 1),
-        ("#### $1,072.50", "1072.5", 1, 1),
-        ("#### -3", "-3", 1, 1),
-        ("#### 71\n#### 72", "72", 1, 1),
-        ("#### 72\n#### 71", "72", 0, 1),
-        ("72", "72", 0, 0),
-        ("#### none", "72", 0, 0),
-        ("", "72", 0, 0),
-        ("#### 72" + LONG, "72", 0, 0),
-        ("#### 1.2.3", "72", 0, 1),
-    ],
-)
-def test_gsm8k(response, answer, accuracy, form):
-    assert score("gsm8k", response, answer) == {"reward": accuracy, "accuracy": accuracy, "format": form}
-
-
-@pytest.mark.parametrize(
-    ("response", "settings", "expected"),
-    [
-        ("<think>a</think> b", {"pattern": r"(?s)<think>.*</think>"}, 1),
-        ("a\nb", {"pattern": "a.b"}, 0),
-        (" 12 ", {"pattern": "[0-9]+", "full": True}, 1),
-        ("12a", {"pattern": "[0-9]+", "full": True}, 0),
-        ("12a", {"pattern": "[0-9]+"}, 1),
-        ("", {"pattern": "x"}, 0),
-        ("abc", {}, 1),
-    ],
-)
-def test_regex(response, settings, expected):
-    assert score("regex", response, "b", **settings)["reward"] == expected
-
-
-def test_a_regex_that_hangs_is_no_match(monkeypatch):
-    monkeypatch.setattr("relaxd.rewards.hub.regex.MATCH_SECONDS", 0.2)
-    assert score("regex", "a" * 5000 + "!", pattern="(a|a)*$", full=True) == {"reward": 0, "too_slow": 1}
-    with pytest.raises(ValueError, match=r"is no regular expression: missing \)"):
-        score("regex", "a", pattern="(")
-    with pytest.raises(ValueError, match="there is no pattern"):
-        score("regex", "a")
-
+from relaxd.rewards import UnknownRewardError, resolve
+from tests.unit.rewards.scoring import LONG, score
 
 SCHEMA = {
     "type": "object",
@@ -208,39 +66,148 @@ def test_json_schema_is_taken_from_the_prompt_and_never_fetched():
     assert score("json_schema", '"' + "a" * 5000 + '!"', schema={"pattern": "^(a|a)*$"})["reward"] == 0
 
 
-@pytest.mark.parametrize(
-    ("tokens", "reward"), [(1, 0), (60, 0), (70, -0.25), (80, -0.5), (100, -1), (101, -1), (1000, -1)]
-)
-def test_overlong_is_equation_13_of_dapo(tokens, reward):
-    assert score("overlong", "", tokens=tokens, max_tokens=100, buffer_tokens=40) == {"reward": reward}
-    halved = score("overlong", "", tokens=tokens, max_tokens=100, buffer_tokens=40, penalty=0.5)
-    assert halved == {"reward": reward / 2}
-
-
-def test_overlong_needs_its_settings_and_the_tokens():
-    with pytest.raises(ValueError, match="needs 0 < buffer_tokens <= max_tokens"):
-        score("overlong", "", tokens=3)
-    with pytest.raises(ValueError, match=r"overlong needs sample.tokens"):
-        score("overlong", "", max_tokens=100, buffer_tokens=40)
-
-
-def test_random_and_dummy():
-    assert {score("random", "")["reward"] for _ in range(64)} == {0, 1}
-    assert score("dummy", "right", "right") == {"reward": 0}
+MINE = {"max_tokens": 100, "buffer_tokens": 40}
+"""The fall is from 60 tokens on to 100."""
 
 
 @pytest.mark.parametrize(
-    ("name", "response", "reward"),
+    ("tokens", "settings", "reward"),
     [
-        ("boxed_exact_match", r"so \boxed{Paris}", 1),
-        ("boxed_exact_match", "Paris", 0),
-        ("boxed_f1", r"no \boxed{in Paris}", 2 / 3),
-        ("boxed_multiple_choice", r"\boxed{A} or \boxed{P}", 0),
+        (1, MINE, 0),
+        (59, MINE, 0),
+        (60, MINE, 0),
+        (61, MINE, -0.025),
+        (62, MINE, -0.05),
+        (64, MINE, -0.1),
+        (68, MINE, -0.2),
+        (70, MINE, -0.25),
+        (76, MINE, -0.4),
+        (80, MINE, -0.5),
+        (90, MINE, -0.75),
+        (99, MINE, -0.975),
+        (100, MINE, -1),
+        (101, MINE, -1),
+        (1000, MINE, -1),
+        (10**9, MINE, -1),
+        # another penalty
+        (60, MINE | {"penalty": 0.5}, 0),
+        (70, MINE | {"penalty": 0.5}, -0.125),
+        (80, MINE | {"penalty": 0.5}, -0.25),
+        (100, MINE | {"penalty": 0.5}, -0.5),
+        (200, MINE | {"penalty": 0.5}, -0.5),
+        (80, MINE | {"penalty": 2.0}, -1),
+        (80, MINE | {"penalty": 0.0}, 0),
+        # the whole length is the fall
+        (1, {"max_tokens": 100, "buffer_tokens": 100}, -0.01),
+        (50, {"max_tokens": 100, "buffer_tokens": 100}, -0.5),
+        # one token is the fall
+        (99, {"max_tokens": 100, "buffer_tokens": 1}, 0),
+        (100, {"max_tokens": 100, "buffer_tokens": 1}, -1),
+        # the paper's lengths
+        (16384, {"max_tokens": 20480, "buffer_tokens": 4096}, 0),
+        (18432, {"max_tokens": 20480, "buffer_tokens": 4096}, -0.5),
+        (20479, {"max_tokens": 20480, "buffer_tokens": 4096}, -4095 / 4096),
+        (20480, {"max_tokens": 20480, "buffer_tokens": 4096}, -1),
     ],
 )
-def test_the_prefix_boxed(name, response, reward):
-    answer = "B" if "choice" in name else "Paris"
-    assert score(name, response, answer)["reward"] == pytest.approx(reward)
+def test_overlong_is_equation_13_of_dapo(tokens, settings, reward):
+    for response in ("", "of any length " * (tokens < 1000)):
+        assert score("overlong", response, tokens=tokens, **settings) == pytest.approx({"reward": reward})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "max_tokens = 0, buffer_tokens = 0"),
+        ({"max_tokens": 100}, "needs 0 < buffer_tokens <= max_tokens"),
+        ({"max_tokens": 100, "buffer_tokens": 101}, "needs 0 < buffer_tokens <= max_tokens"),
+        ({"max_tokens": 100, "buffer_tokens": -1}, "needs 0 < buffer_tokens <= max_tokens"),
+        (MINE | {"penalty": -1.0}, "penalty >= 0"),
+    ],
+)
+def test_overlong_needs_right_settings_and_the_tokens(settings, message):
+    with pytest.raises(ValueError, match=message):
+        score("overlong", "", tokens=3, **settings)
+    with pytest.raises(ValueError, match=r"overlong needs sample\.tokens"):
+        score("overlong", "", **MINE)
+
+
+ANYTHING = [
+    *(
+        "",
+        " ",
+        "\n",
+        "5",
+        "right",
+        "Right",
+        "1/2",
+        "0.5",
+        "1,234",
+        "5 cm",
+        "[1, 2)",
+        "(1, 2]",
+        r"\frac{1}{2}",
+        r"\boxed{5}",
+    ),
+    *(r"\boxed{\boxed{5}}", r"\boxed{", "5 or 6", "#### 5", "Answer: 5", "<answer>5</answer>", "<think>", "</think>5"),
+    *("Zürich", "北京", "😀", "\u200b", "\0", "nan", "1e999", "__import__('os')", "(" * 100_000, LONG, "9^9^9^9"),
+]
+
+
+@pytest.mark.parametrize("response", ANYTHING)
+def test_random_and_dummy_read_nothing(response):
+    for answer in ("", response):
+        assert score("dummy", response, answer) == {"reward": 0}
+        drawn = [score("random", response, answer) for _ in range(64)]
+        assert {one["reward"] for one in drawn} == {0, 1}  # by chance wrong once in 2**63
+        assert all(one.keys() == {"reward"} for one in drawn)
+
+
+@pytest.mark.parametrize(
+    ("name", "response", "answer", "reward"),
+    [
+        ("exact_match", r"so \boxed{Paris}", "Paris", 1),
+        ("exact_match", r"\fbox{Paris}", "Paris", 1),
+        ("exact_match", r"\boxed{ Paris }", "Paris", 1),
+        ("exact_match", r"\boxed{paris}", "Paris", 0),
+        ("exact_match", "Paris", "Paris", 0),
+        ("exact_match", "", "Paris", 0),
+        ("exact_match", r"\boxed{}", "Paris", 0),
+        ("exact_match", r"\boxed{Paris", "Paris", 0),
+        ("exact_match", r"\boxed{Rome} no: \boxed{Paris}", "Paris", 1),
+        ("exact_match", r"\boxed{Paris} no: \boxed{Rome}", "Paris", 0),
+        ("exact_match", r"\boxed{\boxed{Paris}}", "Paris", 1),
+        ("exact_match", r"\boxed{x = \boxed{Paris}}", "Paris", 1),
+        ("exact_match", r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1),
+        ("exact_match", r"\boxed{\frac{1}{2}}", "0.5", 0),
+        ("exact_match", r"\boxed{[1, 2)}", "[1, 2)", 1),
+        ("exact_match", r"\boxed{5\text{ cm}}", r"5\text{ cm}", 1),
+        ("exact_match", r"\boxed{Zürich}", "Zürich", 1),
+        ("f1", r"no \boxed{in Paris}", "Paris", 2 / 3),
+        ("f1", r"Paris \boxed{Rome}", "Paris", 0),
+        ("f1", "Paris", "Paris", 0),
+        ("multiple_choice", r"\boxed{A} or \boxed{P}", "B", 0),
+        ("multiple_choice", r"\boxed{B}", "B", 1),
+        ("multiple_choice", "B", "B", 0),
+        ("multiple_choice", r"<answer>B</answer> \boxed{A}", "B", 0),
+        ("gpqa", r"A \boxed{(B)}", "B", 1),
+        ("gpqa", r"\boxed{B} A", "A", 0),
+        ("addition", r"1 \boxed{1,046} 2", "1046", 1),
+        ("addition", "1046", "1046", 0),
+        ("regex", r"a \boxed{b} c", "^b$", 1),
+        ("regex", "b", "^b$", 0),
+        ("json_schema", r'\boxed{{"a": 1}}', '{"required": ["a"]}', 1),
+        ("json_schema", '{"a": 1}', '{"required": ["a"]}', 0),
+        ("openr1mm", r"<answer>4</answer>\boxed{5}", "5", 1),
+        ("dummy", r"\boxed{5}", "5", 0),
+        ("exact_match", LONG + r"\boxed{Paris}" + LONG, "Paris", 1),
+        ("exact_match", r"\boxed{" * 15_000, "Paris", 0),
+        ("exact_match", r"\boxed{" * 15_000 + "Paris" + "}" * 15_000, "Paris", 1),
+        ("exact_match", "{" * 100_000 + r"\boxed{Paris}", "Paris", 1),
+    ],
+)
+def test_the_prefix_boxed(name, response, answer, reward):
+    assert score(f"boxed_{name}", response, answer)["reward"] == pytest.approx(reward)
 
 
 def test_the_prefix_boxed_is_refused_where_it_makes_no_sense():
@@ -255,61 +222,3 @@ def test_tags_that_are_never_closed_take_no_time():
     for name in ("multiple_choice", "openr1mm"):
         assert score(name, "<answer>" * 20_000, "B")["reward"] == 0
     assert time.process_time() - begun < 2
-
-
-# --- ifeval -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("response", "instructions", "arguments", "followed"),
-    [
-        ("one, two", ["punctuation:no_comma"], [{}], 0),
-        ("one two", ["punctuation:no_comma"], [None], 1),
-        ("one two", ["punctuation:no_comma", "change_case:english_capital"], [{}, {}], 0.5),
-        ("ONE TWO IS ENGLISH", ["punctuation:no_comma", "change_case:english_capital"], [{}, {}], 1),
-        ("one " * 20, ["length_constraints:number_words"], [{"num_words": 10, "relation": "at least"}], 1),
-        ("one " * 5, ["length_constraints:number_words"], [{"num_words": 10, "relation": "at least", "x": None}], 0),
-        ('"quoted"', ["startend:quotation"], None, 1),
-        ("<think>a, b</think>one two", ["punctuation:no_comma"], [{}], 1),
-        ('{"a": 1}', ["detectable_format:json_format"], [{}], 1),
-        ("", ["punctuation:no_comma"], [{}], 0),
-    ],
-)
-def test_ifeval(response, instructions, arguments, followed):
-    metadata = {"instruction_id_list": instructions, "kwargs": arguments}
-    scored = score("ifeval", response, metadata=metadata)
-    assert (scored["reward"], scored["followed"]) == (followed == 1, followed)
-
-
-@pytest.mark.parametrize(
-    ("response", "names", "arguments", "followed"),
-    [
-        ("onetwothree", ["format:no_whitespace"], [{}], 1),
-        ("one two", ["format:no_whitespace"], [{}], 0),
-        ("<think>one two</think>onetwo", ["format:no_whitespace"], [{"N": None}], 1),
-        ("Sum: 7, 14, 21", ["count:numbers", "format:no_whitespace"], [{"N": 3}, {}], 0.5),
-    ],
-)
-def test_ifbench(response, names, arguments, followed):
-    metadata = {"instruction_id_list": names, "kwargs": arguments}
-    scored = score("ifbench", response, metadata=metadata)
-    assert (scored["reward"], scored["followed"]) == (followed == 1, followed)
-
-
-def test_ifbench_names_what_only_ifeval_knows():
-    with pytest.raises(ValueError, match="'punctuation:no_comma', which ifbench doesn't know"):
-        score("ifbench", "one", metadata={"instruction_id_list": ["punctuation:no_comma"]})
-
-
-@pytest.mark.parametrize(
-    ("metadata", "message"),
-    [
-        ({}, "instruction_id_list is None"),
-        ({"instruction_id_list": []}, "needs a list of instructions"),
-        ({"instruction_id_list": ["punctuation:no_coma"]}, "'punctuation:no_coma', which ifeval doesn't know"),
-        ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}, {}]}, "must be a list of 1 objects"),
-    ],
-)
-def test_ifeval_gives_no_silent_zero(metadata, message):
-    with pytest.raises(ValueError, match=message):
-        score("ifeval", "one", metadata=metadata)

@@ -7,19 +7,13 @@ from contextlib import suppress
 
 import pytest
 
-from relaxd.rewards import RewardInput, check_output, resolve
 from relaxd.rewards.limit import TooSlow, time_limit
 from relaxd.rewards.mathematics.boxed import last_boxed
 from relaxd.rewards.mathematics.equality import SYMPY_SECONDS, are_equal
 from relaxd.rewards.mathematics.formulas import Unreadable, parse
+from tests.unit.rewards.scoring import LONG, score
 
-LONG = "so we think about it. " * 5000
 HANGS_SYMPY = "(" * 30 + "x" + "+sqrt(x+1))" * 30
-
-
-def score(name: str, response: str, answer: str) -> dict[str, float]:
-    output = check_output(resolve(name)(RewardInput(prompt="", response=response, answer=answer)))
-    return {"reward": output.reward, **output.parts}
 
 
 @pytest.mark.parametrize(
@@ -190,65 +184,11 @@ def test_other_formulas_are_not_tried(text):
         parse(text)
 
 
-@pytest.mark.parametrize(
-    ("response", "answer", "accuracy", "form"),
-    [
-        (r"It is \boxed{5}.", "5", 1, 1),
-        (r"It is \boxed{5}.", r"\boxed{5}", 1, 1),
-        (r"It is \boxed{4}. No: \boxed{5}", "5", 1, 1),
-        (r"It is \boxed{5}. No: \boxed{4}", "5", 0, 1),
-        ("It is 5.", "5", 0, 0),
-        (r"It is \boxed{5", "5", 0, 0),
-        (r"\boxed{}", "5", 0, 1),
-        ("", "5", 0, 0),
-        (LONG + r"\boxed{\frac{10}{2}x}", "5x", 1, 1),
-        (r"\boxed{" + LONG + "}", "5", 0, 1),
-    ],
-)
-def test_math(response, answer, accuracy, form):
-    assert score("math", response, answer) == {"reward": accuracy, "accuracy": accuracy, "format": form}
-
-
 @pytest.mark.parametrize("name", ["math", "deepscaler", "dapo", "geo3k", "openr1mm", "gsm8k"])
 @pytest.mark.parametrize("answer", ["", " \n", r"\boxed{}"])
 def test_a_missing_reference_is_no_silent_zero(name, answer):
     with pytest.raises(ValueError, match="needs a"):
         score(name, r"\boxed{}", answer)
-
-
-@pytest.mark.parametrize(
-    ("response", "accuracy", "thought"),
-    [
-        (r"<think>\boxed{4}</think> \boxed{5}", 1, 1),
-        (r"\boxed{4}</think>\boxed{5}", 1, 1),
-        (r"<think>\boxed{5}</think> It is 5.", 0, 1),
-        (r"a</think>\boxed{5}</think>\boxed{4}", 0, 1),
-        (r"###Response \boxed{5}", 1, 1),
-        (r"\boxed{5}", 0, 0),
-        (r"<think>\boxed{5}", 0, 0),
-        ("", 0, 0),
-    ],
-)
-def test_deepscaler_reads_what_follows_the_thinking(response, accuracy, thought):
-    scored = score("deepscaler", response, "5")
-    assert (scored["reward"], scored["thought"]) == (accuracy, thought)
-
-
-@pytest.mark.parametrize(
-    ("response", "accuracy", "form"),
-    [
-        (r"<think>a</think> so \boxed{5}", 1, 1),
-        (r"<think>a</think> so \boxed{4}", 0, 1),
-        (r"so \boxed{5}", 1, 0),
-        (r"<think>\boxed{5}</think>", 1, 0),
-        ("<think>" * 20_000, 0, 0),
-        ("", 0, 0),
-    ],
-)
-def test_geo3k(response, accuracy, form):
-    assert score("geo3k", response, "5") == pytest.approx(
-        {"reward": 0.9 * accuracy + 0.1 * form, "accuracy": accuracy, "format": form}
-    )
 
 
 @pytest.mark.parametrize(
@@ -275,6 +215,11 @@ def test_geo3k(response, accuracy, form):
         (r"Answer: \dfrac12", r"\frac{1}{2}", 0, 1),
         ("Answer: 0.5", r"\frac{1}{2}", 0, 1),
         ("Answer: 34 or 35", "34", 0, 1),
+        ("Answer: (1,2]", "(1,2]", 1, 1),
+        ("Answer: $(1, 2]$", "(1,2]", 1, 1),
+        ("Answer: (1,2)", "(1,2]", 0, 1),
+        ("Answer: [1,2]", "(1,2]", 0, 1),
+        (r"Answer: (-\infty, 3)", r"(-\infty,3)", 1, 1),
         ("Answer: thirty-four", "34", 0, 1),
         ("Answer:", "34", 0, 1),
         ("Answers: 34", "34", 0, 0),

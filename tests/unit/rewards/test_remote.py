@@ -152,6 +152,35 @@ async def test_the_trial_says_that_nobody_is_there(bench):
     assert "can't be reached: UNAVAILABLE" in (await try_reward(bench.config(), samples("2"), workers=1))["error"]
 
 
+async def test_terms_at_addresses_are_summed_with_those_of_workers(bench):
+    """1 for the service's "is it the reference", and a half for the worker's pattern, where the service says yes."""
+    terms = [
+        {"address": f"127.0.0.1:{bench.port}", "label": "same", "settings": {"strict": True}},
+        {"name": "regex", "settings": {"pattern": "."}, "weight": 0.5, "only_if": "same"},
+        {"address": f"127.0.0.1:{bench.port}", "label": "twice", "weight": 2.0, "maximum": 0.5, "only_if": "regex"},
+    ]
+    config = bench.config(address="", terms=terms)
+    assert "can't be reached: UNAVAILABLE" in (await try_reward(config, samples("2"), workers=1))["error"]
+    await bench.serve()
+    right, wrong, bad = (await try_reward(config, samples("2", "3", "bad"), workers=3))["outcomes"]
+    assert (right["reward"], wrong["reward"]) == (1 + 0.5 + 2 * 0.5, 0)
+    assert right["parts"] == {
+        "same": 1,
+        "same_length": 1,
+        "regex": 1,
+        "regex_too_slow": 0,
+        "twice": 0.5,
+        "twice_length": 1,
+    }
+    assert bad["error"] == f"the reward service at 127.0.0.1:{bench.port}: I can't read it"
+    settings = [json.loads(request.settings_json) for request in bench.judge.requests]
+    assert sorted(map(bool, settings)) == [False] * 3 + [True] * 3
+    alone = bench.config(address="", terms=[terms[0]])
+    assert (await try_reward(alone, samples("2"), workers=1))["outcomes"][0]["reward"] == 1
+    wrong_name = bench.config(address="", terms=[*terms, {"name": "nope:f"}])
+    assert "nope" in (await try_reward(wrong_name, samples("2"), workers=1))["error"]
+
+
 async def test_a_late_answer_fails_its_samples(bench):
     await bench.serve()
     bench.judge.go.clear()

@@ -1,5 +1,6 @@
 """What [rollout] and [weights] may say of an engine."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +38,13 @@ def test_a_source_may_have_shorter_answers_and_another_nucleus() -> None:
     first, second = (run_sampling(config.rollout, 3, source.sampling) for source in config.data.sources)
     assert (first.max_new_tokens, first.top_p, first.stop_token_ids) == (20, 0.9, (7,))
     assert second == replace(first, max_new_tokens=8, top_p=0.5)
+    own = {"top_k": 3, "stop": ["x", "y"], "stop_token_ids": [1], "min_new_tokens": 4}
+    base["data"]["sources"] += [{"path": "c", **own}, {"path": "d", "stop_token_ids": [], "min_new_tokens": 0}]
+    others = RunConfig.model_validate(base).data.sources[2:]
+    through_the_board = [json.loads(json.dumps(source.sampling)) for source in others]
+    third, fourth = (run_sampling(config.rollout, 3, sampling) for sampling in through_the_board)
+    assert third == replace(first, top_k=3, stop=("x", "y"), stop_token_ids=(1,), min_new_tokens=4)
+    assert fourth == replace(first, stop_token_ids=(), min_new_tokens=0)
     assert stages_for(config)[0].needs == ("prompt_tokens", "prompt")
     assert stages_for(run_config())[0].needs == ("prompt_tokens",)
     for wrong in (1, 21):

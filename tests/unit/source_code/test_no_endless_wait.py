@@ -50,7 +50,7 @@ WITHOUT_DEADLINE = {
         ("relaxd/process/child.py", "Child._watch"),  # a thread for the life of the child
         ("relaxd/process/child_server.py", "serve_socket"),
         ("relaxd/process/child_server.py", "Outbox.__aiter__"),  # its reader's call ends
-        ("relaxd/launcher/server.py", "run_launcher"),
+        ("relaxd/launcher/server.py", "_serve"),
         ("relaxd/replica/replica.py", "_Life.keep_registered"),
         ("relaxd/replica/replica.py", "run_replica"),
         ("relaxd/rpc/server.py", "RunningServer.wait"),
@@ -108,6 +108,7 @@ WITHOUT_DEADLINE = {
         ("services/rollout/engines/transformers/engine.py", "TransformersEngine.stop"),  # after one token
         ("services/rollout/engines/sglang/schedulers.py", "Schedulers._answer"),  # the call's timeout
         ("services/rollout/service/service.py", "RolloutService.stop_run"),  # cancelled
+        ("services/rollout/teacher/budget.py", "TokenBudget.hold"),  # each request before it has a deadline
         ("services/rollout/engines/sglang/process.py", "SGLangProcess.load"),  # see health.start_seconds
         ("services/trainer/learner/snapshots/checkpoint_copies.py", "HostCopies.check"),  # copies within this process
         ("services/trainer/service/rank_processes.py", "RankProcesses.kill"),  # SIGKILL was sent

@@ -23,6 +23,7 @@ ARGUED = {
     "services/trainer/megatron/rank_channel.py": RANKS,
     "services/trainer/megatron/cpu.py": "compiles Megatron's own source, as it is installed",
     "relaxd/sandbox/program.py": "a model's code and its tests, in a confined process: that is what it is for",
+    "relaxd/data/tools_file.py": "yaml.safe_load, which makes plain values; the configuration names the file",
     "relaxd/migrate/verl_source.py": "yaml.safe_load, which makes plain values; a person names the file",
     "services/rollout/engines/sglang/scheduler.py": "SGLang's scheduler is a child process of SGLang's own making",
 }

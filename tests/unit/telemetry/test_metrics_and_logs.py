@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from opentelemetry import trace
 
 from relaxd import telemetry
 from relaxd.telemetry.logs import JsonFormatter, TextFormatter
@@ -31,11 +32,11 @@ def test_an_unknown_metric_is_an_error_even_when_nothing_is_exported():
 
 
 def test_nothing_is_traced_when_nothing_is_exported():
-    with telemetry.publish_span("g1") as carrier:
+    with telemetry.create_span("g1", "rollout") as carrier:
         assert carrier == {}
-    with telemetry.stage_span("reward", {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01"}) as span:
-        assert not span.is_recording()
-        assert telemetry.inject() == {}
+    span = telemetry.open_stage_span("reward", "g1", {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01"})
+    assert not span.is_recording()
+    assert telemetry.inject(span) == {}
     assert telemetry.link_from({}) is None
     link = telemetry.link_from({"traceparent": f"00-{'1' * 32}-{'2' * 16}-01"})
     assert link is not None
@@ -57,6 +58,15 @@ def test_log_lines_for_people(entry):
     first, *rest = TextFormatter("reward-1").format(entry).splitlines()
     assert first == "2026-01-01T00:00:00.250Z ERROR reward-1 call of Score failed"
     assert rest[-1] == "ValueError: broken"
+
+
+def test_every_line_in_a_span_has_its_ids(entry):
+    context = trace.SpanContext(0xABC, 0xDEF, is_remote=False)
+    with trace.use_span(trace.NonRecordingSpan(context)):
+        first = TextFormatter("reward-1").format(entry).splitlines()[0]
+        parsed = json.loads(JsonFormatter("reward-1").format(entry))
+    assert first.endswith(f" call of Score failed trace_id={'0' * 29}abc span_id={'0' * 13}def")
+    assert (parsed["trace_id"], parsed["span_id"]) == (f"{'0' * 29}abc", f"{'0' * 13}def")
 
 
 def test_log_lines_for_machines(entry):

@@ -6,6 +6,6 @@ if refused then return refused end
 for _, waiting in ipairs({ RETRIES, UNSCORED }) do
   for _, retry in ipairs(call('HVALS', waiting)) do throw_away(string.match(retry, '|([^|]*)')) end
 end
-give_up_pending(call('ZRANGE', PENDING, 0, -1))
+give_up(call('ZRANGE', PENDING, 0, -1))
 call('DEL', RETRIES, UNSCORED, P .. 'sizes')
 return finish(1)

@@ -8,6 +8,6 @@ for i = 3, #ARGV do
   if call('SREM', GARBAGE, ARGV[i]) == 1 then freed = freed + bytes_of(ARGV[i]) end
 end
 if freed > 0 then call('HINCRBY', STATE, 'garbage_bytes', -freed) end
-give_up_pending(call('ZRANGEBYSCORE', PENDING, '-inf', milliseconds(), 'LIMIT', 0, most))
+give_up(call('ZRANGEBYSCORE', PENDING, '-inf', milliseconds(), 'LIMIT', 0, most))
 finish()
 return call('SRANDMEMBER', GARBAGE, most)

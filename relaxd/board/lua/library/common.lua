@@ -117,33 +117,29 @@ end
 -- Return the bytes of all payloads that a pointer names.
 local function bytes_of(pointer)
   local bytes = tonumber(string.match(pointer, '^[^,]*:(%d+)') or 0)
-  if not string.find(pointer, ',', 1, true) then return bytes end
   for large in string.gmatch(pointer, ',[^,:]+:(%d+):%d+') do bytes = bytes + tonumber(large) end
   return bytes
 end
 
--- Collected here and removed in batches by finish().
-local removed = { entries = {}, pointers = {}, groups = {} }
+-- Collected here; finish() stores and removes it in batches.
+local stored, removed = {}, { entries = {}, pointers = {}, groups = {} }
 
 -- Leave the payloads of a pointer to the sweep.
 local function throw_away(pointer) removed.pointers[#removed.pointers + 1] = pointer end
 
--- Give up an attempt whose slices are being, or were, written in vain.
-local function give_up(pointer)
-  if call('ZREM', PENDING, pointer) == 1 and call('SISMEMBER', GARBAGE, pointer) == 0 then throw_away(pointer) end
-end
-
--- Give up attempts that are overdue. One that was accepted, and so has its shared payload, isn't given up: its registration
--- arrived late, for a second time.
-local function give_up_pending(pointers)
+-- Give up attempts whose slices are overdue, or were written in vain. One that was accepted, and so has its shared payload,
+-- isn't given up: its registration came a second time.
+local function give_up(pointers)
   for _, pointer in ipairs(pointers) do
-    if call('EXISTS', shared_key(pointer)) == 1 then call('ZREM', PENDING, pointer) else give_up(pointer) end
+    local vain = call('ZREM', PENDING, pointer) == 1 and call('EXISTS', shared_key(pointer)) == 0
+    if vain and call('SISMEMBER', GARBAGE, pointer) == 0 then throw_away(pointer) end
   end
 end
 
 -- Return those members that a set has: member -> true.
 local function found_in(set, members)
   local found = {}
+  if call('EXISTS', set) == 0 then return found end
   for i = 1, #members, 1000 do
     for offset, is_in in ipairs(call('SMISMEMBER', set, unpack(members, i, math.min(i + 999, #members)))) do
       if is_in == 1 then found[members[i + offset - 1]] = true end
@@ -152,40 +148,31 @@ local function found_in(set, members)
   return found
 end
 
--- Make an attempt's payloads last: store the shared one and stop the slices from expiring (those on data nodes last already).
--- Return whether it could be done; otherwise the attempt came too late. `garbage` has the pointers among the caller's that are
+-- Make an attempt's payloads last: finish() stores the shared one, and the slices expire no more (those on data nodes last
+-- already). Return their bytes; nil if the attempt came too late. `garbage` has the pointers among the caller's that are
 -- garbage: those of a request that arrived late, for a second time.
 local function accept(pointer, shared, garbage)
-  if garbage[pointer] then return false end
+  if garbage[pointer] then return nil end
+  local key, bytes = P .. 'columns:' .. pointer, #shared
   if string.find(pointer, ',', 1, true) then
-    if call('ZREM', PENDING, pointer) == 0 then return false end
+    if call('ZREM', PENDING, pointer) == 0 then return nil end
     for _, key in ipairs(slice_keys(pointer)) do
       if call('PERSIST', key) == 0 then
         throw_away(pointer)
-        return false
+        return nil
       end
     end
+    key, bytes = shared_key(pointer), bytes_of(pointer)
   end
-  call('SET', shared_key(pointer), shared)
-  return true
+  stored[#stored + 1] = key
+  stored[#stored + 1] = shared
+  return bytes
 end
 
 -- Add to the bytes that a group has stored.
 local function add_stored(id, bytes)
   call('HINCRBY', STATE, 'stored_bytes', bytes)
   call('HINCRBY', group_key(id), 'stored', bytes)
-end
-
--- Add what a stage's commit has stored to the bytes of a group. The first stage that commits writes nearly all that a group
--- ever stores, so its commit frees the room that was reserved for the group.
-local function account(id, group, bytes)
-  add_stored(id, bytes)
-  local room = tonumber(group.room)
-  if room > 0 then
-    call('HINCRBY', STATE, 'reserved_bytes', -room)
-    call('HSET', group_key(id), 'room', 0)
-    group.room = '0'
-  end
 end
 
 -- Add the group to a stage's stream. Returns the entry's id.
@@ -228,7 +215,7 @@ local function release_saved(id, group, stage)
     bytes = bytes + bytes_of(pointer)
     throw_away(pointer)
   end
-  call('HDEL', group_key(id), 'saved:' .. stage)
+  if bytes > 0 then call('HDEL', group_key(id), 'saved:' .. stage) end
   return bytes
 end
 
@@ -243,9 +230,10 @@ local function in_batches(items, apply)
   for i = 1, #items, 1000 do apply(unpack(items, i, math.min(i + 999, #items))) end
 end
 
--- Remove what was collected, make its payloads garbage, and return the script's reply. Every script that removes anything
--- returns through this.
+-- Store and remove what was collected, make its payloads garbage, and return the script's reply. Every script that accepts or
+-- removes anything returns through this.
 local function finish(reply)
+  in_batches(stored, function(...) call('MSET', ...) end)
   for stage, entries in pairs(removed.entries) do
     local key = stream_key(stage)
     in_batches(entries, function(...) call('XACK', key, WORKERS, ...) end)

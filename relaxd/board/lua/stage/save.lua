@@ -9,18 +9,19 @@ local after = pointer == '' and '' or before == '' and pointer or before .. ' ' 
 local current = group and group[field] or ''
 if group and current == after then return 1 end -- repeated: the reply was lost
 if not group or current ~= before or not held(id, stage, entry_id, consumer, attempt) then
-  if pointer ~= '' then give_up(pointer) end
+  if pointer ~= '' then give_up({ pointer }) end
   return finish(0)
 end
 if pointer == '' then
   add_stored(id, -release_saved(id, group, stage))
   return finish(1)
 end
-if not accept(pointer, shared, found_in(GARBAGE, { pointer })) then return finish(-1) end
-add_stored(id, bytes_of(pointer))
+local bytes = accept(pointer, shared, found_in(GARBAGE, { pointer }))
+if not bytes then return finish(-1) end
+add_stored(id, bytes)
 call('HSET', group_key(id), field, after)
 if forgiven == '1' and group['forgiven_attempt:' .. stage] ~= attempt then
   call('HSET', group_key(id), 'forgiven_attempt:' .. stage, attempt)
   call('HINCRBY', group_key(id), 'forgiven:' .. stage, 1)
 end
-return 1
+return finish(1)

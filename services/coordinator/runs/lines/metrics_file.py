@@ -14,8 +14,8 @@ from services.coordinator.runs.lines.appended_file import AppendedFile, Check
 from services.coordinator.runs.lines.ledger_file import PAGE
 from services.coordinator.state.records import Evaluation
 
-Steps = Iterable[tuple[int, Mapping[str, float]]]
-"""(step, metrics), in order."""
+Steps = Iterable[tuple[int, Mapping[str, Any]]]
+"""(step, its line), in order."""
 
 
 class MetricsFile:
@@ -136,4 +136,10 @@ def json_line(values: Mapping[str, Any]) -> bytes:
 
 def finite(values: Mapping[str, Any]) -> dict[str, Any]:
     """Replace NaN and infinity, which JSON lacks, by null."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+    return {name: _finite(value) for name, value in values.items()}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return finite(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value

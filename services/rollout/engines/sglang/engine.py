@@ -24,6 +24,7 @@ from relaxd.rpc.errors import RpcError
 from relaxd.v1 import engine_pb2
 from services.rollout.engines.generation_gate import GenerationGate
 from services.rollout.engines.sglang.launch import MessageChannel
+from services.rollout.engines.sglang.logprobs import LogprobRequests
 from services.rollout.engines.sglang.samples import SGLangRequest, SGLangSample, aborted_outputs, add_output
 from services.rollout.engines.sglang.schedulers import ANSWER_SECONDS, STEP_SECONDS, Schedulers
 from services.rollout.engines.types import EngineError, FailureHandler, MemoryPart, Output, PauseMode, Request, Version
@@ -66,6 +67,8 @@ class SGLangEngine:
         self._on_output = on_output
         self._on_failure = on_failure
         self._on_broken = on_broken
+        self.logprobs = LogprobRequests(channel.send)
+        """Requests for log-probs of given tokens, which pass the gate: such an engine is never paused."""
         self._gate = GenerationGate()
         self._state: PauseMode | None = None
         """Mode in which the schedulers are paused: in_place or retract; None while they run."""
@@ -77,7 +80,7 @@ class SGLangEngine:
         """Requests and samples by the scheduler's ids; a None sample stands for the prompt's prefill."""
         self._commits = 0
         self._changes = 0
-        self._stats = {"running_samples": 0, "waiting_samples": 0, "tokens_generated": 0}
+        self._stats = dict.fromkeys(("running_samples", "waiting_samples", "tokens_generated", "tokens_prefilled"), 0)
         for work in (self._supervise, self._read):
             threading.Thread(target=self._run_thread, args=(work,), name=work.__name__.strip("_"), daemon=True).start()
 
@@ -309,8 +312,10 @@ class SGLangEngine:
         while True:
             message = self._channel.receive()
             if isinstance(message, BatchTokenIDOutput):
+                self.logprobs.take_outputs(message)
                 self._take_outputs(message)
             elif isinstance(message, AbortReq):
+                self.logprobs.take_abort(message)
                 self._take_abort(message)
 
     def _take_outputs(self, message: BatchTokenIDOutput) -> None:

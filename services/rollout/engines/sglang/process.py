@@ -4,6 +4,7 @@ Its children are SGLang's scheduler processes, one per tensor-parallel rank. The
 them does; the rollout service starts another.
 """
 
+import asyncio
 import logging
 import os
 import signal
@@ -25,6 +26,7 @@ from services.rollout.engines.engine_process import EngineProcess, read_argument
 from services.rollout.engines.model_folder import read_model_folder
 from services.rollout.engines.sglang.engine import SGLangEngine
 from services.rollout.engines.sglang.launch import launch
+from services.rollout.engines.sglang.logits import ENVIRONMENT, TEMPERATURE_VARIABLE
 from services.rollout.engines.sglang.options import OptionError, server_args
 from services.rollout.engines.sglang.schedulers import ANSWER_SECONDS, Late, Schedulers
 from services.rollout.engines.types import EngineError, Version
@@ -53,7 +55,10 @@ class SGLangProcess(EngineProcess):
 
     def load(self, folder: str, config: RolloutConfig, colocate: bool) -> engine_pb2.LoadResponse:
         """See EngineProcess."""
-        schedulers = Schedulers(lambda rank: self._scheduler_gone(f"scheduler process {rank} of SGLang is gone"))
+        for_logprobs = {TEMPERATURE_VARIABLE: str(config.temperature), **ENVIRONMENT} if self.for_logprobs else {}
+        schedulers = Schedulers(
+            lambda rank: self._scheduler_gone(f"scheduler process {rank} of SGLang is gone"), for_logprobs
+        )
         launched: Future[engine_pb2.LoadResponse] = Future()
         # Linux ends a scheduler process with the thread that started it, so that thread must not end.
         threading.Thread(
@@ -101,10 +106,20 @@ class SGLangProcess(EngineProcess):
             launched.set_exception(refusal)
             return
         # SGLang would truncate answers that don't fit, so requests for longer ones are refused.
-        room = min(info["max_req_input_len"] + 4, info["max_total_num_tokens"] - 2 * (args.page_size or 1) - 1)
+        room = info["max_total_num_tokens"] - 2 * (args.page_size or 1) - 1
+        if not self.for_logprobs:
+            room = min(room, info["max_req_input_len"] + 4)
         context = min(room, model.context_len)
         launched.set_result(engine_pb2.LoadResponse(vocabulary=model.vocab_size, context=context, device=args.device))
         threading.Event().wait()
+
+    async def ComputeLogprobs(
+        self, request: engine_pb2.ComputeLogprobsRequest, context: Any
+    ) -> engine_pb2.ComputeLogprobsResponse:
+        """See the proto."""
+        if not self.for_logprobs:
+            raise EngineError("the model was loaded to generate: load one with LoadRequest.logprobs")
+        return await asyncio.wrap_future(self._loaded().logprobs.submit(request))
 
     def JoinWeightGroup(
         self, request: rollout_pb2.JoinWeightGroupRequest, context: Any

@@ -30,6 +30,7 @@ from relaxd.v1 import engine_pb2, engine_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from relaxd.weights.group import Transport
 from relaxd.weights.manifest import ManifestMismatch
 from services.rollout.engines.sglang.gpu_share import memory_of_all, show_share
+from services.rollout.engines.sglang.logits import TEMPERATURE_VARIABLE, set_temperature
 from services.rollout.engines.sglang.schedulers import (
     ANSWER_SECONDS,
     FOLDER_VARIABLE,
@@ -64,7 +65,7 @@ class ControlledScheduler(Scheduler):
         self.change = 0
         """The engine's number of the last pause or resume."""
         self.jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.generated_tokens = 0
+        self.generated_tokens = self.prefilled_tokens = 0
         rank = args[3] if len(args) > 3 else arguments["tp_rank"]
         try:
             super().__init__(*args, **arguments)
@@ -74,6 +75,10 @@ class ControlledScheduler(Scheduler):
             device = self.cuda_device or torch.device("cpu")
             self.weights = SGLangWeights(runner.model, device, self.ps.tp_rank, self.ps.tp_size)
             self.model_config.hf_eos_token_id = None  # each request has its end tokens
+            if temperature := os.environ.get(TEMPERATURE_VARIABLE):
+                set_temperature(runner.model, float(temperature))
+                # SGLang keeps room for some tokens to generate, and takes only what is shorter than this.
+                self.max_req_input_len = self.model_config.context_len + 1
             self.tokenizer = RequestTokenizer(self.server_args.tokenizer_path, self.model_config.vocab_size)
             ControlHandlers(self).serve()
         except Exception as error:
@@ -90,6 +95,7 @@ class ControlledScheduler(Scheduler):
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
         """Count tokens. The loop calls this after each step."""
         self.generated_tokens += sum(produces_token(req) for req in batch.reqs)
+        self.prefilled_tokens += sum(batch.extend_lens or ()) if batch.forward_mode.is_extend() else 0
         super().process_batch_result(batch, result)
 
     def pause_generation(self, recv_req: PauseGenerationReqInput) -> None:
@@ -223,6 +229,7 @@ class ControlHandlers(engine_pb2_grpc.SchedulerServicer, rollout_pb2_grpc.Rollou
             waiting_samples=len(scheduler.waiting_queue),
             tokens_generated=scheduler.generated_tokens,
             memory_bytes=memory,
+            tokens_prefilled=scheduler.prefilled_tokens,
         )
 
     async def WatchEnd(self, request: engine_pb2.WatchEndRequest, context: Any) -> engine_pb2.WatchEndResponse:

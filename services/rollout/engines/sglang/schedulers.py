@@ -36,13 +36,17 @@ class Late(Aborted):
 class Schedulers:
     """The scheduler processes of an engine, by rank."""
 
-    def __init__(self, on_gone: Callable[[int], None]) -> None:
-        """`on_gone` is called with the rank of a scheduler process that died."""
+    def __init__(self, on_gone: Callable[[int], None], environment: Mapping[str, str] | None = None) -> None:
+        """`on_gone` is called with the rank of a scheduler process that died. `environment` is added to theirs."""
         self._on_gone = on_gone
         self._folder = Path(tempfile.mkdtemp(prefix="relaxd-sglang-"))
         token = secrets.token_urlsafe()
         self._metadata = call_metadata(token)
-        self.environment: Mapping[str, str] = {FOLDER_VARIABLE: str(self._folder), TOKEN_VARIABLE: token}
+        self.environment: Mapping[str, str] = {
+            FOLDER_VARIABLE: str(self._folder),
+            TOKEN_VARIABLE: token,
+            **(environment or {}),
+        }
         """Environment of the scheduler processes."""
         self._channels: list[grpc.Channel] = []
         self._stubs: list[dict[str, Any]] = []

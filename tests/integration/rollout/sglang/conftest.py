@@ -46,7 +46,9 @@ def start(python: str, model: Path) -> Iterator[Start]:
     """Starts engines: `start(max_running_samples=4, sglang={...})`; all end with the module."""
     runners: list[EngineRunner] = []
 
-    def start(folder: Path = model, sglang: dict[str, Any] | None = None, **rollout: Any) -> EngineRunner:
+    def start(
+        folder: Path = model, sglang: dict[str, Any] | None = None, *, for_logprobs: bool = False, **rollout: Any
+    ) -> EngineRunner:
         runners.append(EngineRunner())
         options = CPU_OPTIONS | (sglang or {})
         values = {"max_running_samples": 16, "memory_fraction": 0.3, "threads": 1} | rollout
@@ -54,7 +56,7 @@ def start(python: str, model: Path) -> Iterator[Start]:
         # SGLang wants to know the cores of several ranks.
         cores = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(config.tensor_parallel)))}
         environment = {**CPU_ENVIRONMENT, **(cores if config.tensor_parallel > 1 else {})}
-        runners[-1].start(folder, config, python=python, environment=environment)
+        runners[-1].start(folder, config, python=python, environment=environment, for_logprobs=for_logprobs)
         return runners[-1]
 
     yield start

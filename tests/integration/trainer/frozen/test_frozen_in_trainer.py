@@ -122,16 +122,23 @@ def prepare_run(redis_url: str, number: int, config: RunConfig, folder: Path, st
     return RunJob(config, url, folder)
 
 
-@pytest.mark.parametrize("mini_batches", [1, 2], ids=["one update", "two updates"])
+IN_LOSS = {"distill_coef": 0.0, "distill_loss_coef": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("mini_batches", "form"),
+    [(1, IN_LOSS), (2, IN_LOSS), (1, {})],
+    ids=["one update", "two updates", "in the advantages"],
+)
 def test_a_teacher_with_prompts_of_its_own_sees_the_same_answers(
-    models: dict[str, Path], redis_url: str, tmp_path: Path, mini_batches: int
+    models: dict[str, Path], redis_url: str, tmp_path: Path, mini_batches: int, form: dict[str, float]
 ) -> None:
     """Self-distillation: the teacher is the initial model, and its column is in the step file for every replay."""
     student = models["student"]
     config = config_of(
         student,
         {"teacher": {"model": str(student), "placement": "trainer", "privileged_key": "answer"}},
-        {"name": "opd", "distill_coef": 0.0, "distill_loss_coef": 1.0, "old_logprobs": "current"},
+        {"name": "opd", "old_logprobs": "current", **form},
         groups_per_step=2,
         mini_batches=mini_batches,
     ).model_copy(update={"run": make_config(student, run={"steps": 2}).run})
@@ -149,6 +156,9 @@ def test_a_teacher_with_prompts_of_its_own_sees_the_same_answers(
                 expected = logits.log_softmax(-1).gather(-1, answer[:, None])[:, 0].numpy()
                 np.testing.assert_allclose(columns["teacher_logprobs"][begin : begin + length], expected, atol=1e-4)
                 begin += length
+            if not form:
+                towards_teacher = columns["teacher_logprobs"] - columns["rollout_logprobs"]
+                np.testing.assert_allclose(columns["advantages"], towards_teacher, atol=1e-6)
     shut_down()
     assert same(run_job(job), trained)
 

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from tests.integration.trainer.trainer_worlds import Job, make_model, run_job, r
 from tests.kit.boards import kept_samples
 from tests.kit.ports import free_port
 from tests.kit.processes import ROOT
+
+slow = pytest.mark.slow
 
 # --- one more column ----------------------------------------------------------------------------------------------
 
@@ -262,7 +265,7 @@ def test_two_sequences_a_sample_are_trained_committed_and_replayed(
     assert all(number["replayed"] == number["recorded"] for number in numbers.values()), numbers
 
 
-# --- losses of whole sequences ------------------------------------------------------------------------------------
+# --- losses in every layout ------------------------------------------------------------------------------------
 
 
 OF_SEQUENCES: dict[str, dict[str, Any]] = {
@@ -270,22 +273,50 @@ OF_SEQUENCES: dict[str, dict[str, Any]] = {
     "grpo with masks": {"opsm_delta": 0.3, "veto_low": 0.1, "veto_sequences": True, "dual_clip": 3.0},
 }
 """Losses with sums over sequences."""
+CURRENT = {"old_logprobs": "current"}
+OF_TOKENS: dict[str, dict[str, Any]] = {
+    "sapo, unbiased KL": {"name": "sapo", "kl_coef": 0.1, "kl_unbiased": True},
+    "cispo": {"name": "cispo", "clip_low": 0.5, "clip_high": 0.5},
+    "rloo, tis": {"name": "rloo", "correction": "tis", "tis_clip_low": 0.5, "tis_clip": 1.5},
+    "grpo, icepop": {**CURRENT, "name": "grpo", "correction": "icepop", "icepop_high": 1.5},
+    "opd": {**CURRENT, "name": "opd", "distill_coef": 0.0, "distill_loss_coef": 0.5},
+}
+"""Losses whose terms are of one token each, and what they have besides advantages."""
 
 
 WAYS = {
     "TP2": {"tensor_parallel": 2}, "PP2": {"pipeline_parallel": 2}, "DP2": {}, "CP2": {"context_parallel": 2},
 }  # fmt: skip
+LEAVES_OUT = {
+    "gspo": ("clip_fraction",),
+    "grpo with masks": ("clip_fraction", "veto_fraction", "opsm_fraction"),
+    "cispo": ("clip_fraction",),
+    "rloo, tis": ("correction_fraction",),
+    "grpo, icepop": ("correction_fraction",),
+}
+"""Metrics that show that a loss treats some tokens otherwise than others."""
+COMPARED = (
+    *("ratio", "clip_fraction", "veto_fraction", "opsm_fraction", "kl", "teacher_kl"),
+    *("correction_weight", "correction_fraction"),
+)
 
 
-def test_losses_of_sequences_are_the_same_however_ranks_and_micro_batches_are_arranged(
-    tmp_path: Path, alone: None
+@pytest.mark.parametrize(
+    "losses", [pytest.param(OF_SEQUENCES, id="of sequences"), pytest.param(OF_TOKENS, id="of tokens", marks=slow)]
+)
+def test_losses_are_the_same_however_ranks_and_micro_batches_are_arranged(
+    losses: dict[str, dict[str, Any]], tmp_path: Path, alone: None
 ) -> None:
     """With context parallelism a rank has only a slice of a sequence."""
-    model = make_model(tmp_path / "model", "qwen3")
-    whole = {name: run_job(Job(model, algorithm=settings, steps=2)) for name, settings in OF_SEQUENCES.items()}
+    model, teacher = make_model(tmp_path / "model", "qwen3"), make_model(tmp_path / "teacher", "llama")
+    made = {
+        name: Job(model, algorithm=settings, steps=2, frozen={"teacher": {"": teacher}} if name == "opd" else None)
+        for name, settings in losses.items()
+    }
+    whole = {name: run_job(job) for name, job in made.items()}
     divided = {
-        (name, way): Job(model, parallel, algorithm=settings, steps=2, pieces=2)
-        for name, settings in OF_SEQUENCES.items()
+        (name, way): replace(job, parallel=parallel, pieces=2)
+        for name, job in made.items()
         for way, parallel in WAYS.items()
     }
     by_job = run_world(list(divided.values()), 2, tmp_path / "world", free_port())
@@ -294,8 +325,8 @@ def test_losses_of_sequences_are_the_same_however_ranks_and_micro_batches_are_ar
         for ours, theirs in zip(ranks[0]["trajectory"], whole[key[0]]["trajectory"], strict=True):
             assert ours.loss == pytest.approx(theirs.loss, rel=1e-5, abs=1e-5), key
             assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4), key
-            for name in ("clip_fraction", "veto_fraction", "opsm_fraction"):
-                assert ours.metrics.get(name) == pytest.approx(theirs.metrics.get(name)), key
-    gspo, masks = (whole[name]["trajectory"][0].metrics for name in OF_SEQUENCES)
-    assert 0 < gspo["clip_fraction"] < 1
-    assert all(0 < masks[name] < 1 for name in ("clip_fraction", "veto_fraction", "opsm_fraction"))
+            mine, others = ({n: stats.metrics[n] for n in COMPARED if n in stats.metrics} for stats in (ours, theirs))
+            assert mine == pytest.approx(others, rel=1e-4, abs=1e-6), key
+    for name in LEAVES_OUT.keys() & whole.keys():
+        first = whole[name]["trajectory"][0].metrics
+        assert all(0 < first[metric] < 1 for metric in LEAVES_OUT[name]), name

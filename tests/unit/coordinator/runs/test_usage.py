@@ -6,7 +6,7 @@ from relaxd.roles import ROLLOUT
 from relaxd.v1.coordinator_pb2 import Registration
 from relaxd.v1.replica_pb2 import ReplicaStatus
 from services.coordinator.fleet.registry import Replica
-from services.coordinator.runs.usage import MOST_SINGLE, Usage
+from services.coordinator.runs.usage import MOST_IN_LINE, Usage
 
 
 class Clock:
@@ -45,7 +45,7 @@ def test_shares_of_a_step() -> None:
     engine.spend(1, "paused")
     engine.spend(3, "idle")
     engine.heartbeat()
-    assert usage.take([engine.replica]) == {
+    assert usage.take([engine.replica]).line == {
         "engine_busy_share": pytest.approx(0.6),
         "engine_paused_share": pytest.approx(0.1),
         "engine_idle_share": pytest.approx(0.3),
@@ -59,11 +59,11 @@ def test_the_time_after_the_last_heartbeat_is_corrected_later() -> None:
     engine.spend(1, "busy")
     engine.heartbeat()
     engine.spend(1, "idle")  # not told: taken for busy
-    first = usage.take([engine.replica])
+    first = usage.take([engine.replica]).metrics
     assert first["engine_busy_share"] == 1.0
     engine.spend(2, "busy")
     engine.heartbeat()
-    second = usage.take([engine.replica])
+    second = usage.take([engine.replica]).metrics
     assert 2 * first["engine_busy_share"] + 2 * second["engine_busy_share"] == pytest.approx(3.0)
     assert second["engine_idle_share"] == pytest.approx(0.5)
 
@@ -74,13 +74,13 @@ def test_no_share_is_above_one_and_nothing_is_lost() -> None:
     usage.sample([engine.replica])
     engine.heartbeat()
     engine.spend(3, "busy")  # not told: taken for idle
-    assert usage.take([engine.replica])["engine_busy_share"] == 0.0
+    assert usage.take([engine.replica]).metrics["engine_busy_share"] == 0.0
     engine.spend(2, "busy")
     engine.heartbeat()
-    assert usage.take([engine.replica])["engine_busy_share"] == 1.0
+    assert usage.take([engine.replica]).metrics["engine_busy_share"] == 1.0
     engine.spend(4, "idle")
     engine.heartbeat()
-    assert 4 * usage.take([engine.replica])["engine_busy_share"] == pytest.approx(3.0)
+    assert 4 * usage.take([engine.replica]).metrics["engine_busy_share"] == pytest.approx(3.0)
 
 
 def test_each_engine_and_their_mean() -> None:
@@ -91,14 +91,13 @@ def test_each_engine_and_their_mean() -> None:
     one.spend(2, "busy")
     one.heartbeat()
     two.heartbeat()
-    shares = usage.take(replicas)
-    assert shares["engine_idle_share"] == pytest.approx(0.5)
-    assert shares["engine_idle_share_rollout-1"] == pytest.approx(0.0)
-    assert shares["engine_idle_share_rollout-2"] == pytest.approx(1.0)
+    line = usage.take(replicas).line
+    assert line["engine_idle_share"] == pytest.approx(0.5)
+    assert line["replicas"] == {"engine_idle_share": pytest.approx({"rollout-1": 0.0, "rollout-2": 1.0})}
 
 
-@pytest.mark.parametrize("count", [MOST_SINGLE, MOST_SINGLE + 1])
-def test_many_replicas_have_no_metrics_of_their_own(count: int) -> None:
+@pytest.mark.parametrize("count", [MOST_IN_LINE, MOST_IN_LINE + 1])
+def test_a_line_does_not_have_many_replicas_apart(count: int) -> None:
     clock = Clock()
     engines, usage = [Engine(clock, f"rollout-{number}") for number in range(count)], Usage(clock)
     replicas = [engine.replica for engine in engines]
@@ -106,10 +105,13 @@ def test_many_replicas_have_no_metrics_of_their_own(count: int) -> None:
         engine.heartbeat(gpu_utilisation=0.5)
     usage.sample(replicas)
     clock.now += 1
-    shares = usage.take(replicas)
-    assert {"engine_idle_share", "gpu_idle_share"} <= shares.keys()
-    single = [name for name in shares if "_idle_share_" in name]
-    assert len(single) == (2 * count if count <= MOST_SINGLE else 0)
+    taken = usage.take(replicas)
+    assert taken.metrics.keys() == {*(f"engine_{name}_share" for name in ("busy", "paused", "idle")), "gpu_idle_share"}
+    assert {name: len(single) for name, single in taken.replicas.items()} == {
+        "engine_idle_share": count,
+        "gpu_idle_share": count,
+    }
+    assert taken.line.get("replicas") == (taken.replicas if count <= MOST_IN_LINE else None)
 
 
 def test_a_restarted_replica_is_counted_from_its_restart() -> None:
@@ -125,7 +127,7 @@ def test_a_restarted_replica_is_counted_from_its_restart() -> None:
     usage.sample([new.replica])
     new.spend(1, "busy")
     new.heartbeat()
-    assert usage.take([new.replica])["engine_busy_share"] == pytest.approx(1.0)
+    assert usage.take([new.replica]).metrics["engine_busy_share"] == pytest.approx(1.0)
 
 
 def test_gpus_are_weighted_by_time_and_number() -> None:
@@ -141,23 +143,22 @@ def test_gpus_are_weighted_by_time_and_number() -> None:
     usage.sample(replicas)
     one.replica.status.gauges["gpu_utilisation"] = 0.0
     clock.now += 1
-    shares = usage.take(replicas)
-    assert shares["gpu_idle_share_rollout-1"] == pytest.approx(0.25)
-    assert shares["gpu_idle_share_trainer-1"] == pytest.approx(0.75)
-    assert shares["gpu_idle_share"] == pytest.approx((0.25 + 3 * 0.75) / 4)
+    taken = usage.take(replicas)
+    assert taken.replicas["gpu_idle_share"] == pytest.approx({"rollout-1": 0.25, "trainer-1": 0.75})
+    assert taken.metrics["gpu_idle_share"] == pytest.approx((0.25 + 3 * 0.75) / 4)
 
 
 def test_replicas_without_gauges_have_no_shares() -> None:
     clock = Clock()
     silent = Replica(Registration(replica_id="r"), 1.0, seen=clock.now, status=ReplicaStatus())
     usage = Usage(clock)
-    assert usage.take([]) == {}
+    assert usage.take([]).line == {}
     usage.sample([silent])
     clock.now += 1
-    assert usage.take([silent]) == {}
+    assert usage.take([silent]).line == {}
     strange = ReplicaStatus(gauges={"engine_state": float("nan"), "engine_busy_seconds": float("inf")})
     silent.status = strange
     clock.now += 1
     usage.take([silent])
     clock.now += 1
-    assert set(usage.take([silent])) == {"engine_busy_share", "engine_paused_share", "engine_idle_share"}
+    assert set(usage.take([silent]).line) == {"engine_busy_share", "engine_paused_share", "engine_idle_share"}

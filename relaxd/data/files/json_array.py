@@ -1,0 +1,137 @@
+"""Files with one JSON array of objects."""
+
+import json
+import os
+from array import array
+from pathlib import Path
+
+import numpy as np
+
+from relaxd.data.errors import DataError
+from relaxd.data.files.json_lines import JsonObjects
+
+_CHUNK = 16 << 20
+_MOST = 256 << 20
+"""Most bytes of an object: what has no end by then is taken for broken."""
+_LONGEST_MARK = 16
+"""More bytes than what the end of the text may cut in two, such as "false" or an escaped letter."""
+_SPACE = b" \t\r\n"
+
+
+def is_array(path: Path) -> bool:
+    """Return whether a file begins like a JSON array. Raises OSError when it can't be read."""
+    with path.open("rb") as file:
+        return file.read(1 << 16).removeprefix(b"\xef\xbb\xbf").lstrip(_SPACE)[:1] == b"["
+
+
+class JsonArray(JsonObjects):
+    """The objects of an array: 16 bytes of memory for each, which is parsed once to find its end."""
+
+    def __init__(self, path: Path, field: str) -> None:
+        """Find the objects.
+
+        Raises OSError when the file can't be read, and DataError, naming the setting `field`: it isn't an array of
+        objects.
+        """
+        super().__init__(path)
+        self._field = field
+        starts, ends = array("q"), array("q")
+        reader = _Reader(self._file)
+        for mark in (b"\xef", b"\xbb", b"\xbf"):  # a byte-order mark
+            if reader.peek() == mark:
+                reader.skip(1)
+        self._expect(reader, b"[", "an array")
+        if reader.peek() != b"]":
+            while True:
+                start, end = self._object(reader, len(starts) + 1)
+                starts.append(start)
+                ends.append(end)
+                if reader.peek() == b"]":
+                    break
+                self._expect(reader, b",", f'"," or "]" after entry {len(starts)}')
+        reader.skip(1)
+        if reader.peek():
+            raise self._wrong(reader, "the end of the file after the array")
+        self._starts, self._ends = np.array(starts, np.int64), np.array(ends, np.int64)
+
+    def place(self, index: int) -> str:
+        """See Rows."""
+        return f"{self._path} entry {index + 1}"
+
+    def _object(self, reader: "_Reader", entry: int) -> tuple[int, int]:
+        if reader.peek() != b"{":
+            raise self._wrong(reader, f'an object such as {{"prompt": "..."}} as entry {entry}')
+        start = reader.place
+        try:
+            reader.skip_object()
+        except ValueError as error:
+            raise DataError(
+                self._field, f"can't read {self._path}: entry {entry}, at byte {start}, is not JSON ({error})"
+            ) from error
+        return start, reader.place
+
+    def _expect(self, reader: "_Reader", mark: bytes, needed: str) -> None:
+        if reader.peek() != mark:
+            raise self._wrong(reader, needed)
+        reader.skip(1)
+
+    def _wrong(self, reader: "_Reader", needed: str) -> DataError:
+        found = repr(reader.peek().decode("latin-1")) if reader.peek() else "the end of the file"
+        return DataError(
+            self._field, f"can't read {self._path}: at byte {reader.place} is {found}, but {needed} is needed"
+        )
+
+
+class _Reader:
+    """A place in a file, and some of what follows it.
+
+    The text is decoded as Latin-1, in which a letter is a byte: only the places of brackets matter here, and UTF-8 has
+    no bytes of ASCII within other letters.
+    """
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._base = 0
+        """Offset of the text in the file."""
+        self._text = ""
+        self._at = 0
+        self._decoder = json.JSONDecoder()
+
+    @property
+    def place(self) -> int:
+        """Offset in the file."""
+        return self._base + self._at
+
+    def skip(self, count: int) -> None:
+        """Move on."""
+        self._at += count
+
+    def peek(self) -> bytes:
+        """Move past white space and return the next byte; nothing at the end of the file."""
+        while True:
+            while self._at < len(self._text) and self._text[self._at] in " \t\r\n":
+                self._at += 1
+            if self._at < len(self._text):
+                return self._text[self._at].encode("latin-1")
+            if not self._more():
+                return b""
+
+    def skip_object(self) -> None:
+        """Move past an object. Raises ValueError: it is broken, has no end, or is too large."""
+        while True:
+            try:
+                _, self._at = self._decoder.raw_decode(self._text, self._at)
+                return
+            except json.JSONDecodeError as error:
+                problem = f"{error.msg.removesuffix(' at')}, byte {self._base + error.pos}"
+                cut = error.pos >= len(self._text) - _LONGEST_MARK or error.msg.startswith("Unterminated")
+                if not cut or len(self._text) - self._at > _MOST or not self._more():
+                    raise ValueError(problem) from error
+
+    def _more(self) -> bool:
+        """Read on, and forget what is before the place. Returns False at the end of the file."""
+        offset = self._base + len(self._text)
+        # Twice as much as there is, so that a large object isn't parsed again for each chunk.
+        chunk = os.pread(self._file, max(_CHUNK, len(self._text) - self._at), offset)
+        self._base, self._text, self._at = self.place, self._text[self._at :] + chunk.decode("latin-1"), 0
+        return bool(chunk)

@@ -1,0 +1,132 @@
+"""What becomes of another framework's configuration."""
+
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+from relaxd.config.write import toml
+
+ACTOR = "actor_rollout_ref."
+WIDTH = 116
+
+
+class Fate(Enum):
+    """What became of a key."""
+
+    WRITTEN = auto()
+    """It is in the settings."""
+    NOTED = auto()
+    """It is in a note."""
+    LOST = auto()
+    """It has no equivalent."""
+    IDLE = auto()
+    """It is off, or what relaxd does anyway."""
+
+
+@dataclass
+class Migrated:
+    """What became of a configuration."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    """relaxd's settings by dotted name."""
+    notes: list[str] = field(default_factory=list)
+    """What a person must look at."""
+    lost: list[tuple[str, Any, str]] = field(default_factory=list)
+    """Every key without an equivalent: its name, its value, and why."""
+    idle: list[tuple[str, Any]] = field(default_factory=list)
+    """Every key that is off, or says what relaxd does anyway, and its value."""
+    fates: dict[str, Fate] = field(default_factory=dict)
+    """What became of every key."""
+    problems: list[str] = field(default_factory=list)
+    """Why relaxd would refuse the settings."""
+
+    def to_toml(self) -> str:
+        """Return everything as TOML: settings, then notes, lost and idle keys as comments."""
+        sections: dict[str, list[str]] = {}
+        for name, value in self.values.items():
+            section, _, key = name.rpartition(".")
+            sections.setdefault(section, []).append(f"{key} = {toml(value)}")
+        parts = ["\n".join([f"[{section}]", *lines]) for section, lines in sorted(sections.items())]
+        reasons = dict.fromkeys(why for _, _, why in self.lost)
+        lost = [
+            "\n".join([f"{one}:", *(f"  {name} = {value!r}" for name, value, why in self.lost if why == one)])
+            for one in reasons
+        ]
+        names = ", ".join(name for name, _ in self.idle)
+        idle = textwrap.wrap(names, WIDTH, break_long_words=False, break_on_hyphens=False)
+        for title, lines in (
+            ("Look at this:", self.notes),
+            ("relaxd refuses this until you change it:", self.problems),
+            ("These keys have no equivalent:", lost),
+            ("These keys are off, or say what relaxd does anyway:", idle),
+        ):
+            if lines:
+                parts.append(
+                    "\n".join(["# " + title, *(f"#   {line}" for text in lines for line in text.splitlines())])
+                )
+        return "\n\n".join(parts) + "\n"
+
+
+class Lost(Exception):
+    """A key whose value has no equivalent; the message says why."""
+
+
+class Reader:
+    """verl's settings, and what is made of them, key by key."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self.given = given
+        self.out = Migrated()
+        self.key = ""
+        """The key that is being converted."""
+        self._fate = Fate.IDLE
+        self._writers: dict[str, str] = {}
+        """The key that wrote each setting."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the value of a key, whose name may leave out actor_rollout_ref."""
+        value = self.given.get(ACTOR + name, self.given.get(name))
+        return default if value is None else value
+
+    def first(self, *names: str) -> Any:
+        """Return the value of the first of these keys that has one; verl renames keys now and then."""
+        return next((value for name in names if (value := self.get(name)) not in (None, "", "???")), None)
+
+    def begin(self, key: str) -> None:
+        """Go on to the next key."""
+        self.key, self._fate = key, Fate.IDLE
+
+    def end(self) -> None:
+        """Record what became of the key: what it wrote, or was noted of it, or nothing at all."""
+        self.out.fates[self.key] = self._fate
+        if self._fate is Fate.IDLE:
+            self.out.idle.append((self.key, self.given[self.key]))
+
+    def lose(self, why: str) -> None:
+        """Record that the key has no equivalent."""
+        self.out.fates[self.key] = Fate.LOST
+        self.out.lost.append((self.key, self.given[self.key], why))
+
+    def set(self, name: str, value: Any) -> None:
+        """Write a setting. Two keys with different values for it are noted."""
+        before = self.out.values.get(name)
+        if before is not None and before != value and (writer := self._writers.get(name)) not in (None, self.key):
+            self.out.notes.append(f"{name}: {toml(value)} of {self.key}, and not {toml(before)} of {writer}")
+        self.out.values[name] = value
+        if self.key:
+            self._writers[name] = self.key
+        self._fate = Fate.WRITTEN
+
+    def note(self, text: str) -> None:
+        """Add a note."""
+        if text not in self.out.notes:
+            self.out.notes.append(text)
+        if self._fate is Fate.IDLE:
+            self._fate = Fate.NOTED
+
+
+def listed(value: Any) -> list[str]:
+    """Return a list of texts from one text, a list, or nothing."""
+    return [value] if isinstance(value, str) else [str(one) for one in value or ()]

@@ -1,0 +1,42 @@
+"""Search-R1's reward for short answers to questions (Jin et al. 2025, arXiv 2503.09516)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from relaxd.rewards.adapters import ground_truth
+from relaxd.rewards.base import RewardInput
+from relaxd.rewards.hub.f1 import words
+from relaxd.rewards.references import references
+from relaxd.rewards.tags import tagged
+
+_MOST_TAGS = 10
+"""With more of <answer> or of </answer>, a right reply gets a quarter: it tries answers until one fits."""
+
+
+def search_r1(sample: RewardInput) -> dict[str, float]:
+    """1 if the text in the reply's last <answer>...</answer> is one of the right answers, else 0.
+
+    They are compared as f1 compares words: without case, punctuation and articles. Right are those of
+    metadata.reward_model.ground_truth.target, a text or a list, as in verl's data, or else the answer's
+    references. With more than
+    ten tags a right reply gets 0.25. Parts: accuracy: 1 or 0, and format: 1 if there is such a tag.
+
+    Raises:
+        ValueError: there is no right answer with words.
+    """
+    right = [found for one in _targets(ground_truth(sample)) if (found := words(str(one)))]
+    if not right:
+        raise ValueError(f"answer is {sample.answer!r}: the reward search_r1 needs words, or ground_truth.target")
+    found = tagged(sample.response)
+    accuracy = float(bool(found) and words(found[-1]) in right)
+    response = sample.response.lower()
+    many = max(response.count("<answer>"), response.count("</answer>")) > _MOST_TAGS
+    return {"reward": accuracy / 4 if many else accuracy, "accuracy": accuracy, "format": float(bool(found))}
+
+
+def _targets(truth: Any) -> list[Any]:
+    if isinstance(truth, Mapping):
+        truth = truth.get("target")
+    if isinstance(truth, str):
+        return list(references(truth))
+    return list(truth) if isinstance(truth, list | tuple) else [] if truth is None else [truth]

@@ -1,0 +1,59 @@
+"""The reward of single-turn function calling with verl's tools."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from relaxd.rewards.base import RewardInput
+from relaxd.rewards.tools.loading import load_tools
+from relaxd.rewards.tools.verl_tools import CALL_SECONDS, ToolFailure, VerlTools
+
+
+class VerlToolsReward:
+    """What verl's tools give for the calls of a reply, which has one turn: their answers aren't fed back to the model.
+
+    The sum of the calls' step rewards and of what the tools' calc_reward says afterwards. Parts: calls: their number,
+    and errors: calls of unknown tools, with bad JSON, or at which a tool failed. Needs the package PyYAML.
+    """
+
+    def __init__(self, config: str, max_calls: int = 0, call_seconds: float = CALL_SECONDS) -> None:
+        """Make the tools.
+
+        Args:
+            config: verl's file of tools (YAML).
+            max_calls: most calls of a reply that are executed; 0: all.
+            call_seconds: time for each call of a tool that awaits something. Less than reward.timeout_seconds, which
+                ends the process also of a tool that blocks.
+
+        Raises ValueError: a setting is wrong, or the file, or a tool can't be made.
+        """
+        if max_calls < 0 or not call_seconds > 0:
+            raise ValueError(f"max_calls is {max_calls} and call_seconds {call_seconds}: they must be >= 0 and > 0")
+        self._tools = load_tools(Path(config).expanduser())
+        self._max_calls = max_calls
+        self._call_seconds = call_seconds
+
+    async def __call__(self, sample: RewardInput) -> dict[str, float]:
+        """Score a sample. Raises ValueError: wrong tools_kwargs; ToolFailure and BadRewardError."""
+        conversation = VerlTools(self._tools, _tools_kwargs(sample.metadata), self._call_seconds, self._max_calls)
+        try:
+            await conversation.reset()
+            _, _, info = await conversation.step(sample.response)
+            reward = info["reward"] + await conversation.final_reward()
+        except BaseException:
+            with suppress(ToolFailure):  # the first failure says more
+                await conversation.close()
+            raise
+        await conversation.close()
+        return {"reward": reward, "calls": info["calls"], "errors": info["errors"]}
+
+
+def _tools_kwargs(metadata: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return a row's extra_info.tools_kwargs, or tools_kwargs."""
+    extra = metadata.get("extra_info")
+    found = extra.get("tools_kwargs") if isinstance(extra, Mapping) else None
+    found = metadata.get("tools_kwargs") if found is None else found
+    if found is not None and not isinstance(found, Mapping):
+        raise ValueError(f"extra_info.tools_kwargs is a {type(found).__name__}: it must be an object by a tool's name")
+    return found

@@ -1,0 +1,169 @@
+"""One conversation with verl's tools, in the interface of environments: reset, step, close."""
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from numbers import Real
+from typing import Any
+from uuid import uuid4
+
+from relaxd.importing import describe_error
+from relaxd.rewards.base import BadRewardError
+from relaxd.rewards.tools.calls import Call, calls_in
+
+CALL_SECONDS = 5.0
+
+
+class ToolFailure(RuntimeError):
+    """A tool can't begin a conversation, score it or end it. The message names the tool and the place in its file."""
+
+
+class VerlTools:
+    """The tools of one conversation. The tools themselves, which are given, serve many at a time."""
+
+    def __init__(
+        self,
+        tools: Mapping[str, Any],
+        tools_kwargs: Mapping[str, Any] | None = None,
+        call_seconds: float = CALL_SECONDS,
+        max_calls: int = 0,
+    ) -> None:
+        """Prepare a conversation; `reset` begins it.
+
+        Args:
+            tools: objects like verl's BaseTool, by name.
+            tools_kwargs: by a tool's name its create_kwargs, execute_kwargs, calc_reward_kwargs and release_kwargs.
+            call_seconds: time for each call of a tool's method that awaits something.
+            max_calls: most calls of a reply that are executed; 0: all.
+
+        Raises ValueError: tools_kwargs names another tool, or isn't as verl's.
+        """
+        self._tools = tools
+        self._kwargs = {name: one for name, one in (tools_kwargs or {}).items() if one is not None}
+        for name, one in self._kwargs.items():
+            if name not in tools:
+                raise ValueError(f"extra_info.tools_kwargs has {name!r}, but the tools are {', '.join(tools)}")
+            if not isinstance(one, Mapping):
+                raise ValueError(f"extra_info.tools_kwargs.{name} must be an object, such as {{create_kwargs: {{}}}}")
+        self._call_seconds = call_seconds
+        self._max_calls = max_calls
+        self._instances: dict[str, Any] = {}
+
+    async def reset(self) -> tuple[dict[str, str], dict[str, Any]]:
+        """Create every tool's instance. Returns an empty observation and an empty info. Raises ToolFailure."""
+        for name in self._tools:
+            given = self._given(name, "create")
+            own = str(uuid4())
+            created = await self._must(name, "create", own, **given, create_kwargs=given)
+            instance = created[0] if isinstance(created, tuple) else created
+            self._instances[name] = own if instance is None else instance
+        return _observation([]), {}
+
+    async def step(self, text: str) -> tuple[dict[str, str], bool, dict[str, float]]:
+        """Execute the calls of a reply, one after the other.
+
+        What a tool raises, an unknown name and bad JSON are answered with "Error: ...".
+
+        Returns:
+            The tools' answers as an observation; whether the reply calls none, which ends the conversation; and an info
+            with reward (the sum of step rewards), calls (their number) and errors (how many came to nothing).
+
+        Raises BadRewardError: a tool returned what is no answer.
+        """
+        calls = calls_in(text)
+        answers, reward, errors = [], 0.0, 0
+        for call in calls[: self._max_calls or None]:
+            answer, step_reward = await self._answer(call)
+            if step_reward is None:
+                errors += 1
+            answers.append(answer)
+            reward += step_reward or 0.0
+        return _observation(answers), not calls, {"reward": reward, "calls": float(len(answers)), "errors": errors}
+
+    async def final_reward(self) -> float:
+        """Return the sum of what the tools say of the whole conversation. Raises ToolFailure and BadRewardError."""
+        total = 0.0
+        for name, instance in self._instances.items():
+            value = await self._must(name, "calc_reward", instance, **self._given(name, "calc_reward"))
+            total += _number(value, f"the reward of calc_reward of the tool {name}")
+        return total
+
+    async def close(self) -> None:
+        """Release every instance that was created. Raises ToolFailure after that: the first that happened."""
+        problems = []
+        while self._instances:
+            name, instance = self._instances.popitem()
+            try:
+                await self._must(name, "release", instance, **self._given(name, "release"))
+            except ToolFailure as failure:
+                problems.append(failure)
+        if problems:
+            raise problems[0]
+
+    async def _answer(self, call: Call) -> tuple[str, float | None]:
+        """Return a tool's answer to a call, and its step reward; None: the call came to nothing."""
+        if call.problem:
+            return f"Error: {call.problem}", None
+        if call.name not in self._tools:
+            return f"Error: there is no tool {call.name!r}; there are {', '.join(self._tools)}", None
+        tool, instance = self._tools[call.name], self._instances[call.name]
+        try:
+            result = await self._within(tool.execute, instance, call.arguments, **self._given(call.name, "execute"))
+        except TimeoutError as error:
+            return f"Error: {error or f'TimeoutError in {call.name}'}", None
+        except Exception as error:  # a user's tool may raise anything
+            return f"Error: {type(error).__name__}: {error}", None
+        if not isinstance(result, tuple) or len(result) < 2:
+            raise BadRewardError(
+                f"execute of the tool {call.name} returned a {type(result).__name__}: it must return its answer, a "
+                "step reward and metrics"
+            )
+        return _text(result[0]), _number(result[1], f"the step reward of the tool {call.name}")
+
+    def _given(self, name: str, method: str) -> dict[str, Any]:
+        """Return the arguments that the row has for a method."""
+        given = self._kwargs.get(name, {}).get(f"{method}_kwargs") or {}
+        return {key: value for key, value in given.items() if value is not None and key != "instance_id"}
+
+    async def _must(self, name: str, method: str, *args: Any, **given: Any) -> Any:
+        """Call a method without which there is no reward. Raises ToolFailure."""
+        try:
+            return await self._within(getattr(self._tools[name], method), *args, **given)
+        except Exception as error:  # a user's tool may raise anything
+            raise ToolFailure(f"{method} of the tool {name} failed: {describe_error(error)}") from error
+
+    async def _within(self, method: Callable[..., Any], *args: Any, **given: Any) -> Any:
+        """Call a method with those arguments that it takes. Raises TimeoutError after the time for a call."""
+        parameters = inspect.signature(method).parameters.values()
+        if not any(one.kind is one.VAR_KEYWORD for one in parameters):
+            taken = {one.name for one in parameters}
+            given = {key: value for key, value in given.items() if key in taken}
+        limit = asyncio.timeout(self._call_seconds)
+        try:
+            async with limit:
+                result = method(*args, **given)
+                return await result if inspect.isawaitable(result) else result
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            what = getattr(method, "__qualname__", str(method))
+            raise TimeoutError(f"{what} took longer than {self._call_seconds:g} s") from error
+
+
+def _observation(answers: list[str]) -> dict[str, str]:
+    return {"role": "tool", "obs_str": "\n".join(f"<tool_response>\n{one}\n</tool_response>" for one in answers)}
+
+
+def _text(answer: Any) -> str:
+    """Return the text of a tool's answer: a text, a mapping or an object of verl with `text`. Images are left out."""
+    text = answer.get("text") if isinstance(answer, Mapping) else getattr(answer, "text", answer)
+    return "" if text is None else str(text)
+
+
+def _number(value: Any, what: str) -> float:
+    if value is None:
+        return 0.0
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise BadRewardError(f"{what} is {value!r:.80}: it must be a finite number")
+    return float(value)

@@ -1,0 +1,117 @@
+"""Log-probs of given tokens: requests that SGLang only prefills, and its answers.
+
+The prompts of a group's answers are prefilled once: SGLang finds a prompt in its prefix cache, up to the first token
+whose log-prob is asked for, so that an answer from the cache has as many log-probs as any other.
+"""
+
+import itertools
+import threading
+from array import array
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+from sglang.srt.managers.io_struct import AbortReq, BatchTokenIDOutput, TokenizedGenerateReqInput
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from relaxd.v1 import engine_pb2
+from services.rollout.engines.types import EngineError, RequestFailed
+
+Answer = engine_pb2.ComputeLogprobsResponse
+
+
+class LogprobRequests:
+    """Sends requests to the scheduler, and completes them with its outputs."""
+
+    def __init__(self, send: Callable[[Any], None]) -> None:
+        """`send` sends one of SGLang's messages to the scheduler."""
+        self._send = send
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._waiting: dict[str, tuple[Future[Answer], int]] = {}
+        """By SGLang's id: the answer to be, and how many likeliest tokens it has in each place."""
+
+    def submit(self, request: engine_pb2.ComputeLogprobsRequest) -> "Future[Answer]":
+        """Send a request. Cancelling the future ends it in the scheduler, too; it fails with RequestFailed."""
+        tokens = np.frombuffer(request.tokens, dtype=np.int32)
+        if not 1 <= request.start < len(tokens):
+            raise EngineError(f"start is {request.start}: it must be a place in the sequence of {len(tokens)} tokens")
+        answer: Future[Answer] = Future()
+        rid = f"logprobs-{next(self._numbers)}:"  # the scheduler's abort matches prefixes
+        with self._lock:
+            self._waiting[rid] = (answer, request.top_k)
+        answer.add_done_callback(lambda ended: self._forget(rid, cancelled=ended.cancelled()))
+        params = SamplingParams(max_new_tokens=0)
+        params.normalize(None)
+        self._send(
+            TokenizedGenerateReqInput(
+                rid=rid,
+                input_text=None,
+                input_ids=array("q", tokens.tolist()),
+                input_embeds=None,
+                mm_inputs=None,
+                token_type_ids=None,
+                sampling_params=params,
+                return_logprob=True,
+                logprob_start_len=request.start - 1,  # SGLang counts from the token that predicts the first one
+                top_logprobs_num=request.top_k,
+                token_ids_logprob=None,
+                stream=False,
+            )
+        )
+        return answer
+
+    def take_outputs(self, message: BatchTokenIDOutput) -> None:
+        """Complete the requests that a message of the scheduler ends. Other requests' rows are ignored."""
+        for row, rid in enumerate(message.rids):
+            answer, top_k = self._find(rid)
+            if answer is None:
+                continue
+            reason = message.finished_reasons[row] or {}
+            if reason.get("type") == "abort":
+                _fail(answer, f"SGLang ended a request: {reason.get('message') or 'no reason given'}")
+                continue
+            try:
+                found = _answer(message, row, top_k)
+            except (TypeError, ValueError) as error:
+                _fail(answer, f"SGLang's log-probs can't be read: {error}")
+            else:
+                if answer.set_running_or_notify_cancel():
+                    answer.set_result(found)
+
+    def take_abort(self, message: AbortReq) -> None:
+        """Fail a request that the scheduler ended before it started."""
+        answer, _ = self._find(message.rid)
+        if answer is not None:
+            reason = message.finished_reason or {}
+            _fail(answer, f"SGLang refused a request: {reason.get('message') or 'no reason given'}")
+
+    def _find(self, rid: str) -> "tuple[Future[Answer] | None, int]":
+        with self._lock:
+            return self._waiting.get(rid, (None, 0))
+
+    def _forget(self, rid: str, *, cancelled: bool) -> None:
+        with self._lock:
+            del self._waiting[rid]
+        if cancelled:
+            self._send(AbortReq(rid=rid))
+
+
+def _fail(answer: "Future[Answer]", reason: str) -> None:
+    if answer.set_running_or_notify_cancel():
+        answer.set_exception(RequestFailed(reason))
+
+
+def _answer(message: BatchTokenIDOutput, row: int, top_k: int) -> Answer:
+    """Return one row's answer. Its length is whatever SGLang gave. Raises TypeError, ValueError."""
+    found = Answer(logprobs=_after_first(message.input_token_logprobs_val[row], np.float32))
+    if top_k:
+        found.likeliest = _after_first(message.input_top_logprobs_idx[row], np.int32)
+        found.likeliest_logprobs = _after_first(message.input_top_logprobs_val[row], np.float32)
+    return found
+
+
+def _after_first(values: Sequence[Any], dtype: type) -> bytes:
+    """Return the values of all places but the first, which SGLang has for the token that nothing predicts: None."""
+    return np.array(values[1:], dtype=dtype).tobytes()

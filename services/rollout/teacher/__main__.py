@@ -1,0 +1,19 @@
+"""`python -m services.rollout.teacher`: the service that computes log-probs with an SGLang engine."""
+
+import asyncio
+
+from relaxd.replica.context import open_context
+from relaxd.replica.replica import run_replica
+from relaxd.roles import TEACHER
+from relaxd.rpc.settings import parse_settings
+from services.rollout.teacher.service import TeacherService
+
+
+async def main() -> None:
+    """Run the service until it is told to end."""
+    async with open_context(parse_settings(TEACHER)) as context:
+        await run_replica(TeacherService(context), context)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,204 @@
+"""The columns of groups, from the log-probs that an engine gives for each of their sequences."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relaxd.board import (
+    CANDIDATES,
+    TEACHER_CANDIDATE_LOGPROBS,
+    TEACHER_LOGPROBS,
+    Column,
+    Drop,
+    DropReason,
+    GroupSequence,
+    read_sequences,
+)
+from relaxd.board.worker import Result
+from relaxd.rpc.errors import DeadlineExceeded
+from services.rollout.engines.types import RequestFailed
+from services.rollout.teacher.budget import TokenBudget
+
+SHARED_PROMPT_TOKENS = 64
+"""Shortest prompt of which the other sequences wait until the first has filled the engine's prefix cache with it."""
+REQUEST_SECONDS = 120.0
+TOKENS_PER_SECOND = 100.0
+"""Fewest tokens of a sequence that an engine reads in a second, besides REQUEST_SECONDS: less counts as a failure."""
+LEAST_GROUPS = 2
+MOST_GROUPS = 256
+
+logger = logging.getLogger(__name__)
+
+Compute = Callable[
+    [NDArray[np.integer], int, int, float],
+    Awaitable[tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.float32]]],
+]
+"""`ChildEngine.compute_logprobs`."""
+
+
+class _Refused(Exception):
+    """A group that is dropped, and why."""
+
+    def __init__(self, reason: DropReason, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+class TeacherColumns:
+    """Asks the engine about groups. Use it in one event loop."""
+
+    def __init__(
+        self,
+        compute: Compute,
+        *,
+        prompt: str,
+        columns: Collection[str],
+        top_k: int,
+        vocabulary: int,
+        ids_below: int,
+        context: int,
+        max_tokens: int,
+        on_late: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        """Ask nothing yet.
+
+        Args:
+            compute: asks the engine about one sequence.
+            prompt: the column with the prompt that the teacher gets.
+            columns: the columns that are wanted of the teacher.
+            top_k: candidates in each token's place, if they are wanted.
+            vocabulary: number of tokens that the teacher has. A group with another is dropped.
+            ids_below: candidates are below this: tokens that the student has, too.
+            context: longest sequence that the engine takes. A group with a longer one is dropped.
+            max_tokens: most tokens that the engine has at a time.
+            on_late: called with the reason when the engine doesn't answer in time.
+        """
+        self._compute = compute
+        self._prompt = prompt
+        self._wanted = tuple(columns)
+        self._top_k = top_k if CANDIDATES in self._wanted else 0
+        self._vocabulary, self._ids_below, self._context = vocabulary, ids_below, context
+        self._max_tokens = max_tokens
+        self._budget = TokenBudget(max_tokens)
+        self._group_tokens = 0.0
+        """Moving average of the tokens of a group."""
+        self._on_late = on_late
+
+    @property
+    def tokens_in_flight(self) -> int:
+        """Tokens that the engine has now."""
+        return self._budget.used
+
+    def most_groups(self) -> int:
+        """Return how many groups to hold: twice as many as the engine may have, so that other replicas get the rest."""
+        if not self._group_tokens:
+            return LEAST_GROUPS
+        return min(MOST_GROUPS, max(LEAST_GROUPS, round(2 * self._max_tokens / self._group_tokens)))
+
+    async def of_group(self, group_id: str, columns: Mapping[str, Column]) -> Result:
+        """Return the teacher's columns of a group, or a drop that says what is wrong. Raises what the engine raises.
+
+        They are 0, and candidates -1, where loss_mask is 0.
+        """
+        try:
+            try:
+                sequences = read_sequences(columns, self._prompt)
+            except ValueError as error:
+                raise _Refused(DropReason.MALFORMED, str(error)) from error
+            for number, one in enumerate(sequences):
+                self._check(number, one)
+            tokens = sum(len(one.prompt) + len(one.tokens) for one in sequences)
+            self._group_tokens = 0.9 * (self._group_tokens or tokens) + 0.1 * tokens
+            found = await self._ask(sequences)
+        except _Refused as refused:
+            logger.error("group %s is dropped: %s", group_id, refused)
+            return Drop(refused.reason, detail=str(refused))
+        return {name: np.concatenate([each[name] for each in found]) for name in self._wanted}
+
+    def _check(self, number: int, one: GroupSequence) -> None:
+        largest = int(max(one.prompt.max(initial=0), one.tokens.max(initial=0)))
+        if largest >= self._vocabulary:
+            raise _Refused(
+                DropReason.NO_LOGPROBS,
+                f"it has token {largest}, but the teacher has only {self._vocabulary} tokens",
+            )
+        length = len(one.prompt) + len(one.tokens)
+        if self._context and length > self._context:
+            raise _Refused(
+                DropReason.TOO_LONG,
+                f"a sequence has {length} tokens with its prompt, but the teacher's engine takes at most "
+                f"{self._context}: choose a teacher with a longer context, give its key-value cache more memory, or "
+                "limit prompts and answers to fewer tokens",
+            )
+        if not len(one.prompt) and len(one.tokens) and one.loss_mask[0]:
+            raise _Refused(
+                DropReason.MALFORMED,
+                f"sequence {number} begins with a token that is trained on, but nothing predicts a first token",
+            )
+
+    async def _ask(self, sequences: list[GroupSequence]) -> list[dict[str, NDArray[Any]]]:
+        """Ask about all sequences, side by side once the engine knows their prompt."""
+        if len(sequences) > 1 and len(sequences[0].prompt) >= SHARED_PROMPT_TOKENS:
+            return [await self._of_sequence(sequences[0]), *await self._side_by_side(sequences[1:])]
+        return await self._side_by_side(sequences)
+
+    async def _side_by_side(self, sequences: list[GroupSequence]) -> list[dict[str, NDArray[Any]]]:
+        tasks = [asyncio.create_task(self._of_sequence(one)) for one in sequences]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:  # of a group that is dropped for one of them
+                task.cancel()
+
+    async def _of_sequence(self, one: GroupSequence) -> dict[str, NDArray[Any]]:
+        """Return the columns of a sequence's own tokens."""
+        asked = np.flatnonzero(one.loss_mask)
+        found: dict[str, NDArray[Any]] = {
+            TEACHER_LOGPROBS: np.zeros(len(one.tokens), np.float32),
+            CANDIDATES: np.full((len(one.tokens), self._top_k), -1, np.int32),
+            TEACHER_CANDIDATE_LOGPROBS: np.zeros((len(one.tokens), self._top_k), np.float32),
+        }
+        if not asked.size:
+            return found
+        first, end = int(asked[0]), int(asked[-1]) + 1
+        whole = np.concatenate([one.prompt, one.tokens[:end]])
+        logprobs, ids, values = await self._ask_engine(whole, len(one.prompt) + first)
+        if len(logprobs) != end - first:
+            raise _Refused(
+                DropReason.MALFORMED,
+                f"the teacher's engine gives {len(logprobs)} log-probs for {end - first} tokens of an answer",
+            )
+        places = asked - first
+        logprobs, ids, values = logprobs[places], ids[places], values[places]
+        finite = np.isfinite(logprobs) & np.isfinite(values).all(-1)
+        if not finite.all():
+            raise _Refused(
+                DropReason.NO_LOGPROBS,
+                f"the teacher gives {np.count_nonzero(~finite)} of {len(asked)} tokens of an answer a log-prob that "
+                "isn't finite",
+            )
+        known = ids < self._ids_below
+        found[TEACHER_LOGPROBS][asked] = logprobs
+        found[CANDIDATES][asked] = np.where(known, ids, np.int32(-1))
+        found[TEACHER_CANDIDATE_LOGPROBS][asked] = np.where(known, values, np.float32(0))
+        return found
+
+    async def _ask_engine(
+        self, tokens: NDArray[np.integer], start: int
+    ) -> tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.float32]]:
+        async with self._budget.hold(len(tokens)):
+            seconds = REQUEST_SECONDS + self._budget.used / TOKENS_PER_SECOND
+            try:
+                return await self._compute(tokens, start, self._top_k, seconds)
+            except RequestFailed as error:
+                raise _Refused(DropReason.NO_LOGPROBS, f"the teacher's engine failed: {error}") from error
+            except DeadlineExceeded:
+                self._on_late(
+                    f"the teacher's engine didn't answer within {seconds:.0f} s, with {self._budget.used} tokens in "
+                    "flight"
+                )
+                raise
