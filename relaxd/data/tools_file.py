@@ -23,7 +23,7 @@ class ToolEntry:
     class_name: str
     """Its class, such as "package.module.Class"."""
     config: dict[str, Any] = field(default_factory=dict)
-    """What its class is made with."""
+    """Settings that its class is constructed with."""
     schema: dict[str, Any] | None = None
     """Its schema in OpenAI's form, {"type": "function", "function": {"name": ..., ...}}; None: its class says it."""
 

@@ -1,4 +1,4 @@
-"""What becomes of another framework's configuration."""
+"""The result of migrating another framework's configuration."""
 
 import textwrap
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ WIDTH = 116
 
 
 class KeyFate(Enum):
-    """What became of a key."""
+    """The fate of a key."""
 
     WRITTEN = auto()
     """It is in the settings."""
@@ -27,12 +27,12 @@ class KeyFate(Enum):
 
 @dataclass
 class Migrated:
-    """What became of a configuration."""
+    """A migrated configuration and the fate of each of its keys."""
 
     values: dict[str, Any] = field(default_factory=dict)
     """relaxd's settings by dotted name."""
     notes: list[str] = field(default_factory=list)
-    """What a person must look at."""
+    """Notes on what a person must check."""
     lost: list[tuple[str, Any, str]] = field(default_factory=list)
     """Every key without an equivalent: its name, its value, and why."""
     idle: list[tuple[str, Any]] = field(default_factory=list)
