@@ -1,6 +1,7 @@
 """Time for which a checkpoint blocks training, compared with the same steps without one, and time to load it.
 
     python -m benchmarks.checkpoint                                             # CPU, SmolLM2-135M's shape, float32
+    torchrun --nproc-per-node 2 -m benchmarks.checkpoint --threads 1            # the same, two data-parallel ranks
     torchrun --nproc-per-node 1 -m benchmarks.checkpoint --shape 1.7b --tokens 16384 --micro-batches 8       # GPU, bf16
 
 Rounds of steps with and without a checkpoint alternate on one learner, with random weights and random tokens. The
@@ -9,18 +10,23 @@ disk. Columns:
 
 step s              median of the rounds without a checkpoint
 stall s             time for which training is blocked: median (step metric `checkpoint_seconds`)
-  plan, copies, index its parts: the snapshot's plan, the wait for its copies in the next optimizer step, the index of
-                    all ranks' files
+  its parts, the snapshot's plan and the wait for its copies in the next optimizer step, are below the table
 of a step           stall over step; goal: at most 5 %
 longer s            extra time of all steps of a round with a checkpoint: stall, and slower steps while it is written
 at every = 50       that, as a share of 50 steps (the default of trainer.checkpoint.every)
-write s             from the snapshot to everything on disk
-GB/s, x raw         that as a rate, and divided by the rate of one thread that only writes 8 GB and calls fsync
-load s              verifying all files and loading them into the learner
+write s             from the snapshot to everything on disk, while training goes on (seen after a step)
+alone s             the same while no rank trains
+  x raw             the rate of that, divided by the raw rate of writing
+load s              verifying all files and loading them into the learner, none of them in the page cache
+  x raw             the rate of that, divided by the raw rate of reading
+export s            gathering the weights, writing them as a Hugging Face folder, and fsync
+  x raw             the rate of that, divided by the raw rate of writing
+largest part        the largest rank's part, as a share of the checkpoint: what a rank's host copies, writes and reads
+raw_write, raw_read GB/s of the same ranks, at the same time, that only write as many bytes and call fsync, and read
+                    them, in the same folder after the rounds
 """
 
 import argparse
-import math
 import os
 import statistics
 import tempfile
@@ -39,6 +45,7 @@ from benchmarks.reporting import report
 from relaxd.config import GRPOConfig, TrainerConfig
 from relaxd.process.garbage import freeze_objects
 from relaxd.run_folder import checkpoint_path, checkpoint_steps
+from services.trainer.batch.durable import sync
 from services.trainer.batch.row_packing import PackedMicroBatch
 from services.trainer.checkpoints import folder as folders
 from services.trainer.checkpoints.folder import BoardState, CheckpointState, Ledger
@@ -47,6 +54,10 @@ from services.trainer.learner.learner import Learner
 from services.trainer.megatron.parallel import shut_down
 from services.trainer.megatron.rank_channel import all_ranks_agree
 
+BLOCK_BYTES = 16_000_000
+"""Bytes that a rank writes at a time to measure the disk."""
+MOST_RAW = 8.0
+"""GB that all ranks write for that at most."""
 SMOLLM2 = {
     "hidden_size": 576,
     "intermediate_size": 1536,
@@ -78,8 +89,8 @@ class Bench:
         self._begun = 0.0
         self._sealer = ThreadPoolExecutor(1)
         self._sealed: Future[None] | None = None
-        self.stalled: list[float] = [0.0, 0.0, 0.0]
-        """Seconds for which the plan, the copies and the index have blocked training."""
+        self.stalled: list[float] = [0.0, 0.0]
+        """Seconds for which the plan and the copies have blocked training."""
         self.wrote = 0.0
 
     def step(self) -> float:
@@ -119,9 +130,7 @@ class Bench:
             return True
         reports = self.part.reports()
         if all_ranks_agree(reports is not None, device=self.learner.world.device) and reports is not None:
-            began = time.perf_counter()
             self.part.end()
-            self.stalled[2] += time.perf_counter() - began
             self._sealed = self._sealer.submit(self._seal, self._partial, self.learner.step, reports)
         return False
 
@@ -139,13 +148,37 @@ class Bench:
         """Verify and load the newest checkpoint; return the seconds of both."""
         dist.barrier()
         (step,) = checkpoint_steps(self.folder)
-        began = time.perf_counter()
         path = checkpoint_path(self.folder, step)
+        for file in path.iterdir():
+            leave_page_cache(file)
+        dist.barrier()
+        began = time.perf_counter()
         assert self.part.intact(path)
         self.learner.restore(path, step, same_layout=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+        dist.barrier()
         return time.perf_counter() - began
+
+    def export(self) -> tuple[float, float]:
+        """Export the model; return the seconds, and the GB on disk."""
+        folder = self.folder / "export"
+        dist.barrier()
+        began = time.perf_counter()
+        self.learner.save_hf(folder)
+        files = list(folder.glob("*.safetensors"))
+        for file in files:
+            sync(file)
+        return time.perf_counter() - began, sum(file.stat().st_size for file in files) / 1e9
+
+    def save_alone(self) -> float:
+        """Save a checkpoint while nothing else happens; return the seconds."""
+        self.step()  # so that it is of a new step
+        dist.barrier()
+        self.begin()
+        while not self.complete():
+            time.sleep(0.005)
+        return self.wrote
 
 
 def make_state(step: int) -> CheckpointState:
@@ -157,29 +190,54 @@ def make_state(step: int) -> CheckpointState:
     )  # fmt: skip
 
 
-def raw_rate(folder: Path, count: int = 128) -> float:
-    """Return the GB/s of one thread that writes `count` blocks of 64 MB to a file in a folder, and calls fsync."""
-    block = memoryview(os.urandom(64_000_000))
-    path = folder / "raw"
-    began = time.perf_counter()
-    with path.open("wb", buffering=0) as file:
-        for _ in range(count):
-            file.write(block)
-        os.fsync(file.fileno())
-    seconds = time.perf_counter() - began
+def leave_page_cache(path: Path) -> None:
+    """Let the system forget a file's content, which is on disk, so that it is read from there."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def raw_rates(folder: Path, rank: int, ranks: int, size: float) -> tuple[float, float]:
+    """Return the GB/s at which all ranks write `size` GB in all, with fsync, and at which they read them.
+
+    Each rank has a file of its own and one thread.
+    """
+    block = memoryview(os.urandom(BLOCK_BYTES))
+    count = max(1, round(size * 1e9 / ranks / len(block)))
+    path, rates = folder / f"raw-{rank}", []
+    for reading in (False, True):
+        if reading:
+            leave_page_cache(path)
+        dist.barrier()
+        began = time.perf_counter()
+        with path.open("rb" if reading else "wb", buffering=0) as file:
+            into = memoryview(bytearray(len(block)))
+            for _ in range(count):
+                done = file.readinto(into) if reading else file.write(block)  # type: ignore[attr-defined]
+                assert done == len(block)
+            if not reading:
+                os.fsync(file.fileno())
+        dist.barrier()
+        rates.append(ranks * count * len(block) / 1e9 / (time.perf_counter() - began))
     path.unlink()
-    return count * len(block) / 1e9 / seconds
+    return rates[0], rates[1]
 
 
-def measure(bench: Bench, rounds: int, steps: int) -> dict[str, Any]:
-    """Measure rounds of steps, alternately without and with a checkpoint after the first step."""
+def measure(bench: Bench, rounds: int, steps: int) -> tuple[dict[str, Any], dict[str, str]]:
+    """Measure rounds of steps, alternately without and with a checkpoint after the first step.
+
+    Returns:
+        The row of the table, and what is said below it.
+    """
     bench.step()
     seconds: dict[bool, list[float]] = {False: [], True: []}
     singles, stalls, writes, spans = [], [], [], []
     for number in range(rounds):
         for saving in (False, True):
             bench.step()
-            bench.stalled, began, done = [0.0, 0.0, 0.0], time.perf_counter(), 0
+            bench.stalled, began, done = [0.0, 0.0], time.perf_counter(), 0
             if saving:
                 bench.begin()
             while done < steps or not bench.complete():
@@ -202,24 +260,39 @@ def measure(bench: Bench, rounds: int, steps: int) -> dict[str, Any]:
             print(f"round {number}: {found}", flush=True)
     step, longer, written = (statistics.median(each) for each in (singles, spans, writes))
     stall = statistics.median(map(sum, stalls))
+    learner, alone = bench.learner, bench.save_alone()
     (saved,) = checkpoint_steps(bench.folder)
     checkpoint = checkpoint_path(bench.folder, saved)
-    size = sum(file.stat().st_size for file in checkpoint.glob("*.distcp")) / 1e9
-    raw = raw_rate(bench.folder) if bench.learner.world.rank == 0 else math.nan
-    dist.barrier()
-    return {
+    parts = [
+        sum(file.stat().st_size for file in checkpoint.glob(f"rank-{rank:05d}-*")) for rank in range(learner.world.size)
+    ]
+    size = sum(parts) / 1e9
+    load, (export, exported) = bench.load(), bench.export()
+    raw_write, raw_read = raw_rates(bench.folder, learner.world.rank, learner.world.size, min(size, MOST_RAW))
+    row = {
         "GB": size,
+        "largest part": f"{max(parts) / sum(parts):.1%}",
         "step s": step,
         "stall s": stall,
-        "plan, copies, index": ", ".join(f"{statistics.median(part):.3f}" for part in zip(*stalls, strict=True)),
         "of a step": f"{stall / step:.1%}",
         "longer s": longer,
         "at every = 50": f"{longer / (50 * step):.2%}",
         "write s": written,
-        "GB/s": size / written,
-        "x raw": size / written / raw,
-        "load s": bench.load(),
+        "alone s": alone,
+        "write x raw": size / alone / raw_write,
+        "load s": load,
+        "load x raw": size / load / raw_read,
+        "export s": export,
+        "export x raw": exported / export / raw_write,
     }
+    plan, copies = (statistics.median(part) for part in zip(*stalls, strict=True))
+    facts = {
+        "stall_of_plan": f"{plan:.3f} s",
+        "stall_of_copies": f"{copies:.3f} s",
+        "raw_write": f"{raw_write:.2f} GB/s",
+        "raw_read": f"{raw_read:.2f} GB/s",
+    }
+    return row, facts
 
 
 def main() -> None:
@@ -257,12 +330,14 @@ def main() -> None:
         ]
         shared = [place]
         dist.broadcast_object_list(shared)
-        row = measure(Bench(learner, batches, Path(shared[0]) / "run"), options.rounds, options.steps)
+        row, facts = measure(Bench(learner, batches, Path(shared[0]) / "run"), options.rounds, options.steps)
         parameters = f"{count_parameters(learner) / 1e9:.3f}B"
         if learner.world.rank == 0:
             report(
                 f"checkpoint-{options.shape}-{ranks}{'-gpu' if gpu else ''}",
-                [{"model": options.shape, "parameters": parameters, "ranks": ranks, **row}],
+                [row],
+                model=f"{options.shape}, {parameters} parameters, {ranks} ranks",
+                **facts,
                 goal="a stall of at most 5 % of a step",
                 device=torch.cuda.get_device_name() if gpu else "cpu",
                 tokens_of_a_step=options.tokens * options.micro_batches * learner.world.dp_size,

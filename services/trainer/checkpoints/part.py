@@ -8,8 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from services.trainer.checkpoints.folder import CheckpointBroken, describe_all, verify
+from services.trainer.checkpoints.folder import CheckpointBroken, verify
 from services.trainer.learner.snapshots.checkpoint import Checkpointed, Snapshot
+from services.trainer.learner.snapshots.part_files import rank_of
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +55,10 @@ class CheckpointPart:
         """Wait up to `seconds` for the snapshot's copies. Return whether they are complete."""
         return self._snapshot is None or self._snapshot.copies.wait(seconds)
 
-    def end(self, written: bool = True) -> str:
-        """Write the metadata if every rank has written its part; drop the snapshot. Returns '' or rank 0's error."""
-        snapshot, self._snapshot = self._snapshot, None
+    def end(self) -> None:
+        """Drop the snapshot."""
+        self._snapshot = None
         self._disk.forget(self._name)
-        return snapshot.finish() if written and snapshot is not None else ""
 
     def intact(self, path: Path) -> bool:
         """Verify this rank's share of a checkpoint's files; log the first damage."""
@@ -85,12 +85,12 @@ def _write(snapshot: Snapshot, partial: Path, rank: int, problem: str, tell: Cal
             snapshot.give_up()
             report = {"files": {}} if rank else {"error": problem}
         else:
-            snapshot.write()
-            report = {"files": describe_all(partial.glob(f"__{rank}_*.distcp"))}
+            report = {"files": snapshot.write()}
     except Exception as error:
         logger.exception("rank %d could not write its part of %s", rank, partial.name)
         report = {"error": f"rank {rank}: {type(error).__name__}: {error}"}
         with suppress(OSError):  # others need the room until rank 0 removes the folder
-            for path in partial.glob(f"__{rank}_*"):
-                path.unlink(missing_ok=True)
+            for path in partial.iterdir():
+                if rank_of(path.name) == rank:
+                    path.unlink(missing_ok=True)
     tell(report)

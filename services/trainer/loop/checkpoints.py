@@ -177,27 +177,19 @@ class Checkpoints:
             more = f"; so did {len(errors) - SHOWN_ERRORS} more" if len(errors) > SHOWN_ERRORS else ""
             self._abandon(saving, "; ".join(errors[:SHOWN_ERRORS]) + more)
         else:
-            began = time.monotonic()
-            problem = self._rank.run(EndCheckpoint(written=True))
-            self._stalled += time.monotonic() - began
+            self._rank.run(EndCheckpoint())
             files = {name: file for report in reports for name, file in report["files"].items()}
-            saving.sealed = self._sealer.submit(self._seal, saving, files, problem)
+            saving.sealed = self._sealer.submit(self._seal, saving, files)
 
-    def _seal(self, saving: "_Saving", files: Mapping[str, Any], problem: str) -> str:
-        """Seal a checkpoint unless its index had a problem, and remove older ones. Return '' or the error.
-
-        Runs in a thread, beside training.
-        """
+    def _seal(self, saving: "_Saving", files: Mapping[str, Any]) -> str:
+        """Seal a checkpoint and remove older ones. Return '' or the error. Runs in a thread, beside training."""
         try:
-            if not problem:
-                folders.seal(saving.partial, saving.final, saving.state, files, kept=saving.keep)
+            folders.seal(saving.partial, saving.final, saving.state, files, kept=saving.keep)
         except OSError as error:
-            problem = f"{type(error).__name__}: {error}"
-        if problem:
             shutil.rmtree(saving.partial, ignore_errors=True)
-        else:
-            self._remove_older(saving)
-        return problem
+            return f"{type(error).__name__}: {error}"
+        self._remove_older(saving)
+        return ""
 
     def _answer(self, saving: "_Saving", problem: str) -> None:
         if problem:
@@ -212,7 +204,7 @@ class Checkpoints:
     def _remove_older(self, saving: "_Saving") -> None:
         """Remove the checkpoints and step files that a new checkpoint replaces."""
         try:
-            oldest = folders.rotate(self._run_folder, self._settings.keep)
+            oldest = folders.rotate(self._run_folder, self._settings.keep, self._settings.max_bytes)
             folders.remove_rotated(self._run_folder)
             if oldest is not None and self._settings.keep_step_files == "until_checkpoint":
                 remove_step_files(self._run_folder, up_to=min(oldest, self._followed()))
@@ -223,11 +215,12 @@ class Checkpoints:
         """Return the step up to which a critic service needs no step file."""
         if self._config.roles.critic.placement != "service":
             return math.inf
-        return folders.oldest_kept(critic_folder(self._run_folder), self._settings.keep) or 0
+        settings = self._settings
+        return folders.oldest_kept(critic_folder(self._run_folder), settings.keep, settings.max_bytes) or 0
 
     def _abandon(self, saving: "_Saving", reason: str) -> None:
         self._saving = None
-        self._rank.run(EndCheckpoint(written=False))
+        self._rank.run(EndCheckpoint())
         with self._rank.rank0_only(f"removing {saving.partial}"):
             shutil.rmtree(saving.partial, ignore_errors=True)
         self._fail(saving.answers, f"{reason}; {self._room(saving)}")

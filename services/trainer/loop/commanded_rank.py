@@ -107,13 +107,11 @@ class BeginCheckpoint:
 
 @dataclass(frozen=True)
 class EndCheckpoint:
-    """Complete the snapshot if every rank has written its part; otherwise drop it."""
+    """Drop the snapshot, once every rank has told how its writing has ended, or is late."""
 
-    written: bool
-
-    def execute(self, rank: CommandedRank) -> str:
-        """Write the metadata, or nothing. Return '' or rank 0's error."""
-        return rank.checkpoint.end(self.written)
+    def execute(self, rank: CommandedRank) -> None:
+        """Drop it."""
+        rank.checkpoint.end()
 
 
 @dataclass(frozen=True)
