@@ -1,33 +1,37 @@
-"""Time for which a checkpoint blocks training, compared with the same steps without one, and time to load it.
+"""Time for which a checkpoint blocks training, and rates of saving, restoring and exporting beside those of the disk.
 
     python -m benchmarks.checkpoint                                             # CPU, SmolLM2-135M's shape, float32
     torchrun --nproc-per-node 2 -m benchmarks.checkpoint --threads 1            # the same, two data-parallel ranks
-    torchrun --nproc-per-node 1 -m benchmarks.checkpoint --shape 1.7b --tokens 16384 --micro-batches 8       # GPU, bf16
+    THP_MEM_ALLOC_ENABLE=1 python -m benchmarks.checkpoint --gpu                # one GPU, 1.7 B parameters, bf16
 
 Rounds of steps with and without a checkpoint alternate on one learner, with random weights and random tokens. The
-checkpoint uses the trainer service's code: snapshot after a step, writing during the next ones, seal once it is on
-disk. Columns:
+checkpoint uses the trainer service's code: memory prepared before the first step, snapshot after a step, writing during
+the next ones, seal once it is on disk. A row of the table for each of:
 
-step s              median of the rounds without a checkpoint
-stall s             time for which training is blocked: median (step metric `checkpoint_seconds`)
-  its parts, the snapshot's plan and the wait for its copies in the next optimizer step, are below the table
-of a step           stall over step; goal: at most 5 %
-longer s            extra time of all steps of a round with a checkpoint: stall, and slower steps while it is written
-at every = 50       that, as a share of 50 steps (the default of trainer.checkpoint.every)
-write s             from the snapshot to everything on disk, while training goes on (seen after a step)
-alone s             the same while no rank trains
-  x raw             the rate of that, divided by the raw rate of writing
-load s              verifying all files and loading them into the learner, none of them in the page cache
-  x raw             the rate of that, divided by the raw rate of reading
-export s            gathering the weights, writing them as a Hugging Face folder, and fsync
-  x raw             the rate of that, divided by the raw rate of writing
-largest part        the largest rank's part, as a share of the checkpoint: what a rank's host copies, writes and reads
-raw_write, raw_read GB/s of the same ranks, at the same time, that only write as many bytes and call fsync, and read
-                    them, in the same folder after the rounds
+write, training     from the snapshot to everything on disk, while training goes on (seen after a step): median
+write, alone        the same while no rank trains: median of two
+restore             verifying all files and loading them into the learner, none of them in the page cache
+export              gathering the weights, writing them as a Hugging Face folder, and fsync
+
+with its bytes and seconds, and its rate beside the raw one: as many files of the same sizes, each written by a thread
+of its own with fsync, or read, not from the page cache, by the same ranks, in the same folder. Raw rates are means of
+two measurements, before and after those of checkpoints. Below the table:
+
+step                median of the rounds without a checkpoint
+stall               time for which training is blocked: median (step metric `checkpoint_seconds`); goal: at most 5 %
+  of plan, of copies  its parts: the snapshot's plan, and the wait for its copies in the next optimizer step
+first_stall         that of the first checkpoint
+longer              extra time of all steps of a round with a checkpoint: stall, and slower steps while it is written,
+                    also as a share of 50 steps (the default of trainer.checkpoint.every)
+largest_part        the largest rank's part, as a share of the checkpoint: what a rank's host copies, writes and reads
+
+At its peak there are two checkpoints, or one and as much again, on the disk; and in the host's memory one copy of the
+state.
 """
 
 import argparse
 import os
+import shutil
 import statistics
 import tempfile
 import time
@@ -44,7 +48,7 @@ from benchmarks.gpu_models import SHAPES, count_parameters, make_batch, prepare_
 from benchmarks.reporting import report
 from relaxd.config import GRPOConfig, TrainerConfig
 from relaxd.process.garbage import freeze_objects
-from relaxd.run_folder import checkpoint_path, checkpoint_steps
+from relaxd.run_folder import checkpoint_path, checkpoint_steps, checkpoints_folder
 from services.trainer.batch.durable import sync
 from services.trainer.batch.row_packing import PackedMicroBatch
 from services.trainer.checkpoints import folder as folders
@@ -54,10 +58,12 @@ from services.trainer.learner.learner import Learner
 from services.trainer.megatron.parallel import shut_down
 from services.trainer.megatron.rank_channel import all_ranks_agree
 
-BLOCK_BYTES = 16_000_000
-"""Bytes that a rank writes at a time to measure the disk."""
-MOST_RAW = 8.0
-"""GB that all ranks write for that at most."""
+BLOCK_BYTES = 16 << 20
+"""Bytes that a thread writes at a time to measure the disk."""
+GPU_DEFAULTS = {"shape": "1.7b", "tokens": 16384, "micro_batches": 8}
+"""Options of --gpu: steps of about three seconds, 20.6 GB a checkpoint."""
+ALONE = 2
+"""Checkpoints that are saved while no rank trains."""
 SMOLLM2 = {
     "hidden_size": 576,
     "intermediate_size": 1536,
@@ -82,6 +88,7 @@ class Bench:
     def __init__(self, learner: Learner, batches: Sequence[PackedMicroBatch], folder: Path) -> None:
         self.learner = learner
         self.part = CheckpointPart(learner)
+        self.part.prepare()
         self.folder = folder
         self._batches = batches
         self._trained = float(sum(int(batch.loss_mask.sum()) for batch in batches) * learner.world.dp_size)
@@ -142,7 +149,7 @@ class Bench:
             final = checkpoint_path(self.folder, step)
             folders.seal(partial, final, make_state(step), files)
             folders.rotate(self.folder, 1)
-            folders.remove_rotated(self.folder)
+            folders.remove_rotated(self.folder).join()
 
     def load(self) -> float:
         """Verify and load the newest checkpoint; return the seconds of both."""
@@ -160,8 +167,22 @@ class Bench:
         dist.barrier()
         return time.perf_counter() - began
 
-    def export(self) -> tuple[float, float]:
-        """Export the model; return the seconds, and the GB on disk."""
+    def files(self) -> list[list[int]]:
+        """Return the sizes of each rank's files of the newest checkpoint, which is complete."""
+        dist.barrier()
+        path = checkpoint_path(self.folder, checkpoint_steps(self.folder)[0])
+        ranks = range(self.learner.world.size)
+        return [[file.stat().st_size for file in path.glob(f"rank-{rank:05d}-*")] for rank in ranks]
+
+    def remove_checkpoints(self) -> None:
+        """Remove all checkpoints."""
+        dist.barrier()
+        if self.learner.world.rank == 0:
+            shutil.rmtree(checkpoints_folder(self.folder))
+        dist.barrier()
+
+    def export(self) -> tuple[float, list[int]]:
+        """Export the model; return the seconds, and the sizes of the files."""
         folder = self.folder / "export"
         dist.barrier()
         began = time.perf_counter()
@@ -169,7 +190,8 @@ class Bench:
         files = list(folder.glob("*.safetensors"))
         for file in files:
             sync(file)
-        return time.perf_counter() - began, sum(file.stat().st_size for file in files) / 1e9
+        dist.barrier()
+        return time.perf_counter() - began, [file.stat().st_size for file in files]
 
     def save_alone(self) -> float:
         """Save a checkpoint while nothing else happens; return the seconds."""
@@ -199,104 +221,132 @@ def leave_page_cache(path: Path) -> None:
         os.close(descriptor)
 
 
-def raw_rates(folder: Path, rank: int, ranks: int, size: float) -> tuple[float, float]:
-    """Return the GB/s at which all ranks write `size` GB in all, with fsync, and at which they read them.
+def raw_rates(folder: Path, rank: int, files: Sequence[Sequence[int]]) -> list[float]:
+    """Return the GB/s at which the ranks write files, with fsync, and at which they read them.
 
-    Each rank has a file of its own and one thread.
+    Args:
+        folder: where the files go for a moment.
+        rank: this rank.
+        files: each rank's sizes. A thread of its own writes and reads each file.
     """
     block = memoryview(os.urandom(BLOCK_BYTES))
-    count = max(1, round(size * 1e9 / ranks / len(block)))
-    path, rates = folder / f"raw-{rank}", []
-    for reading in (False, True):
-        if reading:
-            leave_page_cache(path)
-        dist.barrier()
-        began = time.perf_counter()
-        with path.open("rb" if reading else "wb", buffering=0) as file:
-            into = memoryview(bytearray(len(block)))
-            for _ in range(count):
-                done = file.readinto(into) if reading else file.write(block)  # type: ignore[attr-defined]
-                assert done == len(block)
-            if not reading:
-                os.fsync(file.fileno())
-        dist.barrier()
-        rates.append(ranks * count * len(block) / 1e9 / (time.perf_counter() - began))
-    path.unlink()
-    return rates[0], rates[1]
+    work = [(folder / f"raw-{rank}-{number}", size) for number, size in enumerate(files[rank])]
+    rates = []
+    with ThreadPoolExecutor(max(1, len(work))) as pool:
+        for reading in (False, True):
+            for path, _ in work if reading else ():
+                leave_page_cache(path)
+            dist.barrier()
+            began = time.perf_counter()
+            moved = [pool.submit(move, path, size, block, reading=reading) for path, size in work]
+            for one in moved:
+                one.result()
+            dist.barrier()
+            rates.append(sum(map(sum, files)) / 1e9 / (time.perf_counter() - began))
+    for path, _ in work:
+        path.unlink()
+    return rates
 
 
-def measure(bench: Bench, rounds: int, steps: int) -> tuple[dict[str, Any], dict[str, str]]:
+def move(path: Path, size: int, block: memoryview, *, reading: bool) -> None:
+    """Write or read a file of so many bytes."""
+    into = memoryview(bytearray(len(block)))
+    with path.open("rb" if reading else "wb", buffering=0) as file:
+        while size > 0:
+            part = min(size, len(block))
+            done = file.readinto(into[:part]) if reading else file.write(block[:part])  # type: ignore[attr-defined]
+            assert done, path
+            size -= done
+        if not reading:
+            os.fsync(file.fileno())
+
+
+def measure(bench: Bench, rounds: int, steps: int) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Measure all of it. Return the rows of the table, and what is said below it."""
+    facts, training = measure_stall(bench, rounds, steps)
+    rank, size = bench.learner.world.rank, bench.learner.world.size
+    files = bench.files()
+    raw = [raw_rates(bench.folder, rank, files)]
+    alone = statistics.median(bench.save_alone() for _ in range(ALONE))
+    load, (export, exported) = bench.load(), bench.export()
+    bench.remove_checkpoints()  # the disk need not have room for it and for the raw files
+    raw.append(raw_rates(bench.folder, rank, files))
+    of_export = [raw_rates(bench.folder, rank, [exported, *([] for _ in range(size - 1))]) for _ in range(2)]
+    whole = sum(map(sum, files))
+    write, read = (statistics.mean(rates) for rates in zip(*raw, strict=True))
+    rows = [
+        row("write, training", whole, training, write),
+        row("write, alone", whole, alone, write),
+        row("restore", whole, load, read),
+        row("export", sum(exported), export, statistics.mean(rates[0] for rates in of_export)),
+    ]
+    for number, name in enumerate(("write", "read")):
+        facts[f"raw_{name}"] = ", ".join(f"{rates[number]:.2f} GB/s" for rates in raw)
+    facts["raw_write_of_export"] = ", ".join(f"{rates[0]:.2f} GB/s" for rates in of_export)
+    facts["largest_part"] = f"{max(map(sum, files)) / whole:.1%}"
+    return rows, facts
+
+
+def row(what: str, size: int, seconds: float, raw: float) -> dict[str, Any]:
+    """Return a row of the table: what has taken some seconds for so many bytes, beside a raw rate in GB/s."""
+    rate = size / 1e9 / seconds
+    return {"what": what, "GB": size / 1e9, "s": seconds, "GB/s": rate, "raw GB/s": raw, "x raw": rate / raw}
+
+
+def measure_stall(bench: Bench, rounds: int, steps: int) -> tuple[dict[str, str], float]:
     """Measure rounds of steps, alternately without and with a checkpoint after the first step.
 
     Returns:
-        The row of the table, and what is said below it.
+        What is said of the stalls, and the median of the seconds until a checkpoint is written.
     """
     bench.step()
-    seconds: dict[bool, list[float]] = {False: [], True: []}
     singles, stalls, writes, spans = [], [], [], []
     for number in range(rounds):
+        plain = 0.0
         for saving in (False, True):
             bench.step()
             bench.stalled, began, done = [0.0, 0.0], time.perf_counter(), 0
             if saving:
                 bench.begin()
             while done < steps or not bench.complete():
-                singles += [] if saving else [bench.step()]
+                seconds = bench.step()
+                singles += [] if saving else [seconds]
                 if saving:
-                    bench.step()
                     bench.complete()
                 done += 1
             whole = time.perf_counter() - began
             if saving:
                 stalls.append(bench.stalled)
                 writes.append(bench.wrote)
-                # The same number of steps as without a checkpoint.
-                spans.append(whole - done * statistics.mean(seconds[False][-1:]))
+                spans.append(whole - done * plain)
             else:
-                seconds[False].append(whole / done)
+                plain = whole / done
         if bench.learner.world.rank == 0:
             parts = " + ".join(f"{part:.3f}" for part in stalls[-1])
             found = f"step {singles[-1]:.3f} s, stall {sum(stalls[-1]):.3f} s ({parts}), written {writes[-1]:.1f} s"
             print(f"round {number}: {found}", flush=True)
-    step, longer, written = (statistics.median(each) for each in (singles, spans, writes))
-    stall = statistics.median(map(sum, stalls))
-    learner, alone = bench.learner, bench.save_alone()
-    (saved,) = checkpoint_steps(bench.folder)
-    checkpoint = checkpoint_path(bench.folder, saved)
-    parts = [
-        sum(file.stat().st_size for file in checkpoint.glob(f"rank-{rank:05d}-*")) for rank in range(learner.world.size)
-    ]
-    size = sum(parts) / 1e9
-    load, (export, exported) = bench.load(), bench.export()
-    raw_write, raw_read = raw_rates(bench.folder, learner.world.rank, learner.world.size, min(size, MOST_RAW))
-    row = {
-        "GB": size,
-        "largest part": f"{max(parts) / sum(parts):.1%}",
-        "step s": step,
-        "stall s": stall,
-        "of a step": f"{stall / step:.1%}",
-        "longer s": longer,
-        "at every = 50": f"{longer / (50 * step):.2%}",
-        "write s": written,
-        "alone s": alone,
-        "write x raw": size / alone / raw_write,
-        "load s": load,
-        "load x raw": size / load / raw_read,
-        "export s": export,
-        "export x raw": exported / export / raw_write,
-    }
-    plan, copies = (statistics.median(part) for part in zip(*stalls, strict=True))
+    step, longer = statistics.median(singles), statistics.median(spans)
+    of_plan, of_copies = (statistics.median(part) for part in zip(*stalls, strict=True))
+
+    def share(seconds: float) -> str:
+        return f"{seconds:.3f} s, {seconds / step:.1%} of a step"
+
     facts = {
-        "stall_of_plan": f"{plan:.3f} s",
-        "stall_of_copies": f"{copies:.3f} s",
-        "raw_write": f"{raw_write:.2f} GB/s",
-        "raw_read": f"{raw_read:.2f} GB/s",
+        "step": f"{step:.3f} s",
+        "stall": share(statistics.median(map(sum, stalls))),
+        "stall_of_plan": f"{of_plan:.3f} s",
+        "stall_of_copies": f"{of_copies:.3f} s",
+        "first_stall": share(sum(stalls[0])),
+        "longer": f"{longer:.3f} s, {longer / (50 * step):.2%} of 50 steps",
     }
-    return row, facts
+    return facts, statistics.median(writes)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--gpu", action="store_true", help=f"refuse to run without a GPU; other defaults: {GPU_DEFAULTS}"
+    )
     parser.add_argument("--shape", choices=["smollm2", *SHAPES], default="smollm2")
     parser.add_argument("--layers", type=int, default=30, help="of smollm2: fewer make a quick smoke test")
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of one micro-batch")
@@ -306,6 +356,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="steps of a round, at least")
     parser.add_argument("--threads", type=int, default=0, help="on CPU")
     parser.add_argument("--folder", type=Path, help="where checkpoints go; default: a temporary folder")
+    if parser.parse_known_args()[0].gpu:
+        if not torch.cuda.is_available():
+            parser.error("--gpu: torch sees no GPU")
+        parser.set_defaults(**GPU_DEFAULTS)
     options = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     gpu = torch.cuda.is_available()
@@ -330,12 +384,12 @@ def main() -> None:
         ]
         shared = [place]
         dist.broadcast_object_list(shared)
-        row, facts = measure(Bench(learner, batches, Path(shared[0]) / "run"), options.rounds, options.steps)
+        rows, facts = measure(Bench(learner, batches, Path(shared[0]) / "run"), options.rounds, options.steps)
         parameters = f"{count_parameters(learner) / 1e9:.3f}B"
         if learner.world.rank == 0:
             report(
                 f"checkpoint-{options.shape}-{ranks}{'-gpu' if gpu else ''}",
-                [row],
+                rows,
                 model=f"{options.shape}, {parameters} parameters, {ranks} ranks",
                 **facts,
                 goal="a stall of at most 5 % of a step",

@@ -24,6 +24,7 @@ from services.trainer.loop.commanded_rank import (
     BeginCheckpoint,
     CommandedRank,
     EndCheckpoint,
+    PrepareCheckpoints,
     Restore,
     VerifyCheckpoint,
 )
@@ -274,7 +275,7 @@ class Checkpoints:
     # --- loading --------------------------------------------------------------------------------------------------
 
     def restore(self) -> int:
-        """Load the newest intact checkpoint of a step in the ledger. Others are put aside.
+        """Load the newest intact checkpoint of a step in the ledger, and prepare the next one. Others are put aside.
 
         Returns:
             Its step; 0 if there is none, so that the learner keeps the initial model.
@@ -285,6 +286,12 @@ class Checkpoints:
         """
         with self._rank.rank0_only("removing what earlier trainers did not finish"):
             folders.remove_partials(self._run_folder, self._term)
+        step = self._restore_newest()
+        if self._settings.every:
+            self._rank.run(PrepareCheckpoints())
+        return step
+
+    def _restore_newest(self) -> int:
         last = self._board.last_step()
         for step in checkpoint_steps(self._run_folder):
             path = checkpoint_path(self._run_folder, step)

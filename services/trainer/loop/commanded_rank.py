@@ -91,6 +91,15 @@ class WaitForDisk:
 
 
 @dataclass(frozen=True)
+class PrepareCheckpoints:
+    """Prepare what the first checkpoint would wait for."""
+
+    def execute(self, rank: CommandedRank) -> None:
+        """Prepare it."""
+        rank.checkpoint.prepare()
+
+
+@dataclass(frozen=True)
 class BeginCheckpoint:
     """Take a snapshot and start writing it to an empty folder, if there is room for it."""
 

@@ -110,6 +110,10 @@ WITHOUT_DEADLINE = {
         ("services/rollout/service/service.py", "RolloutService.stop_run"),  # cancelled
         ("services/rollout/teacher/budget.py", "TokenBudget.hold"),  # each request before it has a deadline
         ("services/rollout/engines/sglang/process.py", "SGLangProcess.load"),  # see health.start_seconds
+        (
+            "services/trainer/learner/snapshots/checkpoint_copies.py",
+            "HostMemory.touched",
+        ),  # a thread that only writes to memory
         ("services/trainer/learner/snapshots/checkpoint_copies.py", "HostCopies.check"),  # copies within this process
         ("services/trainer/service/rank_processes.py", "RankProcesses.kill"),  # SIGKILL was sent
         ("services/trainer/service/server.py", "TrainerService.stop_run"),  # cancelled

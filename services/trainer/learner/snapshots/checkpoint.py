@@ -96,6 +96,9 @@ class Checkpointed(Protocol):
     def checksum(self) -> int:
         """Return the `bit_sum` of this rank's weights."""
 
+    def prepare_snapshots(self) -> None:
+        """Prepare what the first snapshot would wait for. All ranks call it together; no snapshot is in progress."""
+
     def snapshot(self, folder: Path) -> "Snapshot":
         """Start a snapshot of the state, to be written to an empty folder. All ranks call it together."""
 
@@ -123,6 +126,19 @@ class Kept:
         return Kept() if self.in_use else self
 
 
+def prepare(state: Stateful, kept: Kept) -> None:
+    """Plan a snapshot without taking it, so that the first one finds its boxes, and its memory, there."""
+    _plan(state, HostCopies(state.world.device, kept.memory), kept)
+    kept.memory.touch()
+
+
+def _plan(state: Stateful, copies: HostCopies, kept: Kept) -> PartFiles:
+    """Plan this rank's files. Raises MemoryError or RuntimeError: the host has no memory for the copies."""
+    for model in _trained(state).values():
+        fill(model.optimizer)
+    return PartFiles(list(_stored(state, kept)), state.world.rank, read_generators(), copies)
+
+
 class Snapshot:
     """The state at construction, being written to disk.
 
@@ -134,11 +150,9 @@ class Snapshot:
         self._kept, self._folder = kept, folder
         kept.in_use = True
         self.copies = HostCopies(state.world.device, kept.memory)
-        for model in _trained(state).values():
-            fill(model.optimizer)
+        self._files = _plan(state, self.copies, kept)
         # Without an indent, for which json makes reference cycles.
         self._common = json.dumps(_common(state)).encode() if state.world.rank == 0 else b""
-        self._files = PartFiles(list(_stored(state, kept)), state.world.rank, read_generators(), self.copies)
         self.nbytes = self._files.nbytes + len(self._common)
         """Bytes that this rank writes."""
         self.copies.start()

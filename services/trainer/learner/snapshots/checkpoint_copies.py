@@ -19,6 +19,7 @@ class HostMemory:
     def __init__(self) -> None:
         self._tensors: list[Tensor] = []
         self._taken = 0
+        self._touching: threading.Thread | None = None
 
     def begin(self) -> None:
         """Start again with the first stretch."""
@@ -32,6 +33,24 @@ class HostMemory:
         del self._tensors[index:]
         self._tensors.append(torch.empty(size, dtype=torch.uint8))
         return self._tensors[index]
+
+    def touch(self) -> None:
+        """Have the system provide what was taken, in a thread. Nothing may be copied there before `touched`."""
+        tensors = list(self._tensors)
+        self._touching = threading.Thread(target=_touch, args=(tensors,), name="touch-checkpoint", daemon=True)
+        self._touching.start()
+
+    def touched(self) -> None:
+        """Wait for `touch`, if it was called."""
+        if self._touching is not None:
+            self._touching.join()  # named: by whoever waits for the copies; it only writes to memory
+            self._touching = None
+
+
+def _touch(tensors: list[Tensor]) -> None:
+    for tensor in tensors:
+        for stretch in tensor.split(STAGING_BYTES):
+            stretch.zero_()
 
 
 class HostCopies:
@@ -84,6 +103,7 @@ class HostCopies:
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # a new thread starts with device 0
+            self._memory.touched()
             stage = _Stage(self._device)
             for target, source in self._work:
                 stage.copy(target, source)

@@ -21,12 +21,12 @@ from services.trainer.learner.snapshots.boxes import Box
 from services.trainer.learner.snapshots.checkpoint_copies import HostCopies
 from services.trainer.learner.snapshots.pieces import Piece
 
-FILE_BYTES = 256 << 20
+FILE_BYTES = 64 << 20
 """A rank divides its part into one file for each of these bytes, which are written and hashed at the same time."""
 MAX_FILES = 8
 """Files of a rank."""
-CHUNK_BYTES = 16 << 20
-"""Bytes that are hashed and written at a time."""
+CHUNK_BYTES = 64 << 20
+"""Bytes that are hashed and written at a time. After each, the thread waits for its turn among Python's threads."""
 PIECES, GENERATORS = "pieces", "generators"
 """Names in a file's metadata, of JSON: the pieces by tensor; the states of the rank's random generators."""
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
