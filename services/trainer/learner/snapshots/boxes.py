@@ -4,6 +4,7 @@ A whole tensor is divided into boxes, one for each tensor-parallel, pipeline and
 a box further, into ranges of its elements in row-major order.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
@@ -88,3 +89,28 @@ def intersection(one: Rectangle, other: Rectangle) -> Rectangle | None:
     ends = (min(a + sizes, b + others) for a, sizes, b, others in zip(one[0], one[1], other[0], other[1], strict=True))
     sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
     return (starts, sizes) if all(size > 0 for size in sizes) else None
+
+
+def without(one: Rectangle, other: Rectangle) -> list[Rectangle]:
+    """Return rectangles of what the first one has and the other hasn't."""
+    both = intersection(one, other)
+    if both is None:
+        return [one]
+    (starts, sizes), found = one, []
+    for at, (first, size) in enumerate(zip(*both, strict=True)):
+        end = starts[at] + sizes[at]
+        for begin, stop in ((starts[at], first), (first + size, end)):
+            if begin < stop:
+                found.append(((*starts[:at], begin, *starts[at + 1 :]), (*sizes[:at], stop - begin, *sizes[at + 1 :])))
+        starts, sizes = (*starts[:at], first, *starts[at + 1 :]), (*sizes[:at], size, *sizes[at + 1 :])
+    return found
+
+
+def elements(rectangles: Iterable[Rectangle]) -> int:
+    """Return how many elements rectangles have, which have none in common."""
+    return sum(prod(sizes) for _, sizes in rectangles)
+
+
+def shown(rectangle: Rectangle) -> str:
+    """Return a rectangle as Python would index it, such as [0:4, 8:16]."""
+    return f"[{', '.join(f'{start}:{start + size}' for start, size in zip(*rectangle, strict=True))}]"

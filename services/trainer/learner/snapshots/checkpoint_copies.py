@@ -43,7 +43,7 @@ class HostMemory:
     def touched(self) -> None:
         """Wait for `touch`, if it was called."""
         if self._touching is not None:
-            self._touching.join()  # named: by whoever waits for the copies; it only writes to memory
+            self._touching.join()  # it only writes to memory
             self._touching = None
 
 

@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.batch.in_parallel import Progress, in_parallel
-from services.trainer.learner.snapshots.boxes import Box, Rectangle, intersection
+from services.trainer.learner.snapshots.boxes import Box, Rectangle, elements, intersection, shown, without
 from services.trainer.learner.snapshots.part_files import DTYPES, GENERATORS, PIECES, piece_of, rank_of
 from services.trainer.learner.snapshots.pieces import Piece
 
@@ -96,11 +95,11 @@ class Loading:
         """Look for elements in the parts of a checkpoint.
 
         Raises:
-            CheckpointError: they aren't all there, or the tensors have other shapes.
+            CheckpointError: they aren't all there, some are in two parts, or the tensors have other shapes.
         """
         self._folder = folder
         self._reads: dict[Path, list[_Read]] = defaultdict(list)
-        self._missing = [one.piece.end - one.piece.begin for one in wanted]
+        self._missing = [one.piece.box.rectangles(one.piece.begin, one.piece.end) for one in wanted]
         self._by_name: dict[tuple[str, str], list[int]] = defaultdict(list)
         self._wanted = wanted
         for number, one in enumerate(wanted):
@@ -112,16 +111,15 @@ class Loading:
                 break
             for piece, begin, dtype in file.pieces:
                 for number in self._by_name.get((piece.box.tensor, piece.state), ()):
-                    if number in left:
-                        self._find(number, piece, file.path, begin, dtype)
-                        if not self._missing[number]:
-                            left.discard(number)
+                    self._find(number, piece, file.path, begin, dtype)
+                    if not self._missing[number]:
+                        left.discard(number)
         if left:
             number = min(left)
-            piece = wanted[number].piece
+            piece, missing = wanted[number].piece, self._missing[number]
             self._refuse(
-                f"{self._missing[number]} of {piece.end - piece.begin} elements of {piece.box.tensor} ({piece.state}) "
-                "are missing"
+                f"{elements(missing)} of {piece.end - piece.begin} elements of {piece.box.tensor} ({piece.state}) are "
+                f"missing, the first ones {shown(missing[0])}: no rank's file there has them"
             )
 
     def read(self, progress: Progress, device: torch.device) -> None:
@@ -136,10 +134,26 @@ class Loading:
             self._refuse(f"{piece.box.tensor} has the shape {piece.box.whole} there, and {one.piece.box.whole} here")
         if number not in self._clipped:  # elements that only pad the tensor here keep their values
             self._clipped.add(number)
-            self._missing[number] = sum(prod(sizes) for _, sizes in _within(one.piece, piece.box.whole))
+            self._missing[number] = list(_within(one.piece, piece.box.whole))
         for rectangle in _overlaps(piece, one.piece):
+            missing = self._missing[number]
+            self._missing[number] = [rest for each in missing for rest in without(each, rectangle)]
+            if elements(missing) - elements(self._missing[number]) < elements([rectangle]):
+                other, twice = self._found(one, rectangle)
+                self._refuse(
+                    f"elements {shown(twice)} of {piece.box.tensor} ({piece.state}) are in {other.name}, and once more "
+                    f"in {path.name}"
+                )
             self._reads[path].append(_Read(rectangle, piece, begin, dtype, one))
-            self._missing[number] -= prod(rectangle[1])
+
+    def _found(self, wanted: Wanted, rectangle: Rectangle) -> tuple[Path, Rectangle]:
+        """Return which file already has some of a rectangle's elements, and which."""
+        return next(
+            (path, both)
+            for path, reads in self._reads.items()
+            for read in reads
+            if read.wanted is wanted and (both := intersection(read.rectangle, rectangle)) is not None
+        )
 
     def _refuse(self, why: str) -> None:
         raise CheckpointError(f"{self._folder} doesn't fit this model and trainer: {why}")

@@ -55,7 +55,7 @@ def optimizer_state(learner: Any) -> dict[str, tuple[int, np.ndarray]]:
     return {
         f"{names[parameter]} {state}": (
             one._get_model_param_range_map(parameter)["param"].start,
-            one._get_main_param_and_optimizer_states(parameter)[state].detach().float().flatten().numpy().copy(),
+            one._get_main_param_and_optimizer_states(parameter)[state].detach().float().cpu().flatten().numpy().copy(),
         )
         for one in learner._optimizer.chained_optimizers
         for parameter in one.model_param_group_index_map

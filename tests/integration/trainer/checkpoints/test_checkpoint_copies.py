@@ -132,6 +132,32 @@ def test_a_snapshot_uses_memory_of_the_one_before(learner: Learner, tmp_path: Pa
         assert torch.equal(torch.get_rng_state(), generator)
 
 
+def test_the_first_snapshot_uses_prepared_memory_once_it_is_there(
+    learner: Learner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    touch = checkpoint_copies._touch
+
+    def slow(tensors: list[torch.Tensor]) -> None:
+        assert go_on.wait(PATIENCE)
+        touch(tensors)
+
+    monkeypatch.setattr(checkpoint_copies, "_touch", slow)
+    learner.prepare_snapshots()
+    prepared = [memory.data_ptr() for memory in learner._kept.memory._tensors]
+    checksum, folder = learner.checksum(), tmp_path / "checkpoint"
+    folder.mkdir()
+    snapshot = learner.snapshot(folder)
+    assert places(snapshot) == prepared
+    assert not snapshot.copies.wait(0.3)  # what is copied there before would be overwritten
+    go_on.set()
+    snapshot.write()
+    step(learner, 2)
+    assert learner.checksum() != checksum
+    learner.restore(folder, 1, same_layout=True)
+    assert learner.checksum() == checksum
+
+
 def test_a_snapshot_leaves_the_one_before_alone_until_it_is_written(learner: Learner, tmp_path: Path) -> None:
     folders = [tmp_path / "first", tmp_path / "second"]
     snapshots, checksums = [], []

@@ -95,6 +95,19 @@ def saved(folder: Path, models: dict[str, Path]) -> Results:
     return found | dict(zip(jobs, results, strict=True))
 
 
+@pytest.fixture(scope="module")
+def of_four(folder: Path, models: dict[str, Path]) -> Results:
+    """What four ranks saved, loaded arranged otherwise, saved again at once, and loaded as they were at first."""
+    model = models["qwen3"]
+    jobs = {}
+    for way, parallel, other in (("TP2 x DP2", TP2, PP2), ("PP2 x DP2", PP2, TP2)):
+        first, second = folder / f"four {way}", folder / f"four {way} otherwise"
+        jobs[way] = CheckpointJob(model, parallel, save=first)
+        jobs[f"{way} otherwise"] = CheckpointJob(model, other, load=first, save=second)
+        jobs[f"{way} back"] = CheckpointJob(model, parallel, load=second)
+    return dict(zip(jobs, run_world(list(jobs.values()), 4, folder / "four", free_port()), strict=True))
+
+
 @pytest.fixture
 def alone() -> Iterator[Any]:
     """Runs jobs in this process."""
@@ -154,6 +167,24 @@ def test_two_ranks_arranged_otherwise_go_on(saved: Results, ways: tuple[str, str
     for one, other in zip(before, after, strict=True):
         check_same_path(one, other)
     check_close(merged(after, "tensors"), merged(before, "tensors"))
+
+
+@pytest.mark.parametrize("way", ["TP2 x DP2", "PP2 x DP2"])
+def test_four_ranks_have_the_same_bits_there_and_back(of_four: Results, way: str) -> None:
+    before, there, back = of_four[way], of_four[f"{way} otherwise"], of_four[f"{way} back"]
+    weights = merged(before, "at_save")
+    for loaded in (there, back):
+        found = merged(loaded, "at_load")
+        assert found.keys() == weights.keys()
+        assert all(np.array_equal(found[name], tensor) for name, tensor in weights.items())
+    for one, other in zip(before, back, strict=True):  # each rank's main weights and moments
+        had, has = one["state_at_save"], other["state_at_load"]
+        assert has.keys() == had.keys()
+        assert any(name.endswith("exp_avg_sq") and tensor.any() for name, (_, tensor) in had.items())
+        for name, (start, tensor) in had.items():
+            assert has[name][0] == start, name
+            assert np.array_equal(has[name][1], tensor), name
+        check_same_path(one, other)
 
 
 @pytest.mark.parametrize(("model", "way"), [("qwen3", "TP2"), ("qwen3", "DP2"), ("moe", "EP2")])

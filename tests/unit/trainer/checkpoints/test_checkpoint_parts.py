@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from services.trainer.checkpoints.folder import describe
 from services.trainer.learner.snapshots import part_files, part_reader
-from services.trainer.learner.snapshots.boxes import Box, intersection
+from services.trainer.learner.snapshots.boxes import Box, intersection, without
 from services.trainer.learner.snapshots.checkpoint_copies import HostCopies, HostMemory
 from services.trainer.learner.snapshots.part_files import PartFiles, Stored, divided
 from services.trainer.learner.snapshots.part_reader import CheckpointError, Loading, Wanted
@@ -146,12 +146,40 @@ def test_what_is_missing_or_has_another_shape_is_named(tmp_path: Path, tensor: n
     (piece,) = pieces("one")
     (tmp_path / "rank-00001-0.safetensors").unlink()
     wanted = Wanted(piece, torch.empty(240))
-    said = r"doesn't fit this model and trainer: \d+ of 240 elements of w \(exp_avg\) are missing"
+    said = (
+        r"doesn't fit this model and trainer: \d+ of 240 elements of w \(exp_avg\) are missing, the first ones "
+        r"\[\d+:\d+, \d+:\d+, 0:8\]"
+    )
     with pytest.raises(CheckpointError, match=said):
         Loading(tmp_path, 0, [wanted])
     other = Box("w", (3, 10, 9), (0, 0, 0), (3, 10, 9))
     with pytest.raises(CheckpointError, match=r"w has the shape \(3, 10, 8\) there, and \(3, 10, 9\) here"):
         Loading(tmp_path, 0, [Wanted(Piece("exp_avg", other, 0, 270), torch.empty(270))])
+
+
+def test_elements_in_two_parts_are_named(tmp_path: Path, tensor: np.ndarray) -> None:
+    save(tmp_path, "layers", tensor)
+    box = Box("w", SHAPE, (0, 4, 0), (3, 2, 8))
+    write(tmp_path, 9, [Stored(Piece("exp_avg", box, 20, 24), torch.zeros(4))])  # of layer 1, which begins at 16
+    (piece,) = pieces("one")
+    said = (
+        r"elements \[1:2, 4:5, 4:8\] of w \(exp_avg\) are in rank-00004-0\.safetensors, and once more in rank-00009-0"
+    )
+    with pytest.raises(CheckpointError, match=said):
+        Loading(tmp_path, 0, [Wanted(piece, torch.empty(240))])
+
+
+def test_a_rectangle_without_another_one_has_all_the_rest_once() -> None:
+    numbers = np.arange(np.prod(SHAPE)).reshape(SHAPE)
+
+    def inside(rectangle: Any) -> list[int]:
+        place = tuple(slice(at, at + size) for at, size in zip(*rectangle, strict=True))
+        return list(numbers[place].ravel().tolist())
+
+    one = ((0, 2, 1), (3, 6, 5))
+    for other in (((1, 3, 2), (1, 2, 2)), ((0, 0, 0), SHAPE), ((0, 4, 0), (3, 9, 3)), ((0, 9, 0), (1, 1, 1))):
+        left = [number for rectangle in without(one, other) for number in inside(rectangle)]
+        assert sorted(left) == sorted(set(inside(one)) - set(inside(other)))
 
 
 def test_files_are_safetensors_of_equal_size_with_their_checksums(
