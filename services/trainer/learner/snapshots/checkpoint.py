@@ -128,14 +128,18 @@ class Kept:
 
 def prepare(state: Stateful, kept: Kept) -> None:
     """Plan a snapshot without taking it, so that the first one finds its boxes, and its memory, there."""
+    _fill(state)
     _plan(state, HostCopies(state.world.device, kept.memory), kept)
     kept.memory.touch()
 
 
-def _plan(state: Stateful, copies: HostCopies, kept: Kept) -> PartFiles:
-    """Plan this rank's files. Raises MemoryError or RuntimeError: the host has no memory for the copies."""
+def _fill(state: Stateful) -> None:
     for model in _trained(state).values():
         fill(model.optimizer)
+
+
+def _plan(state: Stateful, copies: HostCopies, kept: Kept) -> PartFiles:
+    """Plan this rank's files of a state that is filled. Raises RuntimeError: the host has no memory for the copies."""
     return PartFiles(list(_stored(state, kept)), state.world.rank, read_generators(), copies)
 
 
@@ -150,9 +154,10 @@ class Snapshot:
         self._kept, self._folder = kept, folder
         kept.in_use = True
         self.copies = HostCopies(state.world.device, kept.memory)
-        self._files = _plan(state, self.copies, kept)
+        _fill(state)
         # Without an indent, for which json makes reference cycles.
         self._common = json.dumps(_common(state)).encode() if state.world.rank == 0 else b""
+        self._files = _plan(state, self.copies, kept)
         self.nbytes = self._files.nbytes + len(self._common)
         """Bytes that this rank writes."""
         self.copies.start()
