@@ -1,27 +1,37 @@
-"""Time for which a checkpoint blocks training, compared with the same steps without one, and time to load it.
+"""Time for which a checkpoint blocks training, and rates of saving, restoring and exporting beside those of the disk.
 
     python -m benchmarks.checkpoint                                             # CPU, SmolLM2-135M's shape, float32
-    torchrun --nproc-per-node 1 -m benchmarks.checkpoint --shape 1.7b --tokens 16384 --micro-batches 8       # GPU, bf16
+    torchrun --nproc-per-node 2 -m benchmarks.checkpoint --threads 1            # the same, two data-parallel ranks
+    THP_MEM_ALLOC_ENABLE=1 python -m benchmarks.checkpoint --gpu                # one GPU, 1.7 B parameters, bf16
 
 Rounds of steps with and without a checkpoint alternate on one learner, with random weights and random tokens. The
-checkpoint uses the trainer service's code: snapshot after a step, writing during the next ones, seal once it is on
-disk. Columns:
+checkpoint uses the trainer service's code: memory prepared before the first step, snapshot after a step, writing during
+the next ones, seal once it is on disk. A row of the table for each of:
 
-step s              median of the rounds without a checkpoint
-stall s             time for which training is blocked: median (step metric `checkpoint_seconds`)
-  plan, copies, index its parts: the snapshot's plan, the wait for its copies in the next optimizer step, the index of
-                    all ranks' files
-of a step           stall over step; goal: at most 5 %
-longer s            extra time of all steps of a round with a checkpoint: stall, and slower steps while it is written
-at every = 50       that, as a share of 50 steps (the default of trainer.checkpoint.every)
-write s             from the snapshot to everything on disk
-GB/s, x raw         that as a rate, and divided by the rate of one thread that only writes 8 GB and calls fsync
-load s              verifying all files and loading them into the learner
+write, training     from the snapshot to everything on disk, while training goes on (seen after a step): median
+write, alone        the same while no rank trains: median of two
+restore             verifying all files and loading them into the learner, none of them in the page cache
+export              gathering the weights, writing them as a Hugging Face folder, and fsync
+
+with its bytes and seconds, and its rate beside the raw one: as many files of the same sizes, each written by a thread
+of its own with fsync, or read, not from the page cache, by the same ranks, in the same folder. Raw rates are means of
+two measurements, before and after those of checkpoints. Below the table:
+
+step                median of the rounds without a checkpoint
+stall               time for which training is blocked: median (step metric `checkpoint_seconds`); goal: at most 5 %
+  of plan, of copies  its parts: the snapshot's plan, and the wait for its copies in the next optimizer step
+first_stall         that of the first checkpoint
+longer              extra time of all steps of a round with a checkpoint: stall, and slower steps while it is written,
+                    also as a share of 50 steps (the default of trainer.checkpoint.every)
+largest_part        the largest rank's part, as a share of the checkpoint: what a rank's host copies, writes and reads
+
+At its peak there are two checkpoints, or one and as much again, on the disk; and in the host's memory one copy of the
+state.
 """
 
 import argparse
-import math
 import os
+import shutil
 import statistics
 import tempfile
 import time
@@ -38,7 +48,8 @@ from benchmarks.gpu_models import SHAPES, count_parameters, make_batch, prepare_
 from benchmarks.reporting import report
 from relaxd.config import GRPOConfig, TrainerConfig
 from relaxd.process.garbage import freeze_objects
-from relaxd.run_folder import checkpoint_path, checkpoint_steps
+from relaxd.run_folder import checkpoint_path, checkpoint_steps, checkpoints_folder
+from services.trainer.batch.durable import sync
 from services.trainer.batch.row_packing import PackedMicroBatch
 from services.trainer.checkpoints import folder as folders
 from services.trainer.checkpoints.folder import BoardState, CheckpointState, Ledger
@@ -47,6 +58,12 @@ from services.trainer.learner.learner import Learner
 from services.trainer.megatron.parallel import shut_down
 from services.trainer.megatron.rank_channel import all_ranks_agree
 
+BLOCK_BYTES = 16 << 20
+"""Bytes that a thread writes at a time to measure the disk."""
+GPU_DEFAULTS = {"shape": "1.7b", "tokens": 16384, "micro_batches": 8}
+"""Options of --gpu: steps of about three seconds, 20.6 GB a checkpoint."""
+ALONE = 2
+"""Checkpoints that are saved while no rank trains."""
 SMOLLM2 = {
     "hidden_size": 576,
     "intermediate_size": 1536,
@@ -71,6 +88,7 @@ class Bench:
     def __init__(self, learner: Learner, batches: Sequence[PackedMicroBatch], folder: Path) -> None:
         self.learner = learner
         self.part = CheckpointPart(learner)
+        self.part.prepare()
         self.folder = folder
         self._batches = batches
         self._trained = float(sum(int(batch.loss_mask.sum()) for batch in batches) * learner.world.dp_size)
@@ -78,8 +96,8 @@ class Bench:
         self._begun = 0.0
         self._sealer = ThreadPoolExecutor(1)
         self._sealed: Future[None] | None = None
-        self.stalled: list[float] = [0.0, 0.0, 0.0]
-        """Seconds for which the plan, the copies and the index have blocked training."""
+        self.stalled: list[float] = [0.0, 0.0]
+        """Seconds for which the plan and the copies have blocked training."""
         self.wrote = 0.0
 
     def step(self) -> float:
@@ -119,9 +137,7 @@ class Bench:
             return True
         reports = self.part.reports()
         if all_ranks_agree(reports is not None, device=self.learner.world.device) and reports is not None:
-            began = time.perf_counter()
             self.part.end()
-            self.stalled[2] += time.perf_counter() - began
             self._sealed = self._sealer.submit(self._seal, self._partial, self.learner.step, reports)
         return False
 
@@ -133,19 +149,58 @@ class Bench:
             final = checkpoint_path(self.folder, step)
             folders.seal(partial, final, make_state(step), files)
             folders.rotate(self.folder, 1)
-            folders.remove_rotated(self.folder)
+            folders.remove_rotated(self.folder).join()
 
     def load(self) -> float:
         """Verify and load the newest checkpoint; return the seconds of both."""
         dist.barrier()
         (step,) = checkpoint_steps(self.folder)
-        began = time.perf_counter()
         path = checkpoint_path(self.folder, step)
+        for file in path.iterdir():
+            leave_page_cache(file)
+        dist.barrier()
+        began = time.perf_counter()
         assert self.part.intact(path)
         self.learner.restore(path, step, same_layout=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+        dist.barrier()
         return time.perf_counter() - began
+
+    def files(self) -> list[list[int]]:
+        """Return the sizes of each rank's files of the newest checkpoint, which is complete."""
+        dist.barrier()
+        path = checkpoint_path(self.folder, checkpoint_steps(self.folder)[0])
+        ranks = range(self.learner.world.size)
+        return [[file.stat().st_size for file in path.glob(f"rank-{rank:05d}-*")] for rank in ranks]
+
+    def remove_checkpoints(self) -> None:
+        """Remove all checkpoints."""
+        dist.barrier()
+        if self.learner.world.rank == 0:
+            shutil.rmtree(checkpoints_folder(self.folder))
+        dist.barrier()
+
+    def export(self) -> tuple[float, list[int]]:
+        """Export the model; return the seconds, and the sizes of the files."""
+        folder = self.folder / "export"
+        dist.barrier()
+        began = time.perf_counter()
+        self.learner.save_hf(folder)
+        files = list(folder.glob("*.safetensors"))
+        for file in files:
+            sync(file)
+        dist.barrier()
+        return time.perf_counter() - began, [file.stat().st_size for file in files]
+
+    def save_alone(self) -> float:
+        """Save a checkpoint while nothing else happens; return the seconds."""
+        self.step()  # so that it is of a new step
+        dist.barrier()
+        self.begin()
+        while not self.complete():
+            time.sleep(0.005)
+        return self.wrote
 
 
 def make_state(step: int) -> CheckpointState:
@@ -157,73 +212,141 @@ def make_state(step: int) -> CheckpointState:
     )  # fmt: skip
 
 
-def raw_rate(folder: Path, count: int = 128) -> float:
-    """Return the GB/s of one thread that writes `count` blocks of 64 MB to a file in a folder, and calls fsync."""
-    block = memoryview(os.urandom(64_000_000))
-    path = folder / "raw"
-    began = time.perf_counter()
-    with path.open("wb", buffering=0) as file:
-        for _ in range(count):
-            file.write(block)
-        os.fsync(file.fileno())
-    seconds = time.perf_counter() - began
-    path.unlink()
-    return count * len(block) / 1e9 / seconds
+def leave_page_cache(path: Path) -> None:
+    """Let the system forget a file's content, which is on disk, so that it is read from there."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
 
 
-def measure(bench: Bench, rounds: int, steps: int) -> dict[str, Any]:
-    """Measure rounds of steps, alternately without and with a checkpoint after the first step."""
+def raw_rates(folder: Path, rank: int, files: Sequence[Sequence[int]]) -> list[float]:
+    """Return the GB/s at which the ranks write files, with fsync, and at which they read them.
+
+    Args:
+        folder: where the files go for a moment.
+        rank: this rank.
+        files: each rank's sizes. A thread of its own writes and reads each file.
+    """
+    block = memoryview(os.urandom(BLOCK_BYTES))
+    work = [(folder / f"raw-{rank}-{number}", size) for number, size in enumerate(files[rank])]
+    rates = []
+    with ThreadPoolExecutor(max(1, len(work))) as pool:
+        for reading in (False, True):
+            for path, _ in work if reading else ():
+                leave_page_cache(path)
+            dist.barrier()
+            began = time.perf_counter()
+            moved = [pool.submit(move, path, size, block, reading=reading) for path, size in work]
+            for one in moved:
+                one.result()
+            dist.barrier()
+            rates.append(sum(map(sum, files)) / 1e9 / (time.perf_counter() - began))
+    for path, _ in work:
+        path.unlink()
+    return rates
+
+
+def move(path: Path, size: int, block: memoryview, *, reading: bool) -> None:
+    """Write or read a file of so many bytes."""
+    into = memoryview(bytearray(len(block)))
+    with path.open("rb" if reading else "wb", buffering=0) as file:
+        while size > 0:
+            part = min(size, len(block))
+            done = file.readinto(into[:part]) if reading else file.write(block[:part])  # type: ignore[attr-defined]
+            assert done, path
+            size -= done
+        if not reading:
+            os.fsync(file.fileno())
+
+
+def measure(bench: Bench, rounds: int, steps: int) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Measure all of it. Return the rows of the table, and what is said below it."""
+    facts, training = measure_stall(bench, rounds, steps)
+    rank, size = bench.learner.world.rank, bench.learner.world.size
+    files = bench.files()
+    raw = [raw_rates(bench.folder, rank, files)]
+    alone = statistics.median(bench.save_alone() for _ in range(ALONE))
+    load, (export, exported) = bench.load(), bench.export()
+    bench.remove_checkpoints()  # the disk need not have room for it and for the raw files
+    raw.append(raw_rates(bench.folder, rank, files))
+    of_export = [raw_rates(bench.folder, rank, [exported, *([] for _ in range(size - 1))]) for _ in range(2)]
+    whole = sum(map(sum, files))
+    write, read = (statistics.mean(rates) for rates in zip(*raw, strict=True))
+    rows = [
+        row("write, training", whole, training, write),
+        row("write, alone", whole, alone, write),
+        row("restore", whole, load, read),
+        row("export", sum(exported), export, statistics.mean(rates[0] for rates in of_export)),
+    ]
+    for number, name in enumerate(("write", "read")):
+        facts[f"raw_{name}"] = ", ".join(f"{rates[number]:.2f} GB/s" for rates in raw)
+    facts["raw_write_of_export"] = ", ".join(f"{rates[0]:.2f} GB/s" for rates in of_export)
+    facts["largest_part"] = f"{max(map(sum, files)) / whole:.1%}"
+    return rows, facts
+
+
+def row(what: str, size: int, seconds: float, raw: float) -> dict[str, Any]:
+    """Return a row of the table: what has taken some seconds for so many bytes, beside a raw rate in GB/s."""
+    rate = size / 1e9 / seconds
+    return {"what": what, "GB": size / 1e9, "s": seconds, "GB/s": rate, "raw GB/s": raw, "x raw": rate / raw}
+
+
+def measure_stall(bench: Bench, rounds: int, steps: int) -> tuple[dict[str, str], float]:
+    """Measure rounds of steps, alternately without and with a checkpoint after the first step.
+
+    Returns:
+        What is said of the stalls, and the median of the seconds until a checkpoint is written.
+    """
     bench.step()
-    seconds: dict[bool, list[float]] = {False: [], True: []}
     singles, stalls, writes, spans = [], [], [], []
     for number in range(rounds):
+        plain = 0.0
         for saving in (False, True):
             bench.step()
-            bench.stalled, began, done = [0.0, 0.0, 0.0], time.perf_counter(), 0
+            bench.stalled, began, done = [0.0, 0.0], time.perf_counter(), 0
             if saving:
                 bench.begin()
             while done < steps or not bench.complete():
-                singles += [] if saving else [bench.step()]
+                seconds = bench.step()
+                singles += [] if saving else [seconds]
                 if saving:
-                    bench.step()
                     bench.complete()
                 done += 1
             whole = time.perf_counter() - began
             if saving:
                 stalls.append(bench.stalled)
                 writes.append(bench.wrote)
-                # The same number of steps as without a checkpoint.
-                spans.append(whole - done * statistics.mean(seconds[False][-1:]))
+                spans.append(whole - done * plain)
             else:
-                seconds[False].append(whole / done)
+                plain = whole / done
         if bench.learner.world.rank == 0:
             parts = " + ".join(f"{part:.3f}" for part in stalls[-1])
             found = f"step {singles[-1]:.3f} s, stall {sum(stalls[-1]):.3f} s ({parts}), written {writes[-1]:.1f} s"
             print(f"round {number}: {found}", flush=True)
-    step, longer, written = (statistics.median(each) for each in (singles, spans, writes))
-    stall = statistics.median(map(sum, stalls))
-    (saved,) = checkpoint_steps(bench.folder)
-    checkpoint = checkpoint_path(bench.folder, saved)
-    size = sum(file.stat().st_size for file in checkpoint.glob("*.distcp")) / 1e9
-    raw = raw_rate(bench.folder) if bench.learner.world.rank == 0 else math.nan
-    dist.barrier()
-    return {
-        "GB": size,
-        "step s": step,
-        "stall s": stall,
-        "plan, copies, index": ", ".join(f"{statistics.median(part):.3f}" for part in zip(*stalls, strict=True)),
-        "of a step": f"{stall / step:.1%}",
-        "longer s": longer,
-        "at every = 50": f"{longer / (50 * step):.2%}",
-        "write s": written,
-        "GB/s": size / written,
-        "x raw": size / written / raw,
-        "load s": bench.load(),
+    step, longer = statistics.median(singles), statistics.median(spans)
+    of_plan, of_copies = (statistics.median(part) for part in zip(*stalls, strict=True))
+
+    def share(seconds: float) -> str:
+        return f"{seconds:.3f} s, {seconds / step:.1%} of a step"
+
+    facts = {
+        "step": f"{step:.3f} s",
+        "stall": share(statistics.median(map(sum, stalls))),
+        "stall_of_plan": f"{of_plan:.3f} s",
+        "stall_of_copies": f"{of_copies:.3f} s",
+        "first_stall": share(sum(stalls[0])),
+        "longer": f"{longer:.3f} s, {longer / (50 * step):.2%} of 50 steps",
     }
+    return facts, statistics.median(writes)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--gpu", action="store_true", help=f"refuse to run without a GPU; other defaults: {GPU_DEFAULTS}"
+    )
     parser.add_argument("--shape", choices=["smollm2", *SHAPES], default="smollm2")
     parser.add_argument("--layers", type=int, default=30, help="of smollm2: fewer make a quick smoke test")
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of one micro-batch")
@@ -233,6 +356,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="steps of a round, at least")
     parser.add_argument("--threads", type=int, default=0, help="on CPU")
     parser.add_argument("--folder", type=Path, help="where checkpoints go; default: a temporary folder")
+    if parser.parse_known_args()[0].gpu:
+        if not torch.cuda.is_available():
+            parser.error("--gpu: torch sees no GPU")
+        parser.set_defaults(**GPU_DEFAULTS)
     options = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     gpu = torch.cuda.is_available()
@@ -257,12 +384,14 @@ def main() -> None:
         ]
         shared = [place]
         dist.broadcast_object_list(shared)
-        row = measure(Bench(learner, batches, Path(shared[0]) / "run"), options.rounds, options.steps)
+        rows, facts = measure(Bench(learner, batches, Path(shared[0]) / "run"), options.rounds, options.steps)
         parameters = f"{count_parameters(learner) / 1e9:.3f}B"
         if learner.world.rank == 0:
             report(
                 f"checkpoint-{options.shape}-{ranks}{'-gpu' if gpu else ''}",
-                [{"model": options.shape, "parameters": parameters, "ranks": ranks, **row}],
+                rows,
+                model=f"{options.shape}, {parameters} parameters, {ranks} ranks",
+                **facts,
                 goal="a stall of at most 5 % of a step",
                 device=torch.cuda.get_device_name() if gpu else "cpu",
                 tokens_of_a_step=options.tokens * options.micro_batches * learner.world.dp_size,

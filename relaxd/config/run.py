@@ -166,6 +166,10 @@ class CheckpointConfig(Section):
     keep: int = Field(default=2, ge=1)
     """Number of newest checkpoints to keep. With two or more, a run survives a damaged one. Those that `relaxd
     checkpoint` took are never removed."""
+    max_bytes: int = Field(default=0, ge=0)
+    """What checkpoints may take of the disk, with the one that is being written: the oldest ones are removed earlier
+    than `keep` says, but for those that `relaxd checkpoint` took, and never the newest. At least two checkpoints. Those
+    of a critic service may take as much besides. 0: no limit."""
     keep_step_files: Literal["until_checkpoint", "always"] = "until_checkpoint"
     """until_checkpoint: remove a step's file once `keep` checkpoints after it are on disk. always: keep all, so that
     `relaxd replay` can repeat any step."""

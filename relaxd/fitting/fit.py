@@ -6,7 +6,7 @@ from relaxd.config import RunConfig
 from relaxd.data.models import resolve_model, routed_expert_bytes
 from relaxd.fitting.engine import EngineMemory
 from relaxd.fitting.held import Hardware, Held
-from relaxd.fitting.host import disk_bytes, host_bytes
+from relaxd.fitting.host import checkpoint_bytes, disk_bytes, host_bytes
 from relaxd.fitting.layout import Layout
 from relaxd.fitting.on_gpus import ASLEEP, check_layout, engines, in_turns, on_engine, on_frozen, on_trainer
 from relaxd.fitting.ranking import Candidate, rank_layouts
@@ -74,9 +74,7 @@ def fit(config: RunConfig, hardware: Hardware) -> Fit:
     held += [on_engine(role, one, hardware) for role, one in own_engines.items() if role not in sleepers]
     for role in config.frozen_roles("service"):
         held += on_frozen(config, role, hardware) if role not in own_engines else []
-    element = micro_batch(config, config.trainer.micro_batch_tokens).element
-    folder = resolve_model(config.model.path, weights=False)
-    expert_bytes = routed_expert_bytes(folder) if config.rollout.return_routed_experts else 0
+    element, expert_bytes = _element_and_expert_bytes(config)
     return Fit(
         held=held,
         engines={role: _engine(config, role, memory) for role, memory in own_engines.items()},
@@ -86,6 +84,28 @@ def fit(config: RunConfig, hardware: Hardware) -> Fit:
         host=host_bytes(config, models, element, expert_bytes, judge_weights),
         disk=disk_bytes(config, models, element, expert_bytes),
     )
+
+
+def written(config: RunConfig) -> Bytes:
+    """Compute what a run will have on disk, in its folder. Raises DataError: a model has no usable config.json."""
+    return disk_bytes(config, read_models(config), *_element_and_expert_bytes(config))
+
+
+def budget_problem(config: RunConfig) -> str:
+    """Return why checkpoints can't stay within trainer.checkpoint.max_bytes, '' if they can. Raises as `written`."""
+    limit, models = config.trainer.checkpoint.max_bytes, read_models(config)
+    # A critic service's checkpoints have a limit of their own.
+    largest = checkpoint_bytes(config, models) // (2 if config.roles.critic.placement == "service" else 1)
+    if not limit or limit >= 2 * largest:
+        return ""
+    return f"= {limit} is less than two checkpoints take, {2 * largest}: the newest stays while the next is written"
+
+
+def _element_and_expert_bytes(config: RunConfig) -> tuple[int, int]:
+    """Return the bytes of a weight in the trainer, and of a token's routed experts."""
+    folder = resolve_model(config.model.path, weights=False)
+    expert_bytes = routed_expert_bytes(folder) if config.rollout.return_routed_experts else 0
+    return micro_batch(config, config.trainer.micro_batch_tokens).element, expert_bytes
 
 
 def _engine(config: RunConfig, role: str, memory: EngineMemory) -> EngineFit:

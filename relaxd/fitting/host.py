@@ -54,9 +54,18 @@ def state_bytes(config: RunConfig, models: Models, fixed: int) -> int:
     return sum(count * (fixed + optimizer.moment_bytes) for count, optimizer in each)
 
 
-def checkpoint_bytes(config: RunConfig, models: Models, element: int) -> int:
-    """Return the bytes of a checkpoint: weights, float32 main weights and two moments, also for float32 weights."""
-    return state_bytes(config, models, element + 4)
+def checkpoint_bytes(config: RunConfig, models: Models) -> int:
+    """Return the bytes of a checkpoint, with a critic's: float32 main weights and two moments."""
+    return state_bytes(config, models, 4)
+
+
+def kept_checkpoints(config: RunConfig, models: Models) -> int:
+    """Return how many checkpoints stay: as many as trainer.checkpoint says, and as its limit of bytes allows."""
+    settings, size = config.trainer.checkpoint, checkpoint_bytes(config, models)
+    if not settings.max_bytes:
+        return settings.keep
+    limit = settings.max_bytes * (2 if config.roles.critic.placement == "service" else 1)
+    return min(settings.keep, max(1, limit // size - 1))
 
 
 def host_bytes(config: RunConfig, models: Models, element: int, expert_bytes: int, judge_weights: int = 0) -> Bytes:
@@ -70,7 +79,7 @@ def host_bytes(config: RunConfig, models: Models, element: int, expert_bytes: in
     if offloaded := sum(count for count, offload in zip(models.trained, offloads, strict=False) if offload):
         found["offloaded optimizer"] = 16 * offloaded  # main weights, moments, gradients
     if trainer.checkpoint.every:
-        found["a checkpoint being written"] = checkpoint_bytes(config, models, element)
+        found["a checkpoint being written"] = checkpoint_bytes(config, models)
     if config.run.colocate:
         state = state_bytes(config, models, element + (4 if element < 4 else 0))
         weights = element * sum(stage_parameters(shape, Layout(1), 0).all for shape in models.frozen)
@@ -83,18 +92,19 @@ def host_bytes(config: RunConfig, models: Models, element: int, expert_bytes: in
 def disk_bytes(config: RunConfig, models: Models, element: int, expert_bytes: int) -> Bytes:
     """Return the disk that the run's folder needs."""
     checkpoint, steps = config.trainer.checkpoint, config.run.steps
+    kept = kept_checkpoints(config, models)
     files = steps
     if checkpoint.keep_step_files == "until_checkpoint" and checkpoint.every:
-        files = min(steps, checkpoint.every * (checkpoint.keep + 1))
+        files = min(steps, checkpoint.every * (kept + 1))
         if checkpoint.replay_bytes:
             between = checkpoint.replay_bytes // step_bytes(config, expert_bytes) + 1
-            files = min(files, between * (checkpoint.keep + 1))
+            files = min(files, between * (kept + 1))
     reference = config.roles.reference
     refreshed = reference.placement == "service" and reference.refresh_every
     weights = element * models.trained[0]
     return {
-        f"{checkpoint.keep} checkpoints, and one being written": (checkpoint.keep + 1)
-        * checkpoint_bytes(config, models, element),
+        f"{kept} checkpoint{'s' if kept > 1 else ''}, and one being written": (kept + 1)
+        * checkpoint_bytes(config, models),
         f"step files of {files} steps": files * step_bytes(config, expert_bytes),
         **({"2 weights of the reference, and those being written": 3 * weights} if refreshed else {}),
         "the trained model": weights,

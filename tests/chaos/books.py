@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import redis
-import torch
 from safetensors import safe_open
 
 from relaxd.board.sides.coordinator import LEDGER_STEPS
@@ -184,13 +183,13 @@ class Books:
             if path.name in self._checkpoints or number > len(self.steps):
                 continue
             try:
-                state = torch.load(path / "common.pt", weights_only=True)
+                state = json.loads((path / "common.json").read_bytes())
             except FileNotFoundError:  # rotated meanwhile
                 continue
             self._checkpoints.add(path.name)
             applied = self.updates[:number]
             found = {"updates": (state["optimizer_steps"], sum(applied))}
-            models = {"policy": state} | ({"critic": state["critic"]} if "critic" in state else {})
+            models = {name: state[name] for name in ("policy", "critic") if name in state}
             for model, part in models.items():
                 trained = sum(count > 0 for count in applied)
                 found[f"steps that have trained the {model}"] = (part["schedule"]["num_steps"], trained)
@@ -211,11 +210,11 @@ class Books:
             if name in self._checkpoints or number > len(self.steps) or not known:
                 continue
             try:
-                state = torch.load(path / "common.pt", weights_only=True)
+                state = json.loads((path / "common.json").read_bytes())
             except FileNotFoundError:  # rotated meanwhile
                 continue
             self._checkpoints.add(name)
-            has, skipped = state["schedule"]["num_steps"], any(self.critic_skipped.values())
+            has, skipped = state["policy"]["schedule"]["num_steps"], any(self.critic_skipped.values())
             if has > number or (has < number and not skipped):
                 wrong.append(f"{name}: steps that have trained the critic: {has}, but by the ledger {number}")
         return wrong

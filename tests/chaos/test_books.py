@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import redis
-import torch
 from safetensors.numpy import save_file
 
 from relaxd.board import Board
@@ -217,8 +216,9 @@ def test_policy_and_critic_of_a_checkpoint_have_trained_every_step_once(
     folder = books.run_folder / "checkpoints" / "step-000002"
     folder.mkdir(parents=True)
     critic = {"step": found["critic_step"], "schedule": {"num_steps": found["critic_schedule"]}}
-    state = {"optimizer_steps": found["optimizer_steps"], "schedule": {"num_steps": found["schedule"]}}
-    torch.save({**state, "critic": critic}, folder / "common.pt")
+    policy = {"schedule": {"num_steps": found["schedule"]}}
+    state = {"optimizer_steps": found["optimizer_steps"], "policy": policy, "critic": critic}
+    (folder / "common.json").write_text(json.dumps(state))
     assert books.audit() == said
 
 
@@ -231,7 +231,7 @@ def test_a_critic_service_has_trained_every_step_once(
 ) -> None:
     folder = books.run_folder / "critic" / "checkpoints" / "step-000002"
     folder.mkdir(parents=True)
-    torch.save({"schedule": {"num_steps": steps}}, folder / "common.pt")
+    (folder / "common.json").write_text(json.dumps({"policy": {"schedule": {"num_steps": steps}}}))
     wrong = "critic/step-000002: steps that have trained the critic: "
     assert books.audit() == [], "what it skipped in step 2 isn't known yet"
     board.publish(term=1, groups=[group("0-000004~1", retry_of="0-000004")], cursor={"epoch": 0, "position": 8})

@@ -16,6 +16,7 @@ from relaxd.data.errors import DataError
 from relaxd.data.models import frozen_models, resolve_model, routed_expert_bytes
 from relaxd.data.vocabulary import check_vocabularies
 from relaxd.evaluation.checking import context_problems, set_problems
+from relaxd.fitting.fit import budget_problem
 from relaxd.local.modules import ALGORITHM_TRIAL
 from relaxd.local.programs import run_program
 from relaxd.roles import TEACHER
@@ -46,6 +47,8 @@ def check(config: RunConfig, *, call_reward: bool = True) -> list[Problem]:
     problems += _check_frozen_models(config)
     if config.roles.judge.has_replicas:
         problems += _check_judge(config)
+    if config.trainer.checkpoint.max_bytes and (problem := budget_problem(config)):
+        problems.append(Problem("trainer.checkpoint.max_bytes", problem))
     problems += [Problem(setting, message) for setting, message in context_problems(config, folder)]
     expert_bytes = routed_expert_bytes(folder) if config.rollout.return_routed_experts else 0
     problems += [Problem(one.setting, one.message) for one in size_problems(config, expert_bytes=expert_bytes)]

@@ -6,8 +6,11 @@ import typer
 
 from relaxd.cli.options import PASS_ON, WordsArgument, load_words
 from relaxd.cli.preparing.check import check
+from relaxd.config import RunConfig
 from relaxd.config.load import ConfigError
 from relaxd.config.write import dump_changes, dump_explained
+from relaxd.data.errors import DataError
+from relaxd.fitting.fit import written
 from relaxd.local.devices import check_devices
 from relaxd.replica.gpus import visible_gpus
 
@@ -31,3 +34,18 @@ def config_check(words: WordsArgument) -> None:
     if problems := check(config) + check_devices(config, {}, len(visible_gpus())):
         raise ConfigError(problems)
     print(f"{path} is valid")
+    print(_disk(config))
+
+
+def _disk(config: RunConfig) -> str:
+    """Say what a run will write."""
+    try:
+        found = written(config)
+    except DataError as error:
+        return f"what it will write is not known: {error}"
+    parts = "; ".join(f"{name}: {_amount(size)}" for name, size in found.items())
+    return f"the run's folder will take about {_amount(sum(found.values()))} ({parts})"
+
+
+def _amount(size: int) -> str:
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"

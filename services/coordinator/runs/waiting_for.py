@@ -156,11 +156,12 @@ def _redis(run: RunSnapshot) -> Reason | None:
 def _disk(run: RunSnapshot) -> Reason | None:
     """The run's folder can't be written to, by the coordinator or by the trainer."""
     advice = "make room on the disk, or let {} write to it: the run goes on by itself"
+    limits = "runs with a smaller trainer.checkpoint.max_bytes or trainer.checkpoint.keep leave more room there"
     if wait := next((wait for wait in run.waits if wait.on == DISK), None):
-        told = (advice.format("the coordinator"),)
+        told = (advice.format("the coordinator"), limits)
         return Reason("disk", f"it waits for {wait.reason}", on=DISK, since=wait.since, advice=told, always=True)
     if peer := next((peer for peer in run.peers if peer.detail.startswith("waiting for the disk")), None):
-        told = (advice.format(peer.replica_id),)
+        told = (advice.format(peer.replica_id), limits)
         return Reason("disk", f"{peer.replica_id} is {peer.detail}", on=DISK, advice=told, always=True)
     return None
 

@@ -3,7 +3,8 @@
 checkpoints/step-000020/           complete: renamed to this once everything in it was on disk
     manifest.json                  size and SHA-256 of every other file
     state.json                     step, ledger, data cursor, configuration: everything but tensors
-    common.pt .metadata metadata.json __0_0.distcp ...    Megatron's: __RANK_NUMBER, several of a large rank
+    common.json                    settings of the optimizers, schedules, counters
+    rank-00000-0.safetensors ...   each rank's part: rank-RANK-NUMBER
     kept                           only in one that was requested: it is never removed
 checkpoints/.step-000040.3.partial being written by the trainer of term 3
 checkpoints/step-000040.broken     found damaged, renamed
@@ -12,15 +13,15 @@ critic/checkpoints/...             the same, of a critic service
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -35,16 +36,18 @@ from relaxd.run_folder import (
     checkpoints_folder,
 )
 from services.trainer.batch.durable import sync
+from services.trainer.batch.in_parallel import in_parallel
 from services.trainer.batch.reference_weights import FOLDER as REFERENCE_FOLDER
 from services.trainer.batch.step_plan import OUTCOME
+from services.trainer.checkpoints import budget
+
+logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+PART = re.compile(r"rank-(\d+)-")
+"""How names of a rank's files begin."""
 CHUNK_BYTES = 1 << 20
 """Bytes per read for a checksum."""
-READERS = 8
-"""Files that are read at the same time for their checksums."""
-REPORT_SECONDS = 0.2
-"""Interval at which progress is reported."""
 REMOVED_TERM = 0
 """Replaces the trainer's term in the names of checkpoints being removed."""
 UNFINISHED = {
@@ -140,15 +143,7 @@ def describe_all(
     Raises:
         OSError: a file can't be read.
     """
-    read: SimpleQueue[int] = SimpleQueue()
-    with ThreadPoolExecutor(READERS, "checksum") as pool:
-        found = {path.name: pool.submit(describe, path, read.put) for path in paths}
-        reading = set(found.values())
-        while reading:
-            _, reading = wait(reading, REPORT_SECONDS)  # named: the caller's work, with what `progress` counts
-            while not read.empty():
-                progress(read.get_nowait())
-    return {name: work.result() for name, work in found.items()}
+    return in_parallel({path.name: partial(describe, path) for path in paths}, progress)
 
 
 def seal(partial: Path, final: Path, state: CheckpointState, written: Mapping[str, Any], *, kept: bool = False) -> None:
@@ -196,7 +191,8 @@ def verify(path: Path, share: int = 0, shares: int = 1, progress: Callable[[int]
 
     Args:
         path: the checkpoint.
-        share: number of this process among those that share the reading, from 0.
+        share: number of this process among those that share the reading, from 0: in the layout that wrote it, a rank
+            reads its own part, which it loads next.
         shares: number of these processes.
         progress: called with the bytes read.
 
@@ -208,7 +204,7 @@ def verify(path: Path, share: int = 0, shares: int = 1, progress: Callable[[int]
         for name, expected in files.items():
             if (path / name).stat().st_size != expected["bytes"]:
                 raise CheckpointBroken(f"{path / name} has {(path / name).stat().st_size} bytes, not {expected}")
-        own = sorted(files)[share::shares]
+        own = [name for name in sorted(files) if int((PART.match(name) or [0, 0])[1]) % shares == share]
         for name, found in describe_all((path / name for name in own), progress).items():
             if found != files[name]:
                 raise CheckpointBroken(f"{path / name} is damaged: its checksum isn't the manifest's")
@@ -264,29 +260,64 @@ def keep(path: Path) -> None:
     sync(path)
 
 
-def oldest_kept(run_folder: Path, keep: int) -> int | None:
-    """Return the step of the oldest of the newest `keep` checkpoints, None if there are fewer.
+def oldest_kept(run_folder: Path, keep: int, max_bytes: int = 0) -> int | None:
+    """Return the step of the oldest checkpoint that may be needed, None if there are too few yet.
 
-    Earlier steps are no longer needed to restore the weights, even if newer checkpoints are broken.
+    That is the oldest of the newest `keep`; or of those that have room, if another one would have none within
+    `max_bytes`. Earlier steps are no longer needed to restore the weights, even if newer checkpoints are broken.
     """
     steps = checkpoint_steps(run_folder)
+    if max_bytes and steps and budget.room_for_more(run_folder, max_bytes) < budget.size_of(run_folder, steps[0]):
+        return min((step for step in steps[:keep] if not budget.is_marked(run_folder, step)), default=steps[0])
     return steps[keep - 1] if len(steps) >= keep else None
 
 
-def rotate(run_folder: Path, keep: int) -> int | None:
-    """Rename checkpoints beyond the newest `keep` unless they are marked; `remove_rotated` removes them.
+def rotate(run_folder: Path, keep: int, max_bytes: int = 0) -> int | None:
+    """Rename checkpoints beyond the newest `keep` or a limit of bytes; `remove_rotated` removes them.
+
+    Marked ones stay, and so does the newest.
+
+    Args:
+        run_folder: the folder of the run.
+        keep: how many of the newest to keep.
+        max_bytes: what they and the next one may take; 0: no limit.
 
     Returns:
         `oldest_kept`.
     """
     steps = checkpoint_steps(run_folder)
-    for step in steps[keep:]:
-        path = checkpoint_path(run_folder, step)
-        if (path / KEPT).exists():
-            continue
-        # Rename first: removing takes a second, and a half-removed checkpoint must not look complete.
-        os.rename(path, path.with_name(f".{path.name}.{REMOVED_TERM}.partial"))
+    _remove_later(run_folder, [step for step in steps[keep:] if not budget.is_marked(run_folder, step)])
+    if max_bytes:
+        _limit(run_folder, keep, max_bytes)
+    left = checkpoint_steps(run_folder)[:keep]
     for path in checkpoints_folder(run_folder).glob("step-*.broken"):
-        if steps and int(path.name.split("-")[1].split(".")[0]) < steps[:keep][-1]:
+        if left and int(path.name.split("-")[1].split(".")[0]) < left[-1]:
             shutil.rmtree(path, ignore_errors=True)
-    return oldest_kept(run_folder, keep)
+    return oldest_kept(run_folder, keep, max_bytes)
+
+
+def _limit(run_folder: Path, keep: int, max_bytes: int) -> None:
+    """Remove the oldest checkpoints until the others, and the next one, take no more than a limit. Say so."""
+    removed = budget.beyond(run_folder, max_bytes)
+    _remove_later(run_folder, removed)
+    limit = f"trainer.checkpoint.max_bytes = {max_bytes}"
+    if removed:
+        steps = ", ".join(map(str, removed))
+        logger.warning(
+            "the checkpoints of steps %s are removed, though trainer.checkpoint.keep is %d: with them, and the next "
+            "one, there would be more than %s",
+            steps, keep, limit,
+        )  # fmt: skip
+    if (room := budget.room_for_more(run_folder, max_bytes)) < 0:
+        logger.warning(
+            "while the next checkpoint is written, checkpoints take %d bytes more than %s: the newest one stays, and "
+            "so do those that were taken on request. Remove what isn't needed, or raise the limit",
+            -room, limit,
+        )  # fmt: skip
+
+
+def _remove_later(run_folder: Path, steps: Iterable[int]) -> None:
+    """Rename checkpoints, so that they don't look complete while they are removed, which takes a second."""
+    for step in steps:
+        path = checkpoint_path(run_folder, step)
+        os.rename(path, path.with_name(f".{path.name}.{REMOVED_TERM}.partial"))

@@ -8,14 +8,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from services.trainer.checkpoints.folder import CheckpointBroken, describe_all, verify
+from services.trainer.checkpoints.folder import CheckpointBroken, verify
 from services.trainer.learner.snapshots.checkpoint import Checkpointed, Snapshot
+from services.trainer.learner.snapshots.part_files import rank_of
 
 logger = logging.getLogger(__name__)
 
 
 class CheckpointPart:
-    """Takes, writes and verifies this rank's part. All ranks call begin, end and intact together."""
+    """Takes, writes and verifies this rank's part. All ranks call prepare, begin, end and intact together."""
 
     def __init__(self, learner: Checkpointed) -> None:
         self._learner = learner
@@ -23,6 +24,10 @@ class CheckpointPart:
         self._snapshot: Snapshot | None = None
         self._partial = Path()
         self._begun = 0
+
+    def prepare(self) -> None:
+        """Prepare what the first snapshot would wait for, such as the host's memory."""
+        self._learner.prepare_snapshots()
 
     def begin(self, partial: Path) -> int:
         """Take a snapshot, which `write` writes to an empty folder. Returns the bytes that this rank will write."""
@@ -54,11 +59,10 @@ class CheckpointPart:
         """Wait up to `seconds` for the snapshot's copies. Return whether they are complete."""
         return self._snapshot is None or self._snapshot.copies.wait(seconds)
 
-    def end(self, written: bool = True) -> str:
-        """Write the metadata if every rank has written its part; drop the snapshot. Returns '' or rank 0's error."""
-        snapshot, self._snapshot = self._snapshot, None
+    def end(self) -> None:
+        """Drop the snapshot."""
+        self._snapshot = None
         self._disk.forget(self._name)
-        return snapshot.finish() if written and snapshot is not None else ""
 
     def intact(self, path: Path) -> bool:
         """Verify this rank's share of a checkpoint's files; log the first damage."""
@@ -85,12 +89,12 @@ def _write(snapshot: Snapshot, partial: Path, rank: int, problem: str, tell: Cal
             snapshot.give_up()
             report = {"files": {}} if rank else {"error": problem}
         else:
-            snapshot.write()
-            report = {"files": describe_all(partial.glob(f"__{rank}_*.distcp"))}
+            report = {"files": snapshot.write()}
     except Exception as error:
         logger.exception("rank %d could not write its part of %s", rank, partial.name)
         report = {"error": f"rank {rank}: {type(error).__name__}: {error}"}
         with suppress(OSError):  # others need the room until rank 0 removes the folder
-            for path in partial.glob(f"__{rank}_*"):
-                path.unlink(missing_ok=True)
+            for path in partial.iterdir():
+                if rank_of(path.name) == rank:
+                    path.unlink(missing_ok=True)
     tell(report)

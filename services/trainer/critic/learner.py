@@ -28,7 +28,7 @@ from services.trainer.batch.step_plan import MicroBatchRound, MiniBatch
 from services.trainer.frozen.stage_rank import world_config
 from services.trainer.learner.critic import VALUE_LOSS, Critic
 from services.trainer.learner.forward import Forward
-from services.trainer.learner.snapshots.checkpoint import Kept, Snapshot, Stateful, load_snapshot
+from services.trainer.learner.snapshots.checkpoint import Kept, Snapshot, Stateful, load_snapshot, prepare
 from services.trainer.learner.snapshots.checkpoint_copies import HostCopies
 from services.trainer.learner.sums import bit_sum, merge, reduce_over_ranks
 from services.trainer.learner.update import update_weights
@@ -112,6 +112,10 @@ class CriticLearner:
     def checksum(self) -> int:
         """Return the `bit_sum` of this rank's weights."""
         return bit_sum(self._critic.module.parameters(), self.world.device)
+
+    def prepare_snapshots(self) -> None:
+        """See `Checkpointed`."""
+        prepare(self._stateful(self.step), self._kept)
 
     def snapshot(self, folder: Path) -> Snapshot:
         """See `Checkpointed`. The next update waits until the snapshot's copies are complete."""

@@ -53,7 +53,7 @@ from services.trainer.learner.forward import Forward
 from services.trainer.learner.offload import Offload, gradient_tensors, memory_in_use, state_tensors
 from services.trainer.learner.optimizer import build_optimizer, build_schedule
 from services.trainer.learner.policy_loss import UNEXPLAINED, PolicyLoss
-from services.trainer.learner.snapshots.checkpoint import Kept, Snapshot, Stateful, TrainedModel, load_snapshot
+from services.trainer.learner.snapshots.checkpoint import Kept, Snapshot, Stateful, TrainedModel, load_snapshot, prepare
 from services.trainer.learner.snapshots.checkpoint_copies import HostCopies
 from services.trainer.learner.sums import bit_sum, merge, reduce_over_ranks
 from services.trainer.learner.update import PendingUpdate, update_weights
@@ -380,6 +380,10 @@ class Learner:
         self._offload.onload()
         self._record_weights_changed()
         return before, memory_in_use(self.world.device)
+
+    def prepare_snapshots(self) -> None:
+        """See `Checkpointed`."""
+        prepare(self._stateful(self._step), self._kept)
 
     def snapshot(self, folder: Path) -> Snapshot:
         """Start a snapshot of the state, to be written to an empty folder. All ranks call it together.

@@ -24,6 +24,7 @@ from services.trainer.loop.commanded_rank import (
     BeginCheckpoint,
     CommandedRank,
     EndCheckpoint,
+    PrepareCheckpoints,
     Restore,
     VerifyCheckpoint,
 )
@@ -177,27 +178,19 @@ class Checkpoints:
             more = f"; so did {len(errors) - SHOWN_ERRORS} more" if len(errors) > SHOWN_ERRORS else ""
             self._abandon(saving, "; ".join(errors[:SHOWN_ERRORS]) + more)
         else:
-            began = time.monotonic()
-            problem = self._rank.run(EndCheckpoint(written=True))
-            self._stalled += time.monotonic() - began
+            self._rank.run(EndCheckpoint())
             files = {name: file for report in reports for name, file in report["files"].items()}
-            saving.sealed = self._sealer.submit(self._seal, saving, files, problem)
+            saving.sealed = self._sealer.submit(self._seal, saving, files)
 
-    def _seal(self, saving: "_Saving", files: Mapping[str, Any], problem: str) -> str:
-        """Seal a checkpoint unless its index had a problem, and remove older ones. Return '' or the error.
-
-        Runs in a thread, beside training.
-        """
+    def _seal(self, saving: "_Saving", files: Mapping[str, Any]) -> str:
+        """Seal a checkpoint and remove older ones. Return '' or the error. Runs in a thread, beside training."""
         try:
-            if not problem:
-                folders.seal(saving.partial, saving.final, saving.state, files, kept=saving.keep)
+            folders.seal(saving.partial, saving.final, saving.state, files, kept=saving.keep)
         except OSError as error:
-            problem = f"{type(error).__name__}: {error}"
-        if problem:
             shutil.rmtree(saving.partial, ignore_errors=True)
-        else:
-            self._remove_older(saving)
-        return problem
+            return f"{type(error).__name__}: {error}"
+        self._remove_older(saving)
+        return ""
 
     def _answer(self, saving: "_Saving", problem: str) -> None:
         if problem:
@@ -212,7 +205,7 @@ class Checkpoints:
     def _remove_older(self, saving: "_Saving") -> None:
         """Remove the checkpoints and step files that a new checkpoint replaces."""
         try:
-            oldest = folders.rotate(self._run_folder, self._settings.keep)
+            oldest = folders.rotate(self._run_folder, self._settings.keep, self._settings.max_bytes)
             folders.remove_rotated(self._run_folder)
             if oldest is not None and self._settings.keep_step_files == "until_checkpoint":
                 remove_step_files(self._run_folder, up_to=min(oldest, self._followed()))
@@ -223,11 +216,12 @@ class Checkpoints:
         """Return the step up to which a critic service needs no step file."""
         if self._config.roles.critic.placement != "service":
             return math.inf
-        return folders.oldest_kept(critic_folder(self._run_folder), self._settings.keep) or 0
+        settings = self._settings
+        return folders.oldest_kept(critic_folder(self._run_folder), settings.keep, settings.max_bytes) or 0
 
     def _abandon(self, saving: "_Saving", reason: str) -> None:
         self._saving = None
-        self._rank.run(EndCheckpoint(written=False))
+        self._rank.run(EndCheckpoint())
         with self._rank.rank0_only(f"removing {saving.partial}"):
             shutil.rmtree(saving.partial, ignore_errors=True)
         self._fail(saving.answers, f"{reason}; {self._room(saving)}")
@@ -242,7 +236,7 @@ class Checkpoints:
         return (
             f"it needs {amount(saving.size)} on the disk of {folder}, which has {free} left. Remove what isn't needed "
             f"there, such as checkpoints that were taken on request, or lower trainer.checkpoint.keep = "
-            f"{self._settings.keep}"
+            f"{self._settings.keep} or trainer.checkpoint.max_bytes = {self._settings.max_bytes}"
         )
 
     def _fail(self, answers: Sequence[Answer], reason: str) -> None:
@@ -281,7 +275,7 @@ class Checkpoints:
     # --- loading --------------------------------------------------------------------------------------------------
 
     def restore(self) -> int:
-        """Load the newest intact checkpoint of a step in the ledger. Others are put aside.
+        """Load the newest intact checkpoint of a step in the ledger, and prepare the next one. Others are put aside.
 
         Returns:
             Its step; 0 if there is none, so that the learner keeps the initial model.
@@ -292,6 +286,12 @@ class Checkpoints:
         """
         with self._rank.rank0_only("removing what earlier trainers did not finish"):
             folders.remove_partials(self._run_folder, self._term)
+        step = self._restore_newest()
+        if self._settings.every:
+            self._rank.run(PrepareCheckpoints())
+        return step
+
+    def _restore_newest(self) -> int:
         last = self._board.last_step()
         for step in checkpoint_steps(self._run_folder):
             path = checkpoint_path(self._run_folder, step)

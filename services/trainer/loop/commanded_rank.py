@@ -91,6 +91,15 @@ class WaitForDisk:
 
 
 @dataclass(frozen=True)
+class PrepareCheckpoints:
+    """Prepare what the first checkpoint would wait for."""
+
+    def execute(self, rank: CommandedRank) -> None:
+        """Prepare it."""
+        rank.checkpoint.prepare()
+
+
+@dataclass(frozen=True)
 class BeginCheckpoint:
     """Take a snapshot and start writing it to an empty folder, if there is room for it."""
 
@@ -107,13 +116,11 @@ class BeginCheckpoint:
 
 @dataclass(frozen=True)
 class EndCheckpoint:
-    """Complete the snapshot if every rank has written its part; otherwise drop it."""
+    """Drop the snapshot, once every rank has told how its writing has ended, or is late."""
 
-    written: bool
-
-    def execute(self, rank: CommandedRank) -> str:
-        """Write the metadata, or nothing. Return '' or rank 0's error."""
-        return rank.checkpoint.end(self.written)
+    def execute(self, rank: CommandedRank) -> None:
+        """Drop it."""
+        rank.checkpoint.end()
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,13 @@ def test_config_check_finds_what_does_not_fit(tmp_path: Path, tiny_model: Path) 
         "eval.prompts = 99999, but only",
     ):
         assert expected in done.stderr
-    assert CliRunner().invoke(app, ["config", "check", str(path)]).stdout == f"{path} is valid\n"
+    valid, folder = CliRunner().invoke(app, ["config", "check", str(path)]).stdout.splitlines()
+    assert valid == f"{path} is valid"
+    assert folder.startswith("the run's folder will take about ")
+    assert "2 checkpoints, and one being written: " in folder
+    assert "trainer.checkpoint.max_bytes = 1000 is less than two checkpoints take" in problems(
+        "--trainer.checkpoint.max_bytes=1000"
+    )
     found = problems(
         "--trainer.routing_replay=rollout", "--rollout.engine=sglang", "--rollout.return_routed_experts=true"
     )

@@ -64,7 +64,7 @@ def refusal(*words: str) -> str:
 
 def test_what_init_writes_is_a_run(task: Path) -> None:
     assert sorted(path.name for path in task.iterdir()) == ["prompts.jsonl", "reward.py", "rewards.py", "run.toml"]
-    assert relaxd("config", "check", "run.toml").output == "run.toml is valid\n"
+    assert relaxd("config", "check", "run.toml").output.splitlines()[0] == "run.toml is valid"
     tried = relaxd("reward", "test", "run.toml")
     assert tried.exit_code == 0
     for expected in ('opposite of "hot"?', "cold (reference)", "I don't know.", "(empty)", "accuracy 1, brief 1"):

@@ -41,8 +41,7 @@ WITHOUT_DEADLINE = {
         ("services/coordinator/service.py", "CoordinatorProcess.run"),
         ("services/coordinator/weights/weight_group_client.py", "WeightGroupClient._broadcast"),
         ("services/rollout/service/child_engine.py", "ChildEngine.start"),
-        ("services/trainer/checkpoints/folder.py", "describe_all"),
-        ("services/trainer/learner/snapshots/checkpoint_writer.py", "ThreadWriter.write"),
+        ("services/trainer/batch/in_parallel.py", "in_parallel"),
         ("services/trainer/loop/checkpoints.py", "Checkpoints._check"),
         ("services/trainer/service/rank_processes.py", "RankProcesses._exited"),
     },
@@ -111,6 +110,10 @@ WITHOUT_DEADLINE = {
         ("services/rollout/service/service.py", "RolloutService.stop_run"),  # cancelled
         ("services/rollout/teacher/budget.py", "TokenBudget.hold"),  # each request before it has a deadline
         ("services/rollout/engines/sglang/process.py", "SGLangProcess.load"),  # see health.start_seconds
+        (
+            "services/trainer/learner/snapshots/checkpoint_copies.py",
+            "HostMemory.touched",
+        ),  # a thread that only writes to memory
         ("services/trainer/learner/snapshots/checkpoint_copies.py", "HostCopies.check"),  # copies within this process
         ("services/trainer/service/rank_processes.py", "RankProcesses.kill"),  # SIGKILL was sent
         ("services/trainer/service/server.py", "TrainerService.stop_run"),  # cancelled

@@ -11,13 +11,11 @@ EVALUATES = ("eval", "exec", "compile", "__import__", "torch.load", "torch.save"
 OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
 """Collectives of torch that pickle."""
 
-CHECKPOINTS = "torch's distributed checkpoints, whose .metadata is a pickle: files of the run's own folder"
+SHARDS = "only Megatron's description of a model's shards: its files are never read"
 RANKS = "between the trainer's own ranks, over their own process group"
 ARGUED = {
-    "services/trainer/learner/snapshots/checkpoint.py": CHECKPOINTS,
-    "services/trainer/learner/snapshots/checkpoint_reader.py": CHECKPOINTS,
-    "services/trainer/learner/snapshots/checkpoint_writer.py": CHECKPOINTS,
-    "services/trainer/transformer/mlp/experts.py": CHECKPOINTS,
+    "services/trainer/learner/snapshots/pieces.py": SHARDS,
+    "services/trainer/transformer/mlp/experts.py": SHARDS,
     "services/trainer/model/hf_weights.py": RANKS,
     "services/trainer/megatron/parallel.py": RANKS,
     "services/trainer/learner/sums.py": RANKS,

@@ -1,84 +1,78 @@
 """Copies of a learner's state in the host's memory, made during the next step's forward and backward pass.
 
 Only the optimizer step changes weights and optimizer state, so a snapshot need not copy them at once. It plans its
-files with uninitialised tensors, which a thread fills; the next optimizer step waits for the thread.
+files with uninitialised memory, which a thread fills; the next optimizer step waits for the thread.
 """
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any
 
-import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
-
-# isort: split
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from services.trainer.learner.bfloat16_moments import MOMENTS, moments_dtype
-
-STATE = ("param", *MOMENTS)
-"""The distributed optimizer's state of each parameter."""
 STAGING_BYTES = 32 << 20
 """Size of each of two pinned buffers between GPU and host: the GPU fills one while the host empties the other."""
 
 
 class HostMemory:
-    """Host tensors that one snapshot after the other uses: memory from the system is slow while it is new."""
+    """Host memory that one snapshot after the other uses: memory from the system is slow while it is new."""
 
     def __init__(self) -> None:
         self._tensors: list[Tensor] = []
         self._taken = 0
+        self._touching: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Start again with the first tensor."""
+        """Start again with the first stretch."""
         self._taken = 0
 
-    def take(self, shape: Any, dtype: torch.dtype) -> Tensor:
-        """Return the next tensor; a new one unless the last snapshot's had this shape and dtype."""
+    def take(self, size: int) -> Tensor:
+        """Return so many bytes: uint8 [size]. They are new unless the last snapshot took as many in this place."""
         index, self._taken = self._taken, self._taken + 1
-        if index < len(self._tensors) and self._tensors[index].shape == shape and self._tensors[index].dtype == dtype:
+        if index < len(self._tensors) and len(self._tensors[index]) == size:
             return self._tensors[index]
         del self._tensors[index:]
-        self._tensors.append(torch.empty(shape, dtype=dtype))
+        self._tensors.append(torch.empty(size, dtype=torch.uint8))
         return self._tensors[index]
+
+    def touch(self) -> None:
+        """Have the system provide what was taken, in a thread. Nothing may be copied there before `touched`."""
+        tensors = list(self._tensors)
+        self._touching = threading.Thread(target=_touch, args=(tensors,), name="touch-checkpoint", daemon=True)
+        self._touching.start()
+
+    def touched(self) -> None:
+        """Wait for `touch`, if it was called."""
+        if self._touching is not None:
+            self._touching.join()  # it only writes to memory
+            self._touching = None
+
+
+def _touch(tensors: list[Tensor]) -> None:
+    for tensor in tensors:
+        for stretch in tensor.split(STAGING_BYTES):
+            stretch.zero_()
 
 
 class HostCopies:
-    """Host tensors that will be filled with the current values of source tensors."""
+    """Host memory that will be filled with the current values of tensors."""
 
     def __init__(self, device: torch.device, memory: HostMemory) -> None:
         """Sources are on `device` or in the host's memory. Copies are in `memory`, which nothing else uses now."""
         memory.begin()
         self._memory = memory
         self._device = device
-        self._work: list[Callable[[_Stage], None]] = []
-        self._storages: set[int] = set()
+        self._work: list[tuple[Tensor, Tensor]] = []
+        """Targets and sources."""
         self._filled = threading.Event()
         self._error: Exception | None = None
 
-    def of(self, source: Tensor) -> Tensor:
-        """Return a contiguous tensor that will be filled with the values of `source`."""
-        target = self._empty(source.shape, source.dtype)
-        self._work.append(partial(_copy, target, source.detach()))
-        return target
+    def memory(self, size: int) -> Tensor:
+        """Return so many bytes of the host's memory; see `HostMemory.take`."""
+        return self._memory.take(size)
 
-    @contextlib.contextmanager
-    def of_optimizers(self, optimizers: list[Any]) -> Iterator[None]:
-        """Make Megatron's distributed optimizers return such tensors in the block instead of gathering their state."""
-        for one in optimizers:
-            one.get_parameter_state_dp_zero = partial(self._state, one)
-        try:
-            yield
-        finally:
-            for one in optimizers:
-                del one.get_parameter_state_dp_zero
-
-    def owns(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is one of these or a view of one."""
-        return tensor.untyped_storage().data_ptr() in self._storages
+    def add(self, target: Tensor, source: Tensor) -> None:
+        """Let a part of the memory be filled with the values of a tensor of the same shape and type."""
+        self._work.append((target, source.detach()))
 
     def start(self) -> None:
         """Start to fill the tensors. All ranks call it in their training threads."""
@@ -109,38 +103,16 @@ class HostCopies:
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # a new thread starts with device 0
+            self._memory.touched()
             stage = _Stage(self._device)
-            for work in self._work:
-                work(stage)
+            for target, source in self._work:
+                stage.copy(target, source)
             stage.finish()
         except Exception as error:  # `check` raises it in the thread that needs the copies
             self._error = error
         finally:
             self._work.clear()
             self._filled.set()
-
-    def _empty(self, shape: Any, dtype: torch.dtype) -> Tensor:
-        target = self._memory.take(torch.Size(shape), dtype)
-        self._storages.add(target.untyped_storage().data_ptr())
-        return target
-
-    def _state(self, optimizer: Any, use_gloo_comm: bool, empty_data: bool, return_on_all_ranks: bool) -> Any:
-        """Replaces `DistributedOptimizer.get_parameter_state_dp_zero`, which copies everything five times."""
-        assert use_gloo_comm
-        assert not empty_data
-        assert not return_on_all_ranks
-        group = optimizer.data_parallel_group_gloo
-        first = group.rank() == 0
-        dtypes = {"param": torch.float32} | dict.fromkeys(MOMENTS, moments_dtype(optimizer.optimizer))
-        state: dict[Any, Any] = {"buckets_coalesced": True}
-        for index, ranges in enumerate(optimizer.gbuf_ranges):
-            buffer = optimizer.buffers[index]
-            ((dtype, buckets),) = ranges.items()
-            size = buffer.numel_unpadded
-            targets = {key: self._empty((size,), dtypes[key]) for key in STATE} if first else {}
-            self._work.append(partial(_gather, optimizer, buffer, buckets, targets, dtypes, group))
-            state[index] = {dtype: {**targets, "numel_unpadded": size}}
-        return state if first else None
 
 
 class _Stage:
@@ -176,39 +148,3 @@ class _Stage:
         arrived.synchronize()
         to.copy_(pinned[: to.nbytes].view(to.dtype))
         self._free.append(pinned)
-
-
-def _copy(target: Tensor, source: Tensor, stage: _Stage) -> None:
-    stage.copy(target, source)
-
-
-def _gather(
-    optimizer: Any,
-    buffer: Any,
-    buckets: list[Any],
-    targets: dict[str, Tensor],
-    dtypes: dict[str, torch.dtype],
-    group: dist.ProcessGroup,
-    stage: _Stage,
-) -> None:
-    """Gather a buffer's state from all data-parallel ranks into the first one's [numel_unpadded] targets."""
-    begin = 0
-    for bucket, ranges in zip(buffer.buckets, buckets, strict=True):
-        end = begin + bucket.numel_unpadded
-        share = bucket.grad_data.numel() // group.size()
-        own = {model: optimizer._get_main_param_and_optimizer_states(model) for model in ranges["param_map"]}
-        for key in STATE:
-            alone = group.size() == 1
-            mine = targets[key][begin:end] if alone else torch.zeros(share, dtype=dtypes[key])
-            for model, places in ranges["param_map"].items():
-                place = places["gbuf_local"]
-                stage.copy(mine[place.start : place.end], own[model][key].detach())
-            if alone:
-                continue
-            stage.finish()
-            parts = torch.empty(share * group.size(), dtype=dtypes[key]) if targets else None
-            received = list(parts.split(share)) if parts is not None else None
-            dist.gather(mine, received, dist.get_process_group_ranks(group)[0], group)
-            if parts is not None:
-                targets[key][begin:end].copy_(parts[: bucket.numel_unpadded])
-        begin = end

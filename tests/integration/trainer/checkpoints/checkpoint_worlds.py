@@ -45,6 +45,24 @@ def drawn() -> list[float]:
     return [float(torch.rand(())), float(np.random.random()), random.random()]
 
 
+def optimizer_state(learner: Any) -> dict[str, tuple[int, np.ndarray]]:
+    """What this rank's optimizers hold of each parameter, as Megatron says: main weights and moments.
+
+    Returns:
+        Place of the first element among the parameter's, and the elements, by the names of parameter and state.
+    """
+    names = {parameter: name for name, parameter in learner._policy.named_parameters()}
+    return {
+        f"{names[parameter]} {state}": (
+            one._get_model_param_range_map(parameter)["param"].start,
+            one._get_main_param_and_optimizer_states(parameter)[state].detach().float().cpu().flatten().numpy().copy(),
+        )
+        for one in learner._optimizer.chained_optimizers
+        for parameter in one.model_param_group_index_map
+        for state in ("param", "exp_avg", "exp_avg_sq")
+    }
+
+
 def run_job(job: CheckpointJob, ranks: int = 1) -> dict[str, Any]:
     """Run one job on this rank."""
     import torch.distributed as dist
@@ -55,6 +73,7 @@ def run_job(job: CheckpointJob, ranks: int = 1) -> dict[str, Any]:
         drawn()
         learner.restore(job.load, 2, same_layout=job.same_layout)
         result["at_load"] = copied(learner)
+        result["state_at_load"] = optimizer_state(learner)
     else:
         train(learner, 2)
         drawn()
@@ -66,20 +85,18 @@ def run_job(job: CheckpointJob, ranks: int = 1) -> dict[str, Any]:
         snapshot = learner.snapshot(job.save)
         result["stall"] = time.monotonic() - began
         result["at_save"] = copied(learner)
+        result["state_at_save"] = optimizer_state(learner)
+        result["memory"] = sum(memory.nbytes for memory in snapshot._kept.memory._tensors)
     result["drawn"] = drawn()
     result["trajectory"] = train(learner, 1)
     if job.save is not None:
-        snapshot.write()  # only now: a snapshot holds what was, not what is
+        result["files"] = snapshot.write()  # only now: a snapshot holds what was, not what is
         dist.barrier()
-        snapshot.finish()
     result["trajectory"] += train(learner, 1)
     result["step"] = learner.step
     result["tensors"] = copied(learner)
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
     from services.trainer.megatron.parallel import leave_layout
 
-    result["spawned"] = filesystem_async._results_queue is not None
     leave_layout()
     return result
 

@@ -11,7 +11,7 @@ import torch
 from relaxd.process.garbage import freeze_objects
 from services.trainer.batch.row_packing import pack
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.snapshots import checkpoint_copies, checkpoint_writer
+from services.trainer.learner.snapshots import checkpoint_copies, part_files
 from services.trainer.learner.snapshots.checkpoint import Snapshot
 from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model, make_samples
 
@@ -63,7 +63,6 @@ def test_the_next_step_goes_on_until_its_weights_would_change(
     assert not finishing.is_alive()
     assert learner.checksum() != before
     snapshot.write()
-    snapshot.finish()
     learner.restore(folder, 1, same_layout=True)
     assert learner.checksum() == before
     assert torch.equal(optimizer_state(learner), moments)
@@ -74,7 +73,6 @@ def test_a_learner_that_has_trained_further_goes_back_with_its_schedule(learner:
     folder.mkdir()
     snapshot = learner.snapshot(folder)
     snapshot.write()
-    snapshot.finish()
 
     def go_on() -> tuple[list[float], list[int]]:
         rates, checksums = [], []
@@ -92,8 +90,8 @@ def test_a_learner_that_has_trained_further_goes_back_with_its_schedule(learner:
 
 @pytest.fixture
 def three_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_writer, "FILE_BYTES", 1 << 12)
-    monkeypatch.setattr(checkpoint_writer, "MAX_FILES", 3)
+    monkeypatch.setattr(part_files, "FILE_BYTES", 1 << 12)
+    monkeypatch.setattr(part_files, "MAX_FILES", 3)
 
 
 def test_a_large_rank_writes_several_files(learner: Learner, tmp_path: Path, three_files: None) -> None:
@@ -103,8 +101,7 @@ def test_a_large_rank_writes_several_files(learner: Learner, tmp_path: Path, thr
     snapshot = learner.snapshot(folder)
     step(learner, 2)
     snapshot.write()
-    snapshot.finish()
-    sizes = [path.stat().st_size for path in folder.glob("__0_*.distcp")]
+    sizes = [path.stat().st_size for path in folder.glob("rank-00000-*.safetensors")]
     assert len(sizes) == 3
     assert max(sizes) < 1.5 * min(sizes)
     learner.restore(folder, 1, same_layout=True)
@@ -113,27 +110,52 @@ def test_a_large_rank_writes_several_files(learner: Learner, tmp_path: Path, thr
 
 
 def places(snapshot: Snapshot) -> list[int]:
-    return [tensor.data_ptr() for tensor in snapshot._files.tensors]
+    return [memory.data_ptr() for _, memory in snapshot._files._files.values()]
 
 
-def test_a_snapshot_uses_memory_and_plan_of_the_one_before(learner: Learner, tmp_path: Path, three_files: None) -> None:
+def test_a_snapshot_uses_memory_of_the_one_before(learner: Learner, tmp_path: Path, three_files: None) -> None:
     expected, taken = {}, []
     for number in range(3):
         step(learner, 2 + number)
         folder = tmp_path / f"checkpoint-{number}"
         folder.mkdir()
-        torch.rand(number + 1)  # other states of the generators, which are objects of the plan
+        torch.rand(number + 1)  # other states of the generators
         expected[folder] = learner.checksum(), optimizer_state(learner), torch.get_rng_state()
         snapshot = learner.snapshot(folder)
         snapshot.write()
-        snapshot.finish()
-        taken.append((snapshot._files.plan, places(snapshot)))
+        taken.append(places(snapshot))
     assert taken[0] == taken[1] == taken[2]
     for folder, (checksum, moments, generator) in expected.items():
         learner.restore(folder, 1, same_layout=True)
         assert learner.checksum() == checksum
         assert torch.equal(optimizer_state(learner), moments)
         assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_the_first_snapshot_uses_prepared_memory_once_it_is_there(
+    learner: Learner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    touch = checkpoint_copies._touch
+
+    def slow(tensors: list[torch.Tensor]) -> None:
+        assert go_on.wait(PATIENCE)
+        touch(tensors)
+
+    monkeypatch.setattr(checkpoint_copies, "_touch", slow)
+    learner.prepare_snapshots()
+    prepared = [memory.data_ptr() for memory in learner._kept.memory._tensors]
+    checksum, folder = learner.checksum(), tmp_path / "checkpoint"
+    folder.mkdir()
+    snapshot = learner.snapshot(folder)
+    assert places(snapshot) == prepared
+    assert not snapshot.copies.wait(0.3)  # what is copied there before would be overwritten
+    go_on.set()
+    snapshot.write()
+    step(learner, 2)
+    assert learner.checksum() != checksum
+    learner.restore(folder, 1, same_layout=True)
+    assert learner.checksum() == checksum
 
 
 def test_a_snapshot_leaves_the_one_before_alone_until_it_is_written(learner: Learner, tmp_path: Path) -> None:
@@ -147,29 +169,15 @@ def test_a_snapshot_leaves_the_one_before_alone_until_it_is_written(learner: Lea
     assert not set(places(snapshots[0])) & set(places(snapshots[1]))
     for snapshot, folder, checksum in zip(snapshots, folders, checksums, strict=True):
         snapshot.write()
-        snapshot.finish()
         learner.restore(folder, 1, same_layout=True)
         assert learner.checksum() == checksum
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-def test_a_view_gets_a_storage_of_its_own_without_a_copy(dtype: torch.dtype) -> None:
-    whole = torch.arange(24).to(dtype)
-    view = whole[4:10].view(2, 3)
-    alone = checkpoint_writer.own_storage(view)
-    assert torch.equal(alone, view)
-    assert alone.data_ptr() == view.data_ptr()
-    assert alone.untyped_storage().nbytes() == view.nbytes
-    scalar = checkpoint_writer.own_storage(whole[3])
-    assert scalar.shape == ()
-    assert scalar.untyped_storage().nbytes() == scalar.nbytes
 
 
 def test_a_file_that_cannot_be_written_fails_the_checkpoint(
     learner: Learner, tmp_path: Path, three_files: None
 ) -> None:
-    (tmp_path / "__0_1.distcp").mkdir()
-    with pytest.raises(IsADirectoryError, match=r"__0_1\.distcp"):
+    (tmp_path / "rank-00000-1.safetensors").mkdir()
+    with pytest.raises(FileExistsError, match=r"rank-00000-1\.safetensors"):
         learner.snapshot(tmp_path).write()
 
 
@@ -183,7 +191,6 @@ def test_checkpoints_leave_no_garbage(learner: Learner, tmp_path: Path) -> None:
             folder.mkdir()
             snapshot = learner.snapshot(folder)
             snapshot.write()
-            snapshot.finish()
             objects.append(len(gc.get_objects()))
     finally:
         gc.enable()

@@ -1,6 +1,6 @@
 """Checkpoints of two gloo processes, loaded by as many or fewer, arranged as they were or otherwise; and the traps."""
 
-import contextlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,17 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader
+from safetensors import safe_open
 
-from services.trainer.learner.snapshots import checkpoint
+from services.trainer.learner.snapshots import checkpoint, optimizers
+from services.trainer.learner.snapshots.checkpoint import COMMON
 from services.trainer.megatron.parallel import shut_down
 from tests.integration.trainer.checkpoints.checkpoint_worlds import CheckpointJob, run_job, run_world
-from tests.integration.trainer.trainer_worlds import make_model
+from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model
 from tests.kit.ports import free_port
 
 pytestmark = pytest.mark.slow  # every layout is saved and loaded in every other one
 
 TP2, PP2, DP2, EP2 = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {}, {"expert_parallel": 2}
+CP2 = {"context_parallel": 2}
 BF16: dict[str, Any] = {"dtype": "bfloat16"}
 OFFLOADED: dict[str, Any] = {**BF16, "optimizer": {"cpu_offload": True}}
 MOMENTS: dict[str, Any] = {"optimizer": {"moments": "bfloat16"}}
@@ -45,8 +47,17 @@ def saved(folder: Path, models: dict[str, Path]) -> Results:
     """What happened in the worlds that saved, and that loaded what they had saved."""
     qwen3, llama, moe = models["qwen3"], models["llama"], models["moe"]
     jobs = {
+        "DP1": CheckpointJob(qwen3, save=folder / "DP1"),
+        "DP1 moments": CheckpointJob(qwen3, MOMENTS, save=folder / "DP1-moments"),
+    }
+    found = dict(zip(jobs, run_world(list(jobs.values()), 1, folder / "alone", free_port()), strict=True))
+    jobs = {
+        "DP1 to DP2": CheckpointJob(qwen3, load=folder / "DP1"),
+        "DP1 moments to DP2": CheckpointJob(qwen3, MOMENTS, load=folder / "DP1-moments"),
         "TP2": CheckpointJob(qwen3, TP2, save=folder / "TP2"),
         "DP2": CheckpointJob(qwen3, DP2, save=folder / "DP2"),
+        "PP2": CheckpointJob(qwen3, PP2, save=folder / "PP2"),
+        "CP2": CheckpointJob(qwen3, CP2, save=folder / "CP2"),
         "llama TP2": CheckpointJob(llama, TP2, save=folder / "llama-TP2"),
         "EP2": CheckpointJob(moe, EP2, save=folder / "EP2"),
         "bf16": CheckpointJob(qwen3, BF16, save=folder / "bf16"),
@@ -61,6 +72,10 @@ def saved(folder: Path, models: dict[str, Path]) -> Results:
         "float32 to moments": CheckpointJob(qwen3, MOMENTS, load=folder / "DP2"),
         "TP2 again": CheckpointJob(qwen3, TP2, load=folder / "TP2", same_layout=True),
         "DP2 again": CheckpointJob(qwen3, DP2, load=folder / "DP2", same_layout=True),
+        "PP2 again": CheckpointJob(qwen3, PP2, load=folder / "PP2", same_layout=True),
+        "CP2 again": CheckpointJob(qwen3, CP2, load=folder / "CP2", same_layout=True),
+        "CP2 to DP2": CheckpointJob(qwen3, DP2, load=folder / "CP2"),
+        "PP2 to TP2": CheckpointJob(qwen3, TP2, load=folder / "PP2"),
         "EP2 again": CheckpointJob(moe, EP2, load=folder / "EP2", same_layout=True),
         "TP2 to PP2": CheckpointJob(qwen3, PP2, load=folder / "TP2"),
         "llama TP2 to PP2": CheckpointJob(llama, PP2, load=folder / "llama-TP2"),
@@ -71,7 +86,26 @@ def saved(folder: Path, models: dict[str, Path]) -> Results:
         "moe TP2 to EP2": CheckpointJob(moe, EP2, load=folder / "moe-TP2"),
     }
     results = run_world(list(jobs.values()), 2, folder / "world", free_port())
-    return dict(zip(jobs, results, strict=True))
+    found |= dict(zip(jobs, results, strict=True))
+    jobs = {
+        "DP2 to DP1": CheckpointJob(qwen3, load=folder / "DP2"),
+        "moments to DP1": CheckpointJob(qwen3, MOMENTS, load=folder / "moments"),
+    }
+    results = run_world(list(jobs.values()), 1, folder / "alone", free_port())
+    return found | dict(zip(jobs, results, strict=True))
+
+
+@pytest.fixture(scope="module")
+def of_four(folder: Path, models: dict[str, Path]) -> Results:
+    """What four ranks saved, loaded arranged otherwise, saved again at once, and loaded as they were at first."""
+    model = models["qwen3"]
+    jobs = {}
+    for way, parallel, other in (("TP2 x DP2", TP2, PP2), ("PP2 x DP2", PP2, TP2)):
+        first, second = folder / f"four {way}", folder / f"four {way} otherwise"
+        jobs[way] = CheckpointJob(model, parallel, save=first)
+        jobs[f"{way} otherwise"] = CheckpointJob(model, other, load=first, save=second)
+        jobs[f"{way} back"] = CheckpointJob(model, parallel, load=second)
+    return dict(zip(jobs, run_world(list(jobs.values()), 4, folder / "four", free_port()), strict=True))
 
 
 @pytest.fixture
@@ -102,7 +136,7 @@ def check_close(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> N
         np.testing.assert_allclose(tensor, theirs[name], atol=2e-3, err_msg=name)  # a fifth of the learning rate
 
 
-@pytest.mark.parametrize("way", ["TP2", "DP2", "EP2", "bf16", "offloaded", "moments", "bf16 moments"])
+@pytest.mark.parametrize("way", ["TP2", "PP2", "DP2", "CP2", "EP2", "bf16", "offloaded", "moments", "bf16 moments"])
 def test_the_same_ranks_go_on_bit_for_bit(saved: Results, way: str) -> None:
     for before, after in zip(saved[way], saved[f"{way} again"], strict=True):
         assert after["trajectory"] == before["trajectory"]
@@ -119,6 +153,7 @@ def test_the_same_ranks_go_on_bit_for_bit(saved: Results, way: str) -> None:
         ("TP2", "TP2 to PP2"),
         ("llama TP2", "llama TP2 to PP2"),
         ("TP2", "TP2 to DP2"),
+        ("PP2", "PP2 to TP2"),
         ("EP2", "EP2 to TP2"),
         ("EP2", "EP2 to PP2"),
         ("moe TP2", "moe TP2 to EP2"),
@@ -134,6 +169,24 @@ def test_two_ranks_arranged_otherwise_go_on(saved: Results, ways: tuple[str, str
     check_close(merged(after, "tensors"), merged(before, "tensors"))
 
 
+@pytest.mark.parametrize("way", ["TP2 x DP2", "PP2 x DP2"])
+def test_four_ranks_have_the_same_bits_there_and_back(of_four: Results, way: str) -> None:
+    before, there, back = of_four[way], of_four[f"{way} otherwise"], of_four[f"{way} back"]
+    weights = merged(before, "at_save")
+    for loaded in (there, back):
+        found = merged(loaded, "at_load")
+        assert found.keys() == weights.keys()
+        assert all(np.array_equal(found[name], tensor) for name, tensor in weights.items())
+    for one, other in zip(before, back, strict=True):  # each rank's main weights and moments
+        had, has = one["state_at_save"], other["state_at_load"]
+        assert has.keys() == had.keys()
+        assert any(name.endswith("exp_avg_sq") and tensor.any() for name, (_, tensor) in had.items())
+        for name, (start, tensor) in had.items():
+            assert has[name][0] == start, name
+            assert np.array_equal(has[name][1], tensor), name
+        check_same_path(one, other)
+
+
 @pytest.mark.parametrize(("model", "way"), [("qwen3", "TP2"), ("qwen3", "DP2"), ("moe", "EP2")])
 def test_one_rank_goes_on_where_two_were(
     saved: Results, model: str, way: str, folder: Path, models: dict[str, Path], alone: Any
@@ -145,8 +198,11 @@ def test_one_rank_goes_on_where_two_were(
 
 def moments_in(folder: Path) -> set[torch.dtype]:
     """The element types of the moments in a checkpoint."""
-    found = FileSystemReader(folder).read_metadata().state_dict_metadata
-    return {one.properties.dtype for name, one in found.items() if name.startswith("optimizer.state.exp_avg")}
+    found = set()
+    for path in folder.glob("rank-*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found |= {file.get_tensor(name).dtype for name in file.keys() if "/exp_avg" in name}  # noqa: SIM118
+    return found
 
 
 @pytest.mark.parametrize(("way", "other"), [("moments", "moments to float32"), ("DP2", "float32 to moments")])
@@ -160,32 +216,70 @@ def test_a_checkpoint_with_moments_of_the_other_type_is_converted(
         check_close(after["tensors"], before["tensors"])
 
 
+def whole(results: list[dict[str, Any]], name: str) -> dict[str, np.ndarray]:
+    """The optimizers' state of whole parameters, of which each data-parallel rank has a part."""
+    parts: dict[str, list[tuple[int, np.ndarray]]] = {}
+    for rank in results:
+        for key, part in rank[name].items():
+            parts.setdefault(key, []).append(part)
+    found = {}
+    for key, some in parts.items():
+        some.sort(key=lambda part: part[0])
+        assert [start for start, _ in some] == np.cumsum([0, *(len(part) for _, part in some)])[:-1].tolist(), key
+        found[key] = np.concatenate([part for _, part in some])
+    return found
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [
+        ("DP2", "DP2 to DP1"),
+        ("moments", "moments to DP1"),
+        ("DP1", "DP1 to DP2"),
+        ("DP1 moments", "DP1 moments to DP2"),
+        ("CP2", "CP2 to DP2"),
+    ],
+)
+def test_another_number_of_ranks_gets_the_same_bits(saved: Results, ways: tuple[str, str]) -> None:
+    before, after = (saved[way] for way in ways)
+    had, has = whole(before, "state_at_save"), whole(after, "state_at_load")
+    assert had.keys() == has.keys()
+    assert any(name.endswith("exp_avg_sq") and tensor.any() for name, tensor in had.items())
+    assert all(np.array_equal(has[name], tensor) for name, tensor in had.items())
+    weights, loaded = merged(before, "at_save"), merged(after, "at_load")
+    assert weights.keys() == loaded.keys()
+    assert all(np.array_equal(loaded[name], tensor) for name, tensor in weights.items())
+
+
+@pytest.mark.parametrize("way", ["DP2", "CP2", "moments", "TP2"])
+def test_a_rank_copies_and_writes_its_own_half(saved: Results, folder: Path, way: str) -> None:
+    alone = saved["DP1 moments" if way == "moments" else "DP1"][0]
+    for name in ("memory", "files"):
+        found = [rank[name] for rank in saved[way]]
+        if name == "files":
+            found = [sum(file["bytes"] for part, file in files.items() if part != COMMON) for files in found]
+        assert max(found) < 1.1 * min(found), (name, found)
+    assert sum(rank["memory"] for rank in saved[way]) == pytest.approx(alone["memory"], rel=0.02)
+
+
 def test_one_rank_rounds_as_two_did(saved: Results, folder: Path, models: dict[str, Path], alone: Any) -> None:
     result = alone(CheckpointJob(models["qwen3"], MOMENTS, load=folder / "moments"))
     check_same_path(result, saved["moments"][0])
     check_close(result["tensors"], merged(saved["moments"], "tensors"))
 
 
-def test_trap_1_a_fresh_optimizer_has_no_state_to_load_into(
-    saved: Results, folder: Path, models: dict[str, Path], alone: Any, monkeypatch: pytest.MonkeyPatch
+def test_trap_1_a_fresh_optimizer_has_no_state_to_save(
+    models: dict[str, Path], tmp_path: Path, alone: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "_fill_optimizer", lambda optimizer: None)
+    monkeypatch.setattr(checkpoint, "fill", lambda optimizer: None)
     with pytest.raises(AssertionError):
-        alone(CheckpointJob(models["qwen3"], load=folder / "DP2"))
+        make_learner(Job(models["qwen3"])).snapshot(tmp_path)
 
 
-def test_trap_2_the_step_of_each_parameter_is_not_in_the_file(
+def test_trap_2_one_step_for_all_parameters_counts_too_fast(
     saved: Results, folder: Path, models: dict[str, Path], alone: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "_accept_missing_step", lambda optimizer: contextlib.nullcontext())
-    with pytest.raises(KeyError, match="step"):
-        alone(CheckpointJob(models["qwen3"], load=folder / "DP2"))
-
-
-def test_trap_3_one_step_for_all_parameters_counts_too_fast(
-    saved: Results, folder: Path, models: dict[str, Path], alone: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checkpoint, "_separate_steps", lambda optimizer: None)
+    monkeypatch.setattr(optimizers, "_separate_steps", lambda optimizer: None)
     wrong = alone(CheckpointJob(models["qwen3"], load=folder / "DP2"))
     right = saved["DP2"][0]
     assert wrong["trajectory"][0] == pytest.approx(right["trajectory"][0], rel=1e-4)  # nothing to see yet
@@ -193,9 +287,14 @@ def test_trap_3_one_step_for_all_parameters_counts_too_fast(
         check_same_path(wrong, right)
 
 
-def test_nothing_is_spawned_or_forked_to_write_a_checkpoint(saved: Results) -> None:
-    # Megatron's own asynchronous save spawns a manager, which imports __main__ again: unguarded, a world never ends.
-    assert not any(rank["spawned"] for results in saved.values() for rank in results)
+def test_a_checkpoint_of_an_earlier_format_is_refused(
+    saved: Results, folder: Path, models: dict[str, Path], tmp_path: Path, alone: Any
+) -> None:
+    earlier = tmp_path / "earlier"
+    shutil.copytree(folder / "DP2", earlier)
+    (earlier / COMMON).rename(earlier / "common.pt")
+    with pytest.raises(checkpoint.CheckpointError, match=r"is a checkpoint of an earlier release.*has common\.pt"):
+        alone(CheckpointJob(models["qwen3"], load=earlier))
 
 
 def test_a_checkpoint_of_another_model_is_refused(

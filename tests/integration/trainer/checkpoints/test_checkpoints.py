@@ -76,7 +76,7 @@ def test_checkpoints_come_and_go_and_the_weights_come_back(tiny_qwen3: Path, red
 
         # The newest is damaged: the one before does, and the damaged one is put aside.
         newest = checkpoint_path(tmp_path, 4)
-        data = newest / "__0_0.distcp"
+        data = newest / "rank-00000-0.safetensors"
         content = bytearray(data.read_bytes())
         content[len(content) // 2] ^= 1
         data.write_bytes(content)
@@ -177,8 +177,8 @@ def test_two_ranks_write_and_read_one_checkpoint(tiny_qwen3: Path, redis_url: st
         at_2 = export(process, "at-2")
         train_to(coordinator, feeder, 1, 3, 3)
         verify(path)
-        assert (path / "__0_0.distcp").exists()
-        assert (path / "__1_0.distcp").exists()
+        assert (path / "rank-00000-0.safetensors").exists()
+        assert (path / "rank-00001-0.safetensors").exists()
         assert (path / MANIFEST).exists()
         before = export(process, "before")
         kill_and_wait(coordinator, process, 2, 3)

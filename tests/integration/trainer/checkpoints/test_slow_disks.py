@@ -32,10 +32,10 @@ def test_files_may_take_longer_than_a_collective(
         Slow(0, "write", "*/step-000001.*.partial", DISK_SECONDS),
         Slow(0, "write", "*/before.partial/*.safetensors", DISK_SECONDS),  # an export: the tensors
         Slow(0, "rename", "*/before.partial", DISK_SECONDS),  # and its end
-        Slow(0, "write", "*/common.pt", DISK_SECONDS),  # a checkpoint
-        Slow(0, "write", "*/.metadata*", DISK_SECONDS),
+        Slow(0, "write", "*/common.json", DISK_SECONDS),  # a checkpoint
+        Slow(0, "write", "*/rank-00000-0.safetensors", DISK_SECONDS),
         Slow(0, "write", "*/manifest.json", DISK_SECONDS),
-        Slow(1, "read", "*/checkpoints/step-*/*.distcp", DISK_SECONDS, times=2),  # checking and loading it
+        Slow(1, "read", "*/checkpoints/step-*/rank-*.safetensors", DISK_SECONDS, times=2),  # checking and loading it
         Slow(1, "read", "*/step-000002.safetensors", DISK_SECONDS),  # replay
     )
     with trainer_service(config, redis_url, tmp_path, slow_disk(*slow)) as (coordinator, feeder, process):

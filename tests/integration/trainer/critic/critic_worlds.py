@@ -76,7 +76,6 @@ def run_job(job: RunJob | CheckpointJob | AssemblyJob, ranks: int = 1) -> dict[s
         snapshot = learner.snapshot(job.folder)
         snapshot.write()
         dist.barrier()
-        snapshot.finish()
     numbers = train(learner, 2)
     result = {"numbers": numbers, "checksum": learner.checksum(), "tensors": copied(learner)}
     from services.trainer.megatron.parallel import leave_layout

@@ -401,7 +401,6 @@ def saved(learner: Learner, folder: Path) -> Path:
     folder.mkdir()
     snapshot = learner.snapshot(folder)
     snapshot.write()
-    snapshot.finish()
     return folder
 
 

@@ -280,7 +280,6 @@ def save(learner: Any, folder: Path) -> None:
     folder.mkdir()
     snapshot = learner.snapshot(folder)
     snapshot.write()
-    snapshot.finish()
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -85,7 +85,6 @@ def test_a_checkpoint_is_the_same_after_a_nap(model: Path, worlds: None, tmp_pat
     (tmp_path / "checkpoint").mkdir()
     snapshot = learner.snapshot(tmp_path / "checkpoint")
     snapshot.write()
-    snapshot.finish()
     checksum = learner.checksum()
     learner.accumulate([pack(make_samples(6, seed=3))])
     learner.finish(6.0)

@@ -81,20 +81,22 @@ def command(rank: Any, folder: Path) -> dict[str, Any]:
     abandoned.mkdir()
     saved, _ = rank.run(commanded_rank.BeginCheckpoint(checkpoint))
     wait_until(lambda: rank.checkpoint.reports() is not None, "both ranks have written")
-    rank.run(commanded_rank.EndCheckpoint(written=True))
+    rank.run(commanded_rank.EndCheckpoint())
     rank.run(Accumulate())
     slept = rank.run(commands.Move(to_host=True))
     woken = rank.run(commands.Move(to_host=False))
     second, at_2 = rank.run(commands.Update(20.0)), rank.run(commands.EndStep())
     rank.run(commanded_rank.Restore(checkpoint, 1, same_layout=True))
     restored, _ = rank.run(commanded_rank.BeginCheckpoint(abandoned))
-    rank.run(commanded_rank.EndCheckpoint(written=False))
+    rank.run(commanded_rank.EndCheckpoint())
     refused.mkdir()
-    (refused / ".metadata.tmp").mkdir()  # where a file should go
+    (refused / "rank-00001-0.safetensors").mkdir()  # where a file should go
     rank.run(commanded_rank.BeginCheckpoint(refused))
-    wait_until(lambda: rank.checkpoint.reports() is not None, "both ranks have written")
+    wait_until(lambda: rank.checkpoint.reports() is not None, "both ranks have ended")
+    reports = rank.checkpoint.reports()
+    rank.run(commanded_rank.EndCheckpoint())
     return {
-        "refused": rank.run(commanded_rank.EndCheckpoint(written=True)),
+        "refused": reports[1]["error"],
         "steps": [first.step, second.step],
         "checksums": [at_1, saved, at_2, restored],
         "memory": [*slept, *woken],

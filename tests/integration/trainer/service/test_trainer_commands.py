@@ -31,7 +31,7 @@ def test_all_ranks_do_what_rank_0_does(world: list[dict[str, Any]], folder: Path
     at_1, saved, at_2, restored = world[0]["checksums"]
     assert at_1 == saved == restored != at_2
     assert world[0]["exported"] == 1, "both go on after a checkpoint's end that could not be written"
-    assert "Is a directory" in world[0]["refused"]
+    assert world[0]["refused"].startswith("rank 1: FileExistsError")
     exported = load_file(folder / "export" / "model.safetensors")
     assert exported.keys() == world[0]["tensors"].keys()
     for name, tensor in world[0]["tensors"].items():

@@ -10,6 +10,7 @@ import pytest
 from relaxd.run_folder import checkpoint_path, checkpoint_steps
 from services.trainer.batch.reference_weights import weights_path
 from services.trainer.batch.step_file import step_file_path
+from services.trainer.checkpoints.budget import size_of
 from services.trainer.checkpoints.folder import (
     BoardState,
     CheckpointBroken,
@@ -58,15 +59,15 @@ def write_partial(run_folder: Path, step: int, ranks: int = 2) -> Path:
     partial = partial_path(run_folder, step, 2)
     partial.mkdir(parents=True)
     for rank in range(ranks):
-        file = partial / f"__{rank}_0.distcp"
+        file = partial / f"rank-{rank:05d}-0.safetensors"
         file.write_bytes(bytes([rank]) * 1000)
-    (partial / "common.pt").write_bytes(b"common")
+    (partial / "common.json").write_bytes(b"common")
     return partial
 
 
 def written(partial: Path) -> dict[str, Any]:
     """What the ranks tell of their files."""
-    return {path.name: describe(path) for path in partial.glob("*.distcp")}
+    return {path.name: describe(path) for path in partial.glob("rank-*")}
 
 
 def make(run_folder: Path, step: int) -> Path:
@@ -122,7 +123,7 @@ def finding(path: Path, share: int) -> str:
     return ""
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", "__1_0.distcp", "common.pt", "state.json"])
+@pytest.mark.parametrize("name", ["rank-00000-0.safetensors", "rank-00001-0.safetensors", "common.json", "state.json"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
 def test_damage_to_any_file_is_noticed_by_one_of_those_who_share_the_reading(
     tmp_path: Path, name: str, damage: str
@@ -140,7 +141,7 @@ def test_damage_to_any_file_is_noticed_by_one_of_those_who_share_the_reading(
     assert sum(name in text for text in found) == (1 if damage == "flip" else 3)
 
 
-@pytest.mark.parametrize("manifest", ["", "{", "[]", '{"files": 3}', '{"files": {"common.pt": 3}}'])
+@pytest.mark.parametrize("manifest", ["", "{", "[]", '{"files": 3}', '{"files": {"common.json": 3}}'])
 def test_a_broken_manifest_is_a_broken_checkpoint(tmp_path: Path, manifest: str) -> None:
     final = make(tmp_path, 20)
     (final / "manifest.json").write_text(manifest)
@@ -178,6 +179,31 @@ def test_a_checkpoint_taken_by_hand_stays(tmp_path: Path) -> None:
     keep(checkpoint_path(tmp_path, 40))
     assert rotate(tmp_path, 1) == 50
     assert checkpoint_steps(tmp_path) == [50, 40, 10]
+
+
+def test_the_oldest_make_room_within_a_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keep(make(tmp_path, 10))
+    one = size_of(tmp_path, 10)
+    assert rotate(tmp_path, 3, max_bytes=4 * one + 500) is None
+    make(tmp_path, 20)
+    assert rotate(tmp_path, 3, max_bytes=4 * one + 500) is None
+    make(tmp_path, 30)
+    # All three, and the next one, have room; more don't.
+    assert rotate(tmp_path, 3, max_bytes=4 * one + 500) == 20
+    assert checkpoint_steps(tmp_path) == [30, 20, 10]
+    assert not caplog.messages
+    make(tmp_path, 40)
+    assert rotate(tmp_path, 9, max_bytes=4 * one + 500) == 30
+    assert checkpoint_steps(tmp_path) == [40, 30, 10]
+    assert caplog.messages == [
+        "the checkpoints of steps 20 are removed, though trainer.checkpoint.keep is 9: with them, and the next one, "
+        f"there would be more than trainer.checkpoint.max_bytes = {4 * one + 500}"
+    ]
+    caplog.clear()
+    # The newest stays whatever the limit, and so does the one that was taken by hand.
+    assert rotate(tmp_path, 9, max_bytes=one) == 40
+    assert checkpoint_steps(tmp_path) == [40, 10]
+    assert f"bytes more than trainer.checkpoint.max_bytes = {one}: the newest one stays" in caplog.messages[-1]
 
 
 def test_what_earlier_trainers_did_not_finish_is_removed(tmp_path: Path) -> None:
