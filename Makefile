@@ -86,6 +86,11 @@ lint: $(STAMP) ## ruff, mypy, import-linter, buf
 	$(BIN)/lint-imports
 	cd protos && ../$(BIN)/buf lint
 
+# Field numbers, types and JSON names: what services of two versions, and what is stored, must agree on.
+.PHONY: breaking
+breaking: $(STAMP) ## what in protos/ callers of the commit AGAINST= (default: the last one) would not understand
+	cd protos && ../$(BIN)/buf breaking --against "$$(git rev-parse --path-format=absolute --git-common-dir)#ref=$$(git rev-parse $(or $(AGAINST),HEAD)),subdir=protos"
+
 .PHONY: protos
 protos: $(STAMP) ## regenerate relaxd/v1 from protos/
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=. --grpc_python_out=. --mypy_out=. protos/relaxd/v1/*.proto

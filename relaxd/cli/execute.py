@@ -82,7 +82,7 @@ def execute(config: RunConfig, run_id: str, where: Where, console: Console) -> P
     run_folder = free_folder(config.run.folder, run_id)
     prepare_model(config, say)
     say("checking the settings, the data and the reward")
-    problems = check(config, call_reward=where.address is None)
+    problems = check(config, call_reward=where.address is None, first_look=True)
     if where.address is None:
         problems += check_devices(config, _replicas(where, config), len(visible_gpus()))
     if problems:

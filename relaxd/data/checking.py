@@ -13,6 +13,8 @@ from relaxd.data.tokenizer import PromptTokenizer
 CHECK_BATCH = 1024
 CHECKED = 20_000
 """Most prompts of a source that are checked before a run; of more, the others are when their turn comes."""
+FIRST_LOOK = 1000
+"""Prompts of a source that `relaxd run` looks at before it starts services, whose coordinator checks CHECKED."""
 MAX_PROBLEMS_SHOWN = 5
 
 
@@ -54,7 +56,11 @@ class Checked:
 
 
 def check_source(
-    source: Source, tokenizer: PromptTokenizer, config: RunConfig, teacher: PrivilegedPrompts | None = None
+    source: Source,
+    tokenizer: PromptTokenizer,
+    config: RunConfig,
+    teacher: PrivilegedPrompts | None = None,
+    most: int | None = None,
 ) -> Checked:
     """Check the prompts of a source: all of them, or of more than CHECKED some that are evenly spread.
 
@@ -63,12 +69,13 @@ def check_source(
         tokenizer: the model's tokenizer.
         config: the run.
         teacher: what makes the teacher's prompts, if it has prompts of its own.
+        most: a limit below CHECKED, with which prompts that are all too long are no error yet.
 
     Raises DataError: rows are wrong, or prompts are longer than data.max_prompt_tokens and data.overlong forbids it.
     """
     count = len(source.examples)
     limit = Limit(config.data.max_prompt_tokens, config.data.overlong == "skip", source.field)
-    places = evenly_spread(count, CHECKED)
+    places = evenly_spread(count, most or CHECKED)
     examples = read_some(source, places)
     kept = []
     for start in range(0, len(examples), CHECK_BATCH):
@@ -83,7 +90,7 @@ def check_source(
                     raise teacher.too_long(example.place, teachers[0])
             else:
                 kept.append(example)
-    if examples and not kept:
+    if examples and not kept and (most is None or len(places) == count):
         raise limit.all_too_long()
     has_tools = any(example.tools for example in examples)
     if len(places) < count:

@@ -8,7 +8,7 @@ from typing import Any, Self
 import numpy as np
 
 from relaxd.config import RunConfig
-from relaxd.data.checking import CHECKED, Limit, check_source, check_tools, evenly_spread
+from relaxd.data.checking import CHECKED, FIRST_LOOK, Limit, check_source, check_tools, evenly_spread
 from relaxd.data.duplicates import Chosen, Seen, keys_of
 from relaxd.data.errors import DataError
 from relaxd.data.examples import Example, Message
@@ -229,24 +229,27 @@ class RunData:
     """Bytes per token of routed experts, if the run stores them."""
 
 
-def load_data(config: RunConfig) -> RunData:
+def load_data(config: RunConfig, *, first_look: bool = False) -> RunData:
     """Open, template and tokenise all prompts of a run, or a part of those of large files, and check them.
 
-    Raises DataError, which names the setting and the line.
+    A `first_look` is for finding most mistakes soon, before another process loads the data: it checks fewer prompts,
+    and leaves out what needs them all. Raises DataError, which names the setting and the line.
     """
+    most = FIRST_LOOK if first_look else None
     folder = resolve_model(config.model.path, weights=False)
     tokenizer = _tokenizer(config, folder)
     sources, held_out = read_sources(config)
     sets = {HELD_OUT: held_out} | _named_sets(config)
     repeated = 0
-    if config.data.deduplicate:
+    if config.data.deduplicate and not first_look:
         sources, repeated = _without_repeats(sources, sets.values())
     teacher = privileged_prompts(config)
-    checked = [check_source(source, tokenizer, config, teacher) for source in sources]
-    check_tools(zip(sources, checked, strict=True))
+    checked = [check_source(source, tokenizer, config, teacher, most) for source in sources]
+    if not first_look:
+        check_tools(zip(sources, checked, strict=True))
     weights = mixture_weights(config.data, [len(one.examples) for one in checked])
     for one in checked:
-        check_teachers(config, (one.examples[place] for place in evenly_spread(len(one.examples), CHECKED)))
+        check_teachers(config, (one.examples[place] for place in evenly_spread(len(one.examples), most or CHECKED)))
     evaluation, skipped = _evaluation_sets(config, tokenizer, sets)
     return RunData(
         train=PromptDataset(

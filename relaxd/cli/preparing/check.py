@@ -25,10 +25,11 @@ TRIAL_SECONDS = 90.0
 """Time for loading a user's own algorithm and torch."""
 
 
-def check(config: RunConfig, *, call_reward: bool = True) -> list[Problem]:
+def check(config: RunConfig, *, call_reward: bool = True, first_look: bool = False) -> list[Problem]:
     """Return everything that would make a run fail. Reads the model's folder and the data; starts no service.
 
-    With `call_reward`, also calls the reward once; its environment and import path must be those of the services.
+    With `first_look`, only some prompts are read, as a coordinator reads the data next. With `call_reward`, also
+    calls the reward once; its environment and import path must be those of the services.
     """
     problems = _check_algorithm(config)
     if problems:
@@ -53,7 +54,7 @@ def check(config: RunConfig, *, call_reward: bool = True) -> list[Problem]:
     expert_bytes = routed_expert_bytes(folder) if config.rollout.return_routed_experts else 0
     problems += [Problem(one.setting, one.message) for one in size_problems(config, expert_bytes=expert_bytes)]
     try:
-        data = load_data(config)
+        data = load_data(config, first_look=first_look)
     except DataError as error:
         return [*problems, Problem(error.field, error.message)]
     own = own_problems(config, data.train)

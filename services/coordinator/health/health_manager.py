@@ -20,9 +20,11 @@ from services.coordinator.health.health_policy import HealthPolicy
 from services.coordinator.health.health_update import HealthUpdate, RestartOrder
 from services.coordinator.health.restarter import Restarter
 from services.coordinator.health.role_reconciler import RoleSigns
+from services.coordinator.health.signs import Signs, no_handoff
 from services.coordinator.state.health_records import Health, HealthRecord
 from services.coordinator.state.records import Phase, RunRecord
 from services.coordinator.state.store import StoreUnavailable
+from services.coordinator.weights.gpu_handoff import GpuHandoff
 from services.coordinator.weights.weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)
@@ -46,18 +48,26 @@ class PausableRun(Protocol):
 class HealthManager:
     """Keeps one run healthy. Lives in the event loop."""
 
-    def __init__(self, run: PausableRun, context: RunContext, sync: WeightSync) -> None:
+    def __init__(
+        self, run: PausableRun, context: RunContext, sync: WeightSync, handoff: GpuHandoff | None = None
+    ) -> None:
+        """`handoff` is that of a colocated run."""
         self._run = run
         self._context = context
         self._restarter = Restarter(context.peers, context.launcher)
+        signs = Signs(
+            context.config,
+            context.registry.heartbeat_seconds,
+            sync_failures=sync.failures,
+            handoff_failure=handoff.failure if handoff is not None else no_handoff,
+        )
         self._policy = HealthPolicy(
             context.run_id,
             context.config,
-            context.fleet.roles,
-            context.registry.heartbeat_seconds,
-            sync.failures,
-            self._restarter.failures,
-            context.fleet.idle_reason,
+            signs,
+            roles=context.fleet.roles,
+            restart_failures=self._restarter.failures,
+            idle_reason=context.fleet.idle_reason,
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._unknown: set[str] = set()

@@ -18,17 +18,17 @@ class HealthPolicy:
         self,
         run_id: str,
         config: RunConfig,
+        signs: Signs,
+        *,
         roles: Sequence[str],
-        heartbeat_seconds: float,
-        sync_failures: Callable[[Replica], int],
         restart_failures: Mapping[str, str],
         idle_reason: Callable[[str], str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`roles` are those that the run needs; `restart_failures` is the error of each instance's last restart;
-        `idle_reason` is the fleet's; for the rest see Signs."""
+        `idle_reason` is the fleet's; `clock` is the one of `signs`."""
         self._needed = roles
-        self._signs = Signs(config, heartbeat_seconds, sync_failures, clock)
+        self._signs = signs
         self._replicas = ReplicaReconciler(run_id, config.health, self._signs, restart_failures, idle_reason)
         self._roles = RoleReconciler(config.health, clock)
 

@@ -8,9 +8,17 @@ from relaxd.config import RunConfig
 from relaxd.roles import ROLES
 from relaxd.v1.replica_pb2 import REPLICA_STATE_FAILED, REPLICA_STATE_READY, REPLICA_STATE_STARTING
 from services.coordinator.fleet.registry import Replica
+from services.coordinator.weights.handoff_failures import HandoffFailure
 
 SENDER_PATIENCE = 3
 """Factor on max_sync_failures for the sender of weights, which is mostly not to blame."""
+
+
+HandoffFailureOf = Callable[[Replica], tuple[HandoffFailure, bool] | None]
+
+
+def no_handoff(replica: Replica) -> None:
+    """Return that a replica fails nothing: its run changes no turns."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +53,21 @@ class Signs:
         self,
         config: RunConfig,
         heartbeat_seconds: float,
+        *,
         sync_failures: Callable[[Replica], int],
+        handoff_failure: HandoffFailureOf = no_handoff,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`sync_failures` returns the consecutive weight synchronisations that failed because of a replica.
 
-        `clock` is the one of the registry.
+        `handoff_failure` returns what a replica of a colocated run fails to do when turns change, and whether that has
+        lasted long enough. `clock` is the one of the registry.
         """
         self._config = config
         self._clock = clock
         self._late_seconds = 3 * heartbeat_seconds
         self._sync_failures = sync_failures
+        self._handoff_failure = handoff_failure
         self._watches: dict[str, _Watch] = {}
 
     def reset_timers(self) -> None:
@@ -81,7 +93,7 @@ class Signs:
         if status.state == REPLICA_STATE_STARTING:
             text = f"it has been starting for {now - watch.changed_at:.0f} s: {status.detail or 'no detail given'}"
             return _after(now - watch.changed_at, health.start_seconds, text)
-        found = [self._sync_issue(replica), self._progress_issue(replica, watch, now)]
+        found = [self._sync_issue(replica), self._handoff_issue(replica), self._progress_issue(replica, watch, now)]
         issues = [one for one in found if one is not None]
         # An engine that fails synchronisations may also be stuck, with groups that others wait for.
         return next((one for one in issues if one.due), next(iter(issues), None))
@@ -95,6 +107,11 @@ class Signs:
         if failures <= 0:
             return None
         return HealthIssue(f"{failures} weight synchronisations in a row failed with it", due=failures >= limit)
+
+    def _handoff_issue(self, replica: Replica) -> HealthIssue | None:
+        """Return the problem that failed changes of turns show."""
+        failure = self._handoff_failure(replica)
+        return None if failure is None else HealthIssue(str(failure[0]), due=failure[1])
 
     def _progress_issue(self, replica: Replica, watch: _Watch, now: float) -> HealthIssue | None:
         """Return the problem that missing progress shows."""

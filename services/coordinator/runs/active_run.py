@@ -92,7 +92,7 @@ class ActiveRun:
         self._publisher = Publisher(
             context, data, self.curriculum.visits, oldest_version=self.oldest_version, wanted=self._wants_groups
         )
-        self.health = HealthManager(self, context, self.sync)
+        self.health = HealthManager(self, context, self.sync, self.handoff)
         self._usage = Usage()
         self._drops = DropWatch()
         self.waiting = WaitWatcher(context, self._describe)

@@ -6,6 +6,7 @@ weights, the trainer sleeps, the engines allocate their key-value cache and gene
 
 A judge with a share of the engines' GPUs (roles.judge.gpu_share) sleeps and wakes up with them. The groups of a step
 are ready only with their rewards, so when the trainer's turn begins, the judge has answered all questions about them.
+One that can't wake up for long (`handoff_failures`) is restarted by its health, and until then no turn waits for it.
 
 No state is stored: replicas report whether they are awake, and the next move follows from that and from the board
 (`gpu_handoff_rules`). So the death of an engine, a trainer or a coordinator needs no rules of its own. A replica
@@ -39,6 +40,7 @@ from services.coordinator.fleet.fleet import ABLE
 from services.coordinator.fleet.registry import Replica
 from services.coordinator.fleet.run_context import RunContext
 from services.coordinator.weights.gpu_handoff_rules import HandoffMove, Situation, next_move
+from services.coordinator.weights.handoff_failures import HandoffFailure, HandoffFailures
 from services.coordinator.weights.weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)
@@ -80,14 +82,25 @@ class GpuHandoff:
         """Durations of the handoffs since the last step, and the device memory before and after."""
         self._trainer_users = 0
         """Callers inside `trainer_awake`."""
+        self._failures = HandoffFailures(context.config.run.switch_timeout_seconds)
         self.last_failure = ""
 
     @property
     def waiting_for(self) -> str:
-        """The handoff in progress, or why the last one failed; empty while neither."""
+        """The handoff in progress, why the last one failed, and which judges sleep on; empty without any."""
         moving = f"{self._moving}" if self._moving is not None else ""
         failed = f"the last attempt failed: {self.last_failure}" if self.last_failure else ""
-        return "; ".join(filter(None, (moving, failed)))
+        return "; ".join(filter(None, (moving, failed, *map(self._lost, self._judges()))))
+
+    def failure(self, replica: Replica) -> tuple[HandoffFailure, bool] | None:
+        """Return what an engine or judge fails to do, and whether it is given up; None if it does what it is asked."""
+        found = self._failures.of(replica.replica_id)
+        return None if found is None else (found, self._failures.given_up(replica.replica_id))
+
+    def _lost(self, judge: Replica) -> str:
+        """Return why turns don't wait for a judge; empty if they do."""
+        failure = self.failure(judge)
+        return f"{judge.replica_id} is not waited for: {failure[0]}" if failure is not None and failure[1] else ""
 
     def request_gpu(self, replica: Replica) -> str:
         """Request the GPU for a replica that has no engine or ranks yet; returns "" if granted, else the reason."""
@@ -260,8 +273,9 @@ class GpuHandoff:
         await self._timed("switch_engine_wake_seconds", "wake up", engines, wake)
 
     def _sleeping_judges(self) -> list[Replica]:
-        """Return the judges that have a model, and no memory for it."""
-        return [judge for judge in self._judges() if judge.status.state == REPLICA_STATE_READY and not judge.awake]
+        """Return the judges that have a model and no memory for it, without those that are given up."""
+        ready = [judge for judge in self._judges() if judge.status.state == REPLICA_STATE_READY and not judge.awake]
+        return [judge for judge in ready if not self._failures.given_up(judge.replica_id)]
 
     async def _wake_judges(self) -> None:
         seconds = self._context.config.run.switch_timeout_seconds
@@ -310,14 +324,18 @@ class GpuHandoff:
         self, metric: str, action: str, replicas: Iterable[Replica], call: Callable[[Replica], Awaitable[Any]]
     ) -> list[Any]:
         """Call all replicas at once and add the duration to a metric. Raises HandoffFailed."""
-        started, replicas = time.monotonic(), list(replicas)
+        started, began, replicas = time.monotonic(), self._failures.now(), list(replicas)
         answers = await asyncio.gather(*map(call, replicas), return_exceptions=True)
         failed = []
         for replica, answer in zip(replicas, answers, strict=True):
             if isinstance(answer, grpc.aio.AioRpcError):
+                if replica.registration.role != TRAINER:  # whose service outlives its ranks, and starts them again
+                    self._failures.failed(replica.replica_id, action, explain(answer), began)
                 failed.append(f"{replica.replica_id} did not {action}: {explain(answer)}")
             elif isinstance(answer, BaseException):
                 raise answer
+            else:
+                self._failures.worked(replica.replica_id)
         if failed:
             raise HandoffFailed("; ".join(failed))
         if metric:

@@ -45,7 +45,7 @@ class Situation:
     due: bool = False
     """The trainer has work: all groups of the next step are ready, or a checkpoint or export is requested."""
     judges_asleep: bool = False
-    """Some judges that take turns sleep. Awake or without a model, they count as engines above."""
+    """Some judges that take turns sleep, and aren't given up. Awake or without a model, they count as engines above."""
     announced: bool = False
     """This trainer announced the newest step's version."""
 
@@ -53,7 +53,10 @@ class Situation:
 def next_move(now: Situation) -> HandoffMove:
     """Return the next move; none takes a device from a replica that starts on it."""
     # First of all: without its judge the groups of engines that generate are never ready, so that no turn would end.
-    if now.judges_asleep and now.engines_serving and not now.trainer_awake and now.trainer != "starting":
+    # Where they are ready all the same, other judges have answered, and the turn doesn't wait for one that sleeps on.
+    turn_ends = now.due and not now.generating
+    trainer_holds = now.trainer_awake or now.trainer == "starting"
+    if now.judges_asleep and now.engines_serving and not trainer_holds and not turn_ends:
         return HandoffMove.WAKE_JUDGES
     if now.engines_starting or now.trainer in ("absent", "starting"):
         return HandoffMove.WAIT

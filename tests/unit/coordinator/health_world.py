@@ -18,6 +18,7 @@ from services.coordinator.fleet.registry import Registry
 from services.coordinator.health.health_policy import HealthPolicy
 from services.coordinator.health.health_update import HealthUpdate, RestartMode
 from services.coordinator.health.role_reconciler import RoleSigns
+from services.coordinator.health.signs import Signs
 from services.coordinator.state.health_records import Event, Health, HealthRecord
 from services.coordinator.state.store import Store
 
@@ -113,12 +114,11 @@ class World:
         self.policy = HealthPolicy(
             RUN,
             self.config,
-            self.roles,
-            HEARTBEAT_SECONDS,
-            self._sync_failures,
-            self.launcher_errors,
-            self.fleet.idle_reason,
-            self.clock,
+            Signs(self.config, HEARTBEAT_SECONDS, sync_failures=self._sync_failures, clock=self.clock),
+            roles=self.roles,
+            restart_failures=self.launcher_errors,
+            idle_reason=self.fleet.idle_reason,
+            clock=self.clock,
         )
         self.record = HealthRecord.model_validate_json(self.record.model_dump_json()).with_reset_timers(self.now)
         self.fleet.give_up(self.record.given_up)

@@ -53,6 +53,16 @@ TRAINED = replace(TRAINING, due=False)
         ("and sleeps on while they get weights", replace(TRAINED, judges_asleep=True), HandoffMove.SYNCHRONISE),
         ("its wake-up broke", replace(GENERATING, judges_asleep=True), HandoffMove.WAKE_JUDGES),
         (
+            "it failed, but others have answered for every group",
+            replace(GENERATING, judges_asleep=True, generating=False, due=True),
+            HandoffMove.TRAIN,
+        ),
+        (
+            "a checkpoint is wanted while groups wait for it",
+            replace(GENERATING, judges_asleep=True, due=True),
+            HandoffMove.WAKE_JUDGES,
+        ),
+        (
             "and the trainer died, whose turn would never come without rewards",
             replace(GENERATING, judges_asleep=True, trainer="waiting"),
             HandoffMove.WAKE_JUDGES,

@@ -3,7 +3,7 @@
 import pytest
 
 from relaxd.config import DataConfig, HealthConfig, ModelConfig, RewardConfig, RunConfig, RunSection
-from relaxd.roles import REWARD, ROLLOUT, TRAINER
+from relaxd.roles import JUDGE, REWARD, ROLLOUT, TRAINER
 from relaxd.v1 import replica_pb2 as pb
 from relaxd.v1.coordinator_pb2 import Registration
 from services.coordinator.fleet.registry import Replica
@@ -11,6 +11,7 @@ from services.coordinator.health.health_update import HealthUpdate, RestartMode,
 from services.coordinator.health.role_reconciler import RoleReconciler, RoleSigns
 from services.coordinator.health.signs import Signs
 from services.coordinator.state.health_records import KEPT_EVENTS, Health, HealthRecord, ReplicaHealth
+from services.coordinator.weights.handoff_failures import HandoffFailure
 
 READY, STARTING, FAILED = pb.REPLICA_STATE_READY, pb.REPLICA_STATE_STARTING, pb.REPLICA_STATE_FAILED
 
@@ -27,7 +28,9 @@ def clock() -> Clock:
     return Clock()
 
 
-def make_signs(clock: Clock, failures: int = 0, **health: float) -> Signs:
+def make_signs(
+    clock: Clock, failures: int = 0, handoff: tuple[HandoffFailure, bool] | None = None, **health: float
+) -> Signs:
     config = RunConfig(
         run=RunSection(steps=1),
         model=ModelConfig(path="model"),
@@ -35,7 +38,9 @@ def make_signs(clock: Clock, failures: int = 0, **health: float) -> Signs:
         reward=RewardConfig(name="addition", timeout_seconds=10.0),
         health=HealthConfig(stuck_seconds=100.0, **health),
     )
-    return Signs(config, 1.0, lambda replica: failures, clock)
+    return Signs(
+        config, 1.0, sync_failures=lambda replica: failures, handoff_failure=lambda replica: handoff, clock=clock
+    )
 
 
 def replica(clock: Clock, role: str, **status: object) -> Replica:
@@ -90,6 +95,14 @@ def test_a_trainer_must_progress_even_without_groups(clock: Clock) -> None:
     due = after(clock, 100 + 121, signs, one)  # trainer.collective_timeout_seconds = 120
     assert due is not None
     assert due[1]
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_a_judge_that_never_wakes_up_is_restarted_once_it_is_given_up(clock: Clock, given_up: bool) -> None:
+    failure = HandoffFailure("wake up", "out of memory", began=clock.now - 361, ended=clock.now)
+    signs = make_signs(clock, handoff=(failure, given_up))
+    found = after(clock, 0, signs, replica(clock, JUDGE, state=READY))
+    assert found == ("it has not been able to wake up for 361 s: out of memory", given_up)
 
 
 def test_start_and_failure_have_time_limits(clock: Clock) -> None:

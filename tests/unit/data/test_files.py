@@ -1,8 +1,6 @@
 """Prompts in files of every format: columns, parts, folders, mixtures, large files, and what can be wrong with them."""
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from datetime import date
 from decimal import Decimal
@@ -25,6 +23,7 @@ from relaxd.data.errors import DataError
 from relaxd.data.files.opening import open_rows
 from relaxd.data.mixture import Share, epoch_visits
 from relaxd.data.sources.columns import Columns, Examples
+from tests.kit.processes import run_python
 from tests.kit.tokenizer import write_tokenizer
 
 ROWS = [
@@ -350,6 +349,26 @@ print(len(data.train), time.process_time() - begun, int(peak) // 1024)
 """
 
 
+def test_a_first_look_finds_wrong_rows_and_leaves_the_rest_to_the_next(tmp_path, model_folder, monkeypatch):
+    monkeypatch.setattr("relaxd.data.dataset.FIRST_LOOK", 10)
+    path, rows = tmp_path / "rows.jsonl", [{"prompt": "What is 1 + 1?", "answer": "2"} for _ in range(40)]
+    read: list[int] = []
+    of_row = Examples.__getitem__
+    monkeypatch.setattr(Examples, "__getitem__", lambda self, index: read.append(index) or of_row(self, index))
+    rows[4] = {"question": "?"}  # which is among every fourth
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = config(model_folder, path=str(path), deduplicate=True)
+    with pytest.raises(DataError, match="line 5"):
+        load_data(given, first_look=True)
+    rows[4], rows[5] = rows[5], rows[4]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    read.clear()
+    assert load_data(given, first_look=True).train.prompts == 40  # repeats are left in
+    assert read == list(range(0, 40, 4))
+    with pytest.raises(DataError, match="line 6"):
+        load_data(config(model_folder, path=str(path)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_a_million_prompts_start_soon_and_stay_on_disk(tmp_path, model_folder, kind):
@@ -357,9 +376,7 @@ def test_a_million_prompts_start_soon_and_stay_on_disk(tmp_path, model_folder, k
     text = "What is the sum of all the numbers that are in this long list of numbers, whose number is "
     table = pa.table({"prompt": [f"{text}{i}? {text}" for i in range(1_000_000)], "answer": pa.array(range(1_000_000))})
     WRITERS[kind](table, path) if kind == "jsonl" else pa.parquet.write_table(table, path)
-    done = subprocess.run(
-        [sys.executable, "-c", MILLION, str(model_folder), str(path)], capture_output=True, text=True, timeout=120
-    )
+    done = run_python("-c", MILLION, str(model_folder), str(path))
     assert done.returncode == 0, done.stderr
     prompts, seconds, mebibytes = map(float, done.stdout.split())
     assert prompts == 1_000_000

@@ -1,8 +1,6 @@
 """Tools, prompt functions, sources of one's own, data sets of the hub, and prompts that are there twice."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from relaxd.data.errors import DataError
 from relaxd.data.examples import Example
 from relaxd.data.files.opening import open_rows
 from relaxd.data.sources.columns import Columns
+from tests.kit.processes import run_python
 from tests.kit.tokenizer import CHATML, write_tokenizer
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -271,8 +270,7 @@ def test_many_prompts_are_compared_within_seconds(tmp_path: Path, model_folder: 
         f"What is the sum of all the numbers from one to {number}? Think first, then answer." for number in numbers
     ]
     pa.parquet.write_table(pa.table({"prompt": prompts, "answer": numbers}), tmp_path / "many.parquet")
-    words = [sys.executable, "-c", MANY, str(model_folder), str(tmp_path / "many.parquet")]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    done = run_python("-c", MANY, str(model_folder), str(tmp_path / "many.parquet"))
     assert done.returncode == 0, done.stderr
     prompts_left, seconds, mebibytes, answer = map(float, done.stdout.split())
     assert prompts_left == 199_801

@@ -29,6 +29,7 @@ from tests.integration.rollout.sglang_external.external_kit import (
 )
 from tests.kit.engines import PATIENCE, receive_request
 from tests.kit.models import make_tiny_model
+from tests.kit.waiting import eventually
 
 
 @pytest.fixture
@@ -235,9 +236,8 @@ async def test_an_aborting_pause_ends_requests_with_what_they_have(engine: Engin
 async def test_a_draining_pause_waits_for_requests(engine: Engine, server: Server) -> None:
     await engine.sync(1)
     answering = asyncio.create_task(engine.generate(2))
-    async with asyncio.timeout(PATIENCE):
-        while not engine.engine.tokens:  # which stay: samples that run are gone after a second
-            await asyncio.sleep(0.01)
+    # Tokens stay; samples that run are gone after a second.
+    await eventually(lambda: engine.engine.tokens, "the first tokens", PATIENCE)
     with pytest.raises(FailedPrecondition, match=r"did not end within 0\.02 s"):
         await engine.engine.pause("drain", 30, 0.02)
     pausing = asyncio.create_task(engine.engine.pause("drain", 60, PATIENCE))
@@ -342,9 +342,7 @@ async def test_a_killed_server_is_noticed_and_waited_for(server: Server, model: 
     engine = Engine(await connect(server, model, exits), trainer, model)
     await engine.sync(1)
     answering = asyncio.create_task(engine.generate(8, stream=True))
-    async with asyncio.timeout(PATIENCE):
-        while not engine.engine.tokens:
-            await asyncio.sleep(0.01)
+    await eventually(lambda: engine.engine.tokens, "the first tokens", PATIENCE)
     server.kill()
     with pytest.raises(ServerGone, match=server.url):
         await asyncio.wait_for(answering, PATIENCE)

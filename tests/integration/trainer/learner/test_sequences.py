@@ -1,8 +1,6 @@
 """Columns and sequences from the board to the loss: nothing between them names a column or counts on S = n."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +28,7 @@ from tests.integration.trainer.service_kit import Feeder, make_config, trainer_s
 from tests.integration.trainer.trainer_worlds import Job, make_model, run_job, run_world
 from tests.kit.boards import kept_samples
 from tests.kit.ports import free_port
-from tests.kit.processes import ROOT
+from tests.kit.processes import run_python
 
 slow = pytest.mark.slow
 
@@ -252,13 +250,7 @@ def test_two_sequences_a_sample_are_trained_committed_and_replayed(
         assert process.stop() == 0
     (tmp_path / "config.json").write_text(config.model_dump_json())
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, **entry.metrics}) + "\n")
-    replayed = subprocess.run(
-        [sys.executable, "-m", "services.trainer.offline.replay", "--run-folder", str(tmp_path), "--step", "1"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    replayed = run_python("-m", "services.trainer.offline.replay", "--run-folder", str(tmp_path), "--step", "1")
     assert replayed.returncode == 0, replayed.stderr + replayed.stdout
     numbers = json.loads(replayed.stdout)["numbers"]
     assert numbers["loss"]["recorded"] == entry.metrics["loss"]

@@ -1,0 +1,38 @@
+"""Where gRPC handlers are: those of a service in `server.py`, those of a child process in the file of its program."""
+
+import ast
+from collections.abc import Iterator, Mapping
+
+from tests.unit.source_code.calls import ROOT, files
+
+SERVER = "server.py"
+CHILDREN = {
+    "services/reward/worker.py": "Rewards",
+    "services/rollout/engines/engine_process.py": "EngineProcess",
+    "services/rollout/engines/sglang/scheduler.py": "ControlHandlers",
+    "services/trainer/frozen/stage_rank.py": "StageRank",
+    "services/trainer/loop/rank.py": "Rank",
+}
+"""Handlers that only a parent process calls, through a Unix socket: the file is the child's program, or its base."""
+
+
+def handlers(sources: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield file and name of each class that inherits from a generated servicer."""
+    for file, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith("Servicer") for base in node.bases):
+                yield file, node.name
+
+
+def test_handlers_of_services_are_in_server_py_and_those_of_children_are_listed() -> None:
+    found = dict(handlers({path.relative_to(ROOT).as_posix(): path.read_text() for path in files()}))
+    elsewhere = {file: name for file, name in found.items() if file.rpartition("/")[2] != SERVER}
+    assert elsewhere == CHILDREN, "move a service's handlers to its server.py, or list a child process"
+
+
+def test_a_handler_is_found_by_its_base() -> None:
+    sources = {
+        "a.py": "class A(pb2_grpc.JudgeServicer): ...",
+        "b.py": "class B(Servicer, C): ...\nclass D(Service): ...",
+    }
+    assert list(handlers(sources)) == [("a.py", "A"), ("b.py", "B")]
