@@ -182,7 +182,8 @@ class BoardCore:
 
     def _attempt(self, name: str, columns: Mapping[str, Column]) -> Attempt:
         """Encode columns under a new name. Raises ColumnError."""
-        return Attempt(self.prefix, name, columns, nodes=len(self._nodes.data))
+        large = self.limits.large_column_bytes
+        return Attempt(self.prefix, name, columns, nodes=len(self._nodes.data), large_bytes=large)
 
     def _stream(self, stage: str) -> str:
         if stage not in self._by_name:

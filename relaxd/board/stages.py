@@ -11,6 +11,8 @@ from relaxd.roles import ROLES
 
 PUBLISH = "publish"
 """Writer of the columns that no stage writes: the coordinator, when it publishes a prompt."""
+SAMPLES = "samples"
+"""Writer of the samples of a step that people are shown: the trainer, when it commits the step."""
 
 TRAIN = "train"
 """The last stage; it commits through the step ledger."""

@@ -17,6 +17,7 @@ from relaxd.config.roles import (
     TeacherConfig,
 )
 from relaxd.config.run import (
+    LARGE_COLUMN_BYTES,
     BoardConfig,
     DataConfig,
     ModelConfig,
@@ -30,6 +31,7 @@ from relaxd.config.run import (
 )
 
 __all__ = [
+    "LARGE_COLUMN_BYTES",
     "AlgorithmConfig",
     "BoardConfig",
     "CriticConfig",

@@ -20,6 +20,8 @@ from relaxd.config.roles import CriticConfig, RolesConfig
 from relaxd.redis_client import parse as parse_redis_url
 from relaxd.redis_client import where
 
+LARGE_COLUMN_BYTES = 64 << 10
+"""Default of board.large_column_bytes."""
 FEWEST_PORTS = 2
 """Ports on which a trainer listens besides its service's: its ranks' and the weight group's rendezvous."""
 JUDGE_REWARDS = ("judge", "judge_pairs", "boxed_judge")
@@ -310,6 +312,9 @@ class BoardConfig(Section):
     fifths of Redis's maxmemory, or a fifth of its machine's memory if it has none."""
     max_group_bytes: int = Field(default=256 << 20, ge=1 << 10, le=16 << 30)
     """Maximum bytes in Redis of a prompt, or of one stage's columns of a group. A larger one fails."""
+    large_column_bytes: int = Field(default=LARGE_COLUMN_BYTES, ge=1, le=1 << 20)
+    """Write a column of at least so many bytes apart from the script that commits it: no script handles its bytes, and
+    it is on a data node, if there are any."""
     data_urls: tuple[str, ...] = Field(default=(), max_length=64)
     """Redis servers for large columns, such as ["redis://data-1:6379/0", "redis://data-2:6379/0"]; empty: they are on
     the board's Redis, or node of a cluster. User, password and certificates are those of the board's Redis."""

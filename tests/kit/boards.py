@@ -145,6 +145,8 @@ def audit(board: Board) -> None:
     # registered may last, too.
     pointers = [value for fields in groups.values() for name, value in fields.items() if name.startswith(b"@")]
     pointers += [pointer for fields in groups.values() for pointer in _saved(fields)]
+    shown = [fields for _, fields in client.xrange(f"{prefix}samples")]
+    pointers += [fields[b"pointer"] for fields in shown]
     for waiting in ("retries", "unscored"):
         pointers += [value.split(b"|")[1] for value in client.hgetall(prefix + waiting).values()]
     wanted = {key for pointer in pointers for key in payload_keys(prefix, pointer.decode())}
@@ -177,6 +179,8 @@ def audit(board: Board) -> None:
     stored = {id: int(fields[b"stored"]) for id, fields in groups.items()}
     assert stored == {id: _bytes_of(board, fields) for id, fields in groups.items()}
     assert int(state[b"stored_bytes"]) == sum(stored.values())
+    assert int(state.get(b"samples", 0)) == sum(int(fields[b"count"]) for fields in shown)
+    assert int(state.get(b"sample_bytes", 0)) == sum(bytes_of(fields[b"pointer"]) for fields in shown)
     assert int(state[b"garbage_bytes"]) == sum(bytes_of(pointer) for pointer in thrown_away)
     found_hashes = {key.removeprefix(f"{prefix}group:") for key in keys if key.startswith(f"{prefix}group:")}
     assert found_hashes == open_groups, "a closed group left its hash behind"

@@ -17,9 +17,8 @@ from relaxd.board.errors import ColumnError
 from relaxd.board.payloads.encoding import encode_column, payload_of
 from relaxd.board.resp import Payload
 from relaxd.board.types import Column
+from relaxd.config import LARGE_COLUMN_BYTES
 
-LARGE_BYTES = 64 * 1024
-"""A column of at least this size gets a payload of its own."""
 SLICE_BYTES = 1 << 20
 """Most bytes under one key."""
 SEPARATORS = frozenset(",:|@")
@@ -38,15 +37,26 @@ class Slice(NamedTuple):
 class Attempt:
     """Columns to write."""
 
-    def __init__(self, prefix: str, name: str, columns: Mapping[str, Column], *, nodes: int = 0) -> None:
-        """Encode columns for a run's `prefix` and so many data nodes, under a new name. Raises ColumnError."""
+    def __init__(
+        self,
+        prefix: str,
+        name: str,
+        columns: Mapping[str, Column],
+        *,
+        nodes: int = 0,
+        large_bytes: int = LARGE_COLUMN_BYTES,
+    ) -> None:
+        """Encode columns for a run's `prefix` and so many data nodes, under a new name. Raises ColumnError.
+
+        A column of at least `large_bytes` gets a payload of its own.
+        """
         small = []
         self._large: dict[str, Payload] = {}
         self.large_bytes = 0
         """Bytes to write before the script runs."""
         for column, value in columns.items():
             encoded = encode_column(column, value)
-            if encoded.nbytes < LARGE_BYTES:
+            if encoded.nbytes < large_bytes:
                 small.append(encoded)
                 continue
             if SEPARATORS & set(column):

@@ -60,7 +60,7 @@ def keep(nodes: PayloadNodes, places: Iterable[Place]) -> set[Place]:
 def read(nodes: PayloadNodes, places: Collection[Place], *last: Any) -> tuple[dict[Place, bytes | None], Any]:
     """Read payloads; None for those of which a part is missing. Return them with the board's reply to a `last` command.
 
-    The last command comes after all that was read.
+    The last command, if there is one, comes after all that was read.
     """
     found: dict[str, bytes | None] = {}
     for node, of_node in _by_node(place for place in places if place.node is not None):
@@ -71,10 +71,10 @@ def read(nodes: PayloadNodes, places: Collection[Place], *last: Any) -> tuple[di
     for command in commands[:-1]:
         values = nodes.board.pipeline(partial(_queue, commands=[command]))[0]
         found.update(zip(command[1:], values, strict=True))
-    *replies, reply = nodes.board.pipeline(partial(_queue, commands=[*commands[-1:], last]))
+    replies = nodes.board.pipeline(partial(_queue, commands=[*commands[-1:], *([last] if last else [])]))
     if commands:
         found.update(zip(commands[-1][1:], replies[0], strict=True))
-    return {place: _joined(place.keys, found) for place in places}, reply
+    return {place: _joined(place.keys, found) for place in places}, replies[-1]
 
 
 def unlink(nodes: PayloadNodes, places: Iterable[Place]) -> None:

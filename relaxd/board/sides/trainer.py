@@ -6,9 +6,12 @@ from typing import Any
 
 import redis
 
-from relaxd.board.core import BoardCore, reading
+from relaxd.board.core import BoardCore, GroupAttempt, reading
 from relaxd.board.errors import LedgerTrimmed, RunMissing
-from relaxd.board.stages import TRAIN
+from relaxd.board.payloads import transfer
+from relaxd.board.payloads.attempt import Place
+from relaxd.board.payloads.samples import decode_sample, sample_places, samples_attempt
+from relaxd.board.stages import SAMPLES, TRAIN
 from relaxd.board.times import GroupTimes, parse_times
 from relaxd.board.types import CriticOrders, LedgerEntry
 
@@ -79,21 +82,21 @@ class TrainerSide(BoardCore):
         """Add a step to the ledger, close its groups as trained and free their columns, atomically.
 
         `plan["groups"]` lists the groups' ids in order; `plan` and `metrics` must be JSON. Repeating a commit (same
-        term, step and plan) does nothing. Raises Fenced when another trainer has taken over, StepConflict when the
-        step is not the last plus one or a group is not open.
+        term, step and plan) does nothing. `samples` are what people are shown: they are written before the script runs,
+        up to relaxd.board.payloads.samples.SHOWN_BYTES of them, but at least one. Raises Fenced when another trainer
+        has taken over, StepConflict when the step is not the last plus one or a group is not open, TooLate.
         """
-        groups = list(plan["groups"])
-        self._connection.script(
-            "commit_step",
-            self.prefix,
-            term,
-            step,
-            json.dumps(plan, sort_keys=True),
-            json.dumps(metrics),
-            len(groups),
-            *groups,
-            *(json.dumps(sample) for sample in samples),
-        )
+        count, shown = samples_attempt(self.prefix, step, samples)
+
+        def arguments(_: list[int]) -> list[Any]:
+            texts = json.dumps(plan, sort_keys=True), json.dumps(metrics)
+            written = (count, shown.pointer, shown.shared) if count else (0, "", b"")
+            return [term, step, *texts, *written, *plan["groups"]]
+
+        if count:
+            self._commit_attempts([GroupAttempt(str(step), SAMPLES, shown)], "commit_step", arguments)
+        else:
+            self._connection.script("commit_step", self.prefix, *arguments([]))
 
     def last_step(self) -> int:
         """Return the last committed step; 0 before the first. Raises RunMissing."""
@@ -129,13 +132,34 @@ class TrainerSide(BoardCore):
 
         Each has its "step".
         """
+        found: list[tuple[str, dict[str, Any]]] = []
+        while len(found) < limit and (page := self._sample_keys(step, after, limit - len(found))):
+            payloads, _ = transfer.read(self._nodes, [place for _, place in page])
+            with reading(f"the samples of run {self.run_id}"):
+                found += [
+                    (key, decode_sample(data) | {"step": int(key.split("-")[0])})
+                    for key, place in page
+                    if (data := payloads[place]) is not None  # else newer ones have replaced it
+                ]
+            after = page[-1][0]
+        return found
+
+    def _sample_keys(self, step: int | None, after: str, limit: int) -> list[tuple[str, Place]]:
+        """Return the keys of samples, newest first, and where these are."""
         lowest, highest = ("-", "+") if step is None else (f"{step}", f"{step}")
-        newest = f"({after}" if after else highest
+        first, below = (int(part) for part in after.split("-")) if after else (0, 0)
+        if after:
+            highest = f"{first}" if below else f"({first}-0"
         entries = self._connection.run(
-            lambda client: client.xrevrange(f"{self.prefix}samples", max=newest, min=lowest, count=limit)
+            lambda client: client.xrevrange(f"{self.prefix}samples", max=highest, min=lowest, count=limit)
         )
+        found: list[tuple[str, Place]] = []
         with reading(f"the samples of run {self.run_id}"):
-            return [
-                (key.decode(), json.loads(fields[b"sample"]) | {"step": int(key.split(b"-")[0])})
-                for key, fields in entries
-            ]
+            for entry_id, fields in entries:
+                of_step, count = int(entry_id.split(b"-")[0]), int(fields[b"count"])
+                if after and of_step == first:
+                    count = min(count, below)
+                indices = range(count)[::-1][: limit - len(found)]
+                where = sample_places(self.prefix, fields[b"pointer"].decode(), indices)
+                found += zip((f"{of_step}-{index}" for index in indices), where, strict=True)
+        return found

@@ -11,6 +11,7 @@ from pathlib import Path
 from relaxd import telemetry
 from relaxd.algorithms import Algorithm
 from relaxd.board import REFERENCE_WEIGHTS, TRAIN, BoardUnavailable, DropReason, LedgerEntry, microseconds
+from relaxd.board.errors import TooLate
 from relaxd.config import RunConfig
 from relaxd.retry import Backoff
 from relaxd.roles import CRITIC, REFERENCE
@@ -353,7 +354,7 @@ class Training:
                         term=self._term, step=plan.step, plan=plan.to_json(), metrics=metrics, samples=samples
                     )
                 break
-            except BoardUnavailable as error:
+            except (BoardUnavailable, TooLate) as error:
                 logger.warning("step %d can't be committed yet: %s", plan.step, error)
                 self.rank.channel.tick()
                 time.sleep(TICK_SECONDS)  # named: by the warning

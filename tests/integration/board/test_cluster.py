@@ -11,8 +11,7 @@ import redis
 
 from benchmarks.failover import campaign
 from relaxd.board import Board, BoardError, BoardUnavailable, NewGroup, RunMissing
-from relaxd.board.payloads.attempt import LARGE_BYTES
-from relaxd.config import BoardConfig
+from relaxd.config import LARGE_COLUMN_BYTES, BoardConfig
 from relaxd.redis_client import COORDINATOR, key_prefix, parse
 from relaxd.redis_client.keys import mark_key, slot_of
 from relaxd.redis_client.owner import OwnerLookup
@@ -87,7 +86,9 @@ def test_each_run_is_on_the_node_of_its_slot(servers: ClusterServers) -> None:
 def test_large_columns_are_on_plain_data_nodes(servers: ClusterServers, redis_url: str) -> None:
     board = make_board(f"{servers.url}?wait_replicas=0", run_id="data", data_urls=(redis_url,))
     assert board.data_node_problems() == []
-    board.publish(term=1, groups=[NewGroup("a", {"prompt_tokens": np.zeros(LARGE_BYTES), "prompt": {"text": "?"}})])
+    board.publish(
+        term=1, groups=[NewGroup("a", {"prompt_tokens": np.zeros(LARGE_COLUMN_BYTES), "prompt": {"text": "?"}})]
+    )
     advance(board, ["rollout"], tokens=LARGE)
     audit(board)
     with redis.Redis.from_url(redis_url) as client:

@@ -13,7 +13,7 @@ from relaxd.board import Board, Delivery, NewGroup, Stage
 from relaxd.board.connection import RedisConnection
 from relaxd.board.payloads import transfer
 from relaxd.config import BoardConfig
-from tests.kit.boards import LARGE, advance, audit, end_leases, make_board, make_overdue, output, take
+from tests.kit.boards import LARGE, advance, audit, end_leases, group, make_board, make_overdue, output, take
 
 SECONDS = 120.0
 
@@ -94,6 +94,12 @@ def save_twice_and_commit(mine: Board, delivery: Delivery) -> None:
     assert mine.commit([(delivery, part)]) == [True]
 
 
+def commit_a_step(mine: Board) -> None:
+    """Commit the first step with its samples, as the trainer."""
+    shown = [{"response": "x" * LARGE * 4, "number": number} for number in range(2)]
+    mine.commit_step(term=1, step=1, plan={"groups": ["a"]}, metrics={}, samples=shown)
+
+
 def publish_two(mine: Board) -> None:
     """Publish two groups, as the coordinator."""
     columns = {"prompt_tokens": output("rollout", tokens=LARGE)["tokens"], "prompt": "x" * LARGE * 4}
@@ -144,6 +150,29 @@ def test_a_replica_that_dies_anywhere_while_it_saves_unfinished_answers(redis_ur
     audit(board)
     assert board.saved(delivery).parts == ()
     everything_ends(board)
+
+
+def test_a_trainer_that_dies_anywhere_in_the_commit_of_a_step(redis_url: str) -> None:
+    board = make_board(redis_url)
+    board.publish(term=1, groups=[group("a")])
+    assert board.new_trainer_term() == 1
+    steps = 0
+    for _ in deaths(board, commit_a_step):
+        steps += 1
+        audit(board)
+        assert (board.last_step(), board.sample_page(), board.open_groups()) == (0, [], ["a"])
+    assert steps >= 3  # registering, two samples
+    commit_a_step(board)  # its reply was lost: repeated, and written under another name
+    audit(board)
+    assert [(key, one["number"]) for key, one in board.sample_page()] == [("1-1", 1), ("1-0", 0)]
+    board.sweep(term=1)
+    make_overdue(board)
+    board.sweep(term=1)
+    audit(board)
+    client, prefix = board._connection.client, board.prefix
+    assert not client.exists(f"{prefix}pending", f"{prefix}garbage")
+    lasting = [key for key in client.keys(f"{prefix}columns:*") if client.ttl(key) == -1]
+    assert len(lasting) == 3  # the two samples, and what says that they were accepted
 
 
 def test_a_coordinator_that_dies_anywhere_in_publishing(redis_url: str) -> None:

@@ -12,6 +12,7 @@ import redis
 from typer.testing import CliRunner
 
 from relaxd import PROTOCOL_VERSION
+from relaxd.board.payloads.samples import samples_attempt
 from relaxd.cli.main import app
 from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
@@ -223,9 +224,13 @@ def test_a_run_is_held_and_ended_from_the_command_line(up: Cluster) -> None:
 def test_samples_come_in_pages_however_long_they_are(up: Cluster) -> None:
     up.start_run("long")
     with redis.Redis.from_url(up.redis_url) as client:
-        for number in range(40):
-            sample = json.dumps({"group_id": f"g{number}", "response": "x" * 100_000})
-            client.xadd(key_prefix("long") + "samples", {"sample": sample}, id=f"{1 + number // 20}-{number % 20}")
+        prefix = key_prefix("long")
+        for step, numbers in ((1, range(20)), (2, range(20, 40))):
+            shown = [{"group_id": f"g{number}", "response": "x" * 100_000} for number in numbers]
+            count, attempt = samples_attempt(prefix, step, shown)
+            for one in attempt.slices():
+                client.set(one.key, b"".join(one.data.parts))
+            client.xadd(f"{prefix}samples", {"count": count, "pointer": attempt.pointer}, id=f"{step}-0")
     for step, expected in ((0, range(39, -1, -1)), (1, range(19, -1, -1))):
         request, found, pages = pb.ListSamplesRequest(run_id="long", step=step, page_size=1000), [], 0
         while not found or request.page_token:

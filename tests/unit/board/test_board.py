@@ -112,7 +112,9 @@ def test_a_group_goes_from_publish_to_the_ledger(redis_url, tokens):
     audit(board)
     assert board.sweep(term=1) == 2 * 5  # each group has the columns of five writers
     assert board.sweep(term=1) == 0
-    assert not board._connection.client.keys(f"{board.prefix}columns:*")
+    left = board._connection.client.keys(f"{board.prefix}columns:*")
+    assert all(key.startswith(f"{board.prefix}columns:step-1.".encode()) for key in left)
+    assert len(left) == 3  # two samples, and what says that they were accepted
     audit(board)
 
 

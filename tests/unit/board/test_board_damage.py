@@ -114,7 +114,7 @@ def test_a_damaged_ledger_is_named(redis_url):
     board._connection.client.xadd(f"{board.prefix}ledger", {"time": "1", "term": "1", "plan": "{"}, id="1-0")
     with pytest.raises(BoardError, match="the ledger of run run after step 0 is damaged"):
         board.ledger()
-    board._connection.client.xadd(f"{board.prefix}samples", {"sample": "["}, id="1-0")
+    board._connection.client.xadd(f"{board.prefix}samples", {"count": 1, "pointer": "broken"}, id="1-0")
     with pytest.raises(BoardError, match="the samples of run run is damaged"):
         board.sample_page()
 

@@ -9,13 +9,14 @@ import pytest
 from relaxd.board import BoardError, NewGroup, StageWorker
 from relaxd.board.errors import TooLate
 from relaxd.board.payloads import transfer
-from relaxd.board.payloads.attempt import LARGE_BYTES, SLICE_BYTES, Attempt
+from relaxd.board.payloads.attempt import SLICE_BYTES, Attempt
 from relaxd.board.payloads.encoding import encode_columns
 from relaxd.board.resp import CommandPacker
+from relaxd.config import LARGE_COLUMN_BYTES
 from tests.kit.boards import LARGE, advance, audit, group, make_board, make_overdue, output, take
 from tests.kit.waiting import wait_until
 
-TEXTS = ("", "x" * LARGE_BYTES, "ä" * (SLICE_BYTES // 2 + 7))
+TEXTS = ("", "x" * LARGE_COLUMN_BYTES, "ä" * (SLICE_BYTES // 2 + 7))
 
 
 @pytest.fixture
@@ -39,7 +40,9 @@ def payload_keys(board, pattern="*"):
     return sorted(key.decode() for key in board._connection.client.keys(f"{board.prefix}columns:{pattern}"))
 
 
-@pytest.mark.parametrize("tokens", [LARGE_BYTES // 4 - 1, LARGE_BYTES // 4, SLICE_BYTES // 4, 3 * SLICE_BYTES // 4 + 5])
+@pytest.mark.parametrize(
+    "tokens", [LARGE_COLUMN_BYTES // 4 - 1, LARGE_COLUMN_BYTES // 4, SLICE_BYTES // 4, 3 * SLICE_BYTES // 4 + 5]
+)
 @pytest.mark.parametrize("text", TEXTS, ids=len)
 def test_columns_of_any_size_come_back(redis_url, tokens, text):
     board = make_board(redis_url)
@@ -57,7 +60,7 @@ def test_slices_are_the_payload_cut_up():
     columns = {
         "a": rng.random((3, SLICE_BYTES // 8)),
         "b": rng.integers(0, 9, SLICE_BYTES, np.uint8),
-        "c": "y" * LARGE_BYTES,
+        "c": "y" * LARGE_COLUMN_BYTES,
     }
     attempt = Attempt("p:", "name", columns | {"small": 1})
     slices = {one.key: b"".join(one.data.parts) for one in attempt.slices()}
@@ -72,7 +75,7 @@ def test_slices_are_the_payload_cut_up():
 
 def test_a_large_columns_name_must_not_break_its_pointer():
     with pytest.raises(BoardError, match=r"column 'a:b': the name of a large column must not have"):
-        Attempt("p:", "name", {"a:b": np.zeros(LARGE_BYTES)})
+        Attempt("p:", "name", {"a:b": np.zeros(LARGE_COLUMN_BYTES)})
 
 
 def test_only_what_is_read_is_fetched(redis_url):

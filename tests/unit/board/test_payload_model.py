@@ -60,7 +60,9 @@ class RealBoard:
         self.client, self.prefix = self.board._connection.client, self.board.prefix
         self.board.publish(term=1, groups=[NewGroup("g", {"prompt": "?"})])
         columns = {"tokens": np.arange(24, dtype=np.int32)}
-        self.attempts = {writer: attempts.Attempt(self.prefix, f"g.{writer}", columns) for writer in WRITERS}
+        self.attempts = {
+            writer: attempts.Attempt(self.prefix, f"g.{writer}", columns, large_bytes=64) for writer in WRITERS
+        }
         self.slices = {writer: [one[1:] for one in attempt.slices()] for writer, attempt in self.attempts.items()}
         assert all(len(slices) == len(SLICES) for slices in self.slices.values())
         self.sweeping: dict[str, tuple[str, int]] = {}
@@ -136,8 +138,7 @@ class RealBoard:
 
 @pytest.fixture
 def two_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make 96 bytes of tokens a large column of two slices."""
-    monkeypatch.setattr(attempts, "LARGE_BYTES", 64)
+    """Cut 96 bytes of tokens into two slices."""
     monkeypatch.setattr(attempts, "SLICE_BYTES", 64)
 
 

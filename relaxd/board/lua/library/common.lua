@@ -1,6 +1,7 @@
 -- The start of every script. KEYS[1] is the prefix of the run's keys, "relaxd:{<run>}:".
 --
---   state            hash: counters, terms, gate, data cursor, bytes stored by and reserved for open groups, bytes of garbage
+--   state            hash: counters, terms, gate, data cursor, bytes stored by and reserved for open groups, bytes of garbage,
+--                    number and bytes of the samples to show
 --   open             set: ids of the groups that are neither trained nor dropped
 --   started          hash: group id -> oldest weight version in it, once its generation has started
 --   group:<id>       hash of an open group:
@@ -24,7 +25,7 @@
 --   pending          sorted set: pointers of attempts whose slices are being written -> when they are given up (milliseconds)
 --   garbage          set: pointers that no group has any more, or that came too late; sweep frees what they name
 --   ledger           stream, id "<step>-0": the newest steps (LEDGER_STEPS); all are in the run's folder
---   samples          stream, id "<step>-<i>"
+--   samples          stream, id "<step>-0": count and pointer of the newest steps' samples to show; column <i> is one of them
 --   drops            hash: reason -> count      dropped   stream: records of dropped groups
 --   fates            stream: what became of each closed group, until the coordinator has written it to the run's folder
 --   retries          hash: group id -> "<retries>|<pointer>|<facts>" of prompts that wait to be retried
