@@ -8,6 +8,7 @@ long as before and store a `payload_scale`-th of the bytes.
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 from relaxd.board import expert_dtype
@@ -50,13 +51,40 @@ def expert_bytes(config: RunConfig) -> int:
     )
 
 
-def payload_scale(config: RunConfig, memory_bytes: int) -> int:
-    """Return the power of two by which payloads have to be scaled down to fit into the memory."""
+def held_bytes(config: RunConfig) -> float:
+    """Return the bytes of the groups that are held at the same time, at most, with true payloads."""
     rehearsal, most = config.rehearsal, config.rollout.max_new_tokens
     share = min(1.0, LONG_TAIL * (rehearsal.median_tokens or most / 8) / most)
     group = worst_bytes(config, 0, expert_bytes=expert_bytes(config)) * share
-    needed = STEPS_IN_REDIS * config.trainer.groups_per_step * group / memory_bytes
-    return min(1 << max(0, math.ceil(math.log2(needed))), max(1, most // MIN_TOKENS))
+    return STEPS_IN_REDIS * config.trainer.groups_per_step * group
+
+
+def payload_scale(config: RunConfig, memory_bytes: int) -> int:
+    """Return the power of two by which payloads have to be scaled down to fit into the memory."""
+    needed = held_bytes(config) / memory_bytes
+    return min(1 << max(0, math.ceil(math.log2(needed))), max(1, config.rollout.max_new_tokens // MIN_TOKENS))
+
+
+def admitted_groups(config: RunConfig) -> int:
+    """Return how many groups the gate admits at once."""
+    return int(config.trainer.groups_per_step * (1 + config.board.max_staleness) * config.board.oversample)
+
+
+def mean_tokens(config: RunConfig) -> float:
+    """Return the mean length of an answer: of a log-normal distribution that is cut off at rollout.max_new_tokens."""
+    most, spread = config.rollout.max_new_tokens, config.rehearsal.spread
+    median = config.rehearsal.median_tokens or max(1, most // 8)
+    if spread == 0:
+        return float(min(median, most))
+    cut, normal = math.log(most / median) / spread, NormalDist()
+    return median * math.exp(spread**2 / 2) * normal.cdf(cut - spread) + most * (1 - normal.cdf(cut))
+
+
+def least_step_seconds(config: RunConfig, rollout: int) -> float:
+    """Return the seconds that a step takes at least: its tokens' in the engines that work, or in the trainer."""
+    tokens = config.trainer.groups_per_step * config.rollout.samples_per_prompt * mean_tokens(config)
+    engines = min(rollout, admitted_groups(config)) * config.rehearsal.tokens_per_second
+    return max(tokens / engines, tokens / config.rehearsal.train_tokens_per_second + config.rehearsal.update_seconds)
 
 
 def obstacle(config: RunConfig) -> str:
