@@ -6,6 +6,7 @@ long as before and store a `payload_scale`-th of the bytes.
 """
 
 import math
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
@@ -16,6 +17,8 @@ from relaxd.board.sizes import worst_bytes
 from relaxd.config import RehearsalConfig, RunConfig
 from relaxd.config.prompts.data import DataSource
 
+QUANTILES = 1000
+"""Lengths over which a mean is taken."""
 REWARD = "relaxd.rehearsal.reward:scripted"
 MANY_STEPS = 1_000_000
 EXPERTS = 128
@@ -70,21 +73,28 @@ def admitted_groups(config: RunConfig) -> int:
     return int(config.trainer.groups_per_step * (1 + config.board.max_staleness) * config.board.oversample)
 
 
-def mean_tokens(config: RunConfig) -> float:
-    """Return the mean length of an answer: of a log-normal distribution that is cut off at rollout.max_new_tokens."""
+def mean_tokens(config: RunConfig, of_longest: int = 1) -> float:
+    """Return the mean length of an answer, or of the longest of several; cut off at rollout.max_new_tokens."""
     most, spread = config.rollout.max_new_tokens, config.rehearsal.spread
-    median = config.rehearsal.median_tokens or max(1, most // 8)
-    if spread == 0:
-        return float(min(median, most))
-    cut, normal = math.log(most / median) / spread, NormalDist()
-    return median * math.exp(spread**2 / 2) * normal.cdf(cut - spread) + most * (1 - normal.cdf(cut))
+    median, normal = config.rehearsal.median_tokens or max(1, most // 8), NormalDist()
+    shares = ((number + 0.5) / QUANTILES for number in range(QUANTILES))
+    quantiles = (math.exp(spread * normal.inv_cdf(share ** (1 / of_longest))) for share in shares)
+    return statistics.fmean(min(median * quantile, most) for quantile in quantiles)
 
 
 def least_step_seconds(config: RunConfig, rollout: int) -> float:
-    """Return the seconds that a step takes at least: its tokens' in the engines that work, or in the trainer."""
-    tokens = config.trainer.groups_per_step * config.rollout.samples_per_prompt * mean_tokens(config)
-    engines = min(rollout, admitted_groups(config)) * config.rehearsal.tokens_per_second
-    return max(tokens / engines, tokens / config.rehearsal.train_tokens_per_second + config.rehearsal.update_seconds)
+    """Return the seconds that a step takes at least, on average.
+
+    They are those of its tokens in the engines that work or in the trainer, or those in which the gate, which admits so
+    many groups at once, lets a step's groups through: each stays as long as its longest answer takes.
+    """
+    own, groups, samples = config.rehearsal, config.trainer.groups_per_step, config.rollout.samples_per_prompt
+    tokens, admitted = groups * samples * mean_tokens(config), admitted_groups(config)
+    return max(
+        tokens / (min(rollout, admitted) * own.tokens_per_second),
+        tokens / own.train_tokens_per_second + own.update_seconds,
+        groups / admitted * mean_tokens(config, of_longest=samples) / own.sample_tokens_per_second,
+    )
 
 
 def obstacle(config: RunConfig) -> str:
