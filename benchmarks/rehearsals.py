@@ -23,7 +23,7 @@ from relaxd.rehearsal.report import Measured, limits, rows
 SHAPES = Path(__file__).parent / "shapes"
 SCALES = {
     "math": (Scale(rollout=64, time=8.0, payload=4), 70.0),
-    "long-thinking": (Scale(rollout=256, time=8.0, payload=1), 60.0),
+    "long-thinking": (Scale(rollout=256, time=6.0, payload=1), 60.0),
     "agents": (Scale(rollout=128, time=30.0, payload=1), 60.0),
     "moe": (Scale(rollout=64, time=10.0, payload=16), 60.0),
     "very-long": (Scale(rollout=512, time=60.0, payload=1), 90.0),
