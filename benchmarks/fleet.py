@@ -3,7 +3,8 @@
 `python -m benchmarks.fleet --replicas 64,256,512 --seconds 30`. A real coordinator and a real Redis; scripted replicas
 (benchmarks/fleet_parts.py) that register, lease eight GPUs each, send heartbeats at the real interval, take groups,
 hold them for eight seconds and commit them. A step has as many groups as there are replicas, so that every replica
-works all the time, and each step is followed by a weight synchronisation of all replicas. `--watchers` follow the run.
+works all the time, and each step is followed by a weight synchronisation of all replicas. `--watchers` follow the run,
+every second one with `only_changes`: "changes kB/s" is what one of these is sent, "watch kB/s" what one of the others.
 
 Milliseconds are p50 / p99. Register and LeaseGpus are measured while all replicas start at once, until the last one has
 registered ("start s"); Heartbeat in a window of `--seconds` that begins after the second step. "busy" is the share of
@@ -24,6 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import psutil
 import redis
@@ -34,6 +36,9 @@ from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.local.embedded_redis import server_command, url, wait_until_up
 from relaxd.local.ports import free_port
+from relaxd.rpc.client import sync_channel
+from relaxd.v1 import coordinator_pb2 as pb
+from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 from tests.kit.tokenizer import write_tokenizer
 
 IN_PROCESS = 64
@@ -117,12 +122,28 @@ def percentiles(seconds: list[float]) -> str:
     return f"{p50 * 1e3:.1f} / {p99 * 1e3:.0f}"
 
 
-def watch(address: str, run_id: str, stop: threading.Event) -> None:
-    """Follow the run."""
-    with contextlib.suppress(CliError), CoordinatorClient(address) as client:
-        for _ in client.watch(run_id):
-            if stop.is_set():
-                return
+class Watcher:
+    """Follows the run in a thread and counts the bytes of what it is sent."""
+
+    def __init__(self, address: str, run_id: str, stop: threading.Event, *, only_changes: bool) -> None:
+        self.only_changes, self.bytes = only_changes, 0
+        self._address, self._run_id, self._stop = address, run_id, stop
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        request = pb.WatchRunRequest(run_id=self._run_id, max_seconds=300, only_changes=self.only_changes)
+        with contextlib.suppress(grpc.RpcError), sync_channel(self._address) as to_coordinator:
+            while not self._stop.is_set():
+                for message in CoordinatorStub(to_coordinator).WatchRun(request, timeout=330):
+                    self.bytes += message.ByteSize()
+                    if self._stop.is_set():
+                        return
+
+
+def sent(watchers: list[Watcher], *, only_changes: bool) -> float:
+    """Return the bytes that one watcher was sent, on average; 0 if there is none of this kind."""
+    counts = [one.bytes for one in watchers if one.only_changes is only_changes]
+    return sum(counts) / max(1, len(counts))
 
 
 def measure(replicas: int, seconds: float, watchers: int, profile: Path | None) -> dict[str, Any]:
@@ -155,8 +176,7 @@ def measure(replicas: int, seconds: float, watchers: int, profile: Path | None) 
         client.start_run(CONFIG.format(folder=folder, per_step=replicas), "fleet")
         stop = threading.Event()
         stack.callback(stop.set)
-        for _ in range(watchers):
-            threading.Thread(target=watch, args=(address, "fleet", stop), daemon=True).start()
+        watching = [Watcher(address, "fleet", stop, only_changes=bool(number % 2)) for number in range(watchers)]
         until("two steps", lambda: client.run("fleet").step >= 2, 0.5)
         store = redis.Redis.from_url(redis_url, socket_timeout=10.0)
         for part in parts:
@@ -164,11 +184,14 @@ def measure(replicas: int, seconds: float, watchers: int, profile: Path | None) 
         trained, memory = client.run("fleet").groups.trained, server.memory_info().rss
         before = [processor_seconds(one) for one in (coordinator, server)]
         operations = int(store.info("stats")["total_commands_processed"])
+        whole, changed = sent(watching, only_changes=False), sent(watching, only_changes=True)
         idle, window = psutil.cpu_times(), time.monotonic()
         time.sleep(seconds)
         took = time.monotonic() - window
         after = [processor_seconds(one) for one in (coordinator, server)]
         busy = psutil.cpu_times()
+        whole = sent(watching, only_changes=False) - whole
+        changed = sent(watching, only_changes=True) - changed
         operations = int(store.info("stats")["total_commands_processed"]) - operations
         ended = [part.tell("end") for part in parts]
         groups = (client.run("fleet").groups.trained - trained) / took
@@ -190,6 +213,8 @@ def measure(replicas: int, seconds: float, watchers: int, profile: Path | None) 
         "Redis cores": round((after[1] - before[1]) / took, 3),
         "Redis op/s": round(operations / took),
         "Redis +MB": round(memory / 1e6, 1),
+        "watch kB/s": round(whole / took / 1e3, 2),
+        "changes kB/s": round(changed / took / 1e3, 2),
         "busy": f"{1 - (busy.idle - idle.idle) / cores:.0%}",
     }
 

@@ -91,7 +91,10 @@ ROLES: dict[str, Role] = {
             stage="rollout",
             model="policy",
             weights="receives",
-            gpus=lambda config: config.rollout.tensor_parallel if config.rollout.engine == "sglang" else 0,
+            # A rehearsal's replicas, whose engine is scripted, see GPUs that aren't there.
+            gpus=lambda config: (
+                config.rollout.tensor_parallel if config.rollout.engine in ("sglang", "scripted") else 0
+            ),
             gpu_share=lambda config: config.roles.engine_gpu_share,
             takes_turns=True,
             timeout_seconds=lambda config: config.weights.timeout_seconds + config.weights.connect_timeout_seconds,

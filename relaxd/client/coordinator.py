@@ -11,6 +11,7 @@ from typing import Any, Self
 import grpc
 
 from relaxd.client.errors import CliError, NotFoundError
+from relaxd.client.run_changes import merge
 from relaxd.rpc.client import sync_channel
 from relaxd.rpc.errors import explain, field_violations, has_status
 from relaxd.rpc.tls import TlsFiles, connection_hint
@@ -118,6 +119,8 @@ class CoordinatorClient:
     ) -> Iterator[pb.WatchRunResponse]:
         """Yield a run's updates, about one a second, until it ends. Survives restarts of the coordinator.
 
+        Each has the whole run, though the coordinator sends only what has changed.
+
         `while_away` is called repeatedly, with the reason, while the coordinator or its Redis doesn't answer. It may
         raise.
 
@@ -126,13 +129,13 @@ class CoordinatorClient:
         run_id = self.run(run_id).run_id
         token, last_heard = "", time.monotonic()
         while True:
-            request = pb.WatchRunRequest(run_id=run_id, resume_token=token, max_seconds=60)
+            request = pb.WatchRunRequest(run_id=run_id, resume_token=token, max_seconds=60, only_changes=True)
             try:
                 known = pb.Run()
                 for response in self._stub.WatchRun(request, timeout=75):
                     token, last_heard = response.resume_token, time.monotonic()
-                    _complete(response, known)
-                    yield response
+                    known = merge(known, response)
+                    yield _whole(response, known)
                     if response.run.state in ENDED:
                         return
             except grpc.RpcError as error:
@@ -219,10 +222,8 @@ class CoordinatorClient:
         return CliError(f"the coordinator at {self.address} answers: {explain(error)}")
 
 
-def _complete(response: pb.WatchRunResponse, known: pb.Run) -> None:
-    """Fill in the fields that the coordinator left out, from `known`, and note those that it sent there."""
-    if "config_json" in response.unchanged:
-        response.run.config_json = known.config_json
-    if "health" in response.unchanged:
-        response.run.health.MergeFrom(known.health)
-    known.CopyFrom(pb.Run(config_json=response.run.config_json, health=response.run.health))
+def _whole(response: pb.WatchRunResponse, run: pb.Run) -> pb.WatchRunResponse:
+    """Return a message with the whole run, which its reader may change."""
+    return pb.WatchRunResponse(
+        resume_token=response.resume_token, run=run, steps=response.steps, events=response.events
+    )

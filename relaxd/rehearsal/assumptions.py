@@ -6,8 +6,10 @@ long as before and store a `payload_scale`-th of the bytes.
 """
 
 import math
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 from relaxd.board import expert_dtype
@@ -15,6 +17,8 @@ from relaxd.board.sizes import worst_bytes
 from relaxd.config import RehearsalConfig, RunConfig
 from relaxd.config.prompts.data import DataSource
 
+QUANTILES = 1000
+"""Lengths over which a mean is taken."""
 REWARD = "relaxd.rehearsal.reward:scripted"
 MANY_STEPS = 1_000_000
 EXPERTS = 128
@@ -50,13 +54,47 @@ def expert_bytes(config: RunConfig) -> int:
     )
 
 
-def payload_scale(config: RunConfig, memory_bytes: int) -> int:
-    """Return the power of two by which payloads have to be scaled down to fit into the memory."""
+def held_bytes(config: RunConfig) -> float:
+    """Return the bytes of the groups that are held at the same time, at most, with true payloads."""
     rehearsal, most = config.rehearsal, config.rollout.max_new_tokens
     share = min(1.0, LONG_TAIL * (rehearsal.median_tokens or most / 8) / most)
     group = worst_bytes(config, 0, expert_bytes=expert_bytes(config)) * share
-    needed = STEPS_IN_REDIS * config.trainer.groups_per_step * group / memory_bytes
-    return min(1 << max(0, math.ceil(math.log2(needed))), max(1, most // MIN_TOKENS))
+    return STEPS_IN_REDIS * config.trainer.groups_per_step * group
+
+
+def payload_scale(config: RunConfig, memory_bytes: int) -> int:
+    """Return the power of two by which payloads have to be scaled down to fit into the memory."""
+    needed = held_bytes(config) / memory_bytes
+    return min(1 << max(0, math.ceil(math.log2(needed))), max(1, config.rollout.max_new_tokens // MIN_TOKENS))
+
+
+def admitted_groups(config: RunConfig) -> int:
+    """Return how many groups the gate admits at once."""
+    return int(config.trainer.groups_per_step * (1 + config.board.max_staleness) * config.board.oversample)
+
+
+def mean_tokens(config: RunConfig, of_longest: int = 1) -> float:
+    """Return the mean length of an answer, or of the longest of several; cut off at rollout.max_new_tokens."""
+    most, spread = config.rollout.max_new_tokens, config.rehearsal.spread
+    median, normal = config.rehearsal.median_tokens or max(1, most // 8), NormalDist()
+    shares = ((number + 0.5) / QUANTILES for number in range(QUANTILES))
+    quantiles = (math.exp(spread * normal.inv_cdf(share ** (1 / of_longest))) for share in shares)
+    return statistics.fmean(min(median * quantile, most) for quantile in quantiles)
+
+
+def least_step_seconds(config: RunConfig, rollout: int) -> float:
+    """Return the seconds that a step takes at least, on average.
+
+    They are those of its tokens in the engines that work or in the trainer, or those in which the gate, which admits so
+    many groups at once, lets a step's groups through: each stays as long as its longest answer takes.
+    """
+    own, groups, samples = config.rehearsal, config.trainer.groups_per_step, config.rollout.samples_per_prompt
+    tokens, admitted = groups * samples * mean_tokens(config), admitted_groups(config)
+    return max(
+        tokens / (min(rollout, admitted) * own.tokens_per_second),
+        tokens / own.train_tokens_per_second + own.update_seconds,
+        groups / admitted * mean_tokens(config, of_longest=samples) / own.sample_tokens_per_second,
+    )
 
 
 def obstacle(config: RunConfig) -> str:

@@ -101,6 +101,12 @@ class Counters:
         return used
 
 
+def busy_share(before: Sample, after: Sample) -> float:
+    """Return the share of this machine's processors that was busy between two samples; 0 if they are of one moment."""
+    core_seconds = (psutil.cpu_count() or 1) * (after.time - before.time)
+    return (after.cpu[MACHINE] - before.cpu[MACHINE]) / core_seconds if core_seconds > 0 else 0.0
+
+
 def _described(run: Run) -> str:
     """Return what the open step waits for: the kind, and the stage if it is one."""
     kind = run.wait.current_kind

@@ -24,8 +24,11 @@ from relaxd.local import embedded_redis, stack
 from relaxd.local.modules import MANY_ROLLOUTS
 from relaxd.local.state import StateFolder
 from relaxd.local.supervisor import ServiceSpec, StackPlan
-from relaxd.rehearsal.assumptions import Scale, expert_bytes, rehearsed
-from relaxd.rehearsal.counters import Counters, Sample
+from relaxd.rehearsal.assumptions import Scale, admitted_groups, expert_bytes, least_step_seconds, rehearsed
+from relaxd.rehearsal.calls import read_calls
+from relaxd.rehearsal.carrying import advice
+from relaxd.rehearsal.control_plane import call_times
+from relaxd.rehearsal.counters import Counters, Sample, busy_share
 from relaxd.rehearsal.report import Measured
 from relaxd.rehearsal.stand_in import write_stand_in
 from relaxd.replica.gpus import visible_gpus
@@ -50,6 +53,10 @@ SETTLE_SECONDS = 15.0
 IDLE_SECONDS = 5.0
 """Length of the window in which the paused run is measured."""
 GRACE_SECONDS = 3.0
+CALLS = "calls"
+"""Folder, in that of the services, for the times of the replicas' calls."""
+GPUS = 8
+"""GPUs that a replica sees, if it needs no more."""
 REDIS_SECONDS = 5.0
 """Deadline of a question to Redis."""
 
@@ -124,7 +131,10 @@ def _plan(folder: StateFolder, config: RunConfig, scale: Scale) -> StackPlan:
     left, number = scale.rollout, 0
     while left:
         count, number = min(left, REPLICAS_IN_PROCESS), number + 1
-        command = [sys.executable, "-m", MANY_ROLLOUTS, str(count)]
+        calls = folder.path / CALLS
+        calls.mkdir(parents=True, exist_ok=True)
+        gpus = str(max(GPUS, config.rollout.tensor_parallel))
+        command = [sys.executable, "-m", MANY_ROLLOUTS, str(count), gpus, str(calls / f"{number}.txt")]
         name, environment = f"rollout-{number}", {**template.environment, "CUDA_VISIBLE_DEVICES": ""}
         plan.services.append(ServiceSpec(name=name, role=ROLLOUT, command=command, environment=environment))
         left -= count
@@ -153,6 +163,9 @@ def _measure(config: RunConfig, scale: Scale, seconds: float, counters: Counters
     say(f"{last.step - first.step} steps in {last.time - first.time:.1f} s; pausing the run, to measure it at rest")
     waits, calls = dict(counters.waits), sorted(counters.call_seconds)
     idle_first, idle_last = _idle_window(counters)
+    times = call_times(
+        read_calls(counters.folder.path / CALLS), (first.time, last.time), (idle_first.time, idle_last.time)
+    )
     metrics = [line for line in read_result(counters.run_folder).steps if first.step < line["step"] <= last.step]
     run = counters.run
     stages = stages_for(config)
@@ -172,12 +185,12 @@ def _measure(config: RunConfig, scale: Scale, seconds: float, counters: Counters
         call_p99=calls[int(0.99 * (len(calls) - 1))],
         dropped=dict(run.groups.dropped_by_reason),
         groups_per_step=config.trainer.groups_per_step,
-        admitted_groups=int(
-            config.trainer.groups_per_step * (1 + config.board.max_staleness) * config.board.oversample
-        ),
+        admitted_groups=admitted_groups(config),
         max_group_bytes=config.board.max_group_bytes,
         worst_group_bytes=per_token * config.rollout.samples_per_prompt * config.rollout.max_new_tokens,
         redis_bytes=config.rehearsal.redis_bytes,
+        call_times=times,
+        least_step_seconds=least_step_seconds(config, scale.rollout),
     )
 
 
@@ -186,6 +199,7 @@ def _window(counters: Counters, seconds: float, say: Say) -> tuple[Sample, Sampl
     begun = said = trains_since = time.monotonic()
     first: Sample | None = None
     last: Sample | None = None
+    start = counters.sample()
     while True:
         sample = counters.sample()
         run = counters.run
@@ -208,13 +222,13 @@ def _window(counters: Counters, seconds: float, say: Say) -> tuple[Sample, Sampl
         if first is None and now - trains_since > max(FIRST_STEP_SECONDS, FIRST_STEP_FACTOR * seconds):
             raise CliError(
                 f"no step ended in {now - trains_since:.0f} s: {run.waiting_for or run.wait.current_kind}",
-                "a longer --seconds, a larger --time-scale, or more --rollout replicas",
+                advice(busy_share(start, sample)),
             )
         if first is not None and last is not None and now - first.time >= seconds:
             if last.step == first.step:
                 raise CliError(
                     f"no second step ended within {seconds:.0f} s: {run.waiting_for or run.wait.current_kind}",
-                    "a longer --seconds, a larger --time-scale, or more --rollout replicas",
+                    advice(busy_share(first, sample)),
                 )
             return first, last
         time.sleep(SAMPLE_SECONDS)  # named: `say` tells what the run waits for

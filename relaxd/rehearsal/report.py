@@ -8,16 +8,15 @@ the run's own speed both add up: idle + cost of a step / seconds of a step.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from relaxd.rehearsal import carrying, control_plane
 from relaxd.rehearsal.assumptions import Scale
+from relaxd.rehearsal.carrying import BUSY_MACHINE, HostLoad
+from relaxd.rehearsal.control_plane import CallTimes
 from relaxd.rehearsal.counters import MACHINE, Sample
 from relaxd.roles import TRAINER
 
 NETWORK_BYTES = 1.25e9
 """Bytes per second of a network of 10 Gbit/s."""
-CALL_SECONDS = 0.1
-"""Longest time that a call to the coordinator should take."""
-BUSY_MACHINE = 0.9
-"""A machine whose processors are busy for a larger share of the time has itself slowed the rehearsal down."""
 CONTROL = ("coordinator", "redis", "reward", "advantage", "trainer", "rollout")
 """Roles whose processor time is reported, in this order."""
 MANY_TIMES = 1000.0
@@ -58,6 +57,10 @@ class Measured:
     """Bytes of a group's answers if all are as long as they may be, unscaled."""
     redis_bytes: int
     """Memory of the Redis that the run will have."""
+    call_times: CallTimes
+    """How long replicas waited for the coordinator."""
+    least_step_seconds: float
+    """Seconds that a step takes at least, at the run's own speed."""
 
     @property
     def steps(self) -> int:
@@ -84,6 +87,26 @@ class Measured:
         """Share of this machine's processors that the rehearsal used."""
         spent = sum(value - self.first.cpu.get(role, 0.0) for role, value in self.last.cpu.items() if role != MACHINE)
         return spent / (self.cores * self.wall_seconds)
+
+    @property
+    def busy_at_rest(self) -> bool:
+        """Whether this machine had no processor left while the run was paused."""
+        core_seconds = self.cores * (self.idle_last.time - self.idle_first.time)
+        return (self.idle_last.cpu[MACHINE] - self.idle_first.cpu[MACHINE]) / core_seconds > BUSY_MACHINE
+
+    @property
+    def load(self) -> HostLoad:
+        """What the rehearsal needs of this machine."""
+        roles = [role for role in self.last.cpu if role != MACHINE]
+        return HostLoad(
+            cores=self.cores,
+            machine_share=self.machine_share,
+            idle_cores=sum(map(self.idle_cpu, roles)),
+            step_seconds=sum(map(self.step_cpu, roles)),
+            least_step_seconds=self.least_step_seconds,
+            time_scale=self.scale.time,
+            replicas=self.scale.rollout,
+        )
 
     def idle_cpu(self, role: str) -> float:
         """Return the processors that a role keeps busy while the run is paused.
@@ -224,10 +247,15 @@ def limits(found: Measured) -> list[ResourceLimit]:
             "use more rollout replicas",
         ),
     ]
-    if found.machine_share <= BUSY_MACHINE:  # else the call waited for this machine
+    beats = found.call_times.heartbeat_at_rest
+    if beats is not None and not found.busy_at_rest:  # else heartbeats waited for this machine
         rows.append(
             ResourceLimit(
-                "a call to the coordinator (p99)", found.call_p99, CALL_SECONDS, "s", "use fewer rollout replicas"
+                "the coordinator's answers (p99 of Heartbeat)",
+                beats,
+                control_plane.HEARTBEAT_SECONDS,
+                "s",
+                "use fewer rollout replicas",
             )
         )
     return sorted(rows, key=lambda limit: limit.factor)
@@ -254,12 +282,52 @@ def first_limit(found: Measured) -> str:
 
 
 def rows(found: Measured) -> list[tuple[str, str]]:
-    """Return the report's rows: a name and a value."""
-    scale = found.scale
+    """Return the report's rows: a name and a value. No verdict on the run where it would measure the machine."""
+    refused = carrying.refusal(found.load)
+    result = [("no verdict", refused + ".")] if refused else _verdicts(found)
+    result += _costs(found)
+    judged = control_plane.verdict(
+        found.call_times,
+        found.cpu("coordinator"),
+        found.scale.rollout,
+        busy_at_rest=found.busy_at_rest,
+    )
+    result += [
+        ("replicas' calls", control_plane.calls_row(found.call_times, found.scale.time)),
+        ("the control plane", judged),
+    ]
+    if refused:
+        return result
+    result += [
+        ("first limit", first_limit(found)),
+        ("next limits", "; ".join(f"{one.name} at {_times(one.factor)}" for one in limits(found)[1:4])),
+    ]
+    if doubt := carrying.doubt(found.load, found.own_share):
+        result.append(("doubtful", doubt))
+    return result
+
+
+def _verdicts(found: Measured) -> list[tuple[str, str]]:
+    """Return what depends on the seconds that steps took."""
     result = [
         ("would it fill steps?", verdict(found)),
         ("the open step waits for", _shares(found.waits)),
         ("the trainer's time", _shares(found.trainer_shares)),
+    ]
+    if found.admitted_groups < found.scale.rollout:
+        idle = (
+            f"{found.scale.rollout - found.admitted_groups} of {found.scale.rollout} rollout replicas never have work: "
+            f"the gate admits {found.admitted_groups} groups, and each is generated by one replica. Raise "
+            "trainer.groups_per_step, board.max_staleness or board.oversample, or start fewer replicas."
+        )
+        result.insert(1, ("idle replicas", idle))
+    return result
+
+
+def _costs(found: Measured) -> list[tuple[str, str]]:
+    """Return what a step costs."""
+    scale = found.scale
+    result = [
         ("Redis, memory at most", amount(found.peak_bytes * scale.payload, "bytes")),
         (
             "Redis, a step",
@@ -276,30 +344,7 @@ def rows(found: Measured) -> list[tuple[str, str]]:
                 f"{found.step_cpu(role):.3g} s a step + {found.idle_cpu(role):.2g} cores = {found.cpu(role):.2g} cores",
             )
         )
-    result += [
-        ("coordinator, a call", f"p99 {found.call_p99 * 1e3:.3g} ms"),
-        ("first limit", first_limit(found)),
-        ("next limits", "; ".join(f"{one.name} at {_times(one.factor)}" for one in limits(found)[1:4])),
-    ]
-    if found.admitted_groups < scale.rollout:
-        result.insert(
-            1,
-            (
-                "idle replicas",
-                f"{scale.rollout - found.admitted_groups} of {scale.rollout} rollout replicas never have work: the "
-                f"gate admits {found.admitted_groups} groups, and each is generated by one replica. Raise "
-                "trainer.groups_per_step, board.max_staleness or board.oversample, or start fewer replicas.",
-            ),
-        )
-    if found.machine_share > BUSY_MACHINE:
-        result.append(
-            (
-                "doubtful",
-                f"this machine's processors were {found.machine_share:.0%} busy ({found.own_share:.0%} with the "
-                "rehearsal), so steps may have taken longer than they would: use a smaller --time-scale",
-            )
-        )
-    return result
+    return [*result, ("coordinator, a call", f"p99 {found.call_p99 * 1e3:.3g} ms")]
 
 
 def amount(value: float, unit: str) -> str:

@@ -543,22 +543,26 @@ class WatchRunRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     RESUME_TOKEN_FIELD_NUMBER: _builtins.int
     MAX_SECONDS_FIELD_NUMBER: _builtins.int
+    ONLY_CHANGES_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Its id; empty means the newest."""
     resume_token: _builtins.str
     """Where to go on; empty means now."""
     max_seconds: _builtins.float
     """Seconds after which the stream ends; at most 300, 0 means 60."""
+    only_changes: _builtins.bool
+    """The first message has the whole run, and the others only what has changed: WatchRunResponse.partial says so."""
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         resume_token: _builtins.str = ...,
         max_seconds: _builtins.float = ...,
+        only_changes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_seconds", b"max_seconds", "resume_token", b"resume_token", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_seconds", b"max_seconds", "only_changes", b"only_changes", "resume_token", b"resume_token", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -575,8 +579,17 @@ class WatchRunResponse(_message.Message):
     STEPS_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
     UNCHANGED_FIELD_NUMBER: _builtins.int
+    PARTIAL_FIELD_NUMBER: _builtins.int
+    CLEARED_FIELD_NUMBER: _builtins.int
+    REMOVED_METRICS_FIELD_NUMBER: _builtins.int
+    REMOVED_HEALTH_FIELD_NUMBER: _builtins.int
     resume_token: _builtins.str
     """Give this to the next WatchRun."""
+    partial: _builtins.bool
+    """`run` has only what has changed since the last message of this call: whole fields; of `metrics` the keys that are new or
+    have another value; of `health` the entries that are new or other than before. The next three fields name what is gone.
+    Changes that follow faster than the watcher reads arrive as one message.
+    """
     @_builtins.property
     def run(self) -> Global___Run:
         """The run as it is now."""
@@ -592,8 +605,20 @@ class WatchRunResponse(_message.Message):
     @_builtins.property
     def unchanged(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Large fields of `run` that are left out because they are as in the last message of this call that has them: "config_json",
-        "health".
+        "health". Empty if `partial`.
         """
+
+    @_builtins.property
+    def cleared(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Fields of `run` that are empty now, by name; only if `partial`."""
+
+    @_builtins.property
+    def removed_metrics(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Keys of Run.metrics that are gone; only if `partial`."""
+
+    @_builtins.property
+    def removed_health(self) -> _containers.RepeatedCompositeFieldContainer[_health_pb2.Health]:
+        """Entries of Run.health that are gone, without their state; only if `partial`. Role and instance name an entry."""
 
     def __init__(
         self,
@@ -603,10 +628,14 @@ class WatchRunResponse(_message.Message):
         steps: _abc.Iterable[Global___StepMetrics] | None = ...,
         events: _abc.Iterable[_health_pb2.RunEvent] | None = ...,
         unchanged: _abc.Iterable[_builtins.str] | None = ...,
+        partial: _builtins.bool = ...,
+        cleared: _abc.Iterable[_builtins.str] | None = ...,
+        removed_metrics: _abc.Iterable[_builtins.str] | None = ...,
+        removed_health: _abc.Iterable[_health_pb2.Health] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "resume_token", b"resume_token", "run", b"run", "steps", b"steps", "unchanged", b"unchanged"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared", "events", b"events", "partial", b"partial", "removed_health", b"removed_health", "removed_metrics", b"removed_metrics", "resume_token", b"resume_token", "run", b"run", "steps", b"steps", "unchanged", b"unchanged"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

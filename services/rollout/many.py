@@ -1,32 +1,37 @@
-"""`python -m services.rollout.many COUNT`: many rollout replicas in one process, for `relaxd rehearse`.
+"""`python -m services.rollout.many COUNT GPUS FILE`: many rollout replicas in one process, for `relaxd rehearse`.
 
 Each replica has its own gRPC server, registration, heartbeats, connections to Redis and threads, as if it had a process
-of its own. They share the interpreter and the event loop, so their engine must need no time: "scripted".
+of its own, and GPUS GPUs that aren't there, which it leases as if they were. They share the interpreter and the event
+loop, so their engine must need no time: "scripted". FILE gets the times of their heartbeats and leases.
 """
 
 import asyncio
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
+from typing import cast
 
 from relaxd.replica.context import ReplicaContext, open_context
-from relaxd.replica.gpus import GpuLeases
+from relaxd.replica.gpus import Gpu, GpuLeases
 from relaxd.replica.replica import run_replica
 from relaxd.rpc.server import Service
 from relaxd.rpc.settings import parse_settings
 from relaxd.v1 import rollout_pb2_grpc
+from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 from services.rollout.service.server import RolloutServicer
 from services.rollout.service.service import RolloutService
+from services.rollout.timed_calls import TimedCoordinator
 
 THREADS = 64
 """Threads for the replicas' short calls to Redis."""
 
 
-async def _replica(process: ReplicaContext, number: int) -> None:
+async def _replica(process: ReplicaContext, coordinator: CoordinatorStub, number: int, gpus: int) -> None:
     name = f"{process.settings.replica_id}-{number}"
     settings = replace(process.settings, replica_id=name, instance=name, port=0)
-    gpus = GpuLeases(name, (), process.coordinator)
-    context = ReplicaContext(settings, process.coordinator, gpus, process.stop)
+    visible = [Gpu(f"GPU-{name}-{index}", index) for index in range(gpus)]
+    context = ReplicaContext(settings, coordinator, GpuLeases(name, visible, coordinator), process.stop)
     service = RolloutService(context)
     calls = Service(rollout_pb2_grpc.add_RolloutServicer_to_server, RolloutServicer(service), "relaxd.v1.Rollout")
     try:
@@ -35,12 +40,13 @@ async def _replica(process: ReplicaContext, number: int) -> None:
         await service.close()
 
 
-async def main(count: int) -> None:
+async def main(count: int, gpus: int, calls: Path) -> None:
     """Run the replicas until they are told to end."""
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, thread_name_prefix="shared"))
     async with open_context(parse_settings("rollout", [])) as process:
-        await asyncio.gather(*(_replica(process, number) for number in range(1, count + 1)))
+        coordinator = cast(CoordinatorStub, TimedCoordinator(process.coordinator, calls))
+        await asyncio.gather(*(_replica(process, coordinator, number, gpus) for number in range(1, count + 1)))
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1])))
+    asyncio.run(main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])))

@@ -12,7 +12,8 @@ from rich.table import Table
 from relaxd.cli.execute import with_absolute_paths
 from relaxd.cli.options import WordsArgument, load_words, new_console
 from relaxd.client.errors import CliError
-from relaxd.rehearsal.assumptions import Scale, obstacle, payload_scale
+from relaxd.rehearsal.assumptions import Scale, held_bytes, obstacle, payload_scale
+from relaxd.rehearsal.carrying import refusal
 from relaxd.rehearsal.rehearse import rehearse as run_rehearsal
 from relaxd.rehearsal.report import Measured, rows
 
@@ -43,7 +44,15 @@ def rehearse(
     if problem := obstacle(config):
         raise CliError(f"{path} can't be rehearsed: {problem}")
     config = with_absolute_paths(config)
-    payload = payload or payload_scale(config, psutil.virtual_memory().available // MEMORY_SHARE)
+    free = psutil.virtual_memory().available
+    fits = payload_scale(config, free // MEMORY_SHARE)
+    if payload and (held := held_bytes(config) / payload) > free / 2:
+        raise CliError(
+            f"--payload-scale {payload}: groups would take {held / 1e9:.1f} GB, and may take half of the "
+            f"{free / 1e9:.1f} GB that this machine has free",
+            f"--payload-scale {fits} fits",
+        )
+    payload = payload or fits
     scale = Scale(rollout, time_scale, payload, ranks)
     logs = Path(f"rehearsal-{path.stem}-{datetime.now(UTC):%Y%m%d-%H%M%S}-logs")
 
@@ -53,6 +62,8 @@ def rehearse(
     say(f"{path}: {rollout} rollout replicas, time / {time_scale:g}, payloads / {payload}, {ranks} trainer rank(s)")
     found = run_rehearsal(config, scale, seconds, say, logs.resolve())
     _print(path, found, console)
+    if refused := refusal(found.load):
+        raise CliError(f"no verdict on {path}: {refused}")
 
 
 def _print(path: Path, found: Measured, console: Console) -> None:

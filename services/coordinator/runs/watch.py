@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from relaxd.client.run_changes import changes
 from relaxd.committed_steps import CommittedSteps
 from relaxd.rpc.errors import Violations
 from relaxd.v1 import coordinator_pb2 as pb
@@ -27,7 +28,7 @@ SILENCE_SECONDS = 1.0
 STEPS_AT_ONCE = 200
 """Limit of steps in one message: a watcher may resume after a long time."""
 SELDOM_NEW: tuple[Literal["config_json", "health"], ...] = ("config_json", "health")
-"""Large fields of a run that are left out of a message if they are as in an earlier one."""
+"""Large fields of a run that are left out of a message with the whole run if they are as in an earlier one."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class RunFeed:
         committed = CommittedSteps(manager.board(record).ledger, Path(record.folder))
         end = time.monotonic() + (request.max_seconds or DEFAULT_SECONDS)
         last_step, last_event = _parts(token)
-        shown, silent_since, sent = None, 0.0, pb.Run()
+        shown, silent_since, sent = None, 0.0, None
         while True:
             record = await manager.record(record.run_id)
             glance = manager.glance(record)
@@ -101,8 +102,10 @@ class RunFeed:
                 complete = last_step >= run.step or not steps  # none: the board is being deleted
                 news, last_event = event_messages(events, last_event), newest_event
                 token = f"{last_step}-{last_event}" if last_event else str(last_step)
-                response = pb.WatchRunResponse(resume_token=token, run=run, steps=steps, events=news)
-                _leave_out_unchanged(response, sent)
+                response = _message(sent, run, only_changes=request.only_changes)
+                response.resume_token = token
+                response.steps.extend(steps)
+                response.events.extend(news)
                 sent = run
                 yield response
                 shown, silent_since = (glance, newest_event), time.monotonic()
@@ -114,13 +117,20 @@ class RunFeed:
                 await changed.wait(TICK_SECONDS)  # idle: nothing is new
 
 
-def _leave_out_unchanged(response: pb.WatchRunResponse, before: pb.Run) -> None:
-    """Clear large fields that are as in the message before, and name them."""
-    for field in SELDOM_NEW:
-        value = getattr(response.run, field)
+def _message(before: pb.Run | None, run: pb.Run, *, only_changes: bool) -> pb.WatchRunResponse:
+    """Return the message for a watcher who was sent `before` last.
+
+    gRPC asks for the next message when the watcher has room for it, so one who reads slowly gets merged changes.
+    """
+    if before is not None and only_changes:
+        return changes(before, run)
+    response = pb.WatchRunResponse(run=run)
+    for field in SELDOM_NEW if before is not None else ():
+        value = getattr(run, field)
         if value and value == getattr(before, field):
             response.run.ClearField(field)
             response.unchanged.append(field)
+    return response
 
 
 def _look_at_error(task: "asyncio.Task[pb.Run]") -> None:

@@ -16,6 +16,7 @@ from relaxd.board.payloads.samples import samples_attempt
 from relaxd.cli.main import app
 from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
+from relaxd.client.run_changes import merge
 from relaxd.redis_client import key_prefix
 from relaxd.roles import COORDINATOR, REWARD, TRAINER
 from relaxd.rpc.errors import field_violations
@@ -332,6 +333,31 @@ def test_a_watch_speaks_every_second_and_ends_in_time(up: Cluster) -> None:
         assert [message.run.config_json != "" for message in messages] == [True] + [False] * (len(messages) - 1)
         assert all("config_json" in message.unchanged for message in messages[1:])
         assert {message.run.run_id for message in messages} == {"watched"}
+
+    # One who asks for changes gets the whole run and then what has changed, which merged is the run; one who reads
+    # slowly gets all changes in few messages.
+    request = pb.WatchRunRequest(run_id="watched", max_seconds=20, only_changes=True)
+    stream = up.stub.WatchRun(request, timeout=60)
+    first = next(stream)
+    known = merge(pb.Run(), first)
+    assert (first.partial, known.config_json) == (False, up.run("watched").config_json)
+    for number in range(40):
+        up.stub.PauseRun(pb.PauseRunRequest(run_id="watched", reason=f"reason {number}"), timeout=5)
+        up.stub.ResumeRun(pb.ResumeRunRequest(run_id="watched"), timeout=5)
+    up.stub.PauseRun(pb.PauseRunRequest(run_id="watched", reason="for lunch"), timeout=5)
+    sizes = [first.ByteSize()]
+    for message in stream:
+        known = merge(known, message)
+        sizes.append(message.ByteSize())
+        assert message.partial
+        assert "config_json" not in {field.name for field, _ in message.run.ListFields()}
+        if known.reason == "for lunch":
+            break
+    stream.cancel()
+    now = up.run("watched")
+    assert (known.state, known.run_id, known.config_json) == (pb.RUN_STATE_PAUSED, "watched", now.config_json)
+    assert max(sizes[1:]) < sizes[0] / 4
+    up.stub.ResumeRun(pb.ResumeRunRequest(run_id="watched"), timeout=5)
 
     up.stub.StopRun(pb.StopRunRequest(), timeout=5)
     last = list(up.stub.WatchRun(pb.WatchRunRequest(max_seconds=60), timeout=30))[-1]

@@ -6,6 +6,7 @@ import pytest
 
 from relaxd.rehearsal import report
 from relaxd.rehearsal.assumptions import Scale
+from relaxd.rehearsal.control_plane import CallTimes
 from relaxd.rehearsal.counters import Sample
 from relaxd.rehearsal.report import Measured
 
@@ -36,6 +37,8 @@ FOUND = Measured(
     max_group_bytes=256,
     worst_group_bytes=64,
     redis_bytes=1 << 30,
+    call_times=CallTimes(heartbeat_at_rest=0.01, heartbeat_working=0.2, lease=0.5),
+    least_step_seconds=50.0,
 )
 
 
@@ -62,7 +65,11 @@ LIMITS = [
     ({"worst_group_bytes": 150}, "met when sizes double (at 1.71 x): a group's answers: 150 B of 256 B", 256 / 150),
     ({"worst_group_bytes": 300}, "met already: a group's answers", 256 / 300),
     ({"redis_bytes": 100_000}, "met when sizes double (at 1.04 x): a step's groups in Redis", 100_000 / 96_000),
-    ({"call_p99": 0.09}, "met when sizes double (at 1.11 x): a call to the coordinator", 0.1 / 0.09),
+    (
+        {"call_times": CallTimes(heartbeat_at_rest=0.09, heartbeat_working=3.0, lease=None)},
+        "met when sizes double (at 1.11 x): the coordinator's answers (p99 of Heartbeat)",
+        0.1 / 0.09,
+    ),
     ({"step_file_seconds": 5.0}, "met when sizes double (at 1.5 x): writing the step file", 60 / 40),
 ]
 
@@ -80,11 +87,24 @@ def test_no_limit_when_sizes_double() -> None:
     assert "Raise board.max_group_bytes" in said
 
 
-def test_a_call_is_no_limit_on_a_machine_that_is_too_busy() -> None:
-    busy = replace(FOUND, call_p99=5.0, last=sample(120.0, 15, 12_000, machine=40.0))
-    assert all("a call" not in limit.name for limit in report.limits(busy))
+def test_heartbeats_are_no_limit_on_a_machine_that_is_too_busy() -> None:
+    slow = CallTimes(heartbeat_at_rest=5.0, heartbeat_working=5.0, lease=None)
+    last = sample(120.0, 15, 12_000, machine=40.0, coordinator=5.0)
+    idle_last = sample(135.0, 15, 20_500, machine=10.0, coordinator=11.0)
+    idle_first = sample(130.0, 15, 20_000, machine=0.5, coordinator=10.0)
+    busy = replace(FOUND, call_times=slow, last=last, idle_first=idle_first, idle_last=idle_last)
+    assert all("Heartbeat" not in limit.name for limit in report.limits(busy))
     assert dict(report.rows(busy))["doubtful"].startswith("this machine's processors were 100% busy")
     assert "doubtful" not in dict(report.rows(FOUND))
+
+
+def test_a_scale_that_the_machine_cant_carry_gets_no_verdict() -> None:
+    found = replace(FOUND, last=sample(120.0, 15, 12_000, machine=40.0, coordinator=35.0, rollout=25.0))
+    rows = dict(report.rows(found))
+    assert rows["no verdict"].startswith("this machine can't carry this scale: at --time-scale 30 the rehearsal needs")
+    assert "would do" in rows["no verdict"]
+    assert not {"would it fill steps?", "first limit", "next limits", "doubtful"} & rows.keys()
+    assert "processor, coordinator" in rows  # costs of a step are what they are
 
 
 def test_rows() -> None:
@@ -94,6 +114,10 @@ def test_rows() -> None:
     assert rows["the trainer's time"] == "works 75%, waits for groups 25%"
     assert rows["Redis, memory at most"] == "8 kB"
     assert rows["disk, a step"] == "4 kB"
+    assert rows["the control plane"].startswith("meets its goals with 4 rollout replicas: uses 0.21 of 1 cores")
+    assert rows["replicas' calls"] == (
+        "Heartbeat p99 10 ms at rest, 200 ms with steps 30 times as fast; LeaseGpus p99 500 ms while all started"
+    )
     assert "idle replicas" not in rows
     few = replace(FOUND, scale=replace(FOUND.scale, rollout=40))
     assert dict(report.rows(few))["idle replicas"].startswith(

@@ -1,0 +1,80 @@
+"""WatchRun's messages with only what has changed: what a coordinator sends, and how a client makes them whole again.
+
+Both sides are here, because together they must give the run as it is: `merge(before, changes(before, after)) == after`.
+"""
+
+from collections.abc import Iterable
+
+from google.protobuf.message import Message
+
+from relaxd.v1 import coordinator_pb2 as pb
+from relaxd.v1.health_pb2 import Health
+
+BY_KEY = ("metrics", "health")
+"""Fields whose entries are compared one by one."""
+
+
+def changes(before: pb.Run, after: pb.Run) -> pb.WatchRunResponse:
+    """Return the message that tells a watcher who knows `before` what is in `after`."""
+    response = pb.WatchRunResponse(partial=True)
+    known, now = dict(before.ListFields()), dict(after.ListFields())
+    for field, value in now.items():
+        if field.name not in BY_KEY and known.get(field) != value:
+            _set(response.run, after, field.name)
+    response.cleared.extend(field.name for field in known if field not in now and field.name not in BY_KEY)
+    response.run.metrics.update(
+        {name: value for name, value in after.metrics.items() if before.metrics.get(name) != value}
+    )
+    response.removed_metrics.extend(before.metrics.keys() - after.metrics.keys())
+    if before.health != after.health:
+        old, new = _by_key(before.health), _by_key(after.health)
+        response.run.health.extend(entry for key, entry in new.items() if old.get(key) != entry)
+        response.removed_health.extend(
+            Health(role=role, instance=name) for role, name in old if (role, name) not in new
+        )
+    return response
+
+
+def merge(known: pb.Run, response: pb.WatchRunResponse) -> pb.Run:
+    """Return the whole run after a message, if `known` was the whole run before it. `known` stays as it is."""
+    if not response.partial:
+        run = pb.Run()
+        run.CopyFrom(response.run)
+        for name in response.unchanged:
+            _set(run, known, name)
+        return run
+    run = pb.Run()
+    run.CopyFrom(known)
+    for name in response.cleared:
+        run.ClearField(name)  # type: ignore[arg-type]
+    for field, _ in response.run.ListFields():
+        if field.name not in BY_KEY:
+            run.ClearField(field.name)  # type: ignore[arg-type]
+            _set(run, response.run, field.name)
+    for name in response.removed_metrics:
+        run.metrics.pop(name, None)
+    run.metrics.update(response.run.metrics)
+    if response.run.health or response.removed_health:
+        entries = {**_by_key(run.health), **_by_key(response.run.health)}
+        for key in _by_key(response.removed_health):
+            entries.pop(key, None)
+        in_order = [entries[key] for key in sorted(entries)]
+        del run.health[:]
+        run.health.extend(in_order)
+    return run
+
+
+def _by_key(entries: Iterable[Health]) -> dict[tuple[str, str], Health]:
+    return {(entry.role, entry.instance): entry for entry in entries}
+
+
+def _set(run: pb.Run, source: pb.Run, name: str) -> None:
+    """Add one field of `source` to a run that lacks it."""
+    value = getattr(source, name)
+    field = pb.Run.DESCRIPTOR.fields_by_name[name]
+    if field.message_type is None:
+        setattr(run, name, value)
+        return
+    getattr(run, name).MergeFrom(value)
+    if isinstance(value, Message):
+        getattr(run, name).SetInParent()  # it may be empty and there

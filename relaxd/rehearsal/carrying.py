@@ -1,0 +1,89 @@
+"""Whether this machine carries a rehearsal, and at which scale it would. Pure arithmetic.
+
+At rest it costs processors, and each step costs processor seconds, however fast steps come. A time scale at which both
+need more than this machine has doesn't show how long steps take, but how slow the machine is.
+"""
+
+import math
+from dataclasses import dataclass
+
+BUSY_MACHINE = 0.9
+"""A machine whose processors are busy for a larger share of the time has itself slowed the rehearsal down."""
+SHARE = 0.8
+"""Share of a machine's processors that a rehearsal may need."""
+
+
+@dataclass(frozen=True)
+class HostLoad:
+    """What a rehearsal needs of its machine, and what it got."""
+
+    cores: int
+    """Processors of the machine."""
+    machine_share: float
+    """Share of them that was busy."""
+    idle_cores: float
+    """Processors that the rehearsal needs at rest."""
+    step_seconds: float
+    """Its processor seconds for one step."""
+    least_step_seconds: float
+    """Seconds that a step takes at least, at the run's own speed."""
+    time_scale: float
+    replicas: int
+    """Rollout replicas."""
+
+    @property
+    def needed(self) -> float:
+        """Processors that the rehearsal would need, so that steps come as fast as the time scale says."""
+        return self.idle_cores + self.step_seconds * self.time_scale / self.least_step_seconds
+
+    @property
+    def largest_time_scale(self) -> float:
+        """The largest time scale that this machine carries; less than 1: none."""
+        free = SHARE * self.cores - self.idle_cores
+        return free * self.least_step_seconds / self.step_seconds if self.step_seconds > 0 else math.inf
+
+
+def refusal(load: HostLoad) -> str:
+    """Say why the steps' seconds mean nothing, and which numbers would do; "" if this machine carried the rehearsal."""
+    if load.machine_share <= BUSY_MACHINE or load.needed <= SHARE * load.cores:
+        return ""
+    why = (
+        f"this machine can't carry this scale: at --time-scale {load.time_scale:g} the rehearsal needs "
+        f"{load.needed:.2g} processors, and {load.cores} are here"
+    )
+    if (most := _rounded_down(load.largest_time_scale)) >= 1:
+        seconds = math.ceil(2 * load.least_step_seconds / most)
+        return f"{why}. --time-scale {most:g} --seconds {seconds} would do"
+    processors = math.ceil((load.idle_cores + load.step_seconds / load.least_step_seconds) / SHARE)
+    fewer = max(1, int(load.replicas * SHARE * load.cores / 2 / max(load.idle_cores, 1e-9)))
+    less = f", or --rollout {fewer}" if fewer < load.replicas else ", or a larger --payload-scale"
+    return f"{why}. No time scale would do: it takes {processors} processors{less}"
+
+
+def doubt(load: HostLoad, own_share: float) -> str:
+    """Say why the steps' seconds are upper bounds only; "" if nothing had to wait for a processor."""
+    if load.machine_share <= BUSY_MACHINE:
+        return ""
+    return (
+        f"this machine's processors were {load.machine_share:.0%} busy ({own_share:.0%} with the rehearsal, which "
+        f"needs {load.needed:.2g} of {load.cores}), so steps may have taken longer than they would: rehearse while "
+        "nothing else runs here, or use a smaller --time-scale"
+    )
+
+
+def advice(machine_share: float) -> str:
+    """Return what may help a rehearsal in which no step ended."""
+    if machine_share > BUSY_MACHINE:
+        return (
+            "a smaller --time-scale with a longer --seconds, a larger --payload-scale, or fewer --rollout replicas: "
+            f"this machine's processors were {machine_share:.0%} busy"
+        )
+    return "a longer --seconds, a larger --time-scale, or more --rollout replicas"
+
+
+def _rounded_down(value: float) -> float:
+    """Return a value with two digits, not above it."""
+    if not 1 <= value < math.inf:
+        return value
+    unit = 10.0 ** (math.floor(math.log10(value)) - 1)
+    return math.floor(value / unit) * unit
