@@ -237,9 +237,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=("counting", "addition", "demo"), default="counting")
     parser.add_argument("--model", help="folder or name of a language model, for addition")
-    parser.add_argument(
-        "--algorithms", nargs="+", choices=(*ALGORITHMS, TOP_K), help="default: all that can run"
-    )
+    parser.add_argument("--algorithms", nargs="+", choices=(*ALGORITHMS, TOP_K), help="default: all that can run")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="default: 100 for counting, 60 for addition, the demo's own")
     parser.add_argument(

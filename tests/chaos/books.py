@@ -107,7 +107,7 @@ class Books:
             self.dropped[group] = values[b"reason"].decode()
             if values[b"retried"] == b"1":
                 self._asked_again.add(group)
-            elif self.dropped[group] != ENDED and not _names(values[b"detail"].decode(), self.deliberate):
+            elif self.dropped[group] != ENDED and not _names(values.get(b"detail", b"").decode(), self.deliberate):
                 wrong.append(f"the prompt of group {group} is lost: {self.dropped[group]}, and not tried again")
 
         def same(what: str, one: int, other: int) -> None:

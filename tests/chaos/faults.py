@@ -218,7 +218,7 @@ def fail_teacher(stack: ChaosStack, rng: random.Random) -> float:
     stack.failing_teacher.touch()
     try:
         while True:
-            details = [fields[b"detail"] for _, fields in stack.redis.xrange(dropped, f"({last}")]
+            details = [fields.get(b"detail", b"") for _, fields in stack.redis.xrange(dropped, f"({last}")]
             if all(sum(words.encode() in one for one in details) >= 3 for words in WRONG_ANSWERS):
                 return time.time()
             if time.monotonic() > deadline:
