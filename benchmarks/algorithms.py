@@ -3,6 +3,7 @@
     python -m benchmarks.algorithms                            # CPU, a tiny random model that learns to count: minutes
     python -m benchmarks.algorithms --seeds 0 1 2 3 4 --lr 5e-3 2e-3 --jobs 14
     python -m benchmarks.algorithms --task addition --model FOLDER --seeds 0 1 2 --jobs 9   # one GPU: SmolLM2's sums
+    python -m benchmarks.algorithms --algorithms ppo opd opd_top_16 --seeds 0 1 2 3 4 --lr 5e-3 2e-3 --add   # to others
     python -m benchmarks.algorithms --draw                     # the picture of results that were made elsewhere
     python -m benchmarks.algorithms --task demo --seeds 1      # `relaxd demo --algorithm NAME`: minutes each
     python -m benchmarks.algorithms --task demo --seeds 1 2 --folder FOLDER    # goes on where it was interrupted
@@ -11,6 +12,9 @@ counting and addition are benchmarks/delayed_training.py: the trainer's learner 
 the version before, from an engine in the trainer's precision. Each algorithm has its own defaults, but for SETTINGS;
 all are run at the same learning rates. demo runs all services on SmolLM2-135M. The algorithms get the same prompts in
 the same order, but for the groups that some drop.
+
+Only counting has a critic (ppo, at the policy's learning rate) and a teacher (opd, which gets no reward): the same
+initial model after TEACHER_STEPS steps of TEACHER_ALGORITHM.
 
 Results of each algorithm over the seeds: the reward at the end (mean of the last fifth of the steps) and over all
 steps, and the share of clipped tokens; for the demo also greedy accuracy on held-out sums, before and after.
@@ -38,8 +42,14 @@ from relaxd.data.models import resolve_model
 from tests.kit.models import make_tiny_model
 
 NEW_TOKENS = {"counting": 16, "addition": 12}
+TOP_K = "opd_top_16"
+"""opd that compares the teacher's 16 likeliest tokens in each place, not the sampled one alone."""
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
-    "counting": {"dr_grpo": {"constant_length": 16}, "rloo": {"correction": "tis"}},
+    "counting": {
+        "dr_grpo": {"constant_length": 16},
+        "rloo": {"correction": "tis"},
+        TOP_K: {"name": "opd", "distill_coef": 0.0, "distill_loss_coef": 1.0, "distill_top_k": 16},
+    },
     # As in `relaxd demo`, whose task this is.
     "addition": {
         "dr_grpo": {"constant_length": 12},
@@ -48,6 +58,8 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 """Settings by task that aren't the algorithm's defaults: answers are short, and a version old."""
+TEACHER_ALGORITHM, TEACHER_STEPS, TEACHER_LR, TEACHER_SEED = "reinforce_plus_plus_baseline", 200, 5e-3, 100
+"""How opd's teacher learned to count."""
 SMOOTHED = 5
 """Steps of the mean that is drawn."""
 Lines = list[dict[str, Any]]
@@ -65,8 +77,17 @@ def configure(task: str, name: str) -> AlgorithmConfig:
     return found
 
 
-def learn(task: str, name: str, seed: int, steps: int, lr: float, model: Path) -> Lines:
-    """Train the model on a task: a tiny one to count, SmolLM2 to add on a GPU."""
+def learn(
+    task: str,
+    name: str,
+    seed: int,
+    steps: int,
+    lr: float,
+    model: Path,
+    teacher: Path | None = None,
+    save: Path | None = None,
+) -> Lines:
+    """Train the model on a task: a tiny one to count, SmolLM2 to add on a GPU. `save` is a folder for the result."""
     counting = task == "counting"
     setting = Setting(
         model=model,
@@ -79,8 +100,10 @@ def learn(task: str, name: str, seed: int, steps: int, lr: float, model: Path) -
         trainer_dtype="float32" if counting else "bfloat16",
         engine_dtype="float32" if counting else "bfloat16",
         threads=1,
+        critic_lr=lr,
+        teacher=teacher,
     )
-    lines: Lines = train(setting, configure(task, name), 1, seed, lambda line: None)
+    lines: Lines = train(setting, configure(task, name), 1, seed, lambda line: None, save)
     return lines
 
 
@@ -96,31 +119,56 @@ def demo(name: str, seed: int, steps: int | None, folder: Path) -> tuple[Lines, 
     return lines, json.loads((run / "summary.json").read_text())
 
 
-def has_no_model_of_its_own(name: str) -> bool:
-    """Return whether an algorithm needs neither a critic nor a teacher, which one process doesn't have."""
-    needs = create(configure("counting", name)).needs
-    return not needs.values and set(needs.advantages) <= {"loss_mask"}
+def learns_in_one_process(task: str, name: str) -> bool:
+    """Return whether an algorithm can be compared on a task: only in counting there are a critic and a teacher."""
+    needs = create(configure(task, name)).needs
+    return task == "counting" or (not needs.values and set(needs.advantages) <= {"loss_mask"})
 
 
 def learn_all(
-    task: str, model: Path, names: list[str], seeds: list[int], lrs: list[float], steps: int, jobs: int
+    task: str,
+    model: Path,
+    names: list[str],
+    seeds: list[int],
+    lrs: list[float],
+    steps: int,
+    jobs: int,
+    earlier: Mapping[str, list[Lines]],
 ) -> dict[str, list[Lines]]:
     """Train the model with each algorithm, learning rate and seed, in `jobs` processes.
 
     Returns:
-        The seeds' lines by "algorithm, learning rate R".
+        The seeds' lines by "algorithm, learning rate R", beside the earlier ones.
     """
     if task == "counting":  # before the processes start: the task is too small for a GPU
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     settings = [(name, lr) for lr in lrs for name in names]
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=20) as pool:
-        runs = [[pool.submit(learn, task, name, seed, steps, lr, model) for seed in seeds] for name, lr in settings]
-        curves = {}
+        teacher = None
+        if {"opd", TOP_K} & set(names):
+            teacher = model.with_name("teacher")
+            last = learn_teacher(pool, task, model, teacher)
+            print(f"opd's teacher: reward {last:.3f} in its last fifth", flush=True)
+        runs = [
+            [
+                pool.submit(learn, task, name, seed, steps, lr, model, teacher if name in ("opd", TOP_K) else None)
+                for seed in seeds
+            ]
+            for name, lr in settings
+        ]
+        curves = dict(earlier)
         for (name, lr), found in zip(settings, runs, strict=True):
             curves[f"{name}, learning rate {lr:g}"] = [_short(one.result()) for one in found]
             curves_file(task).write_text(json.dumps(curves) + "\n")
             print(f"{name}, learning rate {lr:g}: done", flush=True)
     return curves
+
+
+def learn_teacher(pool: ProcessPoolExecutor, task: str, model: Path, folder: Path) -> float:
+    """Train opd's teacher and write it to a folder. Return its reward at the end."""
+    teach = pool.submit(learn, task, TEACHER_ALGORITHM, TEACHER_SEED, TEACHER_STEPS, TEACHER_LR, model, None, folder)
+    reward: float = row("", [teach.result()])["end reward"]
+    return reward
 
 
 def row(name: str, runs: list[Lines]) -> dict[str, Any]:
@@ -153,12 +201,12 @@ def draw(curves: Mapping[str, list[Lines]], title: str, path: Path) -> None:
     figure = Figure(figsize=(9, 1 + 4 * len(panels)), dpi=150, layout="constrained")
     for axes, (panel, labelled) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels.items(), strict=True):
         for index, (label, runs) in enumerate(labelled.items()):
-            color = colormaps["tab10"](index)
+            color, dashes = colormaps["tab10"](index % 10), "--" if index >= 10 else "-"
             smooth = [_running_mean([line["reward"] for line in lines]) for lines in runs]
             for one in smooth if len(smooth) > 1 else []:
                 axes.plot(range(1, len(one) + 1), one, color=color, linewidth=0.5, alpha=0.4)
             means = [statistics.mean(at) for at in zip(*smooth, strict=False)]
-            axes.plot(range(1, len(means) + 1), means, color=color, linewidth=2, label=label)
+            axes.plot(range(1, len(means) + 1), means, color=color, linewidth=2, linestyle=dashes, label=label)
         axes.set_title(f"{title}, {panel}" if panel else title, loc="left", fontsize=10)
         axes.set_xlabel("step")
         axes.set_ylabel(f"reward, mean of {SMOOTHED} steps")
@@ -189,7 +237,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=("counting", "addition", "demo"), default="counting")
     parser.add_argument("--model", help="folder or name of a language model, for addition")
-    parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, help="default: all that the task can run")
+    parser.add_argument("--algorithms", nargs="+", choices=(*ALGORITHMS, TOP_K), help="default: all that can run")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="default: 100 for counting, 60 for addition, the demo's own")
     parser.add_argument(
@@ -197,6 +245,7 @@ def main() -> None:
     )
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, but for the demo")
     parser.add_argument("--folder", type=Path, help="the demo's runs, which are kept there; default: nowhere")
+    parser.add_argument("--add", action="store_true", help="keep the task's last results of other algorithms")
     parser.add_argument("--draw", action="store_true", help="only draw the task's last results again")
     options = parser.parse_args()
     seeds: list[int] = options.seeds
@@ -204,7 +253,9 @@ def main() -> None:
     if task == "addition" and options.model is None and not options.draw:
         parser.error("--task addition needs --model")
     alone = task != "demo"
-    names: list[str] = options.algorithms or [n for n in ALGORITHMS if not alone or has_no_model_of_its_own(n)]
+    names: list[str] = options.algorithms or [n for n in ALGORITHMS if not alone or learns_in_one_process(task, n)] + (
+        [TOP_K] if task == "counting" else []
+    )
     if options.draw:
         draw_task(task, json.loads(curves_file(task).read_text()))
         return
@@ -217,7 +268,9 @@ def main() -> None:
                 if counting
                 else resolve_model(options.model)
             )
-            curves = learn_all(task, model, names, seeds, lrs, options.steps or (100 if counting else 60), options.jobs)
+            steps = options.steps or (100 if counting else 60)
+            earlier = json.loads(curves_file(task).read_text()) if options.add else {}
+            curves = learn_all(task, model, names, seeds, lrs, steps, options.jobs, earlier)
         report(f"algorithms-{task}", [row(name, runs) for name, runs in curves.items()], seeds=seeds, lr=lrs)
         draw_task(task, curves)
         return

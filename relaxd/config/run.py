@@ -535,9 +535,11 @@ class RunConfig(Section):
                 "which need no teacher: set one of them, or remove the model"
             )
         if algorithm.distill_candidates != "teacher" and self.roles.teacher.placement != "trainer":
+            engine = ' and roles.teacher.engine = "megatron"' if self.roles.teacher.engine != "megatron" else ""
             raise ValueError(
                 f'algorithm.distill_candidates is "{algorithm.distill_candidates}", but roles.teacher.placement is '
-                '"service": set "trainer", because only there the student can be asked for its likeliest tokens'
+                f'"service": set "trainer"{engine}, because only there the student can be asked for its likeliest '
+                'tokens; or use distill_candidates = "teacher"'
             )
         if algorithm.distill_candidates != "teacher" and self.roles.teacher.privileged_key:
             raise ValueError(

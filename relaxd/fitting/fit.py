@@ -8,7 +8,7 @@ from relaxd.fitting.engine import EngineMemory
 from relaxd.fitting.held import Hardware, Held
 from relaxd.fitting.host import checkpoint_bytes, disk_bytes, host_bytes
 from relaxd.fitting.layout import Layout
-from relaxd.fitting.on_gpus import ASLEEP, check_layout, engines, in_turns, on_engine, on_frozen, on_trainer
+from relaxd.fitting.on_gpus import ASLEEP, check_layout, engines, in_turns, on_critic, on_engine, on_frozen, on_trainer
 from relaxd.fitting.ranking import Candidate, rank_layouts
 from relaxd.fitting.sizing import longest_sequence, micro_batch, read_models, step_work
 from relaxd.fitting.speed import Seconds, predict
@@ -53,8 +53,13 @@ class Fit:
         return all(one.fits for one in self.held) and all(one.answers for one in self.engines.values())
 
 
-def fit(config: RunConfig, hardware: Hardware) -> Fit:
+def fit(config: RunConfig, hardware: Hardware, judges: int = 1) -> Fit:
     """Compute what a run will hold.
+
+    Args:
+        config: the run.
+        hardware: its GPUs.
+        judges: replicas of the judge, each of which sleeps on the trainer's host where they take turns.
 
     Raises:
         DataError: a model has no usable config.json.
@@ -69,11 +74,14 @@ def fit(config: RunConfig, hardware: Hardware) -> Fit:
         judge = own_engines.get("judge") if config.roles.judge.shares_gpus else None
         held = in_turns(trainer, own_engines["rollout"], hardware, config.weights.bucket_bytes, judge)
         sleepers = ["rollout"] if judge is None else ["rollout", "judge"]
-        judge_weights = judge.weights * config.roles.judge.tensor_parallel if judge is not None else 0
+        if judge is not None:
+            judge_weights = judges * judge.weights * config.roles.judge.tensor_parallel
     taken = ASLEEP["rollout"] * len(sleepers)
     held += [on_engine(role, one, hardware) for role, one in own_engines.items() if role not in sleepers]
     for role in config.frozen_roles("service"):
         held += on_frozen(config, role, hardware) if role not in own_engines else []
+    if config.algorithm.needs_critic and not models.critic:
+        held += on_critic(config, models, hardware)
     element, expert_bytes = _element_and_expert_bytes(config)
     return Fit(
         held=held,

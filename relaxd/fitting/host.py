@@ -21,16 +21,21 @@ class Models:
 
     policy: ModelShape
     critic: bool
-    """Whether there is a critic, which has the policy's architecture."""
+    """Whether a critic is in these ranks. It has the policy's architecture."""
     frozen: tuple[ModelShape, ...]
 
     @property
     def trained(self) -> list[int]:
         """Parameters of the policy, and of the critic if there is one."""
         return [
-            stage_parameters(self.policy, Layout(1), 0, critic=critic).all
-            for critic in ((False, True) if self.critic else (False,))
+            stage_parameters(self.policy, Layout(1), 0).all,
+            *([critic_parameters(self)] if self.critic else []),
         ]
+
+
+def critic_parameters(models: Models) -> int:
+    """Return the parameters of a critic, wherever it is."""
+    return stage_parameters(models.policy, Layout(1), 0, critic=True).all
 
 
 def mean_answer(config: RunConfig) -> float:
@@ -69,7 +74,7 @@ def kept_checkpoints(config: RunConfig, models: Models) -> int:
 
 
 def host_bytes(config: RunConfig, models: Models, element: int, expert_bytes: int, judge_weights: int = 0) -> Bytes:
-    """Return the memory that the trainer's host needs. `judge_weights` are those of a judge that sleeps there."""
+    """Return the memory that the trainer's host needs. `judge_weights` are those of all judges that sleep there."""
     trainer = config.trainer
     found = {
         "the ranks' processes": trainer.ranks * RANK_BYTES,
@@ -85,7 +90,7 @@ def host_bytes(config: RunConfig, models: Models, element: int, expert_bytes: in
         weights = element * sum(stage_parameters(shape, Layout(1), 0).all for shape in models.frozen)
         found["the sleeping trainer"] = state + weights
     if judge_weights:
-        found["a sleeping judge's weights"] = judge_weights
+        found["sleeping judges' weights"] = judge_weights
     return found
 
 
@@ -102,9 +107,13 @@ def disk_bytes(config: RunConfig, models: Models, element: int, expert_bytes: in
     reference = config.roles.reference
     refreshed = reference.placement == "service" and reference.refresh_every
     weights = element * models.trained[0]
+    critic = config.roles.critic
+    apart = critic_parameters(models) if config.algorithm.needs_critic and critic.placement == "service" else 0
+    of_critic = apart * (element + 4 + critic.optimizer.moment_bytes)
     return {
         f"{kept} checkpoint{'s' if kept > 1 else ''}, and one being written": (kept + 1)
         * checkpoint_bytes(config, models),
+        **({f"{kept} of the critic, and one being written": (kept + 1) * of_critic} if apart else {}),
         f"step files of {files} steps": files * step_bytes(config, expert_bytes),
         **({"2 weights of the reference, and those being written": 3 * weights} if refreshed else {}),
         "the trained model": weights,

@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Literal
 
-from relaxd.config import FrozenModelConfig, TrainerConfig
+from relaxd.config import TrainerConfig
+from relaxd.config.roles import ReplicaSizes
 from relaxd.fitting.shape import ModelShape
 
 Recompute = Literal["none", "selective", "full"]
@@ -40,8 +41,8 @@ class Layout:
         )
 
     @classmethod
-    def of_frozen(cls, config: FrozenModelConfig) -> "Layout":
-        """Return that of a frozen model's replica."""
+    def of_replica(cls, config: ReplicaSizes) -> "Layout":
+        """Return that of a replica with a model in ranks of its own."""
         sizes = config.tensor_parallel, config.pipeline_parallel, config.context_parallel, config.expert_parallel
         return cls(config.ranks, *sizes)
 

@@ -1,6 +1,7 @@
 """Bytes that the GPUs of each role hold."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from relaxd.config import JudgeConfig, RolloutConfig, RunConfig
 from relaxd.data.models import frozen_models, resolve_model
@@ -10,7 +11,7 @@ from relaxd.fitting.host import Models
 from relaxd.fitting.layout import Layout, problem
 from relaxd.fitting.shape import ModelShape, read_shape
 from relaxd.fitting.sizing import micro_batch
-from relaxd.fitting.trainer import PROCESS_BYTES, TrainedModelShape, frozen_stage, trainer_stage
+from relaxd.fitting.trainer import PROCESS_BYTES, TrainedModelShape, critic_stage, frozen_stage, trainer_stage
 from relaxd.roles import ROLES, TRAINER
 
 ASLEEP = {TRAINER: 7_500_000_000, "rollout": 5_600_000_000}
@@ -45,7 +46,7 @@ def on_trainer(config: RunConfig, models: Models, layout: Layout, hardware: Hard
 def on_frozen(config: RunConfig, role: str, hardware: Hardware) -> list[Held]:
     """Return what the ranks of a frozen model's replica hold, by pipeline stage."""
     own = config.roles.frozen[role]
-    layout, folders = Layout.of_frozen(own), frozen_models(config, role, weights=False)
+    layout, folders = Layout.of_replica(own), frozen_models(config, role, weights=False)
     shapes = [read_shape(folder, f"{own.section}.model") for folder in folders.values()]
     check_layout(layout, shapes, own.section, hardware)
     batch = micro_batch(config, own.micro_batch_tokens or config.trainer.micro_batch_tokens)
@@ -54,6 +55,21 @@ def on_frozen(config: RunConfig, role: str, hardware: Hardware) -> list[Held]:
         place = f"stage {stage}" if layout.pipeline > 1 else ""
         of_stage = {**frozen_stage(shapes, layout, stage, batch), "process": PROCESS_BYTES}
         found.append(Held(role, place, of_stage, hardware.room))
+    return found
+
+
+def on_critic(config: RunConfig, models: Models, hardware: Hardware) -> list[Held]:
+    """Return what the ranks of the critic's replica hold, by pipeline stage. They recompute as the trainer does."""
+    own, trainer = config.roles.critic, config.trainer
+    layout = replace(Layout.of_replica(own), recompute=trainer.recompute, recompute_layers=trainer.recompute_layers)
+    check_layout(layout, [models.policy], own.section, hardware)
+    model = TrainedModelShape("critic", models.policy, own.optimizer.cpu_offload, own.optimizer.moment_bytes)
+    batch = micro_batch(config, own.micro_batch_tokens or trainer.micro_batch_tokens)
+    found = []
+    for stage in range(layout.pipeline):
+        place = f"stage {stage}" if layout.pipeline > 1 else ""
+        of_stage = critic_stage(model, layout, stage, batch, hardware.gpu_bytes)
+        found.append(Held("critic", place, {**of_stage, "process": PROCESS_BYTES}, hardware.room))
     return found
 
 

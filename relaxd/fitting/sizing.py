@@ -23,7 +23,8 @@ def read_models(config: RunConfig) -> Models:
         for folder in folders.values()
     )
     folder = resolve_model(config.model.path, weights=False)
-    return Models(read_shape(folder), config.algorithm.needs_critic, frozen)
+    has_critic = config.algorithm.needs_critic and config.roles.critic.placement == "trainer"
+    return Models(read_shape(folder), has_critic, frozen)
 
 
 def longest_sequence(config: RunConfig) -> int:

@@ -59,14 +59,19 @@ def in_flight(layout: Layout, stage: int) -> int:
     return layout.pipeline - stage
 
 
-def training_bytes(shape: ModelShape, layout: Layout, stage: int, batch: MicroBatch, gpu_bytes: int) -> Bytes:
-    """Return the bytes of activations and of the backward pass on a rank of a stage, when they are the most."""
+def training_bytes(
+    shape: ModelShape, layout: Layout, stage: int, batch: MicroBatch, gpu_bytes: int, *, critic: bool = False
+) -> Bytes:
+    """Return the bytes of activations and of the backward pass on a rank of a stage, when they are the most.
+
+    A critic has no logits.
+    """
     parts = saved_by_part(shape, layout, batch)
     of_one_layer = parts.pop("recomputed layer", 0)
     found = {f"activations: {part}": size * in_flight(layout, stage) for part, size in parts.items()}
     in_layers = of_one_layer + backward_work(shape, layout, batch)
     logits = LogitBytes(0, 0)
-    if stage == layout.pipeline - 1:
+    if stage == layout.pipeline - 1 and not critic:
         logits = logit_bytes(shape, layout, batch, gpu_bytes)
     # Logits are freed before the layers' backward pass needs the room.
     if logits.kept + logits.work >= in_layers:
@@ -103,6 +108,13 @@ def trainer_stage(
     if bucket_bytes:
         found["buckets of weights"] = 2 * bucket_bytes
     return found | training_bytes(models[0].shape, layout, stage, batch, gpu_bytes)
+
+
+def critic_stage(model: TrainedModelShape, layout: Layout, stage: int, batch: MicroBatch, gpu_bytes: int) -> Bytes:
+    """Return what a rank of a critic's replica holds when it holds the most, tensors only."""
+    state = weights_and_state(model, layout, stage, batch.element)
+    own = {name.removeprefix(f"{model.name} "): size for name, size in state.items()}
+    return own | training_bytes(model.shape, layout, stage, batch, gpu_bytes, critic=True)
 
 
 def frozen_stage(shapes: Sequence[ModelShape], layout: Layout, stage: int, batch: MicroBatch) -> Bytes:

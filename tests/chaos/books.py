@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter, defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,6 +58,8 @@ class Books:
     run_folder: Path
     max_staleness: int
     groups_per_step: int
+    deliberate: Collection[str] = ()
+    """Words in the details of drops that a fault makes on purpose, after which a prompt is not tried again, either."""
     trained: dict[str, int] = field(default_factory=dict)
     """Group -> step."""
     dropped: dict[str, str] = field(default_factory=dict)
@@ -103,7 +106,7 @@ class Books:
             self.dropped[group] = values[b"reason"].decode()
             if values[b"retried"] == b"1":
                 self._asked_again.add(group)
-            elif self.dropped[group] != ENDED:
+            elif self.dropped[group] != ENDED and not _names(values.get(b"detail", b"").decode(), self.deliberate):
                 wrong.append(f"the prompt of group {group} is lost: {self.dropped[group]}, and not tried again")
 
         def same(what: str, one: int, other: int) -> None:
@@ -280,3 +283,7 @@ def _stranded(ids: list[bytes], fields: list[list[bytes]]) -> list[str]:
         if not offered - written:
             wrong.append(f"open group {id.decode()} is at no stage: {b', '.join(names).decode()}")
     return wrong
+
+
+def _names(detail: str, deliberate: Collection[str]) -> bool:
+    return any(words in detail for words in deliberate)

@@ -16,6 +16,7 @@ from tests.chaos.books import Books
 from tests.chaos.faults import PASSING, Fault, MomentMissed
 from tests.chaos.models import audit_models
 from tests.chaos.stack import MAX_STALENESS, RUN, ChaosStack
+from tests.chaos.teacher_engine import WRONG_ANSWERS
 
 GROUPS_PER_STEP = 4
 RECOVERY_SECONDS = 120.0
@@ -62,7 +63,8 @@ class Campaign:
     outcomes: list[Outcome] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.books = Books(self.stack.redis, RUN, self.stack.run_folder, MAX_STALENESS, GROUPS_PER_STEP)
+        deliberate = WRONG_ANSWERS if self.stack.algorithm == "teacher-engine" else ()
+        self.books = Books(self.stack.redis, RUN, self.stack.run_folder, MAX_STALENESS, GROUPS_PER_STEP, deliberate)
 
     def begin(self) -> None:
         """Wait until the run trains. Raises TimeoutError."""

@@ -40,8 +40,8 @@ FAILURES: list[tuple[str, tuple[str, ...], str]] = [
         "wait for it (`roles.judge.outage_seconds`), and then ask again",
     ),
     (
-        "a rank of a reference or a teacher dies",
-        ("kill reference rank", "kill teacher rank"),
+        "a rank of a reference or a teacher dies, or a teacher's engine",
+        ("kill reference rank", "kill teacher rank", "kill teacher engine"),
         "its service ends, too, and its supervisor starts another; others take its groups as soon as that is known",
     ),
     (
@@ -65,10 +65,16 @@ FAILURES: list[tuple[str, tuple[str, ...], str]] = [
     ),
     (
         "a process of an engine, a reference or a teacher hangs for good, while its service answers",
-        ("freeze engine", "freeze reference rank", "freeze teacher rank"),
+        ("freeze engine", "freeze reference rank", "freeze teacher rank", "freeze teacher engine"),
         "the trainer goes on with the other engines, or waits for the reference or the teacher; the coordinator "
         "restarts the replica when it makes no progress (`health.stuck_seconds`) or its synchronisations keep failing "
         "(`health.max_sync_failures`)",
+    ),
+    (
+        "a teacher's engine fails requests, gives too few log-probs or some that aren't finite",
+        ("wrong answers of the teacher engine",),
+        "the group is dropped as `no_logprobs` or `malformed`, with a detail; its prompt isn't tried again, because a "
+        "model that isn't trained answers the same again",
     ),
     (
         "the trainer, or one of its ranks, dies",

@@ -18,6 +18,7 @@ from relaxd.redis_client import key_prefix
 from tests.chaos.proxy import Link
 from tests.chaos.relay import Moment
 from tests.chaos.stack import LEASE_SECONDS, REPLICA_LEASE_SECONDS, RUN, ChaosStack
+from tests.chaos.teacher_engine import MODULE, WRONG_ANSWERS
 from tests.kit.redis.redis_server import await_append_only_file
 
 SHORT_SECONDS, LONG_SECONDS, VERY_LONG_SECONDS = LEASE_SECONDS / 2, 2 * LEASE_SECONDS, 1.5 * REPLICA_LEASE_SECONDS
@@ -210,6 +211,23 @@ def _has_skipped(step: dict[bytes, bytes]) -> bool:
     return bool(skipped or json.loads(step[b"metrics"]).get("value_skipped_updates"))
 
 
+def fail_teacher(stack: ChaosStack, rng: random.Random) -> float:
+    """The teacher's engine gives wrong answers until three groups are dropped for each: it stays up meanwhile."""
+    dropped, deadline = f"{key_prefix(RUN)}dropped", time.monotonic() + NOTICE_SECONDS
+    last = (stack.redis.xrevrange(dropped, count=1) or [(b"0-0", {})])[0][0].decode()
+    stack.failing_teacher.touch()
+    try:
+        while True:
+            details = [fields.get(b"detail", b"") for _, fields in stack.redis.xrange(dropped, f"({last}")]
+            if all(sum(words.encode() in one for one in details) >= 3 for words in WRONG_ANSWERS):
+                return time.time()
+            if time.monotonic() > deadline:
+                raise MomentMissed(f"no three groups were dropped for each wrong answer in {NOTICE_SECONDS:g} s")
+            time.sleep(0.02)
+    finally:
+        stack.failing_teacher.unlink()
+
+
 # --- Redis ----------------------------------------------------------------------------------------------------------
 
 
@@ -305,12 +323,13 @@ def kill_engine_in_join(stack: ChaosStack, rng: random.Random) -> float:
     return _await(done, second, stack)
 
 
-ENGINE, RANK, WORKER, FROZEN_RANK, CRITIC_RANK = (
+ENGINE, RANK, WORKER, FROZEN_RANK, CRITIC_RANK, TEACHER_ENGINE = (
     "services.rollout.engines.transformers.process",
     "services.trainer.loop.rank",
     "services.reward.worker",
     "services.trainer.frozen.rank",
     "services.trainer.critic.rank",
+    MODULE,
 )
 
 
@@ -331,8 +350,19 @@ def critic_faults() -> list[Fault]:
     ]
 
 
+def teacher_engine_faults() -> list[Fault]:
+    """What only happens to a run whose teacher is in an engine."""
+    return [
+        _named("kill teacher engine", kill_child, "teacher", TEACHER_ENGINE, 0),
+        _named("freeze teacher engine", freeze_child, "teacher", TEACHER_ENGINE),
+        _named("stall teacher engine long", stall_child, "teacher", TEACHER_ENGINE, LONG_SECONDS),
+        _named("wrong answers of the teacher engine", fail_teacher),
+    ]
+
+
 def all_faults(algorithm: str = "grpo") -> list[Fault]:
     """Every kind, for a run with an algorithm of the stack."""
+    in_ranks = ("reference",) if algorithm == "teacher-engine" else FROZEN_ROLES
     faults = [
         *(_named(f"kill {role}", kill_service, role) for role in (*STAGE_ROLES, "trainer", "judge")),
         _named("kill coordinator", kill_service, "coordinator"),
@@ -341,7 +371,7 @@ def all_faults(algorithm: str = "grpo") -> list[Fault]:
         _named("kill both rewards", kill_all, "reward"),
         _named("kill engine", kill_child, "rollout", ENGINE, 0),
         _named("kill reward worker", kill_child, "reward", WORKER, 0),
-        *(_named(f"kill {role} rank", kill_child, role, FROZEN_RANK, 0) for role in FROZEN_ROLES),
+        *(_named(f"kill {role} rank", kill_child, role, FROZEN_RANK, 0) for role in in_ranks),
         _named("kill trainer rank 0", kill_child, "trainer", RANK, 0),
         _named("kill trainer rank 1", kill_child, "trainer", RANK, 1),
         _named("kill a rank: step file written", kill_rank_when, "steps/step-*.safetensors", 0.0),
@@ -362,7 +392,7 @@ def all_faults(algorithm: str = "grpo") -> list[Fault]:
         _named("freeze engine", freeze_child, "rollout", ENGINE),
         _named("kill judge engine", kill_child, "judge", ENGINE, 0),
         _named("freeze judge engine", freeze_child, "judge", ENGINE),
-        *(_named(f"freeze {role} rank", freeze_child, role, FROZEN_RANK) for role in FROZEN_ROLES),
+        *(_named(f"freeze {role} rank", freeze_child, role, FROZEN_RANK) for role in in_ranks),
         _named("stall trainer rank long", stall_child, "trainer", RANK, LONG_SECONDS),
         *(
             _named(f"{how}: {role} - {other}", network, how, role, other)
@@ -400,7 +430,8 @@ def all_faults(algorithm: str = "grpo") -> list[Fault]:
         ("coordinator dies after commit", "rollout", "ReceiveWeights", "answered", "coordinator", ""),
     ]
     faults += [_named(f"sync: {name}", kill_in_sync, *rest) for name, *rest in sync]
-    return faults + (critic_faults() if algorithm == "critic" else [])
+    own = {"critic": critic_faults, "teacher-engine": teacher_engine_faults}
+    return faults + (own[algorithm]() if algorithm in own else [])
 
 
 def faults_of(roles: Collection[str], algorithm: str) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ from relaxd.v1.replica_pb2 import REPLICA_STATE_READY
 from tests.chaos.proxy import Link, Loop
 from tests.chaos.relay import Relay
 from tests.chaos.reward import HUGE_VARIABLE
+from tests.chaos.teacher_engine import FAILING_VARIABLE, interpreter
 from tests.kit.models import make_tiny_model
 from tests.kit.ports import free_port
 from tests.kit.processes import is_alive
@@ -81,6 +82,7 @@ threads = 1
 [roles.teacher]
 model = "{folder}/teacher"
 threads = 1
+{teacher}
 
 [roles.judge]
 model = "{folder}/tiny"
@@ -156,8 +158,11 @@ ALGORITHMS["critic"] = {
     "updates": ALGORITHMS["ppo"]["updates"],
     "step_files": "always",
 }
+ALGORITHMS = {name: {"teacher": "", **settings} for name, settings in ALGORITHMS.items()}
+ALGORITHMS["teacher-engine"] = ALGORITHMS["grpo"] | {"teacher": 'engine = "sglang"', "step_files": "always"}
 """What the run trains with: one update a step, while the step fills; or a critic, too, and four updates of both; or the
-same with the critic as a service, which is trained again at the end from all step files (tests.chaos.models)."""
+same with the critic as a service, which is trained again at the end from all step files (tests.chaos.models); or as the
+first, with a teacher in an engine."""
 
 
 class ChaosStack:
@@ -180,6 +185,8 @@ class ChaosStack:
         self.run_folder = folder / "runs" / RUN
         self.huge_rewards = folder / "huge-rewards"
         """While this file is there, rewards are so large that gradients overflow."""
+        self.failing_teacher = folder / "failing-teacher"
+        """While this file is there, the answers of the teacher's engine are wrong (tests.chaos.teacher_engine)."""
 
     def __enter__(self) -> Self:
         try:
@@ -193,7 +200,10 @@ class ChaosStack:
         make_tiny_model(self.folder / "tiny")
         make_tiny_model(self.folder / "teacher", seed=1)
         os.environ.pop("REDIS_URL", None)
-        plan = stack.make_plan(self.state, port=0, replicas=self.replicas, stop_with_parent=True, grace_seconds=3.0)
+        engines = {"teacher": "sglang"} if self.algorithm == "teacher-engine" else {}
+        plan = stack.make_plan(
+            self.state, port=0, replicas=self.replicas, stop_with_parent=True, grace_seconds=3.0, engines=engines
+        )
         plan.max_restarts = 1000  # it is we who kill them
         coordinator, redis_port = _port(plan.coordinator), _port(plan.redis.rpartition("/")[0])
         for spec in plan.services:
@@ -205,6 +215,9 @@ class ChaosStack:
                 "OMP_NUM_THREADS": "1",
                 HUGE_VARIABLE: str(self.huge_rewards),
             }
+            if spec.role in engines:
+                spec.environment["RELAXD_ENGINE_PYTHON"] = interpreter(self.folder)
+                spec.environment[FAILING_VARIABLE] = str(self.failing_teacher)
             if spec.role != "coordinator":
                 port = behind = free_port()
                 if spec.role in RELAYED:

@@ -27,12 +27,13 @@ def fit(
     words: WordsArgument,
     gpu_gib: Annotated[float, typer.Option(min=1, help="Memory of a GPU in GiB: 80 (H100), 141 (H200).")] = 80,
     gpus_per_node: Annotated[int, typer.Option(min=1, max=64, help="GPUs of a machine.")] = 8,
+    judge: Annotated[int, typer.Option(min=1, help="Replicas of the judge, if the run has one.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False,
 ) -> None:
     """Say what each GPU will hold, whether it fits, and which layout of the trainer would be the fastest that does."""
     path, config = load_words(words)
     try:
-        found = compute(config, Hardware(int(gpu_gib * GIB), gpus_per_node))
+        found = compute(config, Hardware(int(gpu_gib * GIB), gpus_per_node), judge)
     except DataError as error:
         raise ConfigError([Problem(error.field, error.message)]) from error
     except FitError as error:

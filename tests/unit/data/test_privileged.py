@@ -92,6 +92,11 @@ def test_a_source_without_a_teacher_is_named(model: Path, tmp_path: Path) -> Non
     [
         (f'{DISTILLED}\nalgorithm.distill_top_k = 4\nalgorithm.distill_candidates = "union"', "only there the student"),
         (
+            f'{DISTILLED}\nalgorithm.distill_top_k = 4\nalgorithm.distill_candidates = "student"'
+            '\nroles.teacher.engine = "sglang"',
+            'set "trainer" and roles.teacher.engine = "megatron", because .*; or use distill_candidates = "teacher"',
+        ),
+        (
             f'{DISTILLED}\nalgorithm.distill_top_k = 4\nalgorithm.distill_candidates = "union"\n{PRIVILEGED}'
             '\nroles.teacher.placement = "trainer"',
             "because the teacher's rows have other prompts",

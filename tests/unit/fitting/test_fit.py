@@ -211,10 +211,75 @@ def test_offload_and_colocation_need_the_hosts_memory(small: Path) -> None:
     assert cache == pytest.approx(0.7 * 0.4 * H200.gpu_bytes, rel=1e-6)
     assert train.bytes["sleeping judge"] == synchronise.bytes["sleeping judge"] == train.bytes["sleeping engine"]
     # An engine that sleeps gets new weights; a judge keeps its own.
-    assert beside.host["a sleeping judge's weights"] == generate.bytes["judge's weights"] > 0
-    assert beside.host.keys() - found.host.keys() == {"a sleeping judge's weights"}
+    assert beside.host["sleeping judges' weights"] == generate.bytes["judge's weights"] > 0
+    assert beside.host.keys() - found.host.keys() == {"sleeping judges' weights"}
     greedy = shared.model_copy(update={"rollout": shared.rollout.model_copy(update={"memory_fraction": 0.95})})
     assert not fit(greedy, H200).held[0].fits  # no room for the sleeping trainer's context
+
+
+@pytest.mark.parametrize(("judges", "tensor_parallel"), [(1, 1), (3, 1), (2, 2)])
+def test_every_judge_sleeps_on_the_host(small: Path, judges: int, tensor_parallel: int) -> None:
+    judge = {"model": str(small), "engine": "sglang", "dtype": "bfloat16", "memory_fraction": 0.7, "gpu_share": 0.4}
+    shared = make(
+        small,
+        run={"steps": 100, "colocate": True},
+        board={"max_staleness": 0},
+        weights={"transport": "cuda_ipc"},
+        roles={"judge": {**judge, "tensor_parallel": tensor_parallel}},
+    )
+    one, all_of_them = (fit(shared, H200, count) for count in (1, judges))
+    weights = one.host["sleeping judges' weights"]
+    assert weights == pytest.approx(2 * 1.72e9, rel=0.01)  # two bytes each, however many GPUs a judge has
+    assert all_of_them.host["sleeping judges' weights"] == judges * weights
+    assert all_of_them.held == one.held  # a GPU has one
+
+
+@pytest.mark.parametrize(
+    ("sizes", "state_on_gpu", "places"),
+    [
+        ({}, True, [""]),
+        ({"tensor_parallel": 2}, True, [""]),
+        ({"pipeline_parallel": 2}, True, ["stage 0", "stage 1"]),
+        ({"optimizer": {"cpu_offload": True}}, False, [""]),
+    ],
+)
+def test_a_critic_service(small: Path, sizes: dict[str, Any], state_on_gpu: bool, places: list[str]) -> None:
+    """It is in ranks of its own: the trainer's hold what they hold without one."""
+    alone, in_ranks, apart = (
+        fit(make(small, **sections), H200)
+        for sections in (
+            {},
+            {"algorithm": {"name": "ppo"}},
+            {"algorithm": {"name": "ppo"}, "roles": {"critic": {"placement": "service", **sizes}}},
+        )
+    )
+    trainer = ("trainer", "")
+    assert totals(apart)[trainer] == totals(alone)[trainer] < totals(in_ranks)[trainer]
+    assert apart.seconds.total == alone.seconds.total < in_ranks.seconds.total
+    critic = [one for one in apart.held if one.role == "critic"]
+    assert [one.place for one in critic] == places
+    assert "critic" not in {one.role for one in (*alone.held, *in_ranks.held)}
+    # Without an output layer, which is the embedding's copy here; two bytes each, divided among the ranks.
+    whole = next(one.bytes["critic weights"] for one in in_ranks.held if one.role == "trainer")
+    ranks = 2 if {"tensor_parallel", "pipeline_parallel"} & sizes.keys() else 1
+    assert sum(one.bytes["weights"] for one in critic) / len(places) == pytest.approx(whole / ranks, rel=0.01)
+    assert all(one.bytes["gradients"] == 2 * one.bytes["weights"] for one in critic)
+    assert [("moments" in one.bytes, "main weights" in one.bytes) for one in critic] == [(state_on_gpu,) * 2] * len(
+        places
+    )
+    assert not any("logits" in one.bytes for one in critic)
+    # Its checkpoints are files of its own in the run's folder, as large as its part of the trainer's were.
+    of_critic = apart.disk["2 of the critic, and one being written"]
+    both = in_ranks.disk["2 checkpoints, and one being written"]
+    assert of_critic == both - alone.disk["2 checkpoints, and one being written"]
+    assert apart.host.keys() == alone.host.keys()
+    assert apart.host["a checkpoint being written"] == alone.host["a checkpoint being written"]
+
+
+def test_a_critic_service_that_cannot_be_divided(small: Path) -> None:
+    critic = {"placement": "service", "tensor_parallel": 3}
+    with pytest.raises(FitError, match=r"roles.critic.tensor_parallel is 3: it must divide the model's 16 query heads"):
+        fit(make(small, algorithm={"name": "ppo"}, roles={"critic": critic}), H200)
 
 
 def test_the_cache_in_answers(small: Path) -> None:
