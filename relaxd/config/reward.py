@@ -121,6 +121,16 @@ class RewardConfig(Section):
     environment: tuple[str, ...] = ()
     """Environment variables of the reward service to pass to rewards, such as ["OPENAI_API_KEY"], besides those that
     every program needs (PATH, PYTHONPATH, HOME, LANG ...)."""
+    sandbox: Literal["auto", "off", "required"] = "auto"
+    """auto: rewards may do what the next three settings say, as far as the kernel can enforce it (docs/rewards.md); the
+    log says what it can't. required: the run doesn't start where network, files, memory or processes can't be limited.
+    off: rewards do what the service's user may do."""
+    network: bool = False
+    """Let rewards reach the network. A judge and an address don't need it: the service calls them."""
+    writable: tuple[str, ...] = ()
+    """Files and folders that rewards may write besides temporary files (tempfile), which end with their worker."""
+    worker_memory_bytes: int = Field(default=4 << 30, ge=0)
+    """Most memory of each process of a worker (RLIMIT_DATA: what it allocates, not files that it maps). 0: no limit."""
 
     @property
     def calls_services(self) -> bool:

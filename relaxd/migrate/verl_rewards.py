@@ -13,6 +13,12 @@ FUNCTION = ("reward.custom_reward_function", "custom_reward_function")
 MODEL = ("reward.reward_model", "reward_model")
 """verl's section of a reward model, and its older name."""
 
+CONFINED = (
+    "A reward function has no network and writes only temporary files: if yours calls an API or writes others, set "
+    'reward.network = true or reward.writable = ["/path"]'
+)
+"""Note on a reward function, which verl lets do everything."""
+
 
 def complete_rewards(reader: Reader) -> None:
     """Add what verl takes for granted."""
@@ -32,6 +38,7 @@ def _reward(reader: Reader, value: Any) -> None:
     if value and (path := _path(reader)):
         name = reader.first(*(f"{one}.name" for one in FUNCTION)) or "compute_score"
         reader.set("reward.name", f"{path}:{name}")
+        reader.note(CONFINED)
 
 
 def _settings(reader: Reader, value: Any, key: str) -> None:

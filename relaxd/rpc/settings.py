@@ -25,6 +25,10 @@ COORDINATOR_PORT = 50050
 """Default port of the coordinator."""
 JUDGE_KEY = "RELAXD_JUDGE_KEY"
 """Environment variable with the API key of the server at roles.judge.address."""
+SECRET_FILES = (
+    *("token_file", "tokens_file", "redis_password_file", "redis_key", "tls_key", "judge_key_file", "sglang_key_file"),
+)
+"""Settings that name files with secrets."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -94,6 +98,8 @@ class ServiceSettings:
     """Tokens to accept."""
     tls: TlsFiles = field(default_factory=TlsFiles)
     """TLS files."""
+    secret_files: tuple[str, ...] = field(default=(), repr=False)
+    """Files with secrets of this process."""
     allow_insecure: bool = False
     """Allow listening beyond loopback without authentication."""
     allowed_rewards: tuple[str, ...] = ()
@@ -263,6 +269,7 @@ def parse_settings(
     for flag in flags:
         key = flag.name.replace("-", "_")
         values[key] = given[key] if given[key] is not None else _from_environment(parser, flag, environment)
+    values["secret_files"] = tuple(file for name in SECRET_FILES if (file := values.get(name)))
     try:
         values["token"] = read_token(values.pop("token_file"), environment)
         values["tokens"] = read_tokens(role, values.pop("tokens_file"), values["token"])

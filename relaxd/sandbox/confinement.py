@@ -1,20 +1,17 @@
 """Confinement of a process: its memory, its output, its files, and what it may ask of the kernel."""
 
-import ctypes
 import math
 import os
 import resource
-import signal
 import sys
 
 from relaxd.sandbox import landlock, seccomp
 from relaxd.sandbox.limits import Limits
+from relaxd.sandbox.privileges import die_with_parent, drop_capabilities, no_new_privileges
 
 CPU_SECONDS = 600
 """Most computing time of a process in all: it ends even if nobody watches it."""
 OPEN_FILES = 64
-_SET_PARENT_DEATH_SIGNAL = 1
-_CAPABILITIES_VERSION = 0x20080522
 _SYSTEM = (
     *("/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/lib", "/lib64", "/etc/ld.so.cache"),
     *("/etc/localtime", "/dev/null", "/dev/urandom"),
@@ -50,9 +47,7 @@ def confine(limits: Limits, rules: int | None) -> None:
 
     It can read Python's own files, write none, reach no network, start no process, and signal only itself.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "PR_SET_PDEATHSIG can't be set")
+    die_with_parent()
     for what, most in (
         (resource.RLIMIT_AS, limits.memory_bytes),
         (resource.RLIMIT_FSIZE, limits.output_bytes),
@@ -61,16 +56,9 @@ def confine(limits: Limits, rules: int | None) -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(what, (most, most))
-    _drop_capabilities(libc)
-    landlock.no_new_privileges()
+    drop_capabilities()
+    no_new_privileges()
     if rules is not None:
         landlock.restrict(rules)
         os.close(rules)
     seccomp.filter_calls(os.getpid())
-
-
-def _drop_capabilities(libc: ctypes.CDLL) -> None:
-    """Give up what root may do; other users have nothing to give up."""
-    header = (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0)
-    if libc.capset(ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)())):
-        raise OSError(ctypes.get_errno(), "capabilities can't be given up")

@@ -3,16 +3,23 @@
 import ctypes
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import PurePath
 
 _CREATE, _ADD, _RESTRICT = 444, 445, 446
 _VERSION = 1
 _PATH_BENEATH = 1
-_READ_FILE, _READ_DIR = 1 << 2, 1 << 3
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE, _DEVICES = 1, 1 << 1, 1 << 2, 1 << 3, 1 << 14, 1 << 15
+_OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _DEVICES
+LIST = _READ_DIR
+"""The right to list folders."""
+READ = _EXECUTE | _READ_FILE | _READ_DIR
+"""The rights to read files, run programs, and list folders."""
+USE = READ | _WRITE_FILE | _TRUNCATE | _DEVICES
+"""The rights to use devices."""
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 5: 16}
 """Number of rights by the first version that has so many."""
 _TCP_VERSION, _SCOPE_VERSION = 4, 6
-_SET_NO_NEW_PRIVILEGES = 38
 
 
 class _Ruleset(ctypes.Structure):
@@ -35,35 +42,66 @@ def make_ruleset(readable: Iterable[str]) -> int:
     Paths that don't exist are left out. Connections by TCP, abstract sockets, and signals to processes outside are
     denied as well where the kernel can.
     """
-    known = version()
-    rights = max(count for first, count in _FILE_RIGHTS.items() if first <= known)
-    rules = _Ruleset((1 << rights) - 1, 3, 3)
+    return make_rules(dict.fromkeys(readable, _READ_FILE | _READ_DIR), network=False)
+
+
+def make_rules(allowed: Mapping[str, int], network: bool) -> int:
+    """Return the descriptor of a set of rules. Raises OSError.
+
+    Args:
+        allowed: rights by path, as a mask; also for what is below a folder. Paths that don't exist are left out.
+        network: don't touch connections by TCP.
+
+    Abstract sockets and signals to processes outside are denied as well where the kernel can.
+    """
+    known, every = version(), every_right()
+    rules = _Ruleset(every, 0 if network else 3, 3)
     size = 24 if known >= _SCOPE_VERSION else 16 if known >= _TCP_VERSION else 8
     ruleset = _call(_CREATE, ctypes.byref(rules), size, 0)
-    for path in readable:
+    for path, rights in allowed.items():
         try:
             place = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        except FileNotFoundError:
+        except (FileNotFoundError, PermissionError, NotADirectoryError):
             continue
         try:
-            is_folder = stat.S_ISDIR(os.fstat(place).st_mode)
-            rule = _PathBeneath(_READ_FILE | _READ_DIR if is_folder else _READ_FILE, place)
-            _call(_ADD, ruleset, _PATH_BENEATH, ctypes.byref(rule), 0)
+            if not stat.S_ISDIR(os.fstat(place).st_mode):
+                rights &= _OF_FILES
+            rule = _PathBeneath(rights & every, place)
+            if rule.allowed:
+                _call(_ADD, ruleset, _PATH_BENEATH, ctypes.byref(rule), 0)
         finally:
             os.close(place)
     return ruleset
 
 
+def every_right() -> int:
+    """Return the mask of all rights that this kernel's Landlock knows."""
+    known = version()
+    return (1 << max(count for first, count in _FILE_RIGHTS.items() if first <= known)) - 1
+
+
+def all_but(hidden: Iterable[str]) -> list[str]:
+    """Return paths below which everything is but what is hidden, which are absolute paths without links.
+
+    Links are left out: a rule for one would be a rule for what it leads to.
+    """
+    covered = set(hidden)
+    above = {str(folder) for path in covered for folder in PurePath(path).parents}
+    if not above:
+        return ["/"]
+    found = []
+    for folder in above:
+        try:
+            with os.scandir(folder) as entries:
+                found += [one.path for one in entries if one.path not in covered | above and not one.is_symlink()]
+        except OSError:  # who can't list a folder is given nothing in it
+            continue
+    return sorted(found)
+
+
 def restrict(ruleset: int) -> None:
-    """Allow this process from now on only what a set of rules says. Needs `no_new_privileges`. Raises OSError."""
+    """Allow this process from now on only what a set of rules says, after `no_new_privileges`. Raises OSError."""
     _call(_RESTRICT, ruleset, 0)
-
-
-def no_new_privileges() -> None:
-    """Give up privileges that a program may bring (set-user-id), which unprivileged restrictions ask for."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "PR_SET_NO_NEW_PRIVS can't be set")
 
 
 def _call(number: int, *arguments: object) -> int:

@@ -4,9 +4,11 @@ import ctypes
 import errno
 import os
 import platform
+import socket
 import struct
+from collections.abc import Sequence
 
-from relaxd.sandbox.syscalls import ARGUMENTS, DENIED, WRITING
+from relaxd.sandbox.syscalls import ADMINISTRATION, ARGUMENTS, DENIED, SOCKETS, WRITING
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
@@ -18,6 +20,8 @@ _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """By machine: the column of the table of calls, and the kernel's name (AUDIT_ARCH)."""
 _SET_SECCOMP, _MODE_FILTER = 22, 2
 _CLONE_THREAD = 0x00010000
+_CLONE_NAMESPACES = 0x7E020000
+"""Flags of clone for every namespace but that of time, which clone can't make."""
 _SET_PARENT_DEATH_SIGNAL = 1
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
@@ -55,7 +59,38 @@ def filter_calls(pid: int) -> None:
     for name, numbers in ARGUMENTS.items():
         if (number := numbers[column]) is not None:
             code += [_step(_EQUAL, number, 0, len(rules[name])), *rules[name]]
-    code.append(_step(_RETURN, _ALLOW))
+    _install([*code, _step(_RETURN, _ALLOW)])
+
+
+def filter_programs(network: bool) -> None:
+    """Deny this process and the programs that it starts, which are trusted more, what only administrators need.
+
+    It may make no namespaces, mounts or tracers, and no sockets but local ones unless `network` says so: those fail as
+    if there were no network. Raises OSError, also where the filter doesn't know this machine's system calls.
+    """
+    if not supported():
+        raise OSError(errno.ENOSYS, "the filter of system calls (seccomp) needs x86-64 or arm64")
+    column, architecture = _ARCHITECTURES[platform.machine()]
+    code = [_step(_LOAD, _ARCHITECTURE), _step(_EQUAL, architecture, 1, 0), _deny(errno.EPERM)]
+    code += [_step(_LOAD, _NUMBER), _step(_AT_LEAST, _X32, 0, 1), _deny(errno.EPERM)]
+    for name in ADMINISTRATION:
+        if (number := DENIED[name][column]) is not None:
+            code += [_step(_EQUAL, number, 0, 1), _deny(errno.EPERM)]
+    rules = {
+        "clone": _unless(_step(_ANY_BIT, _CLONE_NAMESPACES, 0, 1)),
+        "clone3": [_deny(errno.ENOSYS)],  # its flags can't be seen; libraries then use clone
+    }
+    numbers: dict[str, tuple[int, int | None]] = {name: ARGUMENTS[name] for name in rules}
+    if not network:
+        rules |= dict.fromkeys(SOCKETS, _unless(_step(_EQUAL, socket.AF_UNIX, 1, 0), error=errno.ENETUNREACH))
+        numbers |= SOCKETS
+    for name, rule in rules.items():
+        if (number := numbers[name][column]) is not None:
+            code += [_step(_EQUAL, number, 0, len(rule)), *rule]
+    _install([*code, _step(_RETURN, _ALLOW)])
+
+
+def _install(code: Sequence[bytes]) -> None:
     text = ctypes.create_string_buffer(b"".join(code))
     program = _Program(len(code), ctypes.addressof(text))
     libc = ctypes.CDLL(None, use_errno=True)
@@ -72,7 +107,7 @@ def _deny(number: int) -> bytes:
     return _step(_RETURN, _ERROR | number)
 
 
-def _unless(test: bytes, argument: int = 0) -> list[bytes]:
+def _unless(test: bytes, argument: int = 0, error: int = errno.EPERM) -> list[bytes]:
     """Return the steps that deny a call unless `test` of its argument (the lower half) skips the denial."""
     load = _step(_LOAD, _FIRST_ARGUMENT + 8 * argument)
-    return [load, test, _deny(errno.EPERM), _step(_RETURN, _ALLOW)]
+    return [load, test, _deny(error), _step(_RETURN, _ALLOW)]

@@ -138,3 +138,15 @@ ARGUMENTS: dict[str, tuple[int, int | None]] = {
     "openat": (257, 56),
 }
 """Calls that are allowed with some arguments; `relaxd.sandbox.seccomp` says which."""
+SOCKETS: dict[str, tuple[int, int]] = {"socket": (41, 198), "socketpair": (53, 199)}
+"""Calls that make sockets, whose first argument is the family."""
+ADMINISTRATION = (
+    *("unshare", "setns", "mount", "umount2", "pivot_root", "chroot", "move_mount", "open_tree", "fsopen", "fsconfig"),
+    *("fsmount", "fspick", "mount_setattr", "open_by_handle_at", "fanotify_init", "bpf", "perf_event_open"),
+    *("userfaultfd", "keyctl", "add_key", "request_key", "init_module", "finit_module", "delete_module", "kexec_load"),
+    *("kexec_file_load", "reboot", "swapon", "swapoff", "settimeofday", "clock_settime", "clock_adjtime", "adjtimex"),
+    *("acct", "quotactl", "quotactl_fd", "syslog", "iopl", "ioperm"),
+    *("ptrace", "process_vm_readv", "process_vm_writev", "pidfd_getfd", "kcmp", "mknod", "mknodat"),
+    *("io_uring_setup", "io_uring_enter", "io_uring_register"),  # they open sockets unseen
+)
+"""Those of DENIED that programs do without, too, which may start others and use files."""

@@ -58,6 +58,7 @@ class LoadRewardResponse(_message.Message):
     TRACEBACK_FIELD_NUMBER: _builtins.int
     TAKES_GROUP_FIELD_NUMBER: _builtins.int
     AWAITS_FIELD_NUMBER: _builtins.int
+    ENCLOSURE_FIELD_NUMBER: _builtins.int
     error: _builtins.str
     """Why the reward can't be used; empty on success."""
     traceback: _builtins.str
@@ -66,6 +67,10 @@ class LoadRewardResponse(_message.Message):
     """Whether the reward scores all samples of a group at once."""
     awaits: _builtins.bool
     """Whether it awaits something, so that the samples of a group are scored at the same time."""
+    @_builtins.property
+    def enclosure(self) -> _containers.RepeatedCompositeFieldContainer[Global___Measure]:
+        """How the worker is enclosed, whether or not the reward can be used."""
+
     def __init__(
         self,
         *,
@@ -73,14 +78,45 @@ class LoadRewardResponse(_message.Message):
         traceback: _builtins.str = ...,
         takes_group: _builtins.bool = ...,
         awaits: _builtins.bool = ...,
+        enclosure: _abc.Iterable[Global___Measure] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaits", b"awaits", "error", b"error", "takes_group", b"takes_group", "traceback", b"traceback"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaits", b"awaits", "enclosure", b"enclosure", "error", b"error", "takes_group", b"takes_group", "traceback", b"traceback"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LoadRewardResponse: _TypeAlias = LoadRewardResponse  # noqa: Y015
+
+@_typing.final
+class Measure(_message.Message):
+    """A part of a worker's enclosure."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    MISSING_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """What it protects from, such as "network"."""
+    by: _builtins.str
+    """How it is enforced; empty if it isn't."""
+    missing: _builtins.str
+    """Why it isn't, for people."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        by: _builtins.str = ...,
+        missing: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "missing", b"missing", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Measure: _TypeAlias = Measure  # noqa: Y015
 
 @_typing.final
 class ScoreSamplesRequest(_message.Message):

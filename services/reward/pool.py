@@ -1,18 +1,24 @@
 """A pool of worker processes that score samples. A worker that is late or crashes is replaced."""
 
 import asyncio
+import os
+import shutil
+import tempfile
+import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from relaxd.config import RewardConfig
 from relaxd.process.child import Child, ChildExited
 from relaxd.rewards import RewardInput, RewardOutput
 from relaxd.rewards.calling import place_in_stacks
 from relaxd.rpc.errors import DeadlineExceeded
+from relaxd.sandbox.enclosure import Measure
 from relaxd.v1.reward_worker_pb2 import LoadRewardRequest, LoadRewardResponse, ScoreSamplesRequest
 from relaxd.v1.reward_worker_pb2_grpc import RewardWorkerStub
 from relaxd.waiting import duration
 from services.reward.deadline import Deadline
+from services.reward.enclosure import missing_of, plan_of
 from services.reward.environment import worker_environment
 from services.reward.questions import Ask, Questions, no_judge
 from services.reward.samples import request_of_samples
@@ -86,6 +92,8 @@ class _Worker:
     """Those of the process."""
     carrying: asyncio.Task[None] | None = None
     """Carries them until the process ends."""
+    temporary: str = ""
+    """Folder for the temporary files of its rewards, if it is enclosed."""
     loaded: set[str] = field(default_factory=set)
     running: Running | None = None
     outdated: bool = False
@@ -94,9 +102,20 @@ class _Worker:
     def kill(self) -> None:
         if self.child is not None:
             self.child.kill()
+        if self.temporary:
+            _remove(self.temporary)
         self.child = None
+        self.temporary = ""
         self.loaded.clear()
         self.outdated = False
+
+
+def _remove(folder: str) -> None:
+    """Remove the folder of a worker that was killed. Most are empty; what others have may take a while."""
+    try:
+        os.rmdir(folder)
+    except OSError:
+        threading.Thread(target=shutil.rmtree, args=(folder, True), name="remove files").start()
 
 
 class WorkerPool:
@@ -108,17 +127,24 @@ class WorkerPool:
         config: RewardConfig | None = None,
         ask: Ask = no_judge,
         others: Mapping[str, RewardConfig] | None = None,
+        secret_files: Sequence[str] = (),
     ) -> None:
         """Make a pool of `workers` processes, which start when they are first needed.
 
         `config` is the run's reward. Workers get its variables of this process's environment besides those that every
         worker gets. `ask` asks the judge for them. `others` are further rewards with settings, by the names that `load`
-        and `score` get for them. Raises MissingVariableError.
+        and `score` get for them. `secret_files` can't be opened in workers.
+
+        Raises MissingVariableError, MissingPathError.
         """
         self._ask = ask
-        self._environment = worker_environment(config.environment if config else ())
+        self._config = config or RewardConfig(name="dummy")
+        self.enclosure: tuple[Measure, ...] = ()
+        """How the workers are enclosed; empty before the first has loaded a reward, and with reward.sandbox = "off"."""
+        self._environment = worker_environment(self._config.environment)
         configs = {**({"": config} if config else {}), **(others or {})}
         self._configs = {name: one.model_dump_json() for name, one in configs.items()}
+        self._plan = plan_of(self._config, self._environment, secret_files, list(configs.values()))
         self._forms: dict[str, LoadRewardResponse] = {}
         """What the workers said of the rewards that they have loaded."""
         self._workers = [_Worker() for _ in range(workers)]
@@ -223,9 +249,10 @@ class WorkerPool:
             if reward not in worker.loaded:
                 request = LoadRewardRequest(reward=reward, config_json=self._configs.get(reward, ""))
                 loading = await stub.LoadReward(request, timeout=LOAD_SECONDS)
-                if loading.error:
+                self.enclosure = tuple(Measure(one.name, one.by, one.missing) for one in loading.enclosure)
+                if error := loading.error or self._refusal():
                     answered = True
-                    return Failure(loading.error, traceback=loading.traceback)
+                    return Failure(error, traceback=loading.traceback)
                 worker.loaded.add(reward)
                 self._forms[reward] = loading
             outcomes: list[RewardOutput | Failure] = []
@@ -259,13 +286,24 @@ class WorkerPool:
             )
         except ChildExited as error:
             self._raise_if_closed()
-            return Failure(f"the process that ran the reward died: {_describe_exit(error.exit_code)}", died=True)
+            reason = _describe_exit(error.exit_code)
+            if any(name in line for line in error.last_lines[-10:] for name in ("bad_alloc", "MemoryError")):
+                reason += f"; it had no memory left: reward.worker_memory_bytes is {self._config.worker_memory_bytes}"
+            return Failure(f"the process that ran the reward died: {reason}", died=True)
         finally:
             # Late, dead, or cancelled in the middle of a sample: the next sample gets a new process.
             worker.running = None
             if not answered:
                 worker.kill()
             self._free.put_nowait(worker)
+
+    def _refusal(self) -> str:
+        """Return why workers that are enclosed as these are may not be used; or ""."""
+        missing = missing_of(self.enclosure)
+        if self._config.sandbox != "required" or not missing:
+            return ""
+        which = "; ".join(f"{one.name}: {one.missing}" for one in missing)
+        return f'reward.sandbox is "required", but this machine does not let workers be limited in {which}'
 
     def _raise_if_closed(self) -> None:
         if self._closed:
@@ -274,8 +312,17 @@ class WorkerPool:
     async def _ready(self, worker: _Worker) -> RewardWorkerStub:
         if worker.child is None or not worker.child.alive or worker.outdated:
             worker.kill()
+            arguments = []
+            if self._config.sandbox != "off":
+                worker.temporary = tempfile.mkdtemp(prefix="relaxd-reward-")
+                plan = replace(self._plan, temporary=worker.temporary, own=(worker.temporary,))
+                arguments = [plan.to_json()]
             worker.child = await Child.start(
-                "services.reward.worker", env=self._environment, inherit=False, name="reward worker"
+                "services.reward.worker",
+                arguments,
+                env=self._environment,
+                inherit=False,
+                name="reward worker",
             )
             worker.questions = Questions(self._ask)
             worker.carrying = asyncio.create_task(worker.questions.carry(RewardWorkerStub(worker.child.channel)))

@@ -27,6 +27,7 @@ from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.v1.judge_pb2 import AskRequest, AskResponse
 from relaxd.waiting import waiting
 from services.reward.cache import ScoreCache
+from services.reward.enclosure import describe, missing_of
 from services.reward.judge.client import JudgeClient, Judges
 from services.reward.judge.replicas import JudgeReplicas
 from services.reward.pool import Failure, WorkerPool
@@ -55,7 +56,7 @@ class RewardService(StageReplica):
 
     def __init__(self, context: ReplicaContext) -> None:
         super().__init__(context)
-        self.pool = WorkerPool(DEFAULT_WORKERS)
+        self.pool = WorkerPool(DEFAULT_WORKERS, secret_files=context.settings.secret_files)
         """Workers, replaced with each run."""
         self.timeout_seconds = DEFAULT_TIMEOUT_SECONDS
         """Deadline of a sample."""
@@ -85,7 +86,8 @@ class RewardService(StageReplica):
         self.sets = frozenset(of_sets)
         rewards = {RUNS_REWARD: config.reward} | {reward_of_set(name): reward for name, reward in of_sets.items()}
         own = {name: part for name, reward in rewards.items() if (part := of_workers(reward)) is not None}
-        pool = WorkerPool(config.reward.workers, config.reward, self._ask_judge, own)
+        secret_files = self._settings.secret_files
+        pool = WorkerPool(config.reward.workers, config.reward, self._ask_judge, own, secret_files)
         self.pool.close()
         self.pool = pool
         self.timeout_seconds = config.reward.timeout_seconds
@@ -100,6 +102,8 @@ class RewardService(StageReplica):
                 f"reward.cache_samples is {config.reward.cache_samples}, but {config.reward.shown} scores groups: a "
                 "sample's score may depend on the others, so it must be 0"
             )
+        if measures := self.pool.enclosure:
+            _log.log(logging.WARNING if missing_of(measures) else logging.INFO, "%s", describe(measures))
         loop = asyncio.get_running_loop()
 
         def process(delivery: Delivery, columns: dict[str, Column]) -> Future[Result]:

@@ -20,6 +20,7 @@ from relaxd.rpc.credentials import read_token
 from relaxd.rpc.settings import JUDGE_KEY
 from relaxd.v1.judge_pb2 import AskRequest, AskResponse
 from services.reward.cache import Score, Scored
+from services.reward.enclosure import MissingPathError
 from services.reward.environment import MissingVariableError
 from services.reward.judge.chat_completions import ChatCompletions
 from services.reward.pool import Failure, WorkerPool
@@ -57,7 +58,7 @@ async def try_reward(
     try:
         pool = WorkerPool(workers, own or config, ask)
         terms = RemoteTerms(config, pool) if config.calls_services else None
-    except MissingVariableError as error:
+    except (MissingVariableError, MissingPathError) as error:
         return {"error": str(error)}
     try:
         if own is not None and (failure := await pool.load(RUNS_REWARD)):

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -33,7 +34,11 @@ def run_config(**sections: dict[str, Any]) -> RunConfig:
         "run": {"steps": 1000},
         "model": {"path": "none"},
         "data": {"source": "addition"},
-        "reward": {"name": "bad_rewards:by_response", "timeout_seconds": 30.0},
+        "reward": {
+            "name": "bad_rewards:by_response",
+            "timeout_seconds": 30.0,
+            "writable": [tempfile.gettempdir()],  # rewards and tests speak through files
+        },
         "trainer": {"groups_per_step": 100},
         "board": {"lease_seconds": 1.0},
     }

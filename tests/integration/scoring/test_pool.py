@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -19,6 +20,8 @@ from tests.kit.processes import is_alive
 from tests.kit.waiting import eventually
 
 BAD = "bad_rewards:by_response"
+WRITES = RewardConfig(name=BAD, writable=(tempfile.gettempdir(),))
+"""Rewards and tests speak through files."""
 FILE = Path(__file__).with_name("bad_rewards.py").relative_to(Path.cwd())
 
 
@@ -31,7 +34,7 @@ def place(code: str) -> str:
 @pytest.fixture
 async def pool(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[WorkerPool]:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    pool = WorkerPool(2)
+    pool = WorkerPool(2, WRITES)
     yield pool
     pool.close()
 
@@ -51,8 +54,8 @@ async def test_a_worker_gets_no_secret_but_those_that_are_named(pool, monkeypatc
         monkeypatch.setenv(name, value)
     with (tmp_path / "tokens").open("w") as tokens:
         os.set_inheritable(tokens.fileno(), True)
-        given = WorkerPool(1, RewardConfig(name=BAD, environment=("JUDGE_KEY",)))
-        for workers, passed in ((WorkerPool(1), set()), (given, {"JUDGE_KEY"})):
+        given = WorkerPool(1, WRITES.model_copy(update={"environment": ("JUDGE_KEY",)}))
+        for workers, passed in ((WorkerPool(1, WRITES), set()), (given, {"JUDGE_KEY"})):
             assert await score(workers, f"surroundings {tmp_path / 'seen'}") == [RewardOutput(1.0)]
             workers.close()
             seen = json.loads((tmp_path / "seen").read_text())

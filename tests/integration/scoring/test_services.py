@@ -105,9 +105,10 @@ async def test_rewards_see_messages_and_media(here, monkeypatch, tmp_path):
     cat = {"type": "image", "uri": "file:///cat.png", "media_type": "image/png", "sha256": "ab" * 32}
     parts = [{"type": "text", "text": "What is this?"}, cat]
     path = tmp_path / "messages"
+    here.start_run(run_config())
     async with here.service("reward", "reward-1") as process:
         stub = RewardStub(process.to)
-        await here.coordinator.hears("reward-1", "IDLE")
+        await here.coordinator.hears("reward-1", "READY")
         request = score_request(BAD, [f"messages {path}"])
         request.prompt.extend(to_proto([{"role": "system", "content": "Be kind."}, {"role": "user", "content": parts}]))
         assert (await stub.Score(request)).scores[0].reward == 1.0
@@ -135,6 +136,7 @@ async def test_the_reward_of_the_run_may_be_asked_for(here):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Score(score_request("bad_rewards:other", ["1"]))
         assert f"that of the run ({BAD})" in caught.value.details()
+        assert process.log.count("reward workers are limited in ") == 1
 
 
 async def test_the_advantage_call(here):

@@ -67,7 +67,8 @@ async def test_a_tool_that_blocks_or_dies_fails_its_sample_alone(
 ) -> None:
     pytest.importorskip("yaml", reason="needs PyYAML")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path.cwd())]))
-    config = RewardConfig(name="verl_tools", settings={"config": str(write_tools(tmp_path))})
+    settings = {"config": str(write_tools(tmp_path))}
+    config = RewardConfig(name="verl_tools", settings=settings, writable=(str(tmp_path),))
     monkeypatch.chdir(tmp_path)
     pool = WorkerPool(2, config)
     replies = (call(value=30), call(block=1), call(die=1), call(value="a"), "no call")
@@ -106,6 +107,7 @@ def test_a_tiny_run_is_rewarded_for_its_calls(workplace: Workplace) -> None:
     code, output = workplace.relaxd(
         *("run", "tiny.toml", "--run.steps", str(STEPS), "--run-id", "calling", "--data.tools_file", "tools.yaml"),
         *("--reward.name", "verl_tools", "--reward.settings", '{config = "tools.yaml"}', "--eval.prompts", "0"),
+        *("--reward.writable", '["."]'),  # the tool leaves a file
     )
     assert code == 0, output
     folder = workplace.folder / "runs" / "calling"

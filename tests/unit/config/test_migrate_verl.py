@@ -6,6 +6,7 @@ import pytest
 
 from relaxd.config.load import load
 from relaxd.migrate.verl import migrate
+from relaxd.migrate.verl_rewards import CONFINED
 from relaxd.migrate.verl_source import VerlConfigError, read_verl
 
 RECIPE = r"""
@@ -87,6 +88,11 @@ WARMUP = {"trainer.total_training_steps": 9, "actor_rollout_ref.actor.optim.lr_w
 )
 def test_what_means_something_else(given, setting, value):
     assert migrate(given).values.get(setting) == value
+
+
+def test_what_a_reward_function_may_do_is_noted():
+    assert CONFINED in migrate({"custom_reward_function.path": "r.py"}).notes
+    assert CONFINED not in migrate({"data.train_batch_size": 4}).notes
 
 
 @pytest.mark.parametrize(

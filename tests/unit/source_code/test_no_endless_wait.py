@@ -58,7 +58,7 @@ WITHOUT_DEADLINE = {
         ("relaxd/weights/cuda_ipc.py", "IpcConnection._work"),
         ("services/coordinator/runs/active_run.py", "ActiveRun.main"),
         ("services/coordinator/service.py", "CoordinatorProcess.run"),
-        ("services/reward/worker.py", "Rewards.work"),
+        ("services/reward/worker/rewards.py", "Rewards.work"),
         ("services/reward/questions.py", "Questions._sent"),
         ("services/rollout/engines/generation_gate.py", "GenerationGate.rest"),
         ("services/rollout/engines/output_stream.py", "OutputStream.messages"),
@@ -98,7 +98,7 @@ WITHOUT_DEADLINE = {
         ("services/coordinator/scaling/drive.py", "ReplicaDrive._drain"),  # a call with a deadline
         ("services/coordinator/scaling/scaler.py", "Scaler.close"),  # cancelled
         ("services/reward/pool.py", "WorkerPool._request"),  # each sample before it has reward.timeout_seconds
-        ("services/reward/worker.py", "Rewards._in_main_thread"),  # the pool kills it at the deadline
+        ("services/reward/worker/rewards.py", "Rewards._in_main_thread"),  # the pool kills it at the deadline
         ("services/rollout/engines/scripted/engine.py", "ScriptedEngine._generate"),  # each sample takes its time
         (
             "services/rollout/service/child_engine.py",

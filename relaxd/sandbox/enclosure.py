@@ -1,0 +1,171 @@
+"""The enclosure of a program that is trusted more than an answer, such as a reward: it uses files and starts programs.
+
+It gets what the kernel allows: no network, no files to write but its own and no secrets to read, bounded memory and
+processes, and another user than the service's. Each measure stands by itself and says whether it holds.
+"""
+
+import json
+import os
+import resource
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from relaxd.sandbox import landlock, privileges, seccomp
+
+OPEN_FILES = 4096
+"""Most open files of a process."""
+PROCESSES = 2048
+"""Most processes and threads of a program in all."""
+USERS = range(61_184, 65_520)
+"""Users that nobody else is, in systemd's table of ids."""
+DEVICES = (
+    *("null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts", "kfd", "dri", "nvidiactl", "nvidia-uvm"),
+    *("nvidia-uvm-tools", "nvidia-caps", "nvidia-modeset", *(f"nvidia{number}" for number in range(16))),
+)
+"""What may be used of /dev."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an enclosed program may do."""
+
+    network: bool = False
+    """Reach the network."""
+    memory_bytes: int = 4 << 30
+    """Memory of each of its processes (RLIMIT_DATA: not what it shares or maps from files); 0: without a limit."""
+    writable: tuple[str, ...] = ()
+    """What it may write besides `own`."""
+    own: tuple[str, ...] = ()
+    """Folders that it may write, and which become another user's with it."""
+    temporary: str = ""
+    """Folder of `own` for its temporary files, and its home if another user can't enter this one's; "" for neither."""
+    hidden: tuple[str, ...] = ()
+    """Files and folders that it can't open; all others it can read."""
+    needed: tuple[str, ...] = ()
+    """What it needs to read: it doesn't become a user who can't."""
+
+    def to_json(self) -> str:
+        """Return what `from_json` reads."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """Read what `to_json` wrote."""
+
+        def value(given: Any) -> Any:
+            return tuple(given) if isinstance(given, list) else given
+
+        return cls(**{name: value(given) for name, given in json.loads(text).items()})
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A part of the enclosure."""
+
+    name: str
+    """network, files, memory, processes, kernel, user."""
+    by: str = ""
+    """How it is enforced; empty if it isn't."""
+    missing: str = ""
+    """Why it isn't."""
+
+
+def enclose(plan: Plan) -> list[Measure]:
+    """Enclose this process for good, which must have a single thread. Returns what holds and what doesn't."""
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_NOFILE, OPEN_FILES)
+    user = _change_user(plan)
+    processes = _limit_processes(changed=bool(user.by))
+    privileges.drop_capabilities()
+    privileges.no_new_privileges()
+    privileges.die_with_parent()  # a change of user would have undone it
+    if plan.temporary:
+        os.environ["TMPDIR"] = plan.temporary
+        if not os.access(os.path.expanduser("~"), os.X_OK):
+            os.environ["HOME"] = plan.temporary
+    return [_limit_files(plan), *_limit_memory(plan), processes, *_limit_calls(plan), user]
+
+
+def _change_user(plan: Plan) -> Measure:
+    """Become a user that nobody else is, unless that user couldn't do what the plan says."""
+    if os.geteuid() != 0:
+        return Measure("user", missing="only root can change it")
+    if plan.writable:
+        return Measure("user", missing="what it writes should stay the service's")
+    user, groups = USERS[os.getpid() % len(USERS)], os.getgroups()
+    try:
+        os.setgroups([])
+        os.setegid(user)
+        os.seteuid(user)
+    except OSError as error:
+        return Measure("user", missing=f"the service's root can't change it: {error.strerror}")
+    unreadable = [path for path in plan.needed if not _is_readable(path)]
+    os.seteuid(0)
+    os.setegid(0)
+    if unreadable:
+        os.setgroups(groups)
+        return Measure("user", missing=f"another user couldn't read {unreadable[0]}")
+    for path in plan.own:
+        os.chown(path, user, user)
+    privileges.become(user)
+    return Measure("user", f"user {user}")
+
+
+def _is_readable(path: str) -> bool:
+    return os.access(path, os.R_OK | os.X_OK if os.path.isdir(path) else os.R_OK, effective_ids=True)
+
+
+def _limit_processes(changed: bool) -> Measure:
+    """Limit processes where Linux counts only this program's: those of a user of its own, or in a namespace of users.
+
+    `changed`: whether it has become another user.
+    """
+    if not changed and os.geteuid() == 0:
+        return Measure("processes", missing="Linux doesn't limit root's")
+    try:
+        if not changed:
+            privileges.enter_user_namespace()
+    except OSError as error:
+        return Measure("processes", missing=f"no namespace of users ({error.strerror})")
+    _limit(resource.RLIMIT_NPROC, PROCESSES)
+    return Measure("processes", f"{PROCESSES} in all")
+
+
+def _limit_files(plan: Plan) -> Measure:
+    if not landlock.version():
+        return Measure("files", missing="no Landlock: Linux 5.13 or newer has it, if its parameter lsm= names it")
+    hidden = [os.path.realpath(path) for path in plan.hidden if os.path.lexists(path)]
+    allowed = {"/": landlock.LIST}
+    allowed |= dict.fromkeys(landlock.all_but([*hidden, "/dev"]), landlock.READ)
+    allowed |= {f"/dev/{name}": landlock.USE for name in DEVICES}
+    allowed |= dict.fromkeys(map(os.path.realpath, (*plan.writable, *plan.own, "/dev/shm")), landlock.every_right())
+    try:
+        rules = landlock.make_rules(allowed, network=True)  # the filter of system calls refuses more of it
+        landlock.restrict(rules)
+        os.close(rules)
+    except OSError as error:
+        return Measure("files", missing=str(error))
+    return Measure("files", "Landlock")
+
+
+def _limit_memory(plan: Plan) -> Sequence[Measure]:
+    if not plan.memory_bytes:
+        return []
+    _limit(resource.RLIMIT_DATA, plan.memory_bytes)
+    return [Measure("memory", f"{plan.memory_bytes / (1 << 30):.3g} GiB for each process")]
+
+
+def _limit_calls(plan: Plan) -> Sequence[Measure]:
+    names = ["kernel"] if plan.network else ["network", "kernel"]
+    try:
+        seccomp.filter_programs(plan.network)
+    except OSError as error:
+        return [Measure(name, missing=str(error)) for name in names]
+    return [Measure(name, "a filter of system calls") for name in names]
+
+
+def _limit(what: int, most: int) -> None:
+    _, hard = resource.getrlimit(what)
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(what, (most, most))

@@ -1,0 +1,73 @@
+"""What a process gives up for good: capabilities, privileges that programs bring, another user's rights."""
+
+import ctypes
+import errno
+import os
+import signal
+
+_CAPABILITIES_VERSION = 0x20080522
+_NEW_USER_NAMESPACE = 0x10000000
+_SET_PARENT_DEATH_SIGNAL, _SET_DUMPABLE, _SET_NO_NEW_PRIVILEGES = 1, 4, 38
+
+
+def no_new_privileges() -> None:
+    """Give up privileges that a program may bring (set-user-id), which unprivileged restrictions ask for.
+
+    Raises OSError.
+    """
+    _prctl(_SET_NO_NEW_PRIVILEGES, 1, "PR_SET_NO_NEW_PRIVS")
+
+
+def die_with_parent() -> None:
+    """Have Linux kill this process when the thread that started it ends. A change of user undoes it. Raises OSError."""
+    _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, "PR_SET_PDEATHSIG")
+
+
+def drop_capabilities() -> None:
+    """Give up what root may do; other users have nothing to give up. Raises OSError."""
+    header = (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.capset(ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)())):
+        raise OSError(ctypes.get_errno(), "capabilities can't be given up")
+
+
+def become(user: int) -> None:
+    """Become another user, with a group of the same number and no others. Raises OSError."""
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+    _prctl(_SET_DUMPABLE, 1, "PR_SET_DUMPABLE")  # or else its own files in /proc are root's
+
+
+def enter_user_namespace() -> None:
+    """Enter a namespace of users in which there is only this one, whose processes Linux counts apart from others.
+
+    The process must have a single thread. Raises OSError: many containers, and some systems, forbid it.
+    """
+    if (child := os.fork()) == 0:  # some systems forbid only the last step, after which this process would be nobody
+        code = errno.EPERM
+        try:
+            _enter_user_namespace()
+            code = 0
+        except OSError as error:
+            code = error.errno or code
+        finally:
+            os._exit(code)
+    if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        raise OSError(abs(code), os.strerror(abs(code)))
+    _enter_user_namespace()
+
+
+def _enter_user_namespace() -> None:
+    user, group = os.geteuid(), os.getegid()
+    if ctypes.CDLL(None, use_errno=True).unshare(_NEW_USER_NAMESPACE):
+        raise OSError(ctypes.get_errno(), "unshare")
+    for path, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+        with open(f"/proc/self/{path}", "w") as file:
+            file.write(text)
+
+
+def _prctl(option: int, value: int, name: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), f"{name} can't be set")

@@ -1,0 +1,91 @@
+"""What workers may do: the plan of their enclosure, from the run's configuration and this service's own settings."""
+
+import os
+import stat
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from relaxd.config import RewardConfig
+from relaxd.rpc.settings import SECRET_FILES
+from relaxd.sandbox.enclosure import Measure, Plan
+
+NEEDED = ("network", "files", "memory", "processes")
+"""What reward.sandbox = "required" asks for, but for what the run's settings do without."""
+
+
+class MissingPathError(Exception):
+    """reward.writable names what does not exist on this machine."""
+
+
+def plan_of(
+    config: RewardConfig,
+    environment: Mapping[str, str],
+    secret_files: Sequence[str] = (),
+    others: Sequence[RewardConfig] = (),
+) -> Plan:
+    """Return the plan for workers with this environment.
+
+    `config` decides what they may do; `others` are further rewards that they load. `secret_files` are this service's
+    files with secrets, besides those that its own environment names.
+
+    Raises MissingPathError.
+    """
+    if missing := [path for path in config.writable if not os.path.exists(path)]:
+        raise MissingPathError(
+            f"reward.writable names {', '.join(missing)}, not on the reward service's machine: make it there first"
+        )
+    needed = {path for path in _needed_paths([config, *others], environment) if os.path.exists(path)}
+    variables = (os.environ.get(f"RELAXD_{name.upper()}", "") for name in SECRET_FILES)
+    secrets = {os.path.realpath(file) for file in (*secret_files, *variables) if file}
+    return Plan(
+        network=config.network,
+        memory_bytes=config.worker_memory_bytes,
+        writable=tuple(map(os.path.abspath, config.writable)),
+        hidden=tuple(sorted(_with_their_folder(file, (*needed, *config.writable)) for file in secrets)),
+        needed=tuple(sorted(needed)),
+    )
+
+
+def missing_of(measures: Sequence[Measure]) -> list[Measure]:
+    """Return the measures that are needed and don't hold."""
+    return [one for one in measures if one.name in NEEDED and not one.by]
+
+
+def describe(measures: Sequence[Measure]) -> str:
+    """Return how workers are enclosed, in one line."""
+    held = ", ".join(f"{one.name} ({one.by})" for one in measures if one.by)
+    missing = "; ".join(f"{one.name}: {one.missing}" for one in measures if not one.by)
+    return f"reward workers are limited in {held or 'nothing'}" + (f"; not in {missing}" if missing else "")
+
+
+def _needed_paths(configs: Sequence[RewardConfig], environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield what rewards read: their modules, and the files that their settings and their environment name."""
+    yield from (os.getcwd(), sys.prefix, sys.base_prefix, *filter(None, sys.path))
+    yield from environment.get("PYTHONPATH", "").split(os.pathsep)
+    yield os.path.join(environment.get("HOME", "/"), ".cache/huggingface")
+    named = [value for name, value in environment.items() if name not in ("HOME", "TMPDIR")]
+    for text in _texts([named, *(one.model_dump() for one in configs)]):
+        if text.startswith("/") and "\0" not in text:
+            yield from (text, text.rpartition(":")[0])  # a reward's name is "/path/of/file.py:function"
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from (text for one in value.values() for text in _texts(one))
+    elif isinstance(value, list | tuple):
+        yield from (text for one in value for text in _texts(one))
+
+
+def _with_their_folder(file: str, used: Sequence[str]) -> str:
+    """Return the folder of a secret if only its owner may enter it and it has nothing else in use, or else the file."""
+    folder = os.path.dirname(file)
+    try:
+        status = os.stat(folder)
+    except OSError:
+        return file
+    private = not status.st_mode & (stat.S_IRWXG | stat.S_IRWXO) and folder != os.path.expanduser("~")
+    in_use = any(f"{os.path.realpath(path)}/".startswith(f"{folder}/") for path in used)
+    return folder if private and not in_use else file

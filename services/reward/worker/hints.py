@@ -1,0 +1,58 @@
+"""What to set when a reward hits a limit of its enclosure."""
+
+import errno
+import socket
+from collections.abc import Iterator, Sequence
+
+from relaxd.sandbox.enclosure import PROCESSES, Measure, Plan
+
+_NOT_ALLOWED = (errno.EROFS, errno.EACCES, errno.EPERM)
+_LOOKS_LIKE_NO_NETWORK = ("Network is unreachable", "name resolution", "Name or service not known")
+"""Of libraries whose errors have no number."""
+_FILES = (
+    "rewards write only temporary files (tempfile), and can't read relaxd's secrets: name what else they write, or its "
+    'folder, in reward.writable, or set reward.sandbox = "off"'
+)
+MOST_CAUSES = 20
+"""Causes of an error that are looked at."""
+
+
+def hint(error: BaseException, plan: Plan | None, measures: Sequence[Measure]) -> str:
+    """Return which limit an error came from, and the setting that changes it; or ""."""
+    if plan is None:
+        return ""
+    held = {one.name: one.by for one in measures if one.by}
+    for one in _causes(error):
+        if "network" in held and _is_no_network(one):
+            return "rewards have no network: set reward.network = true"
+        if "memory" in held and isinstance(one, MemoryError):
+            return f"a process of a reward has at most {plan.memory_bytes} bytes: raise reward.worker_memory_bytes"
+        if "processes" in held and _is_no_process(one):
+            return f'a reward has at most {PROCESSES} processes and threads; reward.sandbox = "off" has no limit'
+        refused = isinstance(one, OSError) and one.errno in _NOT_ALLOWED and one.filename is not None
+        if refused and "files" in held:
+            return _FILES
+        if refused and "user" in held:
+            return f'rewards run as {held["user"]}; as the service\'s with reward.sandbox = "off"'
+    return ""
+
+
+def _is_no_network(error: BaseException) -> bool:
+    if isinstance(error, socket.gaierror) or (isinstance(error, OSError) and error.errno == errno.ENETUNREACH):
+        return True
+    return any(text in str(error) for text in _LOOKS_LIKE_NO_NETWORK)
+
+
+def _is_no_process(error: BaseException) -> bool:
+    if isinstance(error, OSError):
+        return error.errno == errno.EAGAIN and not isinstance(error, socket.gaierror)
+    return isinstance(error, RuntimeError) and "can't start new thread" in str(error)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, and what it came from."""
+    for _ in range(MOST_CAUSES):
+        if error is None:
+            return
+        yield error
+        error = error.__cause__ or error.__context__
