@@ -113,6 +113,7 @@ def _pipeline(learner: Learner, batch: PackedMicroBatch, lengths: list[int], sec
     learner.discard()
     ideal, slowest = (ideal_seconds(times, lengths) for times in (stages, [max(stages)] * len(stages)))
     return {
+        "layers": learner.world.pipeline_layers,
         "schedules": lengths,
         "stage_seconds": stages,
         "ideal_seconds": ideal,
@@ -147,6 +148,9 @@ def main() -> None:
     parser.add_argument("--cpu-offload", action="store_true", help="keep the optimizer in the host's memory")
     parser.add_argument("--profile", action="store_true", help="say which kernels the time of the largest went to")
     parser.add_argument("--largest", action="store_true", help="find the largest micro-batches that fit instead")
+    parser.add_argument(
+        "--pipeline-layers", type=int, nargs="+", default=[], help="layers of each stage; default: equal"
+    )
     options = parser.parse_args()
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -157,6 +161,7 @@ def main() -> None:
         "recompute": options.recompute,
         "recompute_layers": options.recompute_layers,
         "attention": options.attention,
+        "pipeline_layers": options.pipeline_layers,
         "optimizer": {"cpu_offload": options.cpu_offload},
     }
     rows: list[dict[str, Any]] = []

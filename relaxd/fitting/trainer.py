@@ -61,7 +61,7 @@ def in_flight(layout: Layout, stage: int) -> int:
 
 def training_bytes(shape: ModelShape, layout: Layout, stage: int, batch: MicroBatch, gpu_bytes: int) -> Bytes:
     """Return the bytes of activations and of the backward pass on a rank of a stage, when they are the most."""
-    parts = saved_by_part(shape, layout, batch)
+    parts = saved_by_part(shape, layout, batch, stage)
     of_one_layer = parts.pop("recomputed layer", 0)
     found = {f"activations: {part}": size * in_flight(layout, stage) for part, size in parts.items()}
     in_layers = of_one_layer + backward_work(shape, layout, batch)
