@@ -70,8 +70,8 @@ def run(case: Case) -> dict[str, Any]:
             learner = make_learner(case.shape, 1, settings)
         config = make_config(case.shape)
         row["parameters"] = f"{count_parameters(learner) / 1e9:.2f}B"
-        options = argparse.Namespace(micro_batches=1, sequences=case.sequences, prompt=0, steps=case.steps)
-        found = measure(learner, config, "DP1", case.tokens, options)
+        options = argparse.Namespace(sequences=case.sequences, prompt=0, steps=case.steps)
+        found = measure(learner, config, "DP1", case.tokens, 1, 0, options)
         names = ("forward_backward_seconds", "mfu", "peak_memory_gb")
         row |= {name: float(f"{found[name]:.4g}") for name in names}
     except torch.OutOfMemoryError:

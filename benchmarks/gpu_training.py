@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 1 -m benchmarks.gpu_training --shape 1.7b --tokens 8192 16384
     torchrun --nproc-per-node 4 -m benchmarks.gpu_training --shape 1.7b --tokens 16384 --micro-batches 8
+    torchrun --nproc-per-node 2 -m benchmarks.gpu_training --layouts PP2 --micro-batches 16 40 --schedule 0 20
     torchrun --nproc-per-node 1 -m benchmarks.gpu_training --largest
     torchrun --nproc-per-node 1 -m benchmarks.gpu_training --profile
     torchrun --nproc-per-node 1 -m benchmarks.gpu_training --shape moe --experts sequential --attention varlen
@@ -11,6 +12,11 @@ micro-batches, divided among data-parallel ranks. The results are medians over t
 backward of all micro-batches, seconds of the optimizer with the gradients' reduction, tokens/s of both together, and
 MFU: `gpu_models.flops` relative to the GPUs' dense bf16 peak during forward and backward. All tokens but prompts and
 the first of a sequence are trained, so all logits are computed. Recomputation isn't counted in FLOPs.
+
+Of a pipeline the stages' own computing times are measured, too, in the same run. `of_ideal` is `ideal_seconds`, the
+time of its schedules if the stages shared that work equally and nothing else took time, relative to the measured
+seconds; `of_slowest` is the same with stages that all take as long as the slowest. `--schedule` divides a step into
+schedules of at most so many micro-batches, as training does while a step fills; 0: it is one schedule.
 """
 
 import argparse
@@ -20,6 +26,7 @@ import statistics
 import time
 from contextlib import nullcontext
 from functools import partial
+from itertools import accumulate, product
 from typing import Any
 
 import torch
@@ -31,6 +38,8 @@ from benchmarks.gpu_models import SHAPES, count_parameters, flops, make_batch, m
 from benchmarks.gpu_profile import profile
 from benchmarks.reporting import report
 from benchmarks.sequential_experts import sequential_experts
+from benchmarks.stage_times import divided, ideal_seconds, stage_seconds
+from services.trainer.batch.row_packing import PackedMicroBatch
 from services.trainer.learner.learner import Learner
 from services.trainer.megatron.parallel import leave_layout, shut_down
 from services.trainer.transformer.kernels.fusion import fused_kernels
@@ -50,22 +59,31 @@ def parse_layout(name: str) -> dict[str, int]:
 
 
 def measure(
-    learner: Learner, config: PretrainedConfig, layout: str, tokens: int, options: argparse.Namespace
+    learner: Learner,
+    config: PretrainedConfig,
+    layout: str,
+    tokens: int,
+    micro_batches: int,
+    schedule: int,
+    options: argparse.Namespace,
 ) -> dict[str, Any]:
-    """Time steps of `options.micro_batches` micro-batches of `tokens` tokens over all ranks."""
+    """Time steps of `micro_batches` micro-batches of `tokens` tokens over all ranks, `schedule` in each schedule."""
     world = learner.world
     batches = [
         make_batch(config.vocab_size, tokens, options.sequences, seed, options.prompt)
-        for seed in range(options.micro_batches)
+        for seed in range(micro_batches)
         if seed % world.dp_size == world.dp_rank
     ]
-    trained = options.micro_batches * int(batches[0].loss_mask.sum())
+    lengths = divided(len(batches), schedule)
+    ends = list(accumulate(lengths))
+    trained = micro_batches * int(batches[0].loss_mask.sum())
     torch.cuda.reset_peak_memory_stats()
     passes, updates = [], []
     for _ in range(options.steps + 1):
         _synchronize()
         began = time.perf_counter()
-        learner.accumulate(batches)
+        for begin, end in zip([0, *ends], ends, strict=False):
+            learner.accumulate(batches[begin:end])
         _synchronize()
         passed = time.perf_counter()
         learner.finish(float(trained))
@@ -73,18 +91,34 @@ def measure(
         passes.append(passed - began)
         updates.append(time.perf_counter() - passed)
     seconds, update = statistics.median(passes[1:]), statistics.median(updates[1:])
-    work = options.micro_batches * flops(config, count_parameters(learner), batches[0])
+    work = micro_batches * flops(config, count_parameters(learner), batches[0])
     return {
         "layout": layout,
         "tokens": tokens,
         "sequences": options.sequences,
         "shared_prompt": options.prompt,
-        "micro_batches": options.micro_batches,
+        "micro_batches": micro_batches,
         "forward_backward_seconds": seconds,
         "optimizer_seconds": update,
-        "tokens_per_second": options.micro_batches * len(batches[0].tokens) / (seconds + update),
+        "tokens_per_second": micro_batches * len(batches[0].tokens) / (seconds + update),
         "mfu": work / seconds / peak_flops() / world.size,
         "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9,
+        **(_pipeline(learner, batches[0], lengths, seconds) if world.pp_size > 1 else {}),
+    }
+
+
+def _pipeline(learner: Learner, batch: PackedMicroBatch, lengths: list[int], seconds: float) -> dict[str, Any]:
+    """Compare the time of a pipeline's schedules with that of its stages alone."""
+    stages = stage_seconds(partial(learner.accumulate, [batch]))
+    learner.discard()
+    ideal, slowest = (ideal_seconds(times, lengths) for times in (stages, [max(stages)] * len(stages)))
+    return {
+        "layers": learner.world.pipeline_layers,
+        "schedules": lengths,
+        "stage_seconds": stages,
+        "ideal_seconds": ideal,
+        "of_ideal": ideal / seconds,
+        "of_slowest": slowest / seconds,
     }
 
 
@@ -101,7 +135,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384], help="tokens of one micro-batch")
     parser.add_argument("--sequences", type=int, default=8, help="sequences of one micro-batch")
     parser.add_argument("--prompt", type=int, default=0, help="tokens that the sequences of a micro-batch share")
-    parser.add_argument("--micro-batches", type=int, help="micro-batches of a step, over all ranks; default: GPUs")
+    parser.add_argument("--micro-batches", type=int, nargs="+", help="of a step, over all ranks; default: GPUs")
+    parser.add_argument(
+        "--schedule", type=int, nargs="+", default=[0], help="micro-batches of a schedule; 0: the step's"
+    )
     parser.add_argument("--layouts", nargs="+", help="such as TP2xDP2; default: all of LAYOUTS for these GPUs")
     parser.add_argument("--steps", type=int, default=3, help="timed steps; one more is for warming up")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
@@ -111,16 +148,20 @@ def main() -> None:
     parser.add_argument("--cpu-offload", action="store_true", help="keep the optimizer in the host's memory")
     parser.add_argument("--profile", action="store_true", help="say which kernels the time of the largest went to")
     parser.add_argument("--largest", action="store_true", help="find the largest micro-batches that fit instead")
+    parser.add_argument(
+        "--pipeline-layers", type=int, nargs="+", default=[], help="layers of each stage; default: equal"
+    )
     options = parser.parse_args()
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    options.micro_batches = options.micro_batches or size
+    options.micro_batches = options.micro_batches or [size]
     config = make_config(options.shape)
     settings = {
         "micro_batch_tokens": max(options.tokens),
         "recompute": options.recompute,
         "recompute_layers": options.recompute_layers,
         "attention": options.attention,
+        "pipeline_layers": options.pipeline_layers,
         "optimizer": {"cpu_offload": options.cpu_offload},
     }
     rows: list[dict[str, Any]] = []
@@ -136,8 +177,8 @@ def main() -> None:
                 if rank == 0:
                     print(rows[-1], flush=True)
         else:
-            for tokens in options.tokens:
-                rows.append(measure(learner, config, layout, tokens, options))
+            for tokens, count, schedule in product(options.tokens, options.micro_batches, options.schedule):
+                rows.append(measure(learner, config, layout, tokens, count, schedule, options))
                 if rank == 0:
                     print(rows[-1], flush=True)
             if options.profile:

@@ -205,6 +205,9 @@ class TrainerConfig(Section):
     """Ranks that share each layer's matrices."""
     pipeline_parallel: int = Field(default=1, ge=1)
     """Ranks that share the layers."""
+    pipeline_layers: tuple[int, ...] = ()
+    """Layers of each pipeline stage, which add up to the model's; empty: equally many. The last stage also computes the
+    logits, which for a large vocabulary take as long as several layers: give it fewer (docs/performance.md)."""
     context_parallel: int = Field(default=1, ge=1)
     """Ranks that share each micro-batch's tokens, and its heads within attention."""
     expert_parallel: int = Field(default=1, ge=1)
@@ -246,6 +249,16 @@ class TrainerConfig(Section):
             raise ValueError(
                 f"trainer.ranks is {self.ranks}: it must be a multiple of tensor_parallel x pipeline_parallel x "
                 f"context_parallel = {model_ranks}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _stages_have_layers(self) -> Self:
+        counts = self.pipeline_layers
+        if counts and (len(counts) != self.pipeline_parallel or min(counts) < 1):
+            raise ValueError(
+                f"trainer.pipeline_layers is {list(counts)}: it must have a number of at least 1 for each of the "
+                f"trainer.pipeline_parallel = {self.pipeline_parallel} stages, or be empty"
             )
         return self
 

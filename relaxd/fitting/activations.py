@@ -104,13 +104,13 @@ def _swiglu(ffn: int, batch: MicroBatch) -> Iterator[SavedTensor]:
     yield SavedTensor("input of the second product", "MLP", size, recomputed=True)
 
 
-def saved_by_part(shape: ModelShape, layout: Layout, batch: MicroBatch) -> dict[str, int]:
+def saved_by_part(shape: ModelShape, layout: Layout, batch: MicroBatch, stage: int = 0) -> dict[str, int]:
     """Return the bytes that a rank of a stage keeps of one micro-batch in all its layers, by part.
 
     The part "recomputed layer" is what the backward pass makes of one layer at a time, with `full`.
     """
-    tensors, layers = layer_tensors(shape, layout, batch), layout.stage_layers(shape)
-    recomputed = layout.recomputed_layers(shape)
+    tensors, layers = layer_tensors(shape, layout, batch), layout.stage_layers(shape, stage)
+    recomputed = layout.recomputed_layers(shape, stage)
     found: dict[str, int] = {}
     for tensor in tensors:
         again = layout.recompute == "full" or tensor.recomputed

@@ -6,7 +6,7 @@ from relaxd.config import RunConfig
 from relaxd.data.models import resolve_model, routed_expert_bytes
 from relaxd.fitting.engine import EngineMemory
 from relaxd.fitting.held import Hardware, Held
-from relaxd.fitting.host import checkpoint_bytes, disk_bytes, host_bytes
+from relaxd.fitting.host import checkpoint_bytes, critic_checkpoint_bytes, disk_bytes, host_bytes
 from relaxd.fitting.layout import Layout
 from relaxd.fitting.on_gpus import ASLEEP, check_layout, engines, in_turns, on_critic, on_engine, on_frozen, on_trainer
 from relaxd.fitting.ranking import Candidate, rank_layouts
@@ -102,8 +102,8 @@ def written(config: RunConfig) -> Bytes:
 def budget_problem(config: RunConfig) -> str:
     """Return why checkpoints can't stay within trainer.checkpoint.max_bytes, '' if they can. Raises as `written`."""
     limit, models = config.trainer.checkpoint.max_bytes, read_models(config)
-    # A critic service's checkpoints have a limit of their own.
-    largest = checkpoint_bytes(config, models) // (2 if config.roles.critic.placement == "service" else 1)
+    # A critic service's checkpoints have the same limit for themselves.
+    largest = max(checkpoint_bytes(config, models), critic_checkpoint_bytes(config, models))
     if not limit or limit >= 2 * largest:
         return ""
     return f"= {limit} is less than two checkpoints take, {2 * largest}: the newest stays while the next is written"

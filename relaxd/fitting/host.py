@@ -60,8 +60,16 @@ def state_bytes(config: RunConfig, models: Models, fixed: int) -> int:
 
 
 def checkpoint_bytes(config: RunConfig, models: Models) -> int:
-    """Return the bytes of a checkpoint, with a critic's: float32 main weights and two moments."""
+    """Return the bytes of a checkpoint, with a critic in the trainer's ranks: float32 main weights and two moments."""
     return state_bytes(config, models, 4)
+
+
+def critic_checkpoint_bytes(config: RunConfig, models: Models) -> int:
+    """Return the bytes of a checkpoint of a critic service, 0 if there is none."""
+    critic = config.roles.critic
+    if not config.algorithm.needs_critic or critic.placement != "service":
+        return 0
+    return critic_parameters(models) * (4 + critic.optimizer.moment_bytes)
 
 
 def kept_checkpoints(config: RunConfig, models: Models) -> int:
@@ -69,8 +77,7 @@ def kept_checkpoints(config: RunConfig, models: Models) -> int:
     settings, size = config.trainer.checkpoint, checkpoint_bytes(config, models)
     if not settings.max_bytes:
         return settings.keep
-    limit = settings.max_bytes * (2 if config.roles.critic.placement == "service" else 1)
-    return min(settings.keep, max(1, limit // size - 1))
+    return min(settings.keep, max(1, settings.max_bytes // size - 1))
 
 
 def host_bytes(config: RunConfig, models: Models, element: int, expert_bytes: int, judge_weights: int = 0) -> Bytes:
@@ -107,13 +114,11 @@ def disk_bytes(config: RunConfig, models: Models, element: int, expert_bytes: in
     reference = config.roles.reference
     refreshed = reference.placement == "service" and reference.refresh_every
     weights = element * models.trained[0]
-    critic = config.roles.critic
-    apart = critic_parameters(models) if config.algorithm.needs_critic and critic.placement == "service" else 0
-    of_critic = apart * (element + 4 + critic.optimizer.moment_bytes)
+    of_critic = critic_checkpoint_bytes(config, models)
     return {
         f"{kept} checkpoint{'s' if kept > 1 else ''}, and one being written": (kept + 1)
         * checkpoint_bytes(config, models),
-        **({f"{kept} of the critic, and one being written": (kept + 1) * of_critic} if apart else {}),
+        **({f"{kept} of the critic, and one being written": (kept + 1) * of_critic} if of_critic else {}),
         f"step files of {files} steps": files * step_bytes(config, expert_bytes),
         **({"2 weights of the reference, and those being written": 3 * weights} if refreshed else {}),
         "the trained model": weights,

@@ -5,6 +5,7 @@ from math import gcd
 from typing import Literal
 
 from relaxd.config import TrainerConfig
+from relaxd.config.pipeline import stage_layers
 from relaxd.config.roles import ReplicaSizes
 from relaxd.fitting.shape import ModelShape
 
@@ -25,6 +26,8 @@ class Layout:
     """Layers of each stage that recompute; 0: all."""
     offload: bool = False
     """Whether the optimizer's state is in the host's memory."""
+    pipeline_layers: tuple[int, ...] = ()
+    """Layers of each stage; none: equally many."""
 
     @classmethod
     def of_trainer(cls, config: TrainerConfig) -> "Layout":
@@ -38,6 +41,7 @@ class Layout:
             config.recompute,
             config.recompute_layers,
             config.optimizer.cpu_offload,
+            config.pipeline_layers,
         )
 
     @classmethod
@@ -71,17 +75,19 @@ class Layout:
         """Its sizes in short, such as "TP2 PP2 DP2, selective"."""
         sizes = {"TP": self.tensor, "PP": self.pipeline, "CP": self.context, "EP": self.expert, "DP": self.data}
         words = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "1 rank"
+        words += " (" + "+".join(map(str, self.pipeline_layers)) + " layers)" if self.pipeline_layers else ""
         if self.recompute != "none":
             words += f", {self.recompute} recompute" + (f" of {self.recompute_layers}" if self.recompute_layers else "")
         return words + (", offload" if self.offload else "")
 
     @property
-    def settings(self) -> dict[str, int | str | bool]:
+    def settings(self) -> dict[str, int | str | bool | tuple[int, ...]]:
         """The trainer's settings that make it."""
         return {
             "trainer.ranks": self.ranks,
             "trainer.tensor_parallel": self.tensor,
             "trainer.pipeline_parallel": self.pipeline,
+            "trainer.pipeline_layers": self.pipeline_layers,
             "trainer.context_parallel": self.context,
             "trainer.expert_parallel": self.expert,
             "trainer.recompute": self.recompute,
@@ -89,15 +95,15 @@ class Layout:
             "trainer.optimizer.cpu_offload": self.offload,
         }
 
-    def stage_layers(self, shape: ModelShape) -> int:
+    def stage_layers(self, shape: ModelShape, stage: int = 0) -> int:
         """Return the layers of a pipeline stage."""
-        return shape.layers // self.pipeline
+        return len(stage_layers(shape.layers, self.pipeline, self.pipeline_layers)[stage])
 
-    def recomputed_layers(self, shape: ModelShape) -> int:
+    def recomputed_layers(self, shape: ModelShape, stage: int = 0) -> int:
         """Return the layers of a stage whose activations are recomputed."""
         if self.recompute == "none":
             return 0
-        return min(self.recompute_layers or shape.layers, self.stage_layers(shape))
+        return min(self.recompute_layers or shape.layers, self.stage_layers(shape, stage))
 
 
 def problem(layout: Layout, shape: ModelShape, section: str = "trainer") -> str:
@@ -107,8 +113,14 @@ def problem(layout: Layout, shape: ModelShape, section: str = "trainer") -> str:
     divided = [
         (head_ranks, layout.slices, "query heads", shape.heads),
         (head_ranks, layout.slices, "key-value heads", shape.kv_heads),
-        ("pipeline_parallel", layout.pipeline, "layers", shape.layers),
     ]
+    if not layout.pipeline_layers:
+        divided.append(("pipeline_parallel", layout.pipeline, "layers", shape.layers))
+    elif sum(layout.pipeline_layers) != shape.layers:
+        return (
+            f"{section}.pipeline_layers is {list(layout.pipeline_layers)}: it must add up to the model's "
+            f"{shape.layers} layers"
+        )
     if experts is None:
         divided.append(("tensor_parallel", layout.tensor, "MLP columns", shape.ffn))
         divided.append(("expert_parallel", layout.expert, "expert (it is a dense model)", 1))

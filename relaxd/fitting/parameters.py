@@ -30,7 +30,7 @@ def stage_parameters(shape: ModelShape, layout: Layout, stage: int, *, critic: b
         stage: the stage, from 0.
         critic: whether the model is a critic, which has a value head instead of the output layer.
     """
-    tensor, layers = layout.tensor, layout.stage_layers(shape)
+    tensor, layers = layout.tensor, layout.stage_layers(shape, stage)
     dense, experts = layer_parameters(shape, layout)
     dense, experts = dense * layers, experts * layers
     vocabulary = -(-shape.vocabulary // tensor) * shape.hidden

@@ -79,8 +79,9 @@ def predict(shape: ModelShape, layout: Layout, work: StepWork, element: int = 2)
     of_layers = (6.0 * used_parameters(shape) * work.tokens - of_output + attention) * extra
     speed = PEAK_FLOPS * EFFICIENCY * ranks * (1 if element == 2 else 0.1)
     compute = (of_layers + of_output) / speed
-    # All wait for the last stage, which has the output layer besides its layers.
-    slowest = (of_layers / stages + of_output) * stages / speed
+    # All wait for the slowest stage. The last one has the output layer besides its layers.
+    shares = [layout.stage_layers(shape, stage) / shape.layers for stage in range(stages)]
+    slowest = max(max(shares) * of_layers, shares[-1] * of_layers + of_output) * stages / speed
     per_update = work.tokens / work.mini_batches / (FULLNESS * work.micro_batch_tokens) / layout.data
     schedule = max(1.0, min(per_update, float(SCHEDULE * (stages - 1))))
     bubble = slowest * (1 + (stages - 1) / schedule) - compute

@@ -66,7 +66,7 @@ def training_bytes(
 
     A critic has no logits.
     """
-    parts = saved_by_part(shape, layout, batch)
+    parts = saved_by_part(shape, layout, batch, stage)
     of_one_layer = parts.pop("recomputed layer", 0)
     found = {f"activations: {part}": size * in_flight(layout, stage) for part, size in parts.items()}
     in_layers = of_one_layer + backward_work(shape, layout, batch)

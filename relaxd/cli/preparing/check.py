@@ -244,6 +244,13 @@ def _check_division(section: str, sizes: TrainerConfig | ReplicaSizes, model: di
         "num_key_value_heads": "tensor_parallel",
         "num_hidden_layers": "pipeline_parallel",
     }
+    layers = model.get("num_hidden_layers")
+    chosen = sizes.pipeline_layers if isinstance(sizes, TrainerConfig) else ()
+    if chosen:
+        del divided["num_hidden_layers"]
+        if isinstance(layers, int) and sum(chosen) != layers:
+            problem = f"= {list(chosen)} adds up to {sum(chosen)}, but the model's num_hidden_layers = {layers}"
+            return [Problem(f"{section}.pipeline_layers", problem)]
     return [
         Problem(f"{section}.{setting}", f"= {ranks} does not divide the model's {key} = {count}")
         for key, setting in divided.items()

@@ -67,6 +67,7 @@ def world_config(config: RunConfig, role: str) -> TrainerConfig:
             "ranks": own.ranks,
             "tensor_parallel": own.tensor_parallel,
             "pipeline_parallel": own.pipeline_parallel,
+            "pipeline_layers": (),
             "context_parallel": own.context_parallel,
             "expert_parallel": own.expert_parallel,
             "micro_batch_tokens": own.micro_batch_tokens or config.trainer.micro_batch_tokens,

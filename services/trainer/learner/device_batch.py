@@ -105,7 +105,7 @@ def _own_experts(batch: PackedMicroBatch, world: World) -> Tensor | None:
     """
     if batch.experts is None:
         return None
-    tokens, layers = len(batch.tokens) // (world.cp_size * world.tp_size), batch.experts.shape[1] // world.pp_size
-    first, begin = layers * world.pp_rank, tokens * (world.cp_rank * world.tp_size + world.tp_rank)
-    own = batch.experts[begin : begin + tokens, first : first + layers]
+    tokens, layers = len(batch.tokens) // (world.cp_size * world.tp_size), world.layers_of(batch.experts.shape[1])
+    begin = tokens * (world.cp_rank * world.tp_size + world.tp_rank)
+    own = batch.experts[begin : begin + tokens, layers.start : layers.stop]
     return to_device(np.ascontiguousarray(own), world.device).transpose(0, 1)

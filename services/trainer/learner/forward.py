@@ -26,6 +26,7 @@ from services.trainer.batch.row_packing import PackedMicroBatch
 from services.trainer.learner.device_batch import DeviceBatch, to_device_batch
 from services.trainer.learner.logprobs import TokenLogprobs, VocabShard, likeliest_tokens, token_logprobs
 from services.trainer.megatron.parallel import World, initialize
+from services.trainer.megatron.stage_exchange import StageExchange, pipeline_groups
 from services.trainer.model.architecture import ModelError
 from services.trainer.model.architectures import read_architecture
 from services.trainer.model.critic import VALUE_HEAD, CriticModel, build_critic
@@ -238,11 +239,21 @@ class Forward:
             data_iterator=self._fed(micro_batches),
             model=[model],
             num_microbatches=len(micro_batches),
-            seq_length=0,  # unused: stages exchange the shapes
+            seq_length=0,  # unused: `StageExchange` knows the shapes
             micro_batch_size=1,
             forward_only=forward_only,
+            **self._exchange(micro_batches),
         )
         return reported
+
+    def _exchange(self, micro_batches: Sequence[PackedMicroBatch]) -> dict[str, Any]:
+        """Return what a schedule of several stages needs in order to exchange hidden states."""
+        if self.world.pp_size == 1:
+            return {}
+        ranks, hidden = self.world.cp_size * self.world.tp_size, self.architecture.hidden_size
+        shapes = [[-(-len(batch.tokens) // ranks), 1, hidden] for batch in micro_batches]
+        exchange = StageExchange(self.megatron_config, shapes)
+        return {"p2p_communicator": exchange, "pg_collection": pipeline_groups()}
 
     def _fed(self, micro_batches: Sequence[PackedMicroBatch]) -> Iterator[DeviceBatch]:
         for number, batch in enumerate(micro_batches, 1):

@@ -334,7 +334,8 @@ class Learner:
     def hf_tensor_specs(self) -> list[HFTensorSpec]:
         """Return the specs of all stages' tensors, in the order of `iter_hf_tensors`. Doesn't gather."""
         dtype = self._forward.megatron_config.params_dtype
-        return hf_tensor_specs(self._architecture, dtype, self.world.pp_size, self.world.ep_size)
+        world = self.world
+        return hf_tensor_specs(self._architecture, dtype, world.pp_size, world.ep_size, world.pipeline_layers)
 
     def iter_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Gather this stage's full tensors under their Hugging Face names; see `gather_hf_tensors`.

@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch.distributed import distributed_c10d
 
 from relaxd.config import TrainerConfig
+from relaxd.config.pipeline import stage_layers
 from relaxd.weights.group import host_store
 from services.trainer.megatron.disk_work import DiskWork
 
@@ -63,6 +64,8 @@ class World:
     """Pipeline stage."""
     pp_size: int
     """Number of pipeline stages."""
+    pipeline_layers: tuple[int, ...]
+    """`trainer.pipeline_layers`."""
     cp_rank: int
     """Rank among the ranks that share each micro-batch's tokens."""
     cp_size: int
@@ -85,6 +88,10 @@ class World:
     """Groups of the same ranks, for gathering weights in the training thread."""
     disk: DiskWork
     """Disk work shared with the other ranks."""
+
+    def layers_of(self, layers: int) -> range:
+        """Return the layers that this stage has of a model of so many."""
+        return stage_layers(layers, self.pp_size, self.pipeline_layers)[self.pp_rank]
 
     @property
     def first_stage(self) -> bool:
@@ -158,6 +165,7 @@ def initialize(config: TrainerConfig, seed: int) -> World:
         tp_size=parallel_state.get_tensor_model_parallel_world_size(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        pipeline_layers=config.pipeline_layers,
         cp_rank=parallel_state.get_context_parallel_rank(),
         cp_size=parallel_state.get_context_parallel_world_size(),
         ep_rank=parallel_state.get_expert_model_parallel_rank(),

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,12 +44,14 @@ class HFTensorSpec:
     """Pipeline stage of its source rank."""
 
 
-def hf_tensor_specs(shape: Architecture, dtype: torch.dtype, pp_size: int, ep_size: int) -> list[HFTensorSpec]:
+def hf_tensor_specs(
+    shape: Architecture, dtype: torch.dtype, pp_size: int, ep_size: int, pipeline_layers: Sequence[int] = ()
+) -> list[HFTensorSpec]:
     """List the exported tensors of all stages, in the order of `gather_hf_tensors`."""
     return [
         HFTensorSpec(part.name, dtype, part.shape, stage)
         for stage in range(pp_size)
-        for entry in entries(shape, stage, pp_size, ep_size)
+        for entry in entries(shape, stage, pp_size, ep_size, pipeline_layers)
         if entry.exported
         for parts in entry.parts
         for part in parts
@@ -113,7 +115,7 @@ def load_hf(
         source = HFFolder(folder)
         parameters = dict(model.named_parameters())
         missing = set(parameters) - set(without)
-        for entry in entries(shape, world.pp_rank, world.pp_size, world.ep_size):
+        for entry in entries(shape, world.pp_rank, world.pp_size, world.ep_size, world.pipeline_layers):
             if entry.megatron in without:
                 continue
             mine = entry.parts[world.ep_rank if entry.expert else 0]
@@ -137,7 +139,7 @@ def exported_parameters(model: torch.nn.Module, shape: Architecture, world: Worl
     parameters = dict(model.named_parameters())
     return [
         (entry, parameters[entry.megatron])
-        for entry in entries(shape, world.pp_rank, world.pp_size, world.ep_size)
+        for entry in entries(shape, world.pp_rank, world.pp_size, world.ep_size, world.pipeline_layers)
         if entry.exported
     ]
 
@@ -247,7 +249,7 @@ def _write_hf(
 def _file_numbers(shape: Architecture, stage: int, world: World, dtype: torch.dtype) -> list[int]:
     """Return the file number, from 0, of each of a stage's `exported_parameters`, given MAX_FILE_BYTES."""
     numbers, number, size = [], 0, 0
-    for entry in entries(shape, stage, world.pp_size, world.ep_size):
+    for entry in entries(shape, stage, world.pp_size, world.ep_size, world.pipeline_layers):
         if entry.exported:
             if size >= MAX_FILE_BYTES:
                 number, size = number + 1, 0

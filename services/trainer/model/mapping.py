@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from relaxd.config.pipeline import stage_layers
 from services.trainer.model.architecture import Architecture
 from services.trainer.model.architectures import FAMILIES
 from services.trainer.model.layouts import ParameterLayout
@@ -47,21 +48,22 @@ class ParameterEntry:
         return parameter if self.index is None else parameter[self.index].flatten(0, -2)
 
 
-def entries(shape: Architecture, pp_rank: int, pp_size: int, ep_size: int) -> Iterator[ParameterEntry]:
+def entries(
+    shape: Architecture, pp_rank: int, pp_size: int, ep_size: int, pipeline_layers: Sequence[int] = ()
+) -> Iterator[ParameterEntry]:
     """Yield the entries of a pipeline stage, in the order shared by loading, gathering and specs.
 
     Args:
         shape: the model's architecture.
         pp_rank: the stage.
-        pp_size: number of stages; it divides the number of layers.
+        pp_size: number of stages.
         ep_size: number of ranks that share the experts.
+        pipeline_layers: see `stage_layers`.
     """
     last = pp_rank == pp_size - 1
     if pp_rank == 0:
         yield from (_entry(rule, shape) for rule in FIRST)
-    per_stage = shape.layers // pp_size
-    for layer in range(per_stage):
-        whole = pp_rank * per_stage + layer
+    for layer, whole in enumerate(stage_layers(shape.layers, pp_size, pipeline_layers)[pp_rank]):
         yield from (_entry(rule, shape, layer, whole) for rule in FAMILIES[shape.model_type].rules(shape))
         per_rank = shape.experts.count // ep_size if shape.experts else 0
         for expert in range(per_rank):

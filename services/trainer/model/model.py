@@ -12,6 +12,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from relaxd.config import TrainerConfig
+from relaxd.config.pipeline import stage_layers
 from services.trainer.megatron import gpu as megatron_gpu
 from services.trainer.megatron.parallel import World, expert_tensor_parallel
 from services.trainer.model.architecture import Architecture, ModelError
@@ -46,7 +47,8 @@ def transformer_config(shape: Architecture, config: TrainerConfig) -> PolicyConf
         "masked_softmax_fusion": False,
     }
     recompute = {}
-    layers = min(config.recompute_layers or shape.layers, shape.layers // config.pipeline_parallel)
+    stages = stage_layers(shape.layers, config.pipeline_parallel, config.pipeline_layers)
+    layers = min(config.recompute_layers or shape.layers, max(map(len, stages)))
     if config.recompute == "full":
         recompute = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": layers}
     moe = {}
@@ -83,12 +85,14 @@ def transformer_config(shape: Architecture, config: TrainerConfig) -> PolicyConf
         hidden_dropout=0.0,
         tensor_model_parallel_size=config.tensor_parallel,
         pipeline_model_parallel_size=config.pipeline_parallel,
+        pipeline_model_parallel_layout=_megatron_layout(stages) if config.pipeline_layers else None,
         context_parallel_size=config.context_parallel,
         expert_model_parallel_size=config.expert_parallel,
         expert_tensor_parallel_size=expert_tensor_parallel(config),
         sequence_parallel=config.tensor_parallel > 1,
-        # Micro-batches differ in length, so stages exchange the shapes.
+        # Micro-batches differ in length: `StageExchange` knows the shapes.
         variable_seq_lengths=config.pipeline_parallel > 1,
+        batch_p2p_sync=False,  # torch no longer needs it
         moe_token_dispatcher_type="alltoall",  # required by Megatron, though unused
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -172,6 +176,14 @@ def routers(model: torch.nn.Module) -> list[Router]:
     return [module for module in model.modules() if isinstance(module, Router)]
 
 
+def _megatron_layout(stages: list[range]) -> list[list[str]]:
+    """Return what Megatron calls the layout of a pipeline."""
+    layout = [["decoder"] * len(layers) for layers in stages]
+    layout[0].insert(0, "embedding")
+    layout[-1].append("loss")
+    return layout
+
+
 def _keep(tensor: Tensor) -> Tensor:
     return tensor
 
@@ -187,8 +199,14 @@ def _check_divisible(shape: Architecture, config: TrainerConfig) -> None:
     counts = [
         (head_field, "query heads", shape.heads),
         (head_field, "key-value heads", shape.kv_heads),
-        ("pipeline_parallel", "layers", shape.layers),
     ]
+    if not config.pipeline_layers:
+        counts.append(("pipeline_parallel", "layers", shape.layers))
+    elif sum(config.pipeline_layers) != shape.layers:
+        raise ModelError(
+            f"trainer.pipeline_layers is {list(config.pipeline_layers)}: it must add up to the model's {shape.layers} "
+            "layers"
+        )
     if shape.experts is None:
         counts.append(("tensor_parallel", "MLP columns", shape.ffn_size))
         counts.append(("expert_parallel", "expert (it is a dense model)", 1))

@@ -16,7 +16,8 @@ from services.trainer.megatron.disk_work import DiskRefused
 from services.trainer.model.architecture import ModelError
 from services.trainer.offline.run_folder import OfflineError, newest_intact, print_result, read_config
 
-SINGLE_RANK = dict.fromkeys(("ranks", "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel"), 1)
+SIZES = ("ranks", "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
+SINGLE_RANK: dict[str, Any] = {**dict.fromkeys(SIZES, 1), "pipeline_layers": ()}
 
 
 def export_checkpoint(run_folder: Path, step: int | None, out: Path) -> dict[str, Any]:

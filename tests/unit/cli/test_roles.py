@@ -245,6 +245,21 @@ roles.reference.micro_batch_tokens = 100
         assert any(problem in one for one in found), (problem, found)
 
 
+def test_the_check_of_a_configuration_adds_up_the_layers_of_stages(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 5}')
+    run = RUN.replace('"model"', f'"{tmp_path}"') + "\ntrainer.ranks = 2\ntrainer.pipeline_parallel = 2\n"
+
+    def found(layers: str) -> list[str]:
+        problems = map(str, check(load(run + f"trainer.pipeline_layers = {layers}\n")))
+        return [problem for problem in problems if "layers" in problem]
+
+    assert found("[3, 2]") == []  # though two stages can't have equally many
+    assert "does not divide the model's num_hidden_layers = 5" in "".join(found("[]"))
+    assert "trainer.pipeline_layers = [3, 1] adds up to 4, but the model's num_hidden_layers = 5" in "".join(
+        found("[3, 1]")
+    )
+
+
 def test_the_check_of_a_configuration_knows_the_engine_of_the_teacher(tmp_path: Path) -> None:
     """Key-value heads may be fewer than the GPUs that share it, and no micro-batch has to hold a sample."""
     (tmp_path / "config.json").write_text(

@@ -15,6 +15,7 @@ from relaxd.fitting.fit import Fit, fit
 from relaxd.fitting.held import FitError, Hardware
 from relaxd.fitting.layout import Layout, possible_layouts, problem
 from relaxd.fitting.shape import read_shape
+from relaxd.fitting.speed import StepWork, predict
 from tests.unit.fitting.models import write_config
 
 H100, H200 = Hardware(80 << 30, 8), Hardware(141 << 30, 8)
@@ -93,6 +94,18 @@ def test_stages_of_a_pipeline(large: Path) -> None:
     held = totals(fit(make(large, trainer={"ranks": 4, "pipeline_parallel": 4, "recompute": "selective"}), H100))
     first, second, third = (held["trainer", f"stage {stage}"] for stage in range(3))
     assert first > second > third  # fewer micro-batches are in flight
+
+
+def test_stages_with_different_numbers_of_layers(small: Path) -> None:
+    trainer: dict[str, Any] = {"ranks": 2, "pipeline_parallel": 2, "micro_batch_tokens": 16384}
+    equal, uneven = (fit(make(small, trainer=trainer | {"pipeline_layers": own}), H200) for own in ((), (17, 11)))
+    before, after = totals(equal), totals(uneven)
+    assert after["trainer", "stage 0"] > before["trainer", "stage 0"]
+    assert after["trainer", "stage 1"] < before["trainer", "stage 1"]
+    assert uneven.layout.name == "PP2 (17+11 layers)"
+    work = StepWork(tokens=1e6, attended=1e9, micro_batch_tokens=16384)
+    shape = read_shape(small)
+    assert predict(shape, uneven.layout, work).bubble < predict(shape, equal.layout, work).bubble
 
 
 def test_frozen_models_a_critic_and_a_judge(small: Path, large: Path) -> None:
@@ -303,11 +316,15 @@ def test_the_cache_in_answers(small: Path) -> None:
     [
         ({"ranks": 3, "tensor_parallel": 3}, "trainer.tensor_parallel is 3: it must divide the model's 16 query heads"),
         ({"ranks": 3, "pipeline_parallel": 3}, "trainer.pipeline_parallel is 3: it must divide the model's 28 layers"),
+        (
+            {"ranks": 2, "pipeline_parallel": 2, "pipeline_layers": [17, 12]},
+            r"trainer.pipeline_layers is \[17, 12\]: it must add up to the model's 28 layers",
+        ),
         ({"ranks": 2, "expert_parallel": 2}, r"trainer.expert_parallel is 2: .*\(it is a dense model\)"),
         ({"ranks": 16}, "trainer.ranks is 16: a replica's GPUs are on one node, which has 8"),
     ],
 )
-def test_layouts_that_cannot_be(small: Path, trainer: dict[str, int], wrong: str) -> None:
+def test_layouts_that_cannot_be(small: Path, trainer: dict[str, Any], wrong: str) -> None:
     with pytest.raises(FitError, match=wrong):
         fit(make(small, trainer=trainer), H200)
 

@@ -34,7 +34,8 @@ def metrics(routers: Sequence[Router], world: World, *, with_losses: bool) -> di
             routing replay only.
         expert_balance_loss, expert_z_loss: the losses without their coefficients, averaged over layers.
     """
-    layers, begin = len(routers) * world.pp_size, len(routers) * world.pp_rank
+    layers = sum(world.pipeline_layers) or len(routers) * world.pp_size
+    begin = world.layers_of(layers).start
     counts = torch.zeros(layers, len(routers[0].load), dtype=torch.float64, device=world.device)
     sums = torch.zeros(layers, 4, dtype=torch.float64, device=world.device)
     counts[begin : begin + len(routers)] = torch.stack([router.load for router in routers]).double()

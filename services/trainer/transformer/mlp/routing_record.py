@@ -45,6 +45,9 @@ def recorded_experts(
     """
     # [this rank's tokens of all micro-batches, this stage's layers, top_k]
     own = torch.stack([torch.cat(router.recorded or []) for router in routers], 1)
+    counts = world.pipeline_layers or (own.shape[1],) * world.pp_size
+    # Padded to the layers of the largest stage: all ranks gather as much.
+    own = torch.cat((own, own.new_zeros(len(own), max(counts) - own.shape[1], own.shape[2])), 1)
     groups = (
         parallel_state.get_tensor_model_parallel_group(),
         parallel_state.get_context_parallel_group(),
@@ -54,7 +57,8 @@ def recorded_experts(
     for group in groups:  # tensor-parallel ranks have neighbouring parts of a context-parallel rank's slice
         everything = _gather(everything, group)
     stages = everything.view(world.pp_size, world.cp_size * world.tp_size, *own.shape)
-    whole = torch.cat(tuple(stages), 2).cpu().numpy()  # [slices, tokens, all layers, top_k]
+    stages_own = [stage[:, :, :count] for stage, count in zip(stages, counts, strict=True)]
+    whole = torch.cat(stages_own, 2).cpu().numpy()  # [slices, tokens, all layers, top_k]
     whole = whole.view(np.uint16) if whole.dtype == np.int16 else whole
     found, begin, slices = [], 0, len(whole)
     for batch in micro_batches:

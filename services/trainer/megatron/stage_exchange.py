@@ -1,0 +1,52 @@
+"""Exchange of activations and their gradients between pipeline stages, without waiting for a GPU.
+
+Micro-batches differ in length. Megatron then sends each tensor's shape ahead, for which the host waits until the GPU
+has done everything before: the GPU is idle while the host prepares its next work. But all stages have the same
+micro-batches, so each knows the shapes.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+Shape = list[int]
+
+
+class StageExchange(P2PCommunicator):
+    """Megatron's exchange in one schedule, with shapes that are known before."""
+
+    def __init__(self, config: ModelParallelConfig, shapes: Sequence[Shape]) -> None:
+        """Prepare for a schedule.
+
+        Args:
+            config: the model's configuration.
+            shapes: of the hidden states that each micro-batch has between stages, in the schedule's order.
+        """
+        super().__init__(parallel_state.get_pipeline_model_parallel_group(), config)
+        self._forward: Iterator[Shape] = iter(shapes)
+        self._backward: Iterator[Shape] = iter(shapes)
+
+    def _communicate_shapes(
+        self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
+    ) -> tuple[Shape, Shape]:
+        """Return the shapes of the tensors that come from the previous and the next stage now."""
+        return next(self._forward) if recv_prev else [], next(self._backward) if recv_next else []
+
+
+def pipeline_groups() -> ProcessGroupCollection:
+    """Return the process groups that Megatron's schedules ask for together with an exchange."""
+    groups = ProcessGroupCollection()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    return groups

@@ -1,0 +1,27 @@
+"""Worlds of pipelines: jobs of `trainer_worlds`, and the experts that a pipeline records."""
+
+from dataclasses import replace
+from typing import Any
+
+from tests.integration.trainer import trainer_worlds
+from tests.integration.trainer.trainer_worlds import Job, make_learner, make_samples, work
+
+RECORDING = {"routing_replay": "trainer", "groups_per_step": 2, "mini_batches": 2}
+
+
+def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
+    """Run one job on this rank; of a mixture of experts also return what its routers choose, by micro-batch."""
+    result = trainer_worlds.run_job(job, ranks)
+    if "moe" in job.model.name:
+        from services.trainer.batch.row_packing import pack
+        from services.trainer.megatron.parallel import leave_layout
+
+        samples = make_samples(job.samples)
+        learner = make_learner(replace(job, parallel={**job.parallel, **RECORDING}), ranks)
+        result["experts"] = learner.log_probs_and_experts([pack(samples[:3]), pack(samples[3:])])[1]
+        leave_layout()
+    return result
+
+
+if __name__ == "__main__":
+    work(run_job)

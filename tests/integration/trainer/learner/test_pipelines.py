@@ -1,0 +1,92 @@
+"""A pipeline whose stages have different numbers of layers trains as one process does."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.trainer.megatron.parallel import shut_down
+from services.trainer.model.architecture import ModelError
+from tests.integration.trainer.learner import pipeline_worlds
+from tests.integration.trainer.learner.pipeline_worlds import run_job
+from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model, run_world
+from tests.kit.ports import free_port
+
+pytestmark = pytest.mark.slow  # two processes load torch and Megatron
+
+LAYERS = 4
+TRAIN: dict[str, Any] = {"steps": 3, "pieces": 3, "algorithm": {"kl_coef": 0.1, "entropy_coef": 0.01}}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "tied, fewer at the end": ("llama_tied", {"pipeline_layers": (3, 1)}),
+    "tied, fewer at the beginning": ("llama_tied", {"pipeline_layers": (1, 3), "recompute": "full"}),
+    "tied, equally many": ("llama_tied", {}),
+    "experts": ("qwen3_moe", {"pipeline_layers": (3, 1), "recompute": "selective", "recompute_layers": 2}),
+}
+Results = dict[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    tied = make_model(root / "llama_tied", "llama", tied=True, num_hidden_layers=LAYERS)
+    return {"llama_tied": tied, "qwen3_moe": make_model(root / "qwen3_moe", "qwen3_moe", num_hidden_layers=LAYERS)}
+
+
+@pytest.fixture(scope="module")
+def pipelines(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Results:
+    jobs = [Job(models[model], {"pipeline_parallel": 2, **own}, **TRAIN) for model, own in CASES.values()]
+    folder = tmp_path_factory.mktemp("world")
+    results = run_world(jobs, 2, folder, free_port(), timeout=240, program=pipeline_worlds.__name__)
+    return dict(zip(CASES, results, strict=True))
+
+
+@pytest.fixture(scope="module")
+def alone(models: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    found = {name: run_job(Job(folder, **TRAIN)) for name, folder in models.items()}
+    shut_down()
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_gradients_and_weights_are_those_of_one_process(
+    pipelines: Results, alone: dict[str, dict[str, Any]], case: str
+) -> None:
+    expected = alone[CASES[case][0]]
+    for rank in pipelines[case]:
+        for ours, theirs in zip(rank["trajectory"], expected["trajectory"], strict=True):
+            assert ours.loss == pytest.approx(theirs.loss, abs=1e-4, rel=1e-4)
+            assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4)
+            assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-3, abs=1e-4)
+        for one, other in zip(rank["logprobs"], expected["logprobs"], strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-4)
+    gathered = {name: tensor for rank in pipelines[case] for name, tensor in rank["tensors"].items()}
+    assert gathered.keys() == expected["tensors"].keys()
+    for name, tensor in gathered.items():
+        np.testing.assert_allclose(tensor, expected["tensors"][name], atol=2e-3, err_msg=name)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_stages_send_their_own_layers_under_unchanged_names(
+    pipelines: Results, alone: dict[str, dict[str, Any]], case: str
+) -> None:
+    counts = CASES[case][1].get("pipeline_layers", (2, 2))
+    names = [list(rank["tensors"]) for rank in pipelines[case]]
+    found = [{name.split(".")[2] for name in own if ".layers." in name} for own in names]
+    assert [len(layers) for layers in found] == list(counts)
+    assert [*names[0], *names[1]] == list(alone[CASES[case][0]]["tensors"])
+    for rank, own in zip(pipelines[case], names, strict=True):
+        assert [spec[0] for spec in rank["specs"] if spec[3] == rank["stage"]] == own
+
+
+def test_all_stages_know_the_experts_of_all_layers(pipelines: Results, alone: dict[str, dict[str, Any]]) -> None:
+    for rank in pipelines["experts"]:
+        for ours, theirs in zip(rank["experts"], alone["qwen3_moe"]["experts"], strict=True):
+            assert ours.shape[1] == LAYERS
+            np.testing.assert_array_equal(ours, theirs)
+
+
+def test_layers_that_do_not_add_up_are_refused(models: dict[str, Path]) -> None:
+    job = Job(models["llama_tied"], {"pipeline_parallel": 2, "pipeline_layers": (3, 2)})
+    with pytest.raises(ModelError, match=r"pipeline_layers is \[3, 2\]: it must add up to the model's 4 layers"):
+        make_learner(job, 2)
