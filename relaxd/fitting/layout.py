@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Literal
 
-from relaxd.config import FrozenModelConfig, TrainerConfig
+from relaxd.config import ReplicaSizes, TrainerConfig
+from relaxd.config.context_division import ContextDivision, context_division
 from relaxd.fitting.shape import ModelShape
 
 Recompute = Literal["none", "selective", "full"]
@@ -24,6 +25,8 @@ class Layout:
     """Layers of each stage that recompute; 0: all."""
     offload: bool = False
     """Whether the optimizer's state is in the host's memory."""
+    activations_on_host: int = 0
+    """Bytes of the host's memory in which each rank keeps activations."""
 
     @classmethod
     def of_trainer(cls, config: TrainerConfig) -> "Layout":
@@ -37,11 +40,12 @@ class Layout:
             config.recompute,
             config.recompute_layers,
             config.optimizer.cpu_offload,
+            config.activation_offload_bytes,
         )
 
     @classmethod
-    def of_frozen(cls, config: FrozenModelConfig) -> "Layout":
-        """Return that of a frozen model's replica."""
+    def of_replica(cls, config: ReplicaSizes) -> "Layout":
+        """Return that of a replica, of a frozen model or of the critic."""
         sizes = config.tensor_parallel, config.pipeline_parallel, config.context_parallel, config.expert_parallel
         return cls(config.ranks, *sizes)
 
@@ -88,6 +92,10 @@ class Layout:
             "trainer.optimizer.cpu_offload": self.offload,
         }
 
+    def division(self, shape: ModelShape) -> ContextDivision:
+        """Return how the context-parallel ranks share attention, for a model that tensor_parallel divides."""
+        return context_division(self.context, shape.heads // self.tensor, shape.kv_heads // self.tensor)
+
     def stage_layers(self, shape: ModelShape) -> int:
         """Return the layers of a pipeline stage."""
         return shape.layers // self.pipeline
@@ -101,13 +109,21 @@ class Layout:
 
 def problem(layout: Layout, shape: ModelShape, section: str = "trainer") -> str:
     """Say which size of a layout doesn't divide the model, and what would; "" if all do."""
+    return next((f"{section}.{field} {wrong}" for field, wrong in problems(layout, shape)), "")
+
+
+def problems(layout: Layout, shape: ModelShape) -> list[tuple[str, str]]:
+    """Return each size of a layout that doesn't divide the model, with what would.
+
+    Context parallelism needs no division: where heads don't divide, ranks attend from slices of the tokens.
+    """
     experts = shape.experts
-    head_ranks = f"tensor_parallel x {section}.context_parallel" if layout.context > 1 else "tensor_parallel"
     divided = [
-        (head_ranks, layout.slices, "query heads", shape.heads),
-        (head_ranks, layout.slices, "key-value heads", shape.kv_heads),
+        ("tensor_parallel", layout.tensor, "query heads", shape.heads),
+        ("tensor_parallel", layout.tensor, "key-value heads", shape.kv_heads),
         ("pipeline_parallel", layout.pipeline, "layers", shape.layers),
     ]
+    found = []
     if experts is None:
         divided.append(("tensor_parallel", layout.tensor, "MLP columns", shape.ffn))
         divided.append(("expert_parallel", layout.expert, "expert (it is a dense model)", 1))
@@ -117,18 +133,15 @@ def problem(layout: Layout, shape: ModelShape, section: str = "trainer") -> str:
         divided.append(("tensor_parallel", layout.tensor, "columns of the shared expert", experts.shared_ffn))
         holding = layout.ranks // layout.pipeline
         if holding % layout.expert:
-            return (
-                f"{section}.expert_parallel is {layout.expert}: it must divide the {holding} ranks of a pipeline stage"
-            )
+            wrong = f"is {layout.expert}: it must divide the {holding} ranks of a pipeline stage"
+            found.append(("expert_parallel", wrong))
     for field, size, what, count in divided:
-        if count % size:
+        if count % size and field not in dict(found):
             divisible = gcd(*(other for name, _, _, other in divided if name == field))
             fitting = [str(other) for other in range(1, layout.ranks + 1) if divisible % other == 0]
-            return (
-                f"{section}.{field} is {size}: it must divide the model's {count} {what}; sizes that do: "
-                f"{', '.join(fitting)}"
-            )
-    return ""
+            wrong = f"is {size}: it must divide the model's {count} {what}; sizes that do: {', '.join(fitting)}"
+            found.append((field, wrong))
+    return found
 
 
 def possible_layouts(shape: ModelShape, ranks: int, groups: int, *, offload: bool) -> list[Layout]:

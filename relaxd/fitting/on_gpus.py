@@ -45,7 +45,7 @@ def on_trainer(config: RunConfig, models: Models, layout: Layout, hardware: Hard
 def on_frozen(config: RunConfig, role: str, hardware: Hardware) -> list[Held]:
     """Return what the ranks of a frozen model's replica hold, by pipeline stage."""
     own = config.roles.frozen[role]
-    layout, folders = Layout.of_frozen(own), frozen_models(config, role, weights=False)
+    layout, folders = Layout.of_replica(own), frozen_models(config, role, weights=False)
     shapes = [read_shape(folder, f"{own.section}.model") for folder in folders.values()]
     check_layout(layout, shapes, own.section, hardware)
     batch = micro_batch(config, own.micro_batch_tokens or config.trainer.micro_batch_tokens)

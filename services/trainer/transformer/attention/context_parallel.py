@@ -42,11 +42,13 @@ def context_ranks(context: dist.ProcessGroup, division: ContextDivision, timeout
         return ContextRanks(context if division.exchanging > 1 else None, None, division.copies)
     if division.exchanging == 1:
         return ContextRanks(None, context)
-    everyone = [[0] * context.size()] * dist.get_world_size()
-    dist.all_gather_object(everyone, dist.get_process_group_ranks(context))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    own = torch.tensor(dist.get_process_group_ranks(context), device=device)
+    everyone = own.new_empty(dist.get_world_size() * len(own))
+    dist.all_gather_into_tensor(everyone, own)
     rank, width = dist.get_rank(), division.exchanging
     exchanging = gathering = None
-    for ranks in sorted({tuple(ranks) for ranks in everyone}):
+    for ranks in sorted({tuple(ranks) for ranks in everyone.view(-1, len(own)).tolist()}):
         for neighbours in (ranks[begin : begin + width] for begin in range(0, len(ranks), width)):
             group = dist.new_group(neighbours, timeout=timeout)
             exchanging = group if rank in neighbours else exchanging
