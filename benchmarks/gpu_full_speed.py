@@ -33,6 +33,8 @@ class Case:
     recompute: str = "none"
     layers: int = 0
     """Layers that recompute; 0: all."""
+    offload_gb: float = 0
+    """GB of the host's memory for activations."""
     sequential: bool = False
     """Whether the experts are Megatron's."""
     steps: int = 3
@@ -49,6 +51,8 @@ CASES = (
     Case("4b", "before", 32768, 1, attention="varlen", recompute="full", steps=1),
     Case("4b", "now, full recompute", 32768, 1, recompute="full", steps=1),
     Case("4b", "now", 32768, 1, recompute="selective", steps=2),
+    Case("4b", "full recompute, offload", 32768, 1, recompute="full", offload_gb=16, steps=1),
+    Case("4b", "selective, offload", 32768, 1, recompute="selective", offload_gb=60, steps=2),
     Case("4b", "no recompute", recompute="none", steps=1),
     Case("4b", "selective in half the layers", recompute="selective", layers=18, steps=2),
     Case("4b", "selective", recompute="selective", steps=2),
@@ -62,6 +66,7 @@ def run(case: Case) -> dict[str, Any]:
         "attention": case.attention,
         "recompute": case.recompute,
         "recompute_layers": case.layers,
+        "activation_offload_bytes": int(case.offload_gb * 1e9),
     }
     row: dict[str, Any] = {"model": case.shape, "case": case.name}
     row["batch"] = f"{case.sequences} x {case.tokens // case.sequences}"
@@ -70,7 +75,13 @@ def run(case: Case) -> dict[str, Any]:
             learner = make_learner(case.shape, 1, settings)
         config = make_config(case.shape)
         row["parameters"] = f"{count_parameters(learner) / 1e9:.2f}B"
-        options = argparse.Namespace(sequences=case.sequences, prompt=0, steps=case.steps)
+        options = argparse.Namespace(
+            sequences=case.sequences,
+            prompt=0,
+            steps=case.steps,
+            recompute=case.recompute,
+            offload_gb=case.offload_gb,
+        )
         found = measure(learner, config, "DP1", case.tokens, 1, 0, options)
         names = ("forward_backward_seconds", "mfu", "peak_memory_gb")
         row |= {name: float(f"{found[name]:.4g}") for name in names}

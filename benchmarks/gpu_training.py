@@ -6,6 +6,8 @@
     torchrun --nproc-per-node 1 -m benchmarks.gpu_training --largest
     torchrun --nproc-per-node 1 -m benchmarks.gpu_training --profile
     torchrun --nproc-per-node 1 -m benchmarks.gpu_training --shape moe --experts sequential --attention varlen
+    torchrun --nproc-per-node 2 -m benchmarks.gpu_training --shape 4b --layouts CP2 --tokens 131072 --sequences 1 \
+        --micro-batches 1 --steps 1 --recompute full --offload-gb 16
 
 Every layout of LAYOUTS for this number of GPUs is measured (or those named with --layouts), each on the same
 micro-batches, divided among data-parallel ranks. The results are medians over the timed steps: seconds of forward and
@@ -94,6 +96,8 @@ def measure(
     work = micro_batches * flops(config, count_parameters(learner), batches[0])
     return {
         "layout": layout,
+        "recompute": options.recompute,
+        "offload_gb": options.offload_gb,
         "tokens": tokens,
         "sequences": options.sequences,
         "shared_prompt": options.prompt,
@@ -143,6 +147,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="timed steps; one more is for warming up")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
     parser.add_argument("--recompute-layers", type=int, default=0, help="layers that recompute; 0: all")
+    parser.add_argument("--offload-gb", type=float, default=0, help="GB of host memory of a rank for activations")
     parser.add_argument("--attention", choices=("auto", "cudnn", "varlen"), default="auto")
     parser.add_argument("--experts", choices=("together", "sequential"), default="together", help="ours or Megatron's")
     parser.add_argument("--cpu-offload", action="store_true", help="keep the optimizer in the host's memory")
@@ -160,6 +165,7 @@ def main() -> None:
         "micro_batch_tokens": max(options.tokens),
         "recompute": options.recompute,
         "recompute_layers": options.recompute_layers,
+        "activation_offload_bytes": int(options.offload_gb * 1e9),
         "attention": options.attention,
         "pipeline_layers": options.pipeline_layers,
         "optimizer": {"cpu_offload": options.cpu_offload},

@@ -209,7 +209,8 @@ class TrainerConfig(Section):
     """Layers of each pipeline stage, which add up to the model's; empty: equally many. The last stage also computes the
     logits, which for a large vocabulary take as long as several layers: give it fewer (docs/performance.md)."""
     context_parallel: int = Field(default=1, ge=1)
-    """Ranks that share each micro-batch's tokens, and its heads within attention."""
+    """Ranks that share each micro-batch's tokens, and its query heads within attention. Where heads don't divide among
+    them, each attends from its own tokens to the keys of all (docs/architecture.md)."""
     expert_parallel: int = Field(default=1, ge=1)
     """Ranks that share the experts."""
     recompute: Literal["none", "selective", "full"] = "none"
@@ -218,6 +219,10 @@ class TrainerConfig(Section):
     the whole layer from its input: a third more work for a twentieth of the memory."""
     recompute_layers: int = Field(default=0, ge=0)
     """Number of layers to recompute, from the first of each pipeline stage; 0 means all."""
+    activation_offload_bytes: int = Field(default=0, ge=0)
+    """Pinned host memory in which each rank keeps what `recompute` leaves of the layers' activations, instead of on its
+    GPU; 0: none. It is copied while the layers compute. What has no room stays on the GPU. It pays for long rows, whose
+    layers take longer than the copies: with recompute = "full" for more tokens, with "selective" for less work."""
     attention: Literal["auto", "cudnn", "varlen"] = "auto"
     """Attention kernels on GPUs in bfloat16. cudnn: cuDNN's, for packed sequences (needs the package
     nvidia-cudnn-frontend and an H100 or newer). varlen: torch's variable-length kernel, with FlashAttention 3 if

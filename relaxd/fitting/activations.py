@@ -50,19 +50,24 @@ class SavedTensor:
 
 def layer_tensors(shape: ModelShape, layout: Layout, batch: MicroBatch) -> list[SavedTensor]:
     """Return the tensors that a layer saves without recomputation."""
-    return [*_attention(shape, batch), *_mlp(shape, layout, batch)]
+    return [*_attention(shape, layout, batch), *_mlp(shape, layout, batch)]
 
 
-def _attention(shape: ModelShape, batch: MicroBatch) -> Iterator[SavedTensor]:
+def _attention(shape: ModelShape, layout: Layout, batch: MicroBatch) -> Iterator[SavedTensor]:
+    division = layout.division(shape)
+    copied = shape.kv * division.copies
+    gathered = copied * division.gathering  # at most: the last tokens' rank needs the keys of all
     tokens, slots = batch.tokens * batch.element, batch.slots * batch.element
     yield from _norm(shape, batch, "attention")
-    yield SavedTensor("projection", "attention", (shape.query + 2 * shape.kv) * tokens)
+    yield SavedTensor("projection", "attention", (shape.query + 2 * copied) * tokens)
     if shape.qk_norm and not batch.fused:
         yield SavedTensor(
-            "queries and keys before their norms' weights", "attention", (2 * shape.query + shape.kv) * tokens
+            "queries and keys before their norms' weights", "attention", (2 * shape.query + copied) * tokens
         )
-    separate = batch.fused or batch.slots > batch.tokens  # otherwise values are a view of the projection
-    yield SavedTensor("rotated heads", "attention", (shape.query + (1 + separate) * shape.kv) * slots, recomputed=True)
+    separate = (
+        batch.fused or batch.slots > batch.tokens or division.gathering > 1
+    )  # otherwise values are a view of the projection
+    yield SavedTensor("rotated heads", "attention", (shape.query + (1 + separate) * gathered) * slots, recomputed=True)
     yield SavedTensor("output", "attention", shape.query * slots)
     yield SavedTensor("softmax statistics", "attention", 4 * shape.heads * batch.slots)
     if batch.slots > batch.tokens:

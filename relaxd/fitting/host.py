@@ -90,6 +90,8 @@ def host_bytes(config: RunConfig, models: Models, element: int, expert_bytes: in
     offloads = (trainer.optimizer.cpu_offload, config.roles.critic.optimizer.cpu_offload)
     if offloaded := sum(count for count, offload in zip(models.trained, offloads, strict=False) if offload):
         found["offloaded optimizer"] = 16 * offloaded  # main weights, moments, gradients
+    if trainer.activation_offload_bytes:
+        found["activations"] = trainer.ranks * trainer.activation_offload_bytes
     if trainer.checkpoint.every:
         found["a checkpoint being written"] = checkpoint_bytes(config, models)
     if config.run.colocate:

@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Literal
 
-from relaxd.config import TrainerConfig
+from relaxd.config import ReplicaSizes, TrainerConfig
+from relaxd.config.context_division import ContextDivision, context_division
 from relaxd.config.pipeline import stage_layers
-from relaxd.config.roles import ReplicaSizes
 from relaxd.fitting.shape import ModelShape
 
 Recompute = Literal["none", "selective", "full"]
@@ -28,6 +28,8 @@ class Layout:
     """Whether the optimizer's state is in the host's memory."""
     pipeline_layers: tuple[int, ...] = ()
     """Layers of each stage; none: equally many."""
+    activations_on_host: int = 0
+    """Bytes of the host's memory in which each rank keeps activations."""
 
     @classmethod
     def of_trainer(cls, config: TrainerConfig) -> "Layout":
@@ -42,11 +44,12 @@ class Layout:
             config.recompute_layers,
             config.optimizer.cpu_offload,
             config.pipeline_layers,
+            config.activation_offload_bytes,
         )
 
     @classmethod
     def of_replica(cls, config: ReplicaSizes) -> "Layout":
-        """Return that of a replica with a model in ranks of its own."""
+        """Return that of a replica, of a frozen model or of the critic."""
         sizes = config.tensor_parallel, config.pipeline_parallel, config.context_parallel, config.expert_parallel
         return cls(config.ranks, *sizes)
 
@@ -95,6 +98,10 @@ class Layout:
             "trainer.optimizer.cpu_offload": self.offload,
         }
 
+    def division(self, shape: ModelShape) -> ContextDivision:
+        """Return how the context-parallel ranks share attention, for a model that tensor_parallel divides."""
+        return context_division(self.context, shape.heads // self.tensor, shape.kv_heads // self.tensor)
+
     def stage_layers(self, shape: ModelShape, stage: int = 0) -> int:
         """Return the layers of a pipeline stage."""
         return len(stage_layers(shape.layers, self.pipeline, self.pipeline_layers)[stage])
@@ -108,19 +115,25 @@ class Layout:
 
 def problem(layout: Layout, shape: ModelShape, section: str = "trainer") -> str:
     """Say which size of a layout doesn't divide the model, and what would; "" if all do."""
+    return next((f"{section}.{field} {wrong}" for field, wrong in problems(layout, shape)), "")
+
+
+def problems(layout: Layout, shape: ModelShape) -> list[tuple[str, str]]:
+    """Return each size of a layout that doesn't divide the model, with what would.
+
+    Context parallelism needs no division: where heads don't divide, ranks attend from slices of the tokens.
+    """
     experts = shape.experts
-    head_ranks = f"tensor_parallel x {section}.context_parallel" if layout.context > 1 else "tensor_parallel"
     divided = [
-        (head_ranks, layout.slices, "query heads", shape.heads),
-        (head_ranks, layout.slices, "key-value heads", shape.kv_heads),
+        ("tensor_parallel", layout.tensor, "query heads", shape.heads),
+        ("tensor_parallel", layout.tensor, "key-value heads", shape.kv_heads),
     ]
+    found = []
     if not layout.pipeline_layers:
         divided.append(("pipeline_parallel", layout.pipeline, "layers", shape.layers))
     elif sum(layout.pipeline_layers) != shape.layers:
-        return (
-            f"{section}.pipeline_layers is {list(layout.pipeline_layers)}: it must add up to the model's "
-            f"{shape.layers} layers"
-        )
+        wrong = f"is {list(layout.pipeline_layers)}: it must add up to the model's {shape.layers} layers"
+        found.append(("pipeline_layers", wrong))
     if experts is None:
         divided.append(("tensor_parallel", layout.tensor, "MLP columns", shape.ffn))
         divided.append(("expert_parallel", layout.expert, "expert (it is a dense model)", 1))
@@ -130,18 +143,15 @@ def problem(layout: Layout, shape: ModelShape, section: str = "trainer") -> str:
         divided.append(("tensor_parallel", layout.tensor, "columns of the shared expert", experts.shared_ffn))
         holding = layout.ranks // layout.pipeline
         if holding % layout.expert:
-            return (
-                f"{section}.expert_parallel is {layout.expert}: it must divide the {holding} ranks of a pipeline stage"
-            )
+            wrong = f"is {layout.expert}: it must divide the {holding} ranks of a pipeline stage"
+            found.append(("expert_parallel", wrong))
     for field, size, what, count in divided:
-        if count % size:
+        if count % size and field not in dict(found):
             divisible = gcd(*(other for name, _, _, other in divided if name == field))
             fitting = [str(other) for other in range(1, layout.ranks + 1) if divisible % other == 0]
-            return (
-                f"{section}.{field} is {size}: it must divide the model's {count} {what}; sizes that do: "
-                f"{', '.join(fitting)}"
-            )
-    return ""
+            wrong = f"is {size}: it must divide the model's {count} {what}; sizes that do: {', '.join(fitting)}"
+            found.append((field, wrong))
+    return found
 
 
 def possible_layouts(shape: ModelShape, ranks: int, groups: int, *, offload: bool) -> list[Layout]:

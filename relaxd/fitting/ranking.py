@@ -1,6 +1,6 @@
 """The layouts of the trainer that would fit, ranked by a predicted step time."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from relaxd.config import RunConfig
 from relaxd.fitting.held import Hardware
@@ -45,7 +45,8 @@ def _fitting(config: RunConfig, models: Models, hardware: Hardware, ranks: int, 
     work, trainer = step_work(config, models), config.trainer
     element, found = micro_batch(config, trainer.micro_batch_tokens).element, []
     offload = element < 4 and trainer.optimizer.moments == "float32"
-    for layout in possible_layouts(models.policy, ranks, trainer.groups_per_step, offload=offload):
+    for bare in possible_layouts(models.policy, ranks, trainer.groups_per_step, offload=offload):
+        layout = replace(bare, activations_on_host=trainer.activation_offload_bytes)
         if any(problem(layout, shape) for shape in models.frozen):
             continue
         size = taken + max(held.total for held in on_trainer(config, models, layout, hardware))

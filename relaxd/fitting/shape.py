@@ -118,7 +118,8 @@ def _shape(config: Config) -> ModelShape:
     if model_type not in FAMILIES:
         nearest = get_close_matches(str(model_type), FAMILIES, n=1, cutoff=0)[0]
         raise ValueError(
-            f'model_type is "{model_type}": supported are {", ".join(FAMILIES)}. The nearest name is "{nearest}"'
+            f'model_type is "{model_type}": supported are {", ".join(FAMILIES)}. The nearest name is "{nearest}"; '
+            "see docs/models.md"
         )
     family = FAMILIES[model_type]
     heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")

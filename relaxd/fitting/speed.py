@@ -102,7 +102,8 @@ def _communication(shape: ModelShape, layout: Layout, tokens: float, element: in
         bytes_ = 10 * layers * shape.hidden * here / layout.context * (layout.tensor - 1) / layout.tensor
         seconds += bytes_ / TENSOR_BYTES_PER_SECOND
     if layout.context > 1:  # queries, keys, values and outputs, forward and backward
-        width = 4 * (shape.query + shape.kv) / layout.slices
+        division = layout.division(shape)
+        width = 4 * (shape.query + shape.kv * division.copies * division.gathering) / layout.slices
         seconds += layers * width * here * (layout.context - 1) / layout.context / EXCHANGE_BYTES_PER_SECOND
     if shape.experts is not None and layout.expert > 1:  # to the experts and back, forward and backward
         width = 4 * shape.experts.per_token * shape.hidden / layout.slices

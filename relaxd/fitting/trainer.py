@@ -68,7 +68,7 @@ def training_bytes(
     """
     parts = saved_by_part(shape, layout, batch, stage)
     of_one_layer = parts.pop("recomputed layer", 0)
-    found = {f"activations: {part}": size * in_flight(layout, stage) for part, size in parts.items()}
+    found = _on_gpu(parts, layout, layout.stage_layers(shape), in_flight(layout, stage))
     in_layers = of_one_layer + backward_work(shape, layout, batch)
     logits = LogitBytes(0, 0)
     if stage == layout.pipeline - 1 and not critic:
@@ -77,6 +77,15 @@ def training_bytes(
     if logits.kept + logits.work >= in_layers:
         return {**found, "logits": logits.kept, "work space": logits.work}
     return {**found, "recomputed layer": of_one_layer, "work space": in_layers - of_one_layer}
+
+
+def _on_gpu(parts: Bytes, layout: Layout, layers: int, micro_batches: int) -> Bytes:
+    """Return the activations that stay on a GPU: with offload what has no room on the host, and about two layers'."""
+    total = sum(parts.values()) * micro_batches
+    moved = min(layout.activations_on_host, max(0, total - 2 * sum(parts.values()) // layers))
+    return {
+        f"activations: {part}": size * micro_batches * (total - moved) // max(total, 1) for part, size in parts.items()
+    }
 
 
 def trainer_stage(

@@ -10,7 +10,8 @@ from services.trainer.batch.row_packing import TrainSequence, pack
 from services.trainer.learner.logprobs import VocabShard, token_logprobs
 from services.trainer.transformer.attention.attention_kernels import attention_kernel, varlen_attention
 from services.trainer.transformer.attention.heads import Rotary, rotary_table, rotate, split_heads
-from services.trainer.transformer.attention.sequence_layout import cudnn_batches, scatter_to_sequences, sequence_layout
+from services.trainer.transformer.attention.sequence_layout import cudnn_batches, sequence_layout
+from services.trainer.transformer.attention.slots import scatter_to_sequences
 from services.trainer.transformer.kernels.grouped_products import grouped_kernels
 from services.trainer.transformer.kernels.swiglu import swiglu
 from services.trainer.transformer.mlp.expert_rows import sort_by_expert
@@ -140,9 +141,9 @@ def test_gradients_of_shared_prompts() -> None:
     assert layout.shared
     x = leaf(len(batch.tokens), 3, 100)
     reference = exact(x)
-    grad = torch.randn(len(layout.token_of_slot), 3, 100, device="cuda", dtype=torch.bfloat16)
-    scatter_to_sequences(x, layout, sum_copies=True).backward(grad)
-    reference[layout.token_of_slot].backward(grad.double())
+    grad = torch.randn(len(layout.slots.token_of_slot), 3, 100, device="cuda", dtype=torch.bfloat16)
+    scatter_to_sequences(x, layout.slots, sum_copies=True).backward(grad)
+    reference[layout.slots.token_of_slot].backward(grad.double())
     assert x.grad is not None
     assert reference.grad is not None
     assert relative(x.grad, reference.grad) < 5e-3

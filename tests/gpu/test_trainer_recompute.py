@@ -12,6 +12,7 @@ from torch import Tensor
 from services.trainer.batch.row_packing import PackedMicroBatch, TrainSequence, pack
 from services.trainer.learner.learner import Learner
 from services.trainer.megatron.parallel import shut_down
+from services.trainer.transformer.attention.attention_kernels import attention_kernel
 from tests.integration.trainer.trainer_worlds import VOCAB, Job, make_learner, make_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -89,6 +90,26 @@ def test_recompute_saves_memory_and_changes_no_gradient(
         facts(f"{recompute}_memory_share", bytes_taken / everything)
         assert relative(found, expected) < noise
         assert bytes_taken < share * everything
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_activations_on_the_host_change_no_gradient_and_save_memory(
+    learner: MakeLearner, models: dict[str, Path], recompute: str, facts: Callable[[str, object], None]
+) -> None:
+    expected, without = gradients(learner(models["qwen3"], recompute=recompute))
+    again, _ = gradients(learner(models["qwen3"], recompute=recompute))
+    made = learner(models["qwen3"], recompute=recompute, activation_offload_bytes=4 << 30)
+    found, bytes_taken = gradients(made)
+    facts(f"{recompute}_memory_share", bytes_taken / without)
+    assert relative(found, expected) <= max(2 * relative(again, expected), 1e-3)
+    assert made._forward._offload is not None
+    assert made._forward._offload.moved_bytes > 0
+    assert bytes_taken < without * 1.05
+
+
+def test_attention_from_slices_is_right() -> None:
+    for window in (None, 100):
+        assert attention_kernel(torch.device("cuda"), torch.bfloat16, 128, "auto", window, sliced=True) == "varlen"
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])

@@ -1,6 +1,7 @@
 """`relaxd config check`: check a configuration against itself, the model and the data."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from relaxd.data.models import frozen_models, resolve_model, routed_expert_bytes
 from relaxd.data.vocabulary import check_vocabularies
 from relaxd.evaluation.checking import context_problems, set_problems
 from relaxd.fitting.fit import budget_problem
+from relaxd.fitting.layout import Layout, problems
+from relaxd.fitting.shape import read_shape
 from relaxd.local.modules import ALGORITHM_TRIAL
 from relaxd.local.programs import run_program
 from relaxd.roles import TEACHER
@@ -139,11 +142,11 @@ def _check_model(config: RunConfig, folder: Path) -> list[Problem]:
         model: dict[str, Any] = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         return [Problem("model.path", f"= {str(folder)!r} is no model folder: {file}: {error}")]
-    problems = []
+    found = []
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     context = model.get("max_position_embeddings")
     if isinstance(context, int) and longest > context:
-        problems.append(
+        found.append(
             Problem(
                 "rollout.max_new_tokens",
                 f"+ data.max_prompt_tokens = {longest}, but the model's context has only {context} tokens",
@@ -155,36 +158,36 @@ def _check_model(config: RunConfig, folder: Path) -> list[Problem]:
         ("rollout.return_routed_experts", "true", returned),
     ):
         if asked and not model.get("num_experts_per_tok"):
-            problems.append(Problem(setting, f"= {value}, but the model ({model.get('model_type')}) has no experts"))
+            found.append(Problem(setting, f"= {value}, but the model ({model.get('model_type')}) has no experts"))
     if (critic := config.roles.critic).placement == "service":
-        problems += _check_division(critic.section, critic, model)
-    return problems + _check_division("trainer", config.trainer, model)
+        found += _check_division("model.path", folder, critic, config.trainer.attention)
+    return found + _check_division("model.path", folder, config.trainer, config.trainer.attention)
 
 
 def _check_frozen_models(config: RunConfig) -> list[Problem]:
     """Check the models of the reference and the teacher, where the run has them."""
-    problems = []
+    found = []
     for role, own in _frozen(config).items():
         try:
             folders = frozen_models(config, role, weights=False)
             check_vocabularies(config, role)
         except DataError as error:
-            problems.append(Problem(error.field, error.message))
+            found.append(Problem(error.field, error.message))
             continue
         for setting, name in own.settings.items():
             try:
                 model = json.loads((folders[name] / "config.json").read_text())
             except (OSError, ValueError) as error:
-                problems.append(Problem(setting, f"= {name!r} is no model folder: {error}"))
+                found.append(Problem(setting, f"= {name!r} is no model folder: {error}"))
                 continue
             if role == TEACHER:
-                problems += _check_candidates(config, model)
+                found += _check_candidates(config, model)
             if role == TEACHER and config.roles.teacher.engine == "sglang":
-                problems += _check_teacher_engine(config, model)
+                found += _check_teacher_engine(config, model)
                 continue
-            inside = own.placement == "trainer"
-            problems += _check_division("trainer" if inside else own.section, config.trainer if inside else own, model)
-    return problems
+            sizes = config.trainer if own.placement == "trainer" else own
+            found += _check_division(setting, folders[name], sizes, config.trainer.attention)
+    return found
 
 
 def _check_teacher_engine(config: RunConfig, model: dict[str, Any]) -> list[Problem]:
@@ -237,22 +240,32 @@ def _frozen(config: RunConfig) -> dict[str, FrozenModelConfig]:
     return {role: config.roles.frozen[role] for role in config.frozen_roles()}
 
 
-def _check_division(section: str, sizes: TrainerConfig | ReplicaSizes, model: dict[str, Any]) -> list[Problem]:
-    """Check that a model's heads and layers divide among the ranks of a section."""
-    divided = {
-        "num_attention_heads": "tensor_parallel",
-        "num_key_value_heads": "tensor_parallel",
-        "num_hidden_layers": "pipeline_parallel",
-    }
-    layers = model.get("num_hidden_layers")
-    chosen = sizes.pipeline_layers if isinstance(sizes, TrainerConfig) else ()
-    if chosen:
-        del divided["num_hidden_layers"]
-        if isinstance(layers, int) and sum(chosen) != layers:
-            problem = f"= {list(chosen)} adds up to {sum(chosen)}, but the model's num_hidden_layers = {layers}"
-            return [Problem(f"{section}.pipeline_layers", problem)]
-    return [
-        Problem(f"{section}.{setting}", f"= {ranks} does not divide the model's {key} = {count}")
-        for key, setting in divided.items()
-        if isinstance(count := model.get(key), int) and count % (ranks := getattr(sizes, setting))
-    ]
+def _check_division(setting: str, folder: Path, sizes: TrainerConfig | ReplicaSizes, kernel: str) -> list[Problem]:
+    """Check that the trainer knows a model, and that it divides among the ranks of a section.
+
+    Args:
+        setting: the setting that names the model.
+        folder: its folder.
+        sizes: the section.
+        kernel: `trainer.attention`.
+    """
+    section = "trainer" if isinstance(sizes, TrainerConfig) else sizes.section
+    try:
+        shape = read_shape(folder, setting)
+    except DataError as error:
+        return [Problem(error.field, error.message)]
+    layout = Layout.of_trainer(sizes) if isinstance(sizes, TrainerConfig) else Layout.of_replica(sizes)
+    if found := problems(layout, shape):
+        return [Problem(f"{section}.{field}", wrong) for field, wrong in found]
+    if kernel == "cudnn" and layout.division(shape).gathering > 1:
+        dividing = [
+            size for size in range(1, layout.context) if replace(layout, context=size).division(shape).gathering == 1
+        ]
+        return [
+            Problem(
+                f"{section}.context_parallel",
+                f"is {layout.context}, among which the model's {shape.heads} query heads don't divide, as "
+                f'trainer.attention = "cudnn" needs; sizes that do: {", ".join(map(str, dividing))}',
+            )
+        ]
+    return []

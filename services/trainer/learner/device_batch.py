@@ -9,13 +9,10 @@ from torch import Tensor
 
 from services.trainer.batch.row_packing import PackedMicroBatch, with_padding
 from services.trainer.megatron.parallel import World
+from services.trainer.transformer.attention.context_parallel import ContextRanks
 from services.trainer.transformer.attention.heads import Rotary, rotary_table
-from services.trainer.transformer.attention.sequence_layout import (
-    AttentionKernel,
-    SequenceLayout,
-    sequence_layout,
-    to_device,
-)
+from services.trainer.transformer.attention.sequence_layout import AttentionKernel, SequenceLayout, sequence_layout
+from services.trainer.transformer.attention.slots import to_device
 from services.trainer.transformer.mlp.routing import RouterInputs
 
 
@@ -26,7 +23,8 @@ class DeviceBatch:
     tokens: Tensor
     """int64 [1, T / cp_size]: this rank's slice."""
     rotary: Tensor
-    """float32 [2, T, 1, head_size / 2]: `rotary_table` of all T tokens."""
+    """float32 [2, tokens, 1, head_size / 2]: `rotary_table` of the tokens from which this rank attends: all T, or those
+    of the ranks with which it exchanges heads."""
     layout: SequenceLayout
     """The sequences of all T tokens."""
     trained_indices: Tensor
@@ -49,7 +47,9 @@ class DeviceBatch:
     """Number of sequences in the micro-batch."""
 
 
-def to_device_batch(batch: PackedMicroBatch, world: World, kernel: AttentionKernel, rotary: Rotary) -> DeviceBatch:
+def to_device_batch(
+    batch: PackedMicroBatch, world: World, kernel: AttentionKernel, rotary: Rotary, context: ContextRanks | None = None
+) -> DeviceBatch:
     """Pad a micro-batch, cut out this rank's slice and copy it to this rank's device.
 
     Args:
@@ -57,6 +57,7 @@ def to_device_batch(batch: PackedMicroBatch, world: World, kernel: AttentionKern
         world: this rank's place in the world.
         kernel: the implementation of attention.
         rotary: the rotary embedding, on the device.
+        context: the ranks with which this rank shares attention, if there are any.
     """
     batch = with_padding(batch, world.tp_size * world.cp_size)
     slice_tokens = len(batch.tokens) // world.cp_size
@@ -80,8 +81,8 @@ def to_device_batch(batch: PackedMicroBatch, world: World, kernel: AttentionKern
     router = RouterInputs(float(batch.weight[batch.loss_mask == 1].sum()), _own_experts(batch, world))
     return DeviceBatch(
         tokens=to_device(batch.tokens[begin : begin + slice_tokens], world.device).unsqueeze(0),
-        rotary=rotary_table(to_device(batch.positions, world.device), rotary),
-        layout=sequence_layout(batch, world.device, kernel, router),
+        rotary=rotary_table(to_device(_attending(batch.positions, context), world.device), rotary),
+        layout=sequence_layout(batch, world.device, kernel, router, context),
         trained_indices=to_device(own, world.device),
         targets=to_device(batch.tokens[trained], world.device),
         predicting=to_device(predicting, world.device),
@@ -96,6 +97,14 @@ def to_device_batch(batch: PackedMicroBatch, world: World, kernel: AttentionKern
         sequence=to_device(batch.sequence_of_token[trained], world.device),
         sequences=batch.sequences,
     )
+
+
+def _attending(column: NDArray[Any], context: ContextRanks | None) -> NDArray[Any]:
+    """Return the part of a row's column that is of the tokens from which this rank attends."""
+    if context is None or context.gathering is None:
+        return column
+    tokens = len(column) // context.gathering.size()
+    return column[context.gathering.rank() * tokens :][:tokens]
 
 
 def _own_experts(batch: PackedMicroBatch, world: World) -> Tensor | None:

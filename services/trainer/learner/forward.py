@@ -5,6 +5,7 @@ The learner trains the model that it loads here; a reference service only comput
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from relaxd.board import CANDIDATES, TEACHER_CANDIDATE_LOGPROBS
 from relaxd.config import TrainerConfig
+from relaxd.config.context_division import context_division
 from services.trainer.batch.row_packing import PackedMicroBatch
 from services.trainer.learner.device_batch import DeviceBatch, to_device_batch
 from services.trainer.learner.logprobs import TokenLogprobs, VocabShard, likeliest_tokens, token_logprobs
@@ -33,6 +35,8 @@ from services.trainer.model.critic import VALUE_HEAD, CriticModel, build_critic
 from services.trainer.model.hf_weights import load_hf
 from services.trainer.model.model import PolicyModel, build_model, padded_vocab, transformer_config
 from services.trainer.transformer.attention.attention_kernels import attention_kernel
+from services.trainer.transformer.attention.context_parallel import context_ranks
+from services.trainer.transformer.kernels.activation_offload import ActivationOffload
 
 StageOutput = tuple[Tensor, Tensor, dict[str, Tensor]]
 """The result of a micro-batch in Megatron's schedule: loss, an unused token count, and values to report."""
@@ -41,6 +45,9 @@ OutputFunction = Callable[[Tensor, DeviceBatch, Tensor], StageOutput]
 [T / cp_size, 1, hidden] (T over the tensor-parallel ranks under sequence parallelism)."""
 TokenFunction = Callable[[Tensor, DeviceBatch, Tensor], Tensor]
 """Computes a value for each trained token, [N], or several, [N, width], from the same."""
+OFFLOAD_AHEAD = {"full": 2, "selective": 8, "none": 12}
+"""Saved tensors that are on a GPU while they are copied to the host or back, by `trainer.recompute`: about as many as a
+layer saves, but two layers' inputs."""
 OUTPUT_LAYER = "output_layer.weight"
 """Name of the parameter that a critic doesn't have."""
 
@@ -81,19 +88,35 @@ class Forward:
         """Called as each of several micro-batches begins: a schedule of many takes minutes."""
         self.vocab = _vocab_shard(self.architecture.vocab_size, self.world)
         self._float32_logits = trainer.fp32_lm_head
+        division = context_division(
+            trainer.context_parallel,
+            self.architecture.heads // trainer.tensor_parallel,
+            self.architecture.kv_heads // trainer.tensor_parallel,
+        )
+        self._context = context_ranks(
+            parallel_state.get_context_parallel_group(),
+            division,
+            timedelta(seconds=trainer.collective_timeout_seconds),
+        )
         self._kernel = attention_kernel(
             self.world.device,
             self.megatron_config.params_dtype,
             self.architecture.head_size,
             trainer.attention,
             self.architecture.window,
+            sliced=division.gathering > 1,
         )
+        self._offload = None
+        if trainer.activation_offload_bytes:
+            limit, ahead = trainer.activation_offload_bytes, OFFLOAD_AHEAD[trainer.recompute]
+            self._offload = ActivationOffload(self.world.device, limit, ahead)
         rotary = self.architecture.rope.rotary(self.architecture.head_size)
         self._rotary = rotary._replace(frequencies=rotary.frequencies.to(self.world.device))
 
     def load(self) -> PolicyModel:
         """Build this rank's part of the model and load its weights."""
         model = build_model(self.architecture, self.megatron_config, self.world)
+        model.offload_activations(self._offload)
         load_hf(model, self.folder, self.architecture, self.world)
         return model
 
@@ -111,6 +134,7 @@ class Forward:
                     "the architecture of model.path"
                 )
         model = build_critic(self.architecture, self.megatron_config, self.world)
+        model.offload_activations(self._offload)
         load_hf(model, folder, self.architecture, self.world, without=(OUTPUT_LAYER, VALUE_HEAD))
         return model
 
@@ -228,6 +252,8 @@ class Forward:
             The values that `output` reports for each micro-batch; nothing on stages other than the last.
         """
         policy: PolicyModel = getattr(model, "module", model)
+        if self._offload is not None:
+            self._offload.reset()
 
         def forward(batches: Iterator[DeviceBatch], model: Any) -> tuple[Tensor, Any]:
             batch = next(batches)
@@ -299,7 +325,7 @@ class Forward:
         return rows.float() @ weight[0].float()
 
     def _to_device(self, batch: PackedMicroBatch) -> DeviceBatch:
-        return to_device_batch(batch, self.world, self._kernel, self._rotary)
+        return to_device_batch(batch, self.world, self._kernel, self._rotary, self._context)
 
 
 def _evaluate(compute: TokenFunction, weight: Tensor, batch: DeviceBatch, hidden: Tensor) -> StageOutput:

@@ -23,7 +23,12 @@ from torch import Tensor
 from services.trainer.model.norms import RMSNorm
 from services.trainer.model.packed_layer import PackedLayer, PolicyConfig
 from services.trainer.transformer.attention.attention import PackedAttention
-from services.trainer.transformer.attention.context_parallel import heads_to_tokens, tokens_to_heads
+from services.trainer.transformer.attention.context_parallel import (
+    copy_kv_heads,
+    gather_tokens,
+    heads_to_tokens,
+    tokens_to_heads,
+)
 from services.trainer.transformer.attention.heads import split_heads
 from services.trainer.transformer.attention.sequence_layout import SequenceLayout
 from services.trainer.transformer.kernels.recompute import Recompute
@@ -34,7 +39,8 @@ from services.trainer.transformer.mlp.mixture import MixtureOfExperts
 class PackedSelfAttention(SelfAttention):
     """Megatron's self-attention (projections and tensor parallelism) on packed sequences.
 
-    Under context parallelism this rank's input is a slice of the tokens, but it attends over all tokens with its heads.
+    Under context parallelism this rank's input is a slice of the tokens. It attends with some of the heads from all
+    tokens, or from those of its neighbours (`context_parallel`).
     """
 
     def forward(self, hidden_states: Tensor, rotary: Tensor, layout: SequenceLayout, recompute: Recompute) -> Tensor:
@@ -43,24 +49,25 @@ class PackedSelfAttention(SelfAttention):
         Args:
             hidden_states: [T, 1, hidden] (T over the tensor-parallel ranks under sequence parallelism), T being this
                 rank's slice under context parallelism.
-            rotary: `rotary_table` of all tokens.
+            rotary: `rotary_table` of the tokens from which this rank attends.
             layout: the sequences of all tokens.
             recompute: the layer's recomputation context.
 
         Returns:
             [T, 1, hidden].
         """
-        context = self.pg_collection.cp if self.config.context_parallel_size > 1 else None
+        context, head_size = layout.context, self.hidden_size_per_attention_head
         qkv, _ = self.linear_qkv(hidden_states)
         qkv = qkv.view(qkv.shape[0], self.num_query_groups_per_partition, -1)
-        if context is not None:
-            qkv = tokens_to_heads(qkv, context)
+        if context.exchanging is not None:
+            qkv = tokens_to_heads(copy_kv_heads(qkv, context.copies, head_size), context.exchanging)
         norms = (self.q_layernorm.weight, self.k_layernorm.weight) if self.config.qk_layernorm else None
-        head_size, epsilon = self.hidden_size_per_attention_head, self.config.layernorm_epsilon
-        query, key, value = recompute(split_heads, qkv, norms, rotary, head_size, epsilon)
+        query, key, value = recompute(split_heads, qkv, norms, rotary, head_size, self.config.layernorm_epsilon)
+        if context.gathering is not None:
+            key, value = (recompute(gather_tokens, x, context.gathering) for x in (key, value))
         output = self.core_attention(query, key, value, layout, recompute)
-        if context is not None:
-            output = heads_to_tokens(output, context)
+        if context.exchanging is not None:
+            output = heads_to_tokens(output, context.exchanging)
         output, bias = self.linear_proj(output.reshape(output.shape[0], 1, -1))
         return output if bias is None else output + bias
 

@@ -3,6 +3,7 @@
 import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
 
 # isort: split
+from contextlib import nullcontext
 from math import gcd
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from services.trainer.model.architecture import Architecture, ModelError
 from services.trainer.model.layers import block_spec
 from services.trainer.model.packed_layer import PolicyConfig
 from services.trainer.transformer.attention.sequence_layout import SequenceLayout
+from services.trainer.transformer.kernels.activation_offload import ActivationOffload
 from services.trainer.transformer.mlp.router import Router
 
 
@@ -117,19 +119,30 @@ class PolicyModel(GPTModel):
     normalised hidden states, and `logprobs` computes log-probs of the trained tokens in chunks.
     """
 
+    _offload: ActivationOffload | None = None
+
     def forward(self, tokens: Tensor, rotary: Tensor, layout: SequenceLayout) -> Tensor:
         """Run this stage.
 
         Args:
             tokens: int64 [1, T], this rank's slice under context parallelism.
-            rotary: `rotary_table` of the positions of all tokens, also under context parallelism.
+            rotary: `rotary_table` of the tokens from which this rank attends.
             layout: the sequences.
 
         Returns:
             Hidden states [T, 1, hidden] (T over the tensor-parallel ranks under sequence parallelism).
         """
         hidden = self.embedding(input_ids=tokens, position_ids=None) if self.pre_process else None
-        return self.decoder(hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=layout)
+        with nullcontext() if self._offload is None else self._offload.saving([*self.parameters(), rotary]):
+            return self.decoder(
+                hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=layout
+            )
+
+    def offload_activations(self, offload: ActivationOffload | None) -> None:
+        """Let the layers keep their activations on the host; None: on the device."""
+        self._offload = offload
+        for layer in self.decoder.layers:
+            layer.offload = offload
 
     def output_weight(self) -> Tensor:
         """Return this rank's rows of the output layer (embedding if tied): [padded vocabulary / tp_size, hidden]."""
@@ -189,16 +202,14 @@ def _keep(tensor: Tensor) -> Tensor:
 
 
 def _check_divisible(shape: Architecture, config: TrainerConfig) -> None:
-    head_field = "tensor_parallel x trainer.context_parallel" if config.context_parallel > 1 else "tensor_parallel"
     sizes = {
         "tensor_parallel": config.tensor_parallel,
-        head_field: config.tensor_parallel * config.context_parallel,
         "pipeline_parallel": config.pipeline_parallel,
         "expert_parallel": config.expert_parallel,
     }
     counts = [
-        (head_field, "query heads", shape.heads),
-        (head_field, "key-value heads", shape.kv_heads),
+        ("tensor_parallel", "query heads", shape.heads),
+        ("tensor_parallel", "key-value heads", shape.kv_heads),
     ]
     if not config.pipeline_layers:
         counts.append(("pipeline_parallel", "layers", shape.layers))

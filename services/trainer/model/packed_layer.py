@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, get_tr
 from torch import Tensor
 
 from services.trainer.transformer.attention.sequence_layout import SequenceLayout
+from services.trainer.transformer.kernels.activation_offload import ActivationOffload
 from services.trainer.transformer.kernels.recompute import Recompute
 from services.trainer.transformer.mlp.mixture import MixtureOfExperts
 
@@ -34,6 +35,8 @@ class PackedLayer(TransformerLayer):
         super().__init__(*arguments, **named)
         self._index = self.layer_number - 1 - get_transformer_layer_offset(self.config)
         """Number of the layer within this pipeline stage, from 0."""
+        self.offload: ActivationOffload | None = None
+        """What keeps this layer's activations on the host, if they are to be there."""
 
     def forward(
         self, hidden_states: Tensor, *, rotary_pos_emb: Tensor, packed_seq_params: SequenceLayout, **_: object
@@ -48,7 +51,8 @@ class PackedLayer(TransformerLayer):
         Returns:
             [T, 1, hidden], and None for Megatron's cross-attention context.
         """
-        with Recompute(self._index < self.config.selective_layers) as recompute:
+        keep = None if self.offload is None else self.offload.pack
+        with Recompute(self._index < self.config.selective_layers, keep) as recompute:
             residual, x = self.input_layernorm.of_sum(hidden_states)
             recompute.register(x, self.input_layernorm, residual)
             attended = self.self_attention(x, rotary_pos_emb, packed_seq_params, recompute)

@@ -107,7 +107,7 @@ def test_config_check_finds_what_does_not_fit(tmp_path: Path, tiny_model: Path) 
     assert done.returncode == 1
     for expected in (
         "the model's context has only 512 tokens",
-        "trainer.tensor_parallel = 3 does not divide the model's num_attention_heads = 4",
+        "trainer.tensor_parallel is 3: it must divide the model's 4 query heads; sizes that do: 1, 2",
         "trainer.micro_batch_tokens = 2048 is too small for one sample",
         "eval.prompts = 99999, but only",
     ):

@@ -1,9 +1,12 @@
 """The table of roles, and roles on the wire: names, of which an unknown one is refused with the nearest."""
 
 import importlib.util
+import json
+import re
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from relaxd import PROTOCOL_VERSION
@@ -225,7 +228,17 @@ def test_a_role_that_makes_no_sense_is_refused(settings: str, problem: str) -> N
 
 def test_the_check_of_a_configuration_knows_the_sizes_of_the_reference(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
-        '{"num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 4}'
+        json.dumps(
+            {
+                "model_type": "llama",
+                "vocab_size": 10,
+                "hidden_size": 12,
+                "intermediate_size": 24,
+                "num_attention_heads": 6,
+                "num_key_value_heads": 2,
+                "num_hidden_layers": 4,
+            }
+        )
     )
     settings = (
         SERVICE
@@ -237,16 +250,15 @@ roles.reference.micro_batch_tokens = 100
     )
     found = {str(one) for one in check(load(RUN.replace('"model"', f'"{tmp_path}"') + settings))}
     for problem in (
-        "roles.reference.tensor_parallel = 4 does not divide the model's num_attention_heads = 6",
-        "roles.reference.tensor_parallel = 4 does not divide the model's num_key_value_heads = 2",
-        "roles.reference.pipeline_parallel = 3 does not divide the model's num_hidden_layers = 4",
+        "roles.reference.tensor_parallel is 4: it must divide the model's 6 query heads; sizes that do: 1, 2",
+        "roles.reference.pipeline_parallel is 3: it must divide the model's 4 layers; sizes that do: 1, 2, 4",
         "roles.reference.micro_batch_tokens = 100 is too small for one sample",
     ):
         assert any(problem in one for one in found), (problem, found)
 
 
 def test_the_check_of_a_configuration_adds_up_the_layers_of_stages(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"num_hidden_layers": 5}')
+    LlamaConfig(num_hidden_layers=5).save_pretrained(tmp_path)
     run = RUN.replace('"model"', f'"{tmp_path}"') + "\ntrainer.ranks = 2\ntrainer.pipeline_parallel = 2\n"
 
     def found(layers: str) -> list[str]:
@@ -254,10 +266,8 @@ def test_the_check_of_a_configuration_adds_up_the_layers_of_stages(tmp_path: Pat
         return [problem for problem in problems if "layers" in problem]
 
     assert found("[3, 2]") == []  # though two stages can't have equally many
-    assert "does not divide the model's num_hidden_layers = 5" in "".join(found("[]"))
-    assert "trainer.pipeline_layers = [3, 1] adds up to 4, but the model's num_hidden_layers = 5" in "".join(
-        found("[3, 1]")
-    )
+    assert "must divide the model's 5 layers" in "".join(found("[]"))
+    assert "trainer.pipeline_layers is [3, 1]: it must add up to the model's 5 layers" in "".join(found("[3, 1]"))
 
 
 def test_the_check_of_a_configuration_knows_the_engine_of_the_teacher(tmp_path: Path) -> None:
@@ -294,3 +304,32 @@ def test_relaxd_up_has_to_be_told_which_teachers_to_start(tmp_path: Path) -> Non
         done = CliRunner().invoke(app, ["up", "--state", str(tmp_path), *words])
         assert isinstance(done.exception, CliError)
         assert problem in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ("", ""),
+        ("trainer.ranks = 4\ntrainer.context_parallel = 4", ""),
+        (
+            'trainer.ranks = 4\ntrainer.context_parallel = 4\ntrainer.attention = "cudnn"',
+            "trainer.context_parallel is 4, among which the model's 6 query heads don't divide, as trainer.attention = "
+            '"cudnn" needs; sizes that do: 1, 2$',
+        ),
+        (
+            "trainer.ranks = 4\ntrainer.tensor_parallel = 4",
+            "trainer.tensor_parallel is 4: it must divide the model's 6 query heads; sizes that do: 1, 2",
+        ),
+        ("family", 'model_type is "mixtral": supported are llama, .* nearest name is "mistral"; see docs/models.md'),
+    ],
+)
+def test_the_check_of_a_configuration_reads_the_model(tmp_path: Path, settings: str, problem: str) -> None:
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 4, "hidden_size": 12}
+    family = "mixtral" if settings == "family" else "llama"
+    model = {"model_type": family, "vocab_size": 10, "intermediate_size": 24, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    settings = "" if settings == "family" else settings
+    found = [str(one) for one in check(load(f"{RUN}\n{settings}".replace('"model"', f'"{tmp_path}"')))]
+    of_model = [one for one in found if "heads" in one or "model_type" in one]
+    assert len(of_model) == bool(problem)
+    assert not problem or re.search(problem, of_model[0])

@@ -19,7 +19,8 @@ def make(folder: Path, words: list[str], vocab_size: int = 64, added: tuple[str,
     """A model folder without weights; without a tokenizer if there are no words."""
     folder.mkdir()
     sizes = {"num_attention_heads": heads, "num_key_value_heads": heads, "num_hidden_layers": 2}
-    (folder / "config.json").write_text(json.dumps(sizes | {"vocab_size": vocab_size}))
+    sizes |= {"hidden_size": 24, "intermediate_size": 24, "vocab_size": vocab_size}
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
     if words:
         tokenizer = Tokenizer(models.WordLevel({word: id for id, word in enumerate(words)}, unk_token="<end>"))
         tokenizer.add_tokens([AddedToken(word) for word in added])
@@ -84,6 +85,5 @@ def test_the_check_of_a_configuration_reads_the_teacher(tmp_path: Path) -> None:
     assert problems(teacher, "roles.teacher.tensor_parallel = 4\nroles.teacher.micro_batch_tokens = 8") == [
         "roles.teacher.micro_batch_tokens = 8 is too small for one sample: "
         "data.max_prompt_tokens + rollout.max_new_tokens = 1280",
-        "roles.teacher.tensor_parallel = 4 does not divide the model's num_attention_heads = 6",
-        "roles.teacher.tensor_parallel = 4 does not divide the model's num_key_value_heads = 6",
+        "roles.teacher.tensor_parallel is 4: it must divide the model's 6 query heads; sizes that do: 1, 2, 3",
     ]

@@ -340,7 +340,8 @@ def test_every_layout_divides_the_model(tmp_path: Path) -> None:
     assert not any(problem(layout, shape) for layout in layouts)
     assert {layout.expert for layout in layouts} == {1, 2, 4, 8}
     assert {layout.pipeline for layout in layouts} == {1, 2}  # of 6 layers
-    assert {layout.tensor * layout.context for layout in layouts} == {1, 2, 4}  # of 4 key-value heads
+    assert {layout.tensor for layout in layouts} == {1, 2, 4}  # of 4 key-value heads
+    assert {layout.context for layout in layouts} == {1, 2, 4, 8}
 
 
 TOML = """

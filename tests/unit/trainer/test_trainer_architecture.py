@@ -120,8 +120,8 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, changes: dict[
             r"tensor_parallel is 3: it must divide the model's 4 query heads. Sizes that fit: 1, 2$",
         ),
         (
-            {"tensor_parallel": 2, "context_parallel": 2},
-            r"tensor_parallel x trainer.context_parallel is 4: it must divide the model's 2 key-value heads. .*: 1, 2$",
+            {"tensor_parallel": 4, "context_parallel": 3},
+            r"tensor_parallel is 4: it must divide the model's 2 key-value heads. Sizes that fit: 1, 2$",
         ),
         (
             {"pipeline_parallel": 4},

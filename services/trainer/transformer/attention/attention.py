@@ -13,12 +13,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from services.trainer.transformer.attention.attention_kernels import varlen_attention, visible
-from services.trainer.transformer.attention.sequence_layout import (
-    SequenceLayout,
-    gather_from_sequences,
-    scatter_to_sequences,
-)
+from services.trainer.transformer.attention.attention_kernels import slice_by_varlen, varlen_attention, visible
+from services.trainer.transformer.attention.query_slice import QuerySlice
+from services.trainer.transformer.attention.sequence_layout import SequenceLayout
+from services.trainer.transformer.attention.slots import gather_from_sequences, scatter_to_sequences
 from services.trainer.transformer.kernels.recompute import Recompute
 
 
@@ -43,14 +41,23 @@ class PackedAttention(MegatronModule):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout, recompute: Recompute
     ) -> Tensor:
-        """Attend: query [T, heads, size], key and value [T, kv_heads, size] -> [T, heads, size]."""
+        """Attend: query [T, heads, size], key and value [T, kv_heads, size] -> [T, heads, size].
+
+        If the layout has a slice of the queries, query and output are of its tokens only.
+        """
+        scale = self.scale or query.shape[-1] ** -0.5
+        if layout.query_slice is not None:
+            own = layout.query_slice
+            key, value = (recompute(partial(scatter_to_sequences, sum_copies=True), x, own.slots) for x in (key, value))
+            attend = slice_by_pieces if layout.kernel == "blocks" else slice_by_varlen
+            return attend(query, key, value, own, scale, self.window)
         if not layout.as_packed:
             # The output of repeated queries isn't read, so their gradient is zero.
-            query = recompute(partial(scatter_to_sequences, sum_copies=False), query, layout)
+            query = recompute(partial(scatter_to_sequences, sum_copies=False), query, layout.slots)
             key, value = (
-                recompute(partial(scatter_to_sequences, sum_copies=layout.shared), x, layout) for x in (key, value)
+                recompute(partial(scatter_to_sequences, sum_copies=layout.shared), x, layout.slots)
+                for x in (key, value)
             )
-        scale = self.scale or query.shape[-1] ** -0.5
         if layout.kernel == "cudnn":
             from services.trainer.transformer.attention.cudnn_attention import cudnn_attention
 
@@ -59,7 +66,7 @@ class PackedAttention(MegatronModule):
             output = varlen_attention(query, key, value, layout.cu_seqlens, layout.longest, scale, self.window)
         else:
             output = self._blocks(query, key, value, layout, scale)
-        return output if layout.as_packed else recompute(gather_from_sequences, output, layout)
+        return output if layout.as_packed else recompute(gather_from_sequences, output, layout.slots)
 
     def _blocks(self, query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout, scale: float) -> Tensor:
         outputs, begin = [], 0
@@ -70,7 +77,7 @@ class PackedAttention(MegatronModule):
             if self.window is None or self.window >= width:
                 settings["is_causal"] = True
             else:
-                settings["attn_mask"] = visible(width, self.window, query.device)
+                settings["attn_mask"] = visible(width, width, self.window, query.device)
             block = functional.scaled_dot_product_attention(q, k, v, **settings)
             outputs.append(block.transpose(1, 2).reshape(count * width, *query.shape[1:]))
             begin = end
@@ -79,3 +86,20 @@ class PackedAttention(MegatronModule):
     def sharded_state_dict(self, *_: object, **__: object) -> dict[str, Any]:
         """Return {}: there are no parameters."""
         return {}
+
+
+def slice_by_pieces(
+    query: Tensor, key: Tensor, value: Tensor, own: QuerySlice, scale: float, window: int | None
+) -> Tensor:
+    """Compute `slice_by_varlen` by one masked attention for each piece."""
+    outputs, queries_end, keys_end = [], 0, 0
+    for queries, keys in own.lengths:
+        queries_end, keys_end = queries_end + queries, keys_end + keys
+        q = query[queries_end - queries : queries_end].transpose(0, 1)
+        k, v = (x[keys_end - keys : keys_end].transpose(0, 1) for x in (key, value))
+        mask = visible(queries, keys, window or keys, query.device)
+        piece = functional.scaled_dot_product_attention(
+            q[None], k[None], v[None], attn_mask=mask, scale=scale, enable_gqa=q.shape[0] != k.shape[0]
+        )
+        outputs.append(piece[0].transpose(0, 1))
+    return torch.cat(outputs)

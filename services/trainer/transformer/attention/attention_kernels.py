@@ -4,6 +4,7 @@ import inspect
 import logging
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from services.trainer.transformer.attention.query_slice import QuerySlice, query_slice
 from services.trainer.transformer.attention.sequence_layout import AttentionKernel, cudnn_batches
+from services.trainer.transformer.attention.slots import scatter_to_sequences
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +29,13 @@ class AttentionUnavailable(RuntimeError):
 
 
 def attention_kernel(
-    device: torch.device, dtype: torch.dtype, head_size: int, configured: str, window: int | None = None
+    device: torch.device,
+    dtype: torch.dtype,
+    head_size: int,
+    configured: str,
+    window: int | None = None,
+    *,
+    sliced: bool = False,
 ) -> AttentionKernel:
     """Return the kernel to use; log it once, with the reason if a faster one doesn't work.
 
@@ -36,13 +45,31 @@ def attention_kernel(
         head_size: width of a head.
         configured: `trainer.attention`.
         window: tokens that a token attends to in layers with sliding-window attention, if there are any.
+        sliced: whether a rank attends from a slice of the tokens only (`QuerySlice`).
 
     Raises:
-        AttentionUnavailable: `configured` isn't "auto" and doesn't work, or no kernel computes windows.
+        AttentionUnavailable: `configured` isn't "auto" and doesn't work, or no kernel computes windows or slices.
     """
     if device.type != "cuda" or dtype != torch.bfloat16:
         return "blocks"
-    return _on_gpu(configured, head_size, window is not None)
+    return (_of_slices if sliced else _on_gpu)(configured, head_size, window is not None)
+
+
+@lru_cache
+def _of_slices(configured: str, head_size: int, windowed: bool) -> AttentionKernel:
+    if configured == "cudnn":
+        raise AttentionUnavailable(
+            "trainer.attention is \"cudnn\", which can't compute slices of the queries, but the model's query heads "
+            'don\'t divide among trainer.context_parallel ranks: set "auto" or "varlen", or a size that divides them'
+        )
+    flash = _newest_flash_attention(head_size, windowed)
+    if broken := _failure(_varlen_in_slices, head_size, windowed):
+        raise AttentionUnavailable(
+            "the model's query heads don't divide among trainer.context_parallel ranks, and no attention kernel "
+            f"computes slices of the queries here; {flash} fails: {broken}. Set a size that divides the heads"
+        )
+    logger.info("attention from slices of the tokens by torch's variable-length kernel (%s)", flash)
+    return "varlen"
 
 
 @lru_cache
@@ -67,9 +94,14 @@ def _on_gpu(configured: str, head_size: int, windowed: bool) -> AttentionKernel:
     return "varlen"
 
 
-def visible(width: int, window: int, device: torch.device) -> Tensor:
-    """Return which keys each query attends to, bool [width, width]: itself and the window - 1 tokens before it."""
-    return torch.ones(width, width, dtype=torch.bool, device=device).tril().triu(1 - window)
+def visible(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
+    """Return which keys each of the last queries attends to: itself and the window - 1 tokens before it.
+
+    Returns:
+        bool [queries, keys].
+    """
+    before = keys - queries
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(before).triu(before + 1 - window)
 
 
 def varlen_attention(
@@ -89,11 +121,44 @@ def varlen_attention(
     Returns:
         [T, heads, size].
     """
+    return _varlen_attn(query, key, value, (cu_seqlens, cu_seqlens), (longest, longest), scale, window)
+
+
+def slice_by_varlen(
+    query: Tensor, key: Tensor, value: Tensor, own: QuerySlice, scale: float, window: int | None
+) -> Tensor:
+    """Causal attention of a slice of the tokens, by torch's variable-length kernel.
+
+    Args:
+        query: [queries, heads, size], of the slice's tokens.
+        key: [slots, kv_heads, size], the keys in their slots; kv_heads divide heads.
+        value: like `key`.
+        own: the slice.
+        scale: factor of the scores.
+        window: tokens that a token attends to, itself included; None for all before it.
+
+    Returns:
+        [queries, heads, size].
+    """
+    longest = max(queries for queries, _ in own.lengths), max(keys for _, keys in own.lengths)
+    return _varlen_attn(query, key, value, (own.cu_queries, own.cu_keys), longest, scale, window)
+
+
+def _varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    begins: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """Attend; where a piece has more keys than queries, its last query is that of its last key."""
     from torch.nn.attention.varlen import varlen_attn
 
     before = -1 if window is None else window - 1
     settings: dict[str, Any] = {"scale": scale, "window_size": (before, 0), **_grouped_heads()}
-    output: Any = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, **settings)
+    output: Any = varlen_attn(query, key, value, *begins, *longest, **settings)
     return output
 
 
@@ -132,6 +197,17 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Te
     return varlen_attention(query, key, value, cu_seqlens, max(LENGTHS), query.shape[-1] ** -0.5, window)
 
 
+def _varlen_in_slices(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+    """Attend from slices that cut sequences."""
+    tokens, outputs = sum(LENGTHS), []
+    sequences = [((begin, end), np.arange(begin, end)) for begin, end in pairwise(np.cumsum([0, *LENGTHS]).tolist())]
+    for begin, end in pairwise((0, 200, 350, tokens)):
+        own = query_slice(sequences, tokens, begin, end, query.device)
+        k, v = (scatter_to_sequences(x, own.slots, sum_copies=True) for x in (key, value))
+        outputs.append(slice_by_varlen(query[begin:end], k, v, own, query.shape[-1] ** -0.5, window))
+    return torch.cat(outputs)
+
+
 def _failure(
     attend: Callable[[Tensor, Tensor, Tensor, int | None], Tensor], head_size: int, windowed: bool
 ) -> str | None:
@@ -162,7 +238,7 @@ def _failure(
 def _formula(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
     outputs = []
     for q, k, v in zip(*(x.transpose(0, 1).split(LENGTHS, 1) for x in (query, key, value)), strict=True):
-        mask = visible(q.shape[1], window or q.shape[1], q.device)
+        mask = visible(q.shape[1], q.shape[1], window or q.shape[1], q.device)
         outputs.append(
             functional.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, enable_gqa=True)
         )

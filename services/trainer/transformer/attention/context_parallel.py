@@ -1,14 +1,86 @@
-"""Context parallelism as in DeepSpeed-Ulysses (arXiv 2309.14509).
+"""Context parallelism: each rank has a slice of the micro-batch's tokens, whatever sequences they belong to.
 
-Each rank has a slice of the micro-batch's tokens. Before attention, ranks exchange tokens for heads, so that each
-has all tokens of some heads and attends over whole sequences, however packed; after attention, they exchange back.
+As in DeepSpeed-Ulysses (arXiv 2309.14509), ranks exchange tokens for heads before attention, and back after it. Each
+then has all tokens of some query heads; ranks that have heads of the same key-value head each get a copy of it. Where
+heads don't divide among all ranks, only neighbours exchange them. Each such group then has some tokens of all its
+heads, and attends from these, with keys and values gathered from all groups.
 """
 
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from relaxd.config.context_division import ContextDivision
+
+
+@dataclass(frozen=True)
+class ContextRanks:
+    """The ranks with which this rank shares attention."""
+
+    exchanging: dist.ProcessGroup | None = None
+    """Neighbours that exchange tokens for heads; None: this rank keeps its heads."""
+    gathering: dist.ProcessGroup | None = None
+    """Ranks of all groups of neighbours that have this rank's heads, in the order of their tokens; None: this rank has
+    all tokens."""
+    copies: int = 1
+    """Exchanging ranks that have the same key-value head."""
+
+
+def context_ranks(context: dist.ProcessGroup, division: ContextDivision, timeout: timedelta) -> ContextRanks:
+    """Return the groups of this rank. All ranks of the world call it together: it creates process groups.
+
+    Args:
+        context: the context-parallel ranks.
+        division: how they share attention.
+        timeout: deadline of each collective.
+    """
+    if division.gathering == 1:
+        return ContextRanks(context if division.exchanging > 1 else None, None, division.copies)
+    if division.exchanging == 1:
+        return ContextRanks(None, context)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    own = torch.tensor(dist.get_process_group_ranks(context), device=device)
+    everyone = own.new_empty(dist.get_world_size() * len(own))
+    dist.all_gather_into_tensor(everyone, own)
+    rank, width = dist.get_rank(), division.exchanging
+    exchanging = gathering = None
+    for ranks in sorted({tuple(ranks) for ranks in everyone.view(-1, len(own)).tolist()}):
+        for neighbours in (ranks[begin : begin + width] for begin in range(0, len(ranks), width)):
+            group = dist.new_group(neighbours, timeout=timeout)
+            exchanging = group if rank in neighbours else exchanging
+        for alike in (ranks[begin::width] for begin in range(width)):
+            group = dist.new_group(alike, timeout=timeout)
+            gathering = group if rank in alike else gathering
+    return ContextRanks(exchanging, gathering, division.copies)
+
+
+def copy_kv_heads(qkv: Tensor, copies: int, head_size: int) -> Tensor:
+    """Divide the query heads of each key-value head, and give each part a copy of it.
+
+    Args:
+        qkv: [T, kv_heads, (queries + 2) x head_size].
+        copies: number of parts.
+        head_size: width of a head.
+
+    Returns:
+        [T, kv_heads x copies, (queries / copies + 2) x head_size].
+    """
+    if copies == 1:
+        return qkv
+    queries, keys_and_values = qkv.split([qkv.shape[-1] - 2 * head_size, 2 * head_size], -1)
+    queries = queries.unflatten(-1, (copies, -1))
+    copied = keys_and_values.unsqueeze(2).expand(-1, -1, copies, -1)
+    return torch.cat((queries, copied), -1).flatten(1, 2)
+
+
+def gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Gather the tokens of all ranks: [T / ranks, ...] -> [T, ...]. The backward pass adds up all ranks' gradients."""
+    gathered: Tensor = _Gather.apply(x, group)
+    return gathered
 
 
 def tokens_to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -21,6 +93,22 @@ def heads_to_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Exchange this rank's heads for its tokens: [T, heads / ranks, ...] -> [T / ranks, heads, ...]."""
     exchanged: Tensor = _Exchange.apply(x, group, False)
     return exchanged
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        gathered = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
+        dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grad = grads[0].contiguous()
+        own = grad.new_empty((grad.shape[0] // ctx.group.size(), *grad.shape[1:]))
+        dist.reduce_scatter_tensor(own, grad, group=ctx.group)
+        return own, None
 
 
 class _Exchange(torch.autograd.Function):

@@ -1,21 +1,18 @@
-"""The layout of sequences in a packed micro-batch, and moving tokens between the packed and the attention order.
-
-Attention needs every sequence whole, so a shared prompt is repeated in front of each response, and some kernels need
-padding. The tokens in that order are the *scattered* tokens; a *slot* is a place among them.
-"""
+"""The layout of sequences in a packed micro-batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from services.trainer.batch.row_packing import PackedMicroBatch
-from services.trainer.transformer.kernels.fusion import fused_kernels
+from services.trainer.transformer.attention.context_parallel import ContextRanks
+from services.trainer.transformer.attention.query_slice import QuerySlice, query_slice
+from services.trainer.transformer.attention.slots import Slots, to_device
 from services.trainer.transformer.mlp.routing import RouterInputs
 
 AttentionKernel = Literal["blocks", "varlen", "cudnn"]
@@ -64,22 +61,24 @@ class SequenceLayout:
     """The cuDNN calls."""
     as_packed: bool
     """Whether packed and scattered tokens are the same, so that nothing has to be moved."""
-    token_of_slot: Tensor
-    """int64 [P]: the token in each slot. A sequence is padded to its block with its own tokens."""
-    slot_of_token: Tensor
-    """int64 [T]: the first slot of each token."""
+    slots: Slots
+    """The slots. A sequence is padded to its block with its own tokens."""
     shared: bool
     """Whether any token is in more than one sequence."""
-    slots: Tensor
-    """int64 [P]: all slots of the first token, then of the second ..."""
-    slots_begin: Tensor
-    """int64 [T + 1]: where each token's slots begin in `slots`, and P."""
+    query_slice: QuerySlice | None
+    """The queries of this rank, if it has a slice of the tokens in attention; what is above isn't used then."""
+    context: ContextRanks
+    """The ranks with which this rank shares attention."""
     router: RouterInputs
     """Inputs of the routers, in a mixture of experts."""
 
 
 def sequence_layout(
-    batch: PackedMicroBatch, device: torch.device, kernel: AttentionKernel, router: RouterInputs | None = None
+    batch: PackedMicroBatch,
+    device: torch.device,
+    kernel: AttentionKernel,
+    router: RouterInputs | None = None,
+    context: ContextRanks | None = None,
 ) -> SequenceLayout:
     """Lay out the sequences of a micro-batch.
 
@@ -89,7 +88,9 @@ def sequence_layout(
         kernel: the implementation of attention. Only "blocks" needs padding: it puts sequences of similar length into
             one padded block, for one attention call instead of one per sequence.
         router: inputs of the routers, in a mixture of experts.
+        context: the ranks with which this rank shares attention, if there are any; they divide the tokens.
     """
+    context = context or ContextRanks()
     members = [batch.places_of(i) for i, (begin, end) in enumerate(pairwise(batch.cu_seqlens)) if begin < end]
     lengths = [len(member) for member in members]
     blocks = _blocks(lengths) if kernel == "blocks" else []
@@ -97,8 +98,6 @@ def sequence_layout(
     width_of = {i: lengths[block[0]] for block in blocks for i in block}
     padded = [np.pad(members[i], (0, width_of.get(i, lengths[i]) - lengths[i]), mode="wrap") for i in order]
     token_of_slot = np.concatenate(padded).astype(np.int64)
-    slot_of_token = np.empty(len(batch.tokens), np.int64)
-    slot_of_token[token_of_slot[::-1]] = np.arange(len(token_of_slot))[::-1]  # the last write wins: the first slot
     cu_seqlens = np.cumsum([0, *(len(member) for member in padded)])
     return SequenceLayout(
         to_device(cu_seqlens.astype(np.int32), device),
@@ -107,13 +106,21 @@ def sequence_layout(
         tuple((len(block), lengths[block[0]]) for block in blocks),
         cudnn_batches(lengths, device) if kernel == "cudnn" else (),
         np.array_equal(token_of_slot, np.arange(len(batch.tokens))),
-        to_device(token_of_slot, device),
-        to_device(slot_of_token, device),
+        Slots.of(token_of_slot, len(batch.tokens), device),
         sum(lengths) > len(batch.tokens),
-        to_device(np.argsort(token_of_slot, kind="stable"), device),
-        to_device(np.cumsum([0, *np.bincount(token_of_slot, minlength=len(batch.tokens))]), device),
+        _query_slice(batch, context, device),
+        context,
         router or RouterInputs(),
     )
+
+
+def _query_slice(batch: PackedMicroBatch, context: ContextRanks, device: torch.device) -> QuerySlice | None:
+    if context.gathering is None:
+        return None
+    tokens = len(batch.tokens) // context.gathering.size()
+    begin = context.gathering.rank() * tokens
+    sequences = zip(pairwise(batch.cu_seqlens.tolist()), map(batch.places_of, range(batch.sequences)), strict=True)
+    return query_slice(sequences, len(batch.tokens), begin, begin + tokens, device)
 
 
 def _blocks(lengths: Sequence[int]) -> list[list[int]]:
@@ -157,70 +164,3 @@ def rounded_up(number: int, steps: int) -> int:
     """Round up to one of `steps` numbers between consecutive powers of two."""
     step = max((1 << (number - 1).bit_length()) // (2 * steps), 1)
     return -(-number // step) * step
-
-
-def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Convert a numpy array to a tensor on `device`; a copy to a GPU is asynchronous."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-
-def scatter_to_sequences(x: Tensor, layout: SequenceLayout, *, sum_copies: bool) -> Tensor:
-    """Copy packed tokens to their slots: [T, ...] -> [P, ...].
-
-    Args:
-        x: the packed tokens.
-        layout: the slots.
-        sum_copies: sum the gradients of all copies of a token; otherwise only the first slot's gradient is used.
-    """
-    scattered: Tensor = _Scatter.apply(x, layout, sum_copies)
-    return scattered
-
-
-def gather_from_sequences(x: Tensor, layout: SequenceLayout) -> Tensor:
-    """Copy tokens from their first slots back to the packed order: [P, ...] -> [T, ...]."""
-    gathered: Tensor = _Gather.apply(x, layout)
-    return gathered
-
-
-class _Scatter(torch.autograd.Function):
-    """x[token_of_slot], with a lookup as backward pass where possible.
-
-    Padding comes last in its sequence and attention is causal, so padding has no gradient. Only tokens that are in
-    several sequences have gradients to sum.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: SequenceLayout, sum_copies: bool) -> Tensor:
-        ctx.layout, ctx.sum_copies, ctx.shape = layout, sum_copies, x.shape
-        return x.flatten(1).index_select(0, layout.token_of_slot).view(-1, *x.shape[1:])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        layout: SequenceLayout = ctx.layout
-        grad = grads[0].flatten(1)
-        if ctx.sum_copies and grad.dtype == torch.bfloat16 and fused_kernels():
-            from services.trainer.transformer.kernels.layer_kernels import sum_copies
-
-            total = sum_copies(grad.contiguous(), layout.slots, layout.slots_begin)
-        elif ctx.sum_copies:
-            total = grad.new_zeros(ctx.shape[0], grad.shape[1]).index_add_(0, layout.token_of_slot, grad)
-        else:
-            total = grad.index_select(0, layout.slot_of_token)
-        return total.view(ctx.shape), None, None
-
-
-class _Gather(torch.autograd.Function):
-    """x[slot_of_token]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: SequenceLayout) -> Tensor:
-        ctx.layout, ctx.shape = layout, x.shape
-        return x.flatten(1).index_select(0, layout.slot_of_token).view(-1, *x.shape[1:])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        grad = grads[0].flatten(1)
-        return grad.new_zeros(ctx.shape[0], grad.shape[1]).index_copy_(0, ctx.layout.slot_of_token, grad).view(
-            ctx.shape
-        ), None

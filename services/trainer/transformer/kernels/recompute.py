@@ -1,11 +1,20 @@
 """Selective recomputation: tensors that the backward pass computes again instead of keeping them."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+
+
+class Deferred(ABC):
+    """What autograd saves in place of a tensor."""
+
+    @abstractmethod
+    def __call__(self) -> Tensor:
+        """Return the tensor."""
 
 
 class Recompute:
@@ -16,11 +25,17 @@ class Recompute:
     Tensors without a recipe are saved as usual.
     """
 
-    def __init__(self, active: bool = True) -> None:
-        """If `active` is False, or gradients are disabled, all tensors are saved as usual."""
+    def __init__(self, active: bool = True, keep: Callable[[Tensor], Tensor | Deferred] | None = None) -> None:
+        """If `active` is False, or gradients are disabled, all tensors are saved as usual.
+
+        Args:
+            active: whether tensors are recomputed.
+            keep: returns what is saved of those that aren't; None: themselves.
+        """
+        self._keep = keep or _itself
         self._hooks: Any = None
         if active and torch.is_grad_enabled():
-            self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+            self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
         self._made: dict[int, tuple[Tensor, _Recipe, int]] = {}
         """By storage: tensor, recipe, index among the recipe's outputs. Holding the tensor keeps its storage from being
         reused."""
@@ -73,19 +88,24 @@ class Recompute:
         if not isinstance(argument, Tensor):
             return argument
         made = self._made.get(_storage(argument))
-        return argument.detach() if made is None else made[1].view(argument, made[2])
+        return self._keep(argument.detach()) if made is None else made[1].view(argument, made[2])
 
     def _pack(self, tensor: Tensor) -> Any:
         made = self._made.get(_storage(tensor))
-        return tensor if made is None else made[1].view(tensor, made[2])
+        return self._keep(tensor) if made is None else made[1].view(tensor, made[2])
 
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _unpack(packed: Any) -> Tensor:
-    return packed() if isinstance(packed, _View) else packed
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def unpack(saved: Tensor | Deferred) -> Tensor:
+    """Return the tensor that autograd saved."""
+    return saved() if isinstance(saved, Deferred) else saved
 
 
 class _Recipe:
@@ -107,7 +127,7 @@ class _Recipe:
         self._uses -= 1
         if self._outputs is None:
             with torch.no_grad():
-                outputs = self._function(*(a() if isinstance(a, _View) else a for a in self._arguments))
+                outputs = self._function(*(a() if isinstance(a, Deferred) else a for a in self._arguments))
             self._outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         tensor = self._outputs[index]
         if self._uses <= 0:
@@ -115,7 +135,7 @@ class _Recipe:
         return tensor
 
 
-class _View:
+class _View(Deferred):
     """A saved use of a recipe's output."""
 
     def __init__(self, recipe: _Recipe, index: int, shape: torch.Size, stride: tuple[int, ...], offset: int) -> None:
@@ -124,6 +144,7 @@ class _View:
         self._geometry = shape, stride, offset
 
     def __call__(self) -> Tensor:
+        """Return it, recomputed if needed."""
         shape, stride, offset = self._geometry
         tensor = self._recipe.take(self._index)
         if (tensor.shape, tensor.stride(), tensor.storage_offset()) == (shape, stride, offset):
