@@ -236,7 +236,8 @@ class Checkpoints:
         return (
             f"it needs {amount(saving.size)} on the disk of {folder}, which has {free} left. Remove what isn't needed "
             f"there, such as checkpoints that were taken on request, or lower trainer.checkpoint.keep = "
-            f"{self._settings.keep} or trainer.checkpoint.max_bytes = {self._settings.max_bytes}"
+            f"{self._settings.keep}"
+            + (f" or trainer.checkpoint.max_bytes = {limit}" if (limit := self._settings.max_bytes) else "")
         )
 
     def _fail(self, answers: Sequence[Answer], reason: str) -> None:

@@ -40,7 +40,7 @@ def models(folder: Path) -> dict[str, Path]:
         "qwen3": make_model(folder / "qwen3", "qwen3", tied=True),
         "llama": make_model(folder / "llama", "llama3"),
         "moe": make_model(folder / "moe", "qwen3_moe"),
-        # Untied: with a tied embedding of this odd size the last stage of a pipeline fails to save (Megatron pads it).
+        # Untied: with this tied embedding the last stage of a pipeline fails to save, with equal stages too.
         "deep": make_model(folder / "deep", "qwen3", num_hidden_layers=3),
     }
 
