@@ -59,7 +59,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
 }
 """Settings by task that aren't the algorithm's defaults: answers are short, and a version old."""
 TEACHER_ALGORITHM, TEACHER_STEPS, TEACHER_LR, TEACHER_SEED = "reinforce_plus_plus_baseline", 200, 5e-3, 100
-"""How opd's teacher learned to count."""
+"""Algorithm, steps, learning rate and seed with which the teacher of opd learned to count."""
 SMOOTHED = 5
 """Steps of the mean that is drawn."""
 Lines = list[dict[str, Any]]

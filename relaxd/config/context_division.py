@@ -1,4 +1,4 @@
-"""How context-parallel ranks share attention: by heads as far as heads divide, the rest by slices of the queries."""
+"""Division of attention among context-parallel ranks: by heads as far as they divide, then by slices of the queries."""
 
 from dataclasses import dataclass
 

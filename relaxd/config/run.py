@@ -169,7 +169,7 @@ class CheckpointConfig(Section):
     """Number of newest checkpoints to keep. With two or more, a run survives a damaged one. Those that `relaxd
     checkpoint` took are never removed."""
     max_bytes: int = Field(default=0, ge=0)
-    """What checkpoints may take of the disk, with the one that is being written: the oldest ones are removed earlier
+    """Most bytes of checkpoints on disk, with the one that is being written: the oldest ones are removed earlier
     than `keep` says, but for those that `relaxd checkpoint` took, and never the newest. At least two checkpoints. Those
     of a critic service may take as much besides. 0: no limit."""
     keep_step_files: Literal["until_checkpoint", "always"] = "until_checkpoint"

@@ -15,7 +15,7 @@ SHARE = 0.8
 
 @dataclass(frozen=True)
 class HostLoad:
-    """What a rehearsal needs of its machine, and what it got."""
+    """Load of a rehearsal on its machine: needed and measured."""
 
     cores: int
     """Processors of the machine."""

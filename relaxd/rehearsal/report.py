@@ -58,7 +58,7 @@ class Measured:
     redis_bytes: int
     """Memory of the Redis that the run will have."""
     call_times: CallTimes
-    """How long replicas waited for the coordinator."""
+    """Seconds that replicas waited for the coordinator."""
     least_step_seconds: float
     """Seconds that a step takes at least, at the run's own speed."""
 
