@@ -1,10 +1,12 @@
 """A rollout replica whose engine is SGLang, in an interpreter of its own: calls, weights and groups of the board."""
 
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 
 import grpc
 import pytest
+from transformers import AutoTokenizer
 
 from relaxd.rpc.errors import field_violations
 from relaxd.v1 import rollout_pb2, weights_pb2
@@ -23,7 +25,7 @@ def stage(model: Path, python: str, redis_url: str, tmp_path: Path, monkeypatch:
     stage.close()
 
 
-def test_a_replica_with_sglang(stage: Stage) -> None:
+def test_a_replica_with_sglang(stage: Stage, model: Path) -> None:
     replica = stage.start_replica()
     replica.wait_for(lambda status: status.detail.startswith("loading"))
     replica.wait_for(lambda status: status.state == READY, 180)
@@ -41,9 +43,17 @@ def test_a_replica_with_sglang(stage: Stage) -> None:
     ids = stage.publish(3)
     groups = stage.generated(3)
     assert set(groups) == set(ids)
+    tokenizer = AutoTokenizer.from_pretrained(model)
     for columns in groups.values():
         assert len(columns["lengths"]) == 3
         assert sum(columns["lengths"]) == len(columns["tokens"]) == len(columns["rollout_logprobs"])
         assert set(columns["versions"]) == {0}
-        assert all(columns["text"])
+        ends = list(accumulate(columns["lengths"]))
+        answers = [columns["tokens"][end - length : end] for end, length in zip(ends, columns["lengths"], strict=True)]
+        # The end token isn't part of the text: that of an answer which ends at once is empty.
+        said = [
+            answer[: -1 if finish == "stop" else None]
+            for answer, finish in zip(answers, columns["finish"], strict=True)
+        ]
+        assert columns["text"] == [tokenizer.decode(answer) for answer in said]
     replica.wait_for(lambda status: status.gauges.get("engine_rss_bytes", 0) > 1e8)
