@@ -25,11 +25,12 @@ from relaxd.algorithms.base import (
     check_inputs,
 )
 from relaxd.algorithms.terms import aggregation, limits, shaping
-from relaxd.algorithms.terms.baselines import group_relative, rewards_equal
+from relaxd.algorithms.terms.baselines import group_relative
 from relaxd.algorithms.terms.clipping import clipped_loss
 from relaxd.algorithms.terms.correction import MAX_LOG_RATIO, correction_weights
 from relaxd.algorithms.terms.distillation import ComparedCandidates, distilled
 from relaxd.algorithms.terms.kl import kl_divergence
+from relaxd.algorithms.terms.zero_variance import rewards_equal
 from relaxd.config.policy_gradient import ClippedConfig, NormalizedConfig, PolicyGradientConfig, RatioConfig
 from relaxd.drop_reasons import DropReason
 

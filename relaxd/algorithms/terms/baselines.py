@@ -3,6 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from relaxd.algorithms.terms.zero_variance import rewards_equal
+
 
 def group_relative(
     rewards: NDArray[np.float64], *, normalize_std: bool = False, std_epsilon: float = 1e-6
@@ -44,17 +46,3 @@ def leave_one_out(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
     if n < 2:
         raise ValueError(f"the group has {n} sample: the baseline is the mean of the others, so there must be two")
     return np.zeros_like(rewards) if rewards_equal(rewards) else n / (n - 1) * (rewards - rewards.mean())
-
-
-def rewards_equal(rewards: NDArray[np.float64]) -> bool:
-    """Return True if all rewards of a group are equal.
-
-    Compares largest and smallest instead of the standard deviation, which rounding makes nonzero for identical
-    fractions such as 0.1. Differences within rounding errors (1e-12 of the largest magnitude, as in 0.3 and 0.1 + 0.2)
-    count as equal, because normalising would amplify them to noise. Small real differences, such as 0 and 1e-9, do not.
-
-    Args:
-        rewards: float64 [n], n >= 1, finite.
-    """
-    largest, smallest = float(rewards.max()), float(rewards.min())
-    return largest - smallest <= 1e-12 * max(abs(largest), abs(smallest))

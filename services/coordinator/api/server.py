@@ -27,7 +27,7 @@ from services.coordinator.api.validation import (
     scale_in_spec,
     scale_out_spec,
 )
-from services.coordinator.fleet.checkpoints import save_checkpoint
+from services.coordinator.fleet.checkpoint_requests import save_checkpoint
 from services.coordinator.fleet.critic_checkpoints import NoCriticCheckpoint, await_critic
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry, Replica

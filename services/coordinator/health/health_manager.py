@@ -14,7 +14,7 @@ from relaxd import telemetry
 from relaxd.board import BoardUnavailable
 from relaxd.roles import ROLES
 from relaxd.rpc.errors import RpcError
-from services.coordinator.fleet.checkpoints import save_checkpoint
+from services.coordinator.fleet.checkpoint_requests import save_checkpoint
 from services.coordinator.fleet.run_context import RunContext
 from services.coordinator.health.health_policy import HealthPolicy
 from services.coordinator.health.health_update import HealthUpdate, RestartOrder

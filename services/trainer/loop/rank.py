@@ -28,7 +28,7 @@ from relaxd.v1 import rank_pb2_grpc, replica_pb2, trainer_pb2_grpc, weights_pb2
 from relaxd.v1 import trainer_pb2 as pb
 from relaxd.weights.group import Transport, WeightGroupError, host_store
 from relaxd.weights.manifest import TensorBucket, to_proto
-from services.trainer.batch.admission import TrainerAdmission
+from services.trainer.batch.group_refusals import GroupRefusals
 from services.trainer.checkpoints.part import CheckpointPart
 from services.trainer.learner.compared.routing import model_of
 from services.trainer.learner.learner import Learner
@@ -182,7 +182,7 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
             routing=learner.routing,
             max_value_staleness=critic.max_value_staleness if critic.placement == "service" else None,
             teacher_of=partial(model_of, config, TEACHER) if TEACHER in config.frozen_roles("trainer") else None,
-            refusal=TrainerAdmission(config, algorithm, learner.vocab_sizes).refusal,
+            refusal=GroupRefusals(config, algorithm, learner.vocab_sizes).refusal,
         )
         Training(
             config=config,

@@ -11,8 +11,8 @@ from relaxd.board import TRAIN, Delivery, GroupTimes, StageTime, microseconds
 from services.trainer.batch.groups import TrainGroup
 from services.trainer.batch.mini_batches import add_group
 from services.trainer.batch.round_packer import Packer
+from services.trainer.batch.step_membership import DeliveredGroup
 from services.trainer.batch.step_plan import MicroBatchRound, MiniBatch, StepPlan
-from services.trainer.loop.intake import DeliveredGroup
 
 
 class StepBuilder:

@@ -47,7 +47,7 @@ def run_job(job: RunJob, ranks: int = 1) -> dict[str, Any]:
     from relaxd.algorithms import create
     from relaxd.board import Board, stages_for
     from relaxd.data.models import models_in_trainer
-    from services.trainer.batch.admission import TrainerAdmission
+    from services.trainer.batch.group_refusals import GroupRefusals
     from services.trainer.checkpoints.part import CheckpointPart
     from services.trainer.learner.compared.routing import model_of
     from services.trainer.learner.learner import Learner
@@ -97,7 +97,7 @@ def run_job(job: RunJob, ranks: int = 1) -> dict[str, Any]:
             routing=learner.routing,
             max_value_staleness=critic.max_value_staleness if critic.placement == "service" else None,
             teacher_of=partial(model_of, config, TEACHER) if TEACHER in config.frozen_roles("trainer") else None,
-            refusal=TrainerAdmission(config, algorithm, learner.vocab_sizes).refusal,
+            refusal=GroupRefusals(config, algorithm, learner.vocab_sizes).refusal,
         )
 
         controls = Controls()

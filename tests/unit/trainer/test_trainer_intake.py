@@ -14,7 +14,8 @@ from relaxd.board import STAGES, Board, Delivery
 from relaxd.config import GRPOConfig, RunConfig
 from relaxd.roles import CRITIC, REFERENCE
 from services.trainer.batch.groups import MalformedGroup, RoutingShape, TrainGroup, check_group
-from services.trainer.loop.intake import DeliveredGroup, Intake, choose, due_groups, may_close
+from services.trainer.batch.step_membership import DeliveredGroup, choose, due_groups, may_close
+from services.trainer.loop.intake import Intake
 from tests.integration.trainer.service_kit import Feeder, make_config
 
 

@@ -10,7 +10,7 @@ import pytest
 from relaxd.algorithms import GRPO, AlgorithmError, create
 from relaxd.board import stages_for
 from relaxd.config import RunConfig
-from services.trainer.batch.admission import TrainerAdmission
+from services.trainer.batch.group_refusals import GroupRefusals
 from services.trainer.batch.groups import TrainGroup, check_group
 from tests.integration.trainer.service_kit import make_config
 
@@ -66,18 +66,18 @@ def test_the_algorithm_filters_before_a_group_is_part_of_a_step(
     algorithm: dict[str, Any], rewards: list[float], finish: str, reason: str | None
 ) -> None:
     config = config_of(algorithm)
-    refused = TrainerAdmission(config, create(config.algorithm)).refusal(group_of(config, rewards, finish))
+    refused = GroupRefusals(config, create(config.algorithm)).refusal(group_of(config, rewards, finish))
     assert (refused and refused.reason) == reason
     assert refused is None or (refused.filtered and refused.counts == "filtered")
 
 
 def test_overlong_shaping_comes_before_the_comparison() -> None:
     config = config_of({**IN_REWARD, "overlong_buffer": 4, "overlong_limit": 6})
-    admission = TrainerAdmission(config, create(config.algorithm))
+    refusals = GroupRefusals(config, create(config.algorithm))
     group = group_of(config, [1.0, 1.0])
-    assert admission.refusal(group) is not None
+    assert refusals.refusal(group) is not None
     longer = {**group.columns, "lengths": np.array([5, 1], np.int32)}
-    assert admission.refusal(TrainGroup("g", longer)) is None
+    assert refusals.refusal(TrainGroup("g", longer)) is None
 
 
 def test_the_runs_own_filter_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,12 +86,12 @@ def test_the_runs_own_filter_is_asked(tmp_path: Path, monkeypatch: pytest.Monkey
     )
     monkeypatch.syspath_prepend(tmp_path)
     config = config_of(IN_REWARD, curriculum={"filter": "own_filter:short"})
-    admission = TrainerAdmission(config, create(config.algorithm))
-    assert admission.refusal(group_of(config, [0.0, 1.0], length=2)) is None
-    refused = admission.refusal(group_of(config, [0.0, 1.0]))
+    refusals = GroupRefusals(config, create(config.algorithm))
+    assert refusals.refusal(group_of(config, [0.0, 1.0], length=2)) is None
+    refused = refusals.refusal(group_of(config, [0.0, 1.0]))
     assert refused is not None
     assert (refused.reason, refused.filtered) == ("filtered", True)
-    refused = admission.refusal(group_of(config, [9.0, 1.0]))
+    refused = refusals.refusal(group_of(config, [9.0, 1.0]))
     assert refused is not None
     assert (refused.reason, refused.filtered) == ("filter_failed", False)
     assert 'the filter "own_filter:short" failed: TypeError: it returned 1' in refused.detail
@@ -103,7 +103,7 @@ def test_weights_of_another_length_are_refused_and_never_cut_to_fit() -> None:
     algorithm = create(config.algorithm)
     group = group_of(config, [0.0, 1.0])
     said = f"{__name__}:Longer: token_weights() returned float32 [7]: they must be float32 [6], one for each token"
-    refused = TrainerAdmission(config, algorithm).refusal(group)
+    refused = GroupRefusals(config, algorithm).refusal(group)
     assert refused is not None
     assert (refused.reason, refused.filtered, refused.detail) == ("algorithm_failed", False, said)
     with pytest.raises(AlgorithmError) as error:
@@ -115,7 +115,7 @@ def test_a_token_that_a_model_in_the_ranks_does_not_have_drops_its_group() -> No
     """Its embedding has no row for it."""
     config = config_of({"kl_coef": 0.1})
     algorithm, group = create(config.algorithm), group_of(config, [0.0, 1.0])
-    assert TrainerAdmission(config, algorithm, {"reference": 6}).refusal(group) is None
-    refused = TrainerAdmission(config, algorithm, {"reference": 6, "teacher": 5}).refusal(group)
+    assert GroupRefusals(config, algorithm, {"reference": 6}).refusal(group) is None
+    refused = GroupRefusals(config, algorithm, {"reference": 6, "teacher": 5}).refusal(group)
     assert refused is not None
     assert (refused.reason, refused.detail) == ("no_logprobs", "it has token 5, but the teacher has only 5 tokens")

@@ -15,7 +15,7 @@ from relaxd.data.curriculum.group_filter import FilterError, GroupFilter
 from services.trainer.batch.groups import TrainGroup
 
 
-class TrainerAdmission:
+class GroupRefusals:
     """Looks at each group once, before it has a place in a step: a step that has it can only be discarded as a whole.
 
     Where the trainer computes the advantages, there is no advantage stage that could have filtered it.
