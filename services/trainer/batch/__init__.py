@@ -1,4 +1,4 @@
-"""Groups, packed micro-batches, plans and step files, in numpy only.
+"""Which groups a step takes; packed micro-batches, plans and step files. In numpy only.
 
-Nothing here depends on a model, a process group or the board.
+Nothing here depends on a model or a process group, or calls the board.
 """
