@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from relaxd.algorithms import create
 from relaxd.board import schema
 from relaxd.config import RunConfig
-from relaxd.data.curriculum.group_filter import COLUMNS as FILTER_COLUMNS
+from relaxd.data.curriculum.own_filter import COLUMNS as FILTER_COLUMNS
 from relaxd.roles import ROLES
 
 PUBLISH = "publish"
