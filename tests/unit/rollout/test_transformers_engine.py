@@ -68,6 +68,33 @@ def test_sampled_log_probs_equal_a_full_forward_at_every_temperature(folder: Pat
     harness.engine.stop()
 
 
+def test_likeliest_tokens_are_those_of_a_full_forward_whatever_is_sampled(folder: Path) -> None:
+    """Beside a request that asks for none, in one that asks for fewer, and in one that continues a sample."""
+    harness = Harness(folder)
+    asked = [(4, {"temperature": 1.7}), (0, {}), (2, {"temperature": 0.0}), (4, {"top_k": 2, "min_new_tokens": 12})]
+    for number, (count, sampling) in enumerate(asked):
+        begun = {0: (40, 41, 42)} if number == 2 else None
+        harness.submit(
+            f"r{number}", PROMPTS[0], report_every=3, max_new_tokens=16, likeliest=count, begun=begun, **sampling
+        )
+    for number, (count, _) in enumerate(asked):
+        (answer,) = harness.wait(f"r{number}")
+        begun_tokens = [40, 41, 42] if number == 2 else []
+        if not count:
+            assert answer.likeliest == []
+            continue
+        with torch.inference_mode():
+            whole = torch.tensor([[*PROMPTS[0], *begun_tokens, *answer.tokens]])
+            logits = harness.model(whole).logits[0, len(PROMPTS[0]) + len(begun_tokens) - 1 : -1]
+        assert answer.likeliest == logits.topk(count).indices.tolist()
+    harness.submit("r9", PROMPTS[0], max_new_tokens=2, likeliest=259)
+    (answer,) = harness.wait("r9")
+    assert [sorted(ids) for ids in answer.likeliest] == [list(range(259))] * len(answer.tokens)
+    with pytest.raises(EngineError, match="the 260 likeliest tokens are asked for, but there are 259"):
+        harness.submit("r10", PROMPTS[0], max_new_tokens=2, likeliest=260)
+    harness.engine.stop()
+
+
 def test_samples_of_a_request_share_the_prefill(harness: Harness) -> None:
     fed: list[tuple[int, int]] = []
     harness.model.register_forward_pre_hook(

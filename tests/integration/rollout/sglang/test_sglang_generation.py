@@ -58,6 +58,30 @@ def test_logprobs_are_those_of_transformers(
     assert len({tuple(answer.tokens) for answer in answers}) == (3 if temperature else 1)
 
 
+@pytest.mark.parametrize("prompt", [SHORT, LONG])
+def test_likeliest_tokens_are_those_of_transformers_whatever_is_sampled(
+    engine: EngineRunner, model: Path, version: int, prompt: list[int]
+) -> None:
+    """In one batch with requests that ask for others, for fewer or for none, whole and streamed."""
+    wanted = [(5, True, 1.0), (0, False, 1.0), (2, False, 0.6)]
+    asked = [
+        engine.ask(
+            prompt, 2, stream=stream, likeliest=count, max_new_tokens=16, ignore_eos=True, top_k=3, temperature=heat
+        )
+        for count, stream, heat in wanted
+    ]
+    for (count, _, _), one in zip(wanted, asked, strict=True):
+        for answer in engine.wait(one):
+            if not count:
+                assert answer.likeliest == []
+                continue
+            with torch.inference_mode():
+                whole = torch.tensor([[*prompt, *answer.tokens]])
+                logits = with_weights(model, version)(whole).logits[0, len(prompt) - 1 : -1]
+            assert answer.likeliest == logits.topk(count).indices.tolist()
+            assert [len(set(ids)) for ids in answer.likeliest] == [count] * 16
+
+
 def test_answers_come_whole_unless_they_are_streamed(engine: EngineRunner, model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     (whole,) = engine.generate(SHORT, max_new_tokens=60, temperature=0.0, ignore_eos=True)
