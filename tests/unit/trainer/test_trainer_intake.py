@@ -230,6 +230,22 @@ def test_optional_columns_are_checked_where_the_run_has_them() -> None:
     assert "ref_logprobs" not in check_group("g", columns() | {"ref_logprobs": None}, NAMES).columns
 
 
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((5, 4), (5, 4)), "candidates 4 and teacher_candidate_logprobs 4 candidates: .* must have 3"),
+        (((5, 3), (5, 4)), "candidates 3 and teacher_candidate_logprobs 4 candidates: .* must have 3"),
+        (((4, 3), (5, 3)), "candidates has 4 values for 5 response tokens"),
+        (((5, 3), (6, 3)), "teacher_candidate_logprobs has 6 values for 5 response tokens"),
+    ],
+)
+def test_candidates_of_another_number_or_length_are_named(shapes: Any, message: str) -> None:
+    ids, logprobs = (np.zeros(shape, dtype) for shape, dtype in zip(shapes, (np.int32, np.float32), strict=True))
+    given = columns() | {"candidates": ids, "teacher_candidate_logprobs": logprobs}
+    with pytest.raises(MalformedGroup, match=message):
+        check_group("g", given, (*NAMES, "candidates", "teacher_candidate_logprobs"), candidates=3)
+
+
 ROUTING = RoutingShape(layers=2, top_k=3, experts=300)
 
 
