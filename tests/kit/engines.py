@@ -242,6 +242,23 @@ def reference_logprobs(
     return logprobs.gather(-1, torch.tensor(tokens)[:, None]).squeeze(-1)
 
 
+def check_likeliest(
+    reference: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int], likeliest: Sequence[Sequence[int]]
+) -> None:
+    """In each answer token's place they are the likeliest by one forward pass of transformers, the likeliest first.
+
+    Two that are as likely as each other, but for rounding, may be in either order.
+    """
+    with torch.inference_mode():
+        ids = torch.tensor([[*prompt, *tokens]], device=reference.device)
+        logits = reference(ids).logits[0, len(prompt) - 1 : -1].double().cpu()
+    said = torch.tensor(likeliest)
+    assert len(said) == len(tokens)
+    assert all(len(set(each)) == len(each) for each in likeliest)
+    largest = logits.topk(said.shape[1]).values
+    torch.testing.assert_close(logits.gather(-1, said), largest, atol=2e-5, rtol=0)
+
+
 def family(pid: int) -> list[psutil.Process]:
     """A process and all below it."""
     process = psutil.Process(pid)
