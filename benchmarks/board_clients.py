@@ -35,9 +35,9 @@ from redis.connection import PythonRespSerializer
 from benchmarks.board import redis_server
 from benchmarks.reporting import report
 from relaxd.board import Board, Delivery, NewGroup, Stage, decode_columns
-from relaxd.board.connection import RedisConnection
+from relaxd.board.connections.moves import script_call
+from relaxd.board.connections.resp import CommandPacker
 from relaxd.board.payloads.attempt import places
-from relaxd.board.resp import CommandPacker
 from relaxd.config import BoardConfig
 
 IN_FLIGHT = (1, 16, 256)
@@ -93,7 +93,7 @@ class Boards:
         return {
             "script": lambda: self.board.renew("train", "replica-1", [self._held]),
             "load 256 KB": lambda: self.board.load([self._held], ["x"]),
-            "write 256 KB": lambda: self.board._connection.write(lambda pipe: pipe.execute_command(*self._write)),
+            "write 256 KB": lambda: self.board._connection.write([self._write]),
         }
 
     def clients(self) -> dict[str, dict[str, Call]]:
@@ -122,7 +122,7 @@ class Boards:
         )
         client: Any = redis.asyncio.Redis(connection_pool=pool)
         held: Delivery = self._held
-        renew = RedisConnection.call(
+        renew = script_call(
             "renew", self.board.prefix, "train", "replica-1", held.group_id, held.entry_id, held.attempt
         )
 

@@ -121,7 +121,7 @@ class CoordinatorProcess:
             if telemetry.enabled() and active is not None:
                 # The run's own loops log a Redis outage.
                 with contextlib.suppress(BoardError):
-                    await asyncio.to_thread(record_board, self._manager.board(active.record))
+                    await record_board(self._manager.board(active.record))
             # A superseded coordinator must not renew leases any more.
             with contextlib.suppress(StoreUnavailable):
                 await asyncio.to_thread(self._store.check)

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from relaxd.board import Board
 from relaxd.config import RunConfig
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry
+from services.coordinator.state.run_board import RunBoard
 from services.coordinator.state.store import Store
 
 
@@ -16,7 +16,7 @@ class RunContext:
 
     run_id: str
     config: RunConfig
-    board: Board
+    board: RunBoard
     store: Store
     fleet: Fleet
     peers: Peers

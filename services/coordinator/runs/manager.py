@@ -3,14 +3,14 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from relaxd.board import Board, BoardUnavailable, roles_for, stages_for
+from relaxd.board import BoardUnavailable, roles_for, stages_for
 from relaxd.config import BoardConfig, RunConfig
 from relaxd.data.dataset import RunData, load_data
 from relaxd.data.errors import DataError
@@ -35,6 +35,7 @@ from services.coordinator.state.finishing import finish
 from services.coordinator.state.health_records import Event
 from services.coordinator.state.records import Outcome, Phase, RunRecord
 from services.coordinator.state.retry import RedisRetry
+from services.coordinator.state.run_board import RunBoard
 from services.coordinator.state.store import AnotherRunActive, RunIdTaken, Store
 
 logger = logging.getLogger(__name__)
@@ -47,8 +48,8 @@ MAX_BOARDS = 8
 
 
 READERS = ThreadPoolExecutor(8, thread_name_prefix="reader")
-"""Threads of calls that only read. While Redis is away each occupies one for seconds: calls that replicas depend on,
-such as Register, must not wait for them."""
+"""Threads of calls that only read boards and files. While Redis is away each occupies one for seconds: calls that
+replicas depend on, such as Register, must not wait for them."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +62,17 @@ class Glance:
     """The last step that the coordinator has seen; 0 if the run isn't active."""
 
 
-async def read_board(operation: Callable[..., Result], *arguments: Any) -> Result:
-    """Run a blocking board operation in a thread. Raises Unavailable: Redis doesn't answer."""
+async def read_board(reading: Awaitable[Result]) -> Result:
+    """Await what reads a board. Raises Unavailable: Redis doesn't answer."""
     try:
-        return await asyncio.get_running_loop().run_in_executor(READERS, operation, *arguments)
+        return await reading
     except BoardUnavailable as error:
         raise Unavailable(str(error)) from error
+
+
+async def read_in_thread(operation: Callable[..., Result], *arguments: Any) -> Result:
+    """Run in a thread what reads a board and a run's files. Raises Unavailable: Redis doesn't answer."""
+    return await read_board(asyncio.get_running_loop().run_in_executor(READERS, operation, *arguments))
 
 
 class RunManager:
@@ -90,7 +96,8 @@ class RunManager:
         self._starting = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
-        self._boards: dict[str, Board] = {}
+        self._boards: dict[str, RunBoard] = {}
+        self._closings: set[asyncio.Task[None]] = set()
         self._ended_runs: dict[str, pb.Run] = {}
         """Messages of ended runs, which never change."""
         self._last_active = pb.Run()
@@ -166,13 +173,14 @@ class RunManager:
             active = await self._active_run(restored.record, restored.config, restored.data, restored.files)
 
             def fill() -> None:
-                active.board.delete()  # the remains of a failed attempt
-                active.board.create(
+                board = active.board.in_threads
+                board.delete()  # the remains of a failed attempt
+                board.create(
                     term=self._store.term,
                     groups_per_step=restored.config.trainer.groups_per_step,
                     steps=restored.config.run.steps,
                 )
-                active.board.restore(
+                board.restore(
                     ledger=restored.ledger,
                     cursor=restored.cursor.to_json(),
                     dropped=restored.dropped,
@@ -254,15 +262,15 @@ class RunManager:
         Raises Unavailable: a Redis is still away.
         """
         if run_id in await asyncio.to_thread(self._store.deleting):
-            await self._delete_board(run_id, Board(self._settings.redis, run_id, (), BoardConfig()))
+            await self._delete_board(run_id, RunBoard(self._settings.redis, run_id, (), BoardConfig()))
 
-    async def _delete_board(self, run_id: str, board: Board) -> None:
+    async def _delete_board(self, run_id: str, board: RunBoard) -> None:
         """Delete a run's board."""
         try:
-            await read_board(board.delete)
+            await read_board(board.delete())
             await asyncio.to_thread(self._store.end_delete, run_id)
         finally:
-            board.close()
+            await board.close()
 
     async def close(self) -> None:
         """Cancel the active run's task; the next coordinator resumes the run."""
@@ -270,6 +278,8 @@ class RunManager:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
+        for board in self._boards.values():
+            await board.close()
 
     async def _create(self, record: RunRecord) -> None:
         """Record a run as the active one, as soon as Redis answers; nothing may fail between this and `_launch`.
@@ -289,7 +299,7 @@ class RunManager:
         context = RunContext(
             run_id=record.run_id,
             config=config,
-            board=Board(self._settings.redis, record.run_id, stages_for(config), config.board),
+            board=RunBoard(self._settings.redis, record.run_id, stages_for(config), config.board),
             store=self._store,
             fleet=Fleet(self._registry, record.run_id, roles_for(config)),
             peers=self._peers,
@@ -361,12 +371,12 @@ class RunManager:
                 records.append(await self.record(run_id))
         return records
 
-    def board(self, record: RunRecord) -> Board:
+    def board(self, record: RunRecord) -> RunBoard:
         """Return the board of a run, connected."""
         board = self._boards.pop(record.run_id, None)
         if board is None:
             config = RunConfig.model_validate_json(record.config_json)
-            board = Board(self._settings.redis, record.run_id, stages_for(config), config.board)
+            board = RunBoard(self._settings.redis, record.run_id, stages_for(config), config.board)
         self._boards[record.run_id] = board  # the most recently used comes last
         self._close_boards()
         return board
@@ -375,7 +385,9 @@ class RunManager:
         """Close the least recently used boards: each has connections to Redis."""
         active = self.active.record.run_id if self.active else None
         for run_id in [run_id for run_id in self._boards if run_id != active][:-MAX_BOARDS]:
-            self._boards.pop(run_id).close()  # a reader in progress reconnects
+            closing = asyncio.create_task(self._boards.pop(run_id).close())
+            self._closings.add(closing)
+            closing.add_done_callback(self._closings.discard)
 
     def glance(self, record: RunRecord) -> Glance:
         """Return what is known of a run without asking Redis."""
@@ -397,7 +409,7 @@ class RunManager:
             run.CopyFrom(self._last_active)  # reading would take as long as Redis's timeouts
         else:
             oldest = active.oldest_version() if active is not None else None
-            run = await read_board(run_message, record, config.run.steps, self.board(record), oldest)
+            run = await read_board(run_message(record, config.run.steps, self.board(record), oldest))
         if active is not None:
             self._last_active = pb.Run()  # a new one: a message that is filled again and again frees no memory
             self._last_active.CopyFrom(run)

@@ -243,12 +243,9 @@ class Store:
 
     def _script(self, text: str, keys: Sequence[str], *arguments: Any) -> Any:
         """Run a script; what it wrote survives the primary, if the URL has `wait_replicas`."""
-
-        def queue(pipe: redis.client.Pipeline) -> None:
-            pipe.eval(text, len(keys), *keys, *arguments)
-
         how: dict[str, Any] = {"replicas": self._replicas, "seconds": self._seconds}
-        return self._call(lambda: acknowledged(self._redis, queue, **how))[0]
+        command = ("EVAL", text, len(keys), *keys, *arguments)
+        return self._call(lambda: acknowledged(self._redis, [command], **how))[0]
 
     def _check(self, answer: str) -> None:
         if answer != "OK":

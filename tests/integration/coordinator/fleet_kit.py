@@ -3,7 +3,7 @@
 import contextlib
 from typing import Any
 
-from relaxd.board import Board, stages_for
+from relaxd.board import stages_for
 from relaxd.config import RunConfig
 from relaxd.roles import REPLICA_ROLES
 from relaxd.rpc.server import start_server
@@ -14,6 +14,7 @@ from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry
 from services.coordinator.fleet.run_context import RunContext
+from services.coordinator.state.run_board import RunBoard
 from services.coordinator.state.store import Store
 
 RUN = "run"
@@ -32,8 +33,8 @@ class FleetKit:
         self._life = contextlib.AsyncExitStack()
 
     def context(self, config: RunConfig) -> RunContext:
-        board = Board(self._redis_url, RUN, stages_for(config), config.board)
-        self._life.callback(board.close)
+        board = RunBoard(self._redis_url, RUN, stages_for(config), config.board)
+        self._life.push_async_callback(board.close)
         return RunContext(RUN, config, board, self.store, self.fleet, self.peers)
 
     async def serve(self, name: str, role: str, *service: Any) -> None:

@@ -13,7 +13,7 @@ from services.coordinator.fleet.changes import GAP_SECONDS, Signal
 from services.coordinator.fleet.gpu_choice import OWN, SHARED, uuid_of
 from services.coordinator.fleet.gpu_holders import GpuHolders
 from services.coordinator.fleet.registry import Registry
-from services.coordinator.runs.manager import READERS, read_board
+from services.coordinator.runs.manager import READERS, read_in_thread
 from services.coordinator.state.store import Store
 
 
@@ -79,7 +79,7 @@ async def test_heartbeats_that_confirm_a_synchronisation_wake_nobody(redis_url: 
 async def test_readers_of_a_redis_that_does_not_answer_take_no_thread_from_others() -> None:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
     answers = threading.Event()
-    readers = [asyncio.create_task(read_board(answers.wait, 30.0)) for _ in range(4 * READERS._max_workers)]
+    readers = [asyncio.create_task(read_in_thread(answers.wait, 30.0)) for _ in range(4 * READERS._max_workers)]
     await asyncio.sleep(0)
     async with asyncio.timeout(5.0):
         assert await asyncio.to_thread(lambda: "registered") == "registered"
