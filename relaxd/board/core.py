@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
-from relaxd.board.connections.moves import Command, Move, Send, ask, operation, run_script, script_call
+from relaxd.board.connections.scripts import run_script, script_call
 from relaxd.board.connections.servers import Servers
 from relaxd.board.errors import BoardError, ColumnsTooLarge, RunMissing, TooLate
 from relaxd.board.payloads import transfer
@@ -16,6 +16,7 @@ from relaxd.board.stages import PUBLISH, Stage, producers
 from relaxd.board.types import Column, Counts, DroppedGroup, HeldGroup, QueueDepth
 from relaxd.config import BoardConfig
 from relaxd.redis_client import COORDINATOR, key_prefix, with_access_of
+from relaxd.redis_client.moves import Command, Move, Send, ask, operation
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 RUN_ID_RULE = "must be 1 to 64 letters, digits, dots, dashes and underscores, the first one a letter or digit"

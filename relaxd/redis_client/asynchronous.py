@@ -8,7 +8,7 @@ import redis
 import redis.asyncio
 
 from relaxd.redis_client.address import parse
-from relaxd.redis_client.client import Mark, TooFewReplicas, doubt, lookup_of, marks
+from relaxd.redis_client.client import Mark, TooFewReplicas, doubt, lookup_of, marks, without_errors
 from relaxd.redis_client.found import Lookup
 from relaxd.redis_client.keys import key_prefix, mark_key
 from relaxd.redis_client.owner import ELSEWHERE, OwnerLookup
@@ -18,8 +18,8 @@ MOST_CONNECTIONS = 1024
 """Of one client. Callers bound what they do at once."""
 
 
-class Packer(Protocol):
-    """Packs commands."""
+class PacksCommands(Protocol):
+    """A packer of commands."""
 
     def pack(self, *arguments: Any) -> list[Any]:
         """Return the chunks to send."""
@@ -29,7 +29,7 @@ class Packer(Protocol):
 class _Packed(redis.asyncio.connection.AbstractConnection):
     """A connection that may have a packer of its own, for which redis.asyncio has no setting."""
 
-    def __init__(self, *, packer: Packer | None = None, **settings: Any) -> None:
+    def __init__(self, *, packer: PacksCommands | None = None, **settings: Any) -> None:
         super().__init__(**settings)
         self._packer = packer
 
@@ -42,6 +42,29 @@ class _Packed(redis.asyncio.connection.AbstractConnection):
         if self._packer is None:
             return super().pack_commands(commands)
         return [chunk for command in commands for chunk in self._packer.pack(*command)]
+
+    async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+        """Send what is packed, connected if need be.
+
+        redis.asyncio does it in asyncio.wait_for: that takes a task, and before Python 3.12 loses a cancellation that
+        comes when the bytes have just been written.
+        """
+        if not self.is_connected:
+            await self.connect_check_health(check_health=False)
+        if check_health:
+            await self.check_health()
+        try:
+            async with asyncio.timeout(self.socket_timeout):
+                await self._send_packed_command([command] if isinstance(command, bytes) else command)
+        except TimeoutError:
+            await self.disconnect(nowait=True)
+            raise redis.TimeoutError("Timeout writing to socket") from None
+        except OSError as error:
+            await self.disconnect(nowait=True)
+            raise redis.ConnectionError(f"Error while writing to socket: {error}") from error
+        except BaseException:  # some of the bytes may be on their way
+            await self.disconnect(nowait=True)
+            raise
 
 
 class PackedConnection(_Packed, redis.asyncio.Connection):
@@ -161,6 +184,16 @@ async def acknowledged_async(
         await client.connection_pool.disconnect(inuse_connections=False)
         doubt(client)
         raise
+
+
+async def read_async(
+    client: redis.asyncio.Redis, commands: Sequence[tuple[Any, ...]], *, atomic: bool = False
+) -> list[Any]:
+    """Send commands in one round trip and return their replies; see `read`."""
+    async with client.pipeline(transaction=atomic) as pipe:
+        for command in commands:
+            pipe.execute_command(*command)
+        return without_errors(await pipe.execute(raise_on_error=False))
 
 
 async def keys_of_async(client: redis.asyncio.Redis, prefix: str) -> list[str]:

@@ -142,6 +142,22 @@ def acknowledged(
         raise
 
 
+def read(client: redis.Redis, commands: Sequence[tuple[Any, ...]], *, atomic: bool = False) -> list[Any]:
+    """Send commands in one round trip and return their replies. Raises the first error among them."""
+    with client.pipeline(transaction=atomic) as pipe:
+        for command in commands:
+            pipe.execute_command(*command)
+        return without_errors(pipe.execute(raise_on_error=False))
+
+
+def without_errors(replies: list[Any]) -> list[Any]:
+    """Return replies. Raises the first error among them."""
+    for reply in replies:
+        if isinstance(reply, Exception):
+            raise reply
+    return replies
+
+
 def doubt(client: Any) -> None:
     """Let a client that looks up where its connections lead ask another server the next time."""
     if (lookup := client.connection_pool.connection_kwargs.get("lookup")) is not None:

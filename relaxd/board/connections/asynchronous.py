@@ -12,12 +12,12 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError
 
 from relaxd.board.connections.blocking import RAW_REPLIES
-from relaxd.board.connections.moves import Asynchronous, Command, FindKeys, Move, Request
 from relaxd.board.connections.resp import CommandPacker
 from relaxd.board.connections.retries import Retries
 from relaxd.board.connections.scripts import script_names, script_text
 from relaxd.board.connections.servers import Servers
-from relaxd.redis_client import acknowledged_async, connect_async, keys_of_async, parse, passing
+from relaxd.redis_client import acknowledged_async, connect_async, keys_of_async, parse, passing, read_async
+from relaxd.redis_client.moves import Asynchronous, Command, FindKeys, Request
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -55,7 +55,7 @@ class AsyncRedisConnection:
             return await self.run(lambda client: keys_of_async(client, request.prefix))
         if request.how == "write":
             return await self.write(request.commands)
-        return await self.run(lambda client: _read(client, request.commands, atomic=request.how == "atomic"))
+        return await self.run(lambda client: read_async(client, request.commands, atomic=request.how == "atomic"))
 
     async def write(self, commands: Sequence[Command]) -> list[Any]:
         """Send commands in one round trip and return their replies, once replicas have what they wrote."""
@@ -102,28 +102,5 @@ class AsynchronousFace(Asynchronous):
         for connection in self._nodes.every:
             await connection.close()
 
-    async def _run(self, move: Move[T]) -> T:
-        try:
-            request = next(move)
-            while True:
-                try:
-                    replies = await self._nodes.at(request.at).send(request)
-                except BaseException as error:
-                    request = move.throw(error)
-                else:
-                    request = move.send(replies)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-
-
-async def _read(client: redis.asyncio.Redis, commands: Sequence[Command], *, atomic: bool) -> list[Any]:
-    """Send commands in one round trip and return their replies. Raises the first error among them."""
-    async with client.pipeline(transaction=atomic) as pipe:
-        for command in commands:
-            pipe.execute_command(*command)
-        replies = await pipe.execute(raise_on_error=False)
-    for reply in replies:
-        if isinstance(reply, Exception):
-            raise reply
-    return replies
+    async def _send(self, request: Request) -> list[Any]:
+        return await self._nodes.at(request.at).send(request)

@@ -10,12 +10,12 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError
 from redis.retry import Retry
 
-from relaxd.board.connections.moves import Blocking, Command, FindKeys, Move, Request
 from relaxd.board.connections.resp import CommandPacker
 from relaxd.board.connections.retries import Retries
 from relaxd.board.connections.scripts import script_names, script_text
 from relaxd.board.connections.servers import Servers
-from relaxd.redis_client import acknowledged, connect, keys_of, parse, passing
+from relaxd.redis_client import acknowledged, connect, keys_of, parse, passing, read
+from relaxd.redis_client.moves import Blocking, Command, FindKeys, Request
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -57,7 +57,7 @@ class RedisConnection:
             return self.run(lambda client: keys_of(client, request.prefix))
         if request.how == "write":
             return self.write(request.commands)
-        return self.run(lambda client: _read(client, request.commands, atomic=request.how == "atomic"))
+        return self.run(lambda client: read(client, request.commands, atomic=request.how == "atomic"))
 
     def write(self, commands: Sequence[Command]) -> list[Any]:
         """Send commands in one round trip and return their replies, once replicas have what they wrote."""
@@ -103,28 +103,5 @@ class BlockingFace(Blocking):
         for connection in self._nodes.every:
             connection.close()
 
-    def _run(self, move: Move[T]) -> T:
-        try:
-            request = next(move)
-            while True:
-                try:
-                    replies = self._nodes.at(request.at).send(request)
-                except BaseException as error:
-                    request = move.throw(error)
-                else:
-                    request = move.send(replies)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-
-
-def _read(client: redis.Redis, commands: Sequence[Command], *, atomic: bool) -> list[Any]:
-    """Send commands in one round trip and return their replies. Raises the first error among them."""
-    with client.pipeline(transaction=atomic) as pipe:
-        for command in commands:
-            pipe.execute_command(*command)
-        replies = pipe.execute(raise_on_error=False)
-    for reply in replies:
-        if isinstance(reply, Exception):
-            raise reply
-    return replies
+    def _send(self, request: Request) -> list[Any]:
+        return self._nodes.at(request.at).send(request)

@@ -1,9 +1,11 @@
 """The board's scripts: their texts, the hashes by which they are called, and what their errors mean."""
 
+from collections.abc import Iterable
 from functools import cache
 from hashlib import sha1
 from importlib import resources
 from importlib.resources.abc import Traversable
+from typing import Any
 
 from redis.exceptions import ResponseError
 
@@ -17,6 +19,7 @@ from relaxd.board.errors import (
     TooLate,
 )
 from relaxd.board.gate_reasons import explain_limit
+from relaxd.redis_client.moves import Command, Move, Send
 
 ERRORS: dict[str, type[BoardError]] = {
     "FENCED": Fenced,
@@ -75,3 +78,14 @@ def translate(error: ResponseError) -> BoardError:
     if kind in ERRORS:
         return ERRORS[kind](detail)
     return BoardError(str(error))
+
+
+def script_call(name: str, prefix: str, *arguments: Any) -> Command:
+    """Return the command that runs a script."""
+    return ("EVALSHA", script_hash(name), 1, prefix, *arguments)
+
+
+def run_script(name: str, prefix: str, *arguments: Any, before: Iterable[Command] = ()) -> Move[Any]:
+    """Run one script, in one round trip with the commands that are to run before it. Returns the script's reply."""
+    replies = yield Send((*before, script_call(name, prefix, *arguments)), how="write")
+    return replies[-1]

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from relaxd.board.connections.moves import At
 from relaxd.board.errors import BoardError
+from relaxd.redis_client.moves import At
 
 Connection = TypeVar("Connection")
 

@@ -6,9 +6,9 @@ Large payloads are on data nodes, if there are any; pointers, scripts and small 
 from collections.abc import Sequence
 from typing import Any
 
-from relaxd.board.connections.moves import Move, ask
 from relaxd.board.sizes import NO_EVICTION, RedisMemory
 from relaxd.redis_client import parse, where
+from relaxd.redis_client.moves import Move, ask
 
 HIGH_WATER = 0.8
 """Share of a data node's maxmemory that open groups may take."""

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, TypeVar
 
-from relaxd.board.connections.moves import At, Command, Move, Send, ask
 from relaxd.board.payloads.attempt import Attempt, Place, Slice
+from relaxd.redis_client.moves import At, Command, Move, Send, ask
 
 T = TypeVar("T")
 Placed = TypeVar("Placed", Slice, Place)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from relaxd.board.connections.moves import At, Command, FindKeys, Move, Send, ask, operation, run_script
+from relaxd.board.connections.scripts import run_script
 from relaxd.board.core import BoardCore, GroupAttempt, reading
 from relaxd.board.errors import BoardError, BoardUnavailable
 from relaxd.board.facts import facts_json, parse_fate
@@ -27,6 +27,7 @@ from relaxd.board.types import (
     NewGroup,
     PromptRetry,
 )
+from relaxd.redis_client.moves import At, Command, FindKeys, Move, Send, ask, operation
 from relaxd.telemetry import BatchSpan
 
 GROUP_ID = re.compile(r"[^\s,|]+")

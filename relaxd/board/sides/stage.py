@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from relaxd import telemetry
-from relaxd.board.connections.moves import Move, Send, ask, operation, run_script
+from relaxd.board.connections.scripts import run_script
 from relaxd.board.core import WORKERS, BoardCore, GroupAttempt, damaged
 from relaxd.board.errors import BoardError, ColumnError
 from relaxd.board.facts import facts_json, facts_of
@@ -20,6 +20,7 @@ from relaxd.board.payloads.encoding import decode_columns
 from relaxd.board.schema import LOSS_MASK, VERSIONS
 from relaxd.board.stages import PUBLISH
 from relaxd.board.types import DROP_COUNTERS, Column, Delivery, DropKind, DropReason, Saved
+from relaxd.redis_client.moves import Move, Send, ask, operation
 
 MAX_CLAIM_INTERVAL = 5.0
 COMMIT_BYTES = 16 << 20
@@ -368,14 +369,8 @@ def _join(payloads: Mapping[Place, bytes | None], places: Sequence[Place]) -> di
 
 def _delivery(stage: str, consumer: str, entry_id: bytes, flat: Sequence[bytes], deliveries: int) -> Delivery:
     """Parse a stream entry. Names and values of its fields take turns."""
-    fields: dict[bytes, bytes] = {}
-    pointers: dict[str, str] = {}
-    both = iter(flat)
-    for name, value in zip(both, both, strict=True):
-        if name[:1] == b"@":
-            pointers[name.decode()] = value.decode()
-        else:
-            fields[name] = value
+    fields = dict(zip(flat[::2], flat[1::2], strict=True))
+    pointers = {name.decode(): value.decode() for name, value in fields.items() if name.startswith(b"@")}
     trace = fields[b"trace"]
     return Delivery(
         group_id=fields[b"group"].decode(),

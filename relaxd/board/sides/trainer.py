@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from relaxd.board.connections.moves import Move, Send, ask, operation, run_script
+from relaxd.board.connections.scripts import run_script
 from relaxd.board.core import BoardCore, GroupAttempt, reading
 from relaxd.board.errors import LedgerTrimmed, RunMissing
 from relaxd.board.payloads import transfer
@@ -13,6 +13,7 @@ from relaxd.board.payloads.samples import decode_sample, sample_places, samples_
 from relaxd.board.stages import SAMPLES, TRAIN
 from relaxd.board.times import GroupTimes, parse_times
 from relaxd.board.types import CriticOrders, LedgerEntry
+from relaxd.redis_client.moves import Move, Send, ask, operation
 
 
 class TrainerSide(BoardCore):

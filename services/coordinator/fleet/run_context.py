@@ -7,7 +7,7 @@ from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry
 from services.coordinator.state.run_board import RunBoard
-from services.coordinator.state.store import Store
+from services.coordinator.state.store import AsyncStore
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class RunContext:
     run_id: str
     config: RunConfig
     board: RunBoard
-    store: Store
+    store: AsyncStore
     fleet: Fleet
     peers: Peers
     launcher: str = ""

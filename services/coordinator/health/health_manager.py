@@ -96,7 +96,7 @@ class HealthManager:
             while True:
                 try:
                     if not loaded:
-                        self.record = await asyncio.to_thread(self._context.store.health, self._context.run_id)
+                        self.record = await self._context.store.health(self._context.run_id)
                         self._context.fleet.give_up(self.record.given_up)
                         loaded = True
                         self._reset_timers()
@@ -133,7 +133,7 @@ class HealthManager:
         roles = RoleSigns(self._context.fleet.missing(), last_step) if phase == Phase.RUNNING else None
         self._policy.update(draft, self._context.registry.all(), roles)
         if (changed := draft.result()) != self.record:
-            await asyncio.to_thread(self._context.store.save_health, self._context.run_id, changed)
+            await self._context.store.save_health(self._context.run_id, changed)
             self.record = changed
             self._context.fleet.give_up(changed.given_up)
             self._context.registry.changed.fire()

@@ -204,7 +204,10 @@ class ActiveRun:
         try:
             evaluations = self.record.evaluations
             await self._with_redis(
-                self._files.take_over_steps, self.board.in_threads.ledger, self.context.store.check, evaluations
+                self._files.take_over_steps,
+                self.board.in_threads.ledger,
+                self.context.store.in_threads.check,
+                evaluations,
             )
             self._sampled_step = await self._with_redis(self._files.rewind_samples, self._files.last_step)
             with waiting("the groups that the run has closed so far, to be counted"):
@@ -501,7 +504,7 @@ class ActiveRun:
         """Update the record, in Redis first."""
         async with self._saving:
             record = self.record.model_copy(update=changes)
-            await self._redis.in_thread(self.context.store.save_run, record)
+            await self._redis.call(self.context.store.save_run, record)
             self.record = record
         await self._try_write_record()
         self.waiting.refresh()

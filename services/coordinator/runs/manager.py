@@ -36,7 +36,7 @@ from services.coordinator.state.health_records import Event
 from services.coordinator.state.records import Outcome, Phase, RunRecord
 from services.coordinator.state.retry import RedisRetry
 from services.coordinator.state.run_board import RunBoard
-from services.coordinator.state.store import AnotherRunActive, RunIdTaken, Store
+from services.coordinator.state.store import AnotherRunActive, AsyncStore, RunIdTaken
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -80,7 +80,7 @@ class RunManager:
 
     def __init__(
         self,
-        store: Store,
+        store: AsyncStore,
         registry: Registry,
         peers: Peers,
         settings: ServiceSettings,
@@ -120,7 +120,7 @@ class RunManager:
 
     async def _start(self, run_id: str, config_toml: str, request_id: str) -> RunRecord:
         async with self._starting:
-            known = await asyncio.to_thread(self._store.started_by, request_id) if request_id else None
+            known = await self._store.started_by(request_id) if request_id else None
             if known is not None and known.request_digest != request_digest(run_id, config_toml):
                 raise AlreadyExists(
                     f"request {request_id!r} started run {known.run_id!r} with another run_id or configuration: choose "
@@ -128,7 +128,7 @@ class RunManager:
                 )
             if known is not None:
                 return await self.record(known.run_id)
-            if run_id and await asyncio.to_thread(self._store.run, run_id) is not None:
+            if run_id and await self._store.run(run_id) is not None:
                 raise AlreadyExists(f"a run {run_id!r} exists: choose another run_id")
             await self._wait_for_clean_up()
             if self.active is not None:
@@ -161,7 +161,7 @@ class RunManager:
                 raise self._busy(self.active.record.run_id)
             restored = await asyncio.to_thread(read_run, folder, steps)
             run_id = restored.record.run_id
-            known = await asyncio.to_thread(self._store.run, run_id)
+            known = await self._store.run(run_id)
             extended = known is not None and known.phase.ended and known.folder == restored.record.folder and steps
             if known is not None and not extended:
                 raise AlreadyExists(f"run {run_id!r} is still in Redis: there is nothing to restore")
@@ -195,8 +195,8 @@ class RunManager:
 
     async def resume(self) -> None:
         """Resume the run that an earlier coordinator left active, if there is one."""
-        run_id = await asyncio.to_thread(self._store.active_run_id)
-        record = await asyncio.to_thread(self._store.run, run_id) if run_id else None
+        run_id = await self._store.active_run_id()
+        record = await self._store.run(run_id) if run_id else None
         if record is None:
             return
         config = RunConfig.model_validate_json(record.config_json)
@@ -205,7 +205,7 @@ class RunManager:
         except DataError as error:
             end = {"phase": Phase.FAILED, "outcome": Outcome.DATA_FAILED, "reason": f"after a restart: {error}"}
             failed = record.model_copy(update=end | {"end_time": datetime.now(UTC)})
-            await asyncio.to_thread(self._store.save_run, failed)
+            await self._store.save_run(failed)
             logger.error("run %s can't be resumed: %s", run_id, error)
             return
         logger.info("resuming run %s (%s)", run_id, record.phase.value.lower())
@@ -220,7 +220,7 @@ class RunManager:
 
     async def _delete_ended(self, run_id: str) -> None:
         async with self._starting:
-            record = await asyncio.to_thread(self._store.run, run_id)
+            record = await self._store.run(run_id)
             if record is None:
                 raise NotFound(f"there is no run {run_id!r}")
             if not record.phase.ended:
@@ -230,7 +230,7 @@ class RunManager:
     async def delete_expired(self) -> None:
         """Delete runs beyond the retention limits, and finish deletions of an earlier coordinator."""
         async with self._starting:
-            for run_id in await asyncio.to_thread(self._store.deleting):
+            for run_id in await self._store.deleting():
                 try:
                     await self._end_deletion(run_id)
                 except Unavailable as error:  # such as a data node that only this run has
@@ -251,7 +251,7 @@ class RunManager:
     async def _delete(self, record: RunRecord) -> None:
         await self._wait_for_clean_up()
         board = self.board(record)
-        await asyncio.to_thread(self._store.begin_delete, record.run_id, record.request_id)
+        await self._store.begin_delete(record.run_id, record.request_id)
         self._ended_runs.pop(record.run_id, None)
         self._boards.pop(record.run_id, None)
         await self._delete_board(record.run_id, board)
@@ -261,14 +261,14 @@ class RunManager:
 
         Raises Unavailable: a Redis is still away.
         """
-        if run_id in await asyncio.to_thread(self._store.deleting):
+        if run_id in await self._store.deleting():
             await self._delete_board(run_id, RunBoard(self._settings.redis, run_id, (), BoardConfig()))
 
     async def _delete_board(self, run_id: str, board: RunBoard) -> None:
         """Delete a run's board."""
         try:
             await read_board(board.delete())
-            await asyncio.to_thread(self._store.end_delete, run_id)
+            await self._store.end_delete(run_id)
         finally:
             await board.close()
 
@@ -288,7 +288,7 @@ class RunManager:
         Raises AlreadyExists, FailedPrecondition; Unavailable: Redis is full, or a newer coordinator has taken over.
         """
         try:
-            await RedisRetry(f"run {record.run_id}").in_thread(self._store.create_run, record)
+            await RedisRetry(f"run {record.run_id}").call(self._store.create_run, record)
         except RunIdTaken as error:
             raise AlreadyExists(f"a run {error} exists: choose another run_id") from error
         except AnotherRunActive as error:
@@ -305,7 +305,7 @@ class RunManager:
             peers=self._peers,
             launcher=self._settings.launcher,
         )
-        return ActiveRun(context, record, data, files, await asyncio.to_thread(self._store.weights))
+        return ActiveRun(context, record, data, files, await self._store.weights())
 
     def _launch(self, active: ActiveRun) -> None:
         freeze_objects()  # also those of the last run are collected
@@ -354,11 +354,11 @@ class RunManager:
         if self.active is not None and run_id in ("", self.active.record.run_id):
             return self.active.record
         if not run_id:
-            run_ids = await asyncio.to_thread(self._store.run_ids)
+            run_ids = await self._store.run_ids()
             if not run_ids:
                 raise NotFound("there is no run yet")
             run_id = run_ids[0]
-        record = await asyncio.to_thread(self._store.run, run_id)
+        record = await self._store.run(run_id)
         if record is None:
             raise NotFound(f"there is no run {run_id!r}")
         return record
@@ -366,7 +366,7 @@ class RunManager:
     async def all(self) -> list[RunRecord]:
         """Return all runs, newest first, but for those whose record is gone."""
         records = []
-        for run_id in await asyncio.to_thread(self._store.run_ids):
+        for run_id in await self._store.run_ids():
             with contextlib.suppress(NotFound):  # it was deleted meanwhile
                 records.append(await self.record(run_id))
         return records
@@ -426,7 +426,7 @@ class RunManager:
 
     async def summaries(self, after: str) -> AsyncIterator[tuple[str, pb.Run]]:
         """Yield all runs, newest first, without their large fields; those after the key `after`. Raises Unavailable."""
-        times = await asyncio.to_thread(self._store.run_times)
+        times = await self._store.run_times()
         for key, run_id in sorted((newest_first(time, run_id), run_id) for run_id, time in times.items()):
             if key > after:
                 with contextlib.suppress(NotFound):  # it was deleted meanwhile
@@ -440,7 +440,7 @@ class RunManager:
         """Return the latest health events of a run, oldest first. Raises Unavailable."""
         if (active := self._active(record)) is not None:
             return active.health.record.events
-        return (await asyncio.to_thread(self._store.health, record.run_id)).events
+        return (await self._store.health(record.run_id)).events
 
     def assignment(self, replica_id: str) -> pb.Assignment:
         """Return the run that a replica works on."""

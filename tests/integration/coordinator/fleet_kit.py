@@ -15,7 +15,7 @@ from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry
 from services.coordinator.fleet.run_context import RunContext
 from services.coordinator.state.run_board import RunBoard
-from services.coordinator.state.store import Store
+from services.coordinator.state.store import AsyncStore, Store
 
 RUN = "run"
 
@@ -25,8 +25,8 @@ class FleetKit:
 
     def __init__(self, redis_url: str) -> None:
         self._redis_url = redis_url
-        self.store = Store(redis_url)
-        self.store.take_over()
+        self.store = AsyncStore(Store(redis_url))
+        self.store.in_threads.take_over()
         self.registry = Registry(self.store, lease_seconds=60, heartbeat_seconds=0.1, gpu_lease_seconds=60)
         self.peers = Peers(None, TlsFiles(), 1)
         self.fleet = Fleet(self.registry, RUN, REPLICA_ROLES)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from relaxd.board import BoardError, NewGroup, StageWorker
-from relaxd.board.connections.moves import run_script
 from relaxd.board.connections.resp import CommandPacker
+from relaxd.board.connections.scripts import run_script
 from relaxd.board.errors import TooLate
 from relaxd.board.payloads import transfer
 from relaxd.board.payloads.attempt import SLICE_BYTES, Attempt

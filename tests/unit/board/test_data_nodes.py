@@ -9,7 +9,7 @@ import redis
 from pydantic import ValidationError
 
 from relaxd.board import Board, BoardUnavailable, NewGroup, RunExists, RunMissing
-from relaxd.board.connections.moves import run_script
+from relaxd.board.connections.scripts import run_script
 from relaxd.board.payloads import transfer
 from relaxd.config import BoardConfig
 from tests.kit.boards import LARGE, advance, audit, group, make_board, make_overdue, output, take

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from relaxd.board import NewGroup, Stage
-from relaxd.board.connections.moves import run_script
+from relaxd.board.connections.scripts import run_script
 from relaxd.board.core import GroupAttempt
 from relaxd.board.payloads import attempt as attempts
 from tests.kit.boards import audit, make_board

@@ -14,7 +14,7 @@ from services.coordinator.fleet.gpu_choice import OWN, SHARED, uuid_of
 from services.coordinator.fleet.gpu_holders import GpuHolders
 from services.coordinator.fleet.registry import Registry
 from services.coordinator.runs.manager import READERS, read_in_thread
-from services.coordinator.state.store import Store
+from services.coordinator.state.store import AsyncStore, Store
 
 
 async def test_many_changes_wake_their_waiters_a_few_times_and_none_is_missed() -> None:
@@ -51,8 +51,8 @@ async def test_wake_ups_are_as_far_apart_as_is_asked() -> None:
 
 
 async def test_heartbeats_that_confirm_a_synchronisation_wake_nobody(redis_url: str) -> None:
-    store = Store(redis_url)
-    store.take_over()
+    store = AsyncStore(Store(redis_url))
+    await store.take_over()
     registry = Registry(store, lease_seconds=6.0, heartbeat_seconds=1.0, gpu_lease_seconds=60.0)
     names = [f"rollout-{number}" for number in range(32)]
     for name in names:

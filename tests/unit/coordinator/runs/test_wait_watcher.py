@@ -18,7 +18,7 @@ from services.coordinator.fleet.registry import Registry
 from services.coordinator.fleet.run_context import RunContext
 from services.coordinator.runs.wait_watcher import WaitWatcher
 from services.coordinator.state.run_board import RunBoard
-from services.coordinator.state.store import Store
+from services.coordinator.state.store import AsyncStore, Store
 from tests.kit.boards import STAGES, advance, group, take
 from tests.kit.redis.redis_server import RedisServer
 
@@ -36,8 +36,8 @@ class World:
             reward=RewardConfig(name="addition"),
             trainer=TrainerConfig(groups_per_step=2),
         )
-        store = Store(url)
-        store.take_over()
+        store = AsyncStore(Store(url))
+        store.in_threads.take_over()
         self.registry = Registry(store, lease_seconds=6.0, heartbeat_seconds=1.0, gpu_lease_seconds=60.0)
         run_board = RunBoard(url, "run", STAGES, BoardConfig(), retry_seconds=0.2)
         self.board = run_board.in_threads

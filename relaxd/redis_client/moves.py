@@ -1,15 +1,13 @@
-"""Moves: the board's operations, without a connection.
+"""Moves: operations on what Redis holds, without a connection.
 
 A move is a generator. It yields what is to be sent to Redis, is given the replies, and returns the operation's result.
-So each operation is written once: its commands, what follows from their replies, and how these are read. The two faces
-of the board (relaxd.board.board) only carry moves out, one in the calling thread, the other in the event loop.
+So each operation is written once: its commands, what follows from their replies, and how these are read. Whoever has
+a connection only carries moves out: a Board in the calling thread, an AsyncBoard in the event loop.
 """
 
 import functools
-from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any, Concatenate, Generic, Literal, NamedTuple, ParamSpec, TypeVar, overload
-
-from relaxd.board.connections.scripts import script_hash
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -45,21 +43,45 @@ def ask(*command: Any, at: At = None) -> Move[Any]:
     return reply
 
 
-def script_call(name: str, prefix: str, *arguments: Any) -> Command:
-    """Return the command that runs a script."""
-    return ("EVALSHA", script_hash(name), 1, prefix, *arguments)
+def carry_out(move: Move[T], send: Callable[[Request], list[Any]]) -> T:
+    """Carry a move out, and return its result."""
+    try:
+        request = next(move)
+        while True:
+            try:
+                replies = send(request)
+            except BaseException as error:
+                request = move.throw(error)
+            else:
+                request = move.send(replies)
+    except StopIteration as end:
+        result: T = end.value
+        return result
 
 
-def run_script(name: str, prefix: str, *arguments: Any, before: Iterable[Command] = ()) -> Move[Any]:
-    """Run one script, in one round trip with the commands that are to run before it. Returns the script's reply."""
-    replies = yield Send((*before, script_call(name, prefix, *arguments)), how="write")
-    return replies[-1]
+async def carry_out_async(move: Move[T], send: Callable[[Request], Coroutine[Any, Any, list[Any]]]) -> T:
+    """Carry a move out in the event loop, and return its result."""
+    try:
+        request = next(move)
+        while True:
+            try:
+                replies = await send(request)
+            except BaseException as error:  # also that the caller is cancelled
+                request = move.throw(error)
+            else:
+                request = move.send(replies)
+    except StopIteration as end:
+        result: T = end.value
+        return result
 
 
 class Blocking:
     """What carries moves out in the calling thread."""
 
     def _run(self, move: Move[T]) -> T:
+        return carry_out(move, self._send)
+
+    def _send(self, request: Request) -> list[Any]:
         raise NotImplementedError
 
 
@@ -67,6 +89,9 @@ class Asynchronous:
     """What carries moves out in the event loop."""
 
     async def _run(self, move: Move[T]) -> T:
+        return await carry_out_async(move, self._send)
+
+    async def _send(self, request: Request) -> list[Any]:
         raise NotImplementedError
 
 

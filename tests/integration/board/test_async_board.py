@@ -10,8 +10,8 @@ import redis
 
 from relaxd.board import AsyncBoard, Board, BoardUnavailable, Fenced, NewGroup
 from relaxd.board.connections.asynchronous import AT_ONCE
-from relaxd.board.connections.moves import Operation
 from relaxd.config import BoardConfig
+from relaxd.redis_client.moves import Operation
 from tests.kit.boards import LARGE, STAGES, advance, audit, group, make_board, output, take
 from tests.kit.redis.redis_server import RedisServer
 
@@ -92,6 +92,20 @@ async def test_a_call_that_is_cancelled_leaves_no_reply_to_another(board: AsyncB
         assert await board.open_groups() == [f"g{index}" for index in range(number + 1)]
     advance(blocking, ["rollout"])
     audit(blocking)
+
+
+async def test_a_loop_of_calls_can_be_cancelled_at_any_moment(board: AsyncBoard) -> None:
+    async def ask_for_ever() -> None:
+        while True:
+            await board.counts()
+
+    for turns in range(200):
+        asking = asyncio.create_task(ask_for_ever())
+        for _ in range(turns % 60):
+            await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.wait([asking], timeout=1.0)
+        assert asking.done(), f"it went on after it was cancelled at turn {turns % 60}"
 
 
 async def test_many_calls_share_a_bounded_number_of_connections(board: AsyncBoard, redis_url: str) -> None:
