@@ -41,7 +41,7 @@ GPUS = PREFIX + "gpus"
 WEIGHTS = PREFIX + "weights"
 SCALING = PREFIX + "scaling"
 
-SETTINGS: dict[str, Any] = {"decode_responses": True, "health_check_interval": 15}
+SETTINGS: dict[str, Any] = {"protocol": 2, "decode_responses": True, "health_check_interval": 15}
 BACKOFF, RETRIES = ExponentialBackoff(cap=0.2, base=0.02), 2
 """redis-py tries again itself."""
 
