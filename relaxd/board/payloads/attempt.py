@@ -113,8 +113,6 @@ class Place(NamedTuple):
 
 def places(prefix: str, pointer: str, columns: Iterable[str]) -> dict[str, Place]:
     """Return where each of a writer's columns is. Raises ValueError: the pointer is damaged."""
-    if "," not in pointer:
-        return dict.fromkeys(columns, _shared(prefix, pointer))
     shared, large = _parse(prefix, pointer)
     return {column: large.get(column, shared) for column in columns}
 
@@ -130,16 +128,11 @@ def payload_keys(prefix: str, pointer: str) -> list[str]:
     return [key for place in all_places(prefix, pointer) for key in place.keys]
 
 
-def _shared(prefix: str, name: str) -> Place:
-    """Return where the payload of the small columns is, by the part of a pointer that names it."""
-    return Place((f"{prefix}columns:{name}",), int(name[name.rindex(":") + 1 :]))
-
-
 def _parse(prefix: str, pointer: str) -> tuple[Place, dict[str, Place]]:
     """Return where the shared payload is, and the payload of each large column."""
     name, _, rest = pointer.partition(",")
-    shared = _shared(prefix, name)
-    (key,) = shared.keys
+    key = f"{prefix}columns:{name}"
+    shared = Place((key,), int(name.rpartition(":")[2]))
     large: dict[str, Place] = {}
     for part in rest.split(",") if rest else ():
         column, size, slices = part.split(":")

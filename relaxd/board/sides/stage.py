@@ -369,8 +369,14 @@ def _join(payloads: Mapping[Place, bytes | None], places: Sequence[Place]) -> di
 
 def _delivery(stage: str, consumer: str, entry_id: bytes, flat: Sequence[bytes], deliveries: int) -> Delivery:
     """Parse a stream entry. Names and values of its fields take turns."""
-    fields = dict(zip(flat[::2], flat[1::2], strict=True))
-    pointers = {name.decode(): value.decode() for name, value in fields.items() if name.startswith(b"@")}
+    fields: dict[bytes, bytes] = {}
+    pointers: dict[str, str] = {}
+    both = iter(flat)
+    for name, value in zip(both, both, strict=True):
+        if name[:1] == b"@":
+            pointers[name.decode()] = value.decode()
+        else:
+            fields[name] = value
     trace = fields[b"trace"]
     return Delivery(
         group_id=fields[b"group"].decode(),

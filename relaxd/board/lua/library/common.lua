@@ -40,7 +40,6 @@ local WORKERS = 'workers'
 local FAILED, FILTERED = 'consecutive_drops', 'consecutive_filtered' -- fields of the state: drops in a row
 local KEPT_GROUPS, KEPT_BYTES = 256, 65536
 local KEPT_SIZES = 512
-local STORED_ALONE = 1024 -- bytes of a payload that isn't stored together with others: all their copies would leave the caches
 local KEPT_UNSCORED = 1024
 local NO_LIMIT = 2 ^ 31
 local call, byte, unpack = redis.call, string.byte, unpack
@@ -150,7 +149,7 @@ local function found_in(set, members)
   return found
 end
 
--- Make an attempt's payloads last: the shared one is stored, at once or by finish(), and the slices expire no more (those on data nodes last
+-- Make an attempt's payloads last: finish() stores the shared one, and the slices expire no more (those on data nodes last
 -- already). Return their bytes; nil if the attempt came too late. `garbage` has the pointers among the caller's that are
 -- garbage: those of a request that arrived late, for a second time.
 local function accept(pointer, shared, garbage)
@@ -166,12 +165,8 @@ local function accept(pointer, shared, garbage)
     end
     key, bytes = shared_key(pointer), bytes_of(pointer)
   end
-  if #shared >= STORED_ALONE then
-    call('SET', key, shared)
-  else
-    stored[#stored + 1] = key
-    stored[#stored + 1] = shared
-  end
+  stored[#stored + 1] = key
+  stored[#stored + 1] = shared
   return bytes
 end
 
