@@ -6,10 +6,12 @@
 - "load 256 KB": a group's column is loaded and decoded;
 - "write 256 KB": a slice of a column is written.
 
-Clients: "threads" is a Board in asyncio.to_thread. "asyncio" is an AsyncBoard: redis.asyncio with hiredis's parser and
-relaxd's CommandPacker; "asyncio, redis-py's packer" is the same without the latter. It has at most as many connections
-as there are threads. "sync" is a Board in the only thread there is, one call after the other: what threads and asyncio
-add to. All take turns in each round. Processor time of a call is that of the client's process and of Redis.
+Clients: "threads" is the blocking board in asyncio.to_thread, as the coordinator had it. "asyncio" is
+redis.asyncio with hiredis's parser; it packs commands in Python, because redis.asyncio has no other way. "asyncio, our
+packer" is the same with relaxd's CommandPacker. Those two have as many connections as there are threads; they send what
+the board sends and decode as it does, but retry nothing. "AsyncBoard" is the board's own face for the event loop, which
+does. "sync" is the board in the only thread there is, one call after the other: what threads and asyncio add to. All
+take turns in each round. Processor time of a call is that of the client's process and of Redis.
 
 Then packers alone: relaxd's CommandPacker beside hiredis.pack_command and redis-py's in Python.
 """
@@ -27,21 +29,23 @@ from typing import Any, NamedTuple
 import hiredis
 import numpy as np
 import redis
+import redis.asyncio
 from redis.connection import PythonRespSerializer
 
 from benchmarks.board import redis_server
 from benchmarks.reporting import report
-from relaxd.board import AsyncBoard, Board, NewGroup, Stage
-from relaxd.board.connections.asynchronous import AT_ONCE
+from relaxd.board import AsyncBoard, Board, Delivery, NewGroup, Stage, decode_columns
 from relaxd.board.connections.resp import CommandPacker
+from relaxd.board.connections.scripts import script_call
+from relaxd.board.payloads.attempt import places
 from relaxd.config import BoardConfig
 
 IN_FLIGHT = (1, 16, 256)
 SIZE = 256 * 1024
 CALLS = {"script": 4096, "load 256 KB": 1024, "write 256 KB": 1024}
 """Calls in a measurement."""
-THREADS = AT_ONCE
-"""As many as an AsyncBoard has connections."""
+THREADS = 64
+"""As the coordinator had."""
 SECONDS = 120.0
 """Deadline of a measurement."""
 STAGES = [Stage("train", ("x",), ())]
@@ -59,12 +63,23 @@ class Measured(NamedTuple):
     redis_us: float
 
 
+class OurPackerConnection(redis.asyncio.Connection):
+    """A connection with relaxd's packer."""
+
+    packer = CommandPacker()
+
+    def pack_command(self, *args: Any) -> list[Any]:
+        return list(self.packer.pack(*args))
+
+    def pack_commands(self, commands: Any) -> list[Any]:
+        return [chunk for command in commands for chunk in self.packer.pack(*command)]
+
+
 class Boards:
     """One group on a board, and the calls of each client for it."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._open: list[AsyncBoard] = []
+    def __init__(self, url: str, connections: int) -> None:
+        self._url, self._connections = url, connections
         self.board = Board(url, "benchmark", STAGES, BoardConfig(lease_seconds=3600), timeout_seconds=30)
         self.board.create(term=1, groups_per_step=1, steps=1)
         self.board.set_gate(term=1, oldest_version=0, open=True)
@@ -91,27 +106,50 @@ class Boards:
         return {
             "sync": {name: functools.partial(here, function) for name, function in sync.items()},
             "threads": {name: functools.partial(asyncio.to_thread, function) for name, function in sync.items()},
-            "asyncio": self._asyncio(packer=True),
-            "asyncio, redis-py's packer": self._asyncio(packer=False),
+            "asyncio": self._asyncio(redis.asyncio.Connection),
+            "asyncio, our packer": self._asyncio(OurPackerConnection),
+            "AsyncBoard": self._async_board(),
         }
 
-    def _asyncio(self, *, packer: bool) -> dict[str, Call]:
-        """Return the calls of a board for the event loop, with relaxd's packer or redis-py's."""
+    def _async_board(self) -> dict[str, Call]:
         board = AsyncBoard(self._url, "benchmark", STAGES, BoardConfig(lease_seconds=3600), timeout_seconds=30)
-        self._open.append(board)
-        if not packer:
-            board._connection.client.connection_pool.connection_kwargs["packer"] = None
         return {
             "script": lambda: board.renew("train", "replica-1", [self._held]),
             "load 256 KB": lambda: board.load([self._held], ["x"]),
             "write 256 KB": lambda: board._connection.write([self._write]),
         }
 
-    async def close(self) -> None:
-        """Close all connections."""
-        for board in self._open:
-            await board.close()
-        self.board.close()
+    def _asyncio(self, connection_class: Any) -> dict[str, Call]:
+        pool = redis.asyncio.BlockingConnectionPool.from_url(
+            self._url,
+            connection_class=connection_class,
+            max_connections=self._connections,
+            timeout=SECONDS,
+            protocol=2,
+            socket_timeout=30,
+            socket_connect_timeout=30,
+        )
+        client: Any = redis.asyncio.Redis(connection_pool=pool)
+        held: Delivery = self._held
+        renew = script_call(
+            "renew", self.board.prefix, "train", "replica-1", held.group_id, held.entry_id, held.attempt
+        )
+
+        async def script() -> object:
+            return {group_id.decode() for group_id in await client.execute_command(*renew)}
+
+        async def load() -> object:
+            place = places(self.board.prefix, held.pointers["@publish"], ["x"])["x"]
+            async with client.pipeline(transaction=False) as pipe:
+                pipe.execute_command("MGET", *place.keys)
+                pipe.execute_command("SMISMEMBER", f"{self.board.prefix}open", held.group_id)
+                found, _ = await pipe.execute()
+            return decode_columns(found[0])["x"]
+
+        async def write() -> object:
+            return await client.execute_command(*self._write)
+
+        return {"script": script, "load 256 KB": load, "write 256 KB": write}
 
 
 async def measure(call: Call, calls: int, in_flight: int, server: redis.Redis) -> Measured:
@@ -146,8 +184,7 @@ async def measure_clients(url: str, rounds: int, threads: int) -> list[dict[str,
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(threads))
     server = redis.Redis.from_url(url)
     server.flushall()
-    boards = Boards(url)
-    clients = boards.clients()
+    clients = Boards(url, threads).clients()
     found: dict[tuple[str, int, str], list[Measured]] = {}
     for _ in range(rounds):
         for what, calls in CALLS.items():
@@ -156,7 +193,6 @@ async def measure_clients(url: str, rounds: int, threads: int) -> list[dict[str,
                     if client != "sync" or in_flight == 1:
                         measured = await measure(its_calls[what], calls, in_flight, server)
                         found.setdefault((what, in_flight, client), []).append(measured)
-    await boards.close()
     rows = []
     for (what, in_flight, client), measured_ones in found.items():
         median = Measured(*(statistics.median(column) for column in zip(*measured_ones, strict=True)))
