@@ -6,12 +6,12 @@
 - "load 256 KB": a group's column is loaded and decoded;
 - "write 256 KB": a slice of a column is written.
 
-Clients: "threads" is the board as it is, in asyncio.to_thread with the coordinator's executor. "asyncio" is
+Clients: "threads" is the blocking board in asyncio.to_thread, as the coordinator had it. "asyncio" is
 redis.asyncio with hiredis's parser; it packs commands in Python, because redis.asyncio has no other way. "asyncio, our
 packer" is the same with relaxd's CommandPacker. Those two have as many connections as there are threads; they send what
-the board sends and decode as it does, but retry nothing. "sync" is the board in the only thread there is, one call
-after the other: what threads and asyncio add to. All take turns in each round. Processor time of a call is that of the
-client's process and of Redis.
+the board sends and decode as it does, but retry nothing. "AsyncBoard" is the board's own face for the event loop, which
+does. "sync" is the board in the only thread there is, one call after the other: what threads and asyncio add to. All
+take turns in each round. Processor time of a call is that of the client's process and of Redis.
 
 Then packers alone: relaxd's CommandPacker beside hiredis.pack_command and redis-py's in Python.
 """
@@ -34,10 +34,10 @@ from redis.connection import PythonRespSerializer
 
 from benchmarks.board import redis_server
 from benchmarks.reporting import report
-from relaxd.board import Board, Delivery, NewGroup, Stage, decode_columns
-from relaxd.board.connection import RedisConnection
+from relaxd.board import AsyncBoard, Board, Delivery, NewGroup, Stage, decode_columns
+from relaxd.board.connections.resp import CommandPacker
+from relaxd.board.connections.scripts import script_call
 from relaxd.board.payloads.attempt import places
-from relaxd.board.resp import CommandPacker
 from relaxd.config import BoardConfig
 
 IN_FLIGHT = (1, 16, 256)
@@ -45,7 +45,7 @@ SIZE = 256 * 1024
 CALLS = {"script": 4096, "load 256 KB": 1024, "write 256 KB": 1024}
 """Calls in a measurement."""
 THREADS = 64
-"""As in services/coordinator/service.py."""
+"""As the coordinator had."""
 SECONDS = 120.0
 """Deadline of a measurement."""
 STAGES = [Stage("train", ("x",), ())]
@@ -93,7 +93,7 @@ class Boards:
         return {
             "script": lambda: self.board.renew("train", "replica-1", [self._held]),
             "load 256 KB": lambda: self.board.load([self._held], ["x"]),
-            "write 256 KB": lambda: self.board._connection.write(lambda pipe: pipe.execute_command(*self._write)),
+            "write 256 KB": lambda: self.board._connection.write([self._write]),
         }
 
     def clients(self) -> dict[str, dict[str, Call]]:
@@ -108,6 +108,15 @@ class Boards:
             "threads": {name: functools.partial(asyncio.to_thread, function) for name, function in sync.items()},
             "asyncio": self._asyncio(redis.asyncio.Connection),
             "asyncio, our packer": self._asyncio(OurPackerConnection),
+            "AsyncBoard": self._async_board(),
+        }
+
+    def _async_board(self) -> dict[str, Call]:
+        board = AsyncBoard(self._url, "benchmark", STAGES, BoardConfig(lease_seconds=3600), timeout_seconds=30)
+        return {
+            "script": lambda: board.renew("train", "replica-1", [self._held]),
+            "load 256 KB": lambda: board.load([self._held], ["x"]),
+            "write 256 KB": lambda: board._connection.write([self._write]),
         }
 
     def _asyncio(self, connection_class: Any) -> dict[str, Call]:
@@ -122,7 +131,7 @@ class Boards:
         )
         client: Any = redis.asyncio.Redis(connection_pool=pool)
         held: Delivery = self._held
-        renew = RedisConnection.call(
+        renew = script_call(
             "renew", self.board.prefix, "train", "replica-1", held.group_id, held.entry_id, held.attempt
         )
 

@@ -1,6 +1,6 @@
 """The sample board: groups move from stage to stage through Redis, each trained or dropped exactly once."""
 
-from relaxd.board.board import Board
+from relaxd.board.board import AsyncBoard, Board
 from relaxd.board.errors import (
     BoardError,
     BoardUnavailable,
@@ -80,6 +80,7 @@ __all__ = [
     "TRAIN",
     "VALUES",
     "Admission",
+    "AsyncBoard",
     "Board",
     "BoardError",
     "BoardUnavailable",

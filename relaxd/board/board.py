@@ -1,12 +1,14 @@
-"""The sample board of a run."""
+"""The sample board of a run: two faces of the same operations."""
 
+from relaxd.board.connections.asynchronous import AsynchronousFace
+from relaxd.board.connections.blocking import BlockingFace
 from relaxd.board.sides.coordinator import CoordinatorSide
 from relaxd.board.sides.stage import StageSide
 from relaxd.board.sides.trainer import TrainerSide
 
 
-class Board(CoordinatorSide, StageSide, TrainerSide):
-    """A run's groups, stages, counters and step ledger in Redis. Thread-safe; synchronous.
+class Board(BlockingFace, CoordinatorSide, StageSide, TrainerSide):
+    """A run's groups, stages, counters and step ledger in Redis. Thread-safe; its operations block.
 
     `Board(redis_url, run_id, stages, limits, *, timeout_seconds=5.0, retry_seconds=10.0, orphan_seconds=60.0)`:
     timeout_seconds limits each wait for Redis. While Redis is unavailable, an operation is retried for retry_seconds
@@ -14,4 +16,12 @@ class Board(CoordinatorSide, StageSide, TrainerSide):
 
     Every operation is idempotent, so that it can be retried after a lost reply. Every write that must be atomic is one
     script (relaxd/board/lua).
+    """
+
+
+class AsyncBoard(AsynchronousFace, CoordinatorSide, StageSide, TrainerSide):
+    """The same for one event loop: its operations are awaited, also `close`.
+
+    An operation that is cancelled may have taken effect or not, as after a lost reply. Columns are encoded and decoded
+    in the event loop: whoever moves megabytes does it in a thread, with a Board.
     """

@@ -4,21 +4,19 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any, NamedTuple
 
-import redis
-
-from relaxd.board.connection import RedisConnection
+from relaxd.board.connections.scripts import run_script, script_call
+from relaxd.board.connections.servers import Servers
 from relaxd.board.errors import BoardError, ColumnsTooLarge, RunMissing, TooLate
 from relaxd.board.payloads import transfer
 from relaxd.board.payloads.attempt import Attempt, all_places, new_names
 from relaxd.board.payloads.encoding import decode_columns
-from relaxd.board.payloads.nodes import PayloadNodes
 from relaxd.board.stages import PUBLISH, Stage, producers
 from relaxd.board.types import Column, Counts, DroppedGroup, HeldGroup, QueueDepth
 from relaxd.config import BoardConfig
 from relaxd.redis_client import COORDINATOR, key_prefix, with_access_of
+from relaxd.redis_client.moves import Command, Move, Send, ask, operation
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 RUN_ID_RULE = "must be 1 to 64 letters, digits, dots, dashes and underscores, the first one a letter or digit"
@@ -52,7 +50,10 @@ def damaged(what: str, error: Exception) -> BoardError:
 
 
 class BoardCore:
-    """The operations that every side of a run's board has. Thread-safe."""
+    """The operations that every side of a run's board has."""
+
+    connect_to: Callable[..., Any]
+    """Connects to a server; a face (relaxd.board.board) says how."""
 
     def __init__(
         self,
@@ -72,38 +73,42 @@ class BoardCore:
         self.stages = tuple(stages)
         self.limits = limits
         self.orphan_seconds = orphan_seconds
-        connect = partial(RedisConnection, tag=run_id, timeout_seconds=timeout_seconds, retry_seconds=retry_seconds)
-        self._connect_node = lambda url: connect(with_access_of(url, redis_url))
-        self._connection = connect(redis_url)
-        self._nodes = PayloadNodes(self._connection, limits.data_urls, self._connect_node)
+        settings = {"tag": run_id, "timeout_seconds": timeout_seconds, "retry_seconds": retry_seconds}
+        self._redis_seconds = timeout_seconds
+        self._connection = self.connect_to(redis_url, **settings)
+        self._nodes: Servers[Any] = Servers(
+            lambda url: self.connect_to(with_access_of(url, redis_url), **settings), self._connection, limits.data_urls
+        )
         self._by_name = {stage.name: stage for stage in self.stages}
         self._producers = producers(self.stages)
         self._routes = json.dumps([[stage.name, self._writers(stage)] for stage in self.stages])
 
-    def counts(self) -> Counts:
+    @operation
+    def counts(self) -> Move[Counts]:
         """Read the terms of the conservation law, in one transaction. Raises RunMissing."""
         names = ("published", "trained", "dropped", "last_step", "consecutive_drops", "consecutive_filtered")
-
-        def commands(pipe: redis.client.Pipeline) -> None:
-            pipe.hmget(f"{self.prefix}state", names)
-            pipe.scard(f"{self.prefix}open")
-            pipe.hgetall(f"{self.prefix}drops")
-
-        state, open_groups, reasons = self._connection.pipeline(commands, atomic=True)
+        commands = [
+            ("HMGET", f"{self.prefix}state", *names),
+            ("SCARD", f"{self.prefix}open"),
+            ("HGETALL", f"{self.prefix}drops"),
+        ]
+        state, open_groups, reasons = yield Send(commands, how="atomic")
         if state[0] is None:
             raise RunMissing(f"run {self.run_id} is not on the board")
         values = {name: int(value) for name, value in zip(names, state, strict=True)}
         by_reason = {reason.decode(): int(count) for reason, count in reasons.items()}
         return Counts(open=open_groups, dropped_by_reason=by_reason, **values)
 
-    def open_groups(self) -> list[str]:
+    @operation
+    def open_groups(self) -> Move[list[str]]:
         """Return the ids of the open groups, sorted."""
-        members = self._connection.run(lambda client: client.smembers(f"{self.prefix}open"))
+        members = yield from ask("SMEMBERS", f"{self.prefix}open")
         return sorted(member.decode() for member in members)
 
-    def dropped(self, limit: int = 100) -> list[DroppedGroup]:
+    @operation
+    def dropped(self, limit: int = 100) -> Move[list[DroppedGroup]]:
         """Return records of dropped groups, newest first; Redis keeps the last few hundred. Raises ColumnError."""
-        entries = self._connection.run(lambda client: client.xrevrange(f"{self.prefix}dropped", count=limit))
+        entries = yield from ask("XREVRANGE", f"{self.prefix}dropped", "+", "-", "COUNT", limit)
         with reading(f"the record of dropped groups of run {self.run_id}"):
             return [
                 DroppedGroup(
@@ -119,47 +124,37 @@ class BoardCore:
                 for _, fields in entries
             ]
 
-    def queues(self) -> list[QueueDepth]:
+    @operation
+    def queues(self) -> Move[list[QueueDepth]]:
         """Count the groups that wait for each stage and are held in it, in the stages' order. Raises RunMissing."""
-
-        def commands(pipe: redis.client.Pipeline) -> None:
-            for stage in self.stages:
-                pipe.xlen(self._stream(stage.name))
-                pipe.xpending(self._stream(stage.name), WORKERS)
-
-        replies = self._connection.pipeline(commands, atomic=True)
+        streams = [self._stream(stage.name) for stage in self.stages]
+        commands = [command for stream in streams for command in (("XLEN", stream), ("XPENDING", stream, WORKERS))]
+        replies = yield Send(commands, how="atomic")
         depths = []
-        for stage, length, pending in zip(self.stages, replies[::2], replies[1::2], strict=True):
-            depths.append(QueueDepth(stage.name, waiting=length - pending["pending"], held=pending["pending"]))
+        for stage, length, (held, *_) in zip(self.stages, replies[::2], replies[1::2], strict=True):
+            depths.append(QueueDepth(stage.name, waiting=length - held, held=held))
         return depths
 
-    def oldest_held(self) -> dict[str, HeldGroup]:
+    @operation
+    def oldest_held(self) -> Move[dict[str, HeldGroup]]:
         """Return for each stage that holds groups the one that was offered to it first. Raises RunMissing."""
-
-        def pending(pipe: redis.client.Pipeline) -> None:
-            for stage in self.stages:
-                pipe.xpending_range(self._stream(stage.name), WORKERS, min="-", max="+", count=1)
-
-        oldest = {
-            stage.name: found[0]
-            for stage, found in zip(self.stages, self._connection.pipeline(pending, atomic=True), strict=True)
-            if found
-        }
-
-        def entries(pipe: redis.client.Pipeline) -> None:
-            for stage, one in oldest.items():
-                pipe.xrange(self._stream(stage), one["message_id"], one["message_id"])
-
-        found = self._connection.pipeline(entries, atomic=True) if oldest else []
+        stages = [stage.name for stage in self.stages]
+        pending = yield Send(
+            [("XPENDING", self._stream(stage), WORKERS, "-", "+", 1) for stage in stages], how="atomic"
+        )
+        oldest = {stage: found[0] for stage, found in zip(stages, pending, strict=True) if found}
+        if not oldest:
+            return {}
+        entries = yield Send([("XRANGE", self._stream(stage), id, id) for stage, (id, *_) in oldest.items()])
         return {
             stage: HeldGroup(
                 group_id=entry[0][1].get(b"group", b"?").decode(),
-                holder=one["consumer"].decode(),
-                enqueued_at=int(one["message_id"].split(b"-")[0]) / 1000,
-                idle_seconds=one["time_since_delivered"] / 1000,
-                deliveries=one["times_delivered"] + int(entry[0][1].get(b"attempts", 0)),
+                holder=holder.decode(),
+                enqueued_at=int(id.split(b"-")[0]) / 1000,
+                idle_seconds=idle / 1000,
+                deliveries=deliveries + int(entry[0][1].get(b"attempts", 0)),
             )
-            for (stage, one), entry in zip(oldest.items(), found, strict=True)
+            for (stage, (id, holder, idle, deliveries)), entry in zip(oldest.items(), entries, strict=True)
             if entry  # else it was committed meanwhile
         }
 
@@ -176,10 +171,6 @@ class BoardCore:
         names = {"messaging.consumer.group.name": WORKERS, "messaging.client.id": consumer}
         return {"relaxd.run_id": self.run_id, **names}
 
-    def close(self) -> None:
-        """Close the connections to Redis."""
-        self._nodes.close()
-
     def _attempt(self, name: str, columns: Mapping[str, Column]) -> Attempt:
         """Encode columns under a new name. Raises ColumnError."""
         large = self.limits.large_column_bytes
@@ -194,8 +185,8 @@ class BoardCore:
         """Return the writers of the columns that a stage needs."""
         return sorted({self._producers.get(column, PUBLISH) for column in stage.needs} or {PUBLISH})
 
-    def _state(self, field: str) -> bytes:
-        value: bytes | None = self._connection.run(lambda client: client.hget(f"{self.prefix}state", field))
+    def _state(self, field: str) -> Move[bytes]:
+        value: bytes | None = yield from ask("HGET", f"{self.prefix}state", field)
         if value is None:
             raise RunMissing(f"run {self.run_id} is not on the board")
         return value
@@ -210,7 +201,7 @@ class BoardCore:
 
     def _commit_attempts(
         self, attempts: Sequence[GroupAttempt], script: str, arguments: Callable[[list[int]], Sequence[Any]]
-    ) -> list[int]:
+    ) -> Move[list[int]]:
         """Write large payloads and run the script that points to them: in one round trip, if they are few bytes.
 
         `arguments` gets the indices of the attempts to commit, and returns the script's arguments. The script returns
@@ -224,19 +215,19 @@ class BoardCore:
             large = [attempts[index].attempt for index in left if attempts[index].attempt.large_bytes]
             nbytes = sum(attempt.large_bytes for attempt in large)
             milliseconds = transfer.patience(nbytes, self.orphan_seconds)
-            before: list[tuple[Any, ...]] = []
+            before: list[Command] = []
             lasting = True
             if nbytes > transfer.BYTES_TOGETHER or any(attempt.on_nodes for attempt in large):
-                left, lasting = self._write(attempts, left, milliseconds)
+                left, lasting = yield from self._write(attempts, left, milliseconds)
             elif large:
                 # Of those that are refused the slices are written in vain, and expire.
                 registration = self._registration([attempts[index] for index in left], milliseconds)
-                before = [self._connection.call("register", self.prefix, *registration)]
+                before = [script_call("register", self.prefix, *registration)]
                 before += transfer.writes((one for attempt in large for one in attempt.slices()), milliseconds)
             replies = dict.fromkeys(left, -1)
             if left and lasting:
                 with suppress(TooLate):
-                    reply = self._connection.script(script, self.prefix, *arguments(left), before=before)
+                    reply = yield from run_script(script, self.prefix, *arguments(left), before=before)
                     replies = dict(zip(left, reply if isinstance(reply, list) else [reply] * len(left), strict=True))
             left = [index for index, reply in replies.items() if reply == -1]
             results = [max(0, replies.get(index, result)) for index, result in enumerate(results)]
@@ -252,35 +243,35 @@ class BoardCore:
 
     def _write(
         self, attempts: Sequence[GroupAttempt], indices: Sequence[int], milliseconds: int
-    ) -> tuple[list[int], bool]:
+    ) -> Move[tuple[list[int], bool]]:
         """Register attempts and write their large payloads; those on data nodes last from then on.
 
         Returns the indices of those that are still wanted, and whether every payload was made to last.
         """
-        left = self._wanted(attempts, indices, milliseconds)
-        transfer.write(self._nodes, [attempts[index].attempt for index in left], milliseconds)
+        left = yield from self._wanted(attempts, indices, milliseconds)
+        yield from transfer.write([attempts[index].attempt for index in left], milliseconds)
         placed = [index for index in left if attempts[index].attempt.on_nodes]
         # They are registered a second time: since the first one, a sweep may have freed what was written before it, but
         # not what was written after it. So what lasts is registered, garbage, or pointed to.
-        wanted = self._wanted(attempts, placed, milliseconds)
+        wanted = yield from self._wanted(attempts, placed, milliseconds)
         pointers = [attempts[index].attempt.pointer for index in wanted]
         places = [place for pointer in pointers for place in all_places(self.prefix, pointer)]
         left = [index for index in left if index in wanted or index not in placed]
-        return left, not transfer.keep(self._nodes, places)
+        return left, not (yield from transfer.keep(places))
 
-    def _wanted(self, attempts: Sequence[GroupAttempt], indices: Sequence[int], milliseconds: int) -> list[int]:
+    def _wanted(self, attempts: Sequence[GroupAttempt], indices: Sequence[int], milliseconds: int) -> Move[list[int]]:
         """Register attempts; returns the indices of those that somebody wants."""
-        refused = self._register([attempts[index] for index in indices], milliseconds)
+        refused = yield from self._register([attempts[index] for index in indices], milliseconds)
         return [index for index in indices if attempts[index].attempt.pointer not in refused]
 
-    def _register(self, attempts: Sequence[GroupAttempt], milliseconds: int) -> set[str]:
+    def _register(self, attempts: Sequence[GroupAttempt], milliseconds: int) -> Move[set[str]]:
         """Register attempts whose large payloads take at most `milliseconds` to write.
 
         Returns the pointers of those that nobody wants any more, whose payloads need not be written.
         """
         if not attempts:
             return set()
-        refused = self._connection.script("register", self.prefix, *self._registration(attempts, milliseconds))
+        refused = yield from run_script("register", self.prefix, *self._registration(attempts, milliseconds))
         return {pointer.decode() for pointer in refused}
 
     @staticmethod

@@ -29,7 +29,8 @@ TAKE_SECONDS = 0.5
 BATCH = 256
 """Most groups in one commit."""
 OUTAGE_PAUSE_SECONDS = 0.5
-MAX_THREADS = 256
+MAX_THREADS = 16
+"""Threads of a worker whose concurrency changes: its `process` returns futures, and so needs a thread only to begin."""
 
 
 @dataclass(frozen=True)

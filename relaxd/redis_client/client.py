@@ -1,7 +1,7 @@
 """Clients of a Redis by its URL, and writes that count only once replicas have them."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,16 +27,50 @@ writes. It is forgotten a month after the last write of its tag."""
 logger = logging.getLogger(__name__)
 
 
+class TooFewReplicas(redis.ConnectionError):
+    """Too few replicas have a write."""
+
+
 @dataclass
-class _Mark:
+class Mark:
     """The mark that a client sets with each acknowledged write."""
 
     key: str
     last: int = 0
     """The last acknowledged one."""
 
+    def asking(self, replicas: int, seconds: float) -> list[tuple[Any, ...]]:
+        """Return the commands, to be sent after others, that set the mark and wait until replicas have it."""
+        wait = ("WAIT", replicas, max(1, int(seconds * 1000)))
+        return [("EVAL", MARK, 1, self.key), wait] if replicas else []
 
-_marks: WeakKeyDictionary[redis.Redis, _Mark] = WeakKeyDictionary()
+    def checked(self, replies: list[Any], before: int, replicas: int, seconds: float) -> list[Any]:
+        """Return the replies to the others. `before`: the last mark when they were sent. Raises as `acknowledged`."""
+        for reply in replies:
+            if isinstance(reply, redis.ResponseError) and "WAIT cannot be used with replica" in str(reply):
+                raise redis.ConnectionError("READONLY it was demoted after a write and before its WAIT") from reply
+            if isinstance(reply, Exception):
+                raise reply
+        if not replicas:
+            return replies
+        *replies, number, have_it = replies
+        if have_it < replicas:
+            raise TooFewReplicas(
+                f"NOREPLICAS {have_it} of {replicas} replicas (wait_replicas) have a write after {seconds:.1f} s"
+            )
+        if number <= before:
+            logger.error(
+                "Redis has lost writes that %d replicas had (mark %d came after %d): a server that lacked them became "
+                "the primary. The logs of the Sentinels (+switch-master) or of the cluster's nodes say when; "
+                "docs/reliability.md says what prevents it",
+                *(replicas, number, before),
+            )
+        self.last = number
+        return replies
+
+
+marks: WeakKeyDictionary[Any, Mark] = WeakKeyDictionary()
+"""Those of clients, blocking ones and others."""
 
 
 def connect(url: str, *, tag: str, seconds: float, **settings: Any) -> redis.Redis:
@@ -55,32 +89,37 @@ def connect(url: str, *, tag: str, seconds: float, **settings: Any) -> redis.Red
         client = _found(address, tag, settings | {"socket_timeout": seconds, "socket_connect_timeout": seconds})
     else:
         client = redis.Redis.from_url(address.url, socket_timeout=seconds, socket_connect_timeout=seconds, **settings)
-    _marks[client] = _Mark(mark_key(tag))
+    marks[client] = Mark(mark_key(tag))
     return client
 
 
 def _found(address: RedisAddress, tag: str, settings: dict[str, Any]) -> redis.Redis:
     """Return a client that looks up where its connections lead."""
-    given: dict[str, Any] = dict(parse_url(address.url))
-    for name in ("host", "port", "connection_class"):
-        given.pop(name, None)
-    tls = {name: value for name, value in given.items() if name.startswith("ssl_")}
-    tls |= {"ssl": True} if address.tls else {}
-    lookup: Lookup
+    lookup, given = lookup_of(address, tag)
     kind: type[FoundConnection]
     if address.nodes:
-        users = {name: given[name] for name in ("username", "password") if name in given}
-        lookup = OwnerLookup(address, tag, tls | users)
         kind = OwnerTlsConnection if address.tls else OwnerConnection
     else:
-        lookup = PrimaryLookup(address, tls)
         kind = PrimaryTlsConnection if address.tls else PrimaryConnection
     pool = redis.ConnectionPool(connection_class=kind, lookup=lookup, **(given | settings))
     return redis.Redis.from_pool(pool)
 
 
+def lookup_of(address: RedisAddress, tag: str) -> tuple[Lookup, dict[str, Any]]:
+    """Return what finds the server of a tag's keys, and the settings of connections that the URL has."""
+    given: dict[str, Any] = dict(parse_url(address.url))
+    for name in ("host", "port", "connection_class"):
+        given.pop(name, None)
+    tls = {name: value for name, value in given.items() if name.startswith("ssl_")}
+    tls |= {"ssl": True} if address.tls else {}
+    if address.nodes:
+        users = {name: given[name] for name in ("username", "password") if name in given}
+        return OwnerLookup(address, tag, tls | users), given
+    return PrimaryLookup(address, tls), given
+
+
 def acknowledged(
-    client: redis.Redis, commands: Callable[[redis.client.Pipeline], object], *, replicas: int, seconds: float
+    client: redis.Redis, commands: Sequence[tuple[Any, ...]], *, replicas: int, seconds: float
 ) -> list[Any]:
     """Send commands in one round trip, and return their replies once `replicas` replicas have all that came before.
 
@@ -88,39 +127,41 @@ def acknowledged(
     `seconds`. Then it may have taken effect or not, as after a lost reply. Logs an error when the primary lacks what
     replicas once had.
     """
-    mark = _marks[client]
+    mark = marks[client]
     before = mark.last  # of a mark that is set from now on, this is a lower bound
     with client.pipeline(transaction=False) as pipe:
-        commands(pipe)
-        if replicas:
-            pipe.eval(MARK, 1, mark.key)
-            pipe.execute_command("WAIT", replicas, max(1, int(seconds * 1000)))
+        for command in (*commands, *mark.asking(replicas, seconds)):
+            pipe.execute_command(*command)
         replies = pipe.execute(raise_on_error=False)
-    for reply in replies:
-        if isinstance(reply, redis.ResponseError) and "WAIT cannot be used with replica" in str(reply):
-            raise redis.ConnectionError("READONLY it was demoted after a write and before its WAIT") from reply
-        if isinstance(reply, Exception):
-            raise reply
-    if not replicas:
-        return replies
-    *replies, number, have_it = replies
-    if have_it < replicas:
+    try:
+        return mark.checked(replies, before, replicas, seconds)
+    except TooFewReplicas:
         # A primary that is cut off keeps its connections, while others have named another: ask them again.
         client.connection_pool.disconnect(inuse_connections=False)
-        if (lookup := client.connection_pool.connection_kwargs.get("lookup")) is not None:
-            lookup.doubt()
-        raise redis.ConnectionError(
-            f"NOREPLICAS {have_it} of {replicas} replicas (wait_replicas) have a write after {seconds:.1f} s"
-        )
-    if number <= before:
-        logger.error(
-            "Redis has lost writes that %d replicas had (mark %d came after %d): a server that lacked them became the "
-            "primary. The logs of the Sentinels (+switch-master) or of the cluster's nodes say when; "
-            "docs/reliability.md says what prevents it",
-            *(replicas, number, before),
-        )
-    mark.last = number
+        doubt(client)
+        raise
+
+
+def read(client: redis.Redis, commands: Sequence[tuple[Any, ...]], *, atomic: bool = False) -> list[Any]:
+    """Send commands in one round trip and return their replies. Raises the first error among them."""
+    with client.pipeline(transaction=atomic) as pipe:
+        for command in commands:
+            pipe.execute_command(*command)
+        return without_errors(pipe.execute(raise_on_error=False))
+
+
+def without_errors(replies: list[Any]) -> list[Any]:
+    """Return replies. Raises the first error among them."""
+    for reply in replies:
+        if isinstance(reply, Exception):
+            raise reply
     return replies
+
+
+def doubt(client: Any) -> None:
+    """Let a client that looks up where its connections lead ask another server the next time."""
+    if (lookup := client.connection_pool.connection_kwargs.get("lookup")) is not None:
+        lookup.doubt()
 
 
 def keys_of(client: redis.Redis, prefix: str) -> list[str]:

@@ -55,6 +55,12 @@ class OwnerLookup:
         """Ask another node first the next time: what this one said may be out of date."""
         self._nodes = (*self._nodes[1:], *self._nodes[:1])
 
+    def elsewhere(self, connection: Any, error: redis.RedisError) -> redis.ConnectionError:
+        """Return the error for a node that said that the slot, or one of its keys, isn't there; doubts it."""
+        self.doubt()
+        node, what = f"{connection.host}:{connection.port}", f"slot {self.slot} of {self.tag!r}"
+        return redis.ConnectionError(f"{error.status_code} {node} says of {what}: {error}")
+
 
 class OwnerConnection(FoundConnection):
     """A connection to the node that owns a slot."""
@@ -72,12 +78,8 @@ class OwnerConnection(FoundConnection):
         try:
             return super().read_response(*arguments, **settings)
         except ELSEWHERE as error:
-            self._lookup.doubt()
             self.disconnect()  # what is still to be read of a pipeline was refused, too
-            what = f"slot {self._lookup.slot} of {self._lookup.tag!r}"
-            raise redis.ConnectionError(
-                f"{error.status_code} {self.host}:{self.port} says of {what}: {error}"
-            ) from error
+            raise self._lookup.elsewhere(self, error) from error
 
 
 class OwnerTlsConnection(OwnerConnection, redis.SSLConnection):

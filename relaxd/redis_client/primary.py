@@ -11,7 +11,7 @@ from typing import Any
 import redis
 
 from relaxd.redis_client.address import RedisAddress
-from relaxd.redis_client.found import FoundConnection, ask
+from relaxd.redis_client.found import FoundConnection, Lookup, ask
 
 
 class PrimaryLookup:
@@ -50,6 +50,20 @@ class PrimaryLookup:
         return found
 
 
+def check_primary(connection: Any, lookup: Lookup, replication: bytes | str) -> None:
+    """Raise redis.ConnectionError, and doubt who named it, if a server's facts say that it is not a primary."""
+    if "role:master" not in (replication.decode() if isinstance(replication, bytes) else replication):
+        lookup.doubt()
+        node = f"{connection.host}:{connection.port}"
+        raise redis.ConnectionError(f"READONLY {node}, which the Sentinels named a moment ago")
+
+
+def demoted(connection: Any) -> redis.ConnectionError:
+    """Return the error for a server that says READONLY."""
+    node = f"{connection.host}:{connection.port}"
+    return redis.ConnectionError(f"READONLY {node} was demoted: the Sentinels are asked for the next primary")
+
+
 class PrimaryConnection(FoundConnection):
     """A connection to the primary."""
 
@@ -57,10 +71,7 @@ class PrimaryConnection(FoundConnection):
         """Log in, and check that the server is a primary."""
         super().on_connect_check_health(check_health=check_health)
         self.send_command("INFO", "replication", check_health=False)
-        facts = self.read_response()
-        if "role:master" not in (facts.decode() if isinstance(facts, bytes) else facts):
-            self._lookup.doubt()
-            raise redis.ConnectionError(f"READONLY {self.host}:{self.port}, which the Sentinels named a moment ago")
+        check_primary(self, self._lookup, self.read_response())
 
     def read_response(self, *arguments: Any, **settings: Any) -> Any:
         """Read a reply; see redis.Connection."""
@@ -68,9 +79,7 @@ class PrimaryConnection(FoundConnection):
             return super().read_response(*arguments, **settings)
         except redis.ReadOnlyError as error:
             self.disconnect()  # what is still to be read of a pipeline was refused, too
-            raise redis.ConnectionError(
-                f"READONLY {self.host}:{self.port} was demoted: the Sentinels are asked for the next primary"
-            ) from error
+            raise demoted(self) from error
 
 
 class PrimaryTlsConnection(PrimaryConnection, redis.SSLConnection):

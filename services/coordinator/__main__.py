@@ -13,7 +13,7 @@ from relaxd.redis_client import parse, where
 from relaxd.rpc.errors import ServerError
 from relaxd.rpc.settings import ServiceSettings, parse_settings
 from services.coordinator.service import CoordinatorProcess
-from services.coordinator.state.store import Store, StoreUnavailable, Superseded
+from services.coordinator.state.store import AsyncStore, Store, StoreUnavailable, Superseded
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def connect(redis_url: str) -> Store:
 async def serve(settings: ServiceSettings) -> None:
     """Run until SIGTERM or SIGINT."""
     store = await asyncio.to_thread(connect, settings.redis)
-    coordinator = CoordinatorProcess(settings, store)
+    coordinator = CoordinatorProcess(settings, AsyncStore(store))
     await coordinator.run()
 
 

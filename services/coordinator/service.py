@@ -24,14 +24,14 @@ from services.coordinator.runs.gauges import record_board
 from services.coordinator.runs.manager import RunManager
 from services.coordinator.scaling.launchers import Launchers
 from services.coordinator.scaling.scaler import Scaler
-from services.coordinator.state.store import Store, StoreUnavailable, Superseded
+from services.coordinator.state.store import AsyncStore, StoreUnavailable, Superseded
 
 logger = logging.getLogger(__name__)
 
 HEARTBEATS_PER_LEASE = 6
 HOUSEKEEPING_SECONDS = 1.0
-THREADS = 64
-"""Threads for calls to Redis. A run's loops alone occupy a dozen for seconds while it is away."""
+THREADS = 16
+"""Threads for files, tokenisation and long ledgers. Calls to Redis are awaited in the event loop."""
 RETENTION_SECONDS = 60.0
 """Interval at which expired runs are deleted."""
 
@@ -39,7 +39,7 @@ RETENTION_SECONDS = 60.0
 class CoordinatorProcess:
     """One coordinator process."""
 
-    def __init__(self, settings: ServiceSettings, store: Store) -> None:
+    def __init__(self, settings: ServiceSettings, store: AsyncStore) -> None:
         self._settings = settings
         self._store = store
         self._registry = Registry(
@@ -71,9 +71,7 @@ class CoordinatorProcess:
                 "relaxd.v1.Replica",
             ),
         ]
-        self._registry.load(
-            await asyncio.to_thread(self._store.replicas), await asyncio.to_thread(self._store.gpu_holders)
-        )
+        self._registry.load(await self._store.replicas(), await self._store.gpu_holders())
         tasks: list[asyncio.Future[Any]] = [
             asyncio.ensure_future(self._registry.expire_forever()),
             asyncio.ensure_future(self._housekeeping()),
@@ -101,7 +99,7 @@ class CoordinatorProcess:
             await self._scaler.close()
             await self._manager.close()
             await self._peers.close()
-            self._store.close()
+            await self._store.close()
 
     def _fail(self, error: BaseException) -> None:
         if not self._failed.done():
@@ -121,10 +119,10 @@ class CoordinatorProcess:
             if telemetry.enabled() and active is not None:
                 # The run's own loops log a Redis outage.
                 with contextlib.suppress(BoardError):
-                    await asyncio.to_thread(record_board, self._manager.board(active.record))
+                    await record_board(self._manager.board(active.record))
             # A superseded coordinator must not renew leases any more.
             with contextlib.suppress(StoreUnavailable):
-                await asyncio.to_thread(self._store.check)
+                await self._store.check()
             if self._store.superseded:
                 raise Superseded("a newer coordinator has taken over")
 

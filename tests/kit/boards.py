@@ -68,10 +68,10 @@ def take(board: Board, stage: str, consumer: str = "worker", count: int = 100) -
 
 def end_leases(board: Board, stage: str, consumer: str | None = None) -> None:
     """Make all leases (or a consumer's) run out, as time would."""
-    client, stream = board._connection.client, f"{board.prefix}stage:{stage}"
-    for pending in client.xpending_range(stream, "workers", "-", "+", 1000):
-        if consumer is None or pending["consumer"].decode() == consumer:
-            owner, entry = pending["consumer"], pending["message_id"]
+    client: Any = board._connection.client
+    stream = f"{board.prefix}stage:{stage}"
+    for entry, owner, *_ in client.execute_command("XPENDING", stream, "workers", "-", "+", 1000):
+        if consumer is None or owner.decode() == consumer:
             client.xclaim(stream, "workers", owner, 0, [entry], idle=10**9, justid=True)
 
 
@@ -108,7 +108,7 @@ def audit(board: Board) -> None:
     with client.pipeline() as pipe:
         for stage in stages:
             pipe.xrange(f"{prefix}stage:{stage}")
-            pipe.xpending_range(f"{prefix}stage:{stage}", "workers", "-", "+", 10_000)
+            pipe.execute_command("XPENDING", f"{prefix}stage:{stage}", "workers", "-", "+", 10_000)
         for id in open_groups:
             pipe.hgetall(f"{prefix}group:{id}")
         replies = pipe.execute()
@@ -131,7 +131,7 @@ def audit(board: Board) -> None:
             expected_entries[stage][fields[f"entry:{stage}".encode()]] = id.encode()
     for stage in stages:
         assert {entry: f[b"group"] for entry, f in streams[stage].items()} == expected_entries[stage]
-        assert {p["message_id"] for p in held[stage]} <= set(streams[stage]), "a hold on nothing"
+        assert {entry for entry, *_ in held[stage]} <= set(streams[stage]), "a hold on nothing"
 
     # No group in two steps, none both trained and open.
     trained = Counter(id for entry in board.ledger() for id in entry.plan["groups"])

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 from zlib import crc32
 
+from relaxd.board.connections.resp import Payload
 from relaxd.board.errors import ColumnError
 from relaxd.board.payloads.encoding import encode_column, payload_of
-from relaxd.board.resp import Payload
 from relaxd.board.types import Column
 from relaxd.config import LARGE_COLUMN_BYTES
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from relaxd.board.connections.resp import Payload
 from relaxd.board.errors import ColumnError
-from relaxd.board.resp import Payload
 from relaxd.board.types import Column
 
 MAGIC = b"RXC1"

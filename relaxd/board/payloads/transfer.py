@@ -1,14 +1,10 @@
 """Payloads on their way to Redis servers and back, in pieces between which these serve others."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from functools import partial
 from typing import Any, TypeVar
 
-import redis
-
-from relaxd.board.connection import RedisConnection
 from relaxd.board.payloads.attempt import Attempt, Place, Slice
-from relaxd.board.payloads.nodes import PayloadNodes
+from relaxd.redis_client.moves import At, Command, Move, Send, ask
 
 T = TypeVar("T")
 Placed = TypeVar("Placed", Slice, Place)
@@ -26,15 +22,15 @@ def patience(nbytes: int, orphan_seconds: float) -> int:
     return max(1, int(1000 * (orphan_seconds + nbytes / SLOWEST_BYTES_PER_SECOND)))
 
 
-def write(nodes: PayloadNodes, attempts: Iterable[Attempt], milliseconds: int) -> None:
+def write(attempts: Iterable[Attempt], milliseconds: int) -> Move[None]:
     """Write large payloads. Each slice expires after `milliseconds`, unless it is kept."""
     slices = (one for attempt in attempts for one in attempt.slices())
     for together in gather(slices, lambda one: one.data.nbytes, BYTES_TOGETHER):
         for node, of_node in _by_node(together):
-            nodes.at(node).pipeline(partial(_queue, commands=writes(of_node, milliseconds)))
+            yield Send(writes(of_node, milliseconds), node)
 
 
-def writes(slices: Iterable[Slice], milliseconds: int) -> list[tuple[Any, ...]]:
+def writes(slices: Iterable[Slice], milliseconds: int) -> list[Command]:
     """Return the commands that write slices, which expire after `milliseconds`.
 
     NX: a repeated write, which may arrive at any time after the first, can't make a kept slice expire.
@@ -42,7 +38,7 @@ def writes(slices: Iterable[Slice], milliseconds: int) -> list[tuple[Any, ...]]:
     return [("SET", one.key, one.data, "NX", "PX", milliseconds) for one in slices]
 
 
-def keep(nodes: PayloadNodes, places: Iterable[Place]) -> set[Place]:
+def keep(places: Iterable[Place]) -> Move[set[Place]]:
     """Make payloads on data nodes last. Returns those of which a part is missing.
 
     The committing script does it for payloads on the board's Redis.
@@ -51,13 +47,13 @@ def keep(nodes: PayloadNodes, places: Iterable[Place]) -> set[Place]:
     for node, of_node in _by_node(place for place in places if place.node is not None):
         for together in gather(of_node, lambda place: len(place.keys), KEYS_TOGETHER):
             commands = [(word, key) for place in together for key in place.keys for word in ("PERSIST", "EXISTS")]
-            there = nodes.at(node).write(partial(_queue, commands=commands))[1::2]
-            lasting = {key for (_, key), found in zip(commands[1::2], there, strict=True) if found}
+            replies = yield Send(commands, node, how="write")
+            lasting = {key for (_, key), found in zip(commands[1::2], replies[1::2], strict=True) if found}
             missing |= {place for place in together if not lasting.issuperset(place.keys)}
     return missing
 
 
-def read(nodes: PayloadNodes, places: Collection[Place], *last: Any) -> tuple[dict[Place, bytes | None], Any]:
+def read(places: Collection[Place], *last: Any) -> Move[tuple[dict[Place, bytes | None], Any]]:
     """Read payloads; None for those of which a part is missing. Return them with the board's reply to a `last` command.
 
     The last command, if there is one, comes after all that was read.
@@ -65,28 +61,26 @@ def read(nodes: PayloadNodes, places: Collection[Place], *last: Any) -> tuple[di
     found: dict[str, bytes | None] = {}
     for node, of_node in _by_node(place for place in places if place.node is not None):
         for command in _reads(of_node):
-            values = nodes.at(node).pipeline(partial(_queue, commands=[command]))[0]
-            found.update(zip(command[1:], values, strict=True))
-    commands = _reads(place for place in places if place.node is None)
+            found.update(zip(command[1:], (yield from ask(*command, at=node)), strict=True))
+    commands: list[Command] = _reads(place for place in places if place.node is None)
     for command in commands[:-1]:
-        values = nodes.board.pipeline(partial(_queue, commands=[command]))[0]
-        found.update(zip(command[1:], values, strict=True))
-    replies = nodes.board.pipeline(partial(_queue, commands=[*commands[-1:], *([last] if last else [])]))
+        found.update(zip(command[1:], (yield from ask(*command)), strict=True))
+    replies = yield Send([*commands[-1:], *([last] if last else [])])
     if commands:
         found.update(zip(commands[-1][1:], replies[0], strict=True))
     return {place: _joined(place.keys, found) for place in places}, replies[-1]
 
 
-def unlink(nodes: PayloadNodes, places: Iterable[Place]) -> None:
+def unlink(places: Iterable[Place]) -> Move[None]:
     """Free payloads."""
     for node, of_node in _by_node(places):
-        unlink_keys(nodes.at(node), (key for place in of_node for key in place.keys))
+        yield from unlink_keys((key for place in of_node for key in place.keys), at=node)
 
 
-def unlink_keys(connection: RedisConnection, keys: Iterable[str]) -> None:
+def unlink_keys(keys: Iterable[str], at: At = None) -> Move[None]:
     """Free keys of one server."""
     for together in gather(keys, lambda key: 1, KEYS_TOGETHER):
-        connection.write(partial(_queue, commands=[("UNLINK", *together)]))
+        yield Send([("UNLINK", *together)], at, how="write")
 
 
 def gather(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
@@ -103,12 +97,7 @@ def gather(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[
         yield together
 
 
-def _queue(pipe: redis.client.Pipeline, commands: Iterable[tuple[Any, ...]]) -> None:
-    for command in commands:
-        pipe.execute_command(*command)
-
-
-def _reads(places: Iterable[Place]) -> list[tuple[str, ...]]:
+def _reads(places: Iterable[Place]) -> list[Command]:
     """Return the commands that read payloads of one server."""
     sizes = [(key, place.nbytes // len(place.keys)) for place in places for key in place.keys]
     return [("MGET", *(key for key, _ in together)) for together in gather(sizes, lambda one: one[1], BYTES_TOGETHER)]

@@ -4,16 +4,14 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-import redis
-
-from relaxd.board.connection import RedisConnection
+from relaxd.board.connections.scripts import run_script
 from relaxd.board.core import BoardCore, GroupAttempt, reading
 from relaxd.board.errors import BoardError, BoardUnavailable
 from relaxd.board.facts import facts_json, parse_fate
 from relaxd.board.gate_reasons import explain_limit
+from relaxd.board.payloads import nodes as data_nodes
 from relaxd.board.payloads import transfer
 from relaxd.board.payloads.attempt import all_places, new_names
 from relaxd.board.sizes import NO_EVICTION, RedisMemory
@@ -29,7 +27,7 @@ from relaxd.board.types import (
     NewGroup,
     PromptRetry,
 )
-from relaxd.redis_client import keys_of
+from relaxd.redis_client.moves import At, Command, FindKeys, Move, Send, ask, operation
 from relaxd.telemetry import BatchSpan
 
 GROUP_ID = re.compile(r"[^\s,|]+")
@@ -44,7 +42,8 @@ DROPPED_TOGETHER = 64
 class CoordinatorSide(BoardCore):
     """Creates a run, publishes its prompts through the gate, deletes it."""
 
-    def create(self, *, term: int, groups_per_step: int, steps: int) -> None:
+    @operation
+    def create(self, *, term: int, groups_per_step: int, steps: int) -> Move[None]:
         """Create the run with its gate closed, or take over an existing run under the new term.
 
         `groups_per_step` and `steps` are for the gate. Raises RunExists when the run exists with other stages,
@@ -60,12 +59,12 @@ class CoordinatorSide(BoardCore):
             "high_water_bytes": self.limits.high_water_bytes,
         }
         names = json.dumps([stage.name for stage in self.stages])
-        fields = [part for item in gate.items() for part in item]
-        self._connection.script("create", self.prefix, term, settings, names, data_urls, *fields)
+        yield from run_script("create", self.prefix, term, settings, names, data_urls, *_flat(gate))
 
+    @operation
     def restore(
         self, *, ledger: Sequence[LedgerEntry], cursor: JSON, dropped: Mapping[str, int], trainer_term: int
-    ) -> None:
+    ) -> Move[None]:
         """Restore the history of a run whose board was lost, right after `create`. No group is open then.
 
         The board's ledger gets the last LEDGER_STEPS of it.
@@ -79,7 +78,6 @@ class CoordinatorSide(BoardCore):
 
         Raises BoardError: the run has published groups already.
         """
-        drops: dict[Any, Any] = dict(dropped)
         if [entry.step for entry in ledger] != list(range(1, len(ledger) + 1)):
             raise ValueError(f"ledger has steps {[entry.step for entry in ledger]}: they must be 1, 2, 3 ...")
         trained = sum(len(entry.plan["groups"]) for entry in ledger)
@@ -93,61 +91,70 @@ class CoordinatorSide(BoardCore):
             "cursor": json.dumps(cursor),
         }
 
-        def commands(pipe: redis.client.Pipeline) -> None:
-            pipe.unlink(*(f"{self.prefix}{name}" for name in ("ledger", "drops")))  # of a try whose reply was lost
-            for entry in ledger[-LEDGER_STEPS:]:
-                texts = {"plan": json.dumps(entry.plan, sort_keys=True), "metrics": json.dumps(entry.metrics)}
-                fields = {"time": f"{entry.time:.6f}", "term": entry.term, **texts}
-                pipe.xadd(f"{self.prefix}ledger", fields, id=f"{entry.step}-0")  # type: ignore[arg-type]
-            if drops:
-                pipe.hset(f"{self.prefix}drops", mapping=drops)
-            pipe.hset(f"{self.prefix}state", mapping=state)  # last: until then the run counts as new
-
-        if self._state("published") != b"0":
+        # The ledger and drops may be there from a try whose reply was lost. The state comes last: until then the run
+        # counts as new.
+        commands: list[Command] = [("UNLINK", f"{self.prefix}ledger", f"{self.prefix}drops")]
+        for entry in ledger[-LEDGER_STEPS:]:
+            texts = {"plan": json.dumps(entry.plan, sort_keys=True), "metrics": json.dumps(entry.metrics)}
+            fields = {"time": f"{entry.time:.6f}", "term": entry.term, **texts}
+            commands.append(("XADD", f"{self.prefix}ledger", f"{entry.step}-0", *_flat(fields)))
+        if dropped:
+            commands.append(("HSET", f"{self.prefix}drops", *_flat(dropped)))
+        commands.append(("HSET", f"{self.prefix}state", *_flat(state)))
+        if (yield from self._state("published")) != b"0":
             raise BoardError(f"run {self.run_id} has published groups already: only a new run can be restored")
-        self._connection.write(commands)
+        yield Send(commands, how="write")
 
-    def set_gate(self, *, term: int, oldest_version: int | None, open: bool) -> None:
+    @operation
+    def set_gate(self, *, term: int, oldest_version: int | None, open: bool) -> Move[None]:
         """Open or close the gate, and set the oldest version on any engine that takes prompts (None: none has weights).
 
         Raises Fenced, RunMissing.
         """
         version = "" if oldest_version is None else oldest_version
-        self._connection.script("set_gate", self.prefix, term, int(open), version)
+        yield from run_script("set_gate", self.prefix, term, int(open), version)
 
-    def admission(self, worst_bytes: int) -> Admission:
+    @operation
+    def admission(self, worst_bytes: int) -> Move[Admission]:
         """Return how many groups of up to `worst_bytes` the gate (lua/library/admission.lua) admits now.
 
         Raises RunMissing.
         """
-        room, answer = self._connection.script("room", self.prefix, *self._node_bytes(), worst_bytes)
+        nodes = yield from self._node_bytes()
+        room, answer = yield from run_script("room", self.prefix, *nodes, worst_bytes)
         return Admission(int(room), *explain_limit(answer.decode()))
 
-    def memory(self) -> RedisMemory:
+    @operation
+    def memory(self) -> Move[RedisMemory]:
         """Return the memory for large payloads: of the board's Redis or, if there are any, of all data nodes.
 
         The run need not exist.
         """
-        used, most, high_water, policy = self._connection.script("memory", self.prefix, self.limits.high_water_bytes)
+        found = yield from run_script("memory", self.prefix, self.limits.high_water_bytes)
+        used, most, high_water, policy = found
         own = RedisMemory(int(used), int(most), int(high_water), policy.decode())
-        nodes = self._nodes.memory()
+        nodes = yield from data_nodes.memory(len(self._nodes.data))
         if nodes is None or nodes.policy != NO_EVICTION:
             return nodes or own
         return replace(nodes, policy=own.policy)
 
-    def data_node_problems(self) -> list[str]:
+    @operation
+    def data_node_problems(self) -> Move[list[str]]:
         """Say which data nodes can't be used. Raises BoardUnavailable for one that doesn't answer."""
-        return self._nodes.problems()
+        return (yield from data_nodes.problems(self._connection.url, [one.url for one in self._nodes.data]))
 
-    def relieve(self, *, term: int) -> int:
+    @operation
+    def relieve(self, *, term: int) -> Move[int]:
         """Drop surplus groups, the newest first, if Redis is full; their prompts wait to be retried.
 
         Groups that the open step needs stay. Returns the number of dropped groups. Raises Fenced, RunMissing.
         """
-        dropped = int(self._connection.script("relieve", self.prefix, *self._node_bytes(), term))
-        self.sweep(term=term)
-        return dropped
+        nodes = yield from self._node_bytes()
+        dropped = yield from run_script("relieve", self.prefix, *nodes, term)
+        yield from self._sweep(term)
+        return int(dropped)
 
+    @operation
     def drop_groups(
         self,
         group_ids: Sequence[str],
@@ -156,7 +163,7 @@ class CoordinatorSide(BoardCore):
         reason: DropReason,
         retry: bool = False,
         counts: DropKind = "failed",
-    ) -> int:
+    ) -> Move[int]:
         """Drop open groups, whoever holds them; otherwise like `drop`.
 
         Returns the number of dropped groups: those that were open. Raises Fenced, RunMissing.
@@ -165,33 +172,41 @@ class CoordinatorSide(BoardCore):
         dropped = 0
         for start in range(0, len(group_ids), DROPPED_TOGETHER):
             together = group_ids[start : start + DROPPED_TOGETHER]
-            dropped += int(self._connection.script("drop_groups", self.prefix, *settings, *together))
+            dropped += int((yield from run_script("drop_groups", self.prefix, *settings, *together)))
         return dropped
 
-    def trim_ledger(self, *, term: int, written: int) -> int:
+    @operation
+    def trim_ledger(self, *, term: int, written: int) -> Move[int]:
         """Remove steps from the ledger that are in the run's folder, which has those up to `written`, but LEDGER_STEPS.
 
         Returns the number of removed steps. Raises Fenced, RunMissing.
         """
-        return int(self._connection.script("trim_ledger", self.prefix, term, max(1, written - LEDGER_STEPS + 1)))
+        first_kept = max(1, written - LEDGER_STEPS + 1)
+        return int((yield from run_script("trim_ledger", self.prefix, term, first_kept)))
 
-    def sweep(self, *, term: int) -> int:
+    @operation
+    def sweep(self, *, term: int) -> Move[int]:
         """Free the payloads of closed groups and of attempts that came too late. Returns the number of attempts.
 
         Whoever stops in the middle leaves the rest to the next sweep. Raises Fenced, RunMissing.
         """
+        return (yield from self._sweep(term))
+
+    def _sweep(self, term: int) -> Move[int]:
+        """See `sweep`."""
         freed: list[bytes] = []
         count = 0
         while True:
-            freed = self._connection.script("sweep", self.prefix, term, SWEPT_TOGETHER, *freed)
+            freed = yield from run_script("sweep", self.prefix, term, SWEPT_TOGETHER, *freed)
             if not freed:
                 return count
             count += len(freed)
             with reading(f"the garbage of run {self.run_id}"):
                 places = [place for pointer in freed for place in all_places(self.prefix, pointer.decode())]
-            transfer.unlink(self._nodes, places)
+            yield from transfer.unlink(places)
 
-    def publish(self, *, term: int, groups: Sequence[NewGroup], cursor: JSON = None) -> list[str]:
+    @operation
+    def publish(self, *, term: int, groups: Sequence[NewGroup], cursor: JSON = None) -> Move[list[str]]:
         """Publish groups, all or none, and atomically advance the data cursor (None leaves it).
 
         Repeating the last publish (same ids) does nothing. Returns the ids. Raises GateClosed, Fenced, RunMissing,
@@ -209,8 +224,10 @@ class CoordinatorSide(BoardCore):
                 attempts[group.group_id] = attempt
         cursor_json = "" if cursor is None else json.dumps(cursor)
 
+        nodes: Sequence[int] = ()
+
         def arguments(_: list[int]) -> list[Any]:
-            result: list[Any] = [*self._node_bytes(), term, self._routes, cursor_json]
+            result: list[Any] = [*nodes, term, self._routes, cursor_json]
             for group in groups:
                 attempt = attempts.get(group.group_id)
                 pointer, shared = (attempt.pointer, attempt.shared) if attempt is not None else ("", b"")
@@ -222,13 +239,15 @@ class CoordinatorSide(BoardCore):
         written = [GroupAttempt(group_id, PUBLISH, attempt) for group_id, attempt in attempts.items()]
         traces, attributes = (group.trace for group in groups), {"relaxd.run_id": self.run_id}
         with BatchSpan("publish", "send", self.stages[0].name, traces, attributes):
+            nodes = yield from self._node_bytes()
             if written:
-                self._commit_attempts(written, "publish", arguments)
+                yield from self._commit_attempts(written, "publish", arguments)
             else:
-                self._connection.script("publish", self.prefix, *arguments([]))
+                yield from run_script("publish", self.prefix, *arguments([]))
         return [group.group_id for group in groups]
 
-    def reclaim(self, *, term: int, consumer: str) -> int:
+    @operation
+    def reclaim(self, *, term: int, consumer: str) -> Move[int]:
         """Free the groups that a dead replica holds, for immediate redelivery. Returns their number.
 
         If the replica is alive after all, its holds are over and its late commits change nothing. Each delivery counts
@@ -237,96 +256,101 @@ class CoordinatorSide(BoardCore):
         """
         stages = [stage.name for stage in self.stages if stage.name != TRAIN]
         settings = (term, consumer, self.limits.max_deliveries)
-        return int(self._connection.script("free_dead_consumer", self.prefix, *settings, *stages))
+        return int((yield from run_script("free_dead_consumer", self.prefix, *settings, *stages)))
 
-    def cursor(self) -> JSON:
+    @operation
+    def cursor(self) -> Move[JSON]:
         """Return the data cursor of the last publish; None before the first. Raises RunMissing."""
-        value: JSON = json.loads(self._state("cursor"))
+        value: JSON = json.loads((yield from self._state("cursor")))
         return value
 
-    def retries(self, limit: int = 100) -> list[PromptRetry]:
+    @operation
+    def retries(self, limit: int = 100) -> Move[list[PromptRetry]]:
         """Return dropped groups whose prompts wait to be published again (`NewGroup.retry_of`)."""
-        found = self._connection.run(lambda client: client.hgetall(f"{self.prefix}retries"))
+        found = yield from ask("HGETALL", f"{self.prefix}retries")
         waiting = [PromptRetry(id.decode(), int(value.split(b"|", 1)[0])) for id, value in found.items()]
         return sorted(waiting, key=lambda retry: retry.group_id)[:limit]
 
-    def retry_unscored(self, *, term: int) -> int:
+    @operation
+    def retry_unscored(self, *, term: int) -> Move[int]:
         """Let the prompts be retried whose reward failed, for a reward that has been repaired. Returns their number.
 
         The board keeps the first 1024 of them since the last call. Raises Fenced, RunMissing.
         """
-        return int(self._connection.script("retry_unscored", self.prefix, term))
+        return int((yield from run_script("retry_unscored", self.prefix, term)))
 
-    def fates(self, after: str = "", limit: int = 1000) -> list[Fate]:
+    @operation
+    def fates(self, after: str = "", limit: int = 1000) -> Move[list[Fate]]:
         """Return what became of closed groups, oldest first: those after `after`, unless forgotten."""
         start = f"({after}" if after else "-"
-        entries = self._connection.run(lambda client: client.xrange(f"{self.prefix}fates", min=start, count=limit))
+        entries = yield from ask("XRANGE", f"{self.prefix}fates", start, "+", "COUNT", limit)
         with reading(f"the fates of groups of run {self.run_id}"):
             return [Fate(entry_id.decode(), parse_fate(fields)) for entry_id, fields in entries]
 
-    def continue_fates(self, last: str, *, term: int) -> None:
+    @operation
+    def continue_fates(self, last: str, *, term: int) -> Move[None]:
         """Make the ids of new fates greater than `last`, the last one that was written elsewhere.
 
         A new Redis whose clock is behind would give lower ones. Raises Fenced, RunMissing.
         """
-        self._connection.script("continue_fates", self.prefix, term, last)
+        yield from run_script("continue_fates", self.prefix, term, last)
 
-    def forget_fates(self, last: str, *, term: int) -> None:
+    @operation
+    def forget_fates(self, last: str, *, term: int) -> Move[None]:
         """Remove the fates up to the entry `last`, once they are written elsewhere. Raises Fenced, RunMissing."""
         milliseconds, number = last.split("-")
         first_kept = f"{milliseconds}-{int(number) + 1}"
-        self._connection.script("forget_fates", self.prefix, term, first_kept)
+        yield from run_script("forget_fates", self.prefix, term, first_kept)
 
-    def purge(self, *, term: int) -> None:
+    @operation
+    def purge(self, *, term: int) -> Move[None]:
         """Free what a finished run no longer needs. Raises Fenced, RunMissing."""
-        self._connection.script("purge", self.prefix, term)
-        self.sweep(term=term)
+        yield from run_script("purge", self.prefix, term)
+        yield from self._sweep(term)
 
-    def measure(self) -> int:
+    @operation
+    def measure(self) -> Move[int]:
         """Return the bytes that the run takes in Redis, data nodes included."""
 
-        def operation(client: redis.Redis) -> int:
-            total = 0
-            keys = keys_of(client, self.prefix)
+        total = 0
+        for server in (None, *range(len(self._nodes.data))):
+            keys = yield FindKeys(self.prefix, server)
             for start in range(0, len(keys), 1000):
-                with client.pipeline(transaction=False) as pipe:
-                    for key in keys[start : start + 1000]:
-                        pipe.memory_usage(key)
-                    total += sum(size or 0 for size in pipe.execute())
-            return total
+                sizes = yield Send([("MEMORY USAGE", key) for key in keys[start : start + 1000]], server)
+                total += sum(size or 0 for size in sizes)
+        return total
 
-        return sum(connection.run(operation) for connection in self._nodes.every)
-
-    def delete(self) -> None:
+    @operation
+    def delete(self) -> Move[None]:
         """Delete everything under the run's prefix. Workers of the run get RunMissing from then on.
 
         The run's data nodes are those that it was created with. Raises BoardUnavailable for one that is away, after the
         rest is deleted: repeat it when that is back.
         """
         record = f"{self.prefix}data_nodes"
-        text = self._connection.run(lambda client: client.get(record))
-        nodes = [self._connect_node(url) for url in json.loads(text or "[]")]
-        try:
-            transfer.unlink_keys(self._connection, [f"{self.prefix}state"])
-            away = None
-            for connection in (self._connection, *nodes):
-                try:
-                    connection.run(partial(self._unlink_all, connection, record))
-                except BoardUnavailable as error:
-                    away = error
-            if away is not None:
-                raise away
-            transfer.unlink_keys(self._connection, [record])
-        finally:
-            for connection in nodes:
-                connection.close()
+        text = yield from ask("GET", record)
+        yield from transfer.unlink_keys([f"{self.prefix}state"])
+        away = None
+        for server in (None, *json.loads(text or "[]")):
+            try:
+                yield from self._unlink_all(server, record)
+            except BoardUnavailable as error:
+                away = error
+        if away is not None:
+            raise away
+        yield from transfer.unlink_keys([record])
 
-    def _unlink_all(self, connection: RedisConnection, spared: str, client: redis.Redis) -> None:
+    def _unlink_all(self, server: At, spared: str) -> Move[None]:
         """Remove all keys of the run from one server, but one."""
-        found = keys_of(client, self.prefix)
-        transfer.unlink_keys(connection, (key for key in found if key != spared))
+        found = yield FindKeys(self.prefix, server)
+        yield from transfer.unlink_keys((key for key in found if key != spared), server)
 
-    def _node_bytes(self) -> tuple[int, int, int]:
+    def _node_bytes(self) -> Move[tuple[int, int, int]]:
         """Return the bytes that data nodes use, may use, and may use for surplus groups, together; zeros for none."""
-        memory = self._nodes.memory()
+        memory = yield from data_nodes.memory(len(self._nodes.data))
         return (0, 0, 0) if memory is None else (memory.used, memory.max_bytes, memory.high_water)
+
+
+def _flat(fields: Mapping[str, Any]) -> list[Any]:
+    """Return names and values, which take turns."""
+    return [part for item in fields.items() for part in item]

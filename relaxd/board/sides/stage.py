@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
-import redis
 
 from relaxd import telemetry
+from relaxd.board.connections.scripts import run_script
 from relaxd.board.core import WORKERS, BoardCore, GroupAttempt, damaged
 from relaxd.board.errors import BoardError, ColumnError
 from relaxd.board.facts import facts_json, facts_of
@@ -20,6 +20,7 @@ from relaxd.board.payloads.encoding import decode_columns
 from relaxd.board.schema import LOSS_MASK, VERSIONS
 from relaxd.board.stages import PUBLISH
 from relaxd.board.types import DROP_COUNTERS, Column, Delivery, DropKind, DropReason, Saved
+from relaxd.redis_client.moves import Move, Send, ask, operation
 
 MAX_CLAIM_INTERVAL = 5.0
 COMMIT_BYTES = 16 << 20
@@ -38,7 +39,8 @@ class StageSide(BoardCore):
         self._next_claim: dict[str, float] = {}
         self._claim_interval = min(self.limits.lease_seconds / 4, MAX_CLAIM_INTERVAL)
 
-    def take(self, stage: str, consumer: str, *, count: int, block_seconds: float) -> list[Delivery]:
+    @operation
+    def take(self, stage: str, consumer: str, *, count: int, block_seconds: float) -> Move[list[Delivery]]:
         """Take up to `count` groups for limits.lease_seconds, waiting at most block_seconds for the first.
 
         Groups whose lease expired come first (checked four times a lease), then new ones. A group that was delivered
@@ -51,25 +53,27 @@ class StageSide(BoardCore):
             now = time.monotonic()
             if now >= self._next_claim.get(stage, 0.0):
                 self._next_claim[stage] = now + self._claim_interval
-                taken = self._claim(stage, consumer, count)
+                taken = yield from self._claim(stage, consumer, count)
             if len(taken) < count:
-                wait = min(deadline - now, self._next_claim[stage] - now, self._connection.timeout_seconds / 2)
+                wait = min(deadline - now, self._next_claim[stage] - now, self._redis_seconds / 2)
                 block = None if taken or wait <= 0 else max(1, int(wait * 1000))
-                taken += self._read(stream, stage, consumer, count - len(taken), block)
+                taken += yield from self._read(stream, stage, consumer, count - len(taken), block)
             if taken:
                 self._record_receive(taken, asked_at)
             if taken or time.monotonic() >= deadline:
                 return taken
 
-    def begin(self, delivery: Delivery, version: int) -> bool:
+    @operation
+    def begin(self, delivery: Delivery, version: int) -> Move[bool]:
         """Record the weight version with which generation starts (see `open_versions`); a retry overwrites it.
 
         Returns False if this delivery does not hold the group any more.
         """
         arguments = (delivery.group_id, delivery.stage, delivery.entry_id, delivery.consumer, delivery.attempt)
-        return bool(self._connection.script("begin", self.prefix, *arguments, version))
+        return bool((yield from run_script("begin", self.prefix, *arguments, version)))
 
-    def load(self, deliveries: Sequence[Delivery], columns: Sequence[str]) -> list[dict[str, Column] | None]:
+    @operation
+    def load(self, deliveries: Sequence[Delivery], columns: Sequence[str]) -> Move[list[dict[str, Column] | None]]:
         """Load columns of each delivery's group; None for a group that was closed meanwhile.
 
         An open group with a payload that is missing is dropped as "payload_lost", and its prompt retried. Arrays are
@@ -77,10 +81,10 @@ class StageSide(BoardCore):
         """
         if not deliveries:
             return []
-        placed = self._places(deliveries, columns)
+        placed = yield from self._places(deliveries, columns)
         every = {place for group in placed if group is not None for place in group.values()}
         ids = [delivery.group_id for delivery in deliveries]
-        found, is_open = transfer.read(self._nodes, every, "SMISMEMBER", f"{self.prefix}open", *ids)
+        found, is_open = yield from transfer.read(every, "SMISMEMBER", f"{self.prefix}open", *ids)
         payloads = {place: None if data is None else decode_columns(data) for place, data in found.items()}
         loaded = [None if group is None else _pick(payloads, group) for group in placed]
         lacking: list[str] = []
@@ -88,23 +92,24 @@ class StageSide(BoardCore):
             if group is None and located is not None and held:
                 lacking += group_id, next(place.keys[0] for place in located.values() if payloads[place] is None)
         if lacking:
-            dropped = self._connection.script("drop_lost", self.prefix, self.limits.max_retries, *lacking)
+            dropped = yield from run_script("drop_lost", self.prefix, self.limits.max_retries, *lacking)
             logger.error("dropped %d groups whose payloads are gone from Redis, of %s", dropped, lacking[:10:2])
         return [group if held else None for group, held in zip(loaded, is_open, strict=True)]
 
-    def saved(self, delivery: Delivery) -> Saved:
+    @operation
+    def saved(self, delivery: Delivery) -> Move[Saved]:
         """Load the unfinished work that deliveries of this group have saved at this stage, in order.
 
         Nothing is saved any more once the stage has committed, or the group is closed. Of damaged work only the
         pointers are returned, for `forget_saved`.
         """
         saved = ("HGET", f"{self.prefix}group:{delivery.group_id}", f"saved:{delivery.stage}")
-        found = self._connection.run(lambda client: client.execute_command(*saved))
+        found = yield from ask(*saved)
         pointers = found.decode() if found else ""
         try:
             placed = [all_places(self.prefix, pointer) for pointer in pointers.split()]
             every = {place for of_part in placed for place in of_part}
-            payloads, still = transfer.read(self._nodes, every, *saved)
+            payloads, still = yield from transfer.read(every, *saved)
             if still != found:  # somebody committed, dropped or forgot it this moment
                 return Saved()
             return Saved(pointers, tuple(_join(payloads, of_part) for of_part in placed))
@@ -112,9 +117,10 @@ class StageSide(BoardCore):
             logger.error("the saved work of group %s is damaged: %s", delivery.group_id, error)
             return Saved(pointers)
 
+    @operation
     def save(
         self, delivery: Delivery, columns: Mapping[str, Column], *, after: str, forgiven: bool = False
-    ) -> str | None:
+    ) -> Move[str | None]:
         """Save one more part of a delivery's unfinished work, for whoever takes the group next.
 
         Commits and the end of the group remove it.
@@ -135,23 +141,27 @@ class StageSide(BoardCore):
         def arguments(_: list[int]) -> list[Any]:
             return [*hold, after, attempt.pointer, attempt.shared, int(forgiven)]
 
-        done = self._commit_attempts([GroupAttempt(delivery.group_id, delivery.stage, attempt)], "save", arguments)
+        attempts = [GroupAttempt(delivery.group_id, delivery.stage, attempt)]
+        done = yield from self._commit_attempts(attempts, "save", arguments)
         return f"{after} {attempt.pointer}".strip() if done == [1] else None
 
-    def forget_saved(self, delivery: Delivery, pointers: str) -> bool:
+    @operation
+    def forget_saved(self, delivery: Delivery, pointers: str) -> Move[bool]:
         """Remove the unfinished work that is saved under these pointers. Returns False as `save` returns None."""
         hold = (delivery.group_id, delivery.stage, delivery.entry_id, delivery.consumer, delivery.attempt)
-        return bool(self._connection.script("save", self.prefix, *hold, pointers, "", "", 0))
+        return bool((yield from run_script("save", self.prefix, *hold, pointers, "", "", 0)))
 
-    def renew(self, stage: str, consumer: str, deliveries: Sequence[Delivery]) -> set[str]:
+    @operation
+    def renew(self, stage: str, consumer: str, deliveries: Sequence[Delivery]) -> Move[set[str]]:
         """Renew leases. Returns the ids of the groups still held; other consumers took the rest."""
         if not deliveries:
             return set()
         arguments = [part for d in deliveries for part in (d.group_id, d.entry_id, d.attempt)]
-        held = self._connection.script("renew", self.prefix, stage, consumer, *arguments)
+        held = yield from run_script("renew", self.prefix, stage, consumer, *arguments)
         return {group_id.decode() for group_id in held}
 
-    def nack(self, stage: str, consumer: str, deliveries: Sequence[Delivery], *, failed: bool = False) -> int:
+    @operation
+    def nack(self, stage: str, consumer: str, deliveries: Sequence[Delivery], *, failed: bool = False) -> Move[int]:
         """Hand groups back for immediate redelivery. Returns how many were still held.
 
         The deliveries count towards limits.max_deliveries only if `failed`.
@@ -161,9 +171,10 @@ class StageSide(BoardCore):
         arguments = [part for d in deliveries for part in (d.group_id, d.entry_id, d.attempt)]
         settings = (stage, consumer, int(failed), self.limits.max_deliveries)
         with self._settling("nack", deliveries):
-            return int(self._connection.script("nack", self.prefix, *settings, *arguments))
+            return int((yield from run_script("nack", self.prefix, *settings, *arguments)))
 
-    def redo(self, stage: str, consumer: str, deliveries: Sequence[Delivery], *, again: str) -> int:
+    @operation
+    def redo(self, stage: str, consumer: str, deliveries: Sequence[Delivery], *, again: str) -> Move[int]:
         """Have another stage write its columns of held groups again. Returns how many were still held.
 
         The hold ends. Once `again` has committed, the groups are offered to this stage anew; until then they lack
@@ -173,9 +184,10 @@ class StageSide(BoardCore):
             return 0
         arguments = [part for d in deliveries for part in (d.group_id, d.entry_id, d.attempt)]
         with self._settling("redo", deliveries):
-            return int(self._connection.script("redo", self.prefix, stage, consumer, again, *arguments))
+            return int((yield from run_script("redo", self.prefix, stage, consumer, again, *arguments)))
 
-    def commit(self, items: Sequence[tuple[Delivery, Mapping[str, Column]]]) -> list[bool]:
+    @operation
+    def commit(self, items: Sequence[tuple[Delivery, Mapping[str, Column]]]) -> Move[list[bool]]:
         """Commit exactly the columns that each delivery's stage writes, and offer the groups to the next stages.
 
         Takes one round trip if all columns are small. Returns for each delivery True, or False if another attempt was
@@ -189,9 +201,10 @@ class StageSide(BoardCore):
         results: list[bool] = []
         with self._settling("commit", [delivery for delivery, _ in items]):
             for together in transfer.gather(prepared, lambda one: one[0].attempt.nbytes, COMMIT_BYTES):
-                results += self._commit_together(together)
+                results += yield from self._commit_together(together)
         return results
 
+    @operation
     def drop(
         self,
         delivery: Delivery,
@@ -200,7 +213,7 @@ class StageSide(BoardCore):
         retry: bool = False,
         counts: DropKind = "failed",
         detail: str = "",
-    ) -> bool:
+    ) -> Move[bool]:
         """Drop the group that a delivery holds.
 
         With `retry`, its prompt waits to be published again, at most limits.max_retries times; one whose reward failed
@@ -211,7 +224,7 @@ class StageSide(BoardCore):
         settings = (reason, again, self.limits.max_retries, DROP_COUNTERS[counts], detail)
         hold = (delivery.stage, delivery.entry_id, delivery.consumer, delivery.attempt)
         with self._settling("drop", [delivery], reason):
-            return bool(self._connection.script("drop", self.prefix, delivery.group_id, *settings, *hold))
+            return bool((yield from run_script("drop", self.prefix, delivery.group_id, *settings, *hold)))
 
     def _record_receive(self, taken: Sequence[Delivery], asked_at: int) -> None:
         if telemetry.enabled():
@@ -245,36 +258,36 @@ class StageSide(BoardCore):
         times = f"{delivery.enqueued_at} {delivery.worked[0]} {delivery.worked[1]}" if delivery.worked else ""
         return GroupAttempt(delivery.group_id, delivery.stage, attempt), [version, times, facts_json(facts_of(columns))]
 
-    def _commit_together(self, prepared: Sequence[tuple[GroupAttempt, list[Any]]]) -> list[bool]:
+    def _commit_together(self, prepared: Sequence[tuple[GroupAttempt, list[Any]]]) -> Move[list[bool]]:
         def arguments(indices: list[int]) -> list[Any]:
             result: list[Any] = [self._routes]
             for (group_id, stage, attempt), told in (prepared[index] for index in indices):
                 result += (group_id, stage, attempt.pointer, attempt.shared, *told)
             return result
 
-        return [result == 1 for result in self._commit_attempts([one for one, _ in prepared], "commit", arguments)]
+        results = yield from self._commit_attempts([one for one, _ in prepared], "commit", arguments)
+        return [result == 1 for result in results]
 
-    def _claim(self, stage: str, consumer: str, count: int) -> list[Delivery]:
+    def _claim(self, stage: str, consumer: str, count: int) -> Move[list[Delivery]]:
         lease = max(1, int(self.limits.lease_seconds * 1000))
         # Half of it, so that a consumer that is alone is never a moment too early.
         interval = int(self._claim_interval * 500)
         settings = (count, lease, self.limits.max_deliveries, interval)
-        entries = self._connection.script("claim_expired", self.prefix, stage, consumer, *settings)
-        return self._parse_entries(stage, consumer, entries)
+        entries = yield from run_script("claim_expired", self.prefix, stage, consumer, *settings)
+        return (yield from self._parse_entries(stage, consumer, entries))
 
-    def _read(self, stream: str, stage: str, consumer: str, count: int, block: int | None) -> list[Delivery]:
+    def _read(self, stream: str, stage: str, consumer: str, count: int, block: int | None) -> Move[list[Delivery]]:
         """Read new entries, blocking for `block` milliseconds."""
         arguments: list[Any] = ["XREADGROUP", "GROUP", WORKERS, consumer, "COUNT", count]
         if block is not None:
             arguments += ["BLOCK", block]
+        reply = yield from ask(*arguments, "STREAMS", stream, ">")
+        entries = [(*entry, 1) for _, of_stream in reply or () for entry in of_stream]
+        return (yield from self._parse_entries(stage, consumer, entries))
 
-        def operation(client: redis.Redis) -> Any:
-            return client.execute_command(*arguments, "STREAMS", stream, ">")
-
-        reply = self._connection.run(operation)
-        return self._parse_entries(stage, consumer, [(*entry, 1) for _, entries in reply or () for entry in entries])
-
-    def _parse_entries(self, stage: str, consumer: str, entries: Sequence[tuple[Any, Any, int]]) -> list[Delivery]:
+    def _parse_entries(
+        self, stage: str, consumer: str, entries: Sequence[tuple[Any, Any, int]]
+    ) -> Move[list[Delivery]]:
         """Parse entries (id, fields, deliveries). Unreadable ones are dropped as "damaged".
 
         Otherwise they would crash each reader that takes them over.
@@ -287,16 +300,17 @@ class StageSide(BoardCore):
                 logger.error("dropping the damaged entry %s of stage %s: %r", entry_id, stage, error)
                 damaged.append(entry_id)
         if damaged:
-            self._connection.script("discard", self.prefix, stage, *damaged)
+            yield from run_script("discard", self.prefix, stage, *damaged)
         return found
 
-    def _places(self, deliveries: Sequence[Delivery], columns: Sequence[str]) -> list[dict[str, Place] | None]:
+    def _places(self, deliveries: Sequence[Delivery], columns: Sequence[str]) -> Move[list[dict[str, Place] | None]]:
         """Return where each group's columns are; None for a group that was closed meanwhile."""
         wanted: dict[str, list[str]] = {}
         for column in columns:
             wanted.setdefault("@" + self._producers.get(column, PUBLISH), []).append(column)
         result: list[dict[str, Place] | None] = []
-        for delivery, pointers in zip(deliveries, self._pointers(deliveries, list(wanted)), strict=True):
+        every = yield from self._pointers(deliveries, list(wanted))
+        for delivery, pointers in zip(deliveries, every, strict=True):
             if pointers is None:
                 result.append(None)
                 continue
@@ -309,18 +323,16 @@ class StageSide(BoardCore):
             result.append(located)
         return result
 
-    def _pointers(self, deliveries: Sequence[Delivery], writers: list[str]) -> list[dict[str, str] | None]:
+    def _pointers(self, deliveries: Sequence[Delivery], writers: list[str]) -> Move[list[dict[str, str] | None]]:
         """Return each group's pointers: the delivery's, or those of the group if some were written later."""
         incomplete = [d for d in deliveries if any(writer not in d.pointers for writer in writers)]
         if not incomplete:
             return [delivery.pointers for delivery in deliveries]
 
-        def commands(pipe: redis.client.Pipeline) -> None:
-            for delivery in incomplete:
-                pipe.hmget(f"{self.prefix}group:{delivery.group_id}", ["trace", *writers])
-
+        keys = [f"{self.prefix}group:{delivery.group_id}" for delivery in incomplete]
+        replies = yield Send([("HMGET", key, "trace", *writers) for key in keys])
         looked_up: dict[str, dict[str, str] | None] = {}
-        for delivery, (trace, *found) in zip(incomplete, self._connection.pipeline(commands), strict=True):
+        for delivery, (trace, *found) in zip(incomplete, replies, strict=True):
             if trace is None:
                 looked_up[delivery.group_id] = None
                 continue

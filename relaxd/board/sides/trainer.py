@@ -4,8 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import redis
-
+from relaxd.board.connections.scripts import run_script
 from relaxd.board.core import BoardCore, GroupAttempt, reading
 from relaxd.board.errors import LedgerTrimmed, RunMissing
 from relaxd.board.payloads import transfer
@@ -14,62 +13,68 @@ from relaxd.board.payloads.samples import decode_sample, sample_places, samples_
 from relaxd.board.stages import SAMPLES, TRAIN
 from relaxd.board.times import GroupTimes, parse_times
 from relaxd.board.types import CriticOrders, LedgerEntry
+from relaxd.redis_client.moves import Move, Send, ask, operation
 
 
 class TrainerSide(BoardCore):
     """The step ledger, and the state that the trainer needs to close a step."""
 
-    def new_trainer_term(self) -> int:
+    @operation
+    def new_trainer_term(self) -> Move[int]:
         """Start the next trainer term (from 1) and free the groups that the last trainer held. Raises RunMissing."""
-        return int(self._connection.script("start_term", self.prefix, TRAIN, self.limits.max_deliveries))
+        return int((yield from run_script("start_term", self.prefix, TRAIN, self.limits.max_deliveries)))
 
-    def trainer_term(self) -> int:
+    @operation
+    def trainer_term(self) -> Move[int]:
         """Return the current trainer term; 0 before the first. Raises RunMissing."""
-        return int(self._state("trainer_term"))
+        return int((yield from self._state("trainer_term")))
 
-    def new_critic_term(self) -> int:
+    @operation
+    def new_critic_term(self) -> Move[int]:
         """Start the next critic term (from 1): an earlier critic, which asks for it, gives up. Raises RunMissing."""
-        return int(self._connection.script("start_critic", self.prefix))
+        return int((yield from run_script("start_critic", self.prefix)))
 
-    def ask_critic(self, *, term: int, step: int, keep: bool) -> None:
+    @operation
+    def ask_critic(self, *, term: int, step: int, keep: bool) -> Move[None]:
         """Ask the critic for a checkpoint of the last step; if `keep`, for one that is never removed.
 
         Call it before the next step is committed: the critic then sees it before it trains on that step. Raises Fenced
         when another trainer has taken over, RunMissing.
         """
-        self._connection.script("ask_critic", self.prefix, term, step, int(keep))
+        yield from run_script("ask_critic", self.prefix, term, step, int(keep))
 
-    def critic_orders(self) -> CriticOrders:
+    @operation
+    def critic_orders(self) -> Move[CriticOrders]:
         """Return the critic's term, and the checkpoints that it is asked for. Raises RunMissing."""
         names = ("critic_term", "critic_checkpoint", "critic_kept")
-        term, checkpoint, kept = self._connection.run(lambda client: client.hmget(f"{self.prefix}state", names))
+        term, checkpoint, kept = yield from ask("HMGET", f"{self.prefix}state", *names)
         if term is None:
             raise RunMissing(f"run {self.run_id} is not on the board")
         return CriticOrders(int(term), *(None if step is None else int(step) for step in (checkpoint, kept)))
 
-    def open_versions(self) -> dict[str, int]:
+    @operation
+    def open_versions(self) -> Move[dict[str, int]]:
         """Return the oldest weight version by id, for open groups whose generation has started.
 
         Until the rollout commits it is the version that generation started with, then the oldest of the tokens.
         """
-        started = self._connection.run(lambda client: client.hgetall(f"{self.prefix}started"))
+        started = yield from ask("HGETALL", f"{self.prefix}started")
         return {group_id.decode(): int(version) for group_id, version in started.items()}
 
-    def times(self, group_ids: Sequence[str]) -> dict[str, GroupTimes]:
+    @operation
+    def times(self, group_ids: Sequence[str]) -> Move[dict[str, GroupTimes]]:
         """Return the times of open groups in the stages that have committed; closed groups are left out."""
         stages = [stage.name for stage in self.stages if stage.name != TRAIN]
-
-        def commands(pipe: redis.client.Pipeline) -> None:
-            for group_id in group_ids:
-                pipe.hmget(f"{self.prefix}group:{group_id}", ["published", *(f"time:{stage}" for stage in stages)])
-
+        fields = ("published", *(f"time:{stage}" for stage in stages))
+        replies = yield Send([("HMGET", f"{self.prefix}group:{group_id}", *fields) for group_id in group_ids])
         result = {}
-        for group_id, (published, *found) in zip(group_ids, self._connection.pipeline(commands), strict=True):
+        for group_id, (published, *found) in zip(group_ids, replies, strict=True):
             if published is not None:
                 committed = {stage: text for stage, text in zip(stages, found, strict=True) if text is not None}
                 result[group_id] = parse_times(published, committed)
         return result
 
+    @operation
     def commit_step(
         self,
         *,
@@ -78,7 +83,7 @@ class TrainerSide(BoardCore):
         plan: Mapping[str, Any],
         metrics: Mapping[str, float],
         samples: Sequence[Mapping[str, Any]] = (),
-    ) -> None:
+    ) -> Move[None]:
         """Add a step to the ledger, close its groups as trained and free their columns, atomically.
 
         `plan["groups"]` lists the groups' ids in order; `plan` and `metrics` must be JSON. Repeating a commit (same
@@ -94,21 +99,23 @@ class TrainerSide(BoardCore):
             return [term, step, *texts, *written, *plan["groups"]]
 
         if count:
-            self._commit_attempts([GroupAttempt(str(step), SAMPLES, shown)], "commit_step", arguments)
+            yield from self._commit_attempts([GroupAttempt(str(step), SAMPLES, shown)], "commit_step", arguments)
         else:
-            self._connection.script("commit_step", self.prefix, *arguments([]))
+            yield from run_script("commit_step", self.prefix, *arguments([]))
 
-    def last_step(self) -> int:
+    @operation
+    def last_step(self) -> Move[int]:
         """Return the last committed step; 0 before the first. Raises RunMissing."""
-        return int(self._state("last_step"))
+        return int((yield from self._state("last_step")))
 
-    def ledger(self, after_step: int = 0, limit: int | None = None) -> list[LedgerEntry]:
+    @operation
+    def ledger(self, after_step: int = 0, limit: int | None = None) -> Move[list[LedgerEntry]]:
         """Return the committed steps after `after_step`, in order.
 
         Raises LedgerTrimmed: the next step is not on the board any more (see relaxd.committed_steps).
         """
-        key = f"{self.prefix}ledger"
-        entries = self._connection.run(lambda client: client.xrange(key, min=f"{after_step + 1}-0", count=limit))
+        most = () if limit is None else ("COUNT", limit)
+        entries = yield from ask("XRANGE", f"{self.prefix}ledger", f"{after_step + 1}-0", "+", *most)
         with reading(f"the ledger of run {self.run_id} after step {after_step}"):
             found = [
                 LedgerEntry(
@@ -125,16 +132,17 @@ class TrainerSide(BoardCore):
             raise LedgerTrimmed(first, f"the ledger of run {self.run_id} begins at step {first} in Redis")
         return found
 
+    @operation
     def sample_page(
         self, step: int | None = None, after: str = "", *, limit: int = 16
-    ) -> list[tuple[str, dict[str, Any]]]:
+    ) -> Move[list[tuple[str, dict[str, Any]]]]:
         """Return samples of a step, or of all steps, newest first, with their keys; those after the key `after`.
 
         Each has its "step".
         """
         found: list[tuple[str, dict[str, Any]]] = []
-        while len(found) < limit and (page := self._sample_keys(step, after, limit - len(found))):
-            payloads, _ = transfer.read(self._nodes, [place for _, place in page])
+        while len(found) < limit and (page := (yield from self._sample_keys(step, after, limit - len(found)))):
+            payloads, _ = yield from transfer.read([place for _, place in page])
             with reading(f"the samples of run {self.run_id}"):
                 found += [
                     (key, decode_sample(data) | {"step": int(key.split("-")[0])})
@@ -144,15 +152,13 @@ class TrainerSide(BoardCore):
             after = page[-1][0]
         return found
 
-    def _sample_keys(self, step: int | None, after: str, limit: int) -> list[tuple[str, Place]]:
+    def _sample_keys(self, step: int | None, after: str, limit: int) -> Move[list[tuple[str, Place]]]:
         """Return the keys of samples, newest first, and where these are."""
         lowest, highest = ("-", "+") if step is None else (f"{step}", f"{step}")
         first, below = (int(part) for part in after.split("-")) if after else (0, 0)
         if after:
             highest = f"{first}" if below else f"({first}-0"
-        entries = self._connection.run(
-            lambda client: client.xrevrange(f"{self.prefix}samples", max=highest, min=lowest, count=limit)
-        )
+        entries = yield from ask("XREVRANGE", f"{self.prefix}samples", highest, lowest, "COUNT", limit)
         found: list[tuple[str, Place]] = []
         with reading(f"the samples of run {self.run_id}"):
             for entry_id, fields in entries:

@@ -119,7 +119,7 @@ class CoordinatorService(CoordinatorServicer):
         run_id, _, after = page.after.rpartition("/")
         record = await self._manager.record(run_id or request.run_id)
         board, full = self._manager.board(record), False
-        while not full and (samples := await read_board(board.sample_page, request.step or None, after)):
+        while not full and (samples := await read_board(board.sample_page(request.step or None, after))):
             full = not all(page.add(f"{record.run_id}/{key}", sample_message(sample)) for key, sample in samples)
             after = samples[-1][0]
         return pb.ListSamplesResponse(samples=page.items, next_page_token=page.next_page_token)

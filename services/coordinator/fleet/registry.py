@@ -18,7 +18,7 @@ from services.coordinator.fleet.changes import Signal
 from services.coordinator.fleet.gpu_choice import choose, could_choose, seen_by, share_of, suffix_for, uuid_of
 from services.coordinator.fleet.gpu_holders import GpuHolders
 from services.coordinator.state.records import Member, ReplicaRecord
-from services.coordinator.state.store import Store, StoreUnavailable
+from services.coordinator.state.store import AsyncStore, StoreUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class Registry:
 
     def __init__(
         self,
-        store: Store,
+        store: AsyncStore,
         *,
         lease_seconds: float,
         heartbeat_seconds: float,
@@ -175,7 +175,7 @@ class Registry:
         now = time.time()
         record = ReplicaRecord(registration_json=json_format.MessageToJson(registration), registered_at=now)
         async with self._writing:
-            await asyncio.to_thread(self._store.save_replica, registration.replica_id, record)
+            await self._store.save_replica(registration.replica_id, record)
             self._gone.discard(registration.replica_id)
             self._free_gpus_at.pop(registration.replica_id, None)
             self._add(registration, now)
@@ -275,7 +275,7 @@ class Registry:
             freed = self._gpu_holders.hold(replica_id, chosen)
             # Written even without a change: an earlier call may have been cancelled before its write.
             if chosen or freed:
-                await asyncio.to_thread(self._store.save_gpus, replica_id, chosen, freed)
+                await self._store.save_gpus(replica_id, chosen, freed)
             if set(chosen) != set(before):
                 logger.info("%s holds GPUs: %s", replica_id, ", ".join(granted) or "none")
         return granted
@@ -342,7 +342,7 @@ class Registry:
                 return
             gpus = [record for replica_id in free for record in self._gpu_holders.of(replica_id)]
             try:
-                await asyncio.to_thread(self._store.remove_replicas, gone, gpus)
+                await self._store.remove_replicas(gone, gpus)
             except StoreUnavailable:  # logged by the run's loops; retried at the next call
                 return
             self._gone.difference_update(gone)
@@ -366,7 +366,7 @@ class Registry:
         )
         async with self._writing:
             if self._replicas.get(replica.replica_id) is replica:
-                await asyncio.to_thread(self._store.save_replica, replica.replica_id, record)
+                await self._store.save_replica(replica.replica_id, record)
         self.changed.fire()
 
     def _add(self, registration: Registration, registered_at: float, *, unheard: bool = False) -> None:

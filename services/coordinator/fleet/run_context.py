@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from relaxd.board import Board
 from relaxd.config import RunConfig
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry
-from services.coordinator.state.store import Store
+from services.coordinator.state.run_board import RunBoard
+from services.coordinator.state.store import AsyncStore
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,8 @@ class RunContext:
 
     run_id: str
     config: RunConfig
-    board: Board
-    store: Store
+    board: RunBoard
+    store: AsyncStore
     fleet: Fleet
     peers: Peers
     launcher: str = ""

@@ -96,7 +96,7 @@ class HealthManager:
             while True:
                 try:
                     if not loaded:
-                        self.record = await asyncio.to_thread(self._context.store.health, self._context.run_id)
+                        self.record = await self._context.store.health(self._context.run_id)
                         self._context.fleet.give_up(self.record.given_up)
                         loaded = True
                         self._reset_timers()
@@ -125,7 +125,7 @@ class HealthManager:
         phase = self._run.record.phase
         if phase not in (Phase.PENDING, Phase.RUNNING) or self._run.record.stop_reason:
             return
-        last_step = await asyncio.to_thread(self._context.board.last_step)  # also raises if Redis is away
+        last_step = await self._context.board.last_step()  # also raises if Redis is away
         draft = HealthUpdate(self.record, time.time())
         for instance in self._unknown & set(draft.replicas):
             del draft.replicas[instance]
@@ -133,7 +133,7 @@ class HealthManager:
         roles = RoleSigns(self._context.fleet.missing(), last_step) if phase == Phase.RUNNING else None
         self._policy.update(draft, self._context.registry.all(), roles)
         if (changed := draft.result()) != self.record:
-            await asyncio.to_thread(self._context.store.save_health, self._context.run_id, changed)
+            await self._context.store.save_health(self._context.run_id, changed)
             self.record = changed
             self._context.fleet.give_up(changed.given_up)
             self._context.registry.changed.fire()
@@ -143,9 +143,7 @@ class HealthManager:
             self._start(self._restart(order))
         await self._follow_rebuilds(draft)
         while self._to_reclaim:
-            freed = await asyncio.to_thread(
-                self._context.board.reclaim, term=self._context.store.term, consumer=self._to_reclaim[-1]
-            )
+            freed = await self._context.board.reclaim(term=self._context.store.term, consumer=self._to_reclaim[-1])
             if freed:
                 logger.warning("%d groups held by %s are reclaimed", freed, self._to_reclaim[-1])
             self._to_reclaim.pop()

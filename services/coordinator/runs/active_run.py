@@ -159,9 +159,9 @@ class ActiveRun:
         """End a pause, reset the counts of consecutive drops and retry the prompts whose reward failed."""
         failed = filtered = 0
         if self.assignable:  # else the board doesn't exist yet
-            counts = await self._redis.in_thread(self.board.counts)
+            counts = await self._redis.call(self.board.counts)
             failed, filtered = counts.consecutive_drops, counts.consecutive_filtered
-            if again := await self._redis.in_thread(self.board.retry_unscored, term=self.context.term):
+            if again := await self._redis.call(self.board.retry_unscored, term=self.context.term):
                 logger.info("run %s: %d prompts whose reward failed are given again", self.record.run_id, again)
         self._going_since = time.time()
         await self._save(paused=None, forgiven_drops=failed, forgiven_filtered=filtered)
@@ -174,7 +174,7 @@ class ActiveRun:
 
     async def main(self) -> None:
         """Drive the run until its end is recorded. Raises Superseded, Fenced."""
-        await self._redis.in_thread(
+        await self._redis.call(
             self.board.create,
             term=self.context.term,
             groups_per_step=self.config.trainer.groups_per_step,
@@ -204,13 +204,16 @@ class ActiveRun:
         try:
             evaluations = self.record.evaluations
             await self._with_redis(
-                self._files.take_over_steps, self.board.ledger, self.context.store.check, evaluations
+                self._files.take_over_steps,
+                self.board.in_threads.ledger,
+                self.context.store.in_threads.check,
+                evaluations,
             )
             self._sampled_step = await self._with_redis(self._files.rewind_samples, self._files.last_step)
             with waiting("the groups that the run has closed so far, to be counted"):
                 last_fate = await asyncio.to_thread(self.curriculum.load, self._files.folder)
             if last_fate:
-                await self._redis.in_thread(self.board.continue_fates, last_fate, term=self.context.term)
+                await self._redis.call(self.board.continue_fates, last_fate, term=self.context.term)
             self._last_fate = last_fate
             if self.record.phase == Phase.PENDING:
                 await self._wait_for_fleet()
@@ -248,13 +251,13 @@ class ActiveRun:
         self._going_since = time.time()
         while True:
             self._usage.sample(self.fleet.devices())
-            counts = await self._redis.in_thread(self.board.counts)
+            counts = await self._redis.call(self.board.counts)
             self.step = counts.last_step
             if counts.last_step != self._files.last_step:
                 await self._append_metrics()
             await self._append_fates()
             await self._disk.call(self._write_record)
-            await self._redis.in_thread(self.board.sweep, term=self.context.term)
+            await self._redis.call(self.board.sweep, term=self.context.term)
             if counts.last_step >= self.config.run.steps or self._stopping():
                 break
             if self.health.failure:
@@ -278,7 +281,7 @@ class ActiveRun:
         outcome = Outcome.STOPPED if self.record.stop_reason else Outcome.COMPLETED
         await self._save(phase=Phase.STOPPING, reason=reason, paused=None)
         await self._clear_board()
-        steps = (await self._redis.in_thread(self.board.counts)).last_step
+        steps = (await self._redis.call(self.board.counts)).last_step
         model = ""
         if steps:
             await self._append_metrics()
@@ -302,14 +305,14 @@ class ActiveRun:
 
     async def _end(self, phase: Phase, outcome: Outcome, reason: str, model: str) -> None:
         await self._append_fates()
-        counts = await self._redis.in_thread(self.board.counts)
+        counts = await self._redis.call(self.board.counts)
         end = {"phase": phase, "outcome": outcome, "reason": reason, "end_time": datetime.now(UTC)}
         record = self.record.model_copy(update=end)
         metrics = await self._disk.in_thread(self._files.step_metrics) if self.handoff is not None else ()
         await self._disk.in_thread(self._files.write_summary, summarise(record, counts, model, metrics))
         with contextlib.suppress(StoreUnavailable):  # only cleanup: the group's name is unique
             await self.sync.close()
-        size = await self._redis.in_thread(self.board.measure)
+        size = await self._redis.call(self.board.measure)
         await self._save(**end, paused=None, board_bytes=size)
         await self._disk.call(self._write_record)
         logger.info("run %s ended after %d steps: %s", record.run_id, counts.last_step, reason)
@@ -350,7 +353,7 @@ class ActiveRun:
         )
         if problem:
             reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(counts.dropped_by_reason.items()))
-            dropped = await self._redis.in_thread(self.board.dropped)
+            dropped = await self._redis.call(self.board.dropped)
             failure = next((group.detail for group in dropped if group.detail), "")
             advice = (
                 f"; the last failure: {failure}; once repaired: relaxd resume {self.record.run_id}" if failure else ""
@@ -467,10 +470,10 @@ class ActiveRun:
         with waiting("the trainer to finish its step", on=TRAINER) as wait:
             while time.monotonic() < deadline:
                 trainer = self.fleet.trainer()
-                counts = await self._redis.in_thread(self.board.counts)
+                counts = await self._redis.call(self.board.counts)
                 begun = counts.last_step if begun is None else begun
                 done = counts.last_step > begun or counts.last_step >= self.config.run.steps
-                train = (await self._redis.in_thread(self.board.queues))[-1]
+                train = (await self._redis.call(self.board.queues))[-1]
                 if trainer is None or done or train.waiting + train.held < per_step:
                     break
                 wait.on = trainer.replica_id
@@ -481,10 +484,10 @@ class ActiveRun:
         await self._drop_open(DropReason.RUN_ENDED)
 
     async def _drop_open(self, reason: DropReason) -> None:
-        await self._redis.in_thread(self.board.set_gate, term=self.context.term, oldest_version=None, open=False)
-        groups = await self._redis.in_thread(self.board.open_groups)
-        await self._redis.in_thread(self.board.drop_groups, groups, term=self.context.term, reason=reason, counts="")
-        await self._redis.in_thread(self.board.purge, term=self.context.term)
+        await self._redis.call(self.board.set_gate, term=self.context.term, oldest_version=None, open=False)
+        groups = await self._redis.call(self.board.open_groups)
+        await self._redis.call(self.board.drop_groups, groups, term=self.context.term, reason=reason, counts="")
+        await self._redis.call(self.board.purge, term=self.context.term)
 
     # --- records and metrics --------------------------------------------------------------------------------------
 
@@ -501,7 +504,7 @@ class ActiveRun:
         """Update the record, in Redis first."""
         async with self._saving:
             record = self.record.model_copy(update=changes)
-            await self._redis.in_thread(self.context.store.save_run, record)
+            await self._redis.call(self.context.store.save_run, record)
             self.record = record
         await self._try_write_record()
         self.waiting.refresh()
@@ -526,7 +529,7 @@ class ActiveRun:
         return await self._disk.call(self._redis.in_thread, operation, *arguments)
 
     async def _append_metrics(self) -> None:
-        ledger = await self._with_redis(self._files.next_steps, self.board.ledger)
+        ledger = await self._with_redis(self._files.next_steps, self.board.in_threads.ledger)
         synced, self._reported_sync_seconds = self.sync.seconds - self._reported_sync_seconds, self.sync.seconds
         usage = self._usage.take(self.fleet.devices())
         measured = {**usage.metrics, "sync_seconds": synced / max(len(ledger), 1)}
@@ -557,29 +560,29 @@ class ActiveRun:
         if written < self._trimmed_at + TRIM_STEPS:
             return
         await self._disk.in_thread(self._files.sync_ledger)
-        await self._redis.in_thread(self.board.trim_ledger, term=self.context.term, written=written)
+        await self._redis.call(self.board.trim_ledger, term=self.context.term, written=written)
         self._trimmed_at = written
 
     async def _append_fates(self) -> None:
         """Move what became of closed groups from the board to the run's folder."""
-        while fates := await self._redis.in_thread(self.board.fates, self._last_fate or ""):
+        while fates := await self._redis.call(self.board.fates, self._last_fate or ""):
             end = await self._disk.in_thread(self._files.append_groups, fates)
             await asyncio.to_thread(self.curriculum.observe, self._files.folder, [fate.line for fate in fates], end)
             self._last_fate = fates[-1].entry_id
-            await self._redis.in_thread(self.board.forget_fates, self._last_fate, term=self.context.term)
+            await self._redis.call(self.board.forget_fates, self._last_fate, term=self.context.term)
 
     async def _append_samples(self) -> None:
         """Copy the samples of new steps to the run's folder. A restored board has none of earlier steps."""
         if kept := self.config.telemetry.samples_per_step:
             for step in range(self._sampled_step + 1, self._files.last_step + 1):
-                page = await self._redis.in_thread(self.board.sample_page, step, limit=kept)
+                page = await self._redis.call(self.board.sample_page, step, limit=kept)
                 samples = [sample | {"entry": key} for key, sample in reversed(page)]
                 await self._disk.in_thread(self._files.append_samples, samples)
                 self._sampled_step = step
 
     async def _take_drops(self, steps: int) -> dict[str, float]:
         """Return the groups dropped since the last call, in all and by reason, per step."""
-        counts = await self._redis.in_thread(self.board.counts)
+        counts = await self._redis.call(self.board.counts)
         dropped = Counter(counts.dropped_by_reason)
         before, self._reported_drops = self._reported_drops, dropped
         if before is None and counts.last_step > steps:

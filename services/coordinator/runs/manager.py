@@ -3,14 +3,14 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from relaxd.board import Board, BoardUnavailable, roles_for, stages_for
+from relaxd.board import BoardUnavailable, roles_for, stages_for
 from relaxd.config import BoardConfig, RunConfig
 from relaxd.data.dataset import RunData, load_data
 from relaxd.data.errors import DataError
@@ -35,7 +35,8 @@ from services.coordinator.state.finishing import finish
 from services.coordinator.state.health_records import Event
 from services.coordinator.state.records import Outcome, Phase, RunRecord
 from services.coordinator.state.retry import RedisRetry
-from services.coordinator.state.store import AnotherRunActive, RunIdTaken, Store
+from services.coordinator.state.run_board import RunBoard
+from services.coordinator.state.store import AnotherRunActive, AsyncStore, RunIdTaken
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -47,8 +48,8 @@ MAX_BOARDS = 8
 
 
 READERS = ThreadPoolExecutor(8, thread_name_prefix="reader")
-"""Threads of calls that only read. While Redis is away each occupies one for seconds: calls that replicas depend on,
-such as Register, must not wait for them."""
+"""Threads of calls that only read boards and files. While Redis is away each occupies one for seconds: calls that
+replicas depend on, such as Register, must not wait for them."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +62,17 @@ class Glance:
     """The last step that the coordinator has seen; 0 if the run isn't active."""
 
 
-async def read_board(operation: Callable[..., Result], *arguments: Any) -> Result:
-    """Run a blocking board operation in a thread. Raises Unavailable: Redis doesn't answer."""
+async def read_board(reading: Awaitable[Result]) -> Result:
+    """Await what reads a board. Raises Unavailable: Redis doesn't answer."""
     try:
-        return await asyncio.get_running_loop().run_in_executor(READERS, operation, *arguments)
+        return await reading
     except BoardUnavailable as error:
         raise Unavailable(str(error)) from error
+
+
+async def read_in_thread(operation: Callable[..., Result], *arguments: Any) -> Result:
+    """Run in a thread what reads a board and a run's files. Raises Unavailable: Redis doesn't answer."""
+    return await read_board(asyncio.get_running_loop().run_in_executor(READERS, operation, *arguments))
 
 
 class RunManager:
@@ -74,7 +80,7 @@ class RunManager:
 
     def __init__(
         self,
-        store: Store,
+        store: AsyncStore,
         registry: Registry,
         peers: Peers,
         settings: ServiceSettings,
@@ -90,7 +96,8 @@ class RunManager:
         self._starting = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
-        self._boards: dict[str, Board] = {}
+        self._boards: dict[str, RunBoard] = {}
+        self._closings: set[asyncio.Task[None]] = set()
         self._ended_runs: dict[str, pb.Run] = {}
         """Messages of ended runs, which never change."""
         self._last_active = pb.Run()
@@ -113,7 +120,7 @@ class RunManager:
 
     async def _start(self, run_id: str, config_toml: str, request_id: str) -> RunRecord:
         async with self._starting:
-            known = await asyncio.to_thread(self._store.started_by, request_id) if request_id else None
+            known = await self._store.started_by(request_id) if request_id else None
             if known is not None and known.request_digest != request_digest(run_id, config_toml):
                 raise AlreadyExists(
                     f"request {request_id!r} started run {known.run_id!r} with another run_id or configuration: choose "
@@ -121,7 +128,7 @@ class RunManager:
                 )
             if known is not None:
                 return await self.record(known.run_id)
-            if run_id and await asyncio.to_thread(self._store.run, run_id) is not None:
+            if run_id and await self._store.run(run_id) is not None:
                 raise AlreadyExists(f"a run {run_id!r} exists: choose another run_id")
             await self._wait_for_clean_up()
             if self.active is not None:
@@ -154,7 +161,7 @@ class RunManager:
                 raise self._busy(self.active.record.run_id)
             restored = await asyncio.to_thread(read_run, folder, steps)
             run_id = restored.record.run_id
-            known = await asyncio.to_thread(self._store.run, run_id)
+            known = await self._store.run(run_id)
             extended = known is not None and known.phase.ended and known.folder == restored.record.folder and steps
             if known is not None and not extended:
                 raise AlreadyExists(f"run {run_id!r} is still in Redis: there is nothing to restore")
@@ -166,13 +173,14 @@ class RunManager:
             active = await self._active_run(restored.record, restored.config, restored.data, restored.files)
 
             def fill() -> None:
-                active.board.delete()  # the remains of a failed attempt
-                active.board.create(
+                board = active.board.in_threads
+                board.delete()  # the remains of a failed attempt
+                board.create(
                     term=self._store.term,
                     groups_per_step=restored.config.trainer.groups_per_step,
                     steps=restored.config.run.steps,
                 )
-                active.board.restore(
+                board.restore(
                     ledger=restored.ledger,
                     cursor=restored.cursor.to_json(),
                     dropped=restored.dropped,
@@ -187,8 +195,8 @@ class RunManager:
 
     async def resume(self) -> None:
         """Resume the run that an earlier coordinator left active, if there is one."""
-        run_id = await asyncio.to_thread(self._store.active_run_id)
-        record = await asyncio.to_thread(self._store.run, run_id) if run_id else None
+        run_id = await self._store.active_run_id()
+        record = await self._store.run(run_id) if run_id else None
         if record is None:
             return
         config = RunConfig.model_validate_json(record.config_json)
@@ -197,7 +205,7 @@ class RunManager:
         except DataError as error:
             end = {"phase": Phase.FAILED, "outcome": Outcome.DATA_FAILED, "reason": f"after a restart: {error}"}
             failed = record.model_copy(update=end | {"end_time": datetime.now(UTC)})
-            await asyncio.to_thread(self._store.save_run, failed)
+            await self._store.save_run(failed)
             logger.error("run %s can't be resumed: %s", run_id, error)
             return
         logger.info("resuming run %s (%s)", run_id, record.phase.value.lower())
@@ -212,7 +220,7 @@ class RunManager:
 
     async def _delete_ended(self, run_id: str) -> None:
         async with self._starting:
-            record = await asyncio.to_thread(self._store.run, run_id)
+            record = await self._store.run(run_id)
             if record is None:
                 raise NotFound(f"there is no run {run_id!r}")
             if not record.phase.ended:
@@ -222,7 +230,7 @@ class RunManager:
     async def delete_expired(self) -> None:
         """Delete runs beyond the retention limits, and finish deletions of an earlier coordinator."""
         async with self._starting:
-            for run_id in await asyncio.to_thread(self._store.deleting):
+            for run_id in await self._store.deleting():
                 try:
                     await self._end_deletion(run_id)
                 except Unavailable as error:  # such as a data node that only this run has
@@ -243,7 +251,7 @@ class RunManager:
     async def _delete(self, record: RunRecord) -> None:
         await self._wait_for_clean_up()
         board = self.board(record)
-        await asyncio.to_thread(self._store.begin_delete, record.run_id, record.request_id)
+        await self._store.begin_delete(record.run_id, record.request_id)
         self._ended_runs.pop(record.run_id, None)
         self._boards.pop(record.run_id, None)
         await self._delete_board(record.run_id, board)
@@ -253,16 +261,16 @@ class RunManager:
 
         Raises Unavailable: a Redis is still away.
         """
-        if run_id in await asyncio.to_thread(self._store.deleting):
-            await self._delete_board(run_id, Board(self._settings.redis, run_id, (), BoardConfig()))
+        if run_id in await self._store.deleting():
+            await self._delete_board(run_id, RunBoard(self._settings.redis, run_id, (), BoardConfig()))
 
-    async def _delete_board(self, run_id: str, board: Board) -> None:
+    async def _delete_board(self, run_id: str, board: RunBoard) -> None:
         """Delete a run's board."""
         try:
-            await read_board(board.delete)
-            await asyncio.to_thread(self._store.end_delete, run_id)
+            await read_board(board.delete())
+            await self._store.end_delete(run_id)
         finally:
-            board.close()
+            await board.close()
 
     async def close(self) -> None:
         """Cancel the active run's task; the next coordinator resumes the run."""
@@ -270,6 +278,8 @@ class RunManager:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
+        for board in self._boards.values():
+            await board.close()
 
     async def _create(self, record: RunRecord) -> None:
         """Record a run as the active one, as soon as Redis answers; nothing may fail between this and `_launch`.
@@ -278,7 +288,7 @@ class RunManager:
         Raises AlreadyExists, FailedPrecondition; Unavailable: Redis is full, or a newer coordinator has taken over.
         """
         try:
-            await RedisRetry(f"run {record.run_id}").in_thread(self._store.create_run, record)
+            await RedisRetry(f"run {record.run_id}").call(self._store.create_run, record)
         except RunIdTaken as error:
             raise AlreadyExists(f"a run {error} exists: choose another run_id") from error
         except AnotherRunActive as error:
@@ -289,13 +299,13 @@ class RunManager:
         context = RunContext(
             run_id=record.run_id,
             config=config,
-            board=Board(self._settings.redis, record.run_id, stages_for(config), config.board),
+            board=RunBoard(self._settings.redis, record.run_id, stages_for(config), config.board),
             store=self._store,
             fleet=Fleet(self._registry, record.run_id, roles_for(config)),
             peers=self._peers,
             launcher=self._settings.launcher,
         )
-        return ActiveRun(context, record, data, files, await asyncio.to_thread(self._store.weights))
+        return ActiveRun(context, record, data, files, await self._store.weights())
 
     def _launch(self, active: ActiveRun) -> None:
         freeze_objects()  # also those of the last run are collected
@@ -344,11 +354,11 @@ class RunManager:
         if self.active is not None and run_id in ("", self.active.record.run_id):
             return self.active.record
         if not run_id:
-            run_ids = await asyncio.to_thread(self._store.run_ids)
+            run_ids = await self._store.run_ids()
             if not run_ids:
                 raise NotFound("there is no run yet")
             run_id = run_ids[0]
-        record = await asyncio.to_thread(self._store.run, run_id)
+        record = await self._store.run(run_id)
         if record is None:
             raise NotFound(f"there is no run {run_id!r}")
         return record
@@ -356,17 +366,17 @@ class RunManager:
     async def all(self) -> list[RunRecord]:
         """Return all runs, newest first, but for those whose record is gone."""
         records = []
-        for run_id in await asyncio.to_thread(self._store.run_ids):
+        for run_id in await self._store.run_ids():
             with contextlib.suppress(NotFound):  # it was deleted meanwhile
                 records.append(await self.record(run_id))
         return records
 
-    def board(self, record: RunRecord) -> Board:
+    def board(self, record: RunRecord) -> RunBoard:
         """Return the board of a run, connected."""
         board = self._boards.pop(record.run_id, None)
         if board is None:
             config = RunConfig.model_validate_json(record.config_json)
-            board = Board(self._settings.redis, record.run_id, stages_for(config), config.board)
+            board = RunBoard(self._settings.redis, record.run_id, stages_for(config), config.board)
         self._boards[record.run_id] = board  # the most recently used comes last
         self._close_boards()
         return board
@@ -375,7 +385,9 @@ class RunManager:
         """Close the least recently used boards: each has connections to Redis."""
         active = self.active.record.run_id if self.active else None
         for run_id in [run_id for run_id in self._boards if run_id != active][:-MAX_BOARDS]:
-            self._boards.pop(run_id).close()  # a reader in progress reconnects
+            closing = asyncio.create_task(self._boards.pop(run_id).close())
+            self._closings.add(closing)
+            closing.add_done_callback(self._closings.discard)
 
     def glance(self, record: RunRecord) -> Glance:
         """Return what is known of a run without asking Redis."""
@@ -397,7 +409,7 @@ class RunManager:
             run.CopyFrom(self._last_active)  # reading would take as long as Redis's timeouts
         else:
             oldest = active.oldest_version() if active is not None else None
-            run = await read_board(run_message, record, config.run.steps, self.board(record), oldest)
+            run = await read_board(run_message(record, config.run.steps, self.board(record), oldest))
         if active is not None:
             self._last_active = pb.Run()  # a new one: a message that is filled again and again frees no memory
             self._last_active.CopyFrom(run)
@@ -414,7 +426,7 @@ class RunManager:
 
     async def summaries(self, after: str) -> AsyncIterator[tuple[str, pb.Run]]:
         """Yield all runs, newest first, without their large fields; those after the key `after`. Raises Unavailable."""
-        times = await asyncio.to_thread(self._store.run_times)
+        times = await self._store.run_times()
         for key, run_id in sorted((newest_first(time, run_id), run_id) for run_id, time in times.items()):
             if key > after:
                 with contextlib.suppress(NotFound):  # it was deleted meanwhile
@@ -428,7 +440,7 @@ class RunManager:
         """Return the latest health events of a run, oldest first. Raises Unavailable."""
         if (active := self._active(record)) is not None:
             return active.health.record.events
-        return (await asyncio.to_thread(self._store.health, record.run_id)).events
+        return (await self._store.health(record.run_id)).events
 
     def assignment(self, replica_id: str) -> pb.Assignment:
         """Return the run that a replica works on."""

@@ -78,7 +78,7 @@ class Publisher:
         while True:
             published = 0
             try:
-                published = await asyncio.to_thread(self._publish, self._oldest_version(), self._wanted())
+                published = await self._publish(self._oldest_version(), self._wanted())
                 reachable, self.redis = True, ""
             except BoardUnavailable as error:
                 if reachable:
@@ -94,33 +94,42 @@ class Publisher:
                 pause = IDLE_SECONDS if reachable else 1.0
                 await self._context.registry.changed.wait(pause)  # idle: `gate` and `redis` say why
 
-    def _publish(self, oldest_version: int | None, wanted: bool) -> int:
+    async def _publish(self, oldest_version: int | None, wanted: bool) -> int:
         """Set the gate and publish one batch; returns the number of groups."""
-        self._context.board.set_gate(term=self._context.term, oldest_version=oldest_version, open=wanted)
+        board = self._context.board
+        await board.set_gate(term=self._context.term, oldest_version=oldest_version, open=wanted)
         if not wanted or oldest_version is None:
             self.gate = ("", "")
             return 0
-        admission = self._context.board.admission(self._worst_bytes(self._context.config.published_prompt_tokens))
-        self._report_gate(admission.room, admission.limit, admission.detail)
+        admission = await board.admission(self._worst_bytes(self._context.config.published_prompt_tokens))
+        await self._report_gate(admission.room, admission.limit, admission.detail)
         room = min(BATCH, admission.room)
         if room <= 0:
             return 0
-        retries = self._context.board.retries()[:room]
-        cursor = Cursor.from_json(self._context.board.cursor())
+        retries = (await board.retries())[:room]
+        cursor = Cursor.from_json(await board.cursor())
         with ExitStack() as spans:
             groups = [self._retry_group(spans, retry) for retry in retries]
-            for _ in range(room - len(retries)):
-                visit = self._visits.next(cursor)
-                groups.append(self._new_group(spans, visit))
-                cursor = self._prompts.after(visit.cursor)
+            # In a thread: prompts may be on the disk, and are tokenised.
+            visits = await asyncio.to_thread(self._next_visits, cursor, room - len(retries))
+            groups += [self._new_group(spans, visit) for visit in visits]
+            cursor = self._prompts.after(visits[-1].cursor) if visits else cursor
             try:
-                self._context.board.publish(term=self._context.term, groups=groups, cursor=cursor.to_json())
+                await board.publish(term=self._context.term, groups=groups, cursor=cursor.to_json())
             except GateClosed as error:  # another writer used the room since `admission`
-                self._report_gate(0, error.limit, error.detail)
+                await self._report_gate(0, error.limit, error.detail)
                 return 0
         return len(groups)
 
-    def _report_gate(self, room: int, limit: str, detail: str) -> None:
+    def _next_visits(self, cursor: Cursor, number: int) -> list[Visited]:
+        """Return the next prompts from a place in their sequence on."""
+        visits = []
+        for _ in range(number):
+            visits.append(self._visits.next(cursor))
+            cursor = self._prompts.after(visits[-1].cursor)
+        return visits
+
+    async def _report_gate(self, room: int, limit: str, detail: str) -> None:
         """Set `gate`, and drop surplus groups if Redis stays full."""
         closed = room <= 0 and limit not in ("closed", "complete")
         if closed and limit in ("memory", "full") and limit != self.gate[0]:
@@ -133,7 +142,7 @@ class Publisher:
         self._full_since = now if self._full_since is None else self._full_since
         if now - self._full_since > RELIEVE_SECONDS:
             self._full_since = now
-            if dropped := self._context.board.relieve(term=self._context.term):
+            if dropped := await self._context.board.relieve(term=self._context.term):
                 logger.warning("Redis is full: dropped %d surplus groups, which are retried later", dropped)
 
     def _new_group(self, spans: ExitStack, visit: Visited) -> NewGroup:

@@ -3,7 +3,7 @@
 import contextlib
 from typing import Any
 
-from relaxd.board import Board, RunMissing
+from relaxd.board import AsyncBoard, RunMissing
 from relaxd.committed_steps import CommittedSteps
 from relaxd.v1 import coordinator_pb2 as pb
 from services.coordinator.state.records import Phase, RunRecord
@@ -18,8 +18,8 @@ def run_state(record: RunRecord) -> "pb.RunState.ValueType":
     return pb.RunState.Value(f"RUN_STATE_{record.phase.value}")
 
 
-def run_message(record: RunRecord, steps: int, board: Board, oldest_version: int | None) -> pb.Run:
-    """Convert a run, with its progress from the board. Reads Redis: call it from a thread."""
+async def run_message(record: RunRecord, steps: int, board: AsyncBoard, oldest_version: int | None) -> pb.Run:
+    """Convert a run, with its progress from the board."""
     run = pb.Run(
         run_id=record.run_id,
         state=run_state(record),
@@ -34,24 +34,24 @@ def run_message(record: RunRecord, steps: int, board: Board, oldest_version: int
     if record.end_time is not None:
         run.end_time.FromDatetime(record.end_time)
     with contextlib.suppress(RunMissing):  # it was just created, and has no board yet
-        _add_board(run, board)
+        await _add_board(run, board)
     for evaluation in record.evaluations:
         run.metrics.update({**evaluation.metrics, "eval_step": evaluation.step})
     return run
 
 
-def _add_board(run: pb.Run, board: Board) -> None:
-    counts = board.counts()
+async def _add_board(run: pb.Run, board: AsyncBoard) -> None:
+    counts = await board.counts()
     run.step = counts.last_step
     run.groups.published = counts.published
     run.groups.open = counts.open
     run.groups.trained = counts.trained
     run.groups.dropped = counts.dropped
     run.groups.dropped_by_reason.update(counts.dropped_by_reason)
-    for queue in board.queues():
+    for queue in await board.queues():
         run.queues.add(stage=queue.stage, waiting=queue.waiting, held=queue.held)
     if counts.last_step:
-        for entry in board.ledger(counts.last_step - 1):
+        for entry in await board.ledger(counts.last_step - 1):
             run.metrics.update(entry.metrics)
 
 

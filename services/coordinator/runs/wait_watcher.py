@@ -54,7 +54,7 @@ class WaitWatcher:
     async def look(self) -> None:
         """Take a snapshot and explain it."""
         try:
-            self._progress = await asyncio.to_thread(self._read_board)
+            self._progress = await self._read_board()
             redis = ""
         except BoardError as error:
             redis = str(error)
@@ -102,21 +102,22 @@ class WaitWatcher:
         if self.snapshot.usual_seconds is not None and not self.snapshot.stopping:
             run.remaining_seconds = self.snapshot.usual_seconds * (self.snapshot.steps - self.snapshot.step)
 
-    def _read_board(self) -> dict[str, Any]:
-        """Read what Redis knows. Call it from a thread."""
+    async def _read_board(self) -> dict[str, Any]:
+        """Read what Redis knows."""
         board = self._context.board
-        counts = board.counts()
+        counts = await board.counts()
         known = max(self._steps[-1][0] if self._steps else 0, counts.last_step - USUAL_STEPS)
         if counts.last_step > known:
-            new = [(one.step, one.time, one.metrics.get("step_seconds", 0.0)) for one in board.ledger(known)]
+            ledger = await board.ledger(known)
+            new = [(one.step, one.time, one.metrics.get("step_seconds", 0.0)) for one in ledger]
             self._steps = [*self._steps, *new][-USUAL_STEPS:]
         return {
             "step": counts.last_step,
             "published": counts.published,
             "open": counts.open,
             "dropped": counts.dropped_by_reason,
-            "queues": board.queues(),
-            "held": board.oldest_held(),
+            "queues": await board.queues(),
+            "held": await board.oldest_held(),
         }
 
     def _complete(self, redis: str) -> RunSnapshot:

@@ -14,7 +14,7 @@ from relaxd.rpc.errors import Violations
 from relaxd.v1 import coordinator_pb2 as pb
 from services.coordinator.fleet.changes import Signal
 from services.coordinator.health.view import event_messages
-from services.coordinator.runs.manager import Glance, RunManager, read_board
+from services.coordinator.runs.manager import Glance, RunManager, read_in_thread
 from services.coordinator.runs.starting import check_run_id
 from services.coordinator.runs.view import step_messages
 from services.coordinator.state.records import RunRecord
@@ -79,7 +79,7 @@ class RunFeed:
         violations.raise_if_any()
         manager = self._manager
         record = await manager.record(request.run_id)
-        committed = CommittedSteps(manager.board(record).ledger, Path(record.folder))
+        committed = CommittedSteps(manager.board(record).in_threads.ledger, Path(record.folder))
         end = time.monotonic() + (request.max_seconds or DEFAULT_SECONDS)
         last_step, last_event = _parts(token)
         shown, silent_since, sent = None, 0.0, None
@@ -97,7 +97,7 @@ class RunFeed:
                 last_step = run.step if last_step is None else last_step
                 steps = []
                 if run.step > last_step:
-                    steps = await read_board(step_messages, committed, last_step, STEPS_AT_ONCE)
+                    steps = await read_in_thread(step_messages, committed, last_step, STEPS_AT_ONCE)
                     last_step = steps[-1].step if steps else last_step
                 complete = last_step >= run.step or not steps  # none: the board is being deleted
                 news, last_event = event_messages(events, last_event), newest_event

@@ -10,7 +10,7 @@ from relaxd.rpc.errors import FailedPrecondition, NotFound
 from services.coordinator.fleet.changes import Signal
 from services.coordinator.state.retry import RedisRetry
 from services.coordinator.state.scale_records import ScaledReplica, ScaleRecord
-from services.coordinator.state.store import Store
+from services.coordinator.state.store import AsyncStore
 
 MAX_REQUESTS = 100
 """Requests that are kept."""
@@ -31,7 +31,7 @@ class _Change:
 class ScaleLog:
     """The latest scale requests, oldest first. Every change is in Redis before it is visible here."""
 
-    def __init__(self, store: Store, changed: Signal) -> None:
+    def __init__(self, store: AsyncStore, changed: Signal) -> None:
         """`changed` is fired after each change of a request in progress."""
         self._store = store
         self._changed = changed
@@ -44,7 +44,7 @@ class ScaleLog:
 
     async def load(self) -> None:
         """Load the requests of earlier coordinators."""
-        records = await asyncio.to_thread(self._store.scaling)
+        records = await self._store.scaling()
         for record in records:
             self._keep(record)
 
@@ -144,7 +144,7 @@ class ScaleLog:
 
     async def _write(self, record: ScaleRecord, forget: Sequence[str] = ()) -> None:
         """Save a record, in Redis first. Hold `_saving`. Raises StoreUnavailable."""
-        await asyncio.to_thread(self._store.save_scaling, record, forget)
+        await self._store.save_scaling(record, forget)
         self._keep(record)
         for request_id in forget:
             del self._records[request_id], self._replicas[request_id]

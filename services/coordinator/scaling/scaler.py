@@ -14,7 +14,7 @@ from services.coordinator.scaling.launchers import EXTERNAL, NO_LAUNCHER, Launch
 from services.coordinator.scaling.scale_log import ScaleLog
 from services.coordinator.state.finishing import finish
 from services.coordinator.state.scale_records import Direction, ScaledReplica, ScaleRecord, ScaleSpec
-from services.coordinator.state.store import Store
+from services.coordinator.state.store import AsyncStore
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class Scaler:
 
     def __init__(
         self,
-        store: Store,
+        store: AsyncStore,
         registry: Registry,
         runs: RunManager,
         launchers: Launchers,

@@ -1,14 +1,29 @@
 """The coordinator's state in Redis. Every write is fenced by the coordinator's term."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import redis
+from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
-from relaxd.redis_client import COORDINATOR, acknowledged, connect, is_cluster_node, key_prefix, parse, passing
+from relaxd.redis_client import (
+    COORDINATOR,
+    acknowledged,
+    acknowledged_async,
+    connect,
+    connect_async,
+    key_prefix,
+    parse,
+    passing,
+    read,
+    read_async,
+)
+from relaxd.redis_client.moves import Asynchronous, Blocking, Move, Request, Send, ask, operation
 from relaxd.rpc.errors import Unavailable
 from relaxd.rpc.terms import TERM_KEY
 from services.coordinator.state.health_records import HealthRecord
@@ -25,6 +40,10 @@ REPLICAS = PREFIX + "replicas"
 GPUS = PREFIX + "gpus"
 WEIGHTS = PREFIX + "weights"
 SCALING = PREFIX + "scaling"
+
+SETTINGS: dict[str, Any] = {"protocol": 2, "decode_responses": True, "health_check_interval": 15}
+BACKOFF, RETRIES = ExponentialBackoff(cap=0.2, base=0.02), 2
+"""redis-py tries again itself."""
 
 # Records are few, small and replaced often. A full Redis must accept them, because only a working coordinator frees
 # memory, step by step. A new run may be refused.
@@ -85,48 +104,57 @@ def health_key(run_id: str) -> str:
     return f"{PREFIX}health:{run_id}"
 
 
-class Store:
-    """Reads and writes records. Synchronous and thread-safe; call it from threads."""
+@dataclass
+class _Standing:
+    """Whether a coordinator is still the one."""
 
-    def __init__(self, redis_url: str, *, timeout_seconds: float = 3.0) -> None:
-        self._replicas = parse(redis_url).wait_replicas
-        self._seconds = timeout_seconds / 2
-        self._redis = connect(
-            redis_url,
-            tag=COORDINATOR,
-            decode_responses=True,
-            seconds=timeout_seconds,
-            retry=Retry(ExponentialBackoff(cap=0.2, base=0.02), retries=2),
-            health_check_interval=15,
-        )
-        self.term = 0
-        self.superseded = False
+    term: int = 0
+    superseded: bool = False
+
+
+class StoreMoves:
+    """The operations of both stores."""
+
+    _standing: _Standing
+
+    @property
+    def term(self) -> int:
+        """This coordinator's term; 0 before `take_over`."""
+        return self._standing.term
+
+    @property
+    def superseded(self) -> bool:
         """A newer coordinator has taken over this Redis."""
+        return self._standing.superseded
 
-    def is_cluster_node(self) -> bool:
+    @operation
+    def is_cluster_node(self) -> Move[bool]:
         """Return whether this Redis is a node of a Redis Cluster."""
-        return bool(self._call(lambda: is_cluster_node(self._redis)))
+        return bool((yield from ask("INFO", "cluster")).get("cluster_enabled"))
 
-    def take_over(self) -> int:
+    @operation
+    def take_over(self) -> Move[int]:
         """Start a new term, which fences all older coordinators."""
-        self.term = int(self._script(_TAKE_OVER, [TERM_KEY]))
+        self._standing.term = int((yield from self._script(_TAKE_OVER, [TERM_KEY])))
         return self.term
 
-    def check(self) -> None:
+    @operation
+    def check(self) -> Move[None]:
         """Raise Superseded if a newer coordinator has taken over."""
-        self._write([])
+        yield from self._write([])
 
-    def create_run(self, run: RunRecord) -> None:
+    @operation
+    def create_run(self, run: RunRecord) -> Move[None]:
         """Create a run as the active one; may be repeated. Raises RunIdTaken, AnotherRunActive, StoreFull."""
         keys = [TERM_KEY, run_key(run.run_id), ACTIVE, RUNS, REQUESTS]
         created = run.create_time.timestamp()
         arguments: list[str | float] = [self.term, run.run_id, run.model_dump_json(), created, run.request_id]
         try:
-            answer = self._script(_CREATE, keys, *arguments)
+            answer = yield from self._script(_CREATE, keys, *arguments)
         except StoreUnavailable as error:
             if not isinstance(error.__cause__, redis.exceptions.OutOfMemoryError):
                 raise
-            if self.run(run.run_id) != run:  # else the answer to an earlier attempt was lost
+            if (yield from _run(run.run_id)) != run:  # else the answer to an earlier attempt was lost
                 raise StoreFull(str(error)) from error
             return
         if answer == "EXISTS":
@@ -135,131 +163,200 @@ class Store:
             raise AnotherRunActive(answer.removeprefix("ACTIVE "))
         self._check(answer)
 
-    def save_run(self, run: RunRecord) -> None:
+    @operation
+    def save_run(self, run: RunRecord) -> Move[None]:
         """Save a run's record; an ended run is no longer active."""
         commands: list[list[str]] = [["SET", run_key(run.run_id), run.model_dump_json()]]
         if run.phase.ended:
             commands.append(["DEL", ACTIVE])
-        self._write(commands)
+        yield from self._write(commands)
 
-    def run(self, run_id: str) -> RunRecord | None:
+    @operation
+    def run(self, run_id: str) -> Move[RunRecord | None]:
         """Return a run's record."""
-        text = self._call(lambda: self._redis.get(run_key(run_id)))
-        return RunRecord.model_validate_json(text) if text else None
+        return (yield from _run(run_id))
 
-    def started_by(self, request_id: str) -> RunRecord | None:
+    @operation
+    def started_by(self, request_id: str) -> Move[RunRecord | None]:
         """Return the run that a StartRun request started."""
-        run_id = self._call(lambda: self._redis.hget(REQUESTS, request_id))
-        return self.run(run_id) if run_id else None
+        run_id = yield from ask("HGET", REQUESTS, request_id)
+        return (yield from _run(run_id)) if run_id else None
 
-    def run_ids(self) -> list[str]:
+    @operation
+    def run_ids(self) -> Move[list[str]]:
         """Return the ids of all runs, newest first."""
-        return list(self.run_times())
+        return list((yield from ask("ZREVRANGE", RUNS, 0, -1)))
 
-    def run_times(self) -> dict[str, float]:
+    @operation
+    def run_times(self) -> Move[dict[str, float]]:
         """Return the Unix times at which all runs were created, by run id, newest first."""
-        return dict(self._call(lambda: self._redis.zrevrange(RUNS, 0, -1, withscores=True)))
+        found = yield from ask("ZREVRANGE", RUNS, 0, -1, "WITHSCORES")
+        return dict(zip(found[::2], map(float, found[1::2]), strict=True))
 
-    def begin_delete(self, run_id: str, request_id: str = "") -> None:
+    @operation
+    def begin_delete(self, run_id: str, request_id: str = "") -> Move[None]:
         """Delete the records of a run and its StartRun request; its board is still to be deleted (see `deleting`)."""
         forgotten = [["ZREM", RUNS, run_id], ["HDEL", REQUESTS, request_id]]
-        self._write([["SADD", DELETING, run_id], *forgotten, ["DEL", run_key(run_id), health_key(run_id)]])
+        yield from self._write([["SADD", DELETING, run_id], *forgotten, ["DEL", run_key(run_id), health_key(run_id)]])
 
-    def end_delete(self, run_id: str) -> None:
+    @operation
+    def end_delete(self, run_id: str) -> Move[None]:
         """Record that a run's board is deleted."""
-        self._write([["SREM", DELETING, run_id]])
+        yield from self._write([["SREM", DELETING, run_id]])
 
-    def deleting(self) -> list[str]:
+    @operation
+    def deleting(self) -> Move[list[str]]:
         """Return the deleted runs whose boards may still exist."""
-        return sorted(self._call(lambda: self._redis.smembers(DELETING)))
+        return sorted((yield from ask("SMEMBERS", DELETING)))
 
-    def active_run_id(self) -> str | None:
+    @operation
+    def active_run_id(self) -> Move[str | None]:
         """Return the id of the active run."""
-        return self._call(lambda: self._redis.get(ACTIVE))
+        found: str | None = yield from ask("GET", ACTIVE)
+        return found
 
-    def save_replica(self, replica_id: str, record: ReplicaRecord) -> None:
+    @operation
+    def save_replica(self, replica_id: str, record: ReplicaRecord) -> Move[None]:
         """Save a registration."""
-        self._write([["HSET", REPLICAS, replica_id, record.model_dump_json()]])
+        yield from self._write([["HSET", REPLICAS, replica_id, record.model_dump_json()]])
 
-    def remove_replicas(self, replica_ids: Sequence[str], gpu_uuids: Sequence[str]) -> None:
+    @operation
+    def remove_replicas(self, replica_ids: Sequence[str], gpu_uuids: Sequence[str]) -> Move[None]:
         """Delete registrations, and the holders of these GPUs."""
         removed = ((REPLICAS, replica_ids), (GPUS, gpu_uuids))
-        self._write([["HDEL", key, *fields] for key, fields in removed if fields])
+        yield from self._write([["HDEL", key, *fields] for key, fields in removed if fields])
 
-    def save_gpus(self, replica_id: str, held: Sequence[str], freed: Sequence[str]) -> None:
+    @operation
+    def save_gpus(self, replica_id: str, held: Sequence[str], freed: Sequence[str]) -> Move[None]:
         """Save a replica as holder of GPUs, and free others."""
         commands = [["HSET", GPUS, uuid, replica_id] for uuid in held]
         if freed:
             commands.append(["HDEL", GPUS, *freed])
-        self._write(commands)
+        yield from self._write(commands)
 
-    def gpu_holders(self) -> dict[str, str]:
+    @operation
+    def gpu_holders(self) -> Move[dict[str, str]]:
         """Return replica ids by the UUID of the GPU that they hold."""
-        return dict(self._call(lambda: self._redis.hgetall(GPUS)))
+        return dict((yield from ask("HGETALL", GPUS)))
 
-    def replicas(self) -> dict[str, ReplicaRecord]:
+    @operation
+    def replicas(self) -> Move[dict[str, ReplicaRecord]]:
         """Return all registrations by replica id."""
-        stored = self._call(lambda: self._redis.hgetall(REPLICAS))
+        stored = yield from ask("HGETALL", REPLICAS)
         return {key: ReplicaRecord.model_validate_json(value) for key, value in stored.items()}
 
-    def save_weights(self, record: WeightsRecord) -> None:
+    @operation
+    def save_weights(self, record: WeightsRecord) -> Move[None]:
         """Save the state of weight synchronisation."""
-        self._write([["SET", WEIGHTS, record.model_dump_json()]])
+        yield from self._write([["SET", WEIGHTS, record.model_dump_json()]])
 
-    def weights(self) -> WeightsRecord:
+    @operation
+    def weights(self) -> Move[WeightsRecord]:
         """Return the state of weight synchronisation."""
-        text = self._call(lambda: self._redis.get(WEIGHTS))
+        text = yield from ask("GET", WEIGHTS)
         return WeightsRecord.model_validate_json(text) if text else WeightsRecord()
 
-    def save_scaling(self, record: ScaleRecord, forget: Sequence[str] = ()) -> None:
+    @operation
+    def save_scaling(self, record: ScaleRecord, forget: Sequence[str] = ()) -> Move[None]:
         """Save a scale request and delete others."""
         commands = [["HSET", SCALING, record.request_id, record.model_dump_json()]]
         if forget:
             commands.append(["HDEL", SCALING, *forget])
-        self._write(commands)
+        yield from self._write(commands)
 
-    def scaling(self) -> list[ScaleRecord]:
+    @operation
+    def scaling(self) -> Move[list[ScaleRecord]]:
         """Return all scale requests, oldest first."""
-        stored = self._call(lambda: self._redis.hvals(SCALING))
+        stored = yield from ask("HVALS", SCALING)
         return sorted(map(ScaleRecord.model_validate_json, stored), key=lambda record: record.create_time)
 
-    def save_health(self, run_id: str, record: HealthRecord) -> None:
+    @operation
+    def save_health(self, run_id: str, record: HealthRecord) -> Move[None]:
         """Save a run's health record."""
-        self._write([["SET", health_key(run_id), record.model_dump_json()]])
+        yield from self._write([["SET", health_key(run_id), record.model_dump_json()]])
 
-    def health(self, run_id: str) -> HealthRecord:
+    @operation
+    def health(self, run_id: str) -> Move[HealthRecord]:
         """Return a run's health record."""
-        text = self._call(lambda: self._redis.get(health_key(run_id)))
+        text = yield from ask("GET", health_key(run_id))
         return HealthRecord.model_validate_json(text) if text else HealthRecord()
+
+    def _write(self, commands: list[list[str]]) -> Move[None]:
+        # All keys are named: while a cluster moves them to another node, it must refuse the script as a whole.
+        keys = [TERM_KEY, *(command[1] for command in commands)]
+        self._check((yield from self._script(_GUARDED, keys, self.term, json.dumps(commands))))
+
+    def _script(self, text: str, keys: Sequence[str], *arguments: Any) -> Move[Any]:
+        """Run a script; what it wrote survives the primary, if the URL has `wait_replicas`."""
+        (reply,) = yield Send([("EVAL", text, len(keys), *keys, *arguments)], how="write")
+        return reply
+
+    def _check(self, answer: str) -> None:
+        if answer != "OK":
+            self._standing.superseded = True
+            raise Superseded(f"a newer coordinator has taken over this Redis (this one has term {self.term})")
+
+
+class Store(StoreMoves, Blocking):
+    """Reads and writes records. Blocks, and is thread-safe."""
+
+    def __init__(self, redis_url: str, *, timeout_seconds: float = 3.0) -> None:
+        self.redis_url = redis_url
+        self.timeout_seconds = timeout_seconds
+        self._standing = _Standing()
+        self._replicas = parse(redis_url).wait_replicas
+        settings = {**SETTINGS, "retry": Retry(BACKOFF, RETRIES)}
+        self._redis = connect(redis_url, tag=COORDINATOR, seconds=timeout_seconds, **settings)
 
     def close(self) -> None:
         """Close all connections."""
         self._redis.close()
 
-    def _write(self, commands: list[list[str]]) -> None:
-        # All keys are named: while a cluster moves them to another node, it must refuse the script as a whole.
-        keys = [TERM_KEY, *(command[1] for command in commands)]
-        self._check(self._script(_GUARDED, keys, self.term, json.dumps(commands)))
+    def _send(self, request: Request) -> list[Any]:
+        assert isinstance(request, Send)
+        with _typed_errors():
+            if request.how == "write":
+                seconds = self.timeout_seconds / 2
+                return acknowledged(self._redis, request.commands, replicas=self._replicas, seconds=seconds)
+            return read(self._redis, request.commands)
 
-    def _script(self, text: str, keys: Sequence[str], *arguments: Any) -> Any:
-        """Run a script; what it wrote survives the primary, if the URL has `wait_replicas`."""
 
-        def queue(pipe: redis.client.Pipeline) -> None:
-            pipe.eval(text, len(keys), *keys, *arguments)
+class AsyncStore(StoreMoves, Asynchronous):
+    """The same for one event loop, under the term that a store has taken over; `in_threads` is that store."""
 
-        how: dict[str, Any] = {"replicas": self._replicas, "seconds": self._seconds}
-        return self._call(lambda: acknowledged(self._redis, queue, **how))[0]
+    def __init__(self, store: Store) -> None:
+        self.in_threads = store
+        self._standing = store._standing
+        self._replicas = store._replicas
+        self._seconds = store.timeout_seconds
+        settings = {**SETTINGS, "retry": AsyncRetry(BACKOFF, RETRIES)}
+        self._redis = connect_async(store.redis_url, tag=COORDINATOR, seconds=self._seconds, **settings)
 
-    def _check(self, answer: str) -> None:
-        if answer != "OK":
-            self.superseded = True
-            raise Superseded(f"a newer coordinator has taken over this Redis (this one has term {self.term})")
+    async def close(self) -> None:
+        """Close all connections, also those of `in_threads`."""
+        await self._redis.aclose()
+        self.in_threads.close()
 
-    @staticmethod
-    def _call(operation: Callable[[], Any]) -> Any:
-        try:
-            return operation()
-        except redis.RedisError as error:
-            if reason := passing(error):
-                raise StoreUnavailable(f"Redis {reason}") from error
-            raise
+    async def _send(self, request: Request) -> list[Any]:
+        assert isinstance(request, Send)
+        with _typed_errors():
+            if request.how == "write":
+                how: dict[str, Any] = {"replicas": self._replicas, "seconds": self._seconds / 2}
+                return await acknowledged_async(self._redis, request.commands, **how)
+            return await read_async(self._redis, request.commands)
+
+
+def _run(run_id: str) -> Move[RunRecord | None]:
+    text = yield from ask("GET", run_key(run_id))
+    return RunRecord.model_validate_json(text) if text else None
+
+
+@contextmanager
+def _typed_errors() -> Iterator[None]:
+    """Turn errors of a Redis that is away into StoreUnavailable."""
+    try:
+        yield
+    except redis.RedisError as error:
+        if reason := passing(error):
+            raise StoreUnavailable(f"Redis {reason}") from error
+        raise

@@ -164,8 +164,8 @@ class GpuHandoff:
         trainers, rollouts = self._registry.of_role(TRAINER), self._engines()
         if any(replica.awake is None for replica in (*trainers, *rollouts)):
             return HandoffMove.WAIT  # not reported yet since this coordinator started
-        counts = await asyncio.to_thread(self._context.board.counts)
-        ready = await asyncio.to_thread(self._ready_groups)
+        counts = await self._context.board.counts()
+        ready = await self._ready_groups()
         trainer, announced = self._fleet.trainer(), self._sync.announced
         engines = self._sync.candidates()
         steps_left = self._training() and counts.last_step < self._context.config.run.steps
@@ -193,9 +193,10 @@ class GpuHandoff:
             return HandoffMove.WAIT
         return move
 
-    def _ready_groups(self) -> int:
+    async def _ready_groups(self) -> int:
         """Count the groups that are ready to train."""
-        return next(depth.waiting + depth.held for depth in self._context.board.queues() if depth.stage == "train")
+        queues = await self._context.board.queues()
+        return next(depth.waiting + depth.held for depth in queues if depth.stage == "train")
 
     async def _make(self, move: HandoffMove) -> None:
         match move:

@@ -303,7 +303,7 @@ class WeightSync:
         async with self._saving:  # an announcement may arrive at any time
             record = self.record.model_copy(update=changes)
             stored = record.model_copy(update={"running": record.running or ahead})
-            await asyncio.to_thread(self._context.store.save_weights, stored)
+            await self._context.store.save_weights(stored)
             self.record, self._recorded_ahead = record, stored.running
 
 

@@ -1,5 +1,6 @@
 """A Redis Cluster: whose keys are on which node, what happens when they move, what is waited for, what is refused."""
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import redis
 
 from benchmarks.failover import campaign
-from relaxd.board import Board, BoardError, BoardUnavailable, NewGroup, RunMissing
+from relaxd.board import AsyncBoard, Board, BoardError, BoardUnavailable, NewGroup, RunMissing
 from relaxd.config import LARGE_COLUMN_BYTES, BoardConfig
 from relaxd.redis_client import COORDINATOR, key_prefix, parse
 from relaxd.redis_client.keys import mark_key, slot_of
@@ -216,6 +217,27 @@ def test_a_slot_that_moves_is_waited_for(servers: ClusterServers) -> None:
     with servers.moving(run_id, source):
         pass
     board.delete()
+
+
+@pytest.mark.slow
+async def test_a_board_in_the_event_loop_follows_its_slot(servers: ClusterServers) -> None:
+    first, second = others(servers, servers.primary)
+    run_id = next(servers.tags_of(first))
+    slot = slot_of(run_id)
+    blocking = make_board(f"{servers.url}?wait_replicas=0", run_id=run_id)
+    board = AsyncBoard(blocking._connection.url, run_id, STAGES, BoardConfig(), retry_seconds=PATIENCE)
+    await board.publish(term=1, groups=[group("a")])
+    servers.ask(first, "MIGRATESLOTS", "SLOTSRANGE", slot, slot, "NODE", servers.id_of(second))
+    await asyncio.to_thread(wait_until, lambda: servers.owner(run_id) is second, "the move of the slot")
+    await board.publish(term=1, groups=[group("b")])
+    assert await board.open_groups() == ["a", "b"]
+    assert await board.measure() > 0
+    board._connection.retry_seconds = 0.2
+    with servers.moving(run_id, first), pytest.raises(BoardUnavailable, match="is moving these keys to another node"):
+        await board.counts()
+    board._connection.retry_seconds = PATIENCE
+    await board.delete()
+    await board.close()
 
 
 def test_a_slot_that_moves_in_one_go_is_followed(servers: ClusterServers) -> None:

@@ -1,5 +1,6 @@
 """A primary with a replica, watched by a Sentinel: what follows a failover, what waits, and that nothing is lost."""
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,13 +9,14 @@ import pytest
 import redis
 
 from benchmarks.failover import campaign
-from relaxd.board import BoardUnavailable
+from relaxd.board import AsyncBoard, BoardUnavailable
+from relaxd.config import BoardConfig
 from relaxd.local.embedded_redis import wait_until_up
 from relaxd.redis_client.keys import mark_key
 from relaxd.rpc.terms import RedisTerm
 from services.coordinator import __main__ as program
 from services.coordinator.state.store import Store, StoreUnavailable
-from tests.kit.boards import audit, group, make_board
+from tests.kit.boards import STAGES, audit, group, make_board
 from tests.kit.redis.sentinels import WatchedRedis
 from tests.kit.waiting import wait_until
 
@@ -45,6 +47,24 @@ async def test_everybody_leaves_a_demoted_primary(watched: WatchedRedis) -> None
     assert not blocked.is_alive()
     assert board.open_groups() == ["after"]
     audit(board)
+
+
+@pytest.mark.slow
+async def test_a_board_in_the_event_loop_follows_the_primary(watched: WatchedRedis) -> None:
+    make_board(watched.url, run_id="loop", retry_seconds=PATIENCE)
+    board = AsyncBoard(watched.url, "loop", STAGES, BoardConfig(), retry_seconds=PATIENCE)
+    blocked = asyncio.create_task(board.take("reward", "waits", count=1, block_seconds=2.0))
+    await board.publish(term=1, groups=[group("before")])
+    await asyncio.to_thread(watched.hand_over)
+    await board.publish(term=1, groups=[group("after")])
+    assert await blocked == []
+    assert await board.open_groups() == ["after", "before"]
+    await asyncio.to_thread(watched.await_replica)
+    board._connection.retry_seconds, board._connection.timeout_seconds = 0.0, 1.0
+    too_few = "too few replicas to take writes: NOREPLICAS 0 of 1 replicas"
+    with watched.lag(cut=False), pytest.raises(BoardUnavailable, match=too_few):
+        await board.publish(term=1, groups=[group("late")])
+    await board.close()
 
 
 def test_a_server_that_says_readonly_is_left_for_the_one_that_the_sentinels_name(watched: WatchedRedis) -> None:

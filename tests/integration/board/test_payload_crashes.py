@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import pytest
 
 from relaxd.board import Board, Delivery, NewGroup, Stage
-from relaxd.board.connection import RedisConnection
+from relaxd.board.connections.blocking import RedisConnection
 from relaxd.board.payloads import transfer
 from relaxd.config import BoardConfig
 from tests.kit.boards import LARGE, advance, audit, end_leases, group, make_board, make_overdue, output, take

@@ -3,7 +3,7 @@
 import contextlib
 from typing import Any
 
-from relaxd.board import Board, stages_for
+from relaxd.board import stages_for
 from relaxd.config import RunConfig
 from relaxd.roles import REPLICA_ROLES
 from relaxd.rpc.server import start_server
@@ -14,7 +14,8 @@ from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry
 from services.coordinator.fleet.run_context import RunContext
-from services.coordinator.state.store import Store
+from services.coordinator.state.run_board import RunBoard
+from services.coordinator.state.store import AsyncStore, Store
 
 RUN = "run"
 
@@ -24,16 +25,16 @@ class FleetKit:
 
     def __init__(self, redis_url: str) -> None:
         self._redis_url = redis_url
-        self.store = Store(redis_url)
-        self.store.take_over()
+        self.store = AsyncStore(Store(redis_url))
+        self.store.in_threads.take_over()
         self.registry = Registry(self.store, lease_seconds=60, heartbeat_seconds=0.1, gpu_lease_seconds=60)
         self.peers = Peers(None, TlsFiles(), 1)
         self.fleet = Fleet(self.registry, RUN, REPLICA_ROLES)
         self._life = contextlib.AsyncExitStack()
 
     def context(self, config: RunConfig) -> RunContext:
-        board = Board(self._redis_url, RUN, stages_for(config), config.board)
-        self._life.callback(board.close)
+        board = RunBoard(self._redis_url, RUN, stages_for(config), config.board)
+        self._life.push_async_callback(board.close)
         return RunContext(RUN, config, board, self.store, self.fleet, self.peers)
 
     async def serve(self, name: str, role: str, *service: Any) -> None:

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from relaxd.board import BoardError, NewGroup, StageWorker
+from relaxd.board.connections.resp import CommandPacker
+from relaxd.board.connections.scripts import run_script
 from relaxd.board.errors import TooLate
 from relaxd.board.payloads import transfer
 from relaxd.board.payloads.attempt import SLICE_BYTES, Attempt
 from relaxd.board.payloads.encoding import encode_columns
-from relaxd.board.resp import CommandPacker
 from relaxd.config import LARGE_COLUMN_BYTES
 from tests.kit.boards import LARGE, advance, audit, group, make_board, make_overdue, output, take
 from tests.kit.waiting import wait_until
@@ -29,8 +30,9 @@ def commands_of(board, monkeypatch):
     """What the board sends to change something: the returned list gets every command."""
     sent, write = [], board._connection.write
 
-    def watched(queue):
-        return write(lambda pipe: (queue(pipe), sent.extend(args for args, _ in pipe.command_stack)))
+    def watched(commands):
+        sent.extend(commands)
+        return write(commands)
 
     monkeypatch.setattr(board._connection, "write", watched)
     return sent
@@ -154,20 +156,18 @@ def test_a_round_trip_may_break_off_anywhere_and_come_again(redis_url, monkeypat
     board.publish(term=1, groups=[group("a")])
     (delivery,) = take(board, "rollout")
 
-    def broken_off(queue):
-        with client.pipeline(transaction=False) as pipe:
-            queue(pipe)
-            sent.extend(args for args, _ in pipe.command_stack)
+    def broken_off(commands):
+        sent.extend(commands)
         for command in sent[:reached]:
             client.execute_command(*command)
         audit(board)
-        reply = write(queue)
+        reply = write(commands)
         audit(board)
-        write(queue)
+        write(commands)
         return reply
 
     with monkeypatch.context() as patched:
-        patched.setattr(board._connection, "write", lambda queue: (patched.undo(), broken_off(queue))[1])
+        patched.setattr(board._connection, "write", lambda commands: (patched.undo(), broken_off(commands))[1])
         work(board, delivery)
     assert {command[0] for command in sent} == {"EVALSHA", "SET"}
     make_overdue(board)
@@ -192,7 +192,7 @@ def test_a_writer_that_is_overtaken_leaves_nothing(redis_url, monkeypatch):
     results = []
 
     def overtaken(*arguments):
-        write(*arguments)
+        yield from write(*arguments)
         monkeypatch.setattr(transfer, "write", write)
         results.append(board.commit([(delivery, output("rollout", tokens=LARGE))]))
 
@@ -218,7 +218,7 @@ def test_a_commit_that_comes_too_late_writes_again(redis_url, monkeypatch):
     times = []
 
     def slow(*arguments):
-        write(*arguments)
+        yield from write(*arguments)
         times.append(1)
         if len(times) < 3:
             make_overdue(board)
@@ -239,7 +239,7 @@ def test_what_expires_before_its_commit_is_late_and_said(redis_url, monkeypatch)
     write = transfer.write
 
     def lost(*arguments):
-        write(*arguments)
+        yield from write(*arguments)
         board._connection.client.delete(payload_keys(board, "*:versions:*")[0])
 
     monkeypatch.setattr(transfer, "write", lost)
@@ -258,8 +258,9 @@ def test_what_a_dead_writer_left_expires_or_is_swept(redis_url):
     board.publish(term=1, groups=[group("a")])
     attempt = Attempt(board.prefix, "a.1", output("rollout", tokens=LARGE))
     milliseconds = transfer.patience(attempt.large_bytes, board.orphan_seconds)
-    assert board._connection.script("register", board.prefix, milliseconds, "a", "rollout", attempt.pointer) == []
-    transfer.write(board._nodes, [attempt], milliseconds)
+    registered = run_script("register", board.prefix, milliseconds, "a", "rollout", attempt.pointer)
+    assert board._run(registered) == []
+    board._run(transfer.write([attempt], milliseconds))
     assert len(payload_keys(board)) == 3
     wait_until(lambda: len(payload_keys(board)) == 1, "its slices have expired", 5)
     assert board.sweep(term=1) == 1
@@ -350,4 +351,4 @@ def test_a_sweep_frees_many_attempts_in_pieces(redis_url, monkeypatch):
         board.drop_groups([group_id], term=1, reason="by_hand")
     assert board.sweep(term=1) == 20
     assert not payload_keys(board)
-    assert json.loads(board._state("garbage_bytes")) == 0
+    assert json.loads(board._run(board._state("garbage_bytes"))) == 0

@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 )
 
 from relaxd.board import BoardError, Delivery, Fenced, GateClosed, StepConflict
-from relaxd.board.connection import RedisConnection
+from relaxd.board.connections.blocking import RedisConnection
 from relaxd.board.core import GroupAttempt
 from relaxd.board.payloads import transfer
 from relaxd.board.payloads.attempt import Attempt, new_names
@@ -153,8 +153,9 @@ class BoardMachine(RuleBasedStateMachine):
         for delivery in chosen:
             (name,) = new_names([delivery.group_id])
             attempt = Attempt(self.board.prefix, name, output(stage, tokens=LARGE))
-            if not self.board._register([GroupAttempt(delivery.group_id, stage, attempt)], 60_000):
-                transfer.write(self.board._nodes, [attempt], 60_000)
+            registering = self.board._register([GroupAttempt(delivery.group_id, stage, attempt)], 60_000)
+            if not self.board._run(registering):
+                self.board._run(transfer.write([attempt], 60_000))
 
     def sweep(self, draw: Any) -> None:
         """The living coordinator sweeps, or one that has been replaced tries to; attempts may be overdue."""

@@ -78,12 +78,13 @@ class RealBoard:
             case "publish":
                 return action, self.board.publish(term=1, groups=[NewGroup(action.group, {"prompt": "?"})])
             case "take":
-                (delivery,) = self.board._read(f"{self.board.prefix}stage:rollout", "rollout", who, 1, None)
+                stream = f"{self.board.prefix}stage:rollout"
+                (delivery,) = self.board._run(self.board._read(stream, "rollout", who, 1, None))
                 self._hold(who, delivery)
                 return action._replace(group=delivery.group_id), delivery.group_id
             case "claim":
                 end_leases(self.board, "rollout", "one" if who == "two" else "two")
-                for delivery in self.board._claim("rollout", who, 1):
+                for delivery in self.board._run(self.board._claim("rollout", who, 1)):
                     self._hold(who, delivery)
                     return action, delivery.group_id
                 return action, None
@@ -129,14 +130,15 @@ class RealBoard:
 
     def holders(self, stage: str) -> dict[str, tuple[str, int]]:
         """Who holds each group at a stage, and how often it was delivered."""
-        client, stream = self.board._connection.client, f"{self.board.prefix}stage:{stage}"
+        client: Any = self.board._connection.client
+        stream = f"{self.board.prefix}stage:{stage}"
         entries = client.xrange(stream)
-        pending = {p["message_id"]: p for p in client.xpending_range(stream, "workers", "-", "+", 100)}
+        pending = {entry: hold for entry, *hold in client.execute_command("XPENDING", stream, "workers", "-", "+", 100)}
         found = {}
         for entry_id, fields in entries:
             hold = pending.get(entry_id)
             before = int(fields.get(b"attempts", 0))
-            holder, count = (hold["consumer"].decode(), hold["times_delivered"]) if hold else ("", 0)
+            holder, count = (hold[0].decode(), hold[2]) if hold else ("", 0)
             found[fields[b"group"].decode()] = (holder, before + count)
         return found
 

@@ -9,6 +9,7 @@ import redis
 from pydantic import ValidationError
 
 from relaxd.board import Board, BoardUnavailable, NewGroup, RunExists, RunMissing
+from relaxd.board.connections.scripts import run_script
 from relaxd.board.payloads import transfer
 from relaxd.config import BoardConfig
 from tests.kit.boards import LARGE, advance, audit, group, make_board, make_overdue, output, take
@@ -117,7 +118,7 @@ def test_slices_that_expire_before_they_last_are_written_again(redis_url, urls, 
         if len(times) == 1:
             for client in clients:
                 client.delete(*columns_on(client)[:1] or ["none"])
-        return keep(*arguments)
+        return (yield from keep(*arguments))
 
     monkeypatch.setattr(transfer, "keep", expired)
     assert board.commit([(delivery, output("rollout", tokens=LARGE))]) == [True]
@@ -131,7 +132,7 @@ def test_a_registration_that_arrives_late_costs_no_payload(redis_url, urls):
     board = make_board(redis_url, data_urls=urls)
     board.publish(term=1, groups=[NewGroup("a", {"prompt_tokens": np.zeros(MB), "prompt": "?"})])
     pointer = board._connection.client.hget(f"{board.prefix}group:a", "@publish")
-    assert board._connection.script("register", board.prefix, 1000, "a", "publish", pointer) == []
+    assert board._run(run_script("register", board.prefix, 1000, "a", "publish", pointer)) == []
     make_overdue(board)
     assert board.sweep(term=1) == 0
     audit(board)

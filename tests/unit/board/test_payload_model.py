@@ -1,11 +1,13 @@
 """No payload is lost and none leaks: every interleaving of a small model, and the same actions on the real scripts."""
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 
 from relaxd.board import NewGroup, Stage
+from relaxd.board.connections.scripts import run_script
 from relaxd.board.core import GroupAttempt
 from relaxd.board.payloads import attempt as attempts
 from tests.kit.boards import audit, make_board
@@ -75,22 +77,22 @@ class RealBoard:
         match name:
             case "register":
                 one = GroupAttempt("g", "rollout", self.attempts[who])
-                self.board._register([one], 1_000_000)
+                self.board._run(self.board._register([one], 1_000_000))
             case "register_again":
-                self.board._register([GroupAttempt("g", "publish", self.attempts[who])], 1_000_000)
+                one = GroupAttempt("g", "publish", self.attempts[who])
+                self.board._run(self.board._register([one], 1_000_000))
             case "write" | "arrive_again":
                 key, data = self.slices[who][action.slice]
                 self.client.execute_command("SET", key, data, "NX", "PX", 1_000_000)
             case "commit" | "commit_again":
                 mine = self.attempts[who]
                 arguments = ("g", "rollout", mine.pointer, mine.shared, "", "", "")
-                script = self.board._connection.script
-                answer = ANSWERS[script("commit", self.prefix, self.board._routes, *arguments)[0]]
+                answer = ANSWERS[self._script("commit", self.board._routes, *arguments)[0]]
                 if name == "commit":
                     self.told[who] = answer
             case "overdue":
                 self.client.zadd(f"{self.prefix}pending", {self.attempts[who].pointer: 1})
-                self.board._connection.script("sweep", self.prefix, 1, 100)
+                self._script("sweep", 1, 100)
             case "expire":
                 key, _ = self.slices[who][action.slice]
                 assert self.client.ttl(key) > 0
@@ -106,9 +108,12 @@ class RealBoard:
             case "forget":
                 pointer = self.attempts[self.sweeping.pop(who)[0]].pointer
                 self.client.unlink(attempts.payload_keys(self.prefix, pointer)[0])
-                self.board._connection.script("sweep", self.prefix, 1, 100, pointer)
+                self._script("sweep", 1, 100, pointer)
             case _:
                 raise AssertionError(action)
+
+    def _script(self, name: str, *arguments: Any) -> Any:
+        return self.board._run(run_script(name, self.prefix, *arguments))
 
     def check(self, state: State) -> None:
         """Check that the board is as the model says."""

@@ -20,7 +20,7 @@ from services.coordinator.health.health_update import HealthUpdate, RestartMode
 from services.coordinator.health.role_reconciler import RoleSigns
 from services.coordinator.health.signs import Signs
 from services.coordinator.state.health_records import Event, Health, HealthRecord
-from services.coordinator.state.store import Store
+from services.coordinator.state.store import AsyncStore, Store
 
 RUN = "run"
 ROLES = ("trainer", "rollout", "reward", "advantage")
@@ -103,7 +103,7 @@ class World:
         """Begin as a coordinator that has only what is in Redis."""
         self.store.take_over()
         self.registry = Registry(
-            self.store,
+            AsyncStore(self.store),
             lease_seconds=LEASE_SECONDS,
             heartbeat_seconds=HEARTBEAT_SECONDS,
             gpu_lease_seconds=LEASE_SECONDS,

@@ -12,15 +12,15 @@ from relaxd.v1.replica_pb2 import (
 )
 from services.coordinator.fleet.fleet import FAILURE_LEASES, Fleet
 from services.coordinator.fleet.registry import Registry
-from services.coordinator.state.store import Store
+from services.coordinator.state.store import AsyncStore, Store
 
 LEASE = 6.0
 
 
 @pytest.fixture
 def registry(redis_url: str) -> Registry:
-    store = Store(redis_url)
-    store.take_over()
+    store = AsyncStore(Store(redis_url))
+    store.in_threads.take_over()
     return Registry(store, lease_seconds=LEASE, heartbeat_seconds=1.0, gpu_lease_seconds=60.0)
 
 

@@ -7,7 +7,7 @@ from relaxd.rpc.errors import NotFound, ResourceExhausted, Unavailable
 from relaxd.v1.coordinator_pb2 import Registration
 from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, ReplicaStatus
 from services.coordinator.fleet.registry import Registry
-from services.coordinator.state.store import Store
+from services.coordinator.state.store import AsyncStore, Store
 
 GPUS = ["GPU-a", "GPU-b"]
 LEASE, GPU_LEASE = 6.0, 60.0
@@ -25,7 +25,11 @@ class Time:
         store = Store(self._redis_url)
         store.take_over()
         registry = Registry(
-            store, lease_seconds=LEASE, heartbeat_seconds=1.0, gpu_lease_seconds=GPU_LEASE, clock=lambda: self.now
+            AsyncStore(store),
+            lease_seconds=LEASE,
+            heartbeat_seconds=1.0,
+            gpu_lease_seconds=GPU_LEASE,
+            clock=lambda: self.now,
         )
         registry.load(store.replicas(), store.gpu_holders())
         return registry

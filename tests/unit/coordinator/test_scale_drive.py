@@ -24,7 +24,7 @@ from services.coordinator.scaling.drive import HAND_BACK_SECONDS, ReplicaDrive
 from services.coordinator.scaling.launchers import Launchers
 from services.coordinator.scaling.scale_log import ScaleLog
 from services.coordinator.state.scale_records import Direction, ScaledReplica, ScaleRecord, ScaleSpec, ScaleState
-from services.coordinator.state.store import Store
+from services.coordinator.state.store import AsyncStore, Store
 from tests.kit.waiting import eventually
 
 LAUNCH, SECONDS = "rollout-r-1", 60.0
@@ -71,8 +71,8 @@ class Desk:
         self.now = 1e9
         self.host, self.holder = host, holder
         self.address = f"127.0.0.1:{port}"
-        store = Store(redis_url)
-        term = store.take_over()
+        store = AsyncStore(Store(redis_url))
+        term = store.in_threads.take_over()
         self.registry = Registry(store, lease_seconds=6.0, heartbeat_seconds=1.0, gpu_lease_seconds=60.0)
         self.log = ScaleLog(store, self.registry.changed)
         self.launchers = Launchers(Peers(None, TlsFiles(), term), self.address)

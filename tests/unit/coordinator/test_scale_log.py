@@ -10,16 +10,16 @@ from services.coordinator.fleet.changes import Signal
 from services.coordinator.scaling.scale_log import ScaleLog
 from services.coordinator.state import retry
 from services.coordinator.state.scale_records import Direction, ScaledReplica, ScaleRecord, ScaleSpec
-from services.coordinator.state.store import Store, StoreUnavailable
+from services.coordinator.state.store import AsyncStore, Store, StoreUnavailable
 
 
-class LossyStore(Store):
+class LossyStore(AsyncStore):
     """Redis does what it is told, but its first answer is lost."""
 
     lost = False
 
-    def save_scaling(self, record: ScaleRecord, forget: Sequence[str] = ()) -> None:
-        super().save_scaling(record, forget)
+    async def save_scaling(self, record: ScaleRecord, forget: Sequence[str] = ()) -> None:
+        await super().save_scaling(record, forget)
         if not self.lost:
             self.lost = True
             raise StoreUnavailable("Redis doesn't answer")
@@ -27,22 +27,26 @@ class LossyStore(Store):
 
 async def test_a_request_whose_answer_was_lost_is_not_refused(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "RETRY_SECONDS", 0.0)
-    with contextlib.closing(LossyStore(redis_url)) as store:
-        store.take_over()
+    store = LossyStore(Store(redis_url))
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(store.close)
+        await store.take_over()
         log = ScaleLog(store, Signal())
         spec = ScaleSpec(direction=Direction.OUT, role="rollout", replicas=1, seconds=60.0)
         record = ScaleRecord(request_id="r", spec=spec, scaled=(), deadline=datetime.now(UTC))
         await log.add(record)
         assert store.lost
-        assert store.scaling() == log.all() == [record]
+        assert await store.scaling() == log.all() == [record]
 
 
 async def test_a_cancellation_whose_answer_was_lost_is_repeated(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retry, "RETRY_SECONDS", 0.0)
-    with contextlib.closing(LossyStore(redis_url)) as store:
-        store.take_over()
+    store = LossyStore(Store(redis_url))
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(store.close)
+        await store.take_over()
         log = ScaleLog(store, Signal())
         spec = ScaleSpec(direction=Direction.OUT, role="rollout", replicas=1, seconds=60.0)
         scaled = (ScaledReplica(launch_id="rollout-1"),)
@@ -51,4 +55,4 @@ async def test_a_cancellation_whose_answer_was_lost_is_repeated(
         cancelled = await log.cancel("r")
         assert store.lost
         assert cancelled.cancelled
-        assert store.scaling() == log.all() == [cancelled]
+        assert await store.scaling() == log.all() == [cancelled]

@@ -35,6 +35,7 @@ def test_a_run_is_created_once_however_often_it_is_tried(redis_url: str) -> None
     for _ in range(2):
         store.create_run(run)
     assert (store.active_run_id(), store.run_ids(), store.started_by("request")) == ("run", ["run"], run)
+    assert store.run_times() == {"run": run.create_time.timestamp()}
     with pytest.raises(AnotherRunActive, match="run"):
         store.create_run(another)
     with pytest.raises(RunIdTaken):

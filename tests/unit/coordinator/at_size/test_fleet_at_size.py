@@ -13,8 +13,8 @@ from services.coordinator.fleet.changes import GAP_SECONDS, Signal
 from services.coordinator.fleet.gpu_choice import OWN, SHARED, uuid_of
 from services.coordinator.fleet.gpu_holders import GpuHolders
 from services.coordinator.fleet.registry import Registry
-from services.coordinator.runs.manager import READERS, read_board
-from services.coordinator.state.store import Store
+from services.coordinator.runs.manager import READERS, read_in_thread
+from services.coordinator.state.store import AsyncStore, Store
 
 
 async def test_many_changes_wake_their_waiters_a_few_times_and_none_is_missed() -> None:
@@ -51,8 +51,8 @@ async def test_wake_ups_are_as_far_apart_as_is_asked() -> None:
 
 
 async def test_heartbeats_that_confirm_a_synchronisation_wake_nobody(redis_url: str) -> None:
-    store = Store(redis_url)
-    store.take_over()
+    store = AsyncStore(Store(redis_url))
+    await store.take_over()
     registry = Registry(store, lease_seconds=6.0, heartbeat_seconds=1.0, gpu_lease_seconds=60.0)
     names = [f"rollout-{number}" for number in range(32)]
     for name in names:
@@ -79,7 +79,7 @@ async def test_heartbeats_that_confirm_a_synchronisation_wake_nobody(redis_url: 
 async def test_readers_of_a_redis_that_does_not_answer_take_no_thread_from_others() -> None:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
     answers = threading.Event()
-    readers = [asyncio.create_task(read_board(answers.wait, 30.0)) for _ in range(4 * READERS._max_workers)]
+    readers = [asyncio.create_task(read_in_thread(answers.wait, 30.0)) for _ in range(4 * READERS._max_workers)]
     await asyncio.sleep(0)
     async with asyncio.timeout(5.0):
         assert await asyncio.to_thread(lambda: "registered") == "registered"

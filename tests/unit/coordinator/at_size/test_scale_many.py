@@ -22,7 +22,7 @@ from services.coordinator.fleet.registry import Registry
 from services.coordinator.scaling.launchers import LISTED_SECONDS, Launchers
 from services.coordinator.scaling.scaler import Scaler
 from services.coordinator.state.scale_records import Direction, ScaleRecord, ScaleSpec, ScaleState
-from services.coordinator.state.store import Store
+from services.coordinator.state.store import AsyncStore, Store
 from tests.kit.waiting import eventually
 
 MANY = 300
@@ -54,14 +54,14 @@ class Host:
         return list(self.there.values())
 
 
-class CountingStore(Store):
+class CountingStore(AsyncStore):
     """Redis, and how often scale requests were written to it."""
 
     written = 0
 
-    def save_scaling(self, record: ScaleRecord, forget: Any = ()) -> None:
+    async def save_scaling(self, record: ScaleRecord, forget: Any = ()) -> None:
         self.written += 1
-        super().save_scaling(record, forget)
+        await super().save_scaling(record, forget)
 
 
 def spec(role: str, replicas: int) -> ScaleSpec:
@@ -72,8 +72,8 @@ async def test_hundreds_of_replicas_and_two_roles_at_once(redis_url: str) -> Non
     host = Host()
     launcher = Service(launcher_pb2_grpc.add_LauncherServicer_to_server, LauncherServicer(host), "relaxd.v1.Launcher")
     server = await start_server([launcher], serving=True, fence=RedisTerm(redis_url))
-    store = CountingStore(redis_url)
-    term = store.take_over()
+    store = CountingStore(Store(redis_url))
+    term = await store.take_over()
     registry = Registry(store, lease_seconds=300.0, heartbeat_seconds=1.0, gpu_lease_seconds=300.0)
     launchers = Launchers(Peers(None, TlsFiles(), term), f"127.0.0.1:{server.port}")
     errors: list[BaseException] = []
@@ -112,6 +112,6 @@ async def test_hundreds_of_replicas_and_two_roles_at_once(redis_url: str) -> Non
     # One listing for all replicas that are awaited, and changes that come together are written together.
     assert host.calls["instances"] <= seconds / LISTED_SECONDS + 1
     assert store.written < 2 * MANY
-    assert [record.model_dump() for record in store.scaling()] == [
+    assert [record.model_dump() for record in await store.scaling()] == [
         scaler.log.get(name).model_dump() for name in ("many", "few")
     ]

@@ -18,7 +18,7 @@ from services.coordinator.fleet.registry import Registry
 from services.coordinator.runs.manager import RunManager
 from services.coordinator.state import retry
 from services.coordinator.state.records import Phase, RunRecord
-from services.coordinator.state.store import Store, StoreUnavailable, run_key
+from services.coordinator.state.store import AsyncStore, Store, StoreUnavailable, run_key
 from tests.kit.disks import full_disk
 from tests.kit.tokenizer import write_tokenizer
 from tests.kit.waiting import eventually
@@ -32,11 +32,12 @@ class Desk:
         self.model = write_tokenizer(folder / "model")
         self.store = Store(redis_url)
         self.store.take_over()
-        registry = Registry(self.store, lease_seconds=60, heartbeat_seconds=1.0, gpu_lease_seconds=60)
+        self.its_store = AsyncStore(self.store)
+        registry = Registry(self.its_store, lease_seconds=60, heartbeat_seconds=1.0, gpu_lease_seconds=60)
         self.peers = Peers(None, TlsFiles(), self.store.term)
         self.errors: list[BaseException] = []
         settings = ServiceSettings(role="coordinator", redis=redis_url)
-        self.manager = RunManager(self.store, registry, self.peers, settings, self.errors.append)
+        self.manager = RunManager(self.its_store, registry, self.peers, settings, self.errors.append)
         self.redis = redis.Redis.from_url(redis_url)
 
     def config(self, folder: str) -> str:
@@ -68,23 +69,23 @@ async def desk(redis_url: str, tmp_path: Path) -> AsyncIterator[Desk]:
     yield desk
     await desk.manager.close()
     await desk.peers.close()
-    desk.store.close()
+    await desk.its_store.close()
     desk.redis.close()
     assert not desk.errors
 
 
 def lose_first_answer(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the answer to the first creation of a run be lost, after Redis has done it."""
-    create, lost = desk.store.create_run, []
+    create, lost = desk.its_store.create_run, []
 
-    def lossy(run: RunRecord) -> None:
-        create(run)
+    async def lossy(run: RunRecord) -> None:
+        await create(run)
         if not lost:
             lost.append(run)
             raise StoreUnavailable("Redis doesn't answer")
 
     monkeypatch.setattr(retry, "RETRY_SECONDS", 0.0)
-    monkeypatch.setattr(desk.store, "create_run", lossy)
+    monkeypatch.setattr(desk.its_store, "create_run", lossy)
 
 
 async def test_a_run_whose_creation_redis_did_not_answer_is_driven(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:

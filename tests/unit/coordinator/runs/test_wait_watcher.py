@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from relaxd.board import Board
 from relaxd.config import BoardConfig, DataConfig, ModelConfig, RewardConfig, RunConfig, RunSection, TrainerConfig
 from relaxd.roles import CRITIC, REWARD, ROLLOUT
 from relaxd.v1 import coordinator_pb2 as pb
@@ -18,7 +17,8 @@ from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry
 from services.coordinator.fleet.run_context import RunContext
 from services.coordinator.runs.wait_watcher import WaitWatcher
-from services.coordinator.state.store import Store
+from services.coordinator.state.run_board import RunBoard
+from services.coordinator.state.store import AsyncStore, Store
 from tests.kit.boards import STAGES, advance, group, take
 from tests.kit.redis.redis_server import RedisServer
 
@@ -36,14 +36,15 @@ class World:
             reward=RewardConfig(name="addition"),
             trainer=TrainerConfig(groups_per_step=2),
         )
-        store = Store(url)
-        store.take_over()
+        store = AsyncStore(Store(url))
+        store.in_threads.take_over()
         self.registry = Registry(store, lease_seconds=6.0, heartbeat_seconds=1.0, gpu_lease_seconds=60.0)
-        self.board = Board(url, "run", STAGES, BoardConfig(), retry_seconds=0.2)
+        run_board = RunBoard(url, "run", STAGES, BoardConfig(), retry_seconds=0.2)
+        self.board = run_board.in_threads
         self.board.create(term=1, groups_per_step=2, steps=9)
         self.board.set_gate(term=1, oldest_version=0, open=True)
         fleet = Fleet(self.registry, "run", roles)
-        context = RunContext("run", config, self.board, store, fleet, Peers("", None, 1))
+        context = RunContext("run", config, run_board, store, fleet, Peers("", None, 1))
         self.run: dict[str, Any] = {**RUN, "going_since": time.time()}
         self.watcher = WaitWatcher(context, lambda: dict(self.run))
 

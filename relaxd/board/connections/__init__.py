@@ -1,0 +1,1 @@
+"""How the board reaches Redis: moves, and the connections that carry them out, blocking or in asyncio."""

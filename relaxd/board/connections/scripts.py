@@ -1,0 +1,91 @@
+"""The board's scripts: their texts, the hashes by which they are called, and what their errors mean."""
+
+from collections.abc import Iterable
+from functools import cache
+from hashlib import sha1
+from importlib import resources
+from importlib.resources.abc import Traversable
+from typing import Any
+
+from redis.exceptions import ResponseError
+
+from relaxd.board.errors import (
+    BoardError,
+    Fenced,
+    GateClosed,
+    RunExists,
+    RunMissing,
+    StepConflict,
+    TooLate,
+)
+from relaxd.board.gate_reasons import explain_limit
+from relaxd.redis_client.moves import Command, Move, Send
+
+ERRORS: dict[str, type[BoardError]] = {
+    "FENCED": Fenced,
+    "STEPCONFLICT": StepConflict,
+    "RUNMISSING": RunMissing,
+    "RUNEXISTS": RunExists,
+    "NOGROUP": RunMissing,
+    "CONFLICT": BoardError,
+    "TOOLATE": TooLate,
+}
+GROWING = {"publish", "create"}
+"""Scripts that a full Redis refuses. It must run the others, which free memory."""
+LIBRARY, SIDES = "library", ("coordinator", "stage", "trainer")
+"""Folders of lua: what scripts include, and the scripts of each side of the board."""
+SHARED = dict.fromkeys(("publish", "room", "relieve", "memory"), ("admission",))
+"""Files of lua/library that a script includes besides common.lua."""
+
+
+@cache
+def script_text(name: str) -> str:
+    """Return the source of a script, libraries included."""
+    flags = "" if name in GROWING else " flags=allow-oom"
+    library = _files(LIBRARY)
+    files = [*(library[one] for one in ("common", *SHARED.get(name, ()))), _scripts()[name]]
+    return f"#!lua{flags}\n" + "".join(file.read_text() for file in files)
+
+
+@cache
+def script_names() -> tuple[str, ...]:
+    """Return the names of all scripts."""
+    return tuple(sorted(_scripts()))
+
+
+@cache
+def _scripts() -> dict[str, Traversable]:
+    """Return the file of each script, by name; which side of the board it belongs to, its folder says."""
+    return {name: file for side in SIDES for name, file in _files(side).items()}
+
+
+def _files(folder: str) -> dict[str, Traversable]:
+    files = (resources.files("relaxd.board") / "lua" / folder).iterdir()
+    return {file.name.removesuffix(".lua"): file for file in files}
+
+
+@cache
+def script_hash(name: str) -> str:
+    """Return the SHA-1 by which EVALSHA calls a loaded script."""
+    return sha1(script_text(name).encode(), usedforsecurity=False).hexdigest()
+
+
+def translate(error: ResponseError) -> BoardError:
+    """Map a script's error reply, whose first word is the kind, to an exception."""
+    kind, _, detail = str(error).partition(" ")
+    if kind == "GATE":
+        return GateClosed(*explain_limit(detail))
+    if kind in ERRORS:
+        return ERRORS[kind](detail)
+    return BoardError(str(error))
+
+
+def script_call(name: str, prefix: str, *arguments: Any) -> Command:
+    """Return the command that runs a script."""
+    return ("EVALSHA", script_hash(name), 1, prefix, *arguments)
+
+
+def run_script(name: str, prefix: str, *arguments: Any, before: Iterable[Command] = ()) -> Move[Any]:
+    """Run one script, in one round trip with the commands that are to run before it. Returns the script's reply."""
+    replies = yield Send((*before, script_call(name, prefix, *arguments)), how="write")
+    return replies[-1]
