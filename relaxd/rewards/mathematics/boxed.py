@@ -5,6 +5,7 @@ import re
 _BOX = re.compile(r"\\(?:boxed|fbox)")
 _TAIL = 1000
 """Letters at a text's end in which a box is looked for first: the answer is there, and `re` is slower than `rfind`."""
+_SPACES = 40
 _OTHERS = (r"\fbox", r"\{", r"\}")
 _BEHIND = ("\n", "\t", "{", "}", "$")
 """Letters behind which a box begins, whatever is before them: the content of a box without braces has none of them."""
@@ -45,11 +46,14 @@ def _boxed_at_end(text: str) -> str | None:
     start = text.rfind(r"\boxed", max(0, len(text) - _TAIL))
     if start < 0 or not text.startswith("{", start + 6):
         return None
-    before = text[max(0, start - 40) : start]
+    before = text[max(0, start - _SPACES) : start]
     said = before.rstrip(" ")
-    # In another box's content without braces? That of "\\boxed \\boxed{5}" is "\\boxed".
-    inside = said.endswith(("boxed", "fbox")) if said != before else not said.endswith(_BEHIND)
-    if start and (inside or not said):
+    # It may be in another box's content without braces: that of "\\boxed \\boxed{5}" is "\\boxed".
+    if not said:
+        inside = start > _SPACES
+    else:
+        inside = said.endswith(("boxed", "fbox")) if said != before else not said.endswith(_BEHIND)
+    if inside:
         return None
     if any(text.find(other, start) >= 0 for other in _OTHERS):
         return None

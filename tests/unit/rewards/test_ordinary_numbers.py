@@ -44,8 +44,8 @@ TEXTS = st.lists(
     max_size=14,
 ).map("".join)
 MARKS = (
-    r"\boxed{", r"\boxed", r"\boxed ", r"\boxed x", r"\fbox{", r"\{", "{", "}", "5", "1,234", "=", "x", " ", "$", "####",
-    "#", "+", ".", r"\text{ 5}", "°", r"\!", "</think>", "\n", "−",
+    r"\boxed{", r"\boxed", r"\boxed ", r"\boxed x", r"\fbox{", r"\{", "{", "}", "5", "1,234", "=", "x", " ", "$",
+    "####", "#", "+", ".", r"\text{ 5}", "°", r"\!", "</think>", "\n", "−",
 )  # fmt: skip
 BEGINNINGS = st.sampled_from(("", "<think>", "<think>x</think>"))
 REPLIES = st.tuples(BEGINNINGS, st.lists(st.sampled_from(MARKS), max_size=12).map("".join)).map("".join)
