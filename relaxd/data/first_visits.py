@@ -2,6 +2,7 @@
 
 import logging
 import os
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,7 +47,7 @@ class FirstVisits:
         """The first place that wasn't compared."""
         self._compared = 0
         """Prompts that were."""
-        self.repeats: list[int] = []
+        self.repeats = array("q")
         """Indices of those that are left out, in the order in which they were found."""
         self._path: Path | None = None
         self._saved = 0
@@ -92,7 +93,7 @@ class FirstVisits:
             return
         fresh = self._seen.fresh(self._keys(new))
         self._state[new] = np.where(fresh, _FIRST, _REPEAT)
-        self.repeats += new[~fresh].tolist()
+        self.repeats.extend(new[~fresh].tolist())
         self._compared += len(new)
         if self._compared == len(self._state):
             self._write()
