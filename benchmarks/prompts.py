@@ -8,7 +8,8 @@ training prompts 1 % are there twice. Also the peak of memory, and what a coordi
 prompts.
 
 With `--streaming`: what a prompt costs that is read from a file when its turn comes, in shuffled order, beside one that
-is in memory; the row alone, and the whole prompt with chat template and tokens.
+is in memory; the row alone, the whole prompt with chat template and tokens, and the comparison with earlier prompts
+(data.deduplicate), which reads the row as well.
 """
 
 import argparse
@@ -156,12 +157,13 @@ def write_json(parquet: Path) -> None:
 
 
 def measure_streaming(way: str, model: str, parquet: str) -> None:
-    """Print the microseconds of the processor for a row, and for a whole prompt."""
+    """Print the microseconds of the processor for a row, for a whole prompt and for its comparison."""
     from relaxd.config import RunConfig
     from relaxd.data.dataset import Cursor, PromptDataset, load_data
+    from relaxd.data.duplicates import Seen
 
     suffix = {"JSON lines": ".jsonl", "JSON array": ".json"}.get(way, ".parquet")
-    data = {"source": "files", "path": str(Path(parquet).with_suffix(suffix))}
+    data = {"source": "files", "path": str(Path(parquet).with_suffix(suffix)), "deduplicate": True}
     config = RunConfig.model_validate(
         {"run": {"steps": 1}, "model": {"path": model}, "reward": {"name": "math"}, "data": data}
     )
@@ -170,7 +172,7 @@ def measure_streaming(way: str, model: str, parquet: str) -> None:
     if way == "in memory":
         count = len(train)
         kept = [train._examples[index] for index in range(0, count, max(1, count // GIVEN))][:GIVEN]
-        train = PromptDataset(kept, loaded.tokenizer, shuffle=True, seed=0)
+        train = PromptDataset(kept, loaded.tokenizer, shuffle=True, seed=0, seen=Seen())
     cursor, cursors = Cursor(), []
     for _ in range(GIVEN):
         cursors.append(cursor)
@@ -183,13 +185,17 @@ def measure_streaming(way: str, model: str, parquet: str) -> None:
     begun = time.process_time()
     for one in cursors:
         train.at(one)
-    print(rows / GIVEN * 1e6, (time.process_time() - begun) / GIVEN * 1e6)
+    whole = time.process_time() - begun
+    begun = time.process_time()
+    for one in cursors:
+        train.is_repeat(one)
+    print(*(seconds / GIVEN * 1e6 for seconds in (rows, whole, time.process_time() - begun)))
 
 
 def streaming(options: argparse.Namespace) -> None:
     """Measure and report `--streaming`."""
     before = machine()
-    found: dict[str, list[tuple[float, float]]] = {way: [] for way in STREAMED}
+    found: dict[str, list[tuple[float, float, float]]] = {way: [] for way in STREAMED}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "prompts.parquet"
         write_prompts(path, options.prompts, options.repeats)
@@ -198,14 +204,15 @@ def streaming(options: argparse.Namespace) -> None:
             for way in STREAMED:
                 command = [sys.executable, "-m", "benchmarks.prompts", "--model", options.model, "--part", way]
                 done = subprocess.run([*command, "--path", str(path)], check=True, capture_output=True, text=True)
-                row, whole = map(float, done.stdout.split())
-                found[way].append((row, whole))
+                row, whole, compared = map(float, done.stdout.split())
+                found[way].append((row, whole, compared))
     rows = [
         {
             "what": way,
-            "row us": statistics.median(row for row, _ in times),
-            "prompt us": statistics.median(whole for _, whole in times),
-            "rounds, prompt us": " ".join(f"{whole:.0f}" for _, whole in times),
+            "row us": statistics.median(row for row, _, _ in times),
+            "prompt us": statistics.median(whole for _, whole, _ in times),
+            "compared us": statistics.median(compared for *_, compared in times),
+            "rounds, prompt us": " ".join(f"{whole:.0f}" for _, whole, _ in times),
         }
         for way, times in found.items()
     ]
