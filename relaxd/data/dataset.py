@@ -125,6 +125,8 @@ class PromptDataset:
         self._teacher = teacher
         self._length = sum(share.visits for share in self._shares)
         self._order: tuple[int, np.ndarray] | None = None
+        self._last: tuple[int, Example] | None = None
+        """The example that was read last, and its index: who compares it with earlier ones gives it next."""
         self._first_visits = None if seen is None else FirstVisits(len(examples), seen, self._example)
 
     def __len__(self) -> int:
@@ -147,10 +149,13 @@ class PromptDataset:
         )
 
     def _example(self, index: int) -> Example:
-        try:
-            return self._examples[index]
-        except ValueError as error:
-            raise DataError(self._limit.field if self._limit else "data", str(error)) from error
+        last = self._last  # read once: threads may share it
+        if last is None or last[0] != index:
+            try:
+                last = self._last = (index, self._examples[index])
+            except ValueError as error:
+                raise DataError(self._limit.field if self._limit else "data", str(error)) from error
+        return last[1]
 
     def index_at(self, cursor: Cursor) -> int:
         """Return the index of the next prompt."""

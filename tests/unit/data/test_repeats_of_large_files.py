@@ -152,7 +152,7 @@ def test_prompts_are_read_when_their_turn_comes(tmp_path, monkeypatch):
     assert len(read) < 20
     del read[:]
     first = walk(loaded.train, 3)
-    assert len(read) <= 14  # two of each that is given or left out
+    assert len(read) == len(set(read)) < 10  # those that are given or left out
     texts = [" ".join(text.lower().split()) for _, text in first + walk(loaded.train, 43, Cursor(*first[-1][0]))[1:]]
     assert sorted(texts[:45]) == sorted(f"p {number}" for number in range(5, 50))
     own = data | {"curriculum": {"sampler": "mine.py:Sampler"}}  # whose order isn't known: all are compared at once
