@@ -3,13 +3,19 @@
 A process of its own imports, opens the file, checks evenly spread prompts, and gives the first 200. Beside it, in the
 same rounds: the same with every checked prompt tokenised, and the tokenizer alone on as many prompts.
 
+With `--deduplicate`: a run's data beside the same with data.deduplicate and an evaluation set of 10,000 prompts; of the
+training prompts 1 % are there twice. Also the peak of memory, and what a coordinator needs that goes on after 20,000
+prompts.
+
 With `--streaming`: what a prompt costs that is read from a file when its turn comes, in shuffled order, beside one that
-is in memory; the row alone, and the whole prompt with chat template and tokens.
+is in memory; the row alone, the whole prompt with chat template and tokens, and the comparison with earlier prompts
+(data.deduplicate), which reads the row as well.
 """
 
 import argparse
 import importlib.metadata
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -22,6 +28,9 @@ from benchmarks.reporting import machine, report
 WORDS = "What is the sum of all the numbers that are in this long list of numbers, whose number is "
 WAYS = ("a run's data", "every checked prompt tokenised", "the tokenizer alone")
 FIRST = 200
+DEDUPLICATED = ("a run's data", "deduplicated", "deduplicated, resumed")
+RESUMED = 20_000
+"""Prompts that were given before a start that resumes."""
 STREAMED = ("in memory", "Parquet", "JSON lines", "JSON array")
 GIVEN = 20_000
 """Prompts that each round of --streaming takes."""
@@ -32,7 +41,8 @@ def write_prompts(path: Path, count: int, repeats: int) -> None:
     import pyarrow as pa
     import pyarrow.parquet
 
-    prompts = [f"{WORDS}{number}? {WORDS}" * repeats for number in range(count)]
+    numbers = [number - 50 if number % 100 == 99 else number for number in range(count)]
+    prompts = [f"{WORDS}{number}? {WORDS}" * repeats for number in numbers]
     pyarrow.parquet.write_table(pa.table({"prompt": prompts, "answer": pa.array(range(count))}), path)
 
 
@@ -67,6 +77,76 @@ def measure(way: str, model: str, path: str) -> None:
     print(time.process_time() - processor, time.perf_counter() - begun)
 
 
+def measure_deduplicated(way: str, model: str, path: str) -> None:
+    """Print the seconds of the processor and on the clock, and the peak of memory in MB, of one way."""
+    begun, processor = time.perf_counter(), time.process_time()
+    from relaxd.config import RunConfig
+    from relaxd.data.curriculum.curriculum import Curriculum
+    from relaxd.data.dataset import Cursor, load_data
+
+    config = RunConfig.model_validate(
+        {
+            "run": {"steps": 1},
+            "model": {"path": model},
+            "reward": {"name": "math"},
+            "data": {"source": "files", "path": path, "deduplicate": way != DEDUPLICATED[0]},
+            "eval": {"sets": [{"name": "set", "path": str(Path(path).with_name("set.parquet"))}]},
+        }
+    )
+    train = load_data(config).train
+    kept = Path(path).with_name("kept")
+    kept.mkdir(exist_ok=True)
+    if hasattr(train, "keep"):  # main before it compared prompts while they are visited
+        train.keep(kept)
+    visits, cursor = Curriculum(config, train).visits, Cursor()
+    if way == DEDUPLICATED[2]:
+        cursor = Cursor(0, RESUMED)
+    for _ in range(FIRST):
+        cursor = train.after(visits.next(cursor).cursor)
+    clock, processor = time.perf_counter() - begun, time.process_time() - processor
+    status = Path("/proc/self/status").read_text()
+    peak = int(re.search(r"VmHWM:\s*(\d+) kB", status)[1]) / 1000  # type: ignore[index]
+    if way == DEDUPLICATED[1]:  # for the one that resumes
+        while cursor.position < RESUMED:
+            cursor = train.after(visits.next(cursor).cursor)
+    print(processor, clock, peak)
+
+
+def deduplicated(options: argparse.Namespace) -> None:
+    """Measure and report `--deduplicate`."""
+    before = machine()
+    found: dict[str, list[tuple[float, float, float]]] = {way: [] for way in DEDUPLICATED}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "prompts.parquet"
+        write_prompts(path, options.prompts, options.repeats)
+        write_prompts(path.with_name("set.parquet"), 10_000, options.repeats)
+        for _ in range(options.rounds):
+            for way in DEDUPLICATED:
+                command = [sys.executable, "-m", "benchmarks.prompts", "--deduplicate", "--model", options.model]
+                command += ["--part", way, "--path", str(path)]
+                done = subprocess.run(command, check=True, capture_output=True, text=True)
+                processor, clock, peak = map(float, done.stdout.split())
+                found[way].append((processor, clock, peak))
+    rows = [
+        {
+            "what": way,
+            "processor s": statistics.median(processor for processor, _, _ in times),
+            "clock s": statistics.median(clock for _, clock, _ in times),
+            "rounds, clock s": " ".join(f"{clock:.2f}" for _, clock, _ in times),
+            "peak MB": statistics.median(peak for _, _, peak in times),
+        }
+        for way, times in found.items()
+    ]
+    report(
+        "prompts-deduplicated" if options.prompts == 1_000_000 else f"prompts-deduplicated-{options.prompts}",
+        rows,
+        load=before["load_before"],
+        prompts=f"{options.prompts:,} of about {190 * options.repeats} characters",
+        model=options.model,
+        goal="deduplicated <= 5 s, <= 300 MB",
+    )
+
+
 def write_json(parquet: Path) -> None:
     """Write the prompts as JSON lines, and as a JSON array, beside the Parquet file."""
     import pyarrow.parquet
@@ -77,12 +157,13 @@ def write_json(parquet: Path) -> None:
 
 
 def measure_streaming(way: str, model: str, parquet: str) -> None:
-    """Print the microseconds of the processor for a row, and for a whole prompt."""
+    """Print the microseconds of the processor for a row, for a whole prompt and for its comparison."""
     from relaxd.config import RunConfig
     from relaxd.data.dataset import Cursor, PromptDataset, load_data
+    from relaxd.data.duplicates import Seen
 
     suffix = {"JSON lines": ".jsonl", "JSON array": ".json"}.get(way, ".parquet")
-    data = {"source": "files", "path": str(Path(parquet).with_suffix(suffix))}
+    data = {"source": "files", "path": str(Path(parquet).with_suffix(suffix)), "deduplicate": True}
     config = RunConfig.model_validate(
         {"run": {"steps": 1}, "model": {"path": model}, "reward": {"name": "math"}, "data": data}
     )
@@ -91,7 +172,7 @@ def measure_streaming(way: str, model: str, parquet: str) -> None:
     if way == "in memory":
         count = len(train)
         kept = [train._examples[index] for index in range(0, count, max(1, count // GIVEN))][:GIVEN]
-        train = PromptDataset(kept, loaded.tokenizer, shuffle=True, seed=0)
+        train = PromptDataset(kept, loaded.tokenizer, shuffle=True, seed=0, seen=Seen())
     cursor, cursors = Cursor(), []
     for _ in range(GIVEN):
         cursors.append(cursor)
@@ -104,13 +185,17 @@ def measure_streaming(way: str, model: str, parquet: str) -> None:
     begun = time.process_time()
     for one in cursors:
         train.at(one)
-    print(rows / GIVEN * 1e6, (time.process_time() - begun) / GIVEN * 1e6)
+    whole = time.process_time() - begun
+    begun = time.process_time()
+    for one in cursors:
+        train.is_repeat(one)
+    print(*(seconds / GIVEN * 1e6 for seconds in (rows, whole, time.process_time() - begun)))
 
 
 def streaming(options: argparse.Namespace) -> None:
     """Measure and report `--streaming`."""
     before = machine()
-    found: dict[str, list[tuple[float, float]]] = {way: [] for way in STREAMED}
+    found: dict[str, list[tuple[float, float, float]]] = {way: [] for way in STREAMED}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "prompts.parquet"
         write_prompts(path, options.prompts, options.repeats)
@@ -119,14 +204,15 @@ def streaming(options: argparse.Namespace) -> None:
             for way in STREAMED:
                 command = [sys.executable, "-m", "benchmarks.prompts", "--model", options.model, "--part", way]
                 done = subprocess.run([*command, "--path", str(path)], check=True, capture_output=True, text=True)
-                row, whole = map(float, done.stdout.split())
-                found[way].append((row, whole))
+                row, whole, compared = map(float, done.stdout.split())
+                found[way].append((row, whole, compared))
     rows = [
         {
             "what": way,
-            "row us": statistics.median(row for row, _ in times),
-            "prompt us": statistics.median(whole for _, whole in times),
-            "rounds, prompt us": " ".join(f"{whole:.0f}" for _, whole in times),
+            "row us": statistics.median(row for row, _, _ in times),
+            "prompt us": statistics.median(whole for _, whole, _ in times),
+            "compared us": statistics.median(compared for *_, compared in times),
+            "rounds, prompt us": " ".join(f"{whole:.0f}" for _, whole, _ in times),
         }
         for way, times in found.items()
     ]
@@ -148,11 +234,18 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1, help="length of a prompt, in parts of about 190 characters")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streaming", action="store_true", help="measure what a prompt of a large file costs instead")
-    parser.add_argument("--part", choices=(*WAYS, *STREAMED), help=argparse.SUPPRESS)
+    parser.add_argument("--deduplicate", action="store_true", help="measure data.deduplicate instead")
+    parser.add_argument("--part", choices=(*WAYS, *STREAMED, *DEDUPLICATED), help=argparse.SUPPRESS)
     parser.add_argument("--path", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.part and options.deduplicate:
+        measure_deduplicated(options.part, options.model, options.path)
+        return
     if options.part:
         (measure if options.part in WAYS else measure_streaming)(options.part, options.model, options.path)
+        return
+    if options.deduplicate:
+        deduplicated(options)
         return
     if options.streaming:
         streaming(options)

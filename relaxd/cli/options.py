@@ -85,6 +85,12 @@ def with_replica_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def load_words(words: list[str]) -> tuple[Path, RunConfig]:
     """Load the configuration that `WordsArgument` names. Returns its path and it. Raises CliError, ConfigError."""
+    path, overrides = split_words(words)
+    return path, load_file(path, overrides)
+
+
+def split_words(words: list[str]) -> tuple[Path, list[str]]:
+    """Return the one file that words name, and the settings. Raises CliError."""
     files: list[str] = []
     overrides: list[str] = []
     rest = list(words)
@@ -99,5 +105,4 @@ def load_words(words: list[str]) -> tuple[Path, RunConfig]:
     if len(files) != 1:
         found = " and ".join(files) if files else "none"
         raise CliError(f"expected one configuration file, found {found}", "give settings as --section.key VALUE")
-    path = Path(files[0])
-    return path, load_file(path, overrides)
+    return Path(files[0]), overrides

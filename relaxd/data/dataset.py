@@ -13,13 +13,14 @@ from relaxd.data.duplicates import Chosen, Seen, keys_of
 from relaxd.data.errors import DataError
 from relaxd.data.examples import Example, Message
 from relaxd.data.files.rows import Joined
+from relaxd.data.first_visits import FirstVisits
 from relaxd.data.mixture import Share, epoch_visits, mixture_weights
 from relaxd.data.models import resolve_model, routed_expert_bytes
 from relaxd.data.privileged import PrivilegedPrompts, check_teachers, privileged_prompts
 from relaxd.data.sources.evaluation_sets import read_set
 from relaxd.data.sources.sources import Source, read_sources
 from relaxd.data.tokenizer import PromptTokenizer
-from relaxd.run_folder import HELD_OUT
+from relaxd.run_folder import COMPARED, HELD_OUT
 
 Place = tuple[int, int]
 """A place in the infinite sequence of prompts: epoch and position."""
@@ -108,10 +109,12 @@ class PromptDataset:
         shares: Sequence[Share] = (),
         limit: Limit | None = None,
         teacher: PrivilegedPrompts | None = None,
+        seen: Seen | None = None,
     ) -> None:
         """`shares` are the sources in `examples`, by default one. `limit` is for examples that weren't all checked.
 
-        `teacher` makes the teacher's prompts, if it has prompts of its own.
+        `teacher` makes the teacher's prompts, if it has prompts of its own. With `seen`, prompts that it has, and those
+        that come again, are repeats.
         """
         self._examples = examples
         self._tokenizer = tokenizer
@@ -122,6 +125,9 @@ class PromptDataset:
         self._teacher = teacher
         self._length = sum(share.visits for share in self._shares)
         self._order: tuple[int, np.ndarray] | None = None
+        self._last: tuple[int, Example] | None = None
+        """The example that was read last, and its index: who compares it with earlier ones gives it next."""
+        self._first_visits = None if seen is None else FirstVisits(len(examples), seen, self._example)
 
     def __len__(self) -> int:
         """Return the number of prompts that an epoch visits."""
@@ -134,16 +140,22 @@ class PromptDataset:
 
     def prompt(self, index: int) -> Prompt:
         """Return the prompt at an index. Raises DataError: its row of a large file, not looked at before, is wrong."""
-        try:
-            example = self._examples[index]
-        except ValueError as error:
-            raise DataError(self._limit.field if self._limit else "data", str(error)) from error
+        example = self._example(index)
         (tokens,) = self._tokenizer.encode([example])
         messages = [] if isinstance(example.prompt, str) else example.prompt
         (teachers,) = [None] if self._teacher is None else self._teacher.encode(self._tokenizer, [example])
         return Prompt(
             tokens, example.text, example.answer, example.metadata, index, messages, example.sampling, teachers
         )
+
+    def _example(self, index: int) -> Example:
+        last = self._last  # read once: threads may share it
+        if last is None or last[0] != index:
+            try:
+                last = self._last = (index, self._examples[index])
+            except ValueError as error:
+                raise DataError(self._limit.field if self._limit else "data", str(error)) from error
+        return last[1]
 
     def index_at(self, cursor: Cursor) -> int:
         """Return the index of the next prompt."""
@@ -169,17 +181,38 @@ class PromptDataset:
             raise self._limit.too_long(place, len(prompt.tokens))
         return False
 
-    def all_too_long(self) -> DataError:
-        """Return the error of a data set of which no prompt fits."""
+    def keep(self, folder: Path) -> None:
+        """Keep what is found out of repeats in a run's folder, and take what is there; before the first visit."""
+        if self._first_visits is not None:
+            self._first_visits.keep(folder / COMPARED)
+
+    def is_repeat(self, cursor: Cursor) -> bool:
+        """Return whether the next prompt is left out because it, or one like it, came before. Raises DataError."""
+        return self._first_visits is not None and self._first_visits.is_repeat(cursor.place, self.order)
+
+    @property
+    def repeats(self) -> Sequence[int]:
+        """Indices of repeats, in the order in which `is_repeat` found them; it grows."""
+        return () if self._first_visits is None else self._first_visits.repeats
+
+    def none_left(self) -> DataError:
+        """Return the error of a data set of which no prompt may be given."""
         assert self._limit is not None
-        return self._limit.all_too_long()
+        if self._first_visits is None:
+            return self._limit.all_too_long()
+        return DataError(
+            self._limit.field,
+            f"every prompt is longer than data.max_prompt_tokens = {self._limit.tokens}, or in an evaluation set or "
+            "there twice (data.deduplicate)",
+        )
 
     def order(self, epoch: int) -> np.ndarray:
-        """Return the indices of the prompts that an epoch visits, in its order, int64."""
+        """Return the indices of the prompts that an epoch visits, in its order, int32."""
         if self._order is None or self._order[0] != epoch:
             visits = epoch_visits(self._shares, epoch, self._seed)
-            rng = np.random.default_rng((self._seed, epoch))
-            self._order = (epoch, visits[rng.permutation(len(visits))] if self._shuffle else visits)
+            if self._shuffle:
+                np.random.default_rng((self._seed, epoch)).shuffle(visits)
+            self._order = (epoch, visits)
         return self._order[1]
 
     def after(self, cursor: Cursor) -> Cursor:
@@ -224,7 +257,9 @@ class RunData:
     tokenizer: PromptTokenizer
     """The model's tokenizer."""
     repeated: int = 0
-    """Number of training prompts left out because they are there twice, or in an evaluation set."""
+    """Number of training prompts left out because they are there twice, or in an evaluation set; those of large files
+    are found later.
+    """
     expert_bytes: int = 0
     """Bytes per token of routed experts, if the run stores them."""
 
@@ -240,9 +275,12 @@ def load_data(config: RunConfig, *, first_look: bool = False) -> RunData:
     tokenizer = _tokenizer(config, folder)
     sources, held_out = read_sources(config)
     sets = {HELD_OUT: held_out} | _named_sets(config)
-    repeated = 0
+    repeated, seen = 0, None
     if config.data.deduplicate and not first_look:
-        sources, repeated = _without_repeats(sources, sets.values())
+        seen = _of_sets(sets.values())
+        if not _compares_later(config, sources):
+            sources, repeated = _without_repeats(sources, seen)
+            seen = None
     teacher = privileged_prompts(config)
     checked = [check_source(source, tokenizer, config, teacher, most) for source in sources]
     if not first_look:
@@ -260,6 +298,7 @@ def load_data(config: RunConfig, *, first_look: bool = False) -> RunData:
             shares=[Share(len(one.examples), weight) for one, weight in zip(checked, weights, strict=True)],
             limit=next((one.limit for one in checked if one.limit), None),
             teacher=teacher,
+            seen=seen,
         ),
         evaluation=evaluation,
         skipped=skipped + sum(one.skipped for one in checked),
@@ -276,13 +315,27 @@ def load_evaluation(config: RunConfig, names: Collection[str]) -> dict[str, Prom
     return _evaluation_sets(config, tokenizer, held_out | _named_sets(config, names))[0]
 
 
-def _without_repeats(sources: Sequence[Source], sets: Iterable[Source]) -> tuple[list[Source], int]:
-    """Return sources without prompts that an evaluation set or an earlier source has, and how many those are."""
-    seen, left, repeated = Seen(), [], 0
+def _of_sets(sets: Iterable[Source]) -> Seen:
+    """Return the prompts of evaluation sets."""
+    seen = Seen()
     for one in sets:
-        seen.add(keys_of(one.examples))
+        seen.fresh(keys_of(one.examples).normalised)
+    return seen
+
+
+def _compares_later(config: RunConfig, sources: Sequence[Source]) -> bool:
+    """Return whether repeats are found when their turn comes: in large files, whose rows aren't all read before.
+
+    A sampler of the user's own doesn't visit prompts in an order that is known before.
+    """
+    return not config.data.curriculum.is_own and any(len(source.examples) > CHECKED for source in sources)
+
+
+def _without_repeats(sources: Sequence[Source], seen: Seen) -> tuple[list[Source], int]:
+    """Return sources without prompts that were seen or that an earlier source has, and how many those are."""
+    left, repeated = [], 0
     for source in sources:
-        places = seen.new_places(keys_of(source.examples))
+        places = np.flatnonzero(seen.fresh(keys_of(source.examples).normalised))
         if not len(places):
             raise DataError(
                 source.field, "every prompt is in an evaluation set or an earlier source (data.deduplicate)"

@@ -37,17 +37,23 @@ def mixture_weights(data: DataConfig, counts: Sequence[int]) -> list[float]:
 
 
 def epoch_visits(shares: Sequence[Share], epoch: int, seed: int) -> np.ndarray:
-    """Return the indices of the prompts that an epoch visits, source by source, int64 [sum of visits].
+    """Return the indices of the prompts that an epoch visits, source by source, int32 [sum of visits].
+
+    They are int64 if there are more than 2^31 - 1 prompts.
 
     A source is visited in rounds through all its prompts, which go on from epoch to epoch, so that a weight of 0.5
     reaches every prompt in two epochs. The order of a source's rounds depends on the seed alone.
     """
+    kind = np.int32 if sum(share.count for share in shares) < 2**31 else np.int64
     parts, first = [], 0
     for number, share in enumerate(shares):
-        start = epoch * share.visits
-        visits = np.arange(start, start + share.visits, dtype=np.int64) % share.count
-        if share.visits % share.count:
-            visits = np.random.default_rng((seed, number)).permutation(share.count)[visits]
-        parts.append(first + visits)
+        if share.visits == share.count:
+            parts.append(np.arange(first, first + share.count, dtype=kind))
+        else:
+            start = epoch * share.visits
+            visits = np.arange(start, start + share.visits, dtype=np.int64) % share.count
+            if share.visits % share.count:
+                visits = np.random.default_rng((seed, number)).permutation(share.count)[visits]
+            parts.append((first + visits).astype(kind))
         first += share.count
-    return np.concatenate(parts)
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)

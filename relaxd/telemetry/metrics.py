@@ -277,6 +277,13 @@ METRICS: dict[str, Metric] = {
         Metric("prompts_solved", "step", "{prompt}", "Prompts that are left out because they are solved."),
         Metric("prompts_too_hard", "step", "{prompt}", "Prompts that are left out because they are too hard."),
         Metric(
+            "prompts_repeated",
+            "step",
+            "{prompt}",
+            "Prompts of large files that were left out so far because they came before, or are in an evaluation set "
+            "(data.deduplicate), also where no curriculum chooses.",
+        ),
+        Metric(
             "prompts_pass_rate_0",
             "step",
             "{prompt}",

@@ -120,7 +120,7 @@ class DataConfig(Section):
     """Longer prompts: error refuses to start and names the prompt; skip leaves them out and counts them."""
     deduplicate: bool = False
     """Leave out prompts that are there twice, and those that are in an evaluation set. Case and white space don't
-    count. Reads all prompts before the run, a million in about half a minute."""
+    count. Prompts of a source with more than 20,000 are compared when their turn comes (docs/data.md)."""
     shuffle: bool = True
     """Shuffle prompts in each epoch, seeded by run.seed."""
     curriculum: CurriculumConfig = CurriculumConfig()

@@ -56,10 +56,11 @@ class Curriculum:
         return f"the curriculum is exhausted: {self._left}" if self._ends and self.record.exhausted else ""
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of a run whose curriculum chooses; of another none."""
-        if not self._config.chooses:
-            return {}
+        """Return the metrics of a run whose curriculum chooses; of another only repeats."""
         record = self.record
+        repeated: dict[str, float] = {"prompts_repeated": record.repeated} if record.repeated else {}
+        if not self._config.chooses:
+            return repeated
         rates = {f"prompts_pass_rate_{bucket}": count for bucket, count in enumerate(record.histogram)}
         return {
             "prompts_tried": record.tried,
@@ -68,6 +69,7 @@ class Curriculum:
             "replayed_groups": record.visits["replay"],
             "retested_groups": record.visits["retest"],
             **rates,
+            **repeated,
         }
 
     def describe(self) -> list[str]:
@@ -87,11 +89,11 @@ class Curriculum:
     @property
     def _left(self) -> str:
         record = self.record
-        count = len(record) - record.solved - record.too_hard
+        prompts = len(record) - record.repeated
         return (
-            f"{count} of {len(record)} prompts have a pass rate from {self._config.min_pass_rate} to "
-            f"{self._config.max_pass_rate} or are yet to be tried, fewer than a step's {self._needed} groups "
-            f"({record.solved} are solved, {record.too_hard} too hard)"
+            f"{prompts - record.solved - record.too_hard} of {prompts} prompts have a pass rate from "
+            f"{self._config.min_pass_rate} to {self._config.max_pass_rate} or are yet to be tried, fewer "
+            f"than a step's {self._needed} groups ({record.solved} are solved, {record.too_hard} too hard)"
         )
 
     def _tell(self) -> None:

@@ -13,7 +13,7 @@ Visit = Literal["", "replay", "retest"]
 """Why a prompt is visited: its turn has come, it is hard, or it was left out so far."""
 BUCKETS = 10
 """Classes of pass rates: 0 to 0.1, 0.1 to 0.2, ..."""
-OPEN, SOLVED, TOO_HARD = 0, 1, 2
+OPEN, SOLVED, TOO_HARD, REPEATED = 0, 1, 2, 3
 MAX_TRIES = 65_535
 
 
@@ -38,7 +38,7 @@ class PromptRecord:
         self._needed = min(needed, prompts)
         self._state = np.zeros(prompts, np.uint8)
         self._chance = np.ones(prompts, np.float32)
-        self._counts = [prompts, 0, 0]
+        self._counts = [prompts, 0, 0, 0]
         self._histogram = np.zeros(BUCKETS, np.int64)
         self._hard = Pool(prompts) if config.replay > 0 else None
 
@@ -47,7 +47,7 @@ class PromptRecord:
 
     @property
     def left_out(self) -> np.ndarray:
-        """Prompts that are solved or too hard, bool [prompts]."""
+        """Prompts that are solved, too hard or repeats of others, bool [prompts]."""
         return self._state != OPEN
 
     @property
@@ -59,6 +59,11 @@ class PromptRecord:
     def too_hard(self) -> int:
         """Number of prompts that are left out because they are too hard."""
         return self._counts[TOO_HARD]
+
+    @property
+    def repeated(self) -> int:
+        """Number of prompts that are left out because they are repeats of others."""
+        return self._counts[REPEATED]
 
     @property
     def tried(self) -> int:
@@ -106,13 +111,21 @@ class PromptRecord:
         """Return a hard prompt, for 0 <= draw < 1; None if there is none."""
         return self._hard.at(draw) if self._hard is not None and len(self._hard) else None
 
+    def leave_out(self, repeats: Sequence[int]) -> None:
+        """Leave out prompts for good because they are repeats of others."""
+        with self.lock:
+            for index in repeats:
+                self._counts[self._state[index]] -= 1
+                self._counts[REPEATED] += 1
+                self._state[index], self._chance[index] = REPEATED, 0
+
     def restore(self, tries: np.ndarray, pass_rate: np.ndarray, visits: Mapping[Visit, int]) -> None:
         """Take over what another record of the same prompts held; the settings may be others."""
         with self.lock:
             self.tries[:], self.pass_rate[:], self.visits = tries, pass_rate, dict(visits)
-            self._state[:] = self._states(self.tries, self.pass_rate)
+            self._state[:] = np.where(self._state == REPEATED, REPEATED, self._states(self.tries, self.pass_rate))
             self._chance[:] = self._chances(self.tries, self.pass_rate, self._state)
-            self._counts = np.bincount(self._state, minlength=3).tolist()
+            self._counts = np.bincount(self._state, minlength=4).tolist()
             self._histogram = np.bincount(_buckets(self.pass_rate[self.tries > 0]), minlength=BUCKETS)
             if self._hard is not None:
                 self._hard.fill(np.flatnonzero(self._are_hard(self.tries, self.pass_rate, self._state)))
@@ -150,7 +163,7 @@ class PromptRecord:
         elif self.config.sampler == "learnable":
             weight = 4 * pass_rate * (1 - pass_rate)
         weight = np.where(tries > 0, np.maximum(weight, self.config.min_weight), 1)
-        return np.where(state == OPEN, weight, self.config.retest).astype(np.float32)
+        return np.where(state == OPEN, weight, np.where(state == REPEATED, 0, self.config.retest)).astype(np.float32)
 
     def _are_hard(self, tries: np.ndarray, pass_rate: np.ndarray, state: np.ndarray) -> np.ndarray:
         return (tries > 0) & (pass_rate <= self.config.replay_below) & (state == OPEN)

@@ -32,7 +32,7 @@ class _Epoch:
 
     number: int
     order: np.ndarray
-    """Indices of the prompts, int64."""
+    """Indices of the prompts, int32."""
     skip: np.ndarray
     """A visit takes place if this is below its prompt's chance, float32."""
     replay: np.ndarray
@@ -55,21 +55,35 @@ class Visits:
         self._config = record.config
         self._seed = seed
         self._epoch: _Epoch | None = None
+        self._told = 0
+        """Repeats that the record knows."""
         self._own = OwnSampler(self._config, len(record), seed) if self._config.is_own else None
 
     def next(self, cursor: Cursor) -> Visited:
         """Return the next visit from a cursor on.
 
-        Raises DataError: a prompt is too long and may not be left out, all are too long, a row is wrong, or a user's
-        own sampler fails.
+        Raises DataError: a prompt is too long and may not be left out, all are too long or repeats, a row is wrong, or
+        a user's own sampler fails.
         """
+        if self._config.chooses:
+            self._is_repeat(cursor)  # so that the record knows the same as that of another coordinator
         for _ in range(len(self._prompts)):
             cursor, index, why = self._choose(cursor)
-            prompt = self._prompts.prompt(index)
-            if self._prompts.fits(prompt):
-                return Visited(cursor, prompt, why)
+            if why == "replay" or not self._is_repeat(cursor):
+                prompt = self._prompts.prompt(index)
+                if self._prompts.fits(prompt):
+                    return Visited(cursor, prompt, why)
             cursor = self._prompts.after(cursor)
-        raise self._prompts.all_too_long()
+        raise self._prompts.none_left()
+
+    def _is_repeat(self, cursor: Cursor) -> bool:
+        """Return whether the prompt there is a repeat, and take those that were found out of the record."""
+        found = self._prompts.is_repeat(cursor)
+        repeats = self._prompts.repeats
+        if len(repeats) > self._told:
+            self._record.leave_out(repeats[self._told :])
+            self._told = len(repeats)
+        return found
 
     def _choose(self, cursor: Cursor) -> tuple[Cursor, int, Visit]:
         """Return the place of the next visit, its prompt and why."""

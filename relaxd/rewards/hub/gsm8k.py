@@ -2,6 +2,7 @@
 
 import re
 from decimal import Decimal, InvalidOperation
+from functools import lru_cache
 
 from relaxd.rewards.base import RewardInput
 
@@ -21,25 +22,42 @@ def gsm8k(sample: RewardInput) -> dict[str, float]:
     Raises:
         ValueError: the answer isn't a number.
     """
-    expected = _value(_marked(sample.answer) or sample.answer)
-    if expected is None:
-        raise ValueError(f"answer is {sample.answer!r}: the reward gsm8k needs a number, or one after ####")
+    text, value = _expected(sample.answer)
     found = _marked(sample.response[-_LAST:])
-    accuracy = float(found is not None and _value(found) == expected)
-    return {"reward": accuracy, "accuracy": accuracy, "format": float(found is not None)}
+    if found is None:
+        return {"reward": 0.0, "accuracy": 0.0, "format": 0.0}
+    accuracy = 1.0 if found.replace(",", "") == text or _value(found) == value else 0.0
+    return {"reward": accuracy, "accuracy": accuracy, "format": 1.0}
+
+
+@lru_cache(1024)  # the samples of a group share it
+def _expected(answer: str) -> tuple[str, Decimal]:
+    """Return the number of a reference answer, as text and as number. Raises ValueError."""
+    number = _marked(answer) or answer
+    value = _value(number)
+    if value is None:
+        raise ValueError(f"answer is {answer!r}: the reward gsm8k needs a number, or one after ####")
+    return _plain(number), value
 
 
 def _marked(text: str) -> str | None:
     """Return the number after the last "####" that has one, or None if that is the beginning of a formula."""
-    matches = list(_MARKED.finditer(text)) if "####" in text else []
-    if not matches or (matches[-1].end() < len(text) and _GOES_ON.match(text, matches[-1].end())):
-        return None
-    return matches[-1][1]
+    end = len(text)
+    while (place := text.rfind("####", 0, end)) >= 0:
+        if match := _MARKED.match(text, place):
+            behind = match.end()
+            return None if behind < len(text) and _GOES_ON.match(text, behind) else match[1]
+        end = place + 3
+    return None
+
+
+def _plain(number: str) -> str:
+    return number.strip().removeprefix("$").replace(",", "").replace("\u2212", "-")
 
 
 def _value(number: str) -> Decimal | None:
     try:
-        value = Decimal(number.strip().removeprefix("$").replace(",", "").replace("\u2212", "-"))
+        value = Decimal(_plain(number))
     except InvalidOperation:
         return None
     return value if value.is_finite() else None

@@ -3,6 +3,12 @@
 import re
 
 _BOX = re.compile(r"\\(?:boxed|fbox)")
+_TAIL = 1000
+"""Letters at a text's end in which a box is looked for first: the answer is there, and `re` is slower than `rfind`."""
+_SPACES = 40
+_OTHERS = (r"\fbox", r"\{", r"\}")
+_BEHIND = ("\n", "\t", "{", "}", "$")
+"""Letters behind which a box begins, whatever is before them: the content of a box without braces has none of them."""
 # Every alternative begins with a letter of its own, so that re skips other letters ten times as fast.
 _TOKEN = re.compile(r"\\(?:(?:boxed|fbox)(?:\s*\{| +(?P<bare>[^\s{}$]+))|(?<!\\\\)[{}])|\{|\}")
 
@@ -14,6 +20,9 @@ def last_boxed(text: str) -> str | None:
     for escaped ones; a box that isn't closed, as in an answer that was cut off, is none. "\\boxed 5" counts, too. Takes
     time linear in the text.
     """
+    found = _boxed_at_end(text)
+    if found is not None:
+        return found
     first = _BOX.search(text)
     if first is None:
         return None
@@ -30,3 +39,28 @@ def last_boxed(text: str) -> str | None:
         elif word.endswith("{") and word != r"\{":
             opened.append((token.end(), word != "{"))
     return last[1].strip() if last[0] >= 0 else None
+
+
+def _boxed_at_end(text: str) -> str | None:
+    """Return the content of the last box, sooner, if it is \\boxed{...} near the end; None if it may not be."""
+    start = text.rfind(r"\boxed", max(0, len(text) - _TAIL))
+    if start < 0 or not text.startswith("{", start + 6):
+        return None
+    before = text[max(0, start - _SPACES) : start]
+    said = before.rstrip(" ")
+    # It may be in another box's content without braces: that of "\\boxed \\boxed{5}" is "\\boxed".
+    if not said:
+        inside = start > _SPACES
+    else:
+        inside = said.endswith(("boxed", "fbox")) if said != before else not said.endswith(_BEHIND)
+    if inside:
+        return None
+    if any(text.find(other, start) >= 0 for other in _OTHERS):
+        return None
+    depth, place = 0, start
+    while (end := text.find("}", place)) >= 0:
+        depth += text.count("{", place, end) - 1
+        if not depth:
+            return text[start + 7 : end].strip()
+        place = end + 1
+    return None

@@ -18,6 +18,6 @@ def geo3k(sample: RewardInput) -> dict[str, float]:
 
 
 def _is_well_formed(response: str) -> bool:
-    thought = response.find("</think>") if response.startswith("<think>") else -1
-    box = response.find(r"\boxed{", thought) if thought >= 0 else -1
-    return box >= 0 and response.find("}", box) >= 0
+    # From the end, where all three are: if any fit together, then the last ones do.
+    box = response.rfind(r"\boxed{", 0, response.rfind("}") + 1) if response.startswith("<think>") else -1
+    return box >= 0 and response.rfind("</think>", 0, box) >= 0

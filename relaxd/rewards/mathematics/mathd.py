@@ -1,6 +1,7 @@
 """The normal form of MATH's answers (Hendrycks et al. 2021, arXiv 2103.03874): equal answers are equal texts."""
 
 import re
+from functools import lru_cache
 
 from relaxd.rewards.mathematics.boxed import last_boxed
 
@@ -38,6 +39,7 @@ def normalize(answer: str) -> str:
     return r"\frac{1}{2}" if answer == "0.5" else answer
 
 
+@lru_cache(1024)  # the samples of a group share it
 def reference(answer: str, reward: str) -> str:
     """Return a reference answer: what is in its box if it has one.
 

@@ -88,6 +88,7 @@ class ActiveRun:
         """GPU handoff of a colocated run; None if trainer and engines have GPUs of their own."""
         if context.config.run.colocate:
             self.handoff = GpuHandoff(context, self.sync, training=self._wants_groups, evaluating=self._uses_engines)
+        data.train.keep(files.folder)
         self.curriculum = Curriculum(context.config, data.train)
         self._publisher = Publisher(
             context, data, self.curriculum.visits, oldest_version=self.oldest_version, wanted=self._wants_groups

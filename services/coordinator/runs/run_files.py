@@ -48,8 +48,8 @@ KeepLines = Callable[[str, Sequence[Mapping[str, Any]]], None]
 class RunFiles:
     """The files of one run.
 
-    config.json, config.toml, code.json, run.json, ledger.jsonl, groups.jsonl, curriculum.bin, metrics.jsonl,
-    samples.jsonl, summary.json, evaluations/step-N.jsonl, evaluations/SET/step-N.jsonl.
+    config.json, config.toml, code.json, run.json, ledger.jsonl, groups.jsonl, curriculum.bin, compared.bin,
+    metrics.jsonl, samples.jsonl, summary.json, evaluations/step-N.jsonl, evaluations/SET/step-N.jsonl.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -5,9 +5,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from relaxd.config import RunConfig
+from relaxd.data.checking import CHECKED
 from relaxd.data.curriculum.record import PromptRecord
 from relaxd.run_folder import GROUPS
 from relaxd.v1 import coordinator_pb2 as pb
@@ -25,10 +27,13 @@ def keep(samples):
 """
 
 
-def start(cluster: Cluster, rewards: list[float], steps: int, **curriculum: Any) -> None:
-    """Start a run whose prompts always get these rewards."""
+def start(
+    cluster: Cluster, rewards: list[float], steps: int, different: int = 0, deduplicate: bool = False, **curriculum: Any
+) -> None:
+    """Start a run whose prompts always get these rewards. Only so many are different, by default all."""
     (cluster.folder / "own.py").write_text(OWN)
-    rows = [{"prompt": f"{index} + 1", "reward": reward} for index, reward in enumerate(rewards)]
+    different = different or len(rewards)
+    rows = [{"prompt": f"{index % different} + 1", "reward": reward} for index, reward in enumerate(rewards)]
     (cluster.folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     cluster.judges()
     cluster.trainer(PEER_STEP_SECONDS="0.2")
@@ -37,6 +42,7 @@ def start(cluster: Cluster, rewards: list[float], steps: int, **curriculum: Any)
         "run",
         data__source="files",
         data__path=str(cluster.folder / "prompts.jsonl"),
+        data__deduplicate=deduplicate,
         reward__name=f"{cluster.folder}/own.py:score",
         run__steps=steps,
         **{f"data.curriculum__{name}": value for name, value in curriculum.items()},
@@ -80,3 +86,19 @@ def test_a_run_without_prompts_that_it_can_learn_from_ends_by_rule(cluster: Clus
     assert run.reason.startswith("the curriculum is exhausted: ")
     assert "of 12 prompts have a pass rate from 0.0 to 0.9 or are yet to be tried, fewer than a step's 4" in run.reason
     assert 2 <= run.step < 10
+
+
+def test_a_large_file_gives_no_prompt_twice_also_by_the_next_coordinator(cluster: Cluster) -> None:
+    start(cluster, [0.5] * (CHECKED + 100), 13, different=60, deduplicate=True)
+    cluster.until_step(5)
+    cluster.kill("coordinator")
+    cluster.coordinator()
+    run = cluster.until_step(8)
+    assert run.metrics["prompts_repeated"] > 0
+    run = cluster.until_state(pb.RUN_STATE_STOPPED)
+    assert (run.reason, run.step) == ("completed", 13)
+    trained = [line["index"] % 60 for line in fates(run) if "reason" not in line]
+    assert len(trained) == len(set(trained)) == 13 * 4
+    order = np.random.default_rng((0, 0)).permutation(CHECKED + 100)  # as the seed's order is made
+    _, first = np.unique(order % 60, return_index=True)
+    assert {line["index"] for line in fates(run)} <= set(order[first].tolist())

@@ -55,6 +55,28 @@ def test_it_shows_counts_lengths_metadata_and_prompts():
     assert "[x]" not in done.output  # only the first prompt of each source
 
 
+@pytest.mark.parametrize("file", ["sums.jsonl", "more.csv", "sums.jsonl@[0:1]"])
+def test_a_file_with_prompts_needs_no_configuration(file):
+    words = [
+        "data",
+        file,
+        "--model.path",
+        "model",
+        "--model.chat_template",
+        CHATML,
+        "--data.system_prompt",
+        "Be brief.",
+    ]
+    done = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert f"prompts {3 if file == 'sums.jsonl' else 1}" in [
+        " ".join(line.split()) for line in done.output.splitlines()
+    ]
+    assert "Be brief." in done.output
+    with pytest.raises(ConfigError, match=r"model\.path|model is missing|model"):
+        CliRunner().invoke(app, ["data", file], catch_exceptions=False)
+
+
 def test_wrong_data_are_named():
     with pytest.raises(
         ConfigError, match=r"data\.sources\.0\.path .*\"q\" is missing \(found: prompt, answer, level\)"

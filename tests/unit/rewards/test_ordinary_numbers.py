@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relaxd.rewards.mathematics import equality
+from relaxd.rewards import RewardInput, resolve
+from relaxd.rewards.mathematics import boxed, equality
 from relaxd.rewards.mathematics.boxed import last_boxed
 from relaxd.rewards.mathematics.equality import are_equal
+from relaxd.rewards.mathematics.mathd import normalize
 from relaxd.rewards.mathematics.numerals import numeral, rational
 from relaxd.rewards.mathematics.plain import plain
 
@@ -41,6 +43,12 @@ TEXTS = st.lists(
     st.sampled_from((r"\boxed{", r"\fbox {", r"\boxed", r"\{", r"\}", "{", "}", "\\", "x", "5", "\n", "boxed{")),
     max_size=14,
 ).map("".join)
+MARKS = (
+    r"\boxed{", r"\boxed", r"\boxed ", r"\boxed x", r"\fbox{", r"\{", "{", "}", "5", "1,234", "=", "x", " ", "$",
+    "####", "#", "+", ".", r"\text{ 5}", "°", r"\!", "</think>", "\n", "−",
+)  # fmt: skip
+BEGINNINGS = st.sampled_from(("", "<think>", "<think>x</think>"))
+REPLIES = st.tuples(BEGINNINGS, st.lists(st.sampled_from(MARKS), max_size=12).map("".join)).map("".join)
 
 
 def are_equal_at_length(answer: str, expected: str) -> bool:
@@ -121,3 +129,16 @@ def closing(text: str, start: int) -> int | None:
             if depth == 0:
                 return place
     return None
+
+
+@settings(max_examples=1000)
+@given(REPLIES)
+def test_short_ways_give_what_the_long_ones_do(text):
+    found = last_boxed(text)
+    with patch.object(boxed, "_TAIL", 0):
+        assert last_boxed(text) == found
+    assert are_equal(text, text) == bool(numeral(text) or normalize(text))
+    thought = re.match(r"(?s)<think>.*</think>.*\\boxed\{.*\}", text.strip())
+    assert resolve("geo3k")(RewardInput("", text, "5"))["format"] == bool(thought)
+    marked = re.findall(r"####\s*+\$?+\s*+([-−]?[0-9.,]*[0-9])([ \t]*+[-−+*/^][ \t]*+[0-9(])?", text[-300:])
+    assert resolve("gsm8k")(RewardInput("", text, "5"))["format"] == bool(marked and not marked[-1][1])
