@@ -217,7 +217,7 @@ class Link:
         writer: asyncio.StreamWriter,
         strike: Callable[[], None],
     ) -> None:
-        """Pass the last commands on and hang up. Redis does so, too, once they are done: then the other pump strikes."""
+        """Pass the last commands on and hang up. Redis does so, too, once it is done: then the other pump strikes."""
         for last in (data, b"") if data else (b"",):
             await queue.put((0.0, last))
         await delivering
