@@ -1,4 +1,4 @@
-"""Short chaos campaigns with large columns, and on primaries. The long ones: `make chaos COLUMNS=large REDIS=cluster`."""
+"""Short campaigns with large columns, and on primaries. Long ones: `make chaos COLUMNS=large` or `REDIS=cluster`."""
 
 import random
 from collections.abc import Sequence
