@@ -85,9 +85,8 @@ def main() -> None:
         folder = options.folder or Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="relaxd-chaos-")))
         folder.mkdir(parents=True, exist_ok=True)
         loop = resources.enter_context(Loop())
-        stack = resources.enter_context(
-            ChaosStack(folder, loop, seed, options.algorithm, options.columns, options.redis)
-        )
+        planes = {"columns": options.columns, "servers": options.redis}
+        stack = resources.enter_context(ChaosStack(folder, loop, seed, options.algorithm, **planes))
         memory = resources.enter_context(Memory(stack))
         count = 10**6 if soak else options.faults
 
