@@ -128,6 +128,7 @@ def main() -> None:
         "steps": len(campaign.books.steps),
         "groups": {"trained": len(campaign.books.trained), **drops},
         "recomputed": campaign.books.recomputed,
+        "most_payloads": campaign.payloads.most if campaign.payloads else {},
         "rows": table,
         "outcomes": [
             {
