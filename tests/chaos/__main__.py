@@ -19,11 +19,13 @@ from rich.table import Table
 
 from benchmarks.reporting import RESULTS, machine
 from tests.chaos.campaign import RECOVERY_SECONDS, Campaign, rows
-from tests.chaos.faults import GENTLE, Fault, all_faults, deck, faults_of
+from tests.chaos.faults import GENTLE, Fault, deck, faults_of
 from tests.chaos.memory import WARM_UP_SECONDS, Memory
+from tests.chaos.planes.choose import kinds_of
+from tests.chaos.planes.primaries import PRIMARIES
 from tests.chaos.plot import plot_memory, plot_recovery
 from tests.chaos.proxy import Loop
-from tests.chaos.stack import ALGORITHMS, ChaosStack
+from tests.chaos.stack import ALGORITHMS, COLUMNS, ChaosStack
 
 KEPT = 20
 """Every how many-th sample of memory goes into the results file; the plot has all."""
@@ -49,6 +51,12 @@ def main() -> None:
         "--roles", default="", help="only faults whose names have one of these, such as critic,reference"
     )
     parser.add_argument("--algorithm", choices=list(ALGORITHMS), default="grpo", help="what the run trains with")
+    parser.add_argument(
+        "--columns", choices=list(COLUMNS), default="small", help="large: all are payloads, and faults are at these"
+    )
+    parser.add_argument(
+        "--redis", choices=list(PRIMARIES), default="single", help="what has replicas, and faults of primaries"
+    )
     parser.add_argument("--gentle", action="store_true", help="only faults that end no process: to watch memory")
     parser.add_argument(
         "--warm-up", type=float, default=None, help="seconds of a process's life that don't count (60; gentle: 600)"
@@ -58,11 +66,12 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="list the kinds of faults")
     parser.add_argument("--result", default="", help="name of the results file; default: by algorithm and faults")
     options = parser.parse_args()
+    kinds = kinds_of(options.algorithm, options.columns, options.redis)
     if options.list:
-        print("\n".join(fault.name for fault in all_faults(options.algorithm)))
+        print("\n".join(fault.name for fault in kinds))
         return
     try:
-        of_roles = faults_of(options.roles.split(","), options.algorithm) if options.roles else ()
+        of_roles = faults_of(options.roles.split(","), kinds) if options.roles else ()
     except ValueError as error:
         parser.error(f"--roles: {error}")
     soak = options.minutes > 0
@@ -76,7 +85,8 @@ def main() -> None:
         folder = options.folder or Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="relaxd-chaos-")))
         folder.mkdir(parents=True, exist_ok=True)
         loop = resources.enter_context(Loop())
-        stack = resources.enter_context(ChaosStack(folder, loop, seed, options.algorithm))
+        planes = {"columns": options.columns, "servers": options.redis}
+        stack = resources.enter_context(ChaosStack(folder, loop, seed, options.algorithm, **planes))
         memory = resources.enter_context(Memory(stack))
         count = 10**6 if soak else options.faults
 
@@ -88,7 +98,7 @@ def main() -> None:
         campaign = Campaign(stack, rng, options.logs, pause, options.deadline, say=say, total=total)
         campaign.begin()
         names = (*options.only, *of_roles) or (GENTLE if options.gentle else ())
-        faults = iter(deck(min(count, 10**4), rng, names, options.algorithm))
+        faults = iter(deck(min(count, 10**4), rng, names, kinds))
         last: list[str] = []
         try:
             campaign.run(until(time.monotonic() + options.minutes * 60, faults) if soak else faults)
@@ -109,6 +119,8 @@ def main() -> None:
         "machine": facts,
         "seed": seed,
         "algorithm": options.algorithm,
+        "columns": options.columns,
+        "redis": options.redis,
         "warm_up_seconds": warm_up,
         "minutes": round((time.monotonic() - begun) / 60, 1),
         "faults": len(campaign.outcomes),
@@ -116,12 +128,14 @@ def main() -> None:
         "steps": len(campaign.books.steps),
         "groups": {"trained": len(campaign.books.trained), **drops},
         "recomputed": campaign.books.recomputed,
+        "most_payloads": campaign.payloads.most if campaign.payloads else {},
         "rows": table,
         "outcomes": [
             {
                 "fault": outcome.fault,
                 "recovery": _plain(outcome.recovery),
                 "whole": _plain(outcome.whole),
+                "stalled": _plain(outcome.stalled),
                 "recomputed": outcome.recomputed,
                 "violations": len(outcome.violations),
             }
@@ -157,6 +171,10 @@ def result_name(options: argparse.Namespace) -> str:
     parts = ["soak" if options.minutes > 0 else "chaos"]
     if options.algorithm != "grpo":
         parts.append(options.algorithm)
+    if options.redis != "single":
+        parts.append(options.redis)
+    if options.columns != "small":
+        parts.append(f"{options.columns}-columns")
     if options.roles:
         parts += ["roles", *sorted(options.roles.split(","))]
     return "-".join([*parts, "only"] if options.only else parts)
@@ -164,7 +182,9 @@ def result_name(options: argparse.Namespace) -> str:
 
 def show(console: Console, campaign: Campaign) -> list[dict[str, object]]:
     """Print the table of faults, and return it for JSON."""
-    table = Table(title="seconds from the end of a fault (of a kill: from the kill) until training, until whole")
+    table = Table(
+        title="seconds without a step; from a fault's end (of a kill: from the kill) until training, until whole"
+    )
     found = rows(campaign.outcomes)
     for column in found[0]:
         table.add_column(column, justify="left" if column == "fault" else "right")

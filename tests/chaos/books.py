@@ -2,16 +2,17 @@
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import redis
 from safetensors import safe_open
 
 from relaxd.board.sides.coordinator import LEDGER_STEPS
-from relaxd.redis_client import key_prefix
+from relaxd.redis_client import acknowledged, key_prefix
 
 # KEYS: prefix. ARGV: last ledger id, last id of dropped. Everything at one moment; nothing is written.
 SNAPSHOT = """
@@ -26,6 +27,9 @@ return {
   call('HVALS', P .. 'redelivered'),
 }
 """
+
+ACKNOWLEDGED_SECONDS = 2.0
+"""Limit until replicas have what was read."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,8 @@ class Books:
     groups_per_step: int
     deliberate: Collection[str] = ()
     """Words in the details of drops that a fault makes on purpose, after which a prompt is not tried again, either."""
+    replicas: int = 0
+    """So many must have what is read: else it may be gone with the primary, and was acknowledged to nobody."""
     trained: dict[str, int] = field(default_factory=dict)
     """Group -> step."""
     dropped: dict[str, str] = field(default_factory=dict)
@@ -88,7 +94,8 @@ class Books:
         wrong: list[str] = []
         prefix = key_prefix(self.run_id)
         last = len(self.steps)
-        reply = self.client.eval(SNAPSHOT, 1, prefix, f"{last}-0", self._last_dropped)
+        since = self._last_dropped
+        reply = self._read(lambda pipe: pipe.eval(SNAPSHOT, 1, prefix, f"{last}-0", since))
         state, open_ids, open_fields, drops, ledger, ledger_length, dropped, retries, _, redelivered = reply
         published, trained, dropped_count, last_step = (int(value) for value in state[:4])
         open_groups = {id.decode() for id in open_ids}
@@ -140,9 +147,18 @@ class Books:
     def poll(self) -> None:
         """Read new steps only; what is wrong with them, the next audit says."""
         last = len(self.steps)
-        entries = self.client.xrange(f"{key_prefix(self.run_id)}ledger", min=f"({last}-0")
+        ledger = f"{key_prefix(self.run_id)}ledger"
+        entries = self._read(lambda pipe: pipe.xrange(ledger, min=f"({last}-0"))
         flat = [(id, [part for pair in fields.items() for part in pair]) for id, fields in entries]
         self._polled += self._read_ledger(flat)
+
+    def _read(self, command: Callable[[redis.client.Pipeline], object]) -> Any:
+        """Return a command's reply, once replicas have what it read."""
+        if self.replicas:
+            return acknowledged(self.client, command, replicas=self.replicas, seconds=ACKNOWLEDGED_SECONDS)[0]
+        with self.client.pipeline(transaction=False) as pipe:
+            command(pipe)
+            return pipe.execute()[0]
 
     def _read_ledger(self, entries: list) -> list[str]:
         wrong = []

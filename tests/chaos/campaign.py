@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -15,6 +16,7 @@ from relaxd.redis_client import key_prefix
 from tests.chaos.books import Books
 from tests.chaos.faults import PASSING, Fault, MomentMissed
 from tests.chaos.models import audit_models
+from tests.chaos.planes.payloads import Payloads
 from tests.chaos.stack import MAX_STALENESS, RUN, ChaosStack
 from tests.chaos.teacher_engine import WRONG_ANSWERS
 
@@ -39,6 +41,8 @@ class Outcome:
     """Seconds until the first step was committed that began after the fault, and whose update was done."""
     whole: float | None = None
     """Seconds until every service worked again and every engine had weights."""
+    stalled: float | None = None
+    """Seconds without progress: the longest time between two committed steps, from the fault to the recovery."""
     recomputed: int = 0
     """Deliveries of groups beyond the first."""
     missed: bool = False
@@ -64,7 +68,9 @@ class Campaign:
 
     def __post_init__(self) -> None:
         deliberate = WRONG_ANSWERS if self.stack.algorithm == "teacher-engine" else ()
+        self.payloads = Payloads(self.stack.redis, RUN) if self.stack.columns == "large" else None
         self.books = Books(self.stack.redis, RUN, self.stack.run_folder, MAX_STALENESS, GROUPS_PER_STEP, deliberate)
+        self.books.replicas = 1 if self.stack.primaries else 0
 
     def begin(self) -> None:
         """Wait until the run trains. Raises TimeoutError."""
@@ -106,6 +112,8 @@ class Campaign:
         for folder in folders:
             if not (path := folder / "checkpoints" / f"step-{len(self.books.steps):06d}").is_dir():
                 wrong.append(f"the run has ended without {path}")
+        if self.payloads:
+            wrong += self.payloads.end()
         wrong += audit_models(self.stack.run_folder)
         log = self.stack.state.log("trainer").read_text(errors="replace")
         wrong += [f"the trainer says: {line}" for line in re.findall(r"replayed step \d+: .*", log)]
@@ -138,14 +146,24 @@ class Campaign:
                 f"no step within {self.deadline_seconds:g} s; step {len(self.books.steps)}, {self._missing(over)}"
             )
         else:
-            outcome.recovery = next(step for step in self.books.steps if step.updated_since(over)).committed - over
+            first = next(step for step in self.books.steps if step.updated_since(over))
+            outcome.recovery = first.committed - over
+            outcome.stalled = self._stalled(outcome.begun, first.number)
         if problem := self._until_whole(over):
             outcome.violations.append(f"not whole after {self.deadline_seconds:g} s: {problem}")
         else:
             outcome.whole = time.time() - over
         outcome.violations += self.books.audit()
+        if self.payloads:
+            outcome.violations += self.payloads.audit()
         outcome.recomputed = self.books.recomputed - before
         return outcome
+
+    def _stalled(self, begun: float, last: int) -> float:
+        """Return the longest time between two steps, of which the second was committed after `begun`, up to `last`."""
+        times = [step.committed for step in self.books.steps[:last]]
+        pauses = [after - before for before, after in pairwise(times) if after > begun]
+        return max(pauses, default=times[-1] - begun)
 
     def _until_step_after(self, begun: float) -> bool:
         """Wait for a committed step that began after a time, and whose update was done."""
@@ -179,7 +197,11 @@ class Campaign:
     def _tell(self, outcome: Outcome) -> None:
         seconds = " ".join(
             f"{what} {value:.1f} s" if value is not None else f"{what} never"
-            for what, value in (("trains after", outcome.recovery), ("whole after", outcome.whole))
+            for what, value in (
+                ("without progress for", outcome.stalled),
+                ("trains after", outcome.recovery),
+                ("whole after", outcome.whole),
+            )
         )
         self.say(f"    {seconds}, recomputed {outcome.recomputed}, step {len(self.books.steps)}")
         for violation in outcome.violations:
@@ -202,7 +224,7 @@ def rows(outcomes: list[Outcome]) -> list[dict[str, object]]:
 
 def _row(name: str, outcomes: list[Outcome]) -> dict[str, object]:
     row: dict[str, object] = {"fault": name, "count": sum(not outcome.missed for outcome in outcomes)}
-    for what in ("recovery", "whole"):
+    for what in ("stalled", "recovery", "whole"):
         seconds = [value for outcome in outcomes if (value := getattr(outcome, what)) is not None]
         row[f"{what} p50"] = median(seconds) if seconds else float("nan")
         row[f"{what} max"] = max(seconds, default=float("nan"))

@@ -6,7 +6,7 @@ import random
 import resource
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -58,7 +58,8 @@ class MomentMissed(Exception):
 # --- deaths ---------------------------------------------------------------------------------------------------------
 
 
-def _kill(processes: list[psutil.Process]) -> float:
+def kill_now(processes: list[psutil.Process]) -> float:
+    """Kill processes; returns the Unix time of it."""
     now = time.time()
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -78,7 +79,7 @@ def _one(stack: ChaosStack, rng: random.Random, role: str) -> str:
 
 def kill_service(role: str, stack: ChaosStack, rng: random.Random) -> float:
     """The process that speaks gRPC; its supervisor kills what it leaves."""
-    return _kill([stack.process(_one(stack, rng, role))])
+    return kill_now([stack.process(_one(stack, rng, role))])
 
 
 def kill_redis(stack: ChaosStack, rng: random.Random) -> float:
@@ -88,12 +89,12 @@ def kill_redis(stack: ChaosStack, rng: random.Random) -> float:
 
 
 def kill_all(role: str, stack: ChaosStack, rng: random.Random) -> float:
-    return _kill([stack.process(name) for name in stack.names(role)])
+    return kill_now([stack.process(name) for name in stack.names(role)])
 
 
 def kill_child(role: str, module: str, index: int, stack: ChaosStack, rng: random.Random) -> float:
     """A process that a service has started."""
-    return _kill([stack.child(_one(stack, rng, role), module, index)])
+    return kill_now([stack.child(_one(stack, rng, role), module, index)])
 
 
 def kill_rank_when(pattern: str, within_seconds: float, stack: ChaosStack, rng: random.Random) -> float:
@@ -106,7 +107,7 @@ def kill_rank_when(pattern: str, within_seconds: float, stack: ChaosStack, rng: 
             raise MomentMissed(f"no new {pattern} in {NOTICE_SECONDS:g} s")
         time.sleep(0.001)
     time.sleep(rng.uniform(0.0, within_seconds))
-    return _kill([rank])
+    return kill_now([rank])
 
 
 def _new(folder: Path, pattern: str, before: set[Path]) -> bool:
@@ -115,7 +116,7 @@ def _new(folder: Path, pattern: str, before: set[Path]) -> bool:
 
 def kill_critic_and_trainer(stack: ChaosStack, rng: random.Random) -> float:
     """A rank of each: both go on from their own checkpoints."""
-    return _kill([stack.child("critic", CRITIC_RANK), stack.child("trainer", RANK, rng.randrange(2))])
+    return kill_now([stack.child("critic", CRITIC_RANK), stack.child("trainer", RANK, rng.randrange(2))])
 
 
 def restart(role: str, stack: ChaosStack, rng: random.Random) -> float:
@@ -289,7 +290,7 @@ def _at(
     process, done = victim(), threading.Event()
 
     def strike() -> None:
-        _kill([process])
+        kill_now([process])
         done.set()
 
     stack.loop.do(stack.relays[relay].arm(method, moment, strike))
@@ -319,7 +320,7 @@ def kill_engine_in_join(stack: ChaosStack, rng: random.Random) -> float:
     """A weight group is built anew, because one engine died; another one dies while it is."""
     first, second = rng.sample(stack.names("rollout"), 2)
     done = _at(second, "JoinWeightGroup", "passed_on", partial(stack.child, second, ENGINE), stack)
-    _kill([stack.child(first, ENGINE)])
+    kill_now([stack.child(first, ENGINE)])
     return _await(done, second, stack)
 
 
@@ -434,9 +435,9 @@ def all_faults(algorithm: str = "grpo") -> list[Fault]:
     return faults + (own[algorithm]() if algorithm in own else [])
 
 
-def faults_of(roles: Collection[str], algorithm: str) -> tuple[str, ...]:
+def faults_of(roles: Collection[str], kinds: Sequence[Fault]) -> tuple[str, ...]:
     """The names of the faults that befall one of these roles. Raises ValueError: none befalls one of them."""
-    faults = {fault.name: set(fault.name.split()) for fault in all_faults(algorithm)}
+    faults = {fault.name: set(fault.name.split()) for fault in kinds}
     if spared := sorted(set(roles).difference(*faults.values())):
         raise ValueError(f"no fault befalls {', '.join(spared)}: the roles are in the faults' names (--list)")
     return tuple(name for name, words in faults.items() if not words.isdisjoint(roles))
@@ -466,9 +467,12 @@ GENTLE = tuple(
 """What ends no process: memory can be watched for as long as one likes."""
 
 
-def deck(count: int, rng: random.Random, names: tuple[str, ...] = (), algorithm: str = "grpo") -> list[Fault]:
-    """`count` faults in random order, each kind (or each of `names`) equally often. Raises KeyError: no such fault."""
-    kinds = {fault.name: fault for fault in all_faults(algorithm)}
+def deck(count: int, rng: random.Random, names: tuple[str, ...] = (), of: Sequence[Fault] | None = None) -> list[Fault]:
+    """`count` faults in random order, each kind (or each of `names`) equally often. Raises KeyError: no such fault.
+
+    `of`: the kinds; by default those of a run with the algorithm "grpo".
+    """
+    kinds = {fault.name: fault for fault in all_faults() if of is None} | {fault.name: fault for fault in of or ()}
     chosen = [kinds[name] for name in names] or list(kinds.values())
     faults: list[Fault] = []
     while len(faults) < count:

@@ -1,4 +1,4 @@
-"""TCP links that can be cut, delayed or made to swallow everything: what lies between two services.
+"""TCP links that can be cut, delayed, made to swallow everything, or cut at one command to Redis: between two services.
 
 All links and relays of a test live in the event loop of one thread, so that nothing else that the test does slows them.
 """
@@ -8,9 +8,14 @@ import contextlib
 import socket
 import struct
 import threading
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine
+from fnmatch import fnmatchcase
+from typing import Any, Literal, TypeVar
 
+from tests.chaos.commands import CommandStream
+
+Moment = Literal["before", "after"]
+"""A command has not been passed on; it has been, and its reply is not passed back."""
 Result = TypeVar("Result")
 CHUNK = 1 << 16
 MAX_QUEUED = 256
@@ -50,7 +55,8 @@ class Loop:
 class Link:
     """A port of our own that leads to another one. Methods are coroutines of the loop."""
 
-    def __init__(self, name: str, port: int, target: int) -> None:
+    def __init__(self, name: str, port: int, target: int, *, to_redis: bool = False) -> None:
+        """`to_redis`: what it carries are commands, and `arm` works."""
         self.name = name
         self.port = port
         self.target = target
@@ -59,6 +65,8 @@ class Link:
         self._is_cut = False
         self._delay = 0.0
         self._dropping = False
+        self._to_redis = to_redis
+        self._triggers: dict[tuple[str, Moment], Callable[[], None]] = {}
         self._connections: set[_Connection] = set()
         self._server: asyncio.Server | None = None
 
@@ -89,6 +97,39 @@ class Link:
         self._delay = 0.0
         self._reset({connection for connection in self._connections if connection.lost})
 
+    async def arm(self, pattern: str, moment: Moment, action: Callable[[], None] = lambda: None) -> None:
+        """Break the connection of the next command whose name matches (tests.chaos.commands), and do `action` once.
+
+        The action comes first, once Redis is done with all that was passed on. Raises ValueError: nobody watches here.
+        """
+        if not self._to_redis:
+            raise ValueError(f"{self.name} carries no commands to Redis: it can't be armed with {pattern!r}")
+        self._triggers[pattern, moment] = action
+
+    async def disarm(self) -> None:
+        """Forget what was armed."""
+        self._triggers.clear()
+
+    def _struck(self, name: str, moment: Moment) -> Callable[[], None] | None:
+        """Return the action for a command, and forget it."""
+        for pattern, when in self._triggers:
+            if when == moment and fnmatchcase(name, pattern):
+                return self._triggers.pop((pattern, when))
+        return None
+
+    def _watch(self, connection: "_Connection", data: bytes) -> bytes:
+        """Return what may be passed on: complete commands, up to the one that a trigger waits for."""
+        passed = []
+        for command in connection.commands.feed(data):
+            if action := self._struck(command.name, "before"):
+                connection.strike = action
+                break
+            passed.append(command.data)
+            if action := self._struck(command.name, "after"):
+                connection.strike = action
+                break
+        return b"".join(passed)
+
     def _reset(self, connections: "set[_Connection]") -> None:
         for connection in set(connections):
             connection.reset()
@@ -103,7 +144,7 @@ class Link:
                 far_reader, far_writer = await asyncio.open_connection(HOST, self.target)
             near.writers.append(far_writer)
             pumps = [
-                asyncio.create_task(self._pump(near, reader, far_writer)),
+                asyncio.create_task(self._pump(near, reader, far_writer, self._to_redis)),
                 asyncio.create_task(self._pump(near, far_reader, writer)),
             ]
             try:
@@ -119,7 +160,11 @@ class Link:
             self._connections.discard(near)
 
     async def _pump(
-        self, connection: "_Connection", reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        connection: "_Connection",
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        watched: bool = False,
     ) -> None:
         """Pass on what comes, each chunk at its time, until one end is gone."""
         queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MAX_QUEUED)
@@ -144,6 +189,18 @@ class Link:
                     if self._dropping and data:
                         connection.lost = True
                         continue
+                    if connection.strike is not None:  # the other direction: no reply is passed back
+                        if data:
+                            continue
+                        connection.strike()
+                        return
+                    if watched and data:
+                        data = self._watch(connection, data)
+                        if connection.strike is not None:
+                            await self._end(data, queue, delivering, writer, connection.strike)
+                            return
+                        if not data:  # of a command that isn't complete
+                            continue
                     await queue.put((loop.time() + self._delay, data))
                     if not data:
                         await delivering
@@ -152,6 +209,22 @@ class Link:
             delivering.cancel()
             await asyncio.gather(delivering, return_exceptions=True)
 
+    async def _end(
+        self,
+        data: bytes,
+        queue: asyncio.Queue[tuple[float, bytes]],
+        delivering: asyncio.Task[None],
+        writer: asyncio.StreamWriter,
+        strike: Callable[[], None],
+    ) -> None:
+        """Pass the last commands on and hang up. Redis does so, too, once it is done: then the other pump strikes."""
+        for last in (data, b"") if data else (b"",):
+            await queue.put((0.0, last))
+        await delivering
+        writer.write_eof()
+        await asyncio.sleep(CONNECT_SECONDS)  # brief: the other pump ends this one, unless Redis stands still
+        strike()
+
 
 class _Connection:
     """Both sockets of one connection."""
@@ -159,6 +232,9 @@ class _Connection:
     def __init__(self, writers: list[asyncio.StreamWriter]) -> None:
         self.writers = writers
         self.lost = False
+        self.commands = CommandStream()
+        self.strike: Callable[[], None] | None = None
+        """What to do when it breaks at the command that was waited for."""
 
     def reset(self) -> None:
         """End it as a host that died would: with a reset, not in good order."""

@@ -17,12 +17,13 @@ from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.local import stack
 from relaxd.local.state import StackState, StateFolder
-from relaxd.redis_client import key_prefix
+from relaxd.redis_client import connect, key_prefix
 from relaxd.roles import ROLES
 from relaxd.rpc.client import sync_channel
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 from relaxd.v1.replica_pb2 import REPLICA_STATE_READY
+from tests.chaos.planes.primaries import RUN, primaries_of
 from tests.chaos.proxy import Link, Loop
 from tests.chaos.relay import Relay
 from tests.chaos.reward import HUGE_VARIABLE
@@ -31,7 +32,6 @@ from tests.kit.models import make_tiny_model
 from tests.kit.ports import free_port
 from tests.kit.processes import is_alive
 
-RUN = "chaos"
 LEASE_SECONDS = 2.0
 """Of groups."""
 REPLICA_LEASE_SECONDS = 6.0
@@ -111,6 +111,7 @@ max_staleness = {staleness}
 max_deliveries = 20
 max_retries = 1000
 max_consecutive_drops = 1000
+{columns}
 
 [health]
 max_restarts = 1000
@@ -158,6 +159,8 @@ ALGORITHMS["critic"] = {
     "updates": ALGORITHMS["ppo"]["updates"],
     "step_files": "always",
 }
+COLUMNS = {"small": "", "large": "large_column_bytes = 1"}
+"""Sizes of columns: with "large" every column is one, and takes the way of payloads (docs/architecture.md)."""
 ALGORITHMS = {name: {"teacher": "", **settings} for name, settings in ALGORITHMS.items()}
 ALGORITHMS["teacher-engine"] = ALGORITHMS["grpo"] | {"teacher": 'engine = "sglang"', "step_files": "always"}
 """What the run trains with: one update a step, while the step fills; or a critic, too, and four updates of both; or the
@@ -171,10 +174,22 @@ class ChaosStack:
     A context manager.
     """
 
-    def __init__(self, folder: Path, loop: Loop, seed: int, algorithm: str = "grpo") -> None:
-        """`algorithm` is one of ALGORITHMS."""
+    def __init__(
+        self,
+        folder: Path,
+        loop: Loop,
+        seed: int,
+        algorithm: str = "grpo",
+        *,
+        columns: str = "small",
+        servers: str = "single",
+    ) -> None:
+        """`algorithm` is one of ALGORITHMS, `columns` one of COLUMNS, `servers` one of PRIMARIES."""
         self.folder = folder
         self.algorithm = algorithm
+        self.columns = columns
+        self.primaries = primaries_of(servers, folder)
+        """Servers of which one takes over from another; None: one Redis, which the supervisor starts."""
         self.replicas = REPLICAS | (CRITIC_REPLICAS if algorithm == "critic" else {})
         self.loop = loop
         self.seed = seed
@@ -200,17 +215,23 @@ class ChaosStack:
         make_tiny_model(self.folder / "tiny")
         make_tiny_model(self.folder / "teacher", seed=1)
         os.environ.pop("REDIS_URL", None)
+        if self.primaries:
+            self.primaries.start()
+            os.environ["REDIS_URL"] = self.primaries.url
         engines = {"teacher": "sglang"} if self.algorithm == "teacher-engine" else {}
         plan = stack.make_plan(
             self.state, port=0, replicas=self.replicas, stop_with_parent=True, grace_seconds=3.0, engines=engines
         )
+        os.environ.pop("REDIS_URL", None)
         plan.max_restarts = 1000  # it is we who kill them
-        coordinator, redis_port = _port(plan.coordinator), _port(plan.redis.rpartition("/")[0])
+        coordinator = _port(plan.coordinator)
         for spec in plan.services:
             if spec.role not in ROLES:
                 continue
+            if self.primaries is None:  # else nobody but these servers says where they are
+                link = self._link(spec.name, "redis", _port(plan.redis.rpartition("/")[0]))
+                spec.environment["RELAXD_REDIS"] = f"redis://127.0.0.1:{link}/0"
             spec.environment |= {
-                "RELAXD_REDIS": f"redis://127.0.0.1:{self._link(spec.name, 'redis', redis_port)}/0",
                 "RELAXD_LEASE_SECONDS": str(REPLICA_LEASE_SECONDS),
                 "OMP_NUM_THREADS": "1",
                 HUGE_VARIABLE: str(self.huge_rewards),
@@ -233,13 +254,14 @@ class ChaosStack:
         self.coordinator = CoordinatorClient(state.coordinator)
         self._channel = sync_channel(state.coordinator)
         self._weights = CoordinatorStub(self._channel)
-        self.redis: redis.Redis = redis.Redis.from_url(state.redis, socket_timeout=30.0)
+        self.redis: redis.Redis = connect(state.redis, tag=RUN, seconds=30.0 if self.primaries is None else 5.0)
         self.redis_url = state.redis
         config = CONFIG.format(
             folder=self.folder,
             seed=self.seed,
             lease=LEASE_SECONDS,
             staleness=MAX_STALENESS,
+            columns=COLUMNS[self.columns],
             **ALGORITHMS[self.algorithm],
         )
         self.coordinator.start_run(config, RUN)
@@ -256,13 +278,15 @@ class ChaosStack:
         self._close_network()
 
     def _close_network(self) -> None:
+        if self.primaries:
+            self.primaries.stop()
         for relay in self.relays.values():
             self.loop.do(relay.stop())
 
     # --- links
 
     def _link(self, source: str, target: str, port: int) -> int:
-        link = Link(f"{source} > {target}", free_port(), port)
+        link = Link(f"{source} > {target}", free_port(), port, to_redis=target == "redis")
         self.loop.do(link.start())
         self.links[source, target] = link
         return link.port

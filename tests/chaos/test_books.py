@@ -267,9 +267,11 @@ def test_slope_of_memory_over_lives() -> None:
         ({"algorithm": "ppo"}, "chaos-ppo"),
         ({"algorithm": "critic", "roles": "teacher,critic"}, "chaos-critic-roles-critic-teacher"),
         ({"roles": "critic"}, "chaos-roles-critic"),
+        ({"columns": "large"}, "chaos-large-columns"),
+        ({"redis": "sentinel", "columns": "large"}, "chaos-sentinel-large-columns"),
         ({"only": ["kill -9: trainer"], "minutes": 5.0}, "soak-only"),
     ],
 )
 def test_each_combination_of_algorithm_and_faults_has_results_of_its_own(given: dict, name: str) -> None:
-    plain = {"minutes": 0.0, "algorithm": "grpo", "roles": "", "only": []}
+    plain = {"minutes": 0.0, "algorithm": "grpo", "columns": "small", "redis": "single", "roles": "", "only": []}
     assert result_name(argparse.Namespace(**{**plain, **given})) == name

@@ -42,15 +42,15 @@ def test_every_fault_is_in_one_row_of_the_failure_table() -> None:
 
 
 def test_faults_are_chosen_by_role() -> None:
-    assert faults_of(["teacher"], "grpo") == tuple(
+    assert faults_of(["teacher"], all_faults()) == tuple(
         fault.name for fault in all_faults() if "teacher" in fault.name.split()
     )
     assert {"kill critic", "kill critic and trainer rank", "stall critic long", "cut: critic - redis"} < set(
-        faults_of(["critic", "reference"], "critic")
+        faults_of(["critic", "reference"], all_faults("critic"))
     )
-    assert {"kill reference", "freeze reference rank"} < set(faults_of(["critic", "reference"], "critic"))
+    assert {"kill reference", "freeze reference rank"} < set(faults_of(["critic", "reference"], all_faults("critic")))
     with pytest.raises(ValueError, match="no fault befalls critic, reword: "):
-        faults_of(["reward", "critic", "reword"], "grpo")
+        faults_of(["reward", "critic", "reword"], all_faults())
 
 
 def test_a_deck_has_every_kind_equally_often() -> None:

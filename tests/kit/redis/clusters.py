@@ -17,6 +17,8 @@ from tests.kit.waiting import wait_until
 SLOTS = 16384
 PRIMARIES = 3
 SHARE = -(-SLOTS // PRIMARIES)
+ANSWER_SECONDS = 2.0
+"""Time in which a node says who owns what: another one is asked about a node that a test has stopped."""
 DOWN_MILLISECONDS = 2000
 """Silence after which most primaries take a node for dead."""
 
@@ -29,6 +31,7 @@ class ClusterServers:
     ) -> None:
         """`replicated`: the tags; `primary` and `replica` are those of the first one."""
         self._tag = replicated[0]
+        self._tags = tuple(replicated)
         self._with_replica = sorted({slot_of(tag) // SHARE for tag in replicated})
         self.servers: list[RedisServer] = []
         self._bus: list[int] = []
@@ -88,9 +91,9 @@ class ClusterServers:
         """Tags whose keys are on a node."""
         return (tag for tag in (f"run-{number}" for number in count()) if self.owner(tag) is server)
 
-    def ask(self, server: RedisServer, *words: str | int) -> Any:
+    def ask(self, server: RedisServer, *words: str | int, seconds: float = 10.0) -> Any:
         """Send a node a CLUSTER command."""
-        with redis.Redis.from_url(server.url, protocol=2, decode_responses=True, socket_timeout=10.0) as client:
+        with redis.Redis.from_url(server.url, protocol=2, decode_responses=True, socket_timeout=seconds) as client:
             return client.execute_command("CLUSTER", *words)
 
     def id_of(self, server: RedisServer) -> str:
@@ -115,19 +118,22 @@ class ClusterServers:
                 for server in self.servers
             )
 
-        wait_until(lambda: has_replica(self.primary, self._tag), "the replica", forgive=(redis.ConnectionError,))
+        def have_replicas() -> bool:
+            return all(has_replica(self.owner(tag), tag) for tag in self._tags)
+
+        wait_until(have_replicas, "the replicas", forgive=(redis.ConnectionError,))
         wait_until(known, "the nodes to see the replica")
         self.await_agreement()
 
-    def kill_primary(self) -> RedisServer:
-        """Kill the replicated primary (SIGKILL), and return it."""
-        dead = self.primary
+    def kill_primary(self, tag: str = "") -> RedisServer:
+        """Kill the primary of a replicated tag (SIGKILL), by default of the first one, and return it."""
+        dead = self.owner(tag or self._tag)
         dead.kill()
         return dead
 
     def await_promotion(self, before: RedisServer) -> None:
-        """Wait until another node owns the slot."""
-        wait_until(lambda: self.primary is not before, "the nodes to promote the replica")
+        """Wait until other nodes own all slots."""
+        wait_until(lambda: before not in self.primaries, "the nodes to promote the replica")
         self.failovers += 1
 
     def hand_over(self) -> None:
@@ -179,8 +185,12 @@ class ClusterServers:
 
     def _owners(self, asked: RedisServer | None = None) -> dict[int, int]:
         """The port of each slot's owner, as a node sees it that lives and whose cluster is in order, or as this one."""
-        for server in [asked] if asked else self.servers:
-            if server.process is not None and (asked or "cluster_state:ok" in str(self.ask(server, "INFO"))):
-                ranges = self.ask(server, "SLOTS")
-                return {slot: one[2][1] for one in ranges for slot in range(one[0], one[1] + 1)}
+        for server in [asked] if asked else [one for one in self.servers if one.process is not None]:
+            try:
+                if asked or "cluster_state:ok" in str(self.ask(server, "INFO", seconds=ANSWER_SECONDS)):
+                    ranges = self.ask(server, "SLOTS", seconds=ANSWER_SECONDS)
+                    return {slot: one[2][1] for one in ranges for slot in range(one[0], one[1] + 1)}
+            except redis.TimeoutError:
+                if asked:
+                    raise
         raise AssertionError("no node sees the cluster in order")

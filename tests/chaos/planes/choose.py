@@ -1,0 +1,15 @@
+"""Which faults befall a job, by what it keeps its samples in."""
+
+from tests.chaos.faults import Fault, all_faults
+from tests.chaos.planes.payload_faults import payload_faults
+from tests.chaos.planes.primary_faults import primary_faults
+
+
+def kinds_of(algorithm: str = "grpo", columns: str = "small", redis: str = "single") -> list[Fault]:
+    """Every kind of fault for a job.
+
+    Primaries have faults of their own, and so have large columns on a single Redis: the ordinary ones have other runs.
+    """
+    if redis != "single":
+        return primary_faults(redis)
+    return payload_faults() if columns == "large" else all_faults(algorithm)

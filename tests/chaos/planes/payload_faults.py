@@ -1,0 +1,70 @@
+"""Faults at each command of the protocol by which large columns get to Redis and out of it again."""
+
+import random
+import threading
+import time
+from functools import partial
+
+import psutil
+
+from tests.chaos.faults import NOTICE_SECONDS, Fault, MomentMissed, kill_now
+from tests.chaos.proxy import Moment
+from tests.chaos.stack import ChaosStack
+
+REGISTER, WRITE, READ = ("register", "register"), ("write", "SET *:columns:*"), ("read", "MGET *:columns:*")
+STEPS: dict[str, tuple[tuple[str, str], ...]] = {
+    "rollout": (READ, REGISTER, WRITE, ("save", "save"), ("commit", "commit")),
+    "reward": (READ, REGISTER, WRITE, ("commit", "commit")),
+    "teacher": (REGISTER, WRITE, ("commit", "commit")),
+    "trainer": (READ, REGISTER, WRITE, ("commit", "commit_step")),
+    "coordinator": (
+        *(REGISTER, WRITE, ("publish", "publish"), ("sweep", "sweep")),
+        ("free", "UNLINK *:columns:*"),
+    ),
+}
+"""Role -> what it does to payloads, and the command of it: a name of relaxd/board/lua, or a pattern."""
+
+
+def payload_faults() -> list[Fault]:
+    """A broken connection and a death, each before and after each command of each role."""
+    moments: tuple[Moment, Moment] = ("before", "after")
+    return [
+        Fault(f"payload: {role} {how} {moment} {step}", partial(strike, role, pattern, moment, how == "dies"))
+        for role, steps in STEPS.items()
+        for step, pattern in steps
+        for how in ("cut", "dies")
+        for moment in moments
+    ]
+
+
+def strike(role: str, pattern: str, moment: Moment, dies: bool, stack: ChaosStack, rng: random.Random) -> float:
+    """Break the connection of whichever service of a role sends the command first; it dies, too, or tries again."""
+    done = threading.Event()
+    links = [stack.links[name, "redis"] for name in stack.names(role)]
+    for name, link in zip(stack.names(role), links, strict=True):
+        action = partial(_strike_once, done, stack.tree(name) if dies else [])
+        stack.loop.do(link.arm(pattern, moment, action))
+    happened = done.wait(NOTICE_SECONDS)
+    now = time.time()
+    for link in links:
+        stack.loop.do(link.disarm())
+    if not happened:
+        raise MomentMissed(f"no {role} sent {pattern} in {NOTICE_SECONDS:g} s")
+    return now
+
+
+def _strike_once(done: threading.Event, victims: list[psutil.Process]) -> None:
+    if not done.is_set():  # else another service was first
+        kill_now(victims)
+        done.set()
+
+
+SHORT_SUITE = (
+    "payload: rollout cut after register",
+    "payload: rollout dies after write",
+    "payload: reward cut before commit",
+    "payload: trainer cut after commit",
+    "payload: coordinator cut after free",
+    "payload: coordinator dies before sweep",
+)
+"""What the ordinary tests do: each of the protocol's parts once."""

@@ -1,0 +1,101 @@
+"""The auditor of payloads notices what is lost or leaks, and says nothing when all is well."""
+
+from collections.abc import Callable
+
+import pytest
+import redis
+
+from relaxd.board import Board
+from relaxd.board.payloads.attempt import payload_keys
+from tests.chaos.planes.payloads import Payloads
+from tests.kit.boards import advance, group, make_board, make_overdue, output, take
+
+
+@pytest.fixture
+def board(redis_url: str) -> Board:
+    """One group with its answers, one that was dropped and waits, one attempt that is being written."""
+    board = make_board(redis_url, large_column_bytes=1)
+    board.publish(term=1, groups=[group("a")])
+    advance(board, ["rollout"])
+    board.publish(term=1, groups=[group("b"), group("c")])
+    held = take(board, "rollout", "one", 2)
+    board.save(held[0], output("rollout"), after="")
+    board.drop_groups(["c"], term=1, reason="stale", retry=True)
+    board.sweep(term=1)
+    board._connection.script("register", board.prefix, 60_000, "b", "rollout", "b.half:8,tokens:12:1")
+    board._connection.client.set(f"{board.prefix}columns:b.half:8:tokens:0", b"half", px=60_000)
+    return board
+
+
+def payloads_of(board: Board) -> Payloads:
+    return Payloads(board._connection.client, board.run_id, seconds=0.3)
+
+
+def pointer_of(board: Board, field: str, group_id: str = "a") -> str:
+    found: bytes | None = board._connection.client.hget(f"{board.prefix}group:{group_id}", field)
+    assert found is not None
+    return found.decode()
+
+
+def test_a_board_in_order(board: Board) -> None:
+    payloads = payloads_of(board)
+    assert payloads.audit() == []
+    assert payloads.most["payloads"] > 6
+    assert payloads.most["pending"] == 1
+    assert payloads.end() == ["the run is over, and there is pending"]
+    for group_id in board.open_groups():
+        board.drop_groups([group_id], term=1, reason="the end")
+    board.purge(term=1)
+    assert payloads.end() == []
+
+
+def lose(board: Board, client: redis.Redis) -> None:
+    client.delete(payload_keys(board.prefix, pointer_of(board, "@rollout"))[1])
+
+
+def expire(board: Board, client: redis.Redis) -> None:
+    client.pexpire(payload_keys(board.prefix, pointer_of(board, "@publish"))[0], 60_000)
+
+
+def lose_a_saved_part(board: Board, client: redis.Redis) -> None:
+    client.delete(*payload_keys(board.prefix, pointer_of(board, "saved:rollout", "b")))
+
+
+def lose_a_prompt_that_waits(board: Board, client: redis.Redis) -> None:
+    (retry,) = client.hvals(f"{board.prefix}retries")
+    client.delete(*payload_keys(board.prefix, retry.split(b"|")[1].decode()))
+
+
+def forget_a_pointer(board: Board, client: redis.Redis) -> None:
+    client.hdel(f"{board.prefix}group:a", "@rollout")
+
+
+def forget_a_registration(board: Board, client: redis.Redis) -> None:
+    client.persist(f"{board.prefix}columns:b.half:8:tokens:0")
+
+
+def leave_garbage(board: Board, client: redis.Redis) -> None:
+    board.drop_groups(["a"], term=1, reason="stale")
+
+
+def leave_it_pending(board: Board, client: redis.Redis) -> None:
+    make_overdue(board)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lose, "1 payloads are gone"),
+        (expire, "1 payloads expire"),
+        (lose_a_saved_part, "3 payloads are gone"),
+        (lose_a_prompt_that_waits, "3 payloads are gone"),
+        (forget_a_pointer, "3 payloads leak"),
+        (forget_a_registration, "1 payloads leak"),
+        (leave_garbage, "are still garbage after 0.3 s"),
+        (leave_it_pending, "1 attempts are still overdue after 0.3 s"),
+    ],
+)
+def test_what_is_lost_or_leaks(board: Board, damage: Callable[[Board, redis.Redis], None], said: str) -> None:
+    damage(board, board._connection.client)
+    (wrong,) = payloads_of(board).audit()
+    assert said in wrong
