@@ -13,7 +13,7 @@ ERROR = 2
 """OTLP's status code of a span that failed."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TracedSpan:
     """One span."""
 

@@ -270,7 +270,16 @@ class Learner:
             of_critic = {VALUE_LOSS: totals.value_loss, "value_grad_norm": grad_norms[1], "value_lr": self._critic.lr}
             metrics = metrics | of_critic
         loss, tokens = totals.loss, totals.tokens
-        return UpdateStats(self._step + 1, loss, grad_norms[0], skipped, lr, tokens, metrics, totals.cause)
+        return UpdateStats(
+            step=self._step + 1,
+            loss=loss,
+            grad_norm=grad_norms[0],
+            skipped=skipped,
+            lr=lr,
+            tokens=tokens,
+            metrics=metrics,
+            cause=totals.cause,
+        )
 
     def discard(self) -> None:
         """Drop the gradients accumulated since the last `update`."""
@@ -447,7 +456,14 @@ class Learner:
         policy = TrainedModel(self._policy, self._optimizer, self._schedule)
         critic = None if self._critic is None else self._critic.state
         frozen = {model.role: model for model in self._frozen}
-        return Stateful(policy, critic, frozen, step, self.world, self._optimizer_steps)
+        return Stateful(
+            policy=policy,
+            critic=critic,
+            frozen=frozen,
+            step=step,
+            world=self.world,
+            optimizer_steps=self._optimizer_steps,
+        )
 
     def _expert_metrics(self) -> dict[str, float]:
         if not self._routers:

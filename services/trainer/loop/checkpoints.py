@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,9 @@ class Checkpoints:
         checksum, size = self._rank.run(BeginCheckpoint(partial))
         state = state.model_copy(update={"weights_checksum": checksum})
         self._stalled += time.monotonic() - began
-        self._saving = _Saving(state, partial, final, answers, began, keep, size)
+        self._saving = _Saving(
+            state=state, partial=partial, final=final, answers=answers, began=began, keep=keep, size=size
+        )
 
     def _mark(self, path: Path) -> str:
         """Mark a checkpoint as one that is never removed. Return '' or the error."""
@@ -330,28 +333,19 @@ class Checkpoints:
         logger.error("checkpoint %s isn't used, and was renamed to %s: %s", path.name, aside, why)
 
 
+@dataclass(kw_only=True)
 class _Saving:
     """A checkpoint being written."""
 
-    def __init__(
-        self,
-        state: CheckpointState,
-        partial: Path,
-        final: Path,
-        answers: Sequence[Answer],
-        began: float,
-        keep: bool,
-        size: int,
-    ) -> None:
-        self.state = state
-        self.partial = partial
-        self.final = final
-        self.answers = answers
-        self.began = began
-        self.keep = keep
-        self.size = size
-        self.sealed: Future[str] | None = None
-        """The error, or '', once it is sealed. None while ranks write."""
+    state: CheckpointState
+    partial: Path
+    final: Path
+    answers: Sequence[Answer]
+    began: float
+    keep: bool
+    size: int
+    sealed: Future[str] | None = None
+    """The error, or '', once it is sealed. None while ranks write."""
 
 
 def _make_empty_folder(folder: Path) -> str:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from relaxd import telemetry
 from relaxd.algorithms.trial import create_tried
@@ -21,12 +21,11 @@ from relaxd.data.vocabulary import check_vocabularies
 from relaxd.process.child_server import ChildServer
 from relaxd.process.garbage import freeze_objects
 from relaxd.roles import TEACHER
-from relaxd.rpc.enums import words
 from relaxd.rpc.errors import Aborted, FailedPrecondition, ResourceExhausted, RpcError, Unavailable
 from relaxd.v1 import rank_pb2 as rank_pb
-from relaxd.v1 import rank_pb2_grpc, replica_pb2, trainer_pb2_grpc, weights_pb2
+from relaxd.v1 import rank_pb2_grpc, replica_pb2, trainer_pb2_grpc
 from relaxd.v1 import trainer_pb2 as pb
-from relaxd.weights.group import Transport, WeightGroupError, host_store
+from relaxd.weights.group import Rendezvous, WeightGroupError, host_store
 from relaxd.weights.manifest import TensorBucket, to_proto
 from services.trainer.batch.group_refusals import GroupRefusals
 from services.trainer.checkpoints.part import CheckpointPart
@@ -89,13 +88,8 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
         self, request: pb.TrainerJoinWeightGroupRequest, context: Any
     ) -> pb.TrainerJoinWeightGroupResponse:
         """Connect this rank to the engines."""
-        group = request.group
-        transport = cast(Transport, words(weights_pb2.Transport)[group.transport])
-        host = group.store_host or "127.0.0.1"
         with _group_errors():
-            self._loaded_broadcaster().join(
-                transport, host, group.store_port, group.name, group.world_size, group.timeout_seconds
-            )
+            self._loaded_broadcaster().join(Rendezvous.from_proto(request.group), request.group.timeout_seconds)
         return pb.TrainerJoinWeightGroupResponse()
 
     def LeaveWeightGroup(

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from relaxd.weights.checksum import checksum
-from relaxd.weights.group import WeightGroup, host_store
+from relaxd.weights.group import Rendezvous, WeightGroup, host_store
 from relaxd.weights.layout import as_sent
 from relaxd.weights.manifest import TensorBucket, TensorSpec, pack, plan_buckets, to_proto
 from tests.sglang.environment import CPU_ENVIRONMENT, EnvironmentUnavailable, sglang_python
@@ -121,14 +121,15 @@ class Ranks:
     def join(self, source: Source, layout: str) -> tuple[WeightGroup, list[dict[str, Any]]]:
         """A new group of the source and all ranks."""
         size = len(self.processes) + 1
-        group = WeightGroup("gloo", "127.0.0.1", STORE.port, f"group-{next(NAMES)}", 0, size)
+        place = {"store_port": STORE.port, "name": f"group-{next(NAMES)}", "world_size": size}
+        group = WeightGroup(Rendezvous(transport="gloo", **place), 0)
         connecting = threading.Thread(target=group.connect, args=(30,))
         connecting.start()
         manifest = to_proto(source.buckets).SerializeToString().hex()
         for rank, process in enumerate(self.processes, start=1):
-            place = {"port": STORE.port, "name": group.name, "rank": rank, "world_size": size}
             assert process.stdin is not None
-            process.stdin.write(json.dumps({"do": "join", "manifest": manifest, "layout": layout, **place}) + "\n")
+            command = {"do": "join", "manifest": manifest, "layout": layout, "rank": rank, **place}
+            process.stdin.write(json.dumps(command) + "\n")
             process.stdin.flush()
         connecting.join()
         return group, self.answers()
@@ -136,7 +137,7 @@ class Ranks:
     def refuse(self, source: Source) -> str:
         """Why the first rank doesn't join."""
         manifest = to_proto(source.buckets).SerializeToString().hex()
-        place = {"port": STORE.port, "name": f"group-{next(NAMES)}", "rank": 1, "world_size": 2}
+        place = {"store_port": STORE.port, "name": f"group-{next(NAMES)}", "rank": 1, "world_size": 2}
         return str(self.do("join", manifest=manifest, layout="flat", **place)[0]["error"])
 
 

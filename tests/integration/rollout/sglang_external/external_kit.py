@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from relaxd.config import RolloutConfig
 from relaxd.v1 import rollout_pb2, weights_pb2
-from relaxd.weights.group import Transport, host_store
+from relaxd.weights.group import Rendezvous, Transport, host_store
 from relaxd.weights.manifest import TensorSpec, pack, plan_buckets, to_proto
 from relaxd.weights.stock_group import StockWeightGroup
 from services.rollout.engines.sglang_external.engine import ExternalEngine
@@ -106,7 +106,7 @@ class Trainer:
 
     def connect(self, name: str, timeout: float = 20.0) -> None:
         self.close()
-        self.group = StockWeightGroup(self._transport, "127.0.0.1", self._store.port, name, 0, 2, self._device)
+        self.group = StockWeightGroup(Rendezvous.from_proto(self.member(name, timeout).group), 0, self._device)
         self.group.connect(timeout)
 
     def close(self) -> None:
