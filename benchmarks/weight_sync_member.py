@@ -135,7 +135,7 @@ class EngineSide(Side):
         )
         from services.rollout.engines.sglang.weights import SGLangWeights
 
-        self.weights = SGLangWeights(self.model, self.device, 0, 1)
+        self.weights = SGLangWeights(self.model, self.device, 1)
         self.buckets: list[TensorBucket] = []
 
     def join(self, port: int, name: str, rank: int, world_size: int, manifest: str) -> None:

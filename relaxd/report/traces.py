@@ -63,11 +63,6 @@ def read_group_trace(run_folder: Path, group_id: str) -> GroupTrace | None:
     return GroupTrace(root, spans, sorted(linked.values(), key=lambda span: span.start))
 
 
-def all_spans(run_folder: Path) -> Iterator[TracedSpan]:
-    """Yield every span in a run's folder."""
-    return _spans_with(run_folder, "")
-
-
 def _spans_with(run_folder: Path, text: str) -> Iterator[TracedSpan]:
     """Yield the spans of all exports in which a text occurs."""
     for path in sorted((run_folder / TRACES).glob("*.jsonl")):

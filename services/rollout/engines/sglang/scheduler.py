@@ -72,7 +72,7 @@ class ControlledScheduler(Scheduler):
             # Other threads must name the GPU.
             self.cuda_device = torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else None
             device = self.cuda_device or torch.device("cpu")
-            self.weights = SGLangWeights(runner.model, device, self.ps.tp_rank, self.ps.tp_size)
+            self.weights = SGLangWeights(runner.model, device, self.ps.tp_size)
             self.model_config.hf_eos_token_id = None  # each request has its end tokens
             if temperature := os.environ.get(TEMPERATURE_VARIABLE):
                 set_temperature(runner.model, float(temperature))

@@ -48,7 +48,7 @@ class SGLangWeights:
     parts are copied.
     """
 
-    def __init__(self, model: Any, device: torch.device, tensor_rank: int, tensor_size: int) -> None:
+    def __init__(self, model: Any, device: torch.device, tensor_size: int) -> None:
         """Raises UnsupportedModel for a model with derived copies of its weights, such as a quantised one."""
         check_model(model)
         self._model = model

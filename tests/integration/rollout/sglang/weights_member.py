@@ -47,7 +47,7 @@ class Member:
         self.model: Any = get_model(
             model_config=config, load_config=LoadConfig(load_format="auto"), device_config=DeviceConfig("cpu")
         )
-        self.weights = SGLangWeights(self.model, torch.device("cpu"), self.rank, self.size)
+        self.weights = SGLangWeights(self.model, torch.device("cpu"), self.size)
         return {}
 
     def join(self, rank: int, manifest: str, layout: str, **place: Any) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class Member:
             pass
 
         self.model.get_submodule(module).quant_method = Fp8LinearMethod()
-        SGLangWeights(self.model, torch.device("cpu"), self.rank, self.size)
+        SGLangWeights(self.model, torch.device("cpu"), self.size)
         return {}
 
 
