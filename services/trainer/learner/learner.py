@@ -40,8 +40,8 @@ from torch import Tensor
 from relaxd.algorithms import create
 from relaxd.algorithms.base import WithCritic
 from relaxd.algorithms.results import unexplained
-from relaxd.config import AlgorithmConfig, CriticConfig, TrainerConfig
-from relaxd.data.models import resolve_model
+from relaxd.config import AlgorithmConfig, CriticConfig, RunConfig, TrainerConfig
+from relaxd.data.models import models_in_trainer, resolve_model
 from relaxd.roles import REFERENCE
 from services.trainer.batch.groups import RoutingShape
 from services.trainer.batch.row_packing import PackedMicroBatch, no_values
@@ -89,6 +89,20 @@ class _UpdateTotals:
 
 class Learner:
     """Model, gradients and optimizer of this rank. All ranks make the same calls in the same order."""
+
+    @classmethod
+    def of_run(cls, config: RunConfig, report: Callable[[str], None] | None = None) -> "Learner":
+        """Load what a run trains; see `__init__`."""
+        return cls(
+            resolve_model(config.model.path),
+            config.trainer,
+            config.algorithm,
+            steps=config.run.steps,
+            seed=config.run.seed,
+            frozen=models_in_trainer(config),
+            critic=config.roles.critic,
+            report=report,
+        )
 
     def __init__(
         self,

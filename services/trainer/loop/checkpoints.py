@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from relaxd import __version__, telemetry
+from relaxd.amounts import byte_amount
 from relaxd.board import BoardUnavailable, LedgerEntry
 from relaxd.config import RunConfig
 from relaxd.run_folder import checkpoint_path, checkpoint_steps, critic_folder
@@ -29,7 +30,7 @@ from services.trainer.loop.commanded_rank import (
     Restore,
     VerifyCheckpoint,
 )
-from services.trainer.megatron.disk_work import DiskRefused, amount
+from services.trainer.megatron.disk_work import DiskRefused
 from services.trainer.megatron.rank_channel import TICK_SECONDS
 
 logger = logging.getLogger(__name__)
@@ -233,12 +234,12 @@ class Checkpoints:
         """Return how much room a checkpoint needs, how much there is, and what would make room."""
         folder = saving.final.parent
         try:
-            free = amount(shutil.disk_usage(folder).free)
+            free = byte_amount(shutil.disk_usage(folder).free)
         except OSError as error:
             free = f"an unknown amount ({error})"
         return (
-            f"it needs {amount(saving.size)} on the disk of {folder}, which has {free} left. Remove what isn't needed "
-            f"there, such as checkpoints that were taken on request, or lower trainer.checkpoint.keep = "
+            f"it needs {byte_amount(saving.size)} on the disk of {folder}, which has {free} left. Remove what isn't "
+            f"needed there, such as checkpoints that were taken on request, or lower trainer.checkpoint.keep = "
             f"{self._settings.keep}"
             + (f" or trainer.checkpoint.max_bytes = {limit}" if (limit := self._settings.max_bytes) else "")
         )

@@ -16,7 +16,6 @@ from relaxd import telemetry
 from relaxd.algorithms.trial import create_tried
 from relaxd.board import Board, stages_for
 from relaxd.config import RunConfig
-from relaxd.data.models import models_in_trainer, resolve_model
 from relaxd.data.vocabulary import check_vocabularies
 from relaxd.process.child_server import ChildServer
 from relaxd.process.garbage import freeze_objects
@@ -189,18 +188,16 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
             emit=self._thread.events.put,
         ).run()
 
+    def serve(self) -> None:
+        """Answer until the service ends."""
+        ChildServer(
+            (trainer_pb2_grpc.add_TrainerServicer_to_server, self),
+            (rank_pb2_grpc.add_RankServicer_to_server, self),
+        ).serve()
+
     def _load(self, config: RunConfig) -> tuple[Learner, list[TensorBucket], WeightBroadcaster]:
         """Load the model. Return learner, what a broadcast sends, and this rank's part in it."""
-        learner = Learner(
-            resolve_model(config.model.path),
-            config.trainer,
-            config.algorithm,
-            steps=config.run.steps,
-            seed=config.run.seed,
-            frozen=models_in_trainer(config),
-            critic=config.roles.critic,
-            report=self._report_loading if self._thread.number == 0 else None,
-        )
+        learner = Learner.of_run(config, self._report_loading if self._thread.number == 0 else None)
         buckets = weight_buckets(learner, config.weights.bucket_bytes)
         return learner, buckets, WeightBroadcaster(learner, buckets, config.rollout.engine)
 
@@ -241,8 +238,4 @@ def _group_errors() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    rank = Rank()
-    ChildServer(
-        (trainer_pb2_grpc.add_TrainerServicer_to_server, rank),
-        (rank_pb2_grpc.add_RankServicer_to_server, rank),
-    ).serve()
+    Rank().serve()
