@@ -25,6 +25,7 @@ from relaxd.weights.stock_group import StockWeightGroup
 from services.rollout.engines.sglang_external.engine import ExternalEngine
 from services.rollout.engines.types import Output, Sampling, Version
 from tests.kit.engines import receive_request
+from tests.kit.processes import start_python
 from tests.kit.waiting import wait_until
 from tests.sglang.environment import CPU_ENVIRONMENT
 
@@ -48,15 +49,18 @@ class Server:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._command = [
-            python, "-m", "sglang.launch_server", "--model-path", str(model), "--host", "127.0.0.1",
+        self._python = python
+        self._words = [
+            "-m", "sglang.launch_server", "--model-path", str(model), "--host", "127.0.0.1",
             "--port", str(self.port), "--api-key", KEY, *flags,
         ]  # fmt: skip
-        self._environment = {**os.environ, **environment}
+        self._environment = environment
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        self.process = subprocess.Popen(self._command, env=self._environment, start_new_session=True)
+        self.process = start_python(
+            *self._words, python=self._python, environment=self._environment, start_new_session=True
+        )
 
     def wait_until_up(self) -> None:
         assert self.process is not None
