@@ -96,6 +96,11 @@ class Bfloat16MomentsAdamW(torch.optim.AdamW):
             begin += len(weight)
 
 
+def moments_dtype(optimizer: torch.optim.Optimizer) -> torch.dtype:
+    """Return the element type of an AdamW's moments."""
+    return torch.bfloat16 if isinstance(optimizer, Bfloat16MomentsAdamW) else torch.float32
+
+
 def rounded(values: Tensor, random: Tensor) -> Tensor:
     """Round finite numbers stochastically, so that the mean is the number itself.
 
