@@ -44,7 +44,8 @@ class Candidates:
     """Tokens of the vocabulary at which student and teacher are compared, in each place."""
 
     of: Literal["teacher", "student", "union"]
-    """Whose likeliest tokens they are; "student": of the weights at the step's beginning."""
+    """Whose likeliest tokens they are; "student": of the weights at the step's beginning for a teacher in the trainer,
+    of the engine's that wrote the token for a teacher service."""
     top_k: int
     """Number of candidates that each of them names, at least 1."""
 

@@ -15,9 +15,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-Shape = Literal["", "P", "Q", "n", "S", "T", "T, k", "rows, layers, top_k"]
+Shape = Literal["", "P", "Q", "n", "S", "T", "T, k", "T, m", "rows, layers, top_k"]
 """A column's shape, in words: P prompt tokens, Q tokens of the teacher's prompt, n samples, S sequences, T tokens of
-all sequences, one after the other, k candidates for each of them; "" for a value that belongs to the group."""
+all sequences, one after the other, k candidates for each of them, m of them the student's own; "" for a value that
+belongs to the group."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ CONTINUED = "continued"
 """The column that a run has where rollout.partial.enabled is set."""
 OFF_POLICY_TOKENS = "off_policy_tokens"
 """The column that a run has where rollout.partial.mask_off_policy is set."""
+STUDENT_CANDIDATES = "student_candidates"
+"""The column that a run has where a teacher service is asked about the tokens that the student finds likeliest."""
 REF_LOGPROBS = "ref_logprobs"
 """The column that a run has where a reference service computes it; otherwise the trainer computes it if it needs it."""
 REFERENCE_WEIGHTS = "reference_weights"
@@ -154,6 +157,16 @@ COLUMNS: dict[str, ColumnSpec] = {
             "S",
             "Tokens at each sequence's beginning that the model wrote before it was continued under newer weights: "
             "their loss_mask is 0.",
+            trained=False,
+            optional=True,
+        ),
+        ColumnSpec(
+            STUDENT_CANDIDATES,
+            "rollout",
+            "int32",
+            "T, m",
+            "Ids of the m = algorithm.distill_top_k tokens that the weights that wrote a token found likeliest in its "
+            "place, the likeliest first, whatever could be sampled. The teacher service takes them; -1: none.",
             trained=False,
             optional=True,
         ),
@@ -264,13 +277,14 @@ def expert_dtype(experts: int) -> np.dtype[np.unsignedinteger[Any]]:
     return np.dtype(np.uint8 if experts <= 1 << 8 else np.uint16)
 
 
-def token_bytes(columns: Collection[str], candidates: int = 0) -> int:
+def token_bytes(columns: Collection[str], candidates: int = 0, of_student: int = 0) -> int:
     """Return the bytes that a token takes in those of the columns that have values for each token.
 
     Args:
         columns: names of columns.
-        candidates: values that a column of candidates has for each token.
+        candidates: values that a column of candidates has for each token, k.
+        of_student: values that a column of the student's own candidates has for each token, m.
     """
-    values = {"T": 1, "T, k": candidates}
+    values = {"T": 1, "T, k": candidates, "T, m": of_student}
     specs = [COLUMNS[name] for name in columns if COLUMNS[name].shape in values]
     return sum(np.dtype(spec.dtype).itemsize * values[spec.shape] for spec in specs)

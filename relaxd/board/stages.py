@@ -4,9 +4,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from relaxd.algorithms import create
+from relaxd.algorithms.base import Candidates
 from relaxd.board import schema
 from relaxd.config import RunConfig
-from relaxd.data.curriculum.group_filter import COLUMNS as FILTER_COLUMNS
+from relaxd.data.curriculum.own_filter import COLUMNS as FILTER_COLUMNS
 from relaxd.roles import ROLES
 
 PUBLISH = "publish"
@@ -44,7 +45,7 @@ def _stage(
     name: str,
     optional: Collection[str],
     needs: Sequence[str] = (),
-    candidates: int = 0,
+    candidates: Candidates | None = None,
     *,
     before: Collection[str] = tuple(_NEEDS),
 ) -> Stage:
@@ -54,13 +55,14 @@ def _stage(
         name: the stage.
         optional: optional columns that the run has.
         needs: columns that only this run's stage needs.
-        candidates: values that a column of candidates has for each token.
+        candidates: what the columns of candidates have for each token.
         before: the run's stages before the trainer, whose columns it takes in.
     """
     of_run = [c for c in schema.trained_columns(optional) if schema.COLUMNS[c].writer in (PUBLISH, *before)]
     common = tuple(of_run) if name == TRAIN else _NEEDS[name]
     writes = schema.written_by(name, optional)
-    return Stage(name, tuple(dict.fromkeys((*common, *needs))), writes, schema.token_bytes(writes, candidates))
+    width, of_student = (candidates.width, candidates.top_k) if candidates is not None else (0, 0)
+    return Stage(name, tuple(dict.fromkeys((*common, *needs))), writes, schema.token_bytes(writes, width, of_student))
 
 
 STAGES: dict[str, Stage] = {name: _stage(name, ()) for name in (*_NEEDS, TRAIN)}
@@ -98,14 +100,14 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
     of_teacher = asked.intersection(schema.written_by("teacher", schema.COLUMNS))
     if "teacher" in config.frozen_roles() and not of_teacher:
         raise ValueError(f"{who}: it needs no teacher, but roles.teacher.model names one: remove it")
-    candidates = needs.candidates.width if needs.candidates is not None else 0
-    if bool(candidates) != (schema.CANDIDATES in asked):
+    candidates = needs.candidates
+    if (candidates is not None) != (schema.CANDIDATES in asked):
         raise ValueError(f"{who}: Needs.candidates says what the column {schema.CANDIDATES!r} has: give both or none")
-    if needs.candidates is not None and needs.candidates.of != "teacher" and schema.CANDIDATES in written:
-        raise ValueError(
-            f"{who}: it compares the likeliest tokens of the student, which only the trainer knows: set "
-            'roles.teacher.placement = "trainer"'
-        )
+    if candidates is not None and candidates.of != "teacher":
+        if problem := config.student_candidates_problem:
+            raise ValueError(f"{who}: it compares the likeliest tokens of the student, but {problem}")
+        if schema.CANDIDATES in written:
+            asked.add(schema.STUDENT_CANDIDATES)
     if config.rollout.return_routed_experts:
         asked.add(schema.ROUTED_EXPERTS)
     if config.has_privileged_teacher and "teacher" in config.frozen_roles("trainer"):
@@ -125,6 +127,8 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
     own = {"advantage": (*needs.advantages, *(FILTER_COLUMNS if config.data.curriculum.filter else ()))}
     if config.has_privileged_teacher:
         own["teacher"] = (schema.TEACHER_PROMPT_TOKENS,)
+    if schema.STUDENT_CANDIDATES in asked:
+        own["teacher"] = (*own.get("teacher", ()), schema.STUDENT_CANDIDATES)
     if config.roles.teacher.models:
         own["teacher"] = (*own.get("teacher", ()), "prompt")  # it says which source the group is of
     if partial.mask_off_policy:

@@ -83,8 +83,9 @@ class PolicyGradientConfig(Section):
     """Compute the divergence of distill_loss_coef over this many of the likeliest tokens in each place, all others
     counting as one, instead of estimating it at the sampled token. 0 estimates it."""
     distill_candidates: Candidates = "teacher"
-    """Whose likeliest tokens distill_top_k takes: the teacher's, the student's at the beginning of the step, or both.
-    student and union need roles.teacher.placement = "trainer"."""
+    """Whose likeliest tokens distill_top_k takes: the teacher's, the student's, or both. The student's are those of the
+    weights at the beginning of the step with roles.teacher.placement = "trainer", and those of the engine that wrote
+    the token with "service", which needs roles.teacher.engine = "megatron"."""
     distill_divergence: Divergence = "reverse_kl"
     """The divergence of distill_top_k. reverse_kl: KL(student || teacher). forward_kl: KL(teacher || student).
     jensen_shannon: half of the KL divergences of both to their mean."""

@@ -107,8 +107,7 @@ class TeacherConfig(FrozenModelConfig):
     """Maximum length of the teacher's prompts, with privileged_key; 0 means data.max_prompt_tokens."""
     placement: Literal["trainer", "service"] = "service"
     """service: in teacher replicas of its own, which write columns. trainer: in the trainer's ranks, beside the model
-    that they train, which can then also be asked for its own likeliest tokens (algorithm.distill_candidates). Sizes and
-    threads are the replicas'."""
+    that they train. Sizes and threads are the replicas'."""
     engine: Literal["megatron", "sglang"] = "megatron"
     """The processes that hold the model. megatron: ranks like the trainer's. sglang: an SGLang engine with the
     trainer's dtype on tensor_parallel GPUs, which prefills each answer; it holds one model."""

@@ -471,6 +471,29 @@ class RunConfig(Section):
         return "teacher" in self.frozen_roles() and bool(self.roles.teacher.privileged_key)
 
     @property
+    def student_candidates_problem(self) -> str:
+        """Why the teacher can't be asked about the student's likeliest tokens, or ""; the run has a teacher."""
+        teacher, engine = self.roles.teacher, self.rollout.engine
+        if teacher.placement == "trainer":
+            if not teacher.privileged_key:
+                return ""
+            return (
+                "roles.teacher.privileged_key is set, so the trainer's teacher has rows with other prompts than the "
+                'student\'s: set roles.teacher.placement = "service", to which the engine says what it finds likeliest'
+            )
+        if teacher.engine != "megatron":
+            return (
+                f'roles.teacher.engine is "{teacher.engine}", which takes one list of tokens for all places of an '
+                'answer, not others in each: use "megatron", or roles.teacher.placement = "trainer"'
+            )
+        if engine not in ("transformers", "sglang"):
+            return (
+                f'rollout.engine is "{engine}", which doesn\'t say what it finds likeliest: use "sglang" or '
+                '"transformers", or roles.teacher.placement = "trainer"'
+            )
+        return ""
+
+    @property
     def teacher_engine(self) -> RolloutConfig:
         """The settings of the teacher's engine (roles.teacher.engine = "sglang"), under the names of [rollout].
 
@@ -552,17 +575,10 @@ class RunConfig(Section):
                 f'{setting} is "{model}", but algorithm.distill_coef and algorithm.distill_loss_coef are 0, '
                 "which need no teacher: set one of them, or remove the model"
             )
-        if algorithm.distill_candidates != "teacher" and self.roles.teacher.placement != "trainer":
-            engine = ' and roles.teacher.engine = "megatron"' if self.roles.teacher.engine != "megatron" else ""
+        if algorithm.distill_candidates != "teacher" and (problem := self.student_candidates_problem):
             raise ValueError(
-                f'algorithm.distill_candidates is "{algorithm.distill_candidates}", but roles.teacher.placement is '
-                f'"service": set "trainer"{engine}, because only there the student can be asked for its likeliest '
-                'tokens; or use distill_candidates = "teacher"'
-            )
-        if algorithm.distill_candidates != "teacher" and self.roles.teacher.privileged_key:
-            raise ValueError(
-                f'algorithm.distill_candidates is "{algorithm.distill_candidates}", but roles.teacher.privileged_key '
-                "is set: use \"teacher\", because the teacher's rows have other prompts than the student's"
+                f'algorithm.distill_candidates is "{algorithm.distill_candidates}", but {problem}; or use '
+                'distill_candidates = "teacher"'
             )
         if algorithm.needs_teacher and not models:
             raise ValueError(

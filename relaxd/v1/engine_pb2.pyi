@@ -98,10 +98,13 @@ class EngineRequest(_message.Message):
     REQUEST_FIELD_NUMBER: _builtins.int
     BEGUN_FIELD_NUMBER: _builtins.int
     REPORT_EVERY_FIELD_NUMBER: _builtins.int
+    LIKELIEST_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Unique among the engine's requests."""
     report_every: _builtins.int
     """Without final_only: least number of tokens in an output of a sample, but for its last one."""
+    likeliest: _builtins.int
+    """How many of the tokens that the model finds likeliest in each token's place to report; 0: none."""
     @_builtins.property
     def request(self) -> _rollout_pb2.GenerateRequest:
         """What to generate. Its outputs come as tokens are made, or, with final_only, as whole samples."""
@@ -117,10 +120,11 @@ class EngineRequest(_message.Message):
         request: _rollout_pb2.GenerateRequest | None = ...,
         begun: _abc.Iterable[Global___BegunSample] | None = ...,
         report_every: _builtins.int = ...,
+        likeliest: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "id", b"id", "report_every", b"report_every", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "id", b"id", "likeliest", b"likeliest", "report_every", b"report_every", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -205,6 +209,7 @@ class EngineOutput(_message.Message):
     SPANS_WEIGHT_UPDATE_FIELD_NUMBER: _builtins.int
     ROUTED_EXPERTS_FIELD_NUMBER: _builtins.int
     ROUTED_EXPERTS_SHAPE_FIELD_NUMBER: _builtins.int
+    LIKELIEST_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The EngineRequest's id."""
     sample: _builtins.int
@@ -222,6 +227,10 @@ class EngineOutput(_message.Message):
     routed_experts: _builtins.bytes
     """Experts that each token was routed to: uint8, or uint16 for a model of more than 256 experts, [prompt and answer
     tokens but the last, layers, top_k], with the last output if the run returns them.
+    """
+    likeliest: _builtins.bytes
+    """Ids of the likeliest tokens in the place of each new token, the likeliest first: int32 [tokens, k], with the k that
+    EngineRequest.likeliest asks for.
     """
     @_builtins.property
     def versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -249,10 +258,11 @@ class EngineOutput(_message.Message):
         spans_weight_update: _builtins.bool = ...,
         routed_experts: _builtins.bytes = ...,
         routed_experts_shape: _abc.Iterable[_builtins.int] | None = ...,
+        likeliest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "request_id", b"request_id", "routed_experts", b"routed_experts", "routed_experts_shape", b"routed_experts_shape", "sample", b"sample", "spans_weight_update", b"spans_weight_update", "text", b"text", "tokens", b"tokens", "version_lengths", b"version_lengths", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "likeliest", b"likeliest", "logprobs", b"logprobs", "request_id", b"request_id", "routed_experts", b"routed_experts", "routed_experts_shape", b"routed_experts_shape", "sample", b"sample", "spans_weight_update", b"spans_weight_update", "text", b"text", "tokens", b"tokens", "version_lengths", b"version_lengths", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

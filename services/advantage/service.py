@@ -10,7 +10,7 @@ from relaxd.algorithms.trial import create_tried
 from relaxd.board import COLUMNS, Column, Delivery, Drop, DropReason
 from relaxd.board.worker import Process, Result
 from relaxd.config import RunConfig
-from relaxd.data.curriculum.group_filter import FilterError, GroupFilter
+from relaxd.data.curriculum.own_filter import FilterError, GroupFilter
 from relaxd.replica.stage_replica import StageReplica
 from relaxd.roles import ADVANTAGE
 

@@ -71,6 +71,60 @@ def test_a_killed_teacher_loses_nothing_and_every_token_has_its_word(workplace: 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_teacher_service_is_asked_about_what_the_engine_finds_likeliest(workplace: Workplace, tmp_path: Path) -> None:
+    """Of the first step, whose tokens the initial model wrote: what is compared are both models' likeliest tokens."""
+    top_k = 6
+    teacher = make_teacher(tmp_path / "teacher")
+    words = (
+        *("--algorithm.name", "opd", "--algorithm.distill_coef", "0", "--algorithm.distill_loss_coef", "1"),
+        *("--algorithm.distill_top_k", str(top_k), "--algorithm.distill_candidates", "union"),
+        *("--roles.teacher.model", str(teacher), "--trainer.optimizer.lr", "1e-2", "--board.max_staleness", "0"),
+    )
+    words = ("run", "tiny.toml", "--run.steps", "3", "--eval.prompts", "0", "--run-id", "taught", *words)
+    code, output = workplace.relaxd(*words, timeout=400)
+    assert code == 0, output
+
+    folder = workplace.folder / "runs" / "taught"
+    check_books(read_summary(folder), 3)
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps[-1]["teacher_kl"] < steps[0]["teacher_kl"]
+    recorded = load_file(folder / "steps" / "step-000001.safetensors")
+    model = json.loads((folder / "config.json").read_text())["model"]["path"]
+    exact = {
+        name: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+        for name, path in {"student": model, "teacher": teacher}.items()
+    }
+    seen = 0
+    for group in {name.rpartition("/")[0] for name in recorded if name.endswith("/candidates")}:
+        tokens, prompt = (recorded[f"{group}/{name}"].astype(np.int64) for name in ("tokens", "prompt_tokens"))
+        ids = recorded[f"{group}/candidates"]
+        assert ids.shape == (len(tokens), 2 * top_k)
+        begin = 0
+        for length in recorded[f"{group}/lengths"]:
+            own = slice(begin, begin := begin + int(length))
+            whole = torch.from_numpy(np.concatenate([prompt, tokens[own]]))
+            with torch.inference_mode():
+                logprobs = {
+                    name: one(whole[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+                    for name, one in exact.items()
+                }
+            for place, found in enumerate(ids[own]):
+                of_teacher, of_student = set(found[:top_k]), set(found[top_k:]) - {-1}
+                assert len(of_teacher) == top_k
+                assert not of_teacher & of_student
+                for name, named in {"teacher": of_teacher, "student": of_teacher | of_student}.items():
+                    least = logprobs[name][place].topk(top_k).values[-1]
+                    # But for rounding: two tokens may be as likely as each other.
+                    likelier = torch.nonzero(logprobs[name][place] > least + 1e-4)[:, 0].tolist()
+                    assert set(likelier) <= named
+            expected = logprobs["teacher"].gather(-1, torch.from_numpy(ids[own]).long().clamp(min=0)) * (ids[own] >= 0)
+            np.testing.assert_allclose(recorded[f"{group}/teacher_candidate_logprobs"][own], expected, atol=1e-4)
+            seen += int(length)
+    assert seen > 0
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_run_is_taught_by_an_sglang_engine(workplace: Workplace, tmp_path: Path) -> None:
     """On services that are up, which `relaxd run` doesn't ask for GPUs. The real SGLang, on a CPU."""

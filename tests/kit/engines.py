@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    likeliest: list[list[int]] = field(default_factory=list)
     parts: int = 0
     last: Output | None = None
 
@@ -38,6 +39,7 @@ class Answer:
         self.tokens += map(int, output.tokens)
         self.logprobs += map(float, output.logprobs)
         self.versions += map(int, output.versions)
+        self.likeliest += [list(map(int, ids)) for ids in output.likeliest]
         self.parts += 1
         if output.finish_reason is not None:
             self.last = output
@@ -102,12 +104,22 @@ class EngineRunner:
 
         return self._runner.run(limited())
 
-    def ask(self, prompt: Sequence[int], n: int = 1, *, stream: bool = False, **sampling: Any) -> Asked:
+    def ask(
+        self, prompt: Sequence[int], n: int = 1, *, stream: bool = False, likeliest: int = 0, **sampling: Any
+    ) -> Asked:
         """Send a request, which goes on while something else is awaited."""
 
         async def send() -> Asked:
             asked = Asked(n)
-            asked.task = asyncio.create_task(self._collect(asked, tuple(prompt), n, stream, Sampling(**sampling)))
+            outputs = self.engine.generate(
+                tuple(prompt),
+                n,
+                Sampling(**sampling),
+                stream=stream,
+                request_id=asked.request_id,
+                likeliest=likeliest,
+            )
+            asked.task = asyncio.create_task(self._collect(asked, outputs))
             return asked
 
         asked: Asked = self.run(send())
@@ -125,8 +137,8 @@ class EngineRunner:
         answers: list[Answer] = self.run(wait())
         return answers
 
-    def generate(self, prompt: Sequence[int], n: int = 1, *, stream: bool = False, **sampling: Any) -> list[Answer]:
-        return self.wait(self.ask(prompt, n, stream=stream, **sampling))
+    def generate(self, prompt: Sequence[int], n: int = 1, **asked: Any) -> list[Answer]:
+        return self.wait(self.ask(prompt, n, **asked))
 
     def logprobs(self, tokens: Sequence[int], start: int, top_k: int = 0) -> Any:
         """Log-probs of given tokens, ids of the likeliest and their log-probs, of an engine `for_logprobs`."""
@@ -182,8 +194,8 @@ class EngineRunner:
             self.run(self.engine.stop())
         self._runner.close()
 
-    async def _collect(self, asked: Asked, prompt: tuple[int, ...], n: int, stream: bool, sampling: Sampling) -> None:
-        async for output in self.engine.generate(prompt, n, sampling, stream=stream, request_id=asked.request_id):
+    async def _collect(self, asked: Asked, outputs: AsyncIterator[Output]) -> None:
+        async for output in outputs:
             asked.answers[output.sample].add(output)
             asked.begun.set()
 
@@ -228,6 +240,23 @@ def reference_logprobs(
         logits = reference(ids).logits[0, len(prompt) - 1 : -1].double()
     logprobs = (logits / temperature).log_softmax(-1).cpu()
     return logprobs.gather(-1, torch.tensor(tokens)[:, None]).squeeze(-1)
+
+
+def check_likeliest(
+    reference: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int], likeliest: Sequence[Sequence[int]]
+) -> None:
+    """In each answer token's place they are the likeliest by one forward pass of transformers, the likeliest first.
+
+    Two that are as likely as each other, but for rounding, may be in either order.
+    """
+    with torch.inference_mode():
+        ids = torch.tensor([[*prompt, *tokens]], device=reference.device)
+        logits = reference(ids).logits[0, len(prompt) - 1 : -1].double().cpu()
+    said = torch.tensor(likeliest)
+    assert len(said) == len(tokens)
+    assert all(len(set(each)) == len(each) for each in likeliest)
+    largest = logits.topk(said.shape[1]).values
+    torch.testing.assert_close(logits.gather(-1, said), largest, atol=2e-5, rtol=0)
 
 
 def family(pid: int) -> list[psutil.Process]:

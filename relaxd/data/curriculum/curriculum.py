@@ -7,7 +7,7 @@ from typing import Any
 
 from relaxd.config import RunConfig
 from relaxd.data.curriculum import history
-from relaxd.data.curriculum.group_filter import FilterError, GroupFilter
+from relaxd.data.curriculum.own_filter import FilterError, GroupFilter
 from relaxd.data.curriculum.own_sampler import make_sampler
 from relaxd.data.curriculum.record import BUCKETS, PromptRecord
 from relaxd.data.curriculum.visits import Visits

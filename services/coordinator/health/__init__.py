@@ -1,4 +1,5 @@
 """Health of a run's replicas and roles.
 
-`health_policy.py` decides on records only; `health_manager.py` carries its decisions out.
+`signs.py` finds what is wrong in heartbeats, `health_policy.py` decides on records only, and `health_manager.py`
+carries its decisions out.
 """

@@ -58,15 +58,19 @@ class RolloutEngine(ABC):
         report_every: int = 1,
         begun: Mapping[int, tuple[int, ...]] | None = None,
         request_id: str | None = None,
+        likeliest: int = 0,
     ) -> AsyncIterator[Output]:
         """Yield the outputs of n samples until all have ended. Leaving the iteration early cancels the rest.
 
-        See Request for `stream`, `report_every` and `begun`. `request_id` is for `abort`, and must not be in use.
+        See Request for `stream`, `report_every`, `begun` and `likeliest`. `request_id` is for `abort`, and must not be
+        in use.
 
         Raises RequestFailed, ChildExited when the engine exits, or ServerGone when the server is lost.
         """
         request_id = request_id or f"request-{next(self._numbers)}"
-        return self._generate(Request(request_id, prompt_tokens, n, sampling, stream, report_every, begun or {}))
+        return self._generate(
+            Request(request_id, prompt_tokens, n, sampling, stream, report_every, begun or {}, likeliest)
+        )
 
     @abstractmethod
     def _generate(self, request: Request) -> AsyncIterator[Output]:

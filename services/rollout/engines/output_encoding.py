@@ -29,6 +29,7 @@ def encode_output(request_id: str, output: Output) -> engine_pb2.EngineOutput:
         finish_reason=FINISH_NUMBERS[output.finish_reason or ""],
         text=output.text,
         spans_weight_update=output.spans_weight_update,
+        likeliest=np.array(output.likeliest, dtype=np.int32).tobytes(),
     )
     if output.routed_experts is not None:
         message.routed_experts = output.routed_experts.tobytes()
@@ -48,6 +49,9 @@ def decode_output(message: engine_pb2.EngineOutput) -> Output:
         message.text,
         message.spans_weight_update,
     )
+    if message.likeliest:
+        likeliest = np.frombuffer(message.likeliest, dtype=np.int32)
+        output.likeliest = likeliest.reshape(len(output.tokens), -1)  # type: ignore[assignment]
     if message.routed_experts_shape:
         shape = tuple(message.routed_experts_shape)
         dtype = np.uint16 if len(message.routed_experts) > math.prod(shape) else np.uint8
@@ -72,6 +76,7 @@ def _joined(outputs: list[Output]) -> Output:
         tokens=list(chain.from_iterable(output.tokens for output in outputs)),
         logprobs=list(chain.from_iterable(output.logprobs for output in outputs)),
         versions=list(chain.from_iterable(output.versions for output in outputs)),
+        likeliest=list(chain.from_iterable(output.likeliest for output in outputs)),
     )
 
 

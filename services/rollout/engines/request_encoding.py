@@ -21,6 +21,7 @@ def encode_request(request: Request) -> engine_pb2.EngineRequest:
             for sample, tokens in request.begun.items()
         ],
         report_every=request.report_every,
+        likeliest=request.likeliest,
     )
 
 
@@ -35,4 +36,5 @@ def decode_request(message: engine_pb2.EngineRequest) -> Request:
         stream=not asked.final_only,
         report_every=message.report_every,
         begun={each.sample: tuple(np.frombuffer(each.tokens, dtype=np.int32).tolist()) for each in message.begun},
+        likeliest=message.likeliest,
     )

@@ -105,6 +105,8 @@ class Request:
     begun: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Samples to continue, by index, and the tokens that each has. These count towards its length and its stop
     conditions, and aren't reported. Other samples aren't generated. Empty: all n, from their beginning."""
+    likeliest: int = 0
+    """Report so many of the tokens that the model finds likeliest in each token's place; 0: none."""
 
     @property
     def samples(self) -> tuple[int, ...]:
@@ -120,7 +122,7 @@ class Request:
 class Output:
     """New tokens of one sample; the whole sample where the request does not stream.
 
-    Engines make lists; in the service's process they are arrays (int32, float32, int64).
+    Engines make lists; in the service's process they are arrays (int32, float32, int64, int32).
     """
 
     sample: int
@@ -138,6 +140,9 @@ class Output:
     routed_experts: "np.ndarray[Any, Any] | None" = None
     """Experts of each token, uint8 or uint16 [prompt and answer tokens but the last, layers, top_k]; set with the last
     output if the run returns them."""
+    likeliest: Sequence[Sequence[int]] = field(default_factory=list)
+    """With `Request.likeliest` the ids of the likeliest tokens in each token's place, the likeliest first, whatever the
+    sampling: [tokens, likeliest]."""
 
 
 @dataclass(frozen=True)

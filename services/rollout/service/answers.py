@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from relaxd.board import CONTINUED, OFF_POLICY_TOKENS, ROUTED_EXPERTS, Column
+from relaxd.board import CONTINUED, OFF_POLICY_TOKENS, ROUTED_EXPERTS, STUDENT_CANDIDATES, Column
 from services.rollout.engines.types import FinishReason, Output
 
 
@@ -136,6 +136,8 @@ class Answers:
             CONTINUED: np.array([answer.continued for answer, _ in rows], dtype=np.int32),
             OFF_POLICY_TOKENS: np.array([answer.off_policy_tokens for answer, _ in rows], dtype=np.int32),
         }
+        if (likeliest := _likeliest(outputs)).size:
+            columns[STUDENT_CANDIDATES] = likeliest
         return columns, len(tokens), [len(answer.outputs) for answer in self._answers]
 
     def mark_saved(self, mark: Sequence[int]) -> None:
@@ -147,7 +149,7 @@ class Answers:
         """Add what `unsaved` returned to this group's earlier holders, part by part."""
         for part in parts:
             columns = cast(Mapping[str, Any], part)
-            ends = np.cumsum(columns["lengths"])
+            ends, likeliest = np.cumsum(columns["lengths"]), columns.get(STUDENT_CANDIDATES)
             for row, sample in enumerate(columns["sample"].tolist()):
                 own = slice(int(ends[row] - columns["lengths"][row]), int(ends[row]))
                 answer = self._answers[sample]
@@ -160,6 +162,7 @@ class Answers:
                         cast(FinishReason | None, columns["finish"][row]),
                         columns["text"][row],
                         bool(columns["spans_weight_update"][row]),
+                        likeliest=[] if likeliest is None else likeliest[own],
                     )
                 )
                 answer.saved = len(answer.outputs)
@@ -169,7 +172,7 @@ class Answers:
     def columns(self, names: Iterable[str]) -> dict[str, Column]:
         """Return the columns that the stage writes, once all answers have ended.
 
-        Raises ValueError when `names` has the experts of each token and a sample has none.
+        Raises ValueError when `names` has the experts of each token, or the likeliest in its place, and one has none.
         """
         ended = [_merged(answer.outputs)[0] for answer in self._answers]
         lengths = np.array([len(output.tokens) for output in ended], dtype=np.int32)
@@ -193,6 +196,13 @@ class Answers:
             if len(found) < len(ended):
                 raise ValueError("rollout.return_routed_experts is true, but the engine returned none")
             columns[ROUTED_EXPERTS] = np.concatenate(found)
+        if STUDENT_CANDIDATES in names:
+            columns[STUDENT_CANDIDATES] = likeliest = _likeliest(ended)
+            if len(likeliest) != lengths.sum() or not likeliest.size:
+                raise ValueError(
+                    f"the algorithm compares the student's likeliest tokens, but the engine returned them for "
+                    f"{len(likeliest) if likeliest.size else 0} of {lengths.sum()} tokens"
+                )
         return {name: columns[name] for name in names}
 
 
@@ -205,6 +215,7 @@ def _merged(outputs: Sequence[Output]) -> list[Output]:
         tokens=_joined((output.tokens for output in outputs), np.int32),
         logprobs=_joined((output.logprobs for output in outputs), np.float32),
         versions=_joined((output.versions for output in outputs), np.int64),
+        likeliest=_likeliest(outputs),
         spans_weight_update=any(output.spans_weight_update for output in outputs),
     )
     return [merged]
@@ -213,6 +224,12 @@ def _merged(outputs: Sequence[Output]) -> list[Output]:
 def _joined(arrays: Iterable[Any], dtype: Any) -> Any:
     """Return arrays one after the other, as one array of this dtype."""
     return np.concatenate([np.empty(0, dtype), *(np.asarray(array, dtype=dtype) for array in arrays)])
+
+
+def _likeliest(outputs: Sequence[Output]) -> Any:
+    """Return the likeliest tokens in all places, int32 [tokens, k]; an empty array if none were asked for."""
+    found = [np.asarray(output.likeliest, dtype=np.int32) for output in outputs if len(output.likeliest)]
+    return np.concatenate(found) if found else np.empty((0, 0), np.int32)
 
 
 def _trained(lengths: Any, masked: Any) -> Any:

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from relaxd.board import Board, BoardUnavailable, Column, Delivery, Drop, DropReason
+from relaxd.algorithms import create
+from relaxd.board import STUDENT_CANDIDATES, Board, BoardUnavailable, Column, Delivery, Drop, DropReason
 from relaxd.board.worker import Result
 from relaxd.config import RunConfig
 from relaxd.waiting import waiting
@@ -53,6 +54,9 @@ class GroupGenerator:
         self._partial = config.rollout.partial
         self._board = board
         self._writes = board.writes("rollout")
+        candidates = create(config.algorithm).needs.candidates
+        self._likeliest = candidates.top_k if candidates is not None and STUDENT_CANDIDATES in self._writes else 0
+        """Likeliest tokens in each token's place that the stage writes."""
         self._engine = engine
         self._on_progress = on_progress
         self._occupancy = occupancy
@@ -185,6 +189,7 @@ class GroupGenerator:
             report_every=max(1, partial.save_tokens // REPORTS_PER_SAVE),
             begun=answers.begun,
             request_id=request_id,
+            likeliest=self._likeliest,
         )
         try:
             with self._occupancy.working():

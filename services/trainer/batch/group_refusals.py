@@ -11,7 +11,7 @@ from relaxd.board import ADVANTAGES, LOSS_MASK, DropReason, stages_for
 from relaxd.board.worker import Drop
 from relaxd.config import RunConfig
 from relaxd.config.algorithm import OwnConfig
-from relaxd.data.curriculum.group_filter import FilterError, GroupFilter
+from relaxd.data.curriculum.own_filter import FilterError, GroupFilter
 from services.trainer.batch.groups import TrainGroup
 
 

@@ -144,7 +144,11 @@ def bounds_of(lengths: NDArray[np.integer] | Sequence[int]) -> NDArray[np.int64]
 
 
 def check_group(
-    group_id: str, columns: Mapping[str, Any], names: Collection[str], routing: RoutingShape | None = None
+    group_id: str,
+    columns: Mapping[str, Any],
+    names: Collection[str],
+    routing: RoutingShape | None = None,
+    candidates: int | None = None,
 ) -> TrainGroup:
     """Validate a group's columns.
 
@@ -153,6 +157,7 @@ def check_group(
         columns: its columns.
         names: the columns that the run's train stage needs.
         routing: what its routed experts must fit; None if they are known to fit, or there are none.
+        candidates: what columns of candidates must have for each token; None: all as many.
 
     Raises:
         MalformedGroup: a column is missing, has a wrong kind or size, or is NaN or infinite at a trained token; or its
@@ -184,8 +189,11 @@ def check_group(
                 raise MalformedGroup(f"{name} must be a list of {count} values, one for each of the {what}")
         elif len(_array(columns, name)) != count:
             raise MalformedGroup(f"{name} has {len(columns[name])} values for {count} {what}")
-    if len(widths := {columns[name].shape[1] for name in names if COLUMNS[name].shape == "T, k"}) > 1:
-        raise MalformedGroup(f"columns of candidates have {sorted(widths)} for each token: they must have as many")
+    widths = {name: columns[name].shape[1] for name in names if COLUMNS[name].shape == "T, k"}
+    if len({*widths.values(), *([] if candidates is None else [candidates])}) > 1:
+        have = " and ".join(f"{name} {width}" for name, width in widths.items())
+        wanted = "as many" if candidates is None else str(candidates)
+        raise MalformedGroup(f"for each token {have} candidates: columns of candidates must have {wanted}")
     _check_sequences(columns)
     if TEACHER_PROMPT_TOKENS in names and not (columns["shares_prompt"].all() and columns[TEACHER_PROMPT_TOKENS].size):
         raise MalformedGroup(

@@ -19,6 +19,7 @@ from services.trainer.frozen.logprobs import ModelStage
 from services.trainer.frozen.run_folder import await_file
 from services.trainer.frozen.stage_rank import world_config
 from services.trainer.loop.checkpoints import Answer, Checkpoints
+from services.trainer.loop.restore import restore
 from services.trainer.megatron.rank_channel import TICK_SECONDS
 
 RETRY_SECONDS = 5.0
@@ -53,8 +54,8 @@ class Follower:
         self._stage = stage
         self._report = report
         self._term = self._board.new_critic_term()
-        own = config.model_copy(update={"trainer": world_config(config, CRITIC)})
-        self._checkpoints = Checkpoints(own, run_id, self._term, rank)
+        self._own_config = config.model_copy(update={"trainer": world_config(config, CRITIC)})
+        self._checkpoints = Checkpoints(self._own_config, run_id, self._term, rank)
         rank.progress = self._between_rounds
         self._trained: LedgerEntry | None = None
         """The step on which the critic was trained last; None before the first."""
@@ -68,8 +69,8 @@ class Follower:
     def restore(self) -> None:
         """Load the newest checkpoint. Raises CheckpointError (it doesn't fit this critic), BoardUnavailable."""
         self._tell("looking for a checkpoint")
-        self._checkpoints.restore()
-        self._trained = self._checkpoints.loaded
+        _, self._trained = restore(self._rank, self._own_config, self._term)
+        self._checkpoints.prepare()
 
     def run(self) -> None:
         """Follow the run. Never returns.

@@ -23,6 +23,7 @@ from services.trainer.batch.groups import TrainGroup, check_group
 from services.trainer.batch.mini_batches import pack_rounds
 from services.trainer.batch.round_packer import Packer
 from services.trainer.batch.row_packing import PackedMicroBatch, pack
+from services.trainer.batch.skip_limit import TooManySkippedUpdates
 from services.trainer.batch.step_file import StepFile, StepFileError
 from services.trainer.batch.step_plan import MicroBatchRound, MiniBatch
 from services.trainer.frozen.stage_rank import world_config
@@ -33,7 +34,6 @@ from services.trainer.learner.snapshots.checkpoint_copies import HostCopies
 from services.trainer.learner.sums import bit_sum, merge, reduce_over_ranks
 from services.trainer.learner.update import update_weights
 from services.trainer.learner.update_stats import UpdateStats, step_metrics
-from services.trainer.loop.skip_limit import TooManySkippedUpdates
 from services.trainer.megatron.host_memory import TRIM_EVERY_STEPS, trim_heap
 
 COLUMNS = ("prompt_tokens", "tokens", "lengths", "sample_of_sequence", "shares_prompt", "loss_mask", "reward", VALUES)

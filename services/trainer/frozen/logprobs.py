@@ -10,7 +10,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from relaxd.board import Board, Column, Delivery, Drop, DropReason, StageWorker, read_sequences
+from relaxd.board import (
+    STUDENT_CANDIDATES,
+    Board,
+    Column,
+    Delivery,
+    Drop,
+    DropReason,
+    StageWorker,
+    read_sequences,
+)
 from relaxd.board.worker import Result
 from relaxd.roles import ROLES
 from services.trainer.batch.round_packer import Packer
@@ -70,6 +79,7 @@ class ModelStage:
         prompt: str = "prompt_tokens",
         temperature: float,
         micro_batch_tokens: int,
+        of_student: int = 0,
         pipeline_stages: int = 1,
         of_each: Callable[[], Mapping[str, Column]] = dict,
         what: str = "log-prob",
@@ -88,6 +98,7 @@ class ModelStage:
             prompt: the column with the prompt that the model gets.
             temperature: sampling temperature.
             micro_batch_tokens: maximum tokens of a micro-batch. A group with a longer sequence is dropped.
+            of_student: tokens in each place that the model is asked about, of the column STUDENT_CANDIDATES; 0: none.
             pipeline_stages: ranks that share the layers.
             of_each: further columns, the same for all groups of a pass.
             what: what the model gives each token, for errors.
@@ -101,6 +112,7 @@ class ModelStage:
         self._prompt = prompt
         self._temperature = temperature
         self._budget = micro_batch_tokens
+        self._of_student = of_student
         self._of_each = of_each
         self._what, self._reason = what, reason
         self._batches = max(1, BATCHES_PER_STAGE * (pipeline_stages - 1))
@@ -185,7 +197,7 @@ class ModelStage:
         except ValueError as error:
             return self._drop(DropReason.NO_LOGPROBS, delivery.group_id, str(error))
         try:
-            group = _group(delivery.group_id, model, columns, self._prompt, self._temperature)
+            group = _group(delivery.group_id, model, columns, self._prompt, self._temperature, self._of_student)
         except ValueError as error:
             return self._drop(DropReason.MALFORMED, delivery.group_id, str(error))
         largest = max(int(sequence.tokens.max(initial=0)) for sequence in group.sequences)
@@ -214,20 +226,42 @@ class ModelStage:
         return max(LEAST_GROUPS, round(2 * self._batches * self._budget / self._group_tokens))
 
 
-def _group(group_id: str, model: str, columns: Mapping[str, Column], prompt: str, temperature: float) -> _Group:
+def _group(
+    group_id: str, model: str, columns: Mapping[str, Column], prompt: str, temperature: float, of_student: int
+) -> _Group:
     """Make a group of columns; `prompt` names the one with the prompt. Raises ValueError: they are malformed."""
     read = read_sequences(columns, prompt)
+    lengths = [len(one.tokens) for one in read]
+    own: list[dict[str, NDArray[Any]]] = [{} for _ in read]
+    if of_student:
+        candidates = _student_candidates(columns[STUDENT_CANDIDATES], sum(lengths), of_student)
+        own = [{STUDENT_CANDIDATES: part} for part in np.split(candidates, np.cumsum(lengths)[:-1])]
     sequences = [
         TrainSequence.from_response(
             one.prompt,
             one.tokens,
             loss_mask=one.loss_mask,
-            columns={},
+            columns=of_sequence,
             weight=np.zeros(len(one.tokens), np.float32),  # of the loss, which is not computed here
             temperature=temperature,
         )
-        for one in read
+        for one, of_sequence in zip(read, own, strict=True)
     ]
-    lengths = [len(one.tokens) for one in read]
     prompt_tokens = len(np.asarray(columns[prompt]))
     return _Group(group_id, model, prompt_tokens, sequences, lengths, prompt_tokens + sum(lengths))
+
+
+def _student_candidates(column: Column, tokens: int, count: int) -> NDArray[np.integer]:
+    """Check the student's candidates, [tokens, count]. Raises ValueError."""
+    ids = np.asarray(column)
+    if ids.dtype.kind not in "iu" or ids.shape != (tokens, count):
+        raise ValueError(
+            f"{STUDENT_CANDIDATES} is {ids.dtype} {list(ids.shape)}: it must be integers [{tokens}, {count}], "
+            "algorithm.distill_top_k in the place of each of the answers' tokens"
+        )
+    ordered = np.sort(ids, axis=1)
+    repeated = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    if repeated.any():
+        place = int(np.flatnonzero(repeated.any(1))[0])
+        raise ValueError(f"{STUDENT_CANDIDATES}[{place}] is {ids[place].tolist()}: no token may be there twice")
+    return ids

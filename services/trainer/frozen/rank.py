@@ -12,7 +12,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from relaxd.algorithms import create
-from relaxd.board import REFERENCE_WEIGHTS, TEACHER_PROMPT_TOKENS, Board, stages_for
+from relaxd.board import REFERENCE_WEIGHTS, STUDENT_CANDIDATES, TEACHER_PROMPT_TOKENS, Board, stages_for
 from relaxd.config import RunConfig, TrainerConfig
 from relaxd.data.models import frozen_models, resolve_model
 from relaxd.process.child_server import ChildServer
@@ -62,6 +62,8 @@ class FrozenModelRank(StageRank):
             command.execute(models)
 
         board = Board(request.redis, request.run_id, tuple(stages.values()), config.board)
+        candidates = create(config.algorithm).needs.candidates
+        of_student = candidates.top_k if candidates is not None and STUDENT_CANDIDATES in own_stage.needs else 0
         self._stage = stage = ModelStage(
             board,
             request.role,
@@ -72,6 +74,7 @@ class FrozenModelRank(StageRank):
             prompt=TEACHER_PROMPT_TOKENS if TEACHER_PROMPT_TOKENS in own_stage.needs else "prompt_tokens",
             temperature=config.rollout.temperature,
             micro_batch_tokens=trainer.micro_batch_tokens,
+            of_student=of_student,
             pipeline_stages=trainer.pipeline_parallel,
             of_each=lambda: {} if weights is None else {REFERENCE_WEIGHTS: weights.weights},
             on_failure=self._thread.fail,

@@ -1,4 +1,4 @@
-"""Rank 0's control of a run's checkpoints: when to take one, when it is complete, which one to load."""
+"""Rank 0's control of a run's checkpoints: when to take one, when it is complete, which ones are removed."""
 
 import logging
 import math
@@ -15,20 +15,18 @@ from typing import Any
 
 from relaxd import __version__, telemetry
 from relaxd.amounts import byte_amount
-from relaxd.board import BoardUnavailable, LedgerEntry
+from relaxd.board import BoardUnavailable
 from relaxd.config import RunConfig
-from relaxd.run_folder import checkpoint_path, checkpoint_steps, critic_folder
+from relaxd.run_folder import checkpoint_path, critic_folder
 from services.trainer.batch.step_file import step_file_path
 from services.trainer.checkpoints import folder as folders
-from services.trainer.checkpoints.folder import BoardState, CheckpointBroken, CheckpointState, Ledger
+from services.trainer.checkpoints.folder import BoardState, CheckpointState, Ledger
 from services.trainer.checkpoints.schedule import Schedule
 from services.trainer.loop.commanded_rank import (
     BeginCheckpoint,
     CommandedRank,
     EndCheckpoint,
     PrepareCheckpoints,
-    Restore,
-    VerifyCheckpoint,
 )
 from services.trainer.megatron.disk_work import DiskRefused
 from services.trainer.megatron.rank_channel import TICK_SECONDS
@@ -43,7 +41,7 @@ Answer = Future[tuple[str, int]]
 
 
 class Checkpoints:
-    """Takes, completes, removes and loads checkpoints. Used by rank 0's training thread only."""
+    """Takes, completes and removes checkpoints. Used by rank 0's training thread only."""
 
     def __init__(
         self,
@@ -71,10 +69,11 @@ class Checkpoints:
         self._saving: _Saving | None = None
         self._sealer = ThreadPoolExecutor(1, "seal-checkpoint")
         self._stalled = 0.0
-        self.loaded: LedgerEntry | None = None
-        """The ledger's step whose checkpoint was loaded; None: no checkpoint, or that of before the first step."""
 
-    # --- saving ---------------------------------------------------------------------------------------------------
+    def prepare(self) -> None:
+        """Have the ranks prepare the memory for the first checkpoint, if the run takes any."""
+        if self._settings.every:
+            self._rank.run(PrepareCheckpoints())
 
     def after_step(self, step: int, seconds: float, file: Path) -> None:
         """Schedule a checkpoint if one is due after a committed step: `seconds` of work on it, and its step file."""
@@ -252,7 +251,7 @@ class Checkpoints:
     def _state(self, step: int) -> CheckpointState:
         ledger = Ledger(step=0)
         if step:
-            entry = self._entry(step)
+            (entry,) = self._rank.steps(step - 1, 1)
             ledger = Ledger(step=step, term=entry.term, plan_sha256=folders.plan_sha256(entry.plan))
         # Read the cursor first, so that groups published meanwhile are beyond it.
         cursor = self._board.cursor()
@@ -276,62 +275,6 @@ class Checkpoints:
             algorithm=self._config.algorithm.model_dump(mode="json"),
             versions={"relaxd": __version__, "torch": version("torch"), "megatron-core": version("megatron-core")},
         )
-
-    # --- loading --------------------------------------------------------------------------------------------------
-
-    def restore(self) -> int:
-        """Load the newest intact checkpoint of a step in the ledger, and prepare the next one. Others are put aside.
-
-        Returns:
-            Its step; 0 if there is none, so that the learner keeps the initial model.
-
-        Raises:
-            CheckpointError: it is intact, but doesn't fit this model.
-            BoardUnavailable: the ledger can't be read.
-        """
-        with self._rank.rank0_only("removing what earlier trainers did not finish"):
-            folders.remove_partials(self._run_folder, self._term)
-        step = self._restore_newest()
-        if self._settings.every:
-            self._rank.run(PrepareCheckpoints())
-        return step
-
-    def _restore_newest(self) -> int:
-        last = self._board.last_step()
-        for step in checkpoint_steps(self._run_folder):
-            path = checkpoint_path(self._run_folder, step)
-            if step > last:  # if it stayed, it would be taken for one of the step that will have this number
-                self._put_aside(path, f"the ledger ends earlier, at step {last}")
-                continue
-            if not self._rank.run(VerifyCheckpoint(path)):
-                self._put_aside(path, "it is broken")
-                continue
-            try:
-                state = folders.read_state(path)
-            except CheckpointBroken as error:
-                self._put_aside(path, str(error))
-                continue
-            entry = self._entry(step) if step else None
-            if entry and state.ledger.plan_sha256 != folders.plan_sha256(entry.plan):
-                self._put_aside(path, f"it is of another step {step} than the ledger's")
-                continue
-            same = same_layout(state, self._config)
-            if not same:
-                logger.warning("checkpoint %s has another parallel layout: sums will differ in their order", path.name)
-            self._rank.run(Restore(path, step, same))
-            self.loaded = entry
-            logger.info("checkpoint %s is loaded", path.name)
-            return step
-        return 0
-
-    def _entry(self, step: int) -> LedgerEntry:
-        (entry,) = self._rank.steps(step - 1, 1)
-        return entry
-
-    def _put_aside(self, path: Path, why: str) -> None:
-        with self._rank.rank0_only(f"putting {path} aside"):
-            aside = folders.put_aside(path)
-        logger.error("checkpoint %s isn't used, and was renamed to %s: %s", path.name, aside, why)
 
 
 @dataclass(kw_only=True)
@@ -357,12 +300,6 @@ def _make_empty_folder(folder: Path) -> str:
     except OSError as error:
         return str(error)
     return ""
-
-
-def same_layout(state: CheckpointState, config: RunConfig) -> bool:
-    """Return whether the parallel layout is the checkpoint's."""
-    names = ("ranks", "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
-    return all(state.trainer.get(name) == getattr(config.trainer, name) for name in names)
 
 
 def remove_step_files(run_folder: Path, up_to: float) -> None:

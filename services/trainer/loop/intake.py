@@ -46,15 +46,17 @@ class Intake:
         max_sequence_tokens: int,
         lease_seconds: float,
         routing: RoutingShape | None = None,
+        candidates: int | None = None,
         max_value_staleness: int | None = None,
         teacher_of: Callable[[Mapping[str, Any]], str] | None = None,
         refusal: Callable[[TrainGroup], Drop | None] = lambda group: None,
     ) -> None:
         """Take groups as `consumer`; drop groups with a sequence longer than `max_sequence_tokens`.
 
-        `routing` is what their routed experts must fit, if the run has them; `max_value_staleness` is that of a critic
-        service, if the run has one; `teacher_of` names the teacher of a group, if the trainer has teachers. Groups for
-        which it raises ValueError are dropped, and those for which `refusal` says why (`GroupRefusals`).
+        `routing` is what their routed experts must fit, if the run has them, and `candidates` what columns of
+        candidates have for each token; `max_value_staleness` is that of a critic service, if the run has one;
+        `teacher_of` names the teacher of a group, if the trainer has teachers. Groups for which it raises ValueError
+        are dropped, and those for which `refusal` says why (`GroupRefusals`).
         """
         self._board = board
         self._columns = board.needs(TRAIN)
@@ -62,7 +64,7 @@ class Intake:
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
         self._max_sequence_tokens = max_sequence_tokens
-        self._routing = routing
+        self._routing, self._candidates = routing, candidates
         self._max_value_staleness = max_value_staleness
         self._teacher_of = teacher_of
         self._refusal = refusal
@@ -93,10 +95,10 @@ class Intake:
             if columns is None:  # closed since it was taken
                 continue
             try:
-                group = check_group(delivery.group_id, columns, self._columns, self._routing)
+                group = check_group(delivery.group_id, columns, self._columns, self._routing, self._candidates)
             except MalformedGroup as error:
                 logger.error("group %s is dropped: %s", delivery.group_id, error)
-                self._board.drop(delivery, reason=DropReason.MALFORMED)
+                self._board.drop(delivery, reason=DropReason.MALFORMED, detail=str(error))
                 continue
             longest = max(group.sequence_tokens)
             if longest > self._max_sequence_tokens:

@@ -164,7 +164,7 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
             manifest=to_proto(buckets), source_ranks=learner.world.pp_size, store_port=store.port
         )
         self._thread.events.put(rank_pb.WorkResponse(manifest=manifest))
-        critic = config.roles.critic
+        critic, candidates = config.roles.critic, algorithm.needs.candidates
         intake = Intake(
             board,
             request.replica_id,
@@ -173,6 +173,7 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
             max_sequence_tokens=config.trainer.micro_batch_tokens,
             lease_seconds=config.board.lease_seconds,
             routing=learner.routing,
+            candidates=None if candidates is None else candidates.width,
             max_value_staleness=critic.max_value_staleness if critic.placement == "service" else None,
             teacher_of=partial(model_of, config, TEACHER) if TEACHER in config.frozen_roles("trainer") else None,
             refusal=GroupRefusals(config, algorithm, learner.vocab_sizes).refusal,

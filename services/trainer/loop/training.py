@@ -21,6 +21,7 @@ from relaxd.waiting import DISK, waiting
 from services.trainer.batch.groups import TrainGroup
 from services.trainer.batch.pipeline import bubble_share
 from services.trainer.batch.reference_weights import remove_older, sync_weights, weights_after, weights_path
+from services.trainer.batch.skip_limit import SkippedUpdates, TooManySkippedUpdates
 from services.trainer.batch.step_file import step_file_path, write_step_file
 from services.trainer.batch.step_plan import MicroBatchRound, StepPlan
 from services.trainer.learner.update_stats import UpdateStats, step_metrics
@@ -28,7 +29,7 @@ from services.trainer.loop.checkpoints import Checkpoints
 from services.trainer.loop.commands import Discard, EndStep, Export, Replay, Round, TrainingRank, Update
 from services.trainer.loop.controls import Controls
 from services.trainer.loop.intake import Intake
-from services.trainer.loop.skip_limit import SkippedUpdates, TooManySkippedUpdates
+from services.trainer.loop.restore import restore
 from services.trainer.loop.sleep_controller import SleepController
 from services.trainer.loop.step_builder import StepBuilder
 from services.trainer.loop.step_metrics import group_metrics, record_samples, shown_samples
@@ -389,7 +390,8 @@ class Training:
     def _replay(self) -> None:
         """Load the newest checkpoint and replay the later steps of the ledger from their files."""
         self._report("looking for a checkpoint")
-        done = self.checkpoints.restore()
+        done, _ = restore(self.rank, self._config, self._term)
+        self.checkpoints.prepare()
         # Every step has an update, so a row of skipped ones reaches no further back.
         step = max(0, done - self._config.trainer.max_skipped_updates - 1)
         for page in self.rank.steps.pages(step):

@@ -45,7 +45,7 @@ def replay(run_folder: Path, step: int, start: int) -> dict[str, Any] | None:
         CheckpointError: the checkpoint doesn't fit the model.
     """
     from services.trainer.learner.learner import Learner
-    from services.trainer.loop.checkpoints import same_layout
+    from services.trainer.loop.restore import same_layout
     from services.trainer.loop.round_runner import RoundRunner
     from services.trainer.megatron.rank_channel import RankChannel
 

@@ -27,7 +27,7 @@ def test_stages_write_what_the_table_says_and_the_trainer_takes_in_all_but_what_
     assert set(written) == {c.name for c in COLUMNS.values() if c.writer != "publish" and not c.optional}
     assert STAGES["train"].needs == trained_columns()
     assert set(COLUMNS) - set(trained_columns()) == {
-        *("routed_experts", "continued", "off_policy_tokens"),
+        *("routed_experts", "continued", "off_policy_tokens", "student_candidates"),
         *("teacher_prompt_tokens", "ref_logprobs", "teacher_logprobs", "candidates", "teacher_candidate_logprobs"),
         *("reference_weights", "old_logprobs", "values", "critic_state", "returns"),
     }

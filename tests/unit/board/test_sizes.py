@@ -10,8 +10,9 @@ from relaxd.config import RunConfig
 GB = 1 << 30
 
 
-def config(groups: int, n: int, tokens: int, top_k: int = 0, **board: Any) -> RunConfig:
+def config(groups: int, n: int, tokens: int, top_k: int = 0, of: str = "teacher", **board: Any) -> RunConfig:
     distilled = {"name": "opd", "distill_coef": 0.0, "distill_loss_coef": 1.0, "distill_top_k": top_k}
+    distilled |= {"distill_candidates": of} if top_k else {}
     return RunConfig.model_validate(
         {
             "run": {"steps": 1},
@@ -74,6 +75,13 @@ def test_candidates_of_a_teacher_count_with_all_their_bytes() -> None:
     (problem,) = size_problems(config(512, 16, 16_384, top_k=64), memory=memory(16 * GB))
     assert problem.fatal
     assert "16384 tokens x 544 bytes" in problem.message
+
+
+def test_the_students_candidates_count_beside_the_teachers() -> None:
+    """Four bytes for each of the student's on their way to the teacher, and eight for each that is compared."""
+    tokens = 16 * 16_384
+    assert worst_bytes(config(128, 16, 16_384, top_k=64, of="student"), 0) == 4096 + (32 + 64 * (4 + 8)) * tokens
+    assert worst_bytes(config(128, 16, 16_384, top_k=64, of="union"), 0) == 4096 + (32 + 64 * (4 + 16)) * tokens
 
 
 def test_a_redis_that_forgets_groups_is_refused() -> None:

@@ -19,7 +19,7 @@ from relaxd.config.load import ConfigError, load
 from relaxd.config.prompts.curriculum import CurriculumConfig
 from relaxd.data.curriculum import history
 from relaxd.data.curriculum.curriculum import Curriculum
-from relaxd.data.curriculum.group_filter import COLUMNS, FilterError, GroupFilter, samples_of
+from relaxd.data.curriculum.own_filter import COLUMNS, FilterError, GroupFilter, samples_of
 from relaxd.data.curriculum.pool import Pool
 from relaxd.data.curriculum.record import PromptRecord
 from relaxd.data.curriculum.visits import Visited, Visits

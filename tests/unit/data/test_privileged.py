@@ -90,16 +90,21 @@ def test_a_source_without_a_teacher_is_named(model: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
-        (f'{DISTILLED}\nalgorithm.distill_top_k = 4\nalgorithm.distill_candidates = "union"', "only there the student"),
+        (
+            f'{DISTILLED}\nalgorithm.distill_top_k = 4\nalgorithm.distill_candidates = "union"'
+            '\nrollout.engine = "sglang_external"',
+            'rollout.engine is "sglang_external", which doesn\'t say what it finds likeliest: use "sglang" or "transf',
+        ),
         (
             f'{DISTILLED}\nalgorithm.distill_top_k = 4\nalgorithm.distill_candidates = "student"'
             '\nroles.teacher.engine = "sglang"',
-            'set "trainer" and roles.teacher.engine = "megatron", because .*; or use distill_candidates = "teacher"',
+            'roles.teacher.engine is "sglang", which takes one list of tokens for all places of an answer, .*; or use '
+            'distill_candidates = "teacher"',
         ),
         (
             f'{DISTILLED}\nalgorithm.distill_top_k = 4\nalgorithm.distill_candidates = "union"\n{PRIVILEGED}'
             '\nroles.teacher.placement = "trainer"',
-            "because the teacher's rows have other prompts",
+            'rows with other prompts than the student\'s: set roles.teacher.placement = "service"',
         ),
         ("roles.teacher.refresh_every = 5", 'roles.teacher.refresh_every is 5, but .*placement is "service"'),
         (

@@ -19,6 +19,7 @@ class Answer:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
+        self.likeliest: list[list[int]] = []
         self.last: Output | None = None
         self.outputs = 0
 
@@ -26,6 +27,7 @@ class Answer:
         self.tokens += output.tokens
         self.logprobs += output.logprobs
         self.versions += output.versions
+        self.likeliest += map(list, output.likeliest)
         self.outputs += 1
         if output.finish_reason is not None:
             assert self.last is None, "reported as finished twice"
@@ -73,10 +75,11 @@ class Harness:
         stream: bool = True,
         report_every: int = 1,
         begun: dict[int, tuple[int, ...]] | None = None,
+        likeliest: int = 0,
         **sampling: Any,
     ) -> None:
         self.engine.submit(
-            Request(request_id, tuple(prompt), n, Sampling(**sampling), stream, report_every, begun or {})
+            Request(request_id, tuple(prompt), n, Sampling(**sampling), stream, report_every, begun or {}, likeliest)
         )
 
     def wait(self, request_id: str, n: int = 1) -> list[Answer]:

@@ -16,7 +16,8 @@ def output(
     sample: int, tokens: range, version: int, finish: FinishReason | None = None, *, spans: bool = False
 ) -> Output:
     logprobs = [-token / 10 for token in tokens]
-    return Output(sample, list(tokens), logprobs, [version] * len(tokens), finish, "text", spans)
+    likeliest = [[token, token + 1] for token in tokens]
+    return Output(sample, list(tokens), logprobs, [version] * len(tokens), finish, "text", spans, likeliest=likeliest)
 
 
 class Board:
@@ -51,11 +52,13 @@ def test_nothing_of_an_answer_changes_on_its_way_over_three_engines() -> None:
     answers.take(output(1, range(6, 8), 3, "length"))
     answers.take(output(2, range(3, 4), 3, "stop"))
     assert answers.ended
-    columns = answers.columns(stages_for(run_config(partial={"enabled": True}))[0].writes)
+    columns = answers.columns((*stages_for(run_config(partial={"enabled": True}))[0].writes, "student_candidates"))
     assert columns["lengths"].tolist() == [4, 8, 4]  # type: ignore[union-attr]
     assert columns["tokens"].tolist() == [*range(4), *range(8), *range(4)]  # type: ignore[union-attr]
     expected = [-token / 10 for token in (*range(4), *range(8), *range(4))]
     np.testing.assert_array_equal(columns["rollout_logprobs"], np.array(expected, np.float32))
+    tokens = columns["tokens"].tolist()  # type: ignore[union-attr]
+    assert columns["student_candidates"].tolist() == [[token, token + 1] for token in tokens]  # type: ignore[union-attr]
     assert columns["versions"].tolist() == [1] * 4 + [1] * 5 + [2] + [3, 3] + [2] * 3 + [3]  # type: ignore[union-attr]
     assert columns["finish"] == ["stop", "length", "stop"]
     assert columns["spans_weight_update"].tolist() == [0, 1, 0]  # type: ignore[union-attr]

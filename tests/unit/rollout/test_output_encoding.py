@@ -106,6 +106,45 @@ def test_routed_experts_arrive_with_their_shape_and_width(count: int, dtype: typ
     np.testing.assert_array_equal(experts, sent.routed_experts)
 
 
+def test_likeliest_tokens_arrive_as_they_were_sent_and_in_order() -> None:
+    parts = [("a", Output(0, [4], [-1.0], [3], likeliest=[[4, 5]])), ("a", Output(0, [9], [-2.0], [3], "stop"))]
+    parts[1][1].likeliest = [[8, 9]]
+    ((_, joined),) = join_outputs(parts)
+    arrived = carried(joined).likeliest
+    assert isinstance(arrived, np.ndarray)
+    assert (arrived.dtype, arrived.tolist()) == (np.int32, [[4, 5], [8, 9]])
+    assert len(carried(Output(2, [], [], [], "abort")).likeliest) == 0
+
+
+def test_the_stage_writes_the_likeliest_tokens_where_a_teacher_service_is_asked_about_them() -> None:
+    """Those of every token, or none: a group that lacks some can't be taught."""
+
+    def taught(of: str, **teacher: str) -> RunConfig:
+        algorithm = {"name": "opd", "distill_coef": 0.0, "distill_loss_coef": 1.0, "distill_top_k": 2}
+        sections = {
+            "algorithm": algorithm | {"distill_candidates": of},
+            "roles": {"teacher": {"model": "t"} | teacher},
+        }
+        return RunConfig.model_validate(run_config().model_dump(exclude_unset=True) | sections)
+
+    of_teacher, asked = taught("teacher"), taught("union")
+    samples = [answer(0, 3), answer(1, 2)]
+    assert "student_candidates" not in columns_of(samples, of_teacher)
+    with pytest.raises(ValueError, match="the engine returned them for 0 of 5 tokens"):
+        columns_of(samples, asked)
+    samples[0].likeliest = [[1, 2], [3, 4], [5, 6]]
+    with pytest.raises(ValueError, match="the engine returned them for 3 of 5 tokens"):
+        columns_of(samples, asked)
+    samples[1].likeliest = [[7, 8], [9, 0]]
+    ids = columns_of(samples, asked)["student_candidates"]
+    assert isinstance(ids, np.ndarray)
+    assert (ids.dtype, ids.tolist()) == (np.int32, [[1, 2], [3, 4], [5, 6], [7, 8], [9, 0]])
+    needing = {stage.name for stage in stages_for(asked) if "student_candidates" in stage.needs}
+    assert needing == {"teacher"}
+    for other in (of_teacher, taught("union", placement="trainer")):
+        assert not any("student_candidates" in (*stage.writes, *stage.needs) for stage in stages_for(other))
+
+
 def test_the_stage_writes_routed_experts_only_where_they_are_asked_for() -> None:
     asked = run_config(engine="sglang", return_routed_experts=True)
     for config in (run_config(engine="sglang"), asked):

@@ -10,6 +10,7 @@ import torch
 
 from services.rollout.engines.transformers.engine import TransformersEngine
 from services.rollout.engines.types import EngineError, Version
+from tests.kit.engines import check_likeliest
 from tests.kit.models import make_tiny_model
 from tests.unit.rollout.engine_harness import Answer, Harness, full_logprobs, load
 
@@ -65,6 +66,31 @@ def test_sampled_log_probs_equal_a_full_forward_at_every_temperature(folder: Pat
     for number, (prompt, temperature) in enumerate(zip(PROMPTS, [1.0, 0.6, 1.7, 1.0], strict=True)):
         for answer in harness.wait(f"r{number}", 3):
             check_logprobs(harness.model, prompt, answer, temperature)
+    harness.engine.stop()
+
+
+def test_likeliest_tokens_are_those_of_a_full_forward_whatever_is_sampled(folder: Path) -> None:
+    """Beside a request that asks for none, in one that asks for fewer, and in one that continues a sample."""
+    harness = Harness(folder)
+    asked = [(4, {"temperature": 1.7}), (0, {}), (2, {"temperature": 0.0}), (4, {"top_k": 2, "min_new_tokens": 12})]
+    for number, (count, sampling) in enumerate(asked):
+        begun = {0: (40, 41, 42)} if number == 2 else None
+        harness.submit(
+            f"r{number}", PROMPTS[0], report_every=3, max_new_tokens=16, likeliest=count, begun=begun, **sampling
+        )
+    for number, (count, _) in enumerate(asked):
+        (answer,) = harness.wait(f"r{number}")
+        begun_tokens = [40, 41, 42] if number == 2 else []
+        if not count:
+            assert answer.likeliest == []
+            continue
+        assert {len(ids) for ids in answer.likeliest} == {count}
+        check_likeliest(harness.model, PROMPTS[0] + begun_tokens, answer.tokens, answer.likeliest)
+    harness.submit("r9", PROMPTS[0], max_new_tokens=2, likeliest=259)
+    (answer,) = harness.wait("r9")
+    assert [sorted(ids) for ids in answer.likeliest] == [list(range(259))] * len(answer.tokens)
+    with pytest.raises(EngineError, match="the 260 likeliest tokens are asked for, but there are 259"):
+        harness.submit("r10", PROMPTS[0], max_new_tokens=2, likeliest=260)
     harness.engine.stop()
 
 

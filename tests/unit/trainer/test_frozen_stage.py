@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from relaxd.board import REF_LOGPROBS, Board, NewGroup, stages_for
+from relaxd.board import (
+    CANDIDATES,
+    REF_LOGPROBS,
+    STUDENT_CANDIDATES,
+    TEACHER_CANDIDATE_LOGPROBS,
+    Board,
+    NewGroup,
+    stages_for,
+)
 from relaxd.config import RunConfig
 from services.trainer.batch.row_packing import PackedMicroBatch
 from services.trainer.frozen.logprobs import Compute, ModelStage
@@ -17,16 +25,28 @@ from tests.kit.waiting import wait_until
 BUDGET, VOCAB = 64, 260
 
 
+REFERENCE = {"algorithm": {"kl_coef": 0.1}, "roles": {"reference": {"placement": "service"}}}
+TEACHER = {
+    "algorithm": {
+        "name": "opd",
+        "distill_coef": 0.0,
+        "distill_loss_coef": 1.0,
+        "distill_top_k": 3,
+        "distill_candidates": "student",
+    },
+    "roles": {"teacher": {"model": "teacher"}},
+}
+
+
 @pytest.fixture
-def board(redis_url: str) -> Iterator[Board]:
+def board(request: pytest.FixtureRequest, redis_url: str) -> Iterator[Board]:
     config = RunConfig.model_validate(
         {
             "run": {"steps": 1},
             "model": {"path": "model"},
             "data": {"source": "addition"},
             "reward": {"name": "addition"},
-            "algorithm": {"kl_coef": 0.1},
-            "roles": {"reference": {"placement": "service"}},
+            **getattr(request, "param", REFERENCE),
         }
     )
     board = Board(redis_url, "run", stages_for(config), config.board)
@@ -96,10 +116,17 @@ def trained_columns(board: Board, count: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-def work(board: Board, model: Compute, groups: int) -> ModelStage:
+def work(board: Board, model: Compute, groups: int, role: str = "reference", of_student: int = 0) -> ModelStage:
     """Have a replica work until it has finished so many groups."""
     stage = ModelStage(
-        board, "reference", "reference-1", model, vocab_sizes={"": VOCAB}, temperature=1.0, micro_batch_tokens=BUDGET
+        board,
+        role,
+        f"{role}-1",
+        model,
+        vocab_sizes={"": VOCAB},
+        temperature=1.0,
+        micro_batch_tokens=BUDGET,
+        of_student=of_student,
     )
     stage.worker.start()
     deadline = time.monotonic() + 30
@@ -179,3 +206,36 @@ def test_a_replica_holds_two_passes_worth_and_leaves_the_rest_to_others(board: B
     done = stage.worker.done
     assert stage.worker.drain(0.1) > 0
     assert len(board.take("reference", "other", count=20, block_seconds=1.0)) == 20 - done
+
+
+@pytest.mark.parametrize("board", [TEACHER], indirect=True)
+def test_the_students_candidates_come_to_the_model_beside_their_tokens_and_others_are_named(board: Board) -> None:
+    """The model's log-prob of a candidate is minus its id."""
+
+    def model(name: str, micro_batches: Sequence[PackedMicroBatch]) -> list[dict[str, NDArray[Any]]]:
+        ids = [np.where(batch.loss_mask[:, None], batch.columns[STUDENT_CANDIDATES], -1) for batch in micro_batches]
+        return [{CANDIDATES: row, TEACHER_CANDIDATE_LOGPROBS: -row.astype(np.float32)} for row in ids]
+
+    wanted = {}
+    for name, lengths in {"one": [3, 0, 4], "other": [6, 8]}.items():
+        ids = np.arange(3 * sum(lengths), dtype=np.int32).reshape(-1, 3) + len(lengths)
+        own_prompt = {"shares_prompt": np.array([1, 0], np.uint8)} if name == "other" else {}
+        columns = answer(board, name, lengths, student_candidates=ids, **own_prompt)
+        wanted[name] = np.where(columns["loss_mask"][:, None] != 0, ids, -1)
+    wrong = {
+        "narrow": (np.zeros((4, 2), np.int32), "is int32 [4, 2]: it must be integers [4, 3]"),
+        "short": (np.zeros((3, 3), np.int32), "is int32 [3, 3]: it must be integers [4, 3]"),
+        "fractions": (np.zeros((4, 3), np.float32), "is float32 [4, 3]: it must be integers [4, 3]"),
+        "twice": (np.array([[1, 2, 3], [-1, -1, 4], [5, 6, 5], [7, 8, 9]]), "[2] is [5, 6, 5]: no token may be there"),
+    }
+    for name, (ids, _) in wrong.items():
+        answer(board, name, [4], student_candidates=ids)
+    work(board, model, 6, "teacher", of_student=3)
+    dropped = {one.group_id: one for one in board.dropped()}
+    assert dropped.keys() == wrong.keys()
+    for name, (_, problem) in wrong.items():
+        assert dropped[name].reason == "malformed"
+        assert problem in dropped[name].detail
+    for name, columns in trained_columns(board, 2).items():
+        np.testing.assert_array_equal(columns[CANDIDATES], wanted[name])
+        np.testing.assert_array_equal(columns[TEACHER_CANDIDATE_LOGPROBS], -wanted[name].astype(np.float32))

@@ -59,6 +59,7 @@ class Trainer:
         self.feeder = Feeder(redis_url, config)
         self.board = self.feeder.board
         self.board.new_trainer_term()
+        candidates = create(config.algorithm).needs.candidates
         self.intake = Intake(
             self.board,
             "trainer",
@@ -66,6 +67,7 @@ class Trainer:
             max_staleness=config.board.max_staleness,
             max_sequence_tokens=config.trainer.micro_batch_tokens,
             lease_seconds=config.board.lease_seconds,
+            candidates=None if candidates is None else candidates.width,
             max_value_staleness=1 if config.roles.critic.placement == "service" else None,
         )
 
@@ -180,6 +182,25 @@ def test_what_cannot_be_trained_is_dropped(trainer: Trainer, changes: dict[str, 
     assert ids(trainer.intake.select(1, []).chosen) == ["g2"]
 
 
+def test_a_teacher_that_gives_another_number_of_candidates_is_named_with_both(redis_url: str) -> None:
+    distilled = {"name": "opd", "distill_coef": 0.0, "distill_loss_coef": 1.0, "distill_top_k": 2}
+    config = make_config(Path("model"), algorithm=distilled, roles={"teacher": {"model": "teacher"}})
+    trainer = Trainer(redis_url, config)
+    trainer.feeder.feed(2, 0)
+    for width, delivery in zip((3, 2), trainer.board.take("teacher", "t", count=2, block_seconds=1.0), strict=True):
+        shape = (config.rollout.samples_per_prompt * 6, width)
+        given = {"candidates": np.zeros(shape, np.int32), "teacher_candidate_logprobs": np.zeros(shape, np.float32)}
+        assert trainer.board.commit([(delivery, given)]) == [True]
+    trainer.take_all()
+    (dropped,) = trainer.board.dropped()
+    assert (dropped.group_id, dropped.reason) == ("g1", "malformed")
+    assert "candidates 3 and teacher_candidate_logprobs 3 candidates" in dropped.detail
+    assert "must have 2" in dropped.detail
+    assert ids(trainer.intake.select(1, []).chosen) == ["g2"]
+    trainer.intake.close()
+    trainer.board.close()
+
+
 NAMES = STAGES["train"].needs
 
 
@@ -228,6 +249,22 @@ def test_optional_columns_are_checked_where_the_run_has_them() -> None:
     with pytest.raises(MalformedGroup, match="ref_logprobs is NaN or infinite at a trained token"):
         check_group("g", columns() | {"ref_logprobs": np.full(5, np.nan, np.float32)}, names)
     assert "ref_logprobs" not in check_group("g", columns() | {"ref_logprobs": None}, NAMES).columns
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((5, 4), (5, 4)), "candidates 4 and teacher_candidate_logprobs 4 candidates: .* must have 3"),
+        (((5, 3), (5, 4)), "candidates 3 and teacher_candidate_logprobs 4 candidates: .* must have 3"),
+        (((4, 3), (5, 3)), "candidates has 4 values for 5 response tokens"),
+        (((5, 3), (6, 3)), "teacher_candidate_logprobs has 6 values for 5 response tokens"),
+    ],
+)
+def test_candidates_of_another_number_or_length_are_named(shapes: Any, message: str) -> None:
+    ids, logprobs = (np.zeros(shape, dtype) for shape, dtype in zip(shapes, (np.int32, np.float32), strict=True))
+    given = columns() | {"candidates": ids, "teacher_candidate_logprobs": logprobs}
+    with pytest.raises(MalformedGroup, match=message):
+        check_group("g", given, (*NAMES, "candidates", "teacher_candidate_logprobs"), candidates=3)
 
 
 ROUTING = RoutingShape(layers=2, top_k=3, experts=300)

@@ -372,8 +372,9 @@ class SGLangEngine(GatedEngine):
 
     def _output(self, rid: str, group: SGLangRequest, sample: SGLangSample) -> Output:
         start, sample.reported = sample.reported, len(sample.tokens)
-        versions = sample.versions(start)
-        output = Output(sample.index, sample.tokens[start:], sample.logprobs[start - sample.begun :], versions)
+        new = start - sample.begun
+        output = Output(sample.index, sample.tokens[start:], sample.logprobs[new:], sample.versions(start))
+        output.likeliest = sample.likeliest[new:]
         if sample.finish_reason is not None:
             output.finish_reason, output.spans_weight_update = sample.finish_reason, sample.spans_weight_update
             output.routed_experts = sample.routed_experts

@@ -31,6 +31,8 @@ class SGLangSample:
     """All of its tokens."""
     logprobs: list[float] = field(default_factory=list)
     """Of its new tokens."""
+    likeliest: list[list[int]] = field(default_factory=list)
+    """In the places of its new tokens, if the request asks for them."""
     marks: list[tuple[int, int]] = field(default_factory=list)
     """(number of tokens, version), in order: the version that produces the tokens from there on."""
     spans_weight_update: bool = False
@@ -135,7 +137,7 @@ class SGLangRequest:
             sampling_params=params,
             return_logprob=logprobs,
             logprob_start_len=-1,
-            top_logprobs_num=0,
+            top_logprobs_num=self.request.likeliest if logprobs else 0,
             token_ids_logprob=None,
             stream=self.request.stream and part != PREFIX,
             return_routed_experts=routed_experts,
@@ -180,9 +182,12 @@ def add_output(
         sample.logprobs += new
         if len(new) and not np.isfinite(np.asarray(new, dtype=np.float64)).all():
             return "the model's logits are not finite: its weights or its input are broken"
+    if output.output_top_logprobs_idx is not None:
+        sample.likeliest += [list(ids) for ids in output.output_top_logprobs_idx[row]]
     if found := end_across(sample.tokens, sample.begun, checked, stop, sampling.min_new_tokens, decode):
         length, sample.stopped_at = found
-        del sample.tokens[length:], sample.logprobs[length - sample.begun :]
+        new = length - sample.begun
+        del sample.tokens[length:], sample.logprobs[new:], sample.likeliest[new:]
         sample.finish_reason = "stop"
         return ""
     reason = output.finished_reasons[row]

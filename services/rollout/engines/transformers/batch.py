@@ -28,6 +28,8 @@ class RunningSample:
     """Of its new tokens."""
     versions: list[int] = field(default_factory=list)
     """Of its new tokens."""
+    likeliest: list[list[int]] = field(default_factory=list)
+    """In the places of its new tokens, if the request asks for them."""
     finish_reason: FinishReason | None = None
     at_stop_string: bool = False
     """True if it ended at a stop string, not at an end token."""
@@ -60,11 +62,13 @@ class RunningSample:
         """Tokens that may not come next: end tokens before min_new_tokens."""
         return self.stop_ids if len(self.tokens) < self.request.sampling.min_new_tokens else frozenset()
 
-    def append(self, token: int, logprob: float, version: int) -> None:
+    def append(self, token: int, logprob: float, likeliest: list[int], version: int) -> None:
         """Add a token; sets finish_reason if it is the last one."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
+        if self.request.likeliest:
+            self.likeliest.append(likeliest)
         if token in self.stop_ids:
             self.finish_reason = "stop"
         elif len(self.tokens) >= self.request.sampling.max_new_tokens:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from services.rollout.engines.generation_gate import GatedEngine
 from services.rollout.engines.transformers.batch import Batch, RunningSample
 from services.rollout.engines.transformers.parameter_memory import ParameterMemory
-from services.rollout.engines.transformers.sampling import choose_tokens
+from services.rollout.engines.transformers.sampling import choose_tokens, likeliest_tokens
 from services.rollout.engines.types import (
     EngineError,
     FailureHandler,
@@ -88,7 +88,9 @@ class TransformersEngine(GatedEngine):
         }
 
     def submit(self, request: Request) -> None:
-        """Queue a request, whose id must not be in use."""
+        """Queue a request, whose id must not be in use. Raises EngineError."""
+        if request.likeliest > (vocabulary := self.model.config.get_text_config().vocab_size):
+            raise EngineError(f"the {request.likeliest} likeliest tokens are asked for, but there are {vocabulary}")
         samples = [RunningSample.of(request, index, self._end_ids) for index in request.samples]
         with self._gate.changed:
             self._waiting += [[sample] for sample in samples] if request.begun else [samples]
@@ -237,8 +239,9 @@ class TransformersEngine(GatedEngine):
             [sample.generator for sample in samples],
             [sample.forbidden for sample in samples],
         )
-        for sample, token, logprob in zip(samples, *chosen, strict=True):
-            sample.append(token, logprob, weights.version)
+        likeliest = likeliest_tokens(logits, [sample.request.likeliest for sample in samples])
+        for sample, token, logprob, ids in zip(samples, *chosen, likeliest, strict=True):
+            sample.append(token, logprob, ids, weights.version)
             if sample.finish_reason != "stop" and self._has_stop_string(sample):
                 sample.finish_reason, sample.at_stop_string = "stop", True
         self._tokens_generated += len(samples)
@@ -260,7 +263,11 @@ class TransformersEngine(GatedEngine):
     def _output(self, sample: RunningSample) -> Output:
         start, sample.reported = sample.reported, len(sample.logprobs)
         output = Output(
-            sample.index, sample.tokens[sample.begun + start :], sample.logprobs[start:], sample.versions[start:]
+            sample.index,
+            sample.tokens[sample.begun + start :],
+            sample.logprobs[start:],
+            sample.versions[start:],
+            likeliest=sample.likeliest[start:],
         )
         if sample.finish_reason is not None:
             output.finish_reason = sample.finish_reason

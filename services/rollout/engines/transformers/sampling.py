@@ -60,6 +60,18 @@ def choose_tokens(
     return tokens.tolist(), chosen.tolist()
 
 
+def likeliest_tokens(logits: torch.Tensor, counts: Sequence[int]) -> list[list[int]]:
+    """Return the ids of the `counts[row]` likeliest tokens of each row of logits [rows, vocabulary], likeliest first.
+
+    No temperature changes their order, and what a row may not choose is among them all the same.
+    """
+    most = max(counts, default=0)
+    if not most:
+        return [[] for _ in counts]
+    found = logits.float().topk(most).indices.tolist()
+    return [ids[:count] for ids, count in zip(found, counts, strict=True)]
+
+
 def _by_method(sampling: Sequence[Sampling]) -> list[tuple[list[int], _Choose]]:
     greedy, plain, filtered = [], [], []
     for row, each in enumerate(sampling):

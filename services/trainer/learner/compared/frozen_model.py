@@ -1,7 +1,7 @@
 """A model that isn't trained, and the columns of tokens that it makes: a reference or a teacher.
 
-It runs in a replica of its own or in the trainer's ranks. Only there it can be asked for what the student finds
-likeliest, because only there is the student.
+It runs in a replica of its own or in the trainer's ranks. There it asks the student what that finds likeliest; in a
+replica of its own the groups have a column with it, from the engine that wrote their answers.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -17,7 +17,13 @@ import torch
 from numpy.typing import NDArray
 
 from relaxd.algorithms.base import Needs
-from relaxd.board import CANDIDATES, REF_LOGPROBS, TEACHER_CANDIDATE_LOGPROBS, TEACHER_LOGPROBS
+from relaxd.board import (
+    CANDIDATES,
+    REF_LOGPROBS,
+    STUDENT_CANDIDATES,
+    TEACHER_CANDIDATE_LOGPROBS,
+    TEACHER_LOGPROBS,
+)
 from relaxd.roles import REFERENCE, TEACHER
 from services.trainer.batch.row_packing import PackedMicroBatch
 from services.trainer.learner.forward import Forward
@@ -99,24 +105,32 @@ class FrozenModel:
         """Compute the columns.
 
         Args:
-            micro_batches: the micro-batches.
+            micro_batches: the micro-batches; without `student` they have the column STUDENT_CANDIDATES, [T, m], if its
+                likeliest tokens are to be candidates.
             student: the trained model, whose likeliest tokens may be candidates.
 
         Returns:
             For each micro-batch its columns, [T] or [T, k], 0 where loss_mask is 0, or -1 for candidates; on all ranks.
         """
+        of_student = [batch.columns.get(STUDENT_CANDIDATES) for batch in micro_batches]
+        micro_batches = [_bare(batch) for batch in micro_batches]
         found: list[dict[str, NDArray[Any]]] = [{} for _ in micro_batches]
         for name in (REF_LOGPROBS, TEACHER_LOGPROBS):
             if name in self.columns:
                 for columns, logprobs in zip(found, self.forward.log_probs(self.module, micro_batches), strict=True):
                     columns[name] = logprobs
         if CANDIDATES in self.columns:
-            for columns, candidates in zip(found, self._compute_candidates(micro_batches, student), strict=True):
+            for columns, candidates in zip(
+                found, self._compute_candidates(micro_batches, student, of_student), strict=True
+            ):
                 columns |= candidates
         return found
 
     def _compute_candidates(
-        self, micro_batches: Sequence[PackedMicroBatch], student: Student | None
+        self,
+        micro_batches: Sequence[PackedMicroBatch],
+        student: Student | None,
+        of_student: Sequence[NDArray[Any] | None],
     ) -> list[dict[str, NDArray[Any]]]:
         assert self._candidates is not None
         top_k, below = self._candidates.top_k, self._ids_below
@@ -125,10 +139,12 @@ class FrozenModel:
             own = self.forward.likeliest(self.module, micro_batches, top_k, ids_below=below)
         if self._candidates.of == "teacher":
             return own
-        if student is None:
-            raise ValueError(f"the candidates of {self._candidates.of!r} are known in the trainer's ranks only")
-        likeliest = student.forward.likeliest(student.model, micro_batches, top_k, ids_below=below)
-        ids = [columns[CANDIDATES] for columns in likeliest]
+        if student is not None:
+            likeliest = student.forward.likeliest(student.model, micro_batches, top_k, ids_below=below)
+            ids = [columns[CANDIDATES] for columns in likeliest]
+        else:
+            pairs = zip(micro_batches, of_student, strict=True)
+            ids = [_known(given, batch.loss_mask, below) for batch, given in pairs]
         if own:
             ids = [_without(mine, theirs[CANDIDATES]) for mine, theirs in zip(ids, own, strict=True)]
         asked = [
@@ -140,6 +156,18 @@ class FrozenModel:
             {CANDIDATES: mine, TEACHER_CANDIDATE_LOGPROBS: values} for mine, values in zip(ids, logprobs, strict=True)
         ]
         return [_side_by_side(one, other) for one, other in zip(own, found, strict=True)] if own else found
+
+
+def _bare(batch: PackedMicroBatch) -> PackedMicroBatch:
+    """Return a micro-batch without the student's candidates, which no forward pass reads."""
+    return replace(batch, columns={name: row for name, row in batch.columns.items() if name != STUDENT_CANDIDATES})
+
+
+def _known(ids: NDArray[Any] | None, loss_mask: NDArray[np.uint8], below: int) -> NDArray[np.int32]:
+    """Return the student's candidates [T, m], with -1 for tokens that not both models have and where loss_mask is 0."""
+    if ids is None:
+        raise ValueError(f"a micro-batch has no column {STUDENT_CANDIDATES!r}, and the student isn't in these ranks")
+    return np.where((ids < below) & (loss_mask[:, None] != 0), ids, -1).astype(np.int32)
 
 
 def _without(ids: NDArray[np.int32], others: NDArray[np.int32]) -> NDArray[np.int32]:

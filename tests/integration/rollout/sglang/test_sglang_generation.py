@@ -16,12 +16,20 @@ from relaxd.v1 import weights_pb2
 from services.rollout.engines.types import RequestFailed
 from tests.integration.rollout.rollout_kit import Source
 from tests.integration.rollout.sglang.syncs import check_logprobs, join, sync, transfer, with_weights
-from tests.kit.engines import EngineRunner, assert_gone, family, receive_request, reference_logprobs
+from tests.kit.engines import (
+    EngineRunner,
+    assert_gone,
+    check_likeliest,
+    family,
+    receive_request,
+    reference_logprobs,
+)
 
 SHORT = [5, 9, 17, 200, 33]
 LONG = list(range(3, 103))
 """Long enough to be computed once for all samples."""
 END = 2
+VOCABULARY = 259
 FAR = 300
 """Tokens that take some seconds."""
 
@@ -30,7 +38,7 @@ FAR = 300
 def engine(start: Callable[..., EngineRunner], source: Source) -> EngineRunner:
     runner = start()
     assert runner.engine.weights is None
-    assert (runner.engine.vocabulary, runner.engine.device) == (259, "cpu")
+    assert (runner.engine.vocabulary, runner.engine.device) == (VOCABULARY, "cpu")
     sync(runner, source, 0)
     return runner
 
@@ -56,6 +64,27 @@ def test_logprobs_are_those_of_transformers(
         assert answer.versions == [version] * 16
         check_logprobs(model, prompt, answer, temperature or 1.0)
     assert len({tuple(answer.tokens) for answer in answers}) == (3 if temperature else 1)
+
+
+@pytest.mark.parametrize("prompt", [SHORT, LONG])
+def test_likeliest_tokens_are_those_of_transformers_whatever_is_sampled(
+    engine: EngineRunner, model: Path, version: int, prompt: list[int]
+) -> None:
+    """In one batch with requests that ask for others, for fewer or for none, whole and streamed."""
+    wanted = [(5, True, 1.0), (0, False, 1.0), (2, False, 0.6)]
+    asked = [
+        engine.ask(
+            prompt, 2, stream=stream, likeliest=count, max_new_tokens=16, ignore_eos=True, top_k=3, temperature=heat
+        )
+        for count, stream, heat in wanted
+    ]
+    for (count, _, _), one in zip(wanted, asked, strict=True):
+        for answer in engine.wait(one):
+            if not count:
+                assert answer.likeliest == []
+                continue
+            assert [len(ids) for ids in answer.likeliest] == [count] * 16
+            check_likeliest(with_weights(model, version), prompt, answer.tokens, answer.likeliest)
 
 
 def test_answers_come_whole_unless_they_are_streamed(engine: EngineRunner, model: Path) -> None:
@@ -93,9 +122,11 @@ def test_what_ends_an_answer(engine: EngineRunner, model: Path) -> None:
 def test_stop_strings_and_min_new_tokens(engine: EngineRunner, model: Path) -> None:
     decode = AutoTokenizer.from_pretrained(model).decode
     stops = [chr(letter) for letter in range(ord("A"), ord("A") + 16)]
-    answers = engine.generate(SHORT, 8, max_new_tokens=400, temperature=1.5, ignore_eos=True, stop=tuple(stops))
+    wanted = {"max_new_tokens": 400, "temperature": 1.5, "likeliest": 2}
+    answers = engine.generate(SHORT, 8, ignore_eos=True, stop=tuple(stops), **wanted)
     for answer in answers:
         assert answer.finish == "stop"
+        assert len(answer.likeliest) == len(answer.tokens)
         assert answer.last is not None
         text = decode(answer.tokens)
         assert text[-1] in stops
@@ -103,20 +134,22 @@ def test_stop_strings_and_min_new_tokens(engine: EngineRunner, model: Path) -> N
         assert not set(stops) & set(answer.last.text)
     # The model's own end token is put off; the other requests in the batch are not.
     others = engine.ask(SHORT, 8, max_new_tokens=400, temperature=1.5)
-    answers = engine.generate(SHORT, 8, max_new_tokens=400, temperature=1.5, min_new_tokens=300)
+    answers = engine.generate(SHORT, 8, min_new_tokens=300, **(wanted | {"likeliest": VOCABULARY}))
     assert all(END not in answer.tokens[:299] for answer in answers)
+    # SGLang takes its probability from it, so that it is the least likely of all.
+    assert all({ids[-1] for ids in answer.likeliest[:299]} == {END} for answer in answers)
     assert min(len(answer.tokens) for answer in answers) >= 300
     assert min(len(answer.tokens) for answer in engine.wait(others)) < 300
 
 
 def test_an_aborted_request_ends_with_what_it_has(engine: EngineRunner) -> None:
     other = engine.ask(SHORT, max_new_tokens=FAR, ignore_eos=True)
-    asked = engine.ask(LONG, 4, stream=True, max_new_tokens=FAR, ignore_eos=True)
+    asked = engine.ask(LONG, 4, stream=True, likeliest=3, max_new_tokens=FAR, ignore_eos=True)
     engine.wait_begun(asked)
     engine.run(engine.engine.abort(asked.request_id))
     for answer in engine.wait(asked):
         assert answer.finish == "abort"
-        assert len(answer.tokens) == len(answer.logprobs) < FAR
+        assert len(answer.tokens) == len(answer.logprobs) == len(answer.likeliest) < FAR
     assert len(engine.wait(other)[0].tokens) == FAR
     # One that waits for the end of a pause ends at once.
     engine.pause()
@@ -171,8 +204,8 @@ def test_an_update_between_tokens_that_gives_the_cache_up(
     engine: EngineRunner, model: Path, source: Source, version: int
 ) -> None:
     asked = [
-        engine.ask(SHORT, 2, stream=False, max_new_tokens=FAR, ignore_eos=True),
-        engine.ask(LONG, 4, stream=True, max_new_tokens=FAR, ignore_eos=True),
+        engine.ask(SHORT, 2, stream=False, likeliest=3, max_new_tokens=FAR, ignore_eos=True),
+        engine.ask(LONG, 4, stream=True, likeliest=3, max_new_tokens=FAR, ignore_eos=True),
     ]
     engine.wait_begun(asked[1])  # so the one before, which says nothing until its end, has begun, too
     assert sync(engine, source, version + 1, "retract") == 6
@@ -182,6 +215,10 @@ def test_an_update_between_tokens_that_gives_the_cache_up(
             assert not answer.spans_weight_update
             assert len(answer.tokens) == FAR
             check_logprobs(model, prompt, answer)  # which version made which token is right to the token
+            before = answer.versions.count(version)
+            for weights, own in ((version, slice(before)), (version + 1, slice(before, FAR))):
+                begun = [*prompt, *answer.tokens[: own.start or 0]]
+                check_likeliest(with_weights(model, weights), begun, answer.tokens[own], answer.likeliest[own])
 
 
 def test_requests_that_wait_begin_under_the_new_weights(

@@ -96,6 +96,60 @@ def test_candidates_and_their_divergence_are_those_of_transformers(models: dict[
         assert stats.metrics["candidate_overlap"] == pytest.approx(shared)
 
 
+@pytest.mark.parametrize("of", ["student", "union"])
+def test_a_service_that_is_told_the_students_candidates_gives_what_the_trainers_teacher_gives(
+    models: dict[str, Path], of: str
+) -> None:
+    """The same columns, bit for bit, and so the same step; tokens that the teacher lacks are no candidates."""
+    samples = [replace(one, tokens=one.tokens % 251) for one in make_samples(7)]
+    batch = pack(samples)
+    settings = {"name": "opd", "distill_coef": 0.0, "distill_loss_coef": 0.5, "distill_top_k": TOP_K}
+    job = Job(
+        models["student"],
+        algorithm=settings | {"distill_candidates": of},
+        frozen={"teacher": {"": models["teacher"]}},
+    )
+    made = make_learner(job)
+    (teacher,) = made._frozen
+    (in_trainer,) = made.frozen_columns([batch])
+    trained = np.flatnonzero(batch.loss_mask)
+    student = log_softmax(models["student"], samples)
+
+    def from_service(ids: torch.Tensor) -> dict[str, Any]:
+        told = np.full((len(batch.tokens), TOP_K), 7, np.int32)  # where loss_mask is 0 it may be anything
+        told[trained] = ids.numpy()
+        (columns,) = teacher.compute([replace(batch, columns={**batch.columns, "student_candidates": told})])
+        return columns
+
+    columns = from_service(student[:, :251].topk(TOP_K).indices)
+    assert columns.keys() == in_trainer.keys()
+    for name, values in columns.items():
+        np.testing.assert_array_equal(values, in_trainer[name])
+
+    made.accumulate([batch])
+    stats = made.finish(float(len(trained)))
+    shut_down()
+    other = make_learner(replace(job, frozen={}))
+    other.accumulate([replace(batch, columns={**batch.columns, **columns})])
+    found = other.finish(float(len(trained)))
+    for name in ("teacher_kl", "student_candidate_mass", "teacher_candidate_mass"):
+        assert found.metrics[name] == stats.metrics[name]
+    assert found.grad_norm == stats.grad_norm > 0
+
+    shut_down()
+    (teacher,) = make_learner(job)._frozen
+    whole = student.topk(TOP_K).indices
+    assert (whole >= 251).any()
+    own = from_service(whole)["candidates"][trained][:, -TOP_K:]
+    expected = np.where(whole.numpy() < 251, whole.numpy(), -1)
+    if of == "student":
+        np.testing.assert_array_equal(own, expected)
+    else:
+        assert ((own == expected) | (own == -1)).all()
+    with pytest.raises(ValueError, match="a micro-batch has no column 'student_candidates'"):
+        teacher.compute([batch])
+
+
 def config_of(student: Path, roles: dict[str, Any], algorithm: dict[str, Any], **trainer: Any) -> RunConfig:
     """Four steps of one group."""
     return make_config(

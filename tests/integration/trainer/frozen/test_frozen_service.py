@@ -13,12 +13,18 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models
 
-from relaxd.board import CANDIDATES, REF_LOGPROBS, TEACHER_CANDIDATE_LOGPROBS, TEACHER_LOGPROBS
+from relaxd.board import (
+    CANDIDATES,
+    REF_LOGPROBS,
+    STUDENT_CANDIDATES,
+    TEACHER_CANDIDATE_LOGPROBS,
+    TEACHER_LOGPROBS,
+)
 from relaxd.config import ReferenceConfig, RolesConfig, RunConfig
 from relaxd.roles import REFERENCE, ROLES, TEACHER
 from relaxd.v1 import coordinator_pb2, replica_pb2
 from tests.integration.trainer.service_kit import PATIENCE, Feeder, ScriptedCoordinator, TrainerProcess, make_config
-from tests.integration.trainer.trainer_worlds import make_model
+from tests.integration.trainer.trainer_worlds import VOCAB, make_model
 
 TEMPERATURE = 0.8
 TOP_K = 5
@@ -156,6 +162,54 @@ def test_several_teachers_with_prompts_of_their_own_give_candidates(
             likeliest = of_vocabulary.topk(TOP_K)
             np.testing.assert_array_equal(ids[sample], np.where(MASK[sample, None] != 0, likeliest.indices.numpy(), -1))
             expected = likeliest.values.numpy() * MASK[sample, None]
+            np.testing.assert_allclose(logprobs[sample], expected, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_teacher_is_asked_about_what_the_student_finds_likeliest(model: Path, redis_url: str, tmp_path: Path) -> None:
+    """On two ranks, with a prompt of its own: the union of both models' likeliest tokens, each of them once."""
+    folder = make_model(tmp_path / "teacher", "llama", num_hidden_layers=3)
+    config = make_config(
+        model,
+        algorithm={
+            "name": "opd",
+            "distill_coef": 0.0,
+            "distill_loss_coef": 1.0,
+            "distill_top_k": TOP_K,
+            "distill_candidates": "union",
+        },
+        rollout={"samples_per_prompt": 3, "temperature": TEMPERATURE},
+        roles={
+            "teacher": {"model": str(folder), "privileged_key": "answer", "tensor_parallel": 2, "threads": 1},
+        },
+    )
+    random = np.random.default_rng(5)
+    told = np.stack([random.permutation(VOCAB)[:TOP_K] for _ in MASK]).astype(np.int32)
+    with frozen_service(config, redis_url, tmp_path, TEACHER) as (coordinator, feeder, process):
+        groups = feeder.feed(3, 0, loss_mask=MASK, student_candidates=told)
+        (narrow,) = feeder.publish()
+        feeder.finish(feeder.begin(1, 0), 0, loss_mask=MASK, student_candidates=told[:, :-1])
+        wait_until_ready(coordinator)
+        found = trained_columns(feeder, 3)
+        coordinator.wait(lambda: coordinator.status.done_groups == 4 and not coordinator.status.held_groups)
+        (dropped,) = feeder.board.dropped()
+        assert process.stop() == 0
+    assert (dropped.group_id, dropped.reason) == (narrow, "malformed")
+    assert "student_candidates is int32 [18, 4]: it must be integers [18, 5]" in dropped.detail
+    exact = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    assert found.keys() == set(groups)
+    for group_id, columns in found.items():
+        assert STUDENT_CANDIDATES not in columns
+        ids, logprobs = columns[CANDIDATES], columns[TEACHER_CANDIDATE_LOGPROBS]
+        assert (ids.dtype, logprobs.dtype, ids.shape) == (np.int32, np.float32, (18, 2 * TOP_K))
+        prompt = np.arange(40, 49) + int(group_id[1:]) % 5
+        for sample, _, of_vocabulary in answers(exact, columns, prompt):
+            likeliest = of_vocabulary.topk(TOP_K).indices.numpy()
+            repeated = (told[sample][:, :, None] == likeliest[:, None, :]).any(-1)
+            both = np.concatenate([likeliest, np.where(repeated, -1, told[sample])], 1)
+            both = np.where(MASK[sample, None] != 0, both, -1)
+            np.testing.assert_array_equal(ids[sample], both)
+            expected = of_vocabulary.gather(-1, torch.from_numpy(both).long().clamp(min=0)).numpy() * (both >= 0)
             np.testing.assert_allclose(logprobs[sample], expected, atol=1e-4)
 
 

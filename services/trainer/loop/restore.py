@@ -1,0 +1,70 @@
+"""Which checkpoint a trainer that starts loads: the newest intact one of a step in the ledger."""
+
+import logging
+from pathlib import Path
+
+from relaxd.board import LedgerEntry
+from relaxd.config import RunConfig
+from relaxd.run_folder import checkpoint_path, checkpoint_steps
+from services.trainer.checkpoints import folder as folders
+from services.trainer.checkpoints.folder import CheckpointBroken, CheckpointState
+from services.trainer.loop.commanded_rank import CommandedRank, Restore, VerifyCheckpoint
+
+logger = logging.getLogger(__name__)
+
+
+def restore(rank: CommandedRank, config: RunConfig, term: int) -> tuple[int, LedgerEntry | None]:
+    """Load the newest intact checkpoint of a step in the ledger. Put the others aside, and remove unfinished ones.
+
+    Args:
+        rank: rank 0; the others run its commands.
+        config: the run's configuration, with this world's layout.
+        term: of this trainer.
+
+    Returns:
+        The checkpoint's step and the ledger's entry of that step. (0, None): there is none, or it is that of before
+        the first step.
+
+    Raises:
+        CheckpointError: it is intact, but doesn't fit this model.
+        BoardUnavailable: the ledger can't be read.
+    """
+    with rank.rank0_only("removing what earlier trainers did not finish"):
+        folders.remove_partials(rank.run_folder, term)
+    last = rank.board.last_step()
+    for step in checkpoint_steps(rank.run_folder):
+        path = checkpoint_path(rank.run_folder, step)
+        if step > last:  # if it stayed, it would be taken for one of the step that will have this number
+            _put_aside(rank, path, f"the ledger ends earlier, at step {last}")
+            continue
+        if not rank.run(VerifyCheckpoint(path)):
+            _put_aside(rank, path, "it is broken")
+            continue
+        try:
+            state = folders.read_state(path)
+        except CheckpointBroken as error:
+            _put_aside(rank, path, str(error))
+            continue
+        entry = rank.steps(step - 1, 1)[0] if step else None
+        if entry and state.ledger.plan_sha256 != folders.plan_sha256(entry.plan):
+            _put_aside(rank, path, f"it is of another step {step} than the ledger's")
+            continue
+        same = same_layout(state, config)
+        if not same:
+            logger.warning("checkpoint %s has another parallel layout: sums will differ in their order", path.name)
+        rank.run(Restore(path, step, same))
+        logger.info("checkpoint %s is loaded", path.name)
+        return step, entry
+    return 0, None
+
+
+def _put_aside(rank: CommandedRank, path: Path, why: str) -> None:
+    with rank.rank0_only(f"putting {path} aside"):
+        aside = folders.put_aside(path)
+    logger.error("checkpoint %s isn't used, and was renamed to %s: %s", path.name, aside, why)
+
+
+def same_layout(state: CheckpointState, config: RunConfig) -> bool:
+    """Return whether the parallel layout is the checkpoint's."""
+    names = ("ranks", "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
+    return all(state.trainer.get(name) == getattr(config.trainer, name) for name in names)
