@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from relaxd.v1 import weights_pb2
-from relaxd.weights.group import host_store
+from relaxd.weights.group import Rendezvous, host_store
 from relaxd.weights.manifest import TensorBucket, from_proto, to_proto
 
 TIMEOUT = 60.0
@@ -89,7 +89,7 @@ class TrainerSide(Side):
     def join(self, port: int, name: str, rank: int, world_size: int) -> None:
         """Join a weight group."""
         self.name = name
-        self.broadcaster.join("nccl", "127.0.0.1", port, name, world_size, TIMEOUT)
+        self.broadcaster.join(Rendezvous(transport="nccl", store_port=port, name=name, world_size=world_size), TIMEOUT)
 
     def sync(self, name: str, checksum: bool) -> dict[str, Any]:
         """Send the weights."""
@@ -135,14 +135,15 @@ class EngineSide(Side):
         )
         from services.rollout.engines.sglang.weights import SGLangWeights
 
-        self.weights = SGLangWeights(self.model, self.device, 0, 1)
+        self.weights = SGLangWeights(self.model, self.device, 1)
         self.buckets: list[TensorBucket] = []
 
     def join(self, port: int, name: str, rank: int, world_size: int, manifest: str) -> None:
         """Join a weight group."""
-        data = bytes.fromhex(manifest)
-        self.buckets = from_proto(weights_pb2.WeightManifest.FromString(data))
-        self.weights.join("nccl", "127.0.0.1", port, name, rank, world_size, data, TIMEOUT)
+        sent = weights_pb2.WeightManifest.FromString(bytes.fromhex(manifest))
+        self.buckets = from_proto(sent)
+        rendezvous = Rendezvous(transport="nccl", store_port=port, name=name, world_size=world_size)
+        self.weights.join(rendezvous, rank, sent, TIMEOUT)
 
     def sync(self, name: str, checksum: bool) -> dict[str, Any]:
         """Receive the weights."""

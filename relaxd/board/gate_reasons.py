@@ -2,17 +2,14 @@
 
 from collections.abc import Callable
 
+from relaxd.amounts import byte_amount
+
 
 def explain_limit(answer: str) -> tuple[str, str]:
     """Split a reply, a word and numbers, into the word and a sentence that explains it."""
     word, *texts = answer.split()
     numbers = [int(float(text)) for text in texts]
     return word, _SENTENCES[word](*numbers)
-
-
-def megabytes(count: int) -> str:
-    """Format a number of bytes as MB or GB."""
-    return f"{count / 1e6:,.0f} MB" if count < 10_000_000_000 else f"{count / 1e9:,.1f} GB"
 
 
 def _closed() -> str:
@@ -33,8 +30,8 @@ def _complete(needed: int) -> str:
 
 def _memory(stored: int, reserved: int, each: int, high_water: int) -> str:
     return (
-        f"open groups have stored {megabytes(stored)} in Redis and may need {megabytes(reserved)} more; another group "
-        f"of up to {megabytes(each)} would exceed the high-water mark of {megabytes(high_water)} "
+        f"open groups have stored {byte_amount(stored)} in Redis and may need {byte_amount(reserved)} more; another "
+        f"group of up to {byte_amount(each)} would exceed the high-water mark of {byte_amount(high_water)} "
         "(board.high_water_bytes; unless set, four fifths of the maxmemory of Redis, or of the data nodes)"
     )
 
@@ -42,7 +39,7 @@ def _memory(stored: int, reserved: int, each: int, high_water: int) -> str:
 def _full(used: int, most: int, on_nodes: int = 0) -> str:
     what = "the fullest data node is full (all count like it): they use" if on_nodes else "Redis is full: it uses"
     return (
-        f"{what} {megabytes(used)} of {megabytes(most)}. If no step makes room, raise its maxmemory "
+        f"{what} {byte_amount(used)} of {byte_amount(most)}. If no step makes room, raise its maxmemory "
         "(redis-cli CONFIG SET maxmemory ...)"
     )
 

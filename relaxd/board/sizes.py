@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from relaxd.board.gate_reasons import megabytes
+from relaxd.amounts import byte_amount
 from relaxd.board.stages import stages_for
 from relaxd.config import RunConfig
 
@@ -91,14 +91,14 @@ def size_problems(config: RunConfig, *, expert_bytes: int = 0, memory: RedisMemo
         expected = int(worst * EXPECTED_SHARE)
         advice = "If many answers are that long, the run waits until its maxmemory is raised"
         if expected > memory.max_bytes:
-            advice = f"Raise its maxmemory to at least {megabytes(expected)}, better {megabytes(worst)}"
+            advice = f"Raise its maxmemory to at least {byte_amount(expected)}, better {byte_amount(worst)}"
         problems.append(
             SizeProblem(
                 "trainer.groups_per_step",
-                f"= {trainer.groups_per_step}: a step takes up to {megabytes(worst)} in {place} "
+                f"= {trainer.groups_per_step}: a step takes up to {byte_amount(worst)} in {place} "
                 f"({trainer.groups_per_step} groups x {rollout.samples_per_prompt} samples x {rollout.max_new_tokens} "
                 f"tokens x {_stored_bytes(config) + expert_bytes} bytes), which has room for "
-                f"{megabytes(memory.max_bytes)}. {advice}",
+                f"{byte_amount(memory.max_bytes)}. {advice}",
                 fatal=expected > memory.max_bytes,
             )
         )

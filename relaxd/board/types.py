@@ -120,7 +120,7 @@ class LedgerEntry:
         return self.step, self.term, self.time
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Counts:
     """The terms of the conservation law, read in one transaction."""
 
@@ -184,7 +184,7 @@ class Fate:
         return {**self.record, "entry": self.entry_id}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DroppedGroup:
     """Record of a dropped group."""
 

@@ -1,13 +1,14 @@
 """Settings of evaluations."""
 
 import re
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from relaxd.config.base import Section
-from relaxd.config.reward import check_address, check_variable
+from relaxd.config.reward import TokenVariable, check_address
 from relaxd.importing import check_own
 from relaxd.run_folder import HELD_OUT
 
@@ -71,9 +72,9 @@ class EvalSet(Section):
     """Settings of its reward, as reward.settings."""
     reward_key: str = ""
     """Key of its reward in mappings, as reward.key."""
-    reward_address: str = ""
+    reward_address: Annotated[str, AfterValidator(partial(check_address, token_setting="reward_address_token"))] = ""
     """Instead of reward: a service of your own, as reward.address."""
-    reward_address_token: str = ""
+    reward_address_token: TokenVariable = ""
     """With reward_address: as reward.address_token."""
     right_from: float = 1.0
     """An answer counts as right for pass@k and maj@k if its reward is at least this."""
@@ -121,20 +122,6 @@ class EvalSet(Section):
     @classmethod
     def _is_function(cls, name: str | None) -> str | None:
         return name and check_own("prompt_function", name, "function")
-
-    @field_validator("reward_address")
-    @classmethod
-    def _check_reward_address(cls, address: str) -> str:
-        if address:
-            check_address(address, "reward_address_token")
-        return address
-
-    @field_validator("reward_address_token")
-    @classmethod
-    def _check_reward_address_token(cls, name: str) -> str:
-        if name:
-            check_variable(name)
-        return name
 
     @model_validator(mode="after")
     def _check_reward(self) -> Self:

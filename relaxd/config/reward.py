@@ -1,12 +1,45 @@
 """Settings of rewards."""
 
 import re
-from typing import Any, Literal, Self
+from functools import partial
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from relaxd.config.base import Section
+
+
+def check_address(address: str, *, token_setting: str) -> str:
+    """Check the address of a reward service; "" is none. Raises ValueError, which names the setting for credentials."""
+    if not address:
+        return address
+    is_url = "://" in address
+    try:
+        parts = urlsplit(address if is_url else f"//{address}")
+        found = bool(parts.hostname) and (is_url or (parts.port is not None and parts.netloc == address))
+    except ValueError:  # a port that isn't a number
+        found = False
+    if found and parts.username is not None:
+        raise ValueError(f"it has credentials, which logs would show: leave them out, and set {token_setting}")
+    if found and (parts.query or parts.fragment or "?" in address):
+        raise ValueError(f"it has parameters, which logs would show: leave them out, and set {token_setting}")
+    if not found or parts.scheme not in ("", "http", "https"):
+        raise ValueError(f'{address!r} must be "host:port" or begin with http:// or https://')
+    return address
+
+
+def check_variable(name: str) -> str:
+    """Check the name of an environment variable that rewards get. Raises ValueError."""
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise ValueError(f"{name!r} is not the name of an environment variable")
+    if name.startswith("RELAXD_"):
+        raise ValueError(f"{name} is a setting or secret of relaxd, which rewards don't get")
+    return name
+
+
+TokenVariable = Annotated[str, AfterValidator(lambda name: name and check_variable(name))]
+"""Environment variable with a service's token; "" is none."""
 
 
 class RewardChoice(Section):
@@ -25,9 +58,9 @@ class RewardTerm(Section):
 
     name: str = ""
     """Name of the reward, as reward.name."""
-    address: str = ""
+    address: Annotated[str, AfterValidator(partial(check_address, token_setting="address_token"))] = ""
     """Instead of a name: a service of your own, as reward.address."""
-    address_token: str = ""
+    address_token: TokenVariable = ""
     """With address: environment variable with its token, as reward.address_token."""
     label: str = ""
     """Its name in parts and in `only_if`; by default the reward's name, without what is before its colon."""
@@ -49,20 +82,6 @@ class RewardTerm(Section):
         """Its label."""
         return self.label or self.name.rpartition(":")[2] or self.address
 
-    @field_validator("address")
-    @classmethod
-    def _check_address(cls, address: str) -> str:
-        if address:
-            check_address(address, "address_token")
-        return address
-
-    @field_validator("address_token")
-    @classmethod
-    def _check_address_token(cls, name: str) -> str:
-        if name:
-            check_variable(name)
-        return name
-
     @model_validator(mode="after")
     def _one_reward(self) -> Self:
         if not self.name and not self.address:
@@ -81,10 +100,10 @@ class RewardConfig(Section):
     """Name of a bundled reward (docs/rewards.md lists them), "package.module:function" or "file.py:function": a
     function of a sample or of a group, a class, or verl's compute_score. Its module or file is found in the folder in
     which the services are started, and on PYTHONPATH. `relaxd reward test` tries it."""
-    address: str = ""
+    address: Annotated[str, AfterValidator(partial(check_address, token_setting="reward.address_token"))] = ""
     """Instead of a name: a service of your own, in any language. "host:port" speaks relaxd.v1.RemoteReward
     (protos/relaxd/v1/remote_reward.proto); "http://..." is posted JSON (docs/rewards.md)."""
-    address_token: str = ""
+    address_token: TokenVariable = ""
     """With reward.address: environment variable of the reward service, whose value each call has as a bearer token
     (header authorization). The address itself appears in logs and has no secrets."""
     settings: dict[str, Any] = Field(default_factory=dict)
@@ -150,26 +169,12 @@ class RewardConfig(Section):
             check_variable(name)
         return names
 
-    @field_validator("address_token")
-    @classmethod
-    def _check_address_token(cls, name: str) -> str:
-        if name:
-            check_variable(name)
-        return name
-
     @field_validator("choices", mode="before")
     @classmethod
     def _named_choices(cls, choices: Any) -> Any:
         if not isinstance(choices, dict):
             return choices
         return {value: {"name": one} if isinstance(one, str) else one for value, one in choices.items()}
-
-    @field_validator("address")
-    @classmethod
-    def _check_address(cls, address: str) -> str:
-        if address:
-            check_address(address, "reward.address_token")
-        return address
 
     @model_validator(mode="after")
     def _one_reward(self) -> Self:
@@ -206,27 +211,3 @@ class RewardConfig(Section):
             if None not in (bounds := (term.minimum, term.maximum)) and bounds[0] > bounds[1]:  # type: ignore[operator]
                 raise ValueError(f"reward.terms: minimum of {term.shown!r} is above its maximum")
         return self
-
-
-def check_address(address: str, token_setting: str) -> None:
-    """Check the address of a reward service. Raises ValueError, which names the setting for credentials."""
-    is_url = "://" in address
-    try:
-        parts = urlsplit(address if is_url else f"//{address}")
-        found = bool(parts.hostname) and (is_url or (parts.port is not None and parts.netloc == address))
-    except ValueError:  # a port that isn't a number
-        found = False
-    if found and parts.username is not None:
-        raise ValueError(f"it has credentials, which logs would show: leave them out, and set {token_setting}")
-    if found and (parts.query or parts.fragment or "?" in address):
-        raise ValueError(f"it has parameters, which logs would show: leave them out, and set {token_setting}")
-    if not found or parts.scheme not in ("", "http", "https"):
-        raise ValueError(f'{address!r} must be "host:port" or begin with http:// or https://')
-
-
-def check_variable(name: str) -> None:
-    """Check the name of an environment variable that rewards get. Raises ValueError."""
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-        raise ValueError(f"{name!r} is not the name of an environment variable")
-    if name.startswith("RELAXD_"):
-        raise ValueError(f"{name} is a setting or secret of relaxd, which rewards don't get")

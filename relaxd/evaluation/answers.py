@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 _ESTIMATE = re.compile(r"(pass|maj)_at_(\d+)(_low|_high)?")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredAnswer:
     """The numbers of one scored answer. Its text is only in the evaluation's files."""
 

@@ -14,7 +14,7 @@ SHARED = ("workers", "timeout_seconds", "environment", "max_in_flight", "outage_
 """Settings of [reward] that hold for the rewards of sets, too."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ResolvedSet:
     """A set of prompts and how they are answered and scored."""
 

@@ -32,7 +32,7 @@ class EngineFit:
         return self.memory.answers(self.longest)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Fit:
     """The answer."""
 

@@ -1,6 +1,6 @@
 """Layouts: divide a model among ranks, and list the divisions that a model and a run allow."""
 
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from math import gcd
 from typing import Literal
 
@@ -21,6 +21,7 @@ class Layout:
     pipeline: int = 1
     context: int = 1
     expert: int = 1
+    _: KW_ONLY
     recompute: Recompute = "none"
     recompute_layers: int = 0
     """Layers of each stage that recompute; 0: all."""
@@ -40,11 +41,11 @@ class Layout:
             config.pipeline_parallel,
             config.context_parallel,
             config.expert_parallel,
-            config.recompute,
-            config.recompute_layers,
-            config.optimizer.cpu_offload,
-            config.pipeline_layers,
-            config.activation_offload_bytes,
+            recompute=config.recompute,
+            recompute_layers=config.recompute_layers,
+            offload=config.optimizer.cpu_offload,
+            pipeline_layers=config.pipeline_layers,
+            activations_on_host=config.activation_offload_bytes,
         )
 
     @classmethod

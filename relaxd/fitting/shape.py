@@ -27,7 +27,7 @@ class ExpertShape:
     """Inner width of the gated expert that all tokens share; 0 without one."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """Sizes and switches of a decoder."""
 

@@ -10,8 +10,6 @@ MANAGERS = ("naive", "batch", "dapo")
 """verl's reward managers that need no setting here."""
 FUNCTION = ("reward.custom_reward_function", "custom_reward_function")
 """verl's section of a reward function, and its older name."""
-MODEL = ("reward.reward_model", "reward_model")
-"""verl's section of a reward model, and its older name."""
 
 CONFINED = (
     "A reward function has no network and writes only temporary files: if yours calls an API or writes others, set "

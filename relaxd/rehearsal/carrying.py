@@ -13,7 +13,7 @@ SHARE = 0.8
 """Share of a machine's processors that a rehearsal may need."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class HostLoad:
     """Load of a rehearsal on its machine: needed and measured."""
 

@@ -8,6 +8,7 @@ the run's own speed both add up: idle + cost of a step / seconds of a step.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from relaxd.amounts import byte_amount
 from relaxd.rehearsal import carrying, control_plane
 from relaxd.rehearsal.assumptions import Scale
 from relaxd.rehearsal.carrying import BUSY_MACHINE, HostLoad
@@ -351,10 +352,7 @@ def amount(value: float, unit: str) -> str:
     """Format a number with its unit."""
     if not unit.startswith("bytes"):
         return f"{value:.3g} {unit}"
-    for factor, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if value >= factor:
-            return f"{value / factor:.3g} {name}{unit.removeprefix('bytes')}"
-    return f"{value:.0f} B{unit.removeprefix('bytes')}"
+    return byte_amount(value) + unit.removeprefix("bytes")
 
 
 def _times(factor: float) -> str:

@@ -28,7 +28,7 @@ from relaxd.v1 import coordinator_pb2 as pb
 SHOWN_SAMPLES = 64
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RunResult:
     """The results in a run's folder so far."""
 
@@ -156,7 +156,15 @@ def read_result(folder: Path) -> RunResult:
             "steps": max((line.get("step", 0) for line in lines), default=0),
             "started": summary.get("create_time"),
         }
-    return RunResult(folder, summary, lines, config_toml, _read_config(folder), code_version, samples)
+    return RunResult(
+        folder=folder,
+        summary=summary,
+        lines=lines,
+        config_toml=config_toml,
+        config=_read_config(folder),
+        code=code_version,
+        samples=samples,
+    )
 
 
 def _read_config(folder: Path) -> RunConfig | None:

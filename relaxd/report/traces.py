@@ -13,7 +13,7 @@ ERROR = 2
 """OTLP's status code of a span that failed."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TracedSpan:
     """One span."""
 
@@ -61,11 +61,6 @@ def read_group_trace(run_folder: Path, group_id: str) -> GroupTrace | None:
     wanted = {link for span in spans for link in span.links}
     linked = {span.span_id: span for link in wanted for span in _spans_with(run_folder, link) if span.span_id == link}
     return GroupTrace(root, spans, sorted(linked.values(), key=lambda span: span.start))
-
-
-def all_spans(run_folder: Path) -> Iterator[TracedSpan]:
-    """Yield every span in a run's folder."""
-    return _spans_with(run_folder, "")
 
 
 def _spans_with(run_folder: Path, text: str) -> Iterator[TracedSpan]:

@@ -159,12 +159,6 @@ class PermissionDenied(RpcError):
     code = grpc.StatusCode.PERMISSION_DENIED
 
 
-class Unimplemented(RpcError):
-    """The service does not implement this."""
-
-    code = grpc.StatusCode.UNIMPLEMENTED
-
-
 class Violations:
     """Collects the mistakes of a request, to report all of them at once."""
 

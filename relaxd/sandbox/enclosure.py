@@ -26,7 +26,7 @@ DEVICES = (
 """What may be used of /dev."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """What an enclosed program may do."""
 

@@ -11,13 +11,16 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, Protocol
+from typing import Literal, Protocol, cast
 
 import torch
 import torch.distributed as dist
 
+from relaxd.rpc.enums import words
 from relaxd.rpc.errors import Aborted
+from relaxd.v1 import weights_pb2
 from relaxd.weights.cuda_ipc import IpcConnection
 from relaxd.weights.cuda_memory import CudaMemory
 from relaxd.weights.gloo import GlooConnection
@@ -37,6 +40,29 @@ _STORE_SECONDS = 60.0
 _ABORT_SECONDS = 5.0
 """Longest wait of `abort` until the GPU no longer uses the tensors."""
 _ABORTED = "aborted"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """Where the members of a weight group meet."""
+
+    transport: Transport
+    store_host: str = "127.0.0.1"
+    store_port: int
+    name: str
+    """New to the store."""
+    world_size: int
+
+    @classmethod
+    def from_proto(cls, group: weights_pb2.WeightGroup) -> "Rendezvous":
+        """Read what the coordinator sends to the members."""
+        return cls(
+            transport=cast(Transport, words(weights_pb2.Transport)[group.transport]),
+            store_host=group.store_host or cls.store_host,
+            store_port=group.store_port,
+            name=group.name,
+            world_size=group.world_size,
+        )
 
 
 class WeightGroupError(Aborted):
@@ -130,25 +156,16 @@ class Transfer:
 class WeightGroup:
     """A member of a weight group: `connect`, then `broadcast`; `abort` to leave."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        store_host: str,
-        store_port: int,
-        name: str,
-        rank: int,
-        world_size: int,
-        device: torch.device | None = None,
-    ) -> None:
-        """`name` must be new to the store. `device` is the GPU, except for gloo."""
-        if not 0 <= rank < world_size:
-            raise WeightGroupError(f"rank {rank} does not fit into weight group {name} of {world_size} ranks")
-        self.name = name
+    def __init__(self, rendezvous: Rendezvous, rank: int, device: torch.device | None = None) -> None:
+        """`device` is the GPU, except for gloo."""
+        self.name = rendezvous.name
         self.rank = rank
-        self.world_size = world_size
+        self.world_size = rendezvous.world_size
+        if not 0 <= rank < self.world_size:
+            raise WeightGroupError(f"rank {rank} does not fit into weight group {self.name} of {self.world_size} ranks")
         self.aborted = threading.Event()
-        self.transport = transport
-        self._store_address = (store_host, store_port)
+        self.transport = rendezvous.transport
+        self._store_address = (rendezvous.store_host, rendezvous.store_port)
         self._device = device
         self._lock = threading.Lock()
         self._store: dist.Store | None = None

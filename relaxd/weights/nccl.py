@@ -103,8 +103,16 @@ class NcclConnection:
             self.stream = torch.cuda.Stream(device, priority=-1)
             unique_id = self._share_id(store, rank, deadline)
             config = _Config(
-                ctypes.sizeof(_Config), _MAGIC, _CONFIG_VERSION, 0, _UNSET, _UNSET, _UNSET, None, _UNSET
-            )  # fmt: skip
+                size=ctypes.sizeof(_Config),
+                magic=_MAGIC,
+                version=_CONFIG_VERSION,
+                blocking=0,
+                cga_cluster_size=_UNSET,
+                min_ctas=_UNSET,
+                max_ctas=_UNSET,
+                net_name=None,
+                split_share=_UNSET,
+            )
             try:
                 code = self._nccl.ncclCommInitRankConfig(
                     ctypes.byref(self._communicator), world_size, unique_id, rank, ctypes.byref(config)

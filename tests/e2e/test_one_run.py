@@ -17,8 +17,7 @@ from typer.testing import CliRunner
 
 from relaxd.cli.main import app
 from relaxd.local.state import StateFolder
-from relaxd.report.traces import all_spans
-from relaxd.run_folder import read_lines
+from relaxd.run_folder import TRACES, read_lines
 from relaxd.telemetry import METRICS
 from tests.e2e.conftest import open_workplace
 from tests.e2e.test_run import check_books, read_summary
@@ -37,6 +36,15 @@ WORK_OF = {"rollout": "generate", "reward": "score", "advantage": "advantage", "
 
 def seconds(span: ReceivedSpan) -> float:
     return (span.end - span.start) / 1e9
+
+
+def exported_spans(folder: Path) -> Iterator[dict[str, Any]]:
+    """The spans of all exports in a run's folder."""
+    for path in (folder / TRACES).glob("*.jsonl"):
+        for export in read_lines(path):
+            for scopes in export["resourceSpans"]:
+                for spans in scopes["scopeSpans"]:
+                    yield from spans["spans"]
 
 
 def check_times(trained: list[dict[str, ReceivedSpan]], waits: list[ReceivedSpan], line: dict[str, Any]) -> None:
@@ -172,7 +180,7 @@ def test_samples_checkpoint_and_traces_are_in_the_folder(finished: FinishedRun, 
         assert span in spans
     assert spans[-1].startswith("step trainer/rank0 ")
     received = {span.span_id for span in finished.spans if span.name in SERVICE_OF}
-    written = {span.span_id for span in all_spans(finished.folder) if span.name in SERVICE_OF}
+    written = {span["spanId"] for span in exported_spans(finished.folder) if span["name"] in SERVICE_OF}
     assert written == received
 
 

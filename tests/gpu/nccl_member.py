@@ -18,7 +18,7 @@ os.environ.update(NCCL_ENVIRONMENT)
 # isort: split
 import torch
 
-from relaxd.weights.group import Transfer, Transport, WeightGroup, WeightGroupError, host_store
+from relaxd.weights.group import Rendezvous, Transfer, Transport, WeightGroup, WeightGroupError, host_store
 
 
 class Member:
@@ -37,9 +37,9 @@ class Member:
         self.store = host_store()
         return {"port": self.store.port}
 
-    def connect(self, timeout: float, abort_after: float | None = None, **place: Any) -> dict[str, Any]:
+    def connect(self, timeout: float, rank: int, abort_after: float | None = None, **place: Any) -> dict[str, Any]:
         """Join a group."""
-        self.group = WeightGroup(self.transport, "127.0.0.1", device=self.device, **place)
+        self.group = WeightGroup(Rendezvous(transport=self.transport, **place), rank, self.device)
         if abort_after is not None:
             threading.Timer(abort_after, self.group.abort).start()
         self.group.connect(timeout)

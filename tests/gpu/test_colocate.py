@@ -42,7 +42,7 @@ def members() -> Iterator[list[Member]]:
 def test_processes_on_one_gpu_send_weights_to_each_other(
     members: list[Member], facts: Callable[[str, object], None]
 ) -> None:
-    members[0].tell("host")
+    members[0].tell(do="host")
     port = members[0].answer()["port"]
     facts("connect_seconds", connect(members, port, "first"))
     broadcast(members, source=0, value=3.0)
@@ -55,7 +55,7 @@ def test_processes_on_one_gpu_send_weights_to_each_other(
     members[2].process.wait()
     started = time.monotonic()
     for member in members[:2]:
-        member.tell("broadcast", elements=ELEMENTS, source=0, value=1.0, timeout=3.0, repeat=4)
+        member.tell(do="broadcast", elements=ELEMENTS, source=0, value=1.0, timeout=3.0, repeat=4)
     answers = [member.answer() for member in members[:2]]
     assert any("error" in answer for answer in answers), answers
     assert time.monotonic() - started < 15
@@ -63,16 +63,16 @@ def test_processes_on_one_gpu_send_weights_to_each_other(
     connect(rest, port, "second")
     broadcast(rest, source=1, value=7.0)
     for member in rest:
-        member.tell("works")
+        member.tell(do="works")
         assert member.answer()["sum"] == 1 << 20
 
     # The source dies: who reads is told to leave, and its GPU still works.
-    rest[1].tell("broadcast", elements=ELEMENTS, source=0, value=1.0, timeout=60, abort_after=1.0)
+    rest[1].tell(do="broadcast", elements=ELEMENTS, source=0, value=1.0, timeout=60, abort_after=1.0)
     rest[0].process.kill()
     aborted = rest[1].answer()
     assert "error" in aborted, aborted
     assert aborted["took"] < 10
-    rest[1].tell("works")
+    rest[1].tell(do="works")
     assert rest[1].answer()["sum"] == 1 << 20
 
 
@@ -82,7 +82,7 @@ def test_processes_on_two_gpus_send_weights_to_each_other(facts: Callable[[str, 
     other one's."""
     members = [Member(0, "cuda_ipc", CUDA_VISIBLE_DEVICES=seen) for seen in ("0", "0", "1")]
     try:
-        members[0].tell("host")
+        members[0].tell(do="host")
         port = members[0].answer()["port"]
         connect(members, port, "two")
         broadcast(members, source=0, value=3.0)

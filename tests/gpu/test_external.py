@@ -26,6 +26,7 @@ from services.rollout.engines.types import Output, Sampling, Version
 from tests.integration.rollout.sglang_external.external_kit import PROMPT, Engine, Server, Trainer, connect, logprobs
 from tests.kit.engines import receive_request
 from tests.kit.models import byte_tokenizer
+from tests.kit.waiting import eventually
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -180,8 +181,6 @@ def test_nobody_who_does_not_come_costs_more_than_a_deadline(tell: Callable[[Sto
             await engine.engine.receive(receive_request(engine.group, Version(1, 2), 3.0))
         assert engine.engine.quarantined
         server.kill()
-        async with asyncio.timeout(70):
-            while engine.engine.alive:
-                await asyncio.sleep(0.1)
+        await eventually(lambda: not engine.engine.alive, "the engine is dead", 70)
 
     tell(story)

@@ -185,7 +185,9 @@ def test_attention(window: int | None, kernel: str, lengths: list[int], heads: t
         ours = cudnn_attention(query, key, value, cudnn_batches(lengths, torch.device("cuda")), scale, window)
     else:
         cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device="cuda")
-        ours = varlen_attention(query, key, value, cu_seqlens, max(lengths), scale, window)
+        ours = varlen_attention(
+            query, key, value, cu_seqlens=cu_seqlens, longest=max(lengths), scale=scale, window=window
+        )
     exact_query, exact_key, exact_value = exact_inputs = [x.detach().float().requires_grad_() for x in inputs]
     expected = attend(exact_query, exact_key, exact_value, lengths, window)
     grad = torch.randn_like(ours)

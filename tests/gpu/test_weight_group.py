@@ -1,10 +1,7 @@
 """Weight groups over NCCL: what arrives, how fast, and what the death of a member costs the others."""
 
 import json
-import os
 import select
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -12,37 +9,31 @@ from typing import Any
 
 import pytest
 
+from tests.kit.processes import Partner
+
 ELEMENTS = [3, 1 << 20, 77, (64 << 20) + 5, 1 << 10, 128 << 20]
 """Small and large ones, of sizes that divide by nothing: 387 MB."""
 
 
-class Member:
+class Member(Partner):
     """One process of a group, on a GPU of its own."""
 
     def __init__(self, device: int, *words: str, **environment: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu.nccl_member", str(device), *words],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "NCCL_DEBUG": "WARN", **environment},
-        )  # fmt: skip
+        super().__init__(
+            "-m", "tests.gpu.nccl_member", str(device), *words, environment={"NCCL_DEBUG": "WARN", **environment}
+        )
 
-    def tell(self, do: str, **command: Any) -> None:
-        """Begin something."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"do": do, **command}) + "\n")
-        self.process.stdin.flush()
-
-    def answer(self) -> dict[str, Any]:
+    def answer(self, seconds: float = 90.0) -> dict[str, Any]:
         """How it ended. NCCL writes to stdout, too."""
         assert self.process.stdout is not None
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + seconds
         while select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
             line = self.process.stdout.readline()
             if line.startswith("{"):
                 return dict(json.loads(line))
             assert line, f"the process ended with {self.process.wait()}"
             print(line, end="")
-        raise AssertionError("no answer within 90 s")
+        raise AssertionError(f"no answer within {seconds:g} s")
 
 
 @pytest.fixture
@@ -57,7 +48,7 @@ def members() -> Iterator[list[Member]]:
 def connect(members: list[Member], port: int, name: str) -> float:
     """Everybody joins; returns how long it took."""
     for rank, member in enumerate(members):
-        member.tell("connect", store_port=port, name=name, rank=rank, world_size=len(members), timeout=60)
+        member.tell(do="connect", store_port=port, name=name, rank=rank, world_size=len(members), timeout=60)
     answers = [member.answer() for member in members]
     assert not any("error" in answer for answer in answers), answers
     return float(max(answer["took"] for answer in answers))
@@ -66,7 +57,7 @@ def connect(members: list[Member], port: int, name: str) -> float:
 def broadcast(members: list[Member], source: int, value: float, repeat: int = 1) -> float:
     """Everybody takes part and gets what was sent; returns how long it took."""
     for member in members:
-        member.tell("broadcast", elements=ELEMENTS, source=source, value=value, timeout=60, repeat=repeat)
+        member.tell(do="broadcast", elements=ELEMENTS, source=source, value=value, timeout=60, repeat=repeat)
     answers = [member.answer() for member in members]
     assert not any("error" in answer for answer in answers), answers
     assert all(answer["whole"] for answer in answers), answers
@@ -79,7 +70,7 @@ def test_a_member_that_is_killed_costs_the_others_neither_process_nor_gpu(
 ) -> None:
     """One story, because starting CUDA in processes is most of its cost."""
     names = (f"group-{number}" for number in count())
-    members[0].tell("host")
+    members[0].tell(do="host")
     port = members[0].answer()["port"]
     first = connect(members, port, next(names))
     broadcast(members, source=0, value=3.0)
@@ -89,16 +80,16 @@ def test_a_member_that_is_killed_costs_the_others_neither_process_nor_gpu(
     facts("connect_seconds", first)
     facts("gigabytes_per_second", pace)
     assert pace > 50
-    members[1].tell("works")
+    members[1].tell(do="works")
     members[1].answer()
 
     # The peer dies before it takes part: the other one's GPU waits for it for ever.
     members[1].process.kill()
-    members[0].tell("broadcast", elements=ELEMENTS, source=0, value=1.0, timeout=2.0, repeat=3)
+    members[0].tell(do="broadcast", elements=ELEMENTS, source=0, value=1.0, timeout=2.0, repeat=3)
     late = members[0].answer()
     assert "did not end within 2 s" in late["error"], late
     assert late["took"] < 6
-    members[0].tell("works")
+    members[0].tell(do="works")
     assert members[0].answer()["sum"] == 1 << 20
 
     # The same process meets another one in a new group.
@@ -109,7 +100,7 @@ def test_a_member_that_is_killed_costs_the_others_neither_process_nor_gpu(
     # It dies while both are in the middle of broadcasts, and the other one is told so.
     for member in members:
         member.tell(
-            "broadcast", elements=ELEMENTS, source=0, value=1.0, timeout=60, repeat=3000,
+            do="broadcast", elements=ELEMENTS, source=0, value=1.0, timeout=60, repeat=3000,
             abort_after=3.0 if member is members[0] else None,
         )  # fmt: skip
     time.sleep(1.0)  # into the middle: 3000 times 387 MB take some seconds
@@ -117,12 +108,12 @@ def test_a_member_that_is_killed_costs_the_others_neither_process_nor_gpu(
     aborted = members[0].answer()
     assert "was aborted" in aborted["error"] or "failed" in aborted["error"], aborted
     assert aborted["took"] < 10
-    members[0].tell("works")
+    members[0].tell(do="works")
     assert members[0].answer()["sum"] == 1 << 20
 
     # One that nobody answers can be told to stop connecting.
     members[0].tell(
-        "connect", store_port=port, name=next(names), rank=0, world_size=2, timeout=60, abort_after=0.3
+        do="connect", store_port=port, name=next(names), rank=0, world_size=2, timeout=60, abort_after=0.3
     )  # fmt: skip
     assert "aborted while it was being connected" in members[0].answer()["error"]
 

@@ -22,6 +22,7 @@ def start_python(
     cwd: Path = ROOT,
     environment: Mapping[str, str] | None = None,
     clean: bool = False,
+    python: str = sys.executable,
     **options: Any,
 ) -> "subprocess.Popen[Any]":
     """Start `python WORDS`, which can import the repository's packages.
@@ -29,7 +30,7 @@ def start_python(
     `environment` is set on top of this process's, of which `clean` leaves out what configures relaxd. Output is
     appended to the file `log`, if given. Other options are those of Popen.
     """
-    program = [sys.executable, *words]
+    program = [python, *words]
     variables = _environment(environment, clean=clean)
     if log is None:
         return subprocess.Popen(program, cwd=cwd, env=variables, **options)
@@ -43,11 +44,20 @@ def run_python(
     cwd: Path = ROOT,
     environment: Mapping[str, str] | None = None,
     clean: bool = False,
+    python: str = sys.executable,
+    given: str | None = None,
 ) -> "subprocess.CompletedProcess[str]":
-    """Run `python WORDS` to its end, which must come in time; see `start_python`."""
-    variables = _environment(environment, clean=clean)
-    program = [sys.executable, *words]
-    return subprocess.run(program, cwd=cwd, env=variables, capture_output=True, text=True, timeout=seconds, check=False)
+    """Run `python WORDS` to its end, which must come in time; `given` is its input. See `start_python`."""
+    return subprocess.run(
+        [python, *words],
+        cwd=cwd,
+        env=_environment(environment, clean=clean),
+        input=given,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
 
 
 def kill(*processes: "subprocess.Popen[Any]") -> None:
@@ -71,8 +81,9 @@ def is_alive(pid: int | None) -> bool:
 class Partner:
     """A Python program that takes commands as lines of JSON and answers with others."""
 
-    def __init__(self, *words: str) -> None:
-        self.process = start_python(*words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    def __init__(self, *words: str, **options: Any) -> None:
+        """Start it; `options` are those of `start_python`."""
+        self.process = start_python(*words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options)
 
     def tell(self, **command: Any) -> None:
         """Send a command."""
@@ -87,7 +98,9 @@ class Partner:
             selector.register(self.process.stdout, selectors.EVENT_READ)
             ready = selector.select(seconds)
         assert ready, f"no answer within {seconds:g} s"
-        return dict(json.loads(self.process.stdout.readline()))
+        line = self.process.stdout.readline()
+        assert line, f"it ended with {self.process.wait(60)}"
+        return dict(json.loads(line))
 
     def close(self) -> None:
         """Kill it."""

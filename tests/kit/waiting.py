@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 Result = TypeVar("Result")
@@ -40,13 +40,15 @@ def wait_until(
 
 
 async def eventually(
-    condition: Callable[[], Result], what: str = "the test's condition", seconds: float = 60.0
+    condition: Callable[[], Result | Awaitable[Result]], what: str = "the test's condition", seconds: float = 60.0
 ) -> Result:
-    """`wait_until` for coroutines: others go on meanwhile."""
+    """`wait_until` for coroutines: others go on meanwhile. The condition may be one."""
     deadline = time.monotonic() + seconds
     while True:
         late = time.monotonic() > deadline
-        if result := condition():
+        found = condition()
+        result: Result = await found if isinstance(found, Awaitable) else found
+        if result:
             return result
         assert not late, f"not within {seconds:g} s: {what} (last: {result!r})"
         await asyncio.sleep(PAUSE_SECONDS)

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from relaxd.amounts import byte_amount
 from relaxd.cli.options import PASS_ON, WordsArgument, load_words
 from relaxd.cli.preparing.check import check
 from relaxd.config import RunConfig
@@ -43,9 +44,5 @@ def _disk(config: RunConfig) -> str:
         found = written(config)
     except DataError as error:
         return f"what it will write is not known: {error}"
-    parts = "; ".join(f"{name}: {_amount(size)}" for name, size in found.items())
-    return f"the run's folder will take about {_amount(sum(found.values()))} ({parts})"
-
-
-def _amount(size: int) -> str:
-    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
+    parts = "; ".join(f"{name}: {byte_amount(size)}" for name, size in found.items())
+    return f"the run's folder will take about {byte_amount(sum(found.values()))} ({parts})"

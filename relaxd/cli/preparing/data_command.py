@@ -49,7 +49,7 @@ def data(
         of_sets = [(one.shown, keys_of(one.examples)) for one in sets if len(one.examples)]
         weights = mixture_weights(config.data, [len(source.examples) for source in sources])
         for source, weight in zip(sources, weights, strict=True):
-            _show(source, tokenizer, config, prompts, console, of_sets, weight)
+            _show(source, tokenizer, config, prompts, console, evaluation=of_sets, weight=weight)
         for one in sets:
             if len(one.examples):
                 _show(one, tokenizer, config, 0, console)
@@ -72,6 +72,7 @@ def _show(
     config: RunConfig,
     prompts: int,
     console: Console,
+    *,
     evaluation: Sequence[tuple[str, Keys]] = (),
     weight: float = 1.0,
 ) -> None:

@@ -23,6 +23,7 @@ class Code:
 
     def __init__(
         self,
+        *,
         credit: Literal["all", "share"] = "all",
         seconds: float = 3.0,
         total_seconds: float = 8.0,

@@ -31,6 +31,7 @@ _ASKS = {
 
 async def judge(
     sample: RewardInput,
+    *,
     template: str = "",
     system: str = "",
     reply: str = "number",

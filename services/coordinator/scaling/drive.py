@@ -45,6 +45,7 @@ class ReplicaDrive:
         launch_id: str,
         request_id: str,
         log: ScaleLog,
+        *,
         registry: Registry,
         runs: RunManager,
         launchers: Launchers,

@@ -165,7 +165,14 @@ class Scaler:
 
     async def _carry_out(self, request_id: str) -> None:
         drives = [
-            ReplicaDrive(replica.launch_id, request_id, self.log, self._registry, self._runs, self._launchers)
+            ReplicaDrive(
+                replica.launch_id,
+                request_id,
+                self.log,
+                registry=self._registry,
+                runs=self._runs,
+                launchers=self._launchers,
+            )
             for replica in self.log.get(request_id).scaled
             if not replica.state.ended
         ]

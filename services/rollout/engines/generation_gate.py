@@ -156,3 +156,33 @@ class GenerationGate:
 
     def _serves(self) -> bool:
         return self.weights is not None and not self.quarantined and not self._updating and not self.asleep
+
+
+class GatedEngine:
+    """An engine that generates while its gate is open."""
+
+    def __init__(self) -> None:
+        self._gate = GenerationGate()
+
+    @property
+    def weights(self) -> Version | None:
+        """The weights that are served; None before the first commit."""
+        return self._gate.weights
+
+    @property
+    def quarantined(self) -> bool:
+        """See GenerationGate."""
+        return self._gate.quarantined
+
+    def serve_loaded(self) -> None:
+        """See GenerationGate."""
+        self._gate.serve_loaded()
+
+    def quarantine(self) -> None:
+        """See GenerationGate."""
+        self._gate.quarantine()
+
+    @property
+    def asleep(self) -> bool:
+        """See GenerationGate."""
+        return self._gate.asleep

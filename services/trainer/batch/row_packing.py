@@ -96,7 +96,7 @@ class TrainSequence:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PackedMicroBatch:
     """Consecutive sequences as one row of T tokens. Arrays are aligned as in `TrainSequence`.
 

@@ -177,7 +177,9 @@ class CriticLearner:
         tokens, lr = mini_batch.trained_tokens, self._critic.lr
         metrics = {name: value / max(tokens, 1) for name, value in values.items()}
         metrics |= {VALUE_LOSS: loss, "value_grad_norm": norm, "value_lr": lr}
-        return UpdateStats(self.step + 1, loss, norm, skipped, lr, tokens, metrics)
+        return UpdateStats(
+            step=self.step + 1, loss=loss, grad_norm=norm, skipped=skipped, lr=lr, tokens=tokens, metrics=metrics
+        )
 
     def _check_skipped(self, update: UpdateStats) -> None:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if update.skipped else 0
@@ -202,12 +204,12 @@ class CriticLearner:
 
     def _stateful(self, step: int) -> Stateful:
         return Stateful(
-            self._critic.state,
-            None,
-            {},
-            step,
-            self.world,
-            self._optimizer_steps,
-            self.metrics,
-            self._skipped_in_a_row,
+            policy=self._critic.state,
+            critic=None,
+            frozen={},
+            step=step,
+            world=self.world,
+            optimizer_steps=self._optimizer_steps,
+            metrics=self.metrics,
+            skipped_in_a_row=self._skipped_in_a_row,
         )

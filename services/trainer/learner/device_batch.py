@@ -16,7 +16,7 @@ from services.trainer.transformer.attention.slots import to_device
 from services.trainer.transformer.mlp.routing import RouterInputs
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DeviceBatch:
     """A micro-batch on one rank: T tokens, of which this rank has a slice and predicts N trained ones from it."""
 

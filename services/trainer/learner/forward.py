@@ -33,7 +33,7 @@ from services.trainer.model.architecture import ModelError
 from services.trainer.model.architectures import read_architecture
 from services.trainer.model.critic import VALUE_HEAD, CriticModel, build_critic
 from services.trainer.model.hf_weights import load_hf
-from services.trainer.model.model import PolicyModel, build_model, padded_vocab, transformer_config
+from services.trainer.model.model import PolicyModel, build_model, check_divisible, padded_vocab, transformer_config
 from services.trainer.transformer.attention.attention_kernels import attention_kernel
 from services.trainer.transformer.attention.context_parallel import context_ranks
 from services.trainer.transformer.kernels.activation_offload import ActivationOffload
@@ -80,6 +80,7 @@ class Forward:
         self.folder = folder
         self.seed = seed
         self.architecture = read_architecture(folder)
+        check_divisible(folder, trainer)
         self.megatron_config = transformer_config(self.architecture, trainer)
         self.world = initialize(trainer, seed) if world is None else world
         if report is not None:

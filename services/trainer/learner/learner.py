@@ -40,8 +40,8 @@ from torch import Tensor
 from relaxd.algorithms import create
 from relaxd.algorithms.base import WithCritic
 from relaxd.algorithms.results import unexplained
-from relaxd.config import AlgorithmConfig, CriticConfig, TrainerConfig
-from relaxd.data.models import resolve_model
+from relaxd.config import AlgorithmConfig, CriticConfig, RunConfig, TrainerConfig
+from relaxd.data.models import models_in_trainer, resolve_model
 from relaxd.roles import REFERENCE
 from services.trainer.batch.groups import RoutingShape
 from services.trainer.batch.row_packing import PackedMicroBatch, no_values
@@ -89,6 +89,20 @@ class _UpdateTotals:
 
 class Learner:
     """Model, gradients and optimizer of this rank. All ranks make the same calls in the same order."""
+
+    @classmethod
+    def of_run(cls, config: RunConfig, report: Callable[[str], None] | None = None) -> "Learner":
+        """Load what a run trains; see `__init__`."""
+        return cls(
+            resolve_model(config.model.path),
+            config.trainer,
+            config.algorithm,
+            steps=config.run.steps,
+            seed=config.run.seed,
+            frozen=models_in_trainer(config),
+            critic=config.roles.critic,
+            report=report,
+        )
 
     def __init__(
         self,
@@ -270,7 +284,16 @@ class Learner:
             of_critic = {VALUE_LOSS: totals.value_loss, "value_grad_norm": grad_norms[1], "value_lr": self._critic.lr}
             metrics = metrics | of_critic
         loss, tokens = totals.loss, totals.tokens
-        return UpdateStats(self._step + 1, loss, grad_norms[0], skipped, lr, tokens, metrics, totals.cause)
+        return UpdateStats(
+            step=self._step + 1,
+            loss=loss,
+            grad_norm=grad_norms[0],
+            skipped=skipped,
+            lr=lr,
+            tokens=tokens,
+            metrics=metrics,
+            cause=totals.cause,
+        )
 
     def discard(self) -> None:
         """Drop the gradients accumulated since the last `update`."""
@@ -447,7 +470,14 @@ class Learner:
         policy = TrainedModel(self._policy, self._optimizer, self._schedule)
         critic = None if self._critic is None else self._critic.state
         frozen = {model.role: model for model in self._frozen}
-        return Stateful(policy, critic, frozen, step, self.world, self._optimizer_steps)
+        return Stateful(
+            policy=policy,
+            critic=critic,
+            frozen=frozen,
+            step=step,
+            world=self.world,
+            optimizer_steps=self._optimizer_steps,
+        )
 
     def _expert_metrics(self) -> dict[str, float]:
         if not self._routers:

@@ -59,10 +59,10 @@ def token_logprobs(
     tokens: Tensor,
     temperature: Tensor,
     shard: VocabShard,
+    *,
     chunk_tokens: int | None = None,
     kept_bytes: int | None = None,
     candidates: Tensor | None = None,
-    *,
     float32_logits: bool = False,
 ) -> TokenLogprobs:
     """Compute log-probs of tokens and of candidates in their places, and the entropy of the distributions.

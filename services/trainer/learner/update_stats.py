@@ -10,7 +10,7 @@ UNWEIGHTED = ("loss", "grad_norm", "value_loss", "value_grad_norm")
 """Metrics that are of an update as a whole, however many tokens it has."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class UpdateStats:
     """Statistics of one optimizer update, the same on all ranks."""
 

@@ -17,7 +17,7 @@ import torch
 
 from relaxd.v1.trainer_pb2 import BroadcastWeightsResponse
 from relaxd.weights.checksum import checksums
-from relaxd.weights.group import Transfer, Transport, WeightGroup, WeightGroupError
+from relaxd.weights.group import Rendezvous, Transfer, WeightGroup, WeightGroupError
 from relaxd.weights.layout import Layout, as_sent, broadcast_layout, piece_bytes, pieces
 from relaxd.weights.manifest import TensorBucket, TensorSpec, pack, plan_buckets
 from relaxd.weights.stock_group import StockWeightGroup
@@ -63,17 +63,17 @@ class WeightBroadcaster:
         device = learner.world.device
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
-    def join(self, transport: Transport, host: str, port: int, name: str, world_size: int, timeout: float) -> None:
+    def join(self, rendezvous: Rendezvous, timeout: float) -> None:
         """Connect this source rank with the engines, leaving any older group.
 
         Raises:
             WeightGroupError: a member didn't join within `timeout` seconds, or `leave` was called meanwhile.
         """
         world = self._learner.world
-        device = None if transport == "gloo" else world.device
+        device = None if rendezvous.transport == "gloo" else world.device
         kind = StockWeightGroup if self._engine == "sglang_external" else WeightGroup
-        group = kind(transport, host, port, name, world.pp_rank, world_size, device)
-        layout = broadcast_layout(transport, self._engine)
+        group = kind(rendezvous, world.pp_rank, device)
+        layout = broadcast_layout(rendezvous.transport, self._engine)
         membership = _Membership(group, layout, self._make_buffers(layout, device or torch.device("cpu")))
         with self._lock:
             old, self._membership = self._membership, membership
@@ -82,7 +82,7 @@ class WeightBroadcaster:
         try:
             group.connect(timeout)
         except WeightGroupError:
-            self.leave(name)
+            self.leave(group.name)
             raise
 
     def leave(self, name: str) -> None:

@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from relaxd import __version__, telemetry
+from relaxd.amounts import byte_amount
 from relaxd.board import BoardUnavailable
 from relaxd.config import RunConfig
 from relaxd.run_folder import checkpoint_path, critic_folder
@@ -26,7 +28,7 @@ from services.trainer.loop.commanded_rank import (
     EndCheckpoint,
     PrepareCheckpoints,
 )
-from services.trainer.megatron.disk_work import DiskRefused, amount
+from services.trainer.megatron.disk_work import DiskRefused
 from services.trainer.megatron.rank_channel import TICK_SECONDS
 
 logger = logging.getLogger(__name__)
@@ -146,7 +148,9 @@ class Checkpoints:
         checksum, size = self._rank.run(BeginCheckpoint(partial))
         state = state.model_copy(update={"weights_checksum": checksum})
         self._stalled += time.monotonic() - began
-        self._saving = _Saving(state, partial, final, answers, began, keep, size)
+        self._saving = _Saving(
+            state=state, partial=partial, final=final, answers=answers, began=began, keep=keep, size=size
+        )
 
     def _mark(self, path: Path) -> str:
         """Mark a checkpoint as one that is never removed. Return '' or the error."""
@@ -229,12 +233,12 @@ class Checkpoints:
         """Return how much room a checkpoint needs, how much there is, and what would make room."""
         folder = saving.final.parent
         try:
-            free = amount(shutil.disk_usage(folder).free)
+            free = byte_amount(shutil.disk_usage(folder).free)
         except OSError as error:
             free = f"an unknown amount ({error})"
         return (
-            f"it needs {amount(saving.size)} on the disk of {folder}, which has {free} left. Remove what isn't needed "
-            f"there, such as checkpoints that were taken on request, or lower trainer.checkpoint.keep = "
+            f"it needs {byte_amount(saving.size)} on the disk of {folder}, which has {free} left. Remove what isn't "
+            f"needed there, such as checkpoints that were taken on request, or lower trainer.checkpoint.keep = "
             f"{self._settings.keep}"
             + (f" or trainer.checkpoint.max_bytes = {limit}" if (limit := self._settings.max_bytes) else "")
         )
@@ -273,28 +277,19 @@ class Checkpoints:
         )
 
 
+@dataclass(kw_only=True)
 class _Saving:
     """A checkpoint being written."""
 
-    def __init__(
-        self,
-        state: CheckpointState,
-        partial: Path,
-        final: Path,
-        answers: Sequence[Answer],
-        began: float,
-        keep: bool,
-        size: int,
-    ) -> None:
-        self.state = state
-        self.partial = partial
-        self.final = final
-        self.answers = answers
-        self.began = began
-        self.keep = keep
-        self.size = size
-        self.sealed: Future[str] | None = None
-        """The error, or '', once it is sealed. None while ranks write."""
+    state: CheckpointState
+    partial: Path
+    final: Path
+    answers: Sequence[Answer]
+    began: float
+    keep: bool
+    size: int
+    sealed: Future[str] | None = None
+    """The error, or '', once it is sealed. None while ranks write."""
 
 
 def _make_empty_folder(folder: Path) -> str:

@@ -10,23 +10,21 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from relaxd import telemetry
 from relaxd.algorithms.trial import create_tried
 from relaxd.board import Board, stages_for
 from relaxd.config import RunConfig
-from relaxd.data.models import models_in_trainer, resolve_model
 from relaxd.data.vocabulary import check_vocabularies
 from relaxd.process.child_server import ChildServer
 from relaxd.process.garbage import freeze_objects
 from relaxd.roles import TEACHER
-from relaxd.rpc.enums import words
 from relaxd.rpc.errors import Aborted, FailedPrecondition, ResourceExhausted, RpcError, Unavailable
 from relaxd.v1 import rank_pb2 as rank_pb
-from relaxd.v1 import rank_pb2_grpc, replica_pb2, trainer_pb2_grpc, weights_pb2
+from relaxd.v1 import rank_pb2_grpc, replica_pb2, trainer_pb2_grpc
 from relaxd.v1 import trainer_pb2 as pb
-from relaxd.weights.group import Transport, WeightGroupError, host_store
+from relaxd.weights.group import Rendezvous, WeightGroupError, host_store
 from relaxd.weights.manifest import TensorBucket, to_proto
 from services.trainer.batch.group_refusals import GroupRefusals
 from services.trainer.checkpoints.part import CheckpointPart
@@ -89,13 +87,8 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
         self, request: pb.TrainerJoinWeightGroupRequest, context: Any
     ) -> pb.TrainerJoinWeightGroupResponse:
         """Connect this rank to the engines."""
-        group = request.group
-        transport = cast(Transport, words(weights_pb2.Transport)[group.transport])
-        host = group.store_host or "127.0.0.1"
         with _group_errors():
-            self._loaded_broadcaster().join(
-                transport, host, group.store_port, group.name, group.world_size, group.timeout_seconds
-            )
+            self._loaded_broadcaster().join(Rendezvous.from_proto(request.group), request.group.timeout_seconds)
         return pb.TrainerJoinWeightGroupResponse()
 
     def LeaveWeightGroup(
@@ -196,18 +189,16 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
             emit=self._thread.events.put,
         ).run()
 
+    def serve(self) -> None:
+        """Answer until the service ends."""
+        ChildServer(
+            (trainer_pb2_grpc.add_TrainerServicer_to_server, self),
+            (rank_pb2_grpc.add_RankServicer_to_server, self),
+        ).serve()
+
     def _load(self, config: RunConfig) -> tuple[Learner, list[TensorBucket], WeightBroadcaster]:
         """Load the model. Return learner, what a broadcast sends, and this rank's part in it."""
-        learner = Learner(
-            resolve_model(config.model.path),
-            config.trainer,
-            config.algorithm,
-            steps=config.run.steps,
-            seed=config.run.seed,
-            frozen=models_in_trainer(config),
-            critic=config.roles.critic,
-            report=self._report_loading if self._thread.number == 0 else None,
-        )
+        learner = Learner.of_run(config, self._report_loading if self._thread.number == 0 else None)
         buckets = weight_buckets(learner, config.weights.bucket_bytes)
         return learner, buckets, WeightBroadcaster(learner, buckets, config.rollout.engine)
 
@@ -248,8 +239,4 @@ def _group_errors() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    rank = Rank()
-    ChildServer(
-        (trainer_pb2_grpc.add_TrainerServicer_to_server, rank),
-        (rank_pb2_grpc.add_RankServicer_to_server, rank),
-    ).serve()
+    Rank().serve()

@@ -68,17 +68,19 @@ def phases_for(config: RunConfig, algorithm: Algorithm, rank: TrainingRank) -> S
     return (TrainedWhileFilling if at_once else PreparedThenTrained)(config, algorithm, rank)
 
 
-class TrainedWhileFilling:
-    """Gradients of micro-batches are added up as they come. A step is one update."""
-
+class _Phases:
     def __init__(self, config: RunConfig, algorithm: Algorithm, rank: TrainingRank) -> None:
         self._config = config
         self._algorithm = algorithm
         self._rank = rank
 
     def packer(self) -> Packer:
-        """Return the packer of training."""
+        """Return that of training: what prepares columns has a pipeline's whole schedules, too."""
         return training_packer(self._config)
+
+
+class TrainedWhileFilling(_Phases):
+    """Gradients of micro-batches are added up as they come. A step is one update."""
 
     def take(self, opened: StepBuilder, entry: MicroBatchRound) -> None:
         """Run forward and backward."""
@@ -97,17 +99,8 @@ class TrainedWhileFilling:
         return ()
 
 
-class PreparedThenTrained:
+class PreparedThenTrained(_Phases):
     """Columns are prepared while the step fills. Then come the updates: epochs times mini-batches."""
-
-    def __init__(self, config: RunConfig, algorithm: Algorithm, rank: TrainingRank) -> None:
-        self._config = config
-        self._algorithm = algorithm
-        self._rank = rank
-
-    def packer(self) -> Packer:
-        """Return that of what is trained: a pipeline's forward passes have its whole schedules, too."""
-        return training_packer(self._config)
 
     def take(self, opened: StepBuilder, entry: MicroBatchRound) -> None:
         """Run the forward passes."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from relaxd.amounts import byte_amount
 from relaxd.retry import Backoff
 
 PROGRESS_SECONDS = 1.0
@@ -149,7 +150,7 @@ class DiskWork:
                 noted = self._clock()
                 with self._reachable(work):
                     self._publish(done)
-                self.report(f"{work}: {amount(done)}")
+                self.report(f"{work}: {byte_amount(done)}")
 
         return progress
 
@@ -223,9 +224,4 @@ class DiskWork:
 
 
 def _state(done: int | None) -> str:
-    return "has not started" if done is None else f"has processed {amount(done)}"
-
-
-def amount(count: int) -> str:
-    """Format bytes for people."""
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+    return "has not started" if done is None else f"has processed {byte_amount(done)}"

@@ -25,7 +25,7 @@ class ExpertArchitecture:
     """Inner width of the gated expert shared by all tokens; None without one."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
     """Sizes and switches of a decoder-only model."""
 

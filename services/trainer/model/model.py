@@ -4,7 +4,7 @@ import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
 
 # isort: split
 from contextlib import nullcontext
-from math import gcd
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from relaxd.config import TrainerConfig
 from relaxd.config.pipeline import stage_layers
+from relaxd.fitting.layout import Layout, problem
+from relaxd.fitting.shape import read_shape
 from services.trainer.megatron import gpu as megatron_gpu
 from services.trainer.megatron.parallel import World, expert_tensor_parallel
 from services.trainer.model.architecture import Architecture, ModelError
@@ -24,13 +26,18 @@ from services.trainer.transformer.kernels.activation_offload import ActivationOf
 from services.trainer.transformer.mlp.router import Router
 
 
+def check_divisible(folder: Path, config: TrainerConfig) -> None:
+    """Check the parallel sizes of a model folder. Raises ModelError: one doesn't divide the model."""
+    if wrong := problem(Layout.of_trainer(config), read_shape(folder)):
+        raise ModelError(wrong)
+
+
 def transformer_config(shape: Architecture, config: TrainerConfig) -> PolicyConfig:
     """Return Megatron's configuration for a model.
 
     Raises:
-        ModelError: a parallel size doesn't divide the model, or it has no experts whose routing could be replayed.
+        ModelError: the model has no experts whose routing could be replayed.
     """
-    _check_divisible(shape, config)
     if config.routing_replay != "none" and shape.experts is None:
         raise ModelError(
             f'trainer.routing_replay is "{config.routing_replay}", but the model ({shape.model_type}) has no experts: '
@@ -199,41 +206,3 @@ def _megatron_layout(stages: list[range]) -> list[list[str]]:
 
 def _keep(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _check_divisible(shape: Architecture, config: TrainerConfig) -> None:
-    sizes = {
-        "tensor_parallel": config.tensor_parallel,
-        "pipeline_parallel": config.pipeline_parallel,
-        "expert_parallel": config.expert_parallel,
-    }
-    counts = [
-        ("tensor_parallel", "query heads", shape.heads),
-        ("tensor_parallel", "key-value heads", shape.kv_heads),
-    ]
-    if not config.pipeline_layers:
-        counts.append(("pipeline_parallel", "layers", shape.layers))
-    elif sum(config.pipeline_layers) != shape.layers:
-        raise ModelError(
-            f"trainer.pipeline_layers is {list(config.pipeline_layers)}: it must add up to the model's {shape.layers} "
-            "layers"
-        )
-    if shape.experts is None:
-        counts.append(("tensor_parallel", "MLP columns", shape.ffn_size))
-        counts.append(("expert_parallel", "expert (it is a dense model)", 1))
-    else:
-        counts.append(("expert_parallel", "experts", shape.experts.count))
-        if expert_tensor_parallel(config) > 1:
-            counts.append(("tensor_parallel", "expert columns", shape.experts.ffn_size))
-        if shape.experts.shared_ffn_size is not None:
-            counts.append(("tensor_parallel", "columns of the shared expert", shape.experts.shared_ffn_size))
-    for field, what, count in counts:
-        if count % sizes[field]:
-            divisible = gcd(*(other for name, _, other in counts if name == field))
-            fitting = ", ".join(
-                str(size) for size in range(1, min(divisible, config.ranks) + 1) if divisible % size == 0
-            )
-            raise ModelError(
-                f"trainer.{field} is {sizes[field]}: it must divide the model's {count} {what}. "
-                f"Sizes that fit: {fitting}"
-            )

@@ -16,7 +16,6 @@ from typing import Any
 
 from relaxd.config import RunConfig
 from relaxd.data.errors import DataError
-from relaxd.data.models import models_in_trainer, resolve_model
 from relaxd.run_folder import checkpoint_path
 from relaxd.weights.ports import NoFreePort, reserve_port
 from services.trainer.batch.step_file import StepFileError, read_step_file, step_file_path
@@ -59,15 +58,7 @@ def replay(run_folder: Path, step: int, start: int) -> dict[str, Any] | None:
                 f"{files[number]} is missing, which step {step} needs: it was removed once checkpoints covered it "
                 '(trainer.checkpoint.keep_step_files = "always" keeps all)'
             )
-    learner = Learner(
-        resolve_model(config.model.path),
-        config.trainer,
-        config.algorithm,
-        steps=config.run.steps,
-        seed=config.run.seed,
-        frozen=models_in_trainer(config),
-        critic=config.roles.critic,
-    )
+    learner = Learner.of_run(config)
     disk = learner.world.disk
     channel = RankChannel(config.trainer.collective_timeout_seconds, disk)
     if start:

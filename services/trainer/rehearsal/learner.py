@@ -71,7 +71,9 @@ class ScriptedLearner:
         self._compute(self._rehearsal.update_seconds)
         tokens, self._tokens = self._tokens, 0
         self.optimizer_steps += 1
-        return UpdateStats(self.step + 1, 0.0, 1.0, False, 0.0, tokens, {})
+        return UpdateStats(
+            step=self.step + 1, loss=0.0, grad_norm=1.0, skipped=False, lr=0.0, tokens=tokens, metrics={}
+        )
 
     def end_step(self, refreshed: Collection[str] = ()) -> None:
         """Count the step."""

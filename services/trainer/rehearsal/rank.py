@@ -6,8 +6,6 @@ from typing import Any, cast
 import torch
 
 from relaxd.config import RehearsalConfig, RunConfig
-from relaxd.process.child_server import ChildServer
-from relaxd.v1 import rank_pb2_grpc, trainer_pb2_grpc
 from relaxd.v1.trainer_pb2 import BroadcastWeightsResponse
 from relaxd.weights.manifest import TensorBucket, TensorSpec, plan_buckets
 from services.trainer.learner.learner import Learner
@@ -49,8 +47,4 @@ class ScriptedRank(Rank):
 
 
 if __name__ == "__main__":
-    rank = ScriptedRank()
-    ChildServer(
-        (trainer_pb2_grpc.add_TrainerServicer_to_server, rank),
-        (rank_pb2_grpc.add_RankServicer_to_server, rank),
-    ).serve()
+    ScriptedRank().serve()

@@ -41,6 +41,7 @@ class RankSupervisor:
         settings: ServiceSettings,
         count: int,
         request: rank_pb2.WorkRequest,
+        *,
         environment: Mapping[str, str],
         take_turn: Callable[[Callable[[str], None]], Awaitable[None]] | None = None,
         gpu_lease: GpuLease | None = None,

@@ -82,9 +82,9 @@ class TrainerService(ReplicaService):
             self._settings,
             ranks,
             request,
-            environment,
-            take_turn,
-            gpu_lease,
+            environment=environment,
+            take_turn=take_turn,
+            gpu_lease=gpu_lease,
             module=SCRIPTED_RANK if scripted else RANK,
         )
         self._living = asyncio.create_task(self.world.live(), name="world")

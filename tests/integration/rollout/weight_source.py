@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from relaxd.weights.checksum import checksum
-from relaxd.weights.group import WeightGroup, WeightGroupError, host_store
+from relaxd.weights.group import Rendezvous, WeightGroup, WeightGroupError, host_store
 from relaxd.weights.manifest import TensorSpec, pack, plan_buckets, to_proto
 
 
@@ -42,7 +42,8 @@ def main() -> None:
             if command["do"] == "connect":
                 if group is not None:
                     group.abort()
-                group = WeightGroup("gloo", "127.0.0.1", store.port, command["name"], 0, command["world_size"])
+                place = {"name": command["name"], "world_size": command["world_size"]}
+                group = WeightGroup(Rendezvous(transport="gloo", store_port=store.port, **place), 0)
                 group.connect(20)
             else:
                 assert group is not None

@@ -23,6 +23,7 @@ from relaxd.rpc.terms import NewestTerm
 from relaxd.v1 import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from tests.kit.ports import free_port
 from tests.kit.processes import run_python
+from tests.kit.waiting import eventually
 
 REWARD = "relaxd.v1.Reward"
 GRPCURL = Path(sys.executable).parent / "grpcurl"
@@ -355,9 +356,12 @@ async def test_a_call_outlives_the_age_of_its_connection():
         channel(f"127.0.0.1:{server.port}") as to,
     ):
         slow = score(to, "slow", timeout=60)
-        while len(set(peers)) < 3:
+
+        async def three_connections() -> bool:
             await score(to, "fine")
-            await asyncio.sleep(0.05)
+            return len(set(peers)) >= 3
+
+        await eventually(three_connections, "calls on a third connection")
         assert not slow.done()
         over.set()
         await slow

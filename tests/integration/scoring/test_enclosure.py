@@ -3,8 +3,6 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -53,16 +51,10 @@ def score(*responses: str | dict[str, Any], forbid: bool, secret_files: list[str
         "secret_files": secret_files or [],
         "forbid": forbid,
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.integration.scoring.enclosed"],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"},
-        input=json.dumps(asked),
-        capture_output=True,
-        text=True,
-        timeout=120.0,
-        check=False,
-    )
+    done = run_python(
+        "-m", "tests.integration.scoring.enclosed",
+        environment={"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}, given=json.dumps(asked),
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

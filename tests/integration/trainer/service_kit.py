@@ -293,7 +293,7 @@ class Receiver:
 
     def __init__(self, trainer: trainer_pb2_grpc.TrainerStub, name: str, sync_id: int = 1) -> None:
         """Connect with the trainer."""
-        from relaxd.weights.group import WeightGroup
+        from relaxd.weights.group import Rendezvous, WeightGroup
         from relaxd.weights.manifest import from_proto
 
         self._trainer = trainer
@@ -301,11 +301,10 @@ class Receiver:
         self.sync_id, self.name = sync_id, name
         self.manifest = trainer.GetWeightManifest(trainer_pb2.GetWeightManifestRequest())
         self.buckets = from_proto(self.manifest.manifest)
-        sources = self.manifest.source_ranks
-        host, port = self.manifest.store_host, self.manifest.store_port
-        self.group = WeightGroup("gloo", host, port, name, sources, sources + 1)
+        request = join_request(self.manifest, name, sync_id)
+        self.group = WeightGroup(Rendezvous.from_proto(request.group), self.manifest.source_ranks)
         connecting = self._pool.submit(self.group.connect, PATIENCE)
-        trainer.JoinWeightGroup(join_request(self.manifest, name, sync_id), timeout=PATIENCE)
+        trainer.JoinWeightGroup(request, timeout=PATIENCE)
         connecting.result(PATIENCE)
 
     def receive(self) -> tuple[dict[str, Any], trainer_pb2.BroadcastWeightsResponse]:

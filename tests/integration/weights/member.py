@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import relaxd.weights.group as group_module
-from relaxd.weights.group import WeightGroup, WeightGroupError, host_store
+from relaxd.weights.group import Rendezvous, WeightGroup, WeightGroupError, host_store
 
 
 class Pages:
@@ -76,8 +76,9 @@ def main() -> None:
                 case "connect":
                     timeout = command.pop("timeout")
                     abort_after = command.pop("abort_after", None)
-                    transport = "cuda_ipc" if pages else "gloo"
-                    group = WeightGroup(transport, "127.0.0.1", **command, device=torch.device("cpu"))
+                    rank = command.pop("rank")
+                    rendezvous = Rendezvous(transport="cuda_ipc" if pages else "gloo", **command)
+                    group = WeightGroup(rendezvous, rank, torch.device("cpu"))
                     if abort_after is not None:
                         threading.Timer(abort_after, group.abort).start()
                     group.connect(timeout)

@@ -84,7 +84,9 @@ class Desk:
         scaled = (ScaledReplica(launch_id=LAUNCH),)
         await self.log.add(ScaleRecord(request_id="r", spec=spec, scaled=scaled, deadline=deadline))
         runs: Any = SimpleNamespace(active=None)
-        drive = ReplicaDrive(LAUNCH, "r", self.log, self.registry, runs, self.launchers, lambda: self.now)
+        drive = ReplicaDrive(
+            LAUNCH, "r", self.log, registry=self.registry, runs=runs, launchers=self.launchers, clock=lambda: self.now
+        )
         return asyncio.create_task(drive.run())
 
     async def register(self, state: "pb.ReplicaState.ValueType", detail: str = "") -> None:

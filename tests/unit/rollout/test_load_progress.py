@@ -1,13 +1,13 @@
 """The loading of a model is seen from outside, however the process reads its files."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
 from services.rollout.engines.load_progress import loaded_mebibytes
+from tests.kit.processes import start_python
 
 MEBIBYTES = 32
 LOADER = """
@@ -30,8 +30,8 @@ def test_whoever_reads_moves_and_whoever_hangs_does_not(how: str, tmp_path: Path
     model = tmp_path / "model"
     model.write_bytes(bytes(MEBIBYTES << 20))
     # A grandchild, as SGLang's scheduler processes are.
-    command = [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {LOADER!r}])"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {LOADER!r}])"
+    with start_python("-c", code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdin is not None
         assert child.stdout is not None
         child.stdin.write(f"read {tmp_path / 'model'}\n")

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from relaxd.weights.checksum import checksum
-from relaxd.weights.group import WeightGroup, WeightGroupError, host_store
+from relaxd.weights.group import Rendezvous, WeightGroup, WeightGroupError, host_store
 from relaxd.weights.manifest import ManifestMismatch, TensorBucket, TensorSpec, pack, plan_buckets
 from services.rollout.engines.transformers.engine import TransformersEngine
 from services.rollout.engines.transformers.weights import WeightReceiver, check_manifest, named_parameters
@@ -39,7 +39,8 @@ class Pair:
         self.buckets = plan_buckets([TensorSpec(n, wire, tuple(s)) for n, s in shapes.items()], 20_000, 0)
         assert len(self.buckets) > 3
         Pair.number += 1
-        members = [WeightGroup("gloo", "127.0.0.1", self.store.port, f"g{Pair.number}", rank, 2) for rank in (0, 1)]
+        place = Rendezvous(transport="gloo", store_port=self.store.port, name=f"g{Pair.number}", world_size=2)
+        members = [WeightGroup(place, rank) for rank in (0, 1)]
         connecting = threading.Thread(target=members[0].connect, args=(20,))
         connecting.start()
         members[1].connect(20)

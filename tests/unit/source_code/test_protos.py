@@ -13,6 +13,7 @@ import pytest
 from relaxd.board import DropReason
 from relaxd.v1 import coordinator_pb2, group_pb2, health_pb2, scaling_pb2
 from services.coordinator.state import health_records, records, scale_records
+from tests.kit.processes import run_python
 
 ROOT = Path(__file__).parents[3]
 BIN = Path(sys.executable).parent
@@ -21,13 +22,9 @@ BIN = Path(sys.executable).parent
 def test_the_stubs_are_current(tmp_path):
     protos = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "protos").rglob("*.proto"))
     outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "grpc_python", "mypy")]
-    subprocess.run(
-        [sys.executable, "-m", "grpc_tools.protoc", "-Iprotos", *outputs, *protos],
-        cwd=ROOT,
-        env={**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"},
-        check=True,
-        timeout=120,
-    )
+    path = {"PATH": f"{BIN}:{os.environ['PATH']}"}
+    made = run_python("-m", "grpc_tools.protoc", "-Iprotos", *outputs, *protos, environment=path)
+    assert made.returncode == 0, made.stderr
     fresh = {path.name: path.read_text() for path in (tmp_path / "relaxd" / "v1").iterdir()}
     committed = {path.name: path.read_text() for path in (ROOT / "relaxd" / "v1").glob("*_pb2*")}
     assert sorted(fresh) == sorted(committed), "run: make protos"

@@ -112,7 +112,7 @@ def test_who_works_alone_says_how_far_it_is(time: Time) -> None:
         for _ in range(3):
             time.now += 0.6
             progress(1_500_000_000)
-    assert told == ["reading: 3.0 GB"]
+    assert told == ["reading: 3 GB"]
 
 
 def test_what_ranks_tell_of_work_in_the_background(make: Callable[[int], DiskWork]) -> None:

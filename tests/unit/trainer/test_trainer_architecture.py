@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from relaxd.config import TrainerConfig
 from services.trainer.model.architecture import ModelError
 from services.trainer.model.architectures import FAMILIES, read_architecture
-from services.trainer.model.model import transformer_config
+from services.trainer.model.model import check_divisible
 from services.trainer.model.rope import Rope
 
 LLAMA: dict[str, Any] = {
@@ -117,19 +117,19 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, changes: dict[
     [
         (
             {"tensor_parallel": 3},
-            r"tensor_parallel is 3: it must divide the model's 4 query heads. Sizes that fit: 1, 2$",
+            r"tensor_parallel is 3: it must divide the model's 4 query heads; sizes that do: 1, 2$",
         ),
         (
             {"tensor_parallel": 4, "context_parallel": 3},
-            r"tensor_parallel is 4: it must divide the model's 2 key-value heads. Sizes that fit: 1, 2$",
+            r"tensor_parallel is 4: it must divide the model's 2 key-value heads; sizes that do: 1, 2$",
         ),
         (
             {"pipeline_parallel": 4},
-            r"pipeline_parallel is 4: it must divide the model's 2 layers. Sizes that fit: 1, 2$",
+            r"pipeline_parallel is 4: it must divide the model's 2 layers; sizes that do: 1, 2$",
         ),
         (
             {"expert_parallel": 4},
-            r"expert_parallel is 4: it must divide the model's 6 experts. Sizes that fit: 1, 2, 3, 6",
+            r"expert_parallel is 4: it must divide the model's 6 experts; sizes that do: 1, 2, 3, 6",
         ),
     ],
 )
@@ -138,7 +138,7 @@ def test_a_layout_that_does_not_divide_the_model_says_which_sizes_would(
 ) -> None:
     config = TrainerConfig.model_validate({"ranks": 12, **sizes})
     with pytest.raises(ModelError, match=message):
-        transformer_config(read_architecture(write(tmp_path, **MOE, head_dim=16)), config)
+        check_divisible(write(tmp_path, **MOE, head_dim=16), config)
 
 
 def test_broken_folders_are_refused_by_name(tmp_path: Path) -> None:

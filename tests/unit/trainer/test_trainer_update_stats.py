@@ -8,7 +8,7 @@ from services.trainer.learner.update_stats import UpdateStats, step_metrics
 
 
 def update(loss: float, tokens: int = 10, *, skipped: bool = False, lr: float = 0.1, **metrics: float) -> UpdateStats:
-    return UpdateStats(3, loss, 2 * loss, skipped, lr, tokens, metrics)
+    return UpdateStats(step=3, loss=loss, grad_norm=2 * loss, skipped=skipped, lr=lr, tokens=tokens, metrics=metrics)
 
 
 def test_a_step_of_one_update_has_its_numbers() -> None:

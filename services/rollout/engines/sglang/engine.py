@@ -22,7 +22,7 @@ from sglang.srt.managers.io_struct import (
 
 from relaxd.rpc.errors import RpcError
 from relaxd.v1 import engine_pb2
-from services.rollout.engines.generation_gate import GenerationGate
+from services.rollout.engines.generation_gate import GatedEngine
 from services.rollout.engines.sglang.launch import MessageChannel
 from services.rollout.engines.sglang.logprobs import LogprobRequests
 from services.rollout.engines.sglang.samples import SGLangRequest, SGLangSample, aborted_outputs, add_output
@@ -37,7 +37,7 @@ ENDED_AT_ONCE = 16
 logger = logging.getLogger(__name__)
 
 
-class SGLangEngine:
+class SGLangEngine(GatedEngine):
     """Generates with SGLang. Pauses between two steps; its weights are updated in a pause (see GenerationGate)."""
 
     def __init__(
@@ -59,6 +59,7 @@ class SGLangEngine:
         `on_output` is called with the new outputs by request; `on_broken` with the reason when the scheduler processes
         don't do what they are told.
         """
+        super().__init__()
         self._channel = channel
         self._schedulers = schedulers
         self._decode = decode
@@ -69,7 +70,6 @@ class SGLangEngine:
         self._on_broken = on_broken
         self.logprobs = LogprobRequests(channel.send)
         """Requests for log-probs of given tokens, which pass the gate: such an engine is never paused."""
-        self._gate = GenerationGate()
         self._state: PauseMode | None = None
         """Mode in which the schedulers are paused: in_place or retract; None while they run."""
         self._groups: dict[str, SGLangRequest] = {}
@@ -83,24 +83,6 @@ class SGLangEngine:
         self._stats = dict.fromkeys(("running_samples", "waiting_samples", "tokens_generated", "tokens_prefilled"), 0)
         for work in (self._supervise, self._read):
             threading.Thread(target=self._run_thread, args=(work,), name=work.__name__.strip("_"), daemon=True).start()
-
-    @property
-    def weights(self) -> Version | None:
-        """The weights that are served; None before the first commit."""
-        return self._gate.weights
-
-    @property
-    def quarantined(self) -> bool:
-        """See GenerationGate."""
-        return self._gate.quarantined
-
-    def serve_loaded(self) -> None:
-        """See GenerationGate."""
-        self._gate.serve_loaded()
-
-    def quarantine(self) -> None:
-        """See GenerationGate."""
-        self._gate.quarantine()
 
     def stats(self) -> dict[str, int]:
         """See LoadedEngine."""
@@ -156,11 +138,6 @@ class SGLangEngine:
     def resume(self) -> None:
         """End the pause."""
         self._gate.resume()
-
-    @property
-    def asleep(self) -> bool:
-        """See GenerationGate."""
-        return self._gate.asleep
 
     def sleep(self, timeout: float) -> None:
         """Wait for running samples, then free weights and key-value cache. Raises EngineError."""

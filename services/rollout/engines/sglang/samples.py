@@ -20,7 +20,7 @@ PREFIX = "prefix"
 """Stands for the sample's index in the id of the request that prefills the prompt."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class SGLangSample:
     """A sample that is being generated, or waits to be."""
 
@@ -47,7 +47,7 @@ class SGLangSample:
     def of(cls, request: Request, index: int) -> "SGLangSample":
         """Make a request's sample."""
         tokens = list(request.tokens_of(index))
-        return cls(index, len(tokens), tokens, reported=len(tokens))
+        return cls(index=index, begun=len(tokens), tokens=tokens, reported=len(tokens))
 
     def text(self, decode: Callable[[list[int]], str]) -> str:
         """Return the text of the whole sample, without what ended it."""

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any
 
 import psutil
 import sglang.srt.managers.scheduler as sglang_scheduler
@@ -25,9 +25,8 @@ from transformers import AutoTokenizer
 
 from relaxd.process.child_server import die_with_parent, serve_socket
 from relaxd.replica.gpus import gpu_share
-from relaxd.rpc.enums import words
-from relaxd.v1 import engine_pb2, engine_pb2_grpc, rollout_pb2, rollout_pb2_grpc, weights_pb2
-from relaxd.weights.group import Transport
+from relaxd.v1 import engine_pb2, engine_pb2_grpc, rollout_pb2, rollout_pb2_grpc
+from relaxd.weights.group import Rendezvous
 from relaxd.weights.manifest import ManifestMismatch
 from services.rollout.engines.sglang.gpu_share import memory_of_all, show_share
 from services.rollout.engines.sglang.logits import TEMPERATURE_VARIABLE, set_temperature
@@ -73,7 +72,7 @@ class ControlledScheduler(Scheduler):
             # Other threads must name the GPU.
             self.cuda_device = torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else None
             device = self.cuda_device or torch.device("cpu")
-            self.weights = SGLangWeights(runner.model, device, self.ps.tp_rank, self.ps.tp_size)
+            self.weights = SGLangWeights(runner.model, device, self.ps.tp_size)
             self.model_config.hf_eos_token_id = None  # each request has its end tokens
             if temperature := os.environ.get(TEMPERATURE_VARIABLE):
                 set_temperature(runner.model, float(temperature))
@@ -244,12 +243,8 @@ class ControlHandlers(engine_pb2_grpc.SchedulerServicer, rollout_pb2_grpc.Rollou
         group = request.group
         try:
             self._scheduler.weights.join(
-                cast(Transport, words(weights_pb2.Transport)[group.transport]),
-                group.store_host,
-                group.store_port,
-                group.name,
+                Rendezvous.from_proto(group),
                 request.rank + self._scheduler.ps.tp_rank,
-                group.world_size,
                 request.manifest,
                 group.timeout_seconds,
             )

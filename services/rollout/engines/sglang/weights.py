@@ -12,7 +12,7 @@ import torch
 
 from relaxd.v1 import weights_pb2
 from relaxd.weights.checksum import checksums
-from relaxd.weights.group import Transfer, Transport, WeightGroup, WeightGroupError
+from relaxd.weights.group import Rendezvous, Transfer, WeightGroup, WeightGroupError
 from relaxd.weights.layout import Layout, broadcast_layout, piece_bytes, pieces
 from relaxd.weights.manifest import ManifestError, ManifestMismatch, TensorBucket, from_proto, unpack
 from services.rollout.engines.sglang.loader_copies import Destination, find_destinations
@@ -48,7 +48,7 @@ class SGLangWeights:
     parts are copied.
     """
 
-    def __init__(self, model: Any, device: torch.device, tensor_rank: int, tensor_size: int) -> None:
+    def __init__(self, model: Any, device: torch.device, tensor_size: int) -> None:
         """Raises UnsupportedModel for a model with derived copies of its weights, such as a quantised one."""
         check_model(model)
         self._model = model
@@ -60,17 +60,7 @@ class SGLangWeights:
         self._dirty = False
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
-    def join(
-        self,
-        transport: Transport,
-        store_host: str,
-        store_port: int,
-        name: str,
-        rank: int,
-        world_size: int,
-        manifest: weights_pb2.WeightManifest,
-        timeout: float,
-    ) -> None:
+    def join(self, rendezvous: Rendezvous, rank: int, manifest: weights_pb2.WeightManifest, timeout: float) -> None:
         """Check that a weight group's manifest is exactly this model's, and connect to the group.
 
         The model may generate meanwhile. Leaves the group that it was in.
@@ -84,11 +74,17 @@ class SGLangWeights:
         except ManifestError as error:
             raise ManifestMismatch(str(error)) from error
         destinations = self._find(manifest, buckets)
-        device = None if transport == "gloo" else self._device
-        group = WeightGroup(transport, store_host, store_port, name, rank, world_size, device)
-        layout = broadcast_layout(transport, "sglang")
-        place = device or torch.device("cpu")
-        receiver = _Receiver(self._model, group, buckets, destinations, layout, place, self._touch)
+        device = None if rendezvous.transport == "gloo" else self._device
+        group = WeightGroup(rendezvous, rank, device)
+        receiver = _Receiver(
+            group,
+            buckets,
+            destinations,
+            model=self._model,
+            layout=broadcast_layout(rendezvous.transport, "sglang"),
+            device=device or torch.device("cpu"),
+            touch=self._touch,
+        )
         with self._lock:
             old, self._receiver = self._receiver, receiver
         if old is not None:
@@ -96,7 +92,7 @@ class SGLangWeights:
         try:
             group.connect(timeout)
         except WeightGroupError:
-            self._forget(name)
+            self._forget(group.name)
             raise
 
     def receive(
@@ -162,10 +158,11 @@ class _Receiver:
 
     def __init__(
         self,
-        model: Any,
         group: WeightGroup,
         buckets: Sequence[TensorBucket],
         destinations: Sequence[Destination],
+        *,
+        model: Any,
         layout: Layout,
         device: torch.device,
         touch: Callable[[], None],

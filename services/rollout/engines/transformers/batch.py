@@ -12,7 +12,7 @@ from services.rollout.engines.transformers.sampling import sample_generator
 from services.rollout.engines.types import FinishReason, Request
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class RunningSample:
     """A sample that is being generated, or waits to be."""
 
@@ -43,7 +43,14 @@ class RunningSample:
         sampling, tokens = request.sampling, list(request.tokens_of(index))
         stop_ids = frozenset(sampling.stop_token_ids) or end_ids
         generator = sample_generator(sampling.seed, index, len(tokens))
-        return cls(request, index, generator, frozenset() if sampling.ignore_eos else stop_ids, len(tokens), tokens)
+        return cls(
+            request=request,
+            index=index,
+            generator=generator,
+            stop_ids=frozenset() if sampling.ignore_eos else stop_ids,
+            begun=len(tokens),
+            tokens=tokens,
+        )
 
     @property
     def prefix(self) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from services.rollout.engines.generation_gate import GenerationGate
+from services.rollout.engines.generation_gate import GatedEngine
 from services.rollout.engines.transformers.batch import Batch, RunningSample
 from services.rollout.engines.transformers.parameter_memory import ParameterMemory
 from services.rollout.engines.transformers.sampling import choose_tokens, likeliest_tokens
@@ -38,7 +38,7 @@ SLEEP_LEASE_SECONDS = 10.0
 logger = logging.getLogger(__name__)
 
 
-class TransformersEngine:
+class TransformersEngine(GatedEngine):
     """Generates with a model. Pauses between two tokens; its weights are updated in a pause (see GenerationGate)."""
 
     def __init__(
@@ -57,6 +57,7 @@ class TransformersEngine:
 
         With `keep_weights` a sleep frees no parameters, because nobody would send them again.
         """
+        super().__init__()
         self.model = model
         self._decode = decode
         self._end_ids = frozenset(end_ids)
@@ -64,7 +65,6 @@ class TransformersEngine:
         self._on_output = on_output
         self._on_failure = on_failure
         self._threads = threads
-        self._gate = GenerationGate()
         self._memory = ParameterMemory(model)
         self._keep_weights = keep_weights
         self._waiting: deque[list[RunningSample]] = deque()
@@ -75,29 +75,6 @@ class TransformersEngine:
         self._tokens_generated = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
-
-    @property
-    def weights(self) -> Version | None:
-        """The weights that are served; None before the first commit."""
-        return self._gate.weights
-
-    @property
-    def quarantined(self) -> bool:
-        """See GenerationGate."""
-        return self._gate.quarantined
-
-    def serve_loaded(self) -> None:
-        """See GenerationGate."""
-        self._gate.serve_loaded()
-
-    def quarantine(self) -> None:
-        """See GenerationGate."""
-        self._gate.quarantine()
-
-    @property
-    def asleep(self) -> bool:
-        """See GenerationGate."""
-        return self._gate.asleep
 
     def stats(self) -> dict[str, int]:
         """See LoadedEngine."""

@@ -3,7 +3,7 @@
 import threading
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import psutil
 import torch
@@ -11,9 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from relaxd.config import RolloutConfig
-from relaxd.rpc.enums import words
-from relaxd.v1 import engine_pb2, rollout_pb2, weights_pb2
-from relaxd.weights.group import Transport, WeightGroup, WeightGroupError
+from relaxd.v1 import engine_pb2, rollout_pb2
+from relaxd.weights.group import Rendezvous, WeightGroup, WeightGroupError
 from relaxd.weights.manifest import ManifestError, ManifestMismatch, from_proto
 from services.rollout.engines.engine_process import EngineProcess, read_arguments
 from services.rollout.engines.model_folder import read_model_folder
@@ -64,9 +63,7 @@ class TransformersProcess(EngineProcess):
         except (ManifestError, ManifestMismatch) as error:
             raise BadManifest(str(error)) from error
         try:
-            transport = cast(Transport, words(weights_pb2.Transport)[asked.transport])
-            address = (asked.store_host, asked.store_port)
-            group = WeightGroup(transport, *address, asked.name, request.rank, asked.world_size)
+            group = WeightGroup(Rendezvous.from_proto(asked), request.rank)
             self._leave_groups()  # an engine is in one group, even if it was not told to leave the last one
             with self._lock:
                 self._groups[asked.name] = group

@@ -53,7 +53,7 @@ class TrainedModel:
     """The learning-rate schedule."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Stateful:
     """The parts of a learner that a checkpoint holds."""
 

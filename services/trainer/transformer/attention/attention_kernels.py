@@ -105,7 +105,14 @@ def visible(queries: int, keys: int, window: int, device: torch.device) -> Tenso
 
 
 def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, scale: float, window: int | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    cu_seqlens: Tensor,
+    longest: int,
+    scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """Causal attention within each sequence by torch's variable-length kernel.
 
@@ -121,7 +128,9 @@ def varlen_attention(
     Returns:
         [T, heads, size].
     """
-    return _varlen_attn(query, key, value, (cu_seqlens, cu_seqlens), (longest, longest), scale, window)
+    return _varlen_attn(
+        query, key, value, begins=(cu_seqlens, cu_seqlens), longest=(longest, longest), scale=scale, window=window
+    )
 
 
 def slice_by_varlen(
@@ -141,13 +150,16 @@ def slice_by_varlen(
         [queries, heads, size].
     """
     longest = max(queries for queries, _ in own.lengths), max(keys for _, keys in own.lengths)
-    return _varlen_attn(query, key, value, (own.cu_queries, own.cu_keys), longest, scale, window)
+    return _varlen_attn(
+        query, key, value, begins=(own.cu_queries, own.cu_keys), longest=longest, scale=scale, window=window
+    )
 
 
 def _varlen_attn(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    *,
     begins: tuple[Tensor, Tensor],
     longest: tuple[int, int],
     scale: float,
@@ -194,7 +206,9 @@ def _cudnn(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Ten
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
     cu_seqlens = torch.tensor(np.cumsum([0, *LENGTHS]), dtype=torch.int32, device=query.device)
-    return varlen_attention(query, key, value, cu_seqlens, max(LENGTHS), query.shape[-1] ** -0.5, window)
+    return varlen_attention(
+        query, key, value, cu_seqlens=cu_seqlens, longest=max(LENGTHS), scale=query.shape[-1] ** -0.5, window=window
+    )
 
 
 def _varlen_in_slices(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:

@@ -79,7 +79,7 @@ class _Attention(torch.autograd.Function):
         return *gradients, None, None, None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Shape:
     """The shape of a call: the key of its plan."""
 
@@ -101,7 +101,18 @@ class _Shape:
         packed = batch.count * batch.longest > MAX_STATISTICS_RATIO * tokens
         if window is not None and window >= batch.longest:
             window = None
-        return cls(index, batch.count, batch.longest, tokens, heads, key.shape[1], size, scale, window, packed)
+        return cls(
+            device=index,
+            count=batch.count,
+            longest=batch.longest,
+            tokens=tokens,
+            heads=heads,
+            kv_heads=key.shape[1],
+            size=size,
+            scale=scale,
+            window=window,
+            packed=packed,
+        )
 
 
 @dataclass(frozen=True)

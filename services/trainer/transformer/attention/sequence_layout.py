@@ -45,7 +45,7 @@ class CudnnBatch:
     """int64 [count + 1]: first slot of each sequence, and the number of slots."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SequenceLayout:
     """Where the sequences of a packed micro-batch are, in the forms that attention needs: T tokens, P slots."""
 
@@ -100,17 +100,17 @@ def sequence_layout(
     token_of_slot = np.concatenate(padded).astype(np.int64)
     cu_seqlens = np.cumsum([0, *(len(member) for member in padded)])
     return SequenceLayout(
-        to_device(cu_seqlens.astype(np.int32), device),
-        max(lengths),
-        kernel,
-        tuple((len(block), lengths[block[0]]) for block in blocks),
-        cudnn_batches(lengths, device) if kernel == "cudnn" else (),
-        np.array_equal(token_of_slot, np.arange(len(batch.tokens))),
-        Slots.of(token_of_slot, len(batch.tokens), device),
-        sum(lengths) > len(batch.tokens),
-        _query_slice(batch, context, device),
-        context,
-        router or RouterInputs(),
+        cu_seqlens=to_device(cu_seqlens.astype(np.int32), device),
+        longest=max(lengths),
+        kernel=kernel,
+        blocks=tuple((len(block), lengths[block[0]]) for block in blocks),
+        cudnn_batches=cudnn_batches(lengths, device) if kernel == "cudnn" else (),
+        as_packed=np.array_equal(token_of_slot, np.arange(len(batch.tokens))),
+        slots=Slots.of(token_of_slot, len(batch.tokens), device),
+        shared=sum(lengths) > len(batch.tokens),
+        query_slice=_query_slice(batch, context, device),
+        context=context,
+        router=router or RouterInputs(),
     )
 
 

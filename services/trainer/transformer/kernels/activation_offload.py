@@ -58,11 +58,6 @@ class ActivationOffload:
         """Bytes of the host's memory that were allocated so far."""
         return self._pool.allocated
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of it that hold activations now, in whole blocks."""
-        return self._pool.allocated - self._pool.free_bytes
-
     def saving(self, staying: Iterable[Tensor]) -> AbstractContextManager[Any]:
         """Return a context in which autograd saves tensors on the host, but for `staying`, such as parameters."""
         if not torch.is_grad_enabled():

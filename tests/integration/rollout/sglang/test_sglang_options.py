@@ -1,13 +1,12 @@
 """What [rollout.sglang] may say, and what SGLang gets."""
 
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.kit.processes import run_python
 from tests.sglang.environment import CPU_ENVIRONMENT, CPU_OPTIONS
 
 CASES: list[tuple[dict[str, object], str]] = [
@@ -30,10 +29,9 @@ def test_options_are_checked_by_name_and_type_and_memory_follows_the_share(pytho
     of_it = rollout | {"memory_fraction": 0.6}
     memory = [(rollout, 1.0), (rollout, 0.7), (rollout, 0.01), (of_it, 1.0), (of_it, 0.7)]
     cases = [case for case, _ in CASES], [(str(model), *case) for case in memory]
-    command = [python, "-m", "tests.integration.rollout.sglang.option_cases", *map(json.dumps, cases)]
-    root = Path(__file__).parents[4]
-    environment = {**os.environ, **CPU_ENVIRONMENT}
-    run = subprocess.run(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=120)
+    words = ["-m", "tests.integration.rollout.sglang.option_cases", *map(json.dumps, cases)]
+    run = run_python(*words, python=python, environment=CPU_ENVIRONMENT)
+    assert run.returncode == 0, run.stderr
     lines = [json.loads(line) for line in run.stdout.splitlines()[-len(CASES) - len(memory) :]]
     for (case, right), said in zip(CASES, lines[: len(CASES)], strict=True):
         assert (said == "") == (right == ""), case

@@ -1,10 +1,7 @@
 """SGLang's own models receive weights: what arrives is what SGLang's loaders would have made of them."""
 
-import json
-import os
 import re
 import socket
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -17,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from relaxd.weights.checksum import checksum
-from relaxd.weights.group import WeightGroup, host_store
+from relaxd.weights.group import Rendezvous, WeightGroup, host_store
 from relaxd.weights.layout import as_sent
 from relaxd.weights.manifest import TensorBucket, TensorSpec, pack, plan_buckets, to_proto
+from tests.kit.processes import Partner
 from tests.sglang.environment import CPU_ENVIRONMENT, EnvironmentUnavailable, sglang_python
 
 SHAPE = {
@@ -85,33 +83,20 @@ class Ranks:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
-        self.processes = [
-            subprocess.Popen(
-                [python, "-m", "tests.integration.rollout.sglang.weights_member", *map(str, (rank, size, port))],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env={**os.environ, **CPU_ENVIRONMENT, "PYTHONPATH": str(Path(__file__).parents[4])},
-            )
+        member = "tests.integration.rollout.sglang.weights_member"
+        self.members = [
+            Partner("-m", member, *map(str, (rank, size, port)), python=python, environment=CPU_ENVIRONMENT)
             for rank in range(size)
         ]
 
     def tell(self, do: str, **command: Any) -> None:
         """Begin something on all ranks."""
-        for process in self.processes:
-            assert process.stdin is not None
-            process.stdin.write(json.dumps({"do": do, **command}) + "\n")
-            process.stdin.flush()
+        for member in self.members:
+            member.tell(do=do, **command)
 
     def answers(self) -> list[dict[str, Any]]:
         """How it ended on each rank."""
-        found = []
-        for process in self.processes:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            assert line, f"a rank ended with {process.wait()}"
-            found.append(dict(json.loads(line)))
-        return found
+        return [member.answer() for member in self.members]
 
     def do(self, do: str, **command: Any) -> list[dict[str, Any]]:
         """All of it."""
@@ -120,23 +105,21 @@ class Ranks:
 
     def join(self, source: Source, layout: str) -> tuple[WeightGroup, list[dict[str, Any]]]:
         """A new group of the source and all ranks."""
-        size = len(self.processes) + 1
-        group = WeightGroup("gloo", "127.0.0.1", STORE.port, f"group-{next(NAMES)}", 0, size)
+        size = len(self.members) + 1
+        place = {"store_port": STORE.port, "name": f"group-{next(NAMES)}", "world_size": size}
+        group = WeightGroup(Rendezvous(transport="gloo", **place), 0)
         connecting = threading.Thread(target=group.connect, args=(30,))
         connecting.start()
         manifest = to_proto(source.buckets).SerializeToString().hex()
-        for rank, process in enumerate(self.processes, start=1):
-            place = {"port": STORE.port, "name": group.name, "rank": rank, "world_size": size}
-            assert process.stdin is not None
-            process.stdin.write(json.dumps({"do": "join", "manifest": manifest, "layout": layout, **place}) + "\n")
-            process.stdin.flush()
+        for rank, member in enumerate(self.members, start=1):
+            member.tell(do="join", manifest=manifest, layout=layout, rank=rank, **place)
         connecting.join()
         return group, self.answers()
 
     def refuse(self, source: Source) -> str:
         """Why the first rank doesn't join."""
         manifest = to_proto(source.buckets).SerializeToString().hex()
-        place = {"port": STORE.port, "name": f"group-{next(NAMES)}", "rank": 1, "world_size": 2}
+        place = {"store_port": STORE.port, "name": f"group-{next(NAMES)}", "rank": 1, "world_size": 2}
         return str(self.do("join", manifest=manifest, layout="flat", **place)[0]["error"])
 
 
@@ -149,16 +132,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     ranks = Ranks(request.param)
     yield ranks
-    for process in ranks.processes:
-        process.kill()
-        process.wait()
+    for member in ranks.members:
+        member.close()
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
 def test_what_arrives_is_what_sglang_s_loader_makes_of_it(
     name: str, ranks: Ranks, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    alone = len(ranks.processes) == 1
+    alone = len(ranks.members) == 1
     ranks.do("load", folder=str(models[name]))
     for seed, layout in enumerate(("flat", "direct", "direct"), start=1):
         source = Source(models[name], seed, torch.float32 if seed == 3 else torch.bfloat16)
@@ -207,7 +189,7 @@ def test_what_does_not_fit_is_named_and_what_breaks_is_told(
     save_file(source.tensors, tmp_path / "sent.safetensors")  # its loader doubles here, too
     assert all(not answer["different"] for answer in ranks.do("compare", file=str(tmp_path / "sent.safetensors")))
     ranks.do("load", folder=str(folder))
-    if len(ranks.processes) > 1:
+    if len(ranks.members) > 1:
         return
     q_proj, down_proj = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight"
     extra = TensorSpec("model.layers.1.self_attn.x", torch.bfloat16, (4,))

@@ -16,7 +16,7 @@ from sglang.srt.model_loader import get_model
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
 from relaxd.v1.weights_pb2 import WeightManifest
-from relaxd.weights.group import WeightGroupError
+from relaxd.weights.group import Rendezvous, WeightGroupError
 from relaxd.weights.manifest import ManifestMismatch
 from services.rollout.engines.sglang import weights as sglang_weights
 from services.rollout.engines.sglang.weights import SGLangWeights, UnsupportedModel
@@ -47,14 +47,14 @@ class Member:
         self.model: Any = get_model(
             model_config=config, load_config=LoadConfig(load_format="auto"), device_config=DeviceConfig("cpu")
         )
-        self.weights = SGLangWeights(self.model, torch.device("cpu"), self.rank, self.size)
+        self.weights = SGLangWeights(self.model, torch.device("cpu"), self.size)
         return {}
 
-    def join(self, port: int, name: str, rank: int, world_size: int, manifest: str, layout: str) -> dict[str, Any]:
+    def join(self, rank: int, manifest: str, layout: str, **place: Any) -> dict[str, Any]:
         """Join a group. Over gloo buckets are flat; NCCL's layout is asked for, which gloo can do as well."""
         sglang_weights.broadcast_layout = lambda transport, engine: layout  # type: ignore[assignment,return-value]
         sent = WeightManifest.FromString(bytes.fromhex(manifest))
-        self.weights.join("gloo", "127.0.0.1", port, name, rank, world_size, sent, TIMEOUT)
+        self.weights.join(Rendezvous(transport="gloo", **place), rank, sent, TIMEOUT)
         receiver = self.weights._receiver
         assert receiver is not None
         return {"staged": sum(len(staged) for staged in receiver._staged)}
@@ -96,7 +96,7 @@ class Member:
             pass
 
         self.model.get_submodule(module).quant_method = Fp8LinearMethod()
-        SGLangWeights(self.model, torch.device("cpu"), self.rank, self.size)
+        SGLangWeights(self.model, torch.device("cpu"), self.size)
         return {}
 
 

@@ -19,12 +19,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from relaxd.config import RolloutConfig
 from relaxd.v1 import rollout_pb2, weights_pb2
-from relaxd.weights.group import Transport, host_store
+from relaxd.weights.group import Rendezvous, Transport, host_store
 from relaxd.weights.manifest import TensorSpec, pack, plan_buckets, to_proto
 from relaxd.weights.stock_group import StockWeightGroup
 from services.rollout.engines.sglang_external.engine import ExternalEngine
 from services.rollout.engines.types import Output, Sampling, Version
 from tests.kit.engines import receive_request
+from tests.kit.processes import start_python
 from tests.kit.waiting import wait_until
 from tests.sglang.environment import CPU_ENVIRONMENT
 
@@ -48,15 +49,18 @@ class Server:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._command = [
-            python, "-m", "sglang.launch_server", "--model-path", str(model), "--host", "127.0.0.1",
+        self._python = python
+        self._words = [
+            "-m", "sglang.launch_server", "--model-path", str(model), "--host", "127.0.0.1",
             "--port", str(self.port), "--api-key", KEY, *flags,
         ]  # fmt: skip
-        self._environment = {**os.environ, **environment}
+        self._environment = environment
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        self.process = subprocess.Popen(self._command, env=self._environment, start_new_session=True)
+        self.process = start_python(
+            *self._words, python=self._python, environment=self._environment, start_new_session=True
+        )
 
     def wait_until_up(self) -> None:
         assert self.process is not None
@@ -106,7 +110,7 @@ class Trainer:
 
     def connect(self, name: str, timeout: float = 20.0) -> None:
         self.close()
-        self.group = StockWeightGroup(self._transport, "127.0.0.1", self._store.port, name, 0, 2, self._device)
+        self.group = StockWeightGroup(Rendezvous.from_proto(self.member(name, timeout).group), 0, self._device)
         self.group.connect(timeout)
 
     def close(self) -> None:

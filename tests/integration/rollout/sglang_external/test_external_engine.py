@@ -137,9 +137,10 @@ async def running_samples(server: Server) -> int:
 
 
 async def until_none_runs(server: Server) -> None:
-    async with asyncio.timeout(PATIENCE):
-        while await running_samples(server):
-            await asyncio.sleep(0.02)
+    async def none_runs() -> bool:
+        return await running_samples(server) == 0
+
+    await eventually(none_runs, "no sample runs", PATIENCE)
 
 
 async def test_leaving_an_answer_aborts_it(engine: Engine, server: Server) -> None:

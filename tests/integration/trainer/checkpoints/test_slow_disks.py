@@ -39,7 +39,7 @@ def test_files_may_take_longer_than_a_collective(
         Slow(1, "read", "*/step-000002.safetensors", DISK_SECONDS),  # replay
     )
     with trainer_service(config, redis_url, tmp_path, slow_disk(*slow)) as (coordinator, feeder, process):
-        coordinator.wait_for_detail("model: waiting for rank 1, which has processed 0 MB")
+        coordinator.wait_for_detail("model: waiting for rank 1, which has processed 0 B")
         feeder.feed(2, 0)
         coordinator.wait_for_version(1, 1)
         path = process.trainer.SaveCheckpoint(trainer_pb2.TrainerSaveCheckpointRequest(), timeout=60).path
@@ -62,4 +62,4 @@ def test_a_disk_that_stands_still_is_given_up_and_named(tiny_qwen3: Path, redis_
     disk = slow_disk(Slow(1, "read", "*/model.safetensors", 1000.0))
     with trainer_service(config, redis_url, tmp_path, disk) as (coordinator, _, _):
         said = coordinator.wait_for_detail("DiskStalled: reading")
-        assert "rank 1, which has processed 0 MB, made no progress for 3 s (trainer.disk_stall_seconds = 3)" in said
+        assert "rank 1, which has processed 0 B, made no progress for 3 s (trainer.disk_stall_seconds = 3)" in said

@@ -9,6 +9,7 @@ import os
 import sys
 from pathlib import Path
 
+from relaxd.weights.group import Rendezvous
 from services.trainer.loop import broadcast
 from services.trainer.loop.broadcast import WeightBroadcaster, weight_buckets
 from tests.integration.trainer.trainer_worlds import Job, make_learner
@@ -23,7 +24,8 @@ def main() -> None:
     broadcast.broadcast_layout = lambda transport, engine: "direct"  # type: ignore[assignment]
     broadcaster = WeightBroadcaster(learner, weight_buckets(learner, BUCKET_BYTES), "sglang")
     if learner.world.gather.source:
-        broadcaster.join("gloo", "127.0.0.1", int(port), name, int(size), 60)
+        rendezvous = Rendezvous(transport="gloo", store_port=int(port), name=name, world_size=int(size))
+        broadcaster.join(rendezvous, 60)
     for checksums in (False, True):
         result = broadcaster.broadcast(name, 60, checksums)
     print(json.dumps({"bytes": result.bytes, "checksums": dict(result.checksums)}))

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from relaxd.weights.checksum import checksum
-from relaxd.weights.group import WeightGroup, host_store
+from relaxd.weights.group import Rendezvous, WeightGroup, host_store
 from relaxd.weights.layout import piece_bytes, pieces
 from relaxd.weights.manifest import TensorSpec, plan_buckets
 from services.trainer.model.architectures import read_architecture
@@ -33,7 +33,8 @@ def test_what_is_sent_directly_is_the_model(arrangement: str, tmp_path: Path) ->
         "tests.integration.trainer.service.broadcasting_ranks", *arguments, ranks=2, port=free_port()
     )
     try:
-        group = WeightGroup("gloo", "127.0.0.1", store.port, "group", stages, stages + 1)
+        rendezvous = Rendezvous(transport="gloo", store_port=store.port, name="group", world_size=stages + 1)
+        group = WeightGroup(rendezvous, stages)
         group.connect(PATIENCE)
         expected = load_file(model / "model.safetensors")
         specs = hf_tensor_specs(read_architecture(model), torch.float32, stages, 1)

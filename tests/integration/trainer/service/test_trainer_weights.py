@@ -29,10 +29,11 @@ from tests.kit.processes import kill, start_python
 DYING_RECEIVER = """
 import sys, time
 import torch
-from relaxd.weights.group import WeightGroup
+from relaxd.weights.group import Rendezvous, WeightGroup
 host, port, name, nbytes = sys.argv[1:]
 print("imported", flush=True)
-group = WeightGroup("gloo", host, int(port), name, 1, 2)
+meet = Rendezvous(transport="gloo", store_host=host, store_port=int(port), name=name, world_size=2)
+group = WeightGroup(meet, 1)
 group.connect(60.0)
 group.broadcast(torch.empty(int(nbytes), dtype=torch.uint8), 0, 60.0)
 print("received one of several buckets", flush=True)

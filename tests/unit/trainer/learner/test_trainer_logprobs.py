@@ -36,7 +36,9 @@ def test_values_and_gradients_equal_the_formula(
         ours_hidden = hidden.float().requires_grad_()
         ours_weight = weight.float().requires_grad_()
         shard = VocabShard(start=0, size=VOCAB, group=None)
-        logprobs, entropy, _ = token_logprobs(ours_hidden, ours_weight, tokens, temperature.float(), shard, chunk)
+        logprobs, entropy, _ = token_logprobs(
+            ours_hidden, ours_weight, tokens, temperature.float(), shard, chunk_tokens=chunk
+        )
         (logprobs * factors.float() + entropy_share * entropy).sum().backward()
 
         torch.testing.assert_close(logprobs.double(), exact_logprobs, atol=1e-5, rtol=1e-5)
@@ -65,7 +67,7 @@ def test_bfloat16_gives_float32_results(
     ours_hidden = hidden.bfloat16().requires_grad_()
     ours_weight = weight.bfloat16().requires_grad_()
     logprobs, entropy, _ = token_logprobs(
-        ours_hidden, ours_weight, tokens, temperature.float(), VocabShard(0, VOCAB, None), 4
+        ours_hidden, ours_weight, tokens, temperature.float(), VocabShard(0, VOCAB, None), chunk_tokens=4
     )
     logprobs.sum().backward()
     assert logprobs.dtype == entropy.dtype == torch.float32
@@ -92,7 +94,9 @@ def test_logits_that_are_kept_and_those_made_anew_give_the_same_bits(
     for kept_bytes in (0, 2 * 4 * VOCAB * 4, 1 << 20):  # no chunk, two of the three, all
         leaf = hidden.clone().requires_grad_()
         shard = VocabShard(0, VOCAB, None)
-        logprobs, entropy, _ = token_logprobs(leaf, weight, tokens, temperature, shard, 4, kept_bytes)
+        logprobs, entropy, _ = token_logprobs(
+            leaf, weight, tokens, temperature, shard, chunk_tokens=4, kept_bytes=kept_bytes
+        )
         (logprobs * entropy).sum().backward()
         found.append((logprobs.detach(), entropy.detach(), leaf.grad))
     for others in found[1:]:
@@ -106,7 +110,7 @@ def test_a_gradient_buffer_gets_the_weight_s_gradient(
     plain, buffered = weight.clone().requires_grad_(), weight.clone().requires_grad_()
     buffered.main_grad = torch.ones_like(weight)  # type: ignore[attr-defined]
     for leaf in (plain, buffered):
-        logprobs, *_ = token_logprobs(hidden, leaf, tokens, temperature, VocabShard(0, VOCAB, None), 4)
+        logprobs, *_ = token_logprobs(hidden, leaf, tokens, temperature, VocabShard(0, VOCAB, None), chunk_tokens=4)
         logprobs.sum().backward()
     assert buffered.grad is None
     torch.testing.assert_close(buffered.main_grad - 1, plain.grad, atol=1e-6, rtol=1e-5)  # type: ignore[attr-defined]
@@ -131,7 +135,14 @@ def test_candidates_have_their_own_log_probs_and_gradients(
     ours_hidden, ours_weight = hidden.float().requires_grad_(), weight.float().requires_grad_()
     shard = VocabShard(start=0, size=VOCAB, group=None)
     found = token_logprobs(
-        ours_hidden, ours_weight, tokens, temperature.float(), shard, chunk, 4 * VOCAB * 4, candidates
+        ours_hidden,
+        ours_weight,
+        tokens,
+        temperature.float(),
+        shard,
+        chunk_tokens=chunk,
+        kept_bytes=4 * VOCAB * 4,
+        candidates=candidates,
     )
     assert not found.candidates[:, 3].any()
     together = torch.cat([found.candidates, found.tokens.unsqueeze(-1)], -1)
@@ -182,9 +193,9 @@ def test_float32_logits_are_exact_from_bfloat16_hidden_states(
             tokens,
             temperature.float(),
             shard,
-            4,
-            kept_bytes,
-            candidates,
+            chunk_tokens=4,
+            kept_bytes=kept_bytes,
+            candidates=candidates,
             float32_logits=float32_logits,
         )
         errors = (
