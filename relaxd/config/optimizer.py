@@ -30,10 +30,11 @@ class OptimizerConfig(Section):
     """AdamW's epsilon."""
     clip_grad: float = Field(default=1.0, ge=0)
     """Maximum global gradient norm, above which gradients are clipped; 0 turns clipping off."""
-    moments: Literal["float32", "bfloat16"] = "float32"
+    moments: Literal["float32", "bfloat16", "float8"] = "float32"
     """Element type in which AdamW keeps its two moments. bfloat16: 4 bytes for each parameter instead of 8, and a
-    slower update, which still computes in float32 and rounds stochastically (docs/fit.md). A checkpoint of the other
-    type is converted."""
+    slower update, which still computes in float32 and rounds stochastically (docs/fit.md). float8: 3 bytes, because
+    only the first moment is in float8, with a scale for each 32 elements; the second is in bfloat16. A checkpoint of
+    another type is converted."""
     cpu_offload: bool = False
     """Keep and update the optimizer's state and main weights in host memory."""
 
@@ -47,6 +48,11 @@ class OptimizerConfig(Section):
         return self
 
     @property
-    def moment_bytes(self) -> int:
-        """Bytes of a parameter's two moments."""
-        return 4 if self.moments == "bfloat16" else 8
+    def moment_bytes(self) -> float:
+        """Bytes of a parameter's two moments, with their scales."""
+        return {"float32": 8, "bfloat16": 4, "float8": 3 + 1 / 32}[self.moments]
+
+    @property
+    def saved_moment_bytes(self) -> int:
+        """Bytes of a parameter's two moments in a checkpoint, where float8 is written as bfloat16."""
+        return 8 if self.moments == "float32" else 4

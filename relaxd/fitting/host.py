@@ -52,16 +52,16 @@ def step_bytes(config: RunConfig, expert_bytes: int) -> int:
     return int(config.trainer.groups_per_step * worst * mean_share)
 
 
-def state_bytes(config: RunConfig, models: Models, fixed: int) -> int:
-    """Return the bytes of all trained parameters: their moments, and `fixed` bytes of each."""
+def state_bytes(config: RunConfig, models: Models, fixed: int, *, saved: bool = False) -> int:
+    """Return the bytes of all trained parameters: their moments, perhaps as saved, and `fixed` bytes of each."""
     optimizers = (config.trainer.optimizer, config.roles.critic.optimizer)
-    each = zip(models.trained, optimizers, strict=False)
-    return sum(count * (fixed + optimizer.moment_bytes) for count, optimizer in each)
+    moments = [one.saved_moment_bytes if saved else one.moment_bytes for one in optimizers]
+    return sum(int(count * (fixed + size)) for count, size in zip(models.trained, moments, strict=False))
 
 
 def checkpoint_bytes(config: RunConfig, models: Models) -> int:
     """Return the bytes of a checkpoint, with a critic in the trainer's ranks: float32 main weights and two moments."""
-    return state_bytes(config, models, 4)
+    return state_bytes(config, models, 4, saved=True)
 
 
 def critic_checkpoint_bytes(config: RunConfig, models: Models) -> int:
@@ -69,7 +69,7 @@ def critic_checkpoint_bytes(config: RunConfig, models: Models) -> int:
     critic = config.roles.critic
     if not config.algorithm.needs_critic or critic.placement != "service":
         return 0
-    return critic_parameters(models) * (4 + critic.optimizer.moment_bytes)
+    return critic_parameters(models) * (4 + critic.optimizer.saved_moment_bytes)
 
 
 def kept_checkpoints(config: RunConfig, models: Models) -> int:

@@ -28,7 +28,7 @@ class TrainedModelShape:
     shape: ModelShape
     offload: bool
     """Whether its optimizer's state is in the host's memory."""
-    moment_bytes: int = 8
+    moment_bytes: float = 8
     """Bytes of the two moments of a parameter."""
 
 
@@ -45,7 +45,7 @@ def weights_and_state(model: TrainedModelShape, layout: Layout, stage: int, elem
         sharded = sharded_parameters(own, layout)
         if element < 4:
             found[f"{prefix}main weights"] = 4 * sharded
-        found[f"{prefix}moments"] = model.moment_bytes * sharded
+        found[f"{prefix}moments"] = int(model.moment_bytes * sharded)
     return found
 
 

@@ -399,7 +399,7 @@ EQUIVALENTS = (
         "",
         "",
         "--exp-avg-dtype --exp-avg-sq-dtype",
-        '"bfloat16" or "float32" for both; it needs no Transformer Engine',
+        '"bfloat16" or "float32" for both, or "float8" for the first; it needs no Transformer Engine',
     ),
     Equivalent(
         "trainer.optimizer.cpu_offload",

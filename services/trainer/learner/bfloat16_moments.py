@@ -1,7 +1,7 @@
 """AdamW with moments in bfloat16, rounded stochastically: half of the moments' memory."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -51,9 +51,8 @@ class Bfloat16MomentsAdamW(torch.optim.AdamW):
         self._places, self._seed = places, seed
         for group in self.param_groups:
             for parameter in group["params"]:
-                moments = {name: torch.zeros_like(parameter, dtype=torch.bfloat16) for name in MOMENTS}
                 # The step is on the host, where reading it doesn't wait for a GPU.
-                self.state[parameter] = {"step": torch.zeros((), dtype=torch.float32), **moments}
+                self.state[parameter] = {"step": torch.zeros((), dtype=torch.float32), **self._zeros(parameter)}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -74,6 +73,10 @@ class Bfloat16MomentsAdamW(torch.optim.AdamW):
             moments = {name: loaded[name].to(parameter.device, torch.bfloat16) for name in MOMENTS}
             self.state[parameter] = {"step": loaded["step"].to("cpu", torch.float32, copy=True), **moments}
 
+    def _zeros(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return the moments before the first update."""
+        return {name: torch.zeros_like(parameter, dtype=torch.bfloat16) for name in MOMENTS}
+
     def _update(self, group: dict[str, Any], parameter: Tensor) -> None:
         """Update one parameter, chunk by chunk."""
         state, place = self.state[parameter], self._places[parameter]
@@ -82,23 +85,33 @@ class Bfloat16MomentsAdamW(torch.optim.AdamW):
         step_size, root_of_correction = lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
         key = stream_key(self._seed, step, place.parameter)
         assert parameter.grad is not None
-        tensors = (parameter, parameter.grad, *(state[name] for name in MOMENTS))
-        flat = [tensor.view(-1).split(CHUNK) for tensor in tensors]
-        begin = place.start
-        for weight, grad, stored_first, stored_second in zip(*flat, strict=True):
-            first = stored_first.float().mul_(beta1).add_(grad, alpha=1 - beta1)
+        weights, grads, seconds = (each.view(-1) for each in (parameter, parameter.grad, state["exp_avg_sq"]))
+        for begin, end in chunks(place.start, len(weights)):
+            weight, grad, stored_second = (flat[begin:end] for flat in (weights, grads, seconds))
+            first = self._read_first(state, place, begin, end).mul_(beta1).add_(grad, alpha=1 - beta1)
             second = stored_second.float().mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
             scale = second.sqrt().div_(root_of_correction).add_(group["eps"])
             weight.mul_(1 - lr * group["weight_decay"]).addcdiv_(first, scale, value=-step_size)
-            random = random_numbers(key, begin, len(weight), weight.device)
-            stored_first.copy_(rounded(first, random))
+            random = random_numbers(key, place.start + begin, end - begin, weight.device)
+            self._keep_first(state, place, begin, first, random)
             stored_second.copy_(rounded(second, random >> 16))
-            begin += len(weight)
+
+    def _read_first(self, state: dict[str, Any], place: ShardPlace, begin: int, end: int) -> Tensor:
+        """Return a shard's elements `begin` to `end - 1` of the first moment: float32, new."""
+        return state["exp_avg"].view(-1)[begin:end].float()
+
+    def _keep_first(self, state: dict[str, Any], place: ShardPlace, begin: int, first: Tensor, random: Tensor) -> None:
+        """Round the first moment, from a shard's element `begin` on, with the lowest 16 bits of `random`."""
+        state["exp_avg"].view(-1)[begin : begin + len(first)].copy_(rounded(first, random))
 
 
-def moments_dtype(optimizer: torch.optim.Optimizer) -> torch.dtype:
-    """Return the element type of an AdamW's moments."""
-    return torch.bfloat16 if isinstance(optimizer, Bfloat16MomentsAdamW) else torch.float32
+def chunks(start: int, count: int) -> Iterator[tuple[int, int]]:
+    """Divide a shard of `count` elements where their places in the parameter are multiples of CHUNK."""
+    begin = 0
+    while begin < count:
+        end = min(count, begin + CHUNK - (start + begin) % CHUNK)
+        yield begin, end
+        begin = end
 
 
 def rounded(values: Tensor, random: Tensor) -> Tensor:

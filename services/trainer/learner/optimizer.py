@@ -15,6 +15,7 @@ from torch import Tensor
 from relaxd.config import OptimizerConfig, TrainerConfig
 from services.trainer.learner.bfloat16_moments import Bfloat16MomentsAdamW, ShardPlace
 from services.trainer.learner.data_parallel import DataParallel
+from services.trainer.learner.float8_moments import Float8MomentAdamW
 
 EMBEDDING = "embedding.word_embeddings.weight"
 """Name of the embedding in the first pipeline stage."""
@@ -26,8 +27,8 @@ def build_optimizer(
     """Build AdamW (arXiv 1711.05101) with state and main weights sharded over the data-parallel ranks.
 
     Norms have no weight decay. With `cpu_offload`, state and main weights are in the host's memory and updates are
-    computed there, one parameter at a time, overlapping the transfer of others. With moments in bfloat16 the update is
-    ours, because Megatron's needs Transformer Engine for that.
+    computed there, one parameter at a time, overlapping the transfer of others. With moments in bfloat16 or float8 the
+    update is ours, because Megatron's needs Transformer Engine for that.
 
     Args:
         model: the model.
@@ -63,10 +64,11 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(megatron_config, [model], config_overrides=no_decay_for_norms(megatron_config))
     for group in optimizer.param_groups:
         group["fused"] = True  # one pass over memory instead of about twelve
-    if settings.moments == "bfloat16":
+    if settings.moments != "float32":
+        kind = Bfloat16MomentsAdamW if settings.moments == "bfloat16" else Float8MomentAdamW
         for one in optimizer.chained_optimizers:
             if one.optimizer is not None:
-                one.optimizer = Bfloat16MomentsAdamW(one.optimizer, _places(one, model), seed)
+                one.optimizer = kind(one.optimizer, _places(one, model), seed)
     return optimizer
 
 

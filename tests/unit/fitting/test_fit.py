@@ -193,6 +193,16 @@ def test_moments_in_bfloat16_need_half_as_much(small: Path) -> None:
     assert not any(one.layout.offload for one in policy.layouts)
 
 
+def test_moments_in_float8_need_three_bytes_and_their_scales(small: Path) -> None:
+    held, saved = [], []
+    for moments in ("float32", "bfloat16", "float8"):
+        found = fit(make(small, trainer={"optimizer": {"moments": moments}}), H200)
+        held.append(next(one.bytes["moments"] for one in found.held if one.role == "trainer"))
+        saved.append(found.host["a checkpoint being written"])
+    assert held[2] == held[0] * (3 + 1 / 32) / 8
+    assert saved[2] == saved[1] == saved[0] - held[0] // 2  # a checkpoint has bfloat16
+
+
 def test_logits_in_float32_need_twice_as_much(small: Path) -> None:
     plain, exact = (
         next(one.bytes for one in fit(make(small, trainer=own), H200).held if one.role == "trainer")

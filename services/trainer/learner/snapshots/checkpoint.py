@@ -13,13 +13,14 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
 
 # isort: split
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
 
 from services.trainer.batch.durable import sync
 from services.trainer.learner.compared.frozen_model import FrozenModel
@@ -28,7 +29,14 @@ from services.trainer.learner.snapshots.generators import read_generators, write
 from services.trainer.learner.snapshots.optimizers import fill, read_groups, single_optimizers, use_loaded, write_groups
 from services.trainer.learner.snapshots.part_files import PartFiles, Stored, part_name
 from services.trainer.learner.snapshots.part_reader import CheckpointError, Loading, PartFile, Wanted
-from services.trainer.learner.snapshots.pieces import Boxes, boxes_of, trained_pieces, untrained_pieces, weight_pieces
+from services.trainer.learner.snapshots.pieces import (
+    Boxes,
+    Pieces,
+    boxes_of,
+    trained_pieces,
+    untrained_pieces,
+    weight_pieces,
+)
 from services.trainer.megatron.disk_work import DiskWork
 from services.trainer.megatron.parallel import World
 from services.trainer.model.model import PolicyModel
@@ -247,8 +255,8 @@ def load_snapshot(state: Stateful, folder: Path, *, same_layout: bool) -> Loaded
         write_groups(trained.optimizer, common[name]["optimizer"])
         boxes = boxes_of(trained.model, name)
         found = trained_pieces(boxes, single_optimizers(trained.optimizer))
-        wanted += [Wanted(piece, tensor) for piece, tensor, _ in found]
-        wanted += [Wanted(piece, tensor) for piece, tensor, _ in untrained_pieces(boxes, share=False)]
+        wanted += _wanted(found)
+        wanted += _wanted(untrained_pieces(boxes, share=False))
     refreshed = [model for role, model in state.frozen.items() if role in common["frozen"]]
     for frozen in refreshed:
         wanted += _weights(frozen.module, frozen.role)
@@ -278,7 +286,12 @@ def load_model(model: PolicyModel, folder: Path, world: World) -> None:
 def _weights(model: Any, name: str) -> list[Wanted]:
     """Return what a model's weights are loaded into."""
     boxes = boxes_of(model, name)
-    return [Wanted(piece, tensor) for each in boxes for piece, tensor, _ in weight_pieces(boxes, each)]
+    return [one for each in boxes for one in _wanted(weight_pieces(boxes, each))]
+
+
+def _wanted(pieces: Pieces) -> list[Wanted]:
+    """Return what pieces are loaded into: `write_groups` has made tensors of numbers with scales."""
+    return [Wanted(piece, cast(Tensor, tensor)) for piece, tensor, _ in pieces]
 
 
 def _read(wanted: list[Wanted], folder: Path, world: World, *, generators: bool) -> dict[str, Any] | None:

@@ -5,9 +5,12 @@ files with uninitialised memory, which a thread fills; the next optimizer step w
 """
 
 import threading
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+
+from services.trainer.learner.float8_moments import Float8Values
 
 STAGING_BYTES = 32 << 20
 """Size of each of two pinned buffers between GPU and host: the GPU fills one while the host empties the other."""
@@ -61,7 +64,7 @@ class HostCopies:
         memory.begin()
         self._memory = memory
         self._device = device
-        self._work: list[tuple[Tensor, Tensor]] = []
+        self._work: list[tuple[Tensor, Tensor | Float8Values]] = []
         """Targets and sources."""
         self._filled = threading.Event()
         self._error: Exception | None = None
@@ -70,9 +73,9 @@ class HostCopies:
         """Return so many bytes of the host's memory; see `HostMemory.take`."""
         return self._memory.take(size)
 
-    def add(self, target: Tensor, source: Tensor) -> None:
-        """Let a part of the memory be filled with the values of a tensor of the same shape and type."""
-        self._work.append((target, source.detach()))
+    def add(self, target: Tensor, source: Tensor | Float8Values) -> None:
+        """Let a part of the memory be filled with values of the same shape and type."""
+        self._work.append((target, source.detach() if isinstance(source, Tensor) else source))
 
     def start(self) -> None:
         """Start to fill the tensors. All ranks call it in their training threads."""
@@ -115,6 +118,14 @@ class HostCopies:
             self._filled.set()
 
 
+def _parts(source: Tensor | Float8Values, count: int) -> Iterator[Tensor]:
+    """Yield `count` elements at a time, so that no more exist in two types."""
+    if isinstance(source, Tensor):
+        yield from source.reshape(-1).split(count)
+    else:
+        yield from (part.read() for part in source.split(count))
+
+
 class _Stage:
     """Copies tensors to the host; from a GPU on a separate stream, through pinned memory."""
 
@@ -126,14 +137,16 @@ class _Stage:
         if self._stream is not None:
             self._free = [torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
+    def copy(self, target: Tensor, source: Tensor | Float8Values) -> None:
         """Copy to a host tensor of the same shape; complete after `finish`."""
-        if self._stream is None or not source.is_cuda:
-            target.copy_(source)
-            return
         count = STAGING_BYTES // source.element_size()
+        parts = zip(target.view(-1).split(count), _parts(source, count), strict=True)
+        if self._stream is None or not source.is_cuda:
+            for to, piece in parts:
+                to.copy_(piece)
+            return
         with torch.cuda.stream(self._stream):
-            for to, piece in zip(target.view(-1).split(count), source.reshape(-1).split(count), strict=True):
+            for to, piece in parts:
                 pinned = self._free.pop()
                 pinned[: piece.nbytes].view(piece.dtype).copy_(piece, non_blocking=True)
                 arrived = self._stream.record_event()

@@ -13,6 +13,8 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
+from services.trainer.learner.float8_moments import Float8MomentAdamW
+
 Groups = list[list[dict[str, Any]]]
 """The settings of the parameter groups of each optimizer."""
 
@@ -71,6 +73,9 @@ def write_groups(optimizer: MegatronOptimizer, groups: Groups) -> None:
         ]
         one.load_state_dict({"optimizer": {"param_groups": settings}})
     _separate_steps(optimizer)
+    for one in single_optimizers(optimizer):
+        if isinstance(one.optimizer, Float8MomentAdamW):
+            one.optimizer.unpack()
 
 
 def _separate_steps(optimizer: MegatronOptimizer) -> None:
@@ -95,6 +100,8 @@ def use_loaded(optimizer: MegatronOptimizer) -> None:
             parameter.detach().view(-1)[places.start : places.end].copy_(main.detach().view(-1))
         if isinstance(one.optimizer, HybridDeviceOptimizer):
             one.optimizer._sync_hdo_state_to_sub_optimizers()
+        if isinstance(one.optimizer, Float8MomentAdamW):
+            one.optimizer.pack()
         chunks += [chunk for chunk in one.model_chunks if chunk not in chunks]
     for chunk in chunks:
         chunk.start_param_sync()

@@ -19,7 +19,7 @@ from torch import Tensor
 from services.trainer.batch.in_parallel import Progress, in_parallel
 from services.trainer.learner.snapshots.boxes import Box
 from services.trainer.learner.snapshots.checkpoint_copies import HostCopies
-from services.trainer.learner.snapshots.pieces import Piece
+from services.trainer.learner.snapshots.pieces import Elements, Piece
 
 FILE_BYTES = 64 << 20
 """A rank divides its part into one file for each of these bytes, which are written and hashed at the same time."""
@@ -39,8 +39,8 @@ class Stored:
 
     piece: Piece
     """What it is."""
-    tensor: Tensor
-    """Its elements: a flat tensor."""
+    tensor: Elements
+    """Its elements."""
 
 
 def part_name(rank: int, number: int) -> str:

@@ -12,12 +12,14 @@ from typing import Any
 import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
 
 # isort: split
+import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
 from services.trainer.learner.bfloat16_moments import MOMENTS
+from services.trainer.learner.float8_moments import Float8Values, float8_values
 from services.trainer.learner.snapshots.boxes import Box
 
 WEIGHTS = "weights"
@@ -54,8 +56,10 @@ class LocalBox:
 
 Boxes = Mapping[Tensor, list[LocalBox]]
 """The boxes of each parameter."""
-Pieces = Iterator[tuple[Piece, Tensor, bool]]
-"""Pieces, their elements as a flat tensor of the state itself, and whether this rank saves them."""
+Elements = Tensor | Float8Values
+"""Elements of a rank's state itself: a flat tensor, or numbers with scales."""
+Pieces = Iterator[tuple[Piece, Elements, bool]]
+"""Pieces, their elements, and whether this rank saves them."""
 
 
 def boxes_of(model: Any, name: str) -> Boxes:
@@ -98,7 +102,10 @@ def trained_pieces(boxes: Boxes, optimizers: list[Any]) -> Pieces:
             places = one._get_model_param_range_map(parameter)["param"]
             tensors = one._get_main_param_and_optimizer_states(parameter)
             for state, name in STATE.items():
-                yield from _pieces(boxes[parameter], state, tensors[name], places.start, places.end)
+                elements: Elements = tensors[name].detach().view(-1)
+                if elements.dtype is torch.float8_e4m3fn:
+                    elements = float8_values(tensors, places.start)
+                yield from _pieces(boxes[parameter], state, elements, places.start, places.end)
 
 
 def untrained_pieces(boxes: Boxes, *, share: bool) -> Pieces:
@@ -123,9 +130,8 @@ def weight_pieces(boxes: Boxes, parameter: Tensor, *, share: bool = False) -> Pi
     yield from _pieces(boxes[parameter], WEIGHTS, flat[begin:end], begin, end)
 
 
-def _pieces(boxes: list[LocalBox], state: str, tensor: Tensor, begin: int, end: int) -> Pieces:
-    """Return the pieces of a flat tensor: elements `begin` to `end - 1` of a parameter's."""
-    flat = tensor.detach().view(-1)
+def _pieces(boxes: list[LocalBox], state: str, flat: Elements, begin: int, end: int) -> Pieces:
+    """Return the pieces of elements `begin` to `end - 1` of a parameter's."""
     for local in boxes:
         first, last = max(begin, local.start), min(end, local.start + local.box.numel)
         if first < last:

@@ -51,16 +51,22 @@ def optimizer_state(learner: Any) -> dict[str, tuple[int, np.ndarray]]:
     Returns:
         Place of the first element among the parameter's, and the elements, by the names of parameter and state.
     """
+    import torch
+
+    from services.trainer.learner.float8_moments import float8_values
+
     names = {parameter: name for name, parameter in learner._policy.named_parameters()}
-    return {
-        f"{names[parameter]} {state}": (
-            one._get_model_param_range_map(parameter)["param"].start,
-            one._get_main_param_and_optimizer_states(parameter)[state].detach().float().cpu().flatten().numpy().copy(),
-        )
-        for one in learner._optimizer.chained_optimizers
-        for parameter in one.model_param_group_index_map
-        for state in ("param", "exp_avg", "exp_avg_sq")
-    }
+    found = {}
+    for one in learner._optimizer.chained_optimizers:
+        for parameter in one.model_param_group_index_map:
+            start = one._get_model_param_range_map(parameter)["param"].start
+            tensors = one._get_main_param_and_optimizer_states(parameter)
+            if tensors["exp_avg"].dtype is torch.float8_e4m3fn:
+                tensors["exp_avg"] = float8_values(tensors, start).read_float32()
+            for state in ("param", "exp_avg", "exp_avg_sq"):
+                values = tensors[state].detach().float().cpu().flatten().numpy().copy()
+                found[f"{names[parameter]} {state}"] = start, values
+    return found
 
 
 def run_job(job: CheckpointJob, ranks: int = 1) -> dict[str, Any]:

@@ -25,6 +25,7 @@ UNEVEN: dict[str, Any] = {**PP2, "pipeline_layers": (2, 1)}
 BF16: dict[str, Any] = {"dtype": "bfloat16"}
 OFFLOADED: dict[str, Any] = {**BF16, "optimizer": {"cpu_offload": True}}
 MOMENTS: dict[str, Any] = {"optimizer": {"moments": "bfloat16"}}
+FLOAT8: dict[str, Any] = {"optimizer": {"moments": "float8"}}
 Results = dict[str, list[dict[str, Any]]]
 
 
@@ -52,11 +53,19 @@ def saved(folder: Path, models: dict[str, Path]) -> Results:
     jobs = {
         "DP1": CheckpointJob(qwen3, save=folder / "DP1"),
         "DP1 moments": CheckpointJob(qwen3, MOMENTS, save=folder / "DP1-moments"),
+        "DP1 float8": CheckpointJob(qwen3, FLOAT8, save=folder / "DP1-float8"),
     }
     found = dict(zip(jobs, run_world(list(jobs.values()), 1, folder / "alone", free_port()), strict=True))
     jobs = {
         "DP1 to DP2": CheckpointJob(qwen3, load=folder / "DP1"),
         "DP1 moments to DP2": CheckpointJob(qwen3, MOMENTS, load=folder / "DP1-moments"),
+        "DP1 float8 to DP2": CheckpointJob(qwen3, FLOAT8, load=folder / "DP1-float8"),
+        "float8": CheckpointJob(qwen3, FLOAT8, save=folder / "float8"),
+        "float8 again": CheckpointJob(qwen3, FLOAT8, load=folder / "float8", same_layout=True),
+        "float8 TP2": CheckpointJob(qwen3, {**FLOAT8, **TP2}, save=folder / "float8-TP2"),
+        "float8 TP2 to PP2": CheckpointJob(qwen3, {**FLOAT8, **PP2}, load=folder / "float8-TP2"),
+        "float8 to float32": CheckpointJob(qwen3, DP2, load=folder / "float8"),
+        "float32 to float8": CheckpointJob(qwen3, FLOAT8, load=folder / "DP2"),
         "TP2": CheckpointJob(qwen3, TP2, save=folder / "TP2"),
         "DP2": CheckpointJob(qwen3, DP2, save=folder / "DP2"),
         "PP2": CheckpointJob(qwen3, PP2, save=folder / "PP2"),
@@ -144,7 +153,7 @@ def check_close(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> N
 
 
 @pytest.mark.parametrize(
-    "way", ["TP2", "PP2", "DP2", "CP2", "EP2", "bf16", "offloaded", "moments", "bf16 moments", "uneven"]
+    "way", ["TP2", "PP2", "DP2", "CP2", "EP2", "bf16", "offloaded", "moments", "bf16 moments", "float8", "uneven"]
 )
 def test_the_same_ranks_go_on_bit_for_bit(saved: Results, way: str) -> None:
     for before, after in zip(saved[way], saved[f"{way} again"], strict=True):
@@ -168,6 +177,7 @@ def test_the_same_ranks_go_on_bit_for_bit(saved: Results, way: str) -> None:
         ("moe TP2", "moe TP2 to EP2"),
         ("uneven", "uneven otherwise"),
         ("uneven", "uneven to TP2"),
+        ("float8 TP2", "float8 TP2 to PP2"),
     ],
 )
 def test_two_ranks_arranged_otherwise_go_on(saved: Results, ways: tuple[str, str]) -> None:
@@ -216,11 +226,19 @@ def moments_in(folder: Path) -> set[torch.dtype]:
     return found
 
 
-@pytest.mark.parametrize(("way", "other"), [("moments", "moments to float32"), ("DP2", "float32 to moments")])
+@pytest.mark.parametrize(
+    ("way", "other"),
+    [
+        ("moments", "moments to float32"),
+        ("DP2", "float32 to moments"),
+        ("float8", "float8 to float32"),
+        ("DP2", "float32 to float8"),
+    ],
+)
 def test_a_checkpoint_with_moments_of_the_other_type_is_converted(
     saved: Results, way: str, other: str, folder: Path
 ) -> None:
-    assert moments_in(folder / way) == {torch.bfloat16 if way == "moments" else torch.float32}
+    assert moments_in(folder / way) == {torch.float32 if way == "DP2" else torch.bfloat16}
     for before, after in zip(saved[way], saved[other], strict=True):
         # Rounding 24 bits to 8 changes an update by less than a hundredth of the learning rate.
         np.testing.assert_allclose(after["trajectory"], before["trajectory"], rtol=2e-3)
@@ -248,6 +266,7 @@ def whole(results: list[dict[str, Any]], name: str) -> dict[str, np.ndarray]:
         ("moments", "moments to DP1"),
         ("DP1", "DP1 to DP2"),
         ("DP1 moments", "DP1 moments to DP2"),
+        ("DP1 float8", "DP1 float8 to DP2"),
         ("CP2", "CP2 to DP2"),
     ],
 )
@@ -262,9 +281,9 @@ def test_another_number_of_ranks_gets_the_same_bits(saved: Results, ways: tuple[
     assert all(np.array_equal(loaded[name], tensor) for name, tensor in weights.items())
 
 
-@pytest.mark.parametrize("way", ["DP2", "CP2", "moments", "TP2"])
+@pytest.mark.parametrize("way", ["DP2", "CP2", "moments", "float8", "TP2"])
 def test_a_rank_copies_and_writes_its_own_half(saved: Results, folder: Path, way: str) -> None:
-    alone = saved["DP1 moments" if way == "moments" else "DP1"][0]
+    alone = saved[f"DP1 {way}" if way in ("moments", "float8") else "DP1"][0]
     for name in ("memory", "files"):
         found = [rank[name] for rank in saved[way]]
         if name == "files":

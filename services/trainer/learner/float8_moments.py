@@ -1,0 +1,179 @@
+"""AdamW with the first moment in float8 and the second in bfloat16: three bytes for each parameter instead of eight."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from services.trainer.learner.bfloat16_moments import Bfloat16MomentsAdamW, ShardPlace, chunks
+
+BLOCK = 32
+"""Elements that share a scale, as in the MX formats (arXiv 2310.10537). A block begins at a multiple of this in its
+parameter. So do Megatron's shards, unless there are many data-parallel ranks: a block's two parts then have scales of
+their own."""
+EXPONENTS = "exp_avg_exponents"
+"""Name of the scales in the state of a parameter: int8, of each block the exponent of the power of two."""
+TOP = 8
+"""The largest element of a block is at most 2^TOP times its scale: e4m3 ends at 448."""
+LEAST_EXPONENT = -117
+"""Smallest exponent of a scale. The smallest number is then 2^-126, which float32 and bfloat16 have."""
+
+
+@dataclass(frozen=True)
+class Float8Values:
+    """Numbers in float8 with their scales. They are exact in bfloat16, and checkpoints have them so."""
+
+    codes: Tensor
+    """float8_e4m3fn [n]."""
+    exponents: Tensor
+    """int8, of the blocks in which the numbers are."""
+    start: int
+    """Place of the first number in the first block."""
+
+    dtype = torch.bfloat16
+    """What `read` returns."""
+
+    def numel(self) -> int:
+        """Return how many there are."""
+        return self.codes.numel()
+
+    def element_size(self) -> int:
+        """Return the bytes of one of them in a checkpoint."""
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them in a checkpoint."""
+        return self.numel() * self.element_size()
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether they are on a GPU."""
+        return self.codes.is_cuda
+
+    def __getitem__(self, part: slice) -> "Float8Values":
+        """Return some of them: `part` has no step."""
+        begin, end, _ = part.indices(self.numel())
+        first, start = divmod(self.start + begin, BLOCK)
+        last = -(-(self.start + end) // BLOCK)
+        return Float8Values(self.codes[begin:end], self.exponents[first:last], start)
+
+    def split(self, count: int) -> Iterator["Float8Values"]:
+        """Yield `count` at a time."""
+        return (self[begin : begin + count] for begin in range(0, self.numel(), count))
+
+    def read(self) -> Tensor:
+        """Return the numbers: bfloat16 [n]."""
+        return self.read_float32().bfloat16()
+
+    def read_float32(self) -> Tensor:
+        """Return the numbers: float32 [n], new."""
+        scales = _power_of_two(self.exponents).repeat_interleave(BLOCK)
+        return self.codes.float().mul_(scales[self.start : self.start + self.numel()])
+
+    def keep(self, values: Tensor, random: Tensor | None) -> None:
+        """Set the numbers, which fill their blocks but for those that the shard cuts.
+
+        A block's scale is a power of two, so that a number that is kept, read and kept again stays what it is.
+
+        Args:
+            values: float32 [n], finite.
+            random: int64 [n], whose lowest 16 bits round stochastically; None: to the nearest.
+        """
+        blocks = torch.zeros(self.exponents.numel() * BLOCK, dtype=torch.float32, device=values.device)
+        blocks[self.start : self.start + len(values)] = values
+        largest = blocks.view(-1, BLOCK).abs().amax(1)
+        # The exponent of the next power of two: the fraction's bits carry, if there is one.
+        exponents = ((largest.view(torch.int32) + 0x7FFFFF) >> 23) - 127 - TOP
+        self.exponents.copy_(exponents.clamp_(min=LEAST_EXPONENT))
+        down = _power_of_two(-self.exponents.int()).repeat_interleave(BLOCK)[self.start : self.start + len(values)]
+        self.codes.copy_(rounded_to_float8(values * down, random))
+
+
+class Float8MomentAdamW(Bfloat16MomentsAdamW):
+    """AdamW whose first moment is kept in float8 (e4m3), with a scale for each block, and the second in bfloat16.
+
+    So FP8-LM (arXiv 2310.18313, section 2.2) divides them: the first moment endures 8 bits, the second doesn't. Blocks
+    are those of 8-bit optimizers (arXiv 2110.02861, section 2.1): a large element only costs its neighbours precision.
+    Rounding is stochastic as in bfloat16. Of the second moment an update takes 1 - beta2 = 0.001, where e4m3's numbers
+    are 0.06 to 0.12 of themselves apart: to the nearest it would never change, and stochastically the noise of a
+    thousand updates would add up. The first moment forgets within ten.
+    """
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, one of another AdamW also, whose first moment is rounded to the nearest."""
+        super().load_state_dict(state_dict)
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            loaded = state_dict["state"][number]
+            if EXPONENTS in loaded:
+                codes, exponents = (loaded[name].to(parameter.device, copy=True) for name in ("exp_avg", EXPONENTS))
+                self.state[parameter] |= {"exp_avg": codes, EXPONENTS: exponents}
+            else:
+                self._pack(parameter)
+
+    @torch.no_grad()
+    def unpack(self) -> None:
+        """Make room for first moments that come from a checkpoint: bfloat16, zeros."""
+        for parameter, state in self.state.items():
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        """Keep the first moments that were loaded in float8. What is of the same blocks in float8 stays what it is;
+        other numbers are rounded to the nearest."""
+        for parameter in self.state:
+            self._pack(parameter)
+
+    def _pack(self, parameter: Tensor) -> None:
+        loaded, start = self.state[parameter]["exp_avg"].view(-1), self._places[parameter].start
+        self.state[parameter] |= _zeros(parameter, start)
+        kept = float8_values(self.state[parameter], start)
+        for begin, end in chunks(start, len(loaded)):
+            kept[begin:end].keep(loaded[begin:end].float(), None)
+
+    def _zeros(self, parameter: Tensor) -> dict[str, Tensor]:
+        return {**super()._zeros(parameter), **_zeros(parameter, self._places[parameter].start)}
+
+    def _read_first(self, state: dict[str, Any], place: ShardPlace, begin: int, end: int) -> Tensor:
+        return float8_values(state, place.start)[begin:end].read_float32()
+
+    def _keep_first(self, state: dict[str, Any], place: ShardPlace, begin: int, first: Tensor, random: Tensor) -> None:
+        float8_values(state, place.start)[begin : begin + len(first)].keep(first, random)
+
+
+def float8_values(state: Mapping[str, Any], start: int) -> Float8Values:
+    """Return the first moment in a parameter's state, whose shard begins at its element `start`."""
+    return Float8Values(state["exp_avg"].view(-1), state[EXPONENTS], start % BLOCK)
+
+
+def rounded_to_float8(values: Tensor, random: Tensor | None) -> Tensor:
+    """Round numbers up to 448 to float8; see `Float8Values.keep`.
+
+    Returns:
+        float8_e4m3fn [n]. Numbers that are exact in it stay what they are.
+    """
+    size = values.abs()
+    # The distance of neighbours: an eighth of the power of two below, and below 2^-6 that of 2^-6.
+    power = (size.view(torch.int32) & 0x7F800000).clamp_(min=(127 - 6) << 23)
+    step = (power - (3 << 23)).view(torch.float32)
+    steps = size.div_(step)
+    steps = steps.round_() if random is None else steps.add_((random & 0xFFFF).float(), alpha=2.0**-16).floor_()
+    return steps.mul_(step).copysign_(values).to(torch.float8_e4m3fn)
+
+
+def _power_of_two(exponents: Tensor) -> Tensor:
+    """Return 2 to the power of integers from -126 to 127, exactly: float32."""
+    return ((exponents.int() + 127) << 23).view(torch.float32)
+
+
+def _zeros(parameter: Tensor, start: int) -> dict[str, Tensor]:
+    """Return a first moment of zeros, as `float8_values` reads it."""
+    blocks = -(-(start % BLOCK + parameter.numel()) // BLOCK)
+    return {
+        "exp_avg": torch.zeros_like(parameter, dtype=torch.uint8).view(torch.float8_e4m3fn),
+        EXPONENTS: torch.full((blocks,), LEAST_EXPONENT, dtype=torch.int8, device=parameter.device),
+    }
