@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import redis
 from safetensors import safe_open
 
 from relaxd.board.sides.coordinator import LEDGER_STEPS
-from relaxd.redis_client import acknowledged, key_prefix
+from relaxd.redis_client import acknowledged, key_prefix, read
 
 # KEYS: prefix. ARGV: last ledger id, last id of dropped. Everything at one moment; nothing is written.
 SNAPSHOT = """
@@ -95,7 +95,7 @@ class Books:
         prefix = key_prefix(self.run_id)
         last = len(self.steps)
         since = self._last_dropped
-        reply = self._read(lambda pipe: pipe.eval(SNAPSHOT, 1, prefix, f"{last}-0", since))
+        reply = self._read("EVAL", SNAPSHOT, 1, prefix, f"{last}-0", since)
         state, open_ids, open_fields, drops, ledger, ledger_length, dropped, retries, _, redelivered = reply
         published, trained, dropped_count, last_step = (int(value) for value in state[:4])
         open_groups = {id.decode() for id in open_ids}
@@ -148,17 +148,15 @@ class Books:
         """Read new steps only; what is wrong with them, the next audit says."""
         last = len(self.steps)
         ledger = f"{key_prefix(self.run_id)}ledger"
-        entries = self._read(lambda pipe: pipe.xrange(ledger, min=f"({last}-0"))
+        entries = self._read("XRANGE", ledger, f"({last}-0", "+")
         flat = [(id, [part for pair in fields.items() for part in pair]) for id, fields in entries]
         self._polled += self._read_ledger(flat)
 
-    def _read(self, command: Callable[[redis.client.Pipeline], object]) -> Any:
+    def _read(self, *command: Any) -> Any:
         """Return a command's reply, once replicas have what it read."""
         if self.replicas:
-            return acknowledged(self.client, command, replicas=self.replicas, seconds=ACKNOWLEDGED_SECONDS)[0]
-        with self.client.pipeline(transaction=False) as pipe:
-            command(pipe)
-            return pipe.execute()[0]
+            return acknowledged(self.client, [command], replicas=self.replicas, seconds=ACKNOWLEDGED_SECONDS)[0]
+        return read(self.client, [command])[0]
 
     def _read_ledger(self, entries: list) -> list[str]:
         wrong = []

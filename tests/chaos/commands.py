@@ -3,7 +3,7 @@
 from functools import cache
 from typing import NamedTuple
 
-from relaxd.board.connection import script_hash, script_names
+from relaxd.board.connections.scripts import script_hash, script_names
 
 WORDS = 2
 """So many words of a command make its name."""

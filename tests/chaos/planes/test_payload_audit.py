@@ -6,6 +6,7 @@ import pytest
 import redis
 
 from relaxd.board import Board
+from relaxd.board.connections.scripts import run_script
 from relaxd.board.payloads.attempt import payload_keys
 from tests.chaos.planes.payloads import Payloads
 from tests.kit.boards import advance, group, make_board, make_overdue, output, take
@@ -22,7 +23,7 @@ def board(redis_url: str) -> Board:
     board.save(held[0], output("rollout"), after="")
     board.drop_groups(["c"], term=1, reason="stale", retry=True)
     board.sweep(term=1)
-    board._connection.script("register", board.prefix, 60_000, "b", "rollout", "b.half:8,tokens:12:1")
+    board._run(run_script("register", board.prefix, 60_000, "b", "rollout", "b.half:8,tokens:12:1"))
     board._connection.client.set(f"{board.prefix}columns:b.half:8:tokens:0", b"half", px=60_000)
     return board
 
