@@ -1,6 +1,5 @@
 """AdamW with moments in bfloat16, against AdamW in float64 and what stochastic rounding promises."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,17 +8,9 @@ from torch import Tensor
 
 from services.trainer.learner import bfloat16_moments
 from services.trainer.learner.bfloat16_moments import Bfloat16MomentsAdamW, ShardPlace, random_numbers, rounded
+from tests.unit.trainer.learner.moments_kit import SETTINGS, gradients
 
-SETTINGS: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.05}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These tensors are small: threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def adamw(parameter: Tensor, start: int = 0, seed: int = 3, **settings: Any) -> Bfloat16MomentsAdamW:
@@ -36,11 +27,6 @@ def exact_step(weight: Tensor, first: Tensor, second: Tensor, grad: Tensor, step
     weight -= SETTINGS["lr"] * (
         unbiased[0] / (unbiased[1].sqrt() + SETTINGS["eps"]) + SETTINGS["weight_decay"] * weight
     )
-
-
-def gradients(count: int, size: int) -> list[Tensor]:
-    torch.manual_seed(1)
-    return [torch.randn(size) * 0.1 + torch.linspace(-1, 1, size) for _ in range(count)]
 
 
 def test_the_random_numbers_are_those_of_splitmix64() -> None:

@@ -1,6 +1,5 @@
 """AdamW with its first moment in float8, against AdamW in float64 and what its scales and its rounding promise."""
 
-from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -18,17 +17,9 @@ from services.trainer.learner.float8_moments import (
     float8_values,
     rounded_to_float8,
 )
+from tests.unit.trainer.learner.moments_kit import SETTINGS, gradients
 
-SETTINGS: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.05}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These tensors are small: threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def adamw(parameter: Tensor, start: int = 0, seed: int = 3, **settings: Any) -> Float8MomentAdamW:
@@ -42,11 +33,6 @@ def packed(values: Tensor, start: int = 0, random: Tensor | None = None) -> Floa
     found = Float8Values(codes, torch.zeros(blocks, dtype=torch.int8), start)
     found.keep(values, random)
     return found
-
-
-def gradients(count: int, size: int) -> list[Tensor]:
-    torch.manual_seed(1)
-    return [torch.randn(size) * 0.1 + torch.linspace(-1, 1, size) for _ in range(count)]
 
 
 def first_moments(optimizer: Float8MomentAdamW, parameter: Tensor, start: int = 0) -> Tensor:
