@@ -46,6 +46,14 @@ def write_prompts(path: Path, count: int, repeats: int) -> None:
     pyarrow.parquet.write_table(pa.table({"prompt": prompts, "answer": pa.array(range(count))}), path)
 
 
+def run_part(way: str, model: str, path: Path, *options: str) -> list[float]:
+    """Measure one way in a process of its own, and return the numbers that it prints."""
+    command = [sys.executable, "-m", "benchmarks.prompts", *options]
+    command += ["--model", model, "--part", way, "--path", str(path)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return [float(number) for number in done.stdout.split()]
+
+
 def measure(way: str, model: str, path: str) -> None:
     """Print the seconds of the processor and on the clock of one way."""
     begun, processor = time.perf_counter(), time.process_time()
@@ -122,10 +130,7 @@ def deduplicated(options: argparse.Namespace) -> None:
         write_prompts(path.with_name("set.parquet"), 10_000, options.repeats)
         for _ in range(options.rounds):
             for way in DEDUPLICATED:
-                command = [sys.executable, "-m", "benchmarks.prompts", "--deduplicate", "--model", options.model]
-                command += ["--part", way, "--path", str(path)]
-                done = subprocess.run(command, check=True, capture_output=True, text=True)
-                processor, clock, peak = map(float, done.stdout.split())
+                processor, clock, peak = run_part(way, options.model, path, "--deduplicate")
                 found[way].append((processor, clock, peak))
     rows = [
         {
@@ -202,9 +207,7 @@ def streaming(options: argparse.Namespace) -> None:
         write_json(path)
         for _ in range(options.rounds):
             for way in STREAMED:
-                command = [sys.executable, "-m", "benchmarks.prompts", "--model", options.model, "--part", way]
-                done = subprocess.run([*command, "--path", str(path)], check=True, capture_output=True, text=True)
-                row, whole, compared = map(float, done.stdout.split())
+                row, whole, compared = run_part(way, options.model, path)
                 found[way].append((row, whole, compared))
     rows = [
         {
@@ -257,9 +260,7 @@ def main() -> None:
         write_prompts(path, options.prompts, options.repeats)
         for _ in range(options.rounds):
             for way in WAYS:
-                command = [sys.executable, "-m", "benchmarks.prompts", "--model", options.model, "--part", way]
-                done = subprocess.run([*command, "--path", str(path)], check=True, capture_output=True, text=True)
-                processor, clock = map(float, done.stdout.split())
+                processor, clock = run_part(way, options.model, path)
                 found[way].append((processor, clock))
         size = path.stat().st_size
     rows = [
