@@ -2,7 +2,7 @@
 
 from relaxd.redis_client.address import RedisAddress, parse, where, with_access_of
 from relaxd.redis_client.asynchronous import acknowledged_async, connect_async, keys_of_async, read_async
-from relaxd.redis_client.client import acknowledged, connect, is_cluster_node, keys_of, read
+from relaxd.redis_client.client import acknowledged, connect, keys_of, read
 from relaxd.redis_client.keys import COORDINATOR, key_prefix
 from relaxd.redis_client.passing import misnamed, passing
 
@@ -13,7 +13,6 @@ __all__ = [
     "acknowledged_async",
     "connect",
     "connect_async",
-    "is_cluster_node",
     "key_prefix",
     "keys_of",
     "keys_of_async",

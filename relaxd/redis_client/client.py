@@ -173,9 +173,3 @@ def keys_of(client: redis.Redis, prefix: str) -> list[str]:
         found = [key if isinstance(key, str) else key.decode() for key in one.scan_iter(match=f"{prefix}*", count=1000)]
         one.exists(prefix)  # SCAN has no key, and so a node answers it that owns the slot no more
     return found
-
-
-def is_cluster_node(client: redis.Redis) -> bool:
-    """Return whether a server is a node of a Redis Cluster."""
-    facts: Any = client.info("cluster")
-    return bool(facts.get("cluster_enabled"))

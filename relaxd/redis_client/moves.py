@@ -6,6 +6,7 @@ a connection only carries moves out: a Board in the calling thread, an AsyncBoar
 """
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any, Concatenate, Generic, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
@@ -43,6 +44,11 @@ def ask(*command: Any, at: At = None) -> Move[Any]:
     return reply
 
 
+def is_cluster_node(at: At = None) -> Move[bool]:
+    """Return whether a server is a node of a Redis Cluster."""
+    return bool((yield from ask("INFO", "cluster", at=at)).get("cluster_enabled"))
+
+
 def carry_out(move: Move[T], send: Callable[[Request], list[Any]]) -> T:
     """Carry a move out, and return its result."""
     try:
@@ -75,24 +81,26 @@ async def carry_out_async(move: Move[T], send: Callable[[Request], Coroutine[Any
         return result
 
 
-class Blocking:
-    """What carries moves out in the calling thread."""
+class Blocking(ABC):
+    """A face that carries moves out in the calling thread."""
 
     def _run(self, move: Move[T]) -> T:
         return carry_out(move, self._send)
 
+    @abstractmethod
     def _send(self, request: Request) -> list[Any]:
-        raise NotImplementedError
+        """Send a request, and return the replies."""
 
 
-class Asynchronous:
-    """What carries moves out in the event loop."""
+class Asynchronous(ABC):
+    """A face that carries moves out in the event loop."""
 
     async def _run(self, move: Move[T]) -> T:
         return await carry_out_async(move, self._send)
 
+    @abstractmethod
     async def _send(self, request: Request) -> list[Any]:
-        raise NotImplementedError
+        """Send a request, and return the replies."""
 
 
 class Operation(Generic[P, T]):
@@ -113,10 +121,10 @@ class Operation(Generic[P, T]):
             return self._move
         move = self._move
 
-        def carry_out(*arguments: P.args, **named: P.kwargs) -> Any:
+        def call(*arguments: P.args, **named: P.kwargs) -> Any:
             return board._run(move(board, *arguments, **named))
 
-        return carry_out
+        return call
 
 
 def operation(move: Callable[Concatenate[Any, P], Move[T]]) -> Operation[P, T]:

@@ -1,1 +1,1 @@
-"""How the board reaches Redis: moves, and the connections that carry them out, blocking or in asyncio."""
+"""The board's connections to Redis, blocking or in asyncio. They carry moves out."""

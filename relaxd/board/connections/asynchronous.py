@@ -1,7 +1,6 @@
 """The same connection in asyncio (see relaxd.board.connections.blocking)."""
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -14,12 +13,11 @@ from redis.exceptions import NoScriptError
 from relaxd.board.connections.blocking import RAW_REPLIES
 from relaxd.board.connections.resp import CommandPacker
 from relaxd.board.connections.retries import Retries
-from relaxd.board.connections.scripts import script_names, script_text
+from relaxd.board.connections.scripts import loading, script_loads
 from relaxd.board.connections.servers import Servers
-from relaxd.redis_client import acknowledged_async, connect_async, keys_of_async, parse, passing, read_async
+from relaxd.redis_client import acknowledged_async, connect_async, keys_of_async, parse, read_async
 from relaxd.redis_client.moves import Asynchronous, Command, FindKeys, Request
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 AT_ONCE = 64
@@ -70,25 +68,14 @@ class AsyncRedisConnection:
                 async with self._turns:
                     return await operation(self.client)
             except NoScriptError:
-                await self._load_scripts()
+                with loading():
+                    await read_async(self.client, script_loads())
             except redis.RedisError as error:
                 await asyncio.sleep(retries.pause_after(error))  # brief: at most retry_seconds in all
 
     async def close(self) -> None:
         """Close all connections."""
         await self.client.aclose()
-
-    async def _load_scripts(self) -> None:
-        """Load all scripts into Redis, which forgets them when it restarts."""
-        try:
-            for name in script_names():
-                await self.client.script_load(script_text(name))
-        except redis.RedisError as error:
-            if not passing(error):
-                raise
-            logger.debug(
-                "Redis became unavailable while scripts were loaded: %s", error
-            )  # `run` retries and loads again
 
 
 class AsynchronousFace(Asynchronous):

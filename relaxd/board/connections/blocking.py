@@ -1,6 +1,5 @@
 """The blocking connection to a Redis: deadlines, cached scripts, retries with back-off, typed errors."""
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -12,12 +11,11 @@ from redis.retry import Retry
 
 from relaxd.board.connections.resp import CommandPacker
 from relaxd.board.connections.retries import Retries
-from relaxd.board.connections.scripts import script_names, script_text
+from relaxd.board.connections.scripts import loading, script_loads
 from relaxd.board.connections.servers import Servers
-from relaxd.redis_client import acknowledged, connect, keys_of, parse, passing, read
+from relaxd.redis_client import acknowledged, connect, keys_of, parse, read
 from relaxd.redis_client.moves import Blocking, Command, FindKeys, Request
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RAW_REPLIES = ("XREADGROUP", "XPENDING")
@@ -71,25 +69,14 @@ class RedisConnection:
             try:
                 return operation(self.client)
             except NoScriptError:
-                self._load_scripts()
+                with loading():
+                    read(self.client, script_loads())
             except redis.RedisError as error:
                 time.sleep(retries.pause_after(error))  # brief: at most retry_seconds in all
 
     def close(self) -> None:
         """Close all connections."""
         self.client.close()
-
-    def _load_scripts(self) -> None:
-        """Load all scripts into Redis, which forgets them when it restarts."""
-        try:
-            for name in script_names():
-                self.client.script_load(script_text(name))
-        except redis.RedisError as error:
-            if not passing(error):
-                raise
-            logger.debug(
-                "Redis became unavailable while scripts were loaded: %s", error
-            )  # `run` retries and loads again
 
 
 class BlockingFace(Blocking):

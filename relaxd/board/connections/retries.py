@@ -1,4 +1,4 @@
-"""What a connection does after an error: whether it tries again, when, and what it raises at the end."""
+"""Decide after an error whether a connection tries again, when, or which error it raises."""
 
 import time
 

@@ -1,13 +1,15 @@
 """The board's scripts: their texts, the hashes by which they are called, and what their errors mean."""
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from hashlib import sha1
 from importlib import resources
 from importlib.resources.abc import Traversable
 from typing import Any
 
-from redis.exceptions import ResponseError
+from redis.exceptions import RedisError, ResponseError
 
 from relaxd.board.errors import (
     BoardError,
@@ -19,7 +21,10 @@ from relaxd.board.errors import (
     TooLate,
 )
 from relaxd.board.gate_reasons import explain_limit
+from relaxd.redis_client import passing
 from relaxd.redis_client.moves import Command, Move, Send
+
+logger = logging.getLogger(__name__)
 
 ERRORS: dict[str, type[BoardError]] = {
     "FENCED": Fenced,
@@ -68,6 +73,22 @@ def _files(folder: str) -> dict[str, Traversable]:
 def script_hash(name: str) -> str:
     """Return the SHA-1 by which EVALSHA calls a loaded script."""
     return sha1(script_text(name).encode(), usedforsecurity=False).hexdigest()
+
+
+def script_loads() -> list[Command]:
+    """Return the commands that load all scripts into Redis, which forgets them when it restarts."""
+    return [("SCRIPT LOAD", script_text(name)) for name in script_names()]
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Ignore that Redis becomes unavailable while scripts are loaded: the operation that needs them is tried again."""
+    try:
+        yield
+    except RedisError as error:
+        if not passing(error):
+            raise
+        logger.debug("Redis became unavailable while scripts were loaded: %s", error)
 
 
 def translate(error: ResponseError) -> BoardError:

@@ -8,7 +8,7 @@ from typing import Any
 
 from relaxd.board.sizes import NO_EVICTION, RedisMemory
 from relaxd.redis_client import parse, where
-from relaxd.redis_client.moves import Move, ask
+from relaxd.redis_client.moves import Move, ask, is_cluster_node
 
 HIGH_WATER = 0.8
 """Share of a data node's maxmemory that open groups may take."""
@@ -47,7 +47,7 @@ def problems(board: str, nodes: Sequence[str]) -> Move[list[str]]:
         server = str((yield from ask("INFO", "server", at=node))["run_id"])
         if server in names:
             found.append(f"{name} and {names[server]} are one server")
-        elif not parse(url).nodes and (yield from ask("INFO", "cluster", at=node)).get("cluster_enabled"):
+        elif not parse(url).nodes and (yield from is_cluster_node(at=node)):
             found.append(f"{name} is a node of a Redis Cluster (cluster_enabled:1): name a server of its own")
         names[server] = name
     return found

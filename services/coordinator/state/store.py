@@ -23,7 +23,7 @@ from relaxd.redis_client import (
     read,
     read_async,
 )
-from relaxd.redis_client.moves import Asynchronous, Blocking, Move, Request, Send, ask, operation
+from relaxd.redis_client.moves import Asynchronous, Blocking, Move, Request, Send, ask, is_cluster_node, operation
 from relaxd.rpc.errors import Unavailable
 from relaxd.rpc.terms import TERM_KEY
 from services.coordinator.state.health_records import HealthRecord
@@ -130,7 +130,7 @@ class StoreMoves:
     @operation
     def is_cluster_node(self) -> Move[bool]:
         """Return whether this Redis is a node of a Redis Cluster."""
-        return bool((yield from ask("INFO", "cluster")).get("cluster_enabled"))
+        return (yield from is_cluster_node())
 
     @operation
     def take_over(self) -> Move[int]:

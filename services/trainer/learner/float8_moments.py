@@ -33,7 +33,7 @@ class Float8Values:
     """Place of the first number in the first block."""
 
     dtype = torch.bfloat16
-    """What `read` returns."""
+    """Element type of `read` and of checkpoints."""
 
     def numel(self) -> int:
         """Return how many there are."""
