@@ -156,12 +156,27 @@ def _override_value(place: Place, text: str) -> Any:
 
 
 def _set(data: dict[str, Any], place: Place, value: Any, option: str) -> None:
-    table = data
+    """Set what is at a place, where a number stands for one of a list of tables: ("eval", "sets", "0", "k")."""
+    table: Any = data
     for depth, part in enumerate(place[:-1], start=1):
-        table = table.setdefault(part, {})
-        if not isinstance(table, dict):
+        if isinstance(table, dict):
+            table = table.setdefault(part, {})
+        elif part.isdecimal() and int(part) < len(table):
+            table = table[int(part)]
+        else:
+            raise _no_entry(place[: depth - 1], table, option)
+        if not isinstance(table, dict | list):
             raise ConfigError([Problem("", f"{'.'.join(place[:depth])} is a value, not a section", option)])
+    if isinstance(table, list):
+        raise _no_entry(place[:-1], table, option)
     table[place[-1]] = value
+
+
+def _no_entry(place: Place, entries: Sequence[Any], option: str) -> ConfigError:
+    name = ".".join(place)
+    return ConfigError(
+        [Problem("", f"{name} is a list of {len(entries)}: settings of the first are {name}.0.NAME", option)]
+    )
 
 
 # --- pydantic's errors as problems ---------------------------------------------------------------------------------

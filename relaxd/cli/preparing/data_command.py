@@ -1,6 +1,5 @@
 """`relaxd data`: what a run will see of its data."""
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated
@@ -11,16 +10,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from relaxd.cli.options import WordsArgument, new_console, split_words
+from relaxd.cli.options import WordsArgument, new_console
 from relaxd.cli.preparing.models import prepare_model
+from relaxd.cli.preparing.prompts_file import load_words_or_prompts
 from relaxd.config import RunConfig
-from relaxd.config.load import ConfigError, Problem, load, load_file
+from relaxd.config.load import ConfigError, Problem
 from relaxd.data.checking import evenly_spread, read_some
 from relaxd.data.duplicates import Keys, Repeats, keys_of, overlap, repeats
 from relaxd.data.errors import DataError
 from relaxd.data.examples import Example
 from relaxd.data.files.json_lines import kind_of
-from relaxd.data.files.opening import LINES, TABLES
 from relaxd.data.mixture import Share, mixture_weights
 from relaxd.data.models import resolve_model
 from relaxd.data.sources.evaluation_sets import read_set
@@ -38,7 +37,7 @@ def data(
 
     Instead of a configuration, FILE may be a file with prompts: then --model.path names the model.
     """
-    config = _load(words)
+    config = load_words_or_prompts(words, lambda path: 'reward.name = "dummy"')
     console = new_console()
     prepare_model(config, lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True))
     try:
@@ -55,15 +54,6 @@ def data(
                 _show(one, tokenizer, config, 0, console)
     except DataError as error:
         raise ConfigError([Problem(error.field, error.message)]) from error
-
-
-def _load(words: list[str]) -> RunConfig:
-    """Load the configuration that the words name, or make one for a file with prompts."""
-    path, overrides = split_words(words)
-    if path.suffix.partition("@")[0] not in (*TABLES, *LINES):
-        return load_file(path, overrides)
-    lines = ("run.steps = 1", 'reward.name = "dummy"', 'data.source = "files"', f"data.path = {json.dumps(str(path))}")
-    return load("\n".join(lines), overrides, name=str(path))
 
 
 def _show(

@@ -12,8 +12,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from relaxd.cli.options import WordsArgument, load_words, new_console
+from relaxd.cli.options import WordsArgument, new_console
 from relaxd.cli.preparing.models import prepare_model
+from relaxd.cli.preparing.prompts_file import load_words_or_prompts, set_of
 from relaxd.cli.preparing.reward_command import try_reward
 from relaxd.cli.reading.evaluation_command import results_table
 from relaxd.client.errors import CliError
@@ -64,10 +65,12 @@ def evaluate(
     device: Annotated[Device, typer.Option(help="Where the model is; auto: on a GPU if there is one.")] = Device.AUTO,
     out: Annotated[Path | None, typer.Option(help="Folder for answers and results; default: evaluations/TIME.")] = None,
 ) -> None:
-    """Evaluate a model on the sets of FILE (\\[eval]), on this machine, without a run. Starts no service."""
-    _, config = load_words(words)
-    if model:
-        config = config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
+    """Evaluate a model on the sets of FILE (\\[eval]), on this machine, without a run. Starts no service.
+
+    Instead of a configuration, FILE may be a file with prompts: then --reward.name names the reward.
+    """
+    named = ["--model.path", model] if model else []
+    config = load_words_or_prompts([*words, *named], lambda path: f"reward = {{}}\n{set_of(path)}")
     console = new_console()
     prepare_model(config, lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True))
     sets = _chosen(config, names or [])

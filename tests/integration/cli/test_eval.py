@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
@@ -42,8 +44,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(*words: str) -> str:
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["eval", "run.toml", *words])
+def run(*words: str, file: str = "run.toml") -> str:
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["eval", file, *words])
     if result.exception is not None:
         raise result.exception
     return result.output
@@ -84,3 +86,31 @@ def test_what_cannot_be_evaluated_is_said_before(folder: Path, tiny_model: Path)
     Path("run.toml").write_text(CONFIG.replace('"spell_backward"', '"spel_backward"'))
     with pytest.raises(ConfigError, match=r"eval\.sets\.1\.task.*spell_backward"):
         run(*model)
+
+
+@pytest.mark.slow
+def test_a_file_with_prompts_is_a_set(folder: Path, tiny_model: Path) -> None:
+    pq.write_table(pa.table({"question": ["2 + 2", "3 + 3", "4 + 4"], "answer": [4, 6, 8]}), "Sums of two.parquet")
+    words = (
+        "--model TINY --out found --data.prompt_key question --reward.name length.py:short --rollout.max_new_tokens 4"
+    )
+    words += " --reward.settings {divisor=2} --eval.sets.0.samples_per_prompt 2"
+    text = run(*words.replace("TINY", str(tiny_model)).split(), file="Sums of two.parquet@[:2]")
+    assert "sums-of-two: 2 prompts, 2 answers each" in text
+    lines = [json.loads(line) for line in Path("found/sums-of-two.jsonl").read_text().splitlines()]
+    assert sorted((line["prompt"], line["answer"]) for line in lines) == 2 * [("2 + 2", "4")] + 2 * [("3 + 3", "6")]
+    results = json.loads(Path("found/results.json").read_text())
+    assert results["model"] == str(tiny_model)
+    assert results["eval/sums-of-two/reward"] == sum(line["reward"] for line in lines) / 4
+
+
+def test_what_a_file_with_prompts_lacks_is_said(folder: Path, tiny_model: Path) -> None:
+    model = ("--model", str(tiny_model))
+    with pytest.raises(ConfigError, match=r"reward\.name is missing: the name of a reward"):
+        run(*model, file="letters.jsonl")
+    with pytest.raises(ConfigError, match=r"model is missing"):
+        run("--reward.name", "addition", file="letters.jsonl")
+    with pytest.raises(ConfigError, match=r"eval\.sets\.0\.path.*can't read lettres\.jsonl"):
+        run(*model, "--reward.name", "addition", file="lettres.jsonl")
+    with pytest.raises(CliError, match=r"letters\.txt is neither a configuration \(\.toml\) nor a file with prompts"):
+        run(*model, file="letters.txt")

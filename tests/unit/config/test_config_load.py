@@ -148,6 +148,43 @@ def test_overrides_win_and_have_their_types() -> None:
     assert config.data.eval_path == Path("x.jsonl")
 
 
+SETS = (
+    GOOD
+    + """
+[[eval.sets]]
+name = "one"
+path = "one.jsonl"
+
+[[eval.sets]]
+name = "two"
+path = "two.jsonl"
+"""
+)
+
+
+def test_an_override_sets_what_is_in_a_list_of_tables() -> None:
+    overrides = "--eval.sets.1.samples_per_prompt 4 --eval.sets.1.k=[1,4] --eval.sets.0.reward exact_match"
+    one, two = load(SETS, overrides.split()).eval.sets
+    assert (one.samples_per_prompt, one.reward, two.samples_per_prompt, two.k) == (1, "exact_match", 4, (1, 4))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["--eval.sets.2.k", "1"], "--eval.sets.2.k: eval.sets is a list of 2: settings of the first are eval.sets.0"),
+        (["--eval.sets.one.k", "1"], "eval.sets is a list of 2"),
+        (["--eval.sets.1", "x"], "eval.sets is a list of 2"),
+        (
+            ["--eval.sets.1.samples_per_prompt", "x"],
+            '--eval.sets.1.samples_per_prompt: eval.sets.1.samples_per_prompt = "x"',
+        ),
+        (["--eval.sets.1.name.x", "1"], "eval.sets.1.name is a value, not a section"),
+    ],
+)
+def test_a_wrong_override_in_a_list_of_tables_is_named(overrides: list[str], expected: str) -> None:
+    assert expected in refusal(SETS, *overrides)
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
