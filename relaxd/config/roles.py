@@ -275,7 +275,7 @@ class JudgeConfig(Section):
     max_in_flight: int = Field(default=64, ge=1)
     """Questions that a reward replica has open at a time."""
     questions_per_second: float = Field(default=0.0, ge=0)
-    """Most questions that a reward replica begins in a second; 0: any number."""
+    """Most questions that a reward replica begins in a second, at even intervals: 0.5 is 30 a minute. 0: any number."""
     engine: Literal["transformers", "sglang"] = "transformers"
     """Inference engine of a replica. transformers: on CPUs. sglang: on GPUs."""
     dtype: Literal["float32", "bfloat16"] = "float32"

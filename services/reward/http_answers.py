@@ -1,5 +1,8 @@
 """Answers over HTTP, from services that may say anything."""
 
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+
 import aiohttp
 
 SHOWN = 200
@@ -21,3 +24,17 @@ def shortened(text: str) -> str:
     """Return a text in one line that fits into a message."""
     line = " ".join(text.split())
     return line if len(line) <= SHOWN else line[: SHOWN - 1] + "…"
+
+
+def retry_after(value: str | None, now: datetime | None = None) -> float:
+    """Return the seconds that a Retry-After header names, as a number or as a date; 0 if it names none."""
+    try:
+        return max(0.0, float(int(value or 0)))
+    except ValueError:
+        pass
+    try:
+        date = parsedate_to_datetime(value or "")
+    except ValueError:
+        return 0.0
+    # A date without a zone is in UTC.
+    return max(0.0, (date.replace(tzinfo=date.tzinfo or UTC) - (now or datetime.now(UTC))).total_seconds())

@@ -12,7 +12,7 @@ from relaxd.rpc.enums import numbers
 from relaxd.rpc.settings import JUDGE_KEY
 from relaxd.v1.judge_pb2 import AskRequest, AskResponse
 from relaxd.v1.sample_pb2 import FinishReason
-from services.reward.http_answers import SHOWN, read_at_most, shortened
+from services.reward.http_answers import SHOWN, read_at_most, retry_after, shortened
 from services.reward.remote.errors import MismatchError, UnreachableError
 
 PROBE_SECONDS = 10.0
@@ -38,7 +38,7 @@ class ChatCompletions:
         limit = aiohttp.ClientTimeout(total=PROBE_SECONDS)
         try:
             async with self._open().get(f"{self.on}/models", timeout=limit, allow_redirects=False) as answer:
-                self._raise_for(answer.status, await read_at_most(answer, MAX_REPLY_BYTES))
+                self._raise_for(answer, await read_at_most(answer, MAX_REPLY_BYTES))
         except (aiohttp.ClientError, OSError, TimeoutError) as error:  # also of a server that isn't one
             raise UnreachableError(str(error) or f"no answer within {PROBE_SECONDS:g} s") from error
 
@@ -51,7 +51,7 @@ class ChatCompletions:
                 url, json=self._body(question), timeout=limit, allow_redirects=False
             ) as answer:
                 body = await read_at_most(answer, MAX_REPLY_BYTES)
-                self._raise_for(answer.status, body)
+                self._raise_for(answer, body)
                 if answer.status != HTTPStatus.OK:
                     raise self._failure(f"HTTP {answer.status}: {_shortened(body)}")
         except aiohttp.ServerTimeoutError as error:  # also a TimeoutError, but nobody was reached
@@ -95,13 +95,15 @@ class ChatCompletions:
             body["chat_template_kwargs"] = config.chat_template_arguments
         return body
 
-    def _raise_for(self, status: int, body: bytes) -> None:
+    def _raise_for(self, answer: aiohttp.ClientResponse, body: bytes) -> None:
         """Raise MismatchError or UnreachableError for an answer that isn't one to this question."""
+        status = answer.status
         if status in _REFUSED:
             how = f"it refuses the key in {JUDGE_KEY}" if self._has_key else f"it wants a key: set {JUDGE_KEY}"
             raise MismatchError(f"{self.who}: HTTP {status}: {how} in the environment of the reward service")
         if status in _BUSY or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            raise UnreachableError(f"HTTP {status}: {_shortened(body)}")
+            again = retry_after(answer.headers.get("Retry-After"))
+            raise UnreachableError(f"HTTP {status}: {_shortened(body)}", retry_after=again)
 
     def _reply(self, body: bytes) -> AskResponse:
         try:

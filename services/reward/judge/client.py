@@ -9,8 +9,13 @@ from relaxd.config import JudgeConfig
 from relaxd.rewards.judge.asking import JudgeError
 from relaxd.v1.judge_pb2 import AskRequest, AskResponse
 from relaxd.waiting import waiting
+from services.reward.judge.pace import Pace
 from services.reward.remote.errors import MismatchError, UnreachableError
 from services.reward.remote.patience import PatientCaller
+
+LOOK_SECONDS = 5.0
+"""Interval at which a question that waits for its turn looks again. Shorter than any health limit: each look counts as
+progress of the replica."""
 
 
 class Judges(Protocol):
@@ -45,13 +50,15 @@ class JudgeClient:
             timeout_seconds=config.timeout_seconds,
             outage_seconds=config.outage_seconds,
         )
-        self._next_begin = 0.0
-        self._replies = 0
+        self._pace = Pace(config.questions_per_second)
+        self._turn = asyncio.Lock()
+        """Of the question that begins next."""
+        self._replies = self._looks = 0
 
     @property
     def pieces(self) -> int:
-        """A counter of replies and probes, which shows that the replica isn't stuck."""
-        return self._replies + self._caller.probes
+        """A counter of replies, probes and looks, which shows that the replica isn't stuck."""
+        return self._replies + self._caller.probes + self._looks
 
     @property
     def detail(self) -> str:
@@ -87,10 +94,20 @@ class JudgeClient:
         await self._judges.close()
 
     async def _ask_in_turn(self, question: AskRequest) -> AskResponse:
-        """Ask, not before roles.judge.questions_per_second allows it."""
-        if rate := self._config.questions_per_second:
-            now = time.monotonic()
-            begin = self._next_begin = max(now, self._next_begin + 1 / rate)
-            with waiting("a question's turn (roles.judge.questions_per_second)"):
-                await asyncio.sleep(begin - now)
-        return await self._judges.ask(question, self._config.timeout_seconds)
+        """Ask, not before roles.judge.questions_per_second and the judge's Retry-After allow it."""
+        if self._turn.locked() or self._pace.pause():
+            with waiting("a question's turn (roles.judge.questions_per_second)") as wait:
+                async with self._turn:
+                    while pause := self._pace.pause():
+                        if self._pace.held:
+                            wait.reason, wait.on = f"{self._judges.who}, which answered Retry-After", self._judges.on
+                        await asyncio.sleep(min(pause, LOOK_SECONDS))
+                        self._looks += 1
+                    self._pace.begin()
+        else:
+            self._pace.begin()
+        try:
+            return await self._judges.ask(question, self._config.timeout_seconds)
+        except UnreachableError as error:
+            self._pace.hold(min(error.retry_after, self._config.outage_seconds))
+            raise

@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,11 @@ from relaxd.rewards import RewardInput, RewardOutput, resolve
 from relaxd.rewards.judge import JudgeError, NoJudgeError, UnreadableReplyError, ask, asking
 from relaxd.rewards.judge.replies import read_field, read_number, read_side, read_yes_no
 from relaxd.v1.judge_pb2 import AskRequest, AskResponse
+from relaxd.waiting import waits
+from services.reward.http_answers import retry_after
 from services.reward.judge.chat_completions import ChatCompletions
 from services.reward.judge.client import JudgeClient
+from services.reward.judge.pace import Pace
 from services.reward.pool import Failure, WorkerPool
 from services.reward.remote import breaker, patience
 from services.reward.remote.errors import MismatchError
@@ -477,6 +481,74 @@ async def test_questions_are_limited(place):
     started = time.monotonic()
     await asyncio.gather(*(judge.ask(QUESTION) for _ in range(5)))
     assert time.monotonic() - started >= 4 / 20.0
+
+
+@pytest.mark.parametrize(
+    ("per_second", "events", "pauses"),
+    [
+        (0.0, ["begin", "begin"], [0, 0]),
+        (2.0, ["begin", "begin", 0.25, 0.25, "begin"], [0.5, 0.5, 0.25, 0, 0.5]),
+        (0.5, ["begin", 1, 1, "begin"], [2, 1, 0, 2]),
+        (2.0, [10, "begin", "begin"], [0, 0.5, 0.5]),  # turns that nobody took aren't made up for
+        (0.0, [("hold", 3), 1, 2], [3, 2, 0]),
+        (0.0, [("hold", 3), ("hold", 1), 2, ("hold", 4)], [3, 3, 1, 4]),  # the longest counts
+        (2.0, ["begin", ("hold", 0), ("hold", 3), 3, "begin"], [0.5, 0.5, 3, 0, 0.5]),
+    ],
+)
+def test_questions_begin_at_even_intervals_and_not_before_the_judge_wants_them(per_second, events, pauses):
+    now = 100.0
+    pace = Pace(per_second, lambda: now)
+    found = []
+    for event in events:
+        if event == "begin":
+            pace.begin()
+        elif isinstance(event, tuple):
+            pace.hold(event[1])
+        else:
+            now += event
+        found.append(pace.pause())
+    assert found == pauses
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        (None, 0),
+        ("7", 7),
+        ("-7", 0),
+        ("Wed, 21 Oct 2015 07:28:30 GMT", 30),
+        ("Wed, 21 Oct 2015 07:28:30 -0000", 30),
+        ("Wed, 21 Oct 2015 07:27:00 GMT", 0),
+        ("soon", 0),
+    ],
+)
+def test_retry_after_is_a_number_or_a_date(value, seconds):
+    assert retry_after(value, datetime(2015, 10, 21, 7, 28, tzinfo=UTC)) == seconds
+
+
+async def test_no_question_begins_before_the_judge_wants_one(place):
+    server, client = place
+    await server.serve()
+    begun: list[float] = []
+
+    def answer(number: int) -> web.Response:
+        begun.append(time.monotonic())
+        return said("Score: 1") if number > 1 else web.Response(status=429, headers={"Retry-After": "1"})
+
+    server.answer = answer
+    judge = client()
+    first = asyncio.create_task(judge.ask(QUESTION))
+    reasons = await eventually(lambda: [str(wait) for wait in waits() if "Retry-After" in wait.reason], "a named wait")
+    second = asyncio.create_task(judge.ask(QUESTION))
+    assert {reply.text for reply in await asyncio.gather(first, second)} == {"Score: 1"}
+    assert reasons == [f"the judge at http://127.0.0.1:{server.port}/v1, which answered Retry-After"]
+    assert len(begun) == 3
+    assert min(begun[1:]) - begun[0] >= 0.9
+
+    server.answer = lambda number: (
+        said("Score: 2") if number > 4 else web.Response(status=503, headers={"Retry-After": "9999"})
+    )
+    assert (await client(outage_seconds=0.1).ask(QUESTION)).text == "Score: 2"  # no longer than that
 
 
 async def test_a_trial_asks_a_server_but_no_replicas(place, tmp_path: Path, monkeypatch):
