@@ -92,13 +92,19 @@ class Counters:
             if service.pid is None:
                 continue
             try:
-                process = psutil.Process(service.pid)
-                for one in (process, *process.children(recursive=True)):
-                    spent = one.cpu_times()
-                    used[service.role] = used.get(service.role, 0.0) + spent.user + spent.system
+                used[service.role] = used.get(service.role, 0.0) + processor_seconds(service.pid)
             except psutil.Error:  # it has just ended
                 continue
         return used
+
+
+def processor_seconds(pid: int) -> float:
+    """Return the processor time of a process and its children, also of those that have ended, so that it only grows.
+
+    Raises psutil.Error: there is no such process.
+    """
+    process = psutil.Process(pid)
+    return sum(sum(one.cpu_times()[:4]) for one in (process, *process.children(recursive=True)))
 
 
 def busy_share(before: Sample, after: Sample) -> float:
