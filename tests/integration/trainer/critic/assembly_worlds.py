@@ -1,9 +1,9 @@
 """A step of many tokens that is assembled in a world of two processes, whose learners only pretend to compute."""
 
-import time
 import tracemalloc
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,9 @@ import numpy as np
 
 from relaxd.config import RunConfig
 from tests.integration.trainer.service_kit import RUN_ID
+
+COLLECTIVE_SECONDS = 120.0
+"""Deadline of a collective."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +25,6 @@ class AssemblyJob:
     redis_url: str
     folder: Path
     bundle_bytes: int
-    deadline_seconds: float
-    """Of each collective."""
-    slow_seconds: float
-    """What rank 0 takes for the advantages."""
 
 
 class Ended(Exception):
@@ -44,10 +43,9 @@ def run_job(job: AssemblyJob) -> dict[str, Any]:
     """Assemble the step on this rank.
 
     Returns:
-        A checksum of each group's columns, and on rank 0 the memory that each command of the assembly took.
+        A checksum of each group's columns, and on rank 0 the memory that each command of the assembly took, and of each
+        group whether the other ranks were free of collectives while its columns were prepared.
     """
-    import torch.distributed as dist
-
     from relaxd.algorithms import create
     from relaxd.board import Board, stages_for
     from services.trainer.checkpoints.part import CheckpointPart
@@ -65,12 +63,20 @@ def run_job(job: AssemblyJob) -> dict[str, Any]:
         def values(self, micro_batches: Sequence[Any]) -> list[Any]:
             return [(batch.tokens * batch.loss_mask).astype(np.float32) for batch in micro_batches]
 
-    class SlowRunner(RoundRunner):
+    class WatchedRunner(RoundRunner):
         def prepared_columns(self, *arguments: Any) -> Any:
-            time.sleep(job.slow_seconds / config.trainer.groups_per_step)
+            free.append(works_alone)
             return super().prepared_columns(*arguments)
 
     class MeasuredRank(TrainingRank):
+        @contextmanager
+        def rank0_only(self, work: str) -> Iterator[Any]:
+            nonlocal works_alone
+            with super().rank0_only(work) as progress:
+                works_alone = True
+                yield progress
+                works_alone = False
+
         def run(self, command: Any) -> Any:
             if not isinstance(command, Assemble):
                 return super().run(command)
@@ -81,6 +87,8 @@ def run_job(job: AssemblyJob) -> dict[str, Any]:
             return result
 
     memory: list[int] = []
+    free: list[bool] = []
+    works_alone = False
     step_phases.BUNDLE_BYTES = job.bundle_bytes
     config = job.config
     learner: Any = Learner(config)
@@ -97,17 +105,15 @@ def run_job(job: AssemblyJob) -> dict[str, Any]:
         )
         while intake.held < trainer.groups_per_step:
             intake.take(1.0)
-    # The deadline is short: the ranks make the channel together, once rank 0 has read all groups.
-    dist.barrier()
-    channel = RankChannel(job.deadline_seconds, learner.world.disk)
+    channel = RankChannel(COLLECTIVE_SECONDS, learner.world.disk)
     rank = MeasuredRank(
         channel=channel,
         learner=learner,
         checkpoint=CheckpointPart(learner),
         board=board,
         run_folder=job.folder,
-        runner=SlowRunner(learner, config),
-        sharing=ModelParallelChannel(learner.world.dp_rank, job.deadline_seconds),
+        runner=WatchedRunner(learner, config),
+        sharing=ModelParallelChannel(learner.world.dp_rank, COLLECTIVE_SECONDS),
     )
     try:
         if intake is None:
@@ -133,4 +139,9 @@ def run_job(job: AssemblyJob) -> dict[str, Any]:
         group_id: zlib.crc32(b"".join(group.columns[name].tobytes() for name in ("values", "returns", "advantages")))
         for group_id, group in rank.groups.items()
     }
-    return {"checksums": checksums, "memory": memory, "bytes": sum(group.nbytes for group in rank.groups.values())}
+    return {
+        "checksums": checksums,
+        "memory": memory,
+        "free": free,
+        "bytes": sum(group.nbytes for group in rank.groups.values()),
+    }
