@@ -3,6 +3,7 @@
 The groups wait on a real board before a run begins; the run ends with its last version.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,8 @@ class RunJob:
     folder: Path
     drain_at: str = ""
     """What rank 0 is doing when it is asked to hand its groups back; the run ends then."""
+    on_version: Callable[[int], None] | None = None
+    """Rank 0 calls it with each version that it announces."""
 
 
 class Done(Exception):
@@ -107,8 +110,11 @@ def run_job(job: RunJob, ranks: int = 1) -> dict[str, Any]:
                 controls.draining.set()
             if event.progress.detail == "drained":
                 raise Done
-            if event.HasField("version") and event.version.weights.version == config.run.steps:
-                raise Done
+            if event.HasField("version"):
+                if job.on_version is not None:
+                    job.on_version(event.version.weights.version)
+                if event.version.weights.version == config.run.steps:
+                    raise Done
 
         Training(
             config=config,
