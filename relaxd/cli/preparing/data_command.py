@@ -19,8 +19,8 @@ from relaxd.data.checking import evenly_spread, read_some
 from relaxd.data.duplicates import Keys, Repeats, keys_of, overlap, repeats
 from relaxd.data.errors import DataError
 from relaxd.data.examples import Example
-from relaxd.data.files.json_lines import kind_of
-from relaxd.data.files.opening import LINES, TABLES
+from relaxd.data.files.opening import LINES, TABLES, without_part
+from relaxd.data.files.plain import kind_of
 from relaxd.data.mixture import Share, mixture_weights
 from relaxd.data.models import resolve_model
 from relaxd.data.sources.evaluation_sets import read_set
@@ -36,7 +36,7 @@ def data(
 ) -> None:
     """Show what a run will see of its data: counts, lengths, metadata, and prompts as the model gets them.
 
-    Instead of a configuration, FILE may be a file with prompts: then --model.path names the model.
+    Instead of a configuration, FILE may be a file or folder with prompts: then --model.path names the model.
     """
     config = _load(words)
     console = new_console()
@@ -58,10 +58,14 @@ def data(
 
 
 def _load(words: list[str]) -> RunConfig:
-    """Load the configuration that the words name, or make one for a file with prompts."""
+    """Load the configuration that the words name, or make one for a file or folder with prompts."""
     path, overrides = split_words(words)
-    if path.suffix.partition("@")[0] not in (*TABLES, *LINES):
+    whole = without_part(path)
+    if path.suffix.partition("@")[0] not in (*TABLES, *LINES) and not whole.is_dir():
         return load_file(path, overrides)
+    if not any(word.startswith("--model.path") for word in overrides):
+        what = f"is missing: {path} has prompts and no configuration, so name the model that gets them"
+        raise ConfigError([Problem("model.path", f"{what}: --model.path FOLDER_OR_NAME")])
     lines = ("run.steps = 1", 'reward.name = "dummy"', 'data.source = "files"', f"data.path = {json.dumps(str(path))}")
     return load("\n".join(lines), overrides, name=str(path))
 
