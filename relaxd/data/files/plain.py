@@ -8,20 +8,36 @@ from typing import Any
 
 import numpy as np
 
+_PLAIN = frozenset((str, int, bool, type(None)))
+
 
 def plain(value: Any) -> Any:
     """Convert a value to what JSON has: arrays to lists, numpy's numbers to Python's, times and decimals to text.
 
     NaN, with which tables of numbers say that one is missing, becomes None. What has no such form stays as it is.
     """
-    if value is None or isinstance(value, str | int):
+    kind = type(value)  # exact types first: every row of a file passes here
+    if kind in _PLAIN:
+        return value
+    if kind is dict:
+        return {
+            name if type(name) is str else str(name): one if type(one) in _PLAIN else plain(one)
+            for name, one in value.items()
+        }
+    if kind is list:
+        return [one if type(one) in _PLAIN else plain(one) for one in value]
+    return _converted(value)
+
+
+def _converted(value: Any) -> Any:
+    if isinstance(value, str | int):
         return value
     if isinstance(value, float):
         return None if math.isnan(value) else float(value)
     if isinstance(value, Mapping):
-        return {str(key): plain(one) for key, one in value.items()}
+        return plain(dict(value))
     if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
+        return plain(list(value))
     if isinstance(value, date | time | timedelta | Decimal | np.datetime64 | np.timedelta64):
         return str(value)
     if isinstance(value, np.ndarray | np.generic):
@@ -38,12 +54,15 @@ def kind_of(value: Any) -> str:
 
 def stranger(name: str, value: Any) -> tuple[str, Any] | None:
     """Return the first value in a plain one that JSON lacks, with its dotted name; None without any."""
-    if value is None or isinstance(value, str | int | float):
+    if type(value) in _PLAIN or isinstance(value, str | int | float):
         return None
-    if isinstance(value, dict):
-        inside = ((f"{name}.{key}", one) for key, one in value.items())
-    elif isinstance(value, list):
-        inside = ((name, one) for one in value)
+    if type(value) is dict:
+        inside = ((f"{name}.{key}", one) for key, one in value.items() if type(one) not in _PLAIN)
+    elif type(value) is list:
+        inside = ((name, one) for one in value if type(one) not in _PLAIN)
     else:
         return name, value
-    return next((found for key, one in inside if (found := stranger(key, one))), None)
+    for key, one in inside:
+        if found := stranger(key, one):
+            return found
+    return None
