@@ -7,6 +7,7 @@ from relaxd.config import RunConfig
 from relaxd.data.errors import DataError
 from relaxd.data.examples import Example
 from relaxd.data.privileged import PrivilegedPrompts
+from relaxd.data.sources.columns import Examples
 from relaxd.data.sources.sources import Source, ToolsColumn
 from relaxd.data.tokenizer import PromptTokenizer
 
@@ -101,11 +102,18 @@ def check_source(
 def check_tools(checked: Iterable[tuple[Source, Checked]]) -> None:
     """Check that each setting of a column with tools finds some in a source. Raises DataError."""
     found: dict[ToolsColumn, bool] = {}
+    near: dict[ToolsColumn, str] = {}
     for source, one in checked:
         found[source.tools] = found.get(source.tools, False) or one.has_tools
+        if isinstance(source.examples, Examples) and (name := source.examples.nearest(source.tools.key)):
+            near.setdefault(source.tools, name)
     for tools, is_there in found.items():
         if tools.key and not is_there:
-            raise DataError(tools.setting, f'= "{tools.key}": no prompt that was looked at has tools in such a column')
+            name = near.get(tools, tools.key)
+            hint = f'; did you mean "{name}"?' if name != tools.key else ""
+            raise DataError(
+                tools.setting, f'= "{tools.key}": no prompt that was looked at has tools in such a column{hint}'
+            )
 
 
 def evenly_spread(count: int, most: int) -> range:

@@ -89,8 +89,9 @@ def check_output(value: object, key: str = "") -> RewardOutput:
         return RewardOutput(_number("the reward", value))
     found = next((one for one in ((key,) if key else ("reward", "score")) if one in value), None)
     if found is None:
+        keys = ", ".join(sorted(map(repr, value))) or "none"
         raise BadRewardError(
-            f'the reward returned a mapping without "{key or "reward"}"; its keys are {sorted(map(repr, value))}: '
+            f'the reward returned a mapping without "{key or "reward"}"; its keys are {keys}: '
             f"return {RIGHT}{'' if key else ', or set reward.key'}"
         )
     nested = value.get("parts", {})

@@ -19,7 +19,7 @@ from relaxd.data.checking import evenly_spread, read_some
 from relaxd.data.duplicates import Keys, Repeats, keys_of, overlap, repeats
 from relaxd.data.errors import DataError
 from relaxd.data.examples import Example
-from relaxd.data.files.json_lines import kind_of
+from relaxd.data.files.plain import kind_of
 from relaxd.data.mixture import Share, mixture_weights
 from relaxd.data.models import resolve_model
 from relaxd.data.sources.evaluation_sets import read_set
@@ -35,7 +35,7 @@ def data(
 ) -> None:
     """Show what a run will see of its data: counts, lengths, metadata, and prompts as the model gets them.
 
-    Instead of a configuration, FILE may be a file with prompts: then --model.path names the model.
+    Instead of a configuration, FILE may be a file or folder with prompts: then --model.path names the model.
     """
     config = load_words_or_prompts(words, lambda path: 'reward.name = "dummy"')
     console = new_console()

@@ -67,7 +67,7 @@ def evaluate(
 ) -> None:
     """Evaluate a model on the sets of FILE (\\[eval]), on this machine, without a run. Starts no service.
 
-    Instead of a configuration, FILE may be a file with prompts: then --reward.name names the reward.
+    Instead of a configuration, FILE may be a file or folder with prompts: then --reward.name names the reward.
     """
     named = ["--model.path", model] if model else []
     config = load_words_or_prompts([*words, *named], lambda path: f"reward = {{}}\n{set_of(path)}")

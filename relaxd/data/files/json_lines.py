@@ -9,6 +9,8 @@ from weakref import finalize
 
 import numpy as np
 
+from relaxd.data.files.plain import kind_of
+
 _CHUNK = 16 << 20
 _SHORT = 32
 
@@ -72,13 +74,6 @@ def parse(line: bytes) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise ValueError(f'a JSON object such as {{"prompt": "..."}} is needed, not {kind_of(record)}')
     return record
-
-
-def kind_of(value: Any) -> str:
-    """Return what kind of JSON value it is, in words."""
-    return {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}.get(
-        type(value), "a number"
-    ) + (" without entries" if value == [] else "")
 
 
 def _line_starts(file: int) -> np.ndarray:

@@ -15,6 +15,7 @@ from relaxd.data.files.tables import Table
 TABLES = (".parquet", ".arrow", ".feather", ".csv")
 LINES = (".jsonl", ".ndjson", ".json")
 _PART = re.compile(r"(.*)@\[\s*(-?[0-9]*)\s*:\s*(-?[0-9]*)\s*\]")
+_LIKE_A_PART = re.compile(r".*@\[[^\]/]*\]?")
 
 
 def open_rows(path: Path, field: str) -> Rows:
@@ -27,7 +28,11 @@ def open_rows(path: Path, field: str) -> Rows:
     Raises DataError, naming the setting `field`: it can't be read, or has no rows.
     """
     part = _PART.fullmatch(str(path))
-    rows = _open(Path(part[1]) if part else path, field)
+    if part is None and _LIKE_A_PART.fullmatch(str(path)) and not path.exists():
+        raise DataError(
+            field, f'{path} ends in no part of a file: write it as "PATH@[START:END]", such as "a.jsonl@[0:100]"'
+        )
+    rows = _open(without_part(path), field)
     if part:
         rows = Part(rows, slice(*(int(bound) if bound else None for bound in (part[2], part[3]))))
     if not len(rows):
@@ -35,10 +40,15 @@ def open_rows(path: Path, field: str) -> Rows:
     return rows
 
 
+def without_part(path: Path) -> Path:
+    """Return a path without "@[START:END]"."""
+    part = _PART.fullmatch(str(path))
+    return Path(part[1]) if part else path
+
+
 def is_hub_path(path: Path) -> bool:
     """Return whether a path names a data set of the hub, or a part of one."""
-    part = _PART.fullmatch(str(path))
-    return is_hub_name(Path(part[1]) if part else path)
+    return is_hub_name(without_part(path))
 
 
 def _open(path: Path, field: str) -> Rows:

@@ -5,8 +5,6 @@ import os
 import tempfile
 from bisect import bisect_right
 from collections.abc import Iterator
-from datetime import date, datetime, time
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +48,7 @@ class Table:
 
         writer = None
         with pa.OSFile(copy, "wb") as file:
-            for batch in _batches(path):
+            for batch in map(_without_dictionaries, _batches(path)):
                 writer = writer or pa.ipc.new_file(file, batch.schema)
                 for start in range(0, batch.num_rows, _KEPT_ROWS):
                     writer.write_batch(batch.slice(start, _KEPT_ROWS))
@@ -69,16 +67,13 @@ class Table:
         last = self._last  # read once: threads may share it
         if last is None or last[0] != number:
             last = self._last = (number, self._reader.get_batch(number))
-        return _plain_row(last[1].slice(index - self._starts[number], 1).to_pylist()[0])
+        row: dict[str, Any] = last[1].slice(index - self._starts[number], 1).to_pylist()[0]
+        return row
 
     def scan(self) -> Iterator[dict[str, Any] | None]:
         """See Rows."""
         for batch in range(len(self._starts)):
-            for row in self._reader.get_batch(batch).to_pylist():
-                try:
-                    yield _plain_row(row)
-                except ValueError:
-                    yield None
+            yield from self._reader.get_batch(batch).to_pylist()
 
     def place(self, index: int) -> str:
         """See Rows."""
@@ -126,18 +121,29 @@ def _arrow_batches(path: Path) -> Iterator[Any]:
             yield from pa.ipc.open_stream(source)
 
 
-def _plain_row(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: _plain(name, value) for name, value in row.items()}
+def _without_dictionaries(batch: Any) -> Any:
+    """Return a record batch with the values of dictionary columns, such as categories of pandas.
+
+    A file may have another dictionary in each batch, but the temporary file only one.
+    """
+    import pyarrow as pa
+
+    fields = [field.with_type(_decoded(field.type)) for field in batch.schema]
+    schema = pa.schema(fields)
+    if schema.equals(batch.schema):
+        return batch
+    columns = [column.cast(field.type) for column, field in zip(batch.columns, fields, strict=True)]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
-def _plain(name: str, value: Any) -> Any:
-    """Convert a value to what JSON has. Raises ValueError for bytes."""
-    if isinstance(value, dict):
-        return {key: _plain(f"{name}.{key}", item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(name, item) for item in value]
-    if isinstance(value, datetime | date | time | Decimal):
-        return str(value)
-    if isinstance(value, bytes):
-        raise ValueError(f'column "{name}" has bytes, which a prompt can\'t have: choose others with data.metadata_key')
-    return value
+def _decoded(kind: Any) -> Any:
+    """Return a type with the types of its dictionaries' values in their place."""
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(kind):
+        return _decoded(kind.value_type)
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_decoded(field.type)) for field in kind])
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_decoded(kind.value_type)))
+    return kind

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from relaxd.data.examples import Example, Message
-from relaxd.data.files.json_lines import kind_of
+from relaxd.data.files.plain import kind_of, plain, stranger
 from relaxd.data.files.rows import OnDemand, Rows
 from relaxd.importing import describe_error
 
@@ -43,16 +43,16 @@ class Columns:
     def example(self, record: Mapping[str, Any], place: str) -> Example:
         """Return the prompt of a row. Raises ValueError, which names the column and what is wrong."""
         if self.make_prompt is None:
-            prompt = _prompt(self.prompt, _find(record, self.prompt, "data.prompt_key"))
+            prompt = _prompt(self.prompt, plain(_find(record, self.prompt, "data.prompt_key")))
         else:
-            prompt = _prompt(self.made_by, self._made(dict(record)))
+            prompt = _prompt(self.made_by, plain(self._made(plain(record))))
         answer: Any = ""
         if self.answer != ANSWER or ANSWER in record:
-            answer = _answer(self.answer, _find(record, self.answer, "data.answer_key"))
+            answer = _answer(self.answer, plain(_find(record, self.answer, "data.answer_key")))
         metadata = self._metadata(record)
         if self.source:
             metadata.setdefault("data_source", self.source)
-        tools = _tools(self.tools, _find_optional(record, self.tools)) if self.tools else []
+        tools = _tools(self.tools, plain(_find_optional(record, self.tools))) if self.tools else []
         tools = tools or list(self.other_tools)
         example = Example(prompt, answer, metadata, dict(self.sampling), tools, place)
         return example.with_system_prompt(self.system_prompt)
@@ -66,8 +66,9 @@ class Columns:
 
     def _metadata(self, record: Mapping[str, Any]) -> dict[str, Any]:
         if self.metadata in ("", ALL):
-            return {name: value for name, value in record.items() if name not in (self.prompt, self.answer)}
-        found = _find(record, self.metadata, "data.metadata_key")
+            chosen = {name: plain(value) for name, value in record.items() if name not in (self.prompt, self.answer)}
+            return _for_json(chosen)
+        found = plain(_find(record, self.metadata, "data.metadata_key"))
         if isinstance(found, str):
             try:
                 found = json.loads(found)
@@ -75,7 +76,7 @@ class Columns:
                 raise ValueError(f'"{self.metadata}" is text that is not JSON') from error
         if found is not None and not isinstance(found, dict):
             raise ValueError(f'"{self.metadata}" must be an object, for data.metadata_key, not {kind_of(found)}')
-        return dict(found or {})
+        return _for_json(found or {}, f"{self.metadata}.")
 
 
 class Examples(OnDemand[Example]):
@@ -96,6 +97,14 @@ class Examples(OnDemand[Example]):
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from error
 
+    def nearest(self, key: str) -> str | None:
+        """Return the column of the first row whose name is nearest to a key; None if none is near."""
+        try:
+            names = list(_names(self._rows[0]))
+        except (IndexError, ValueError):
+            return None
+        return next(iter(difflib.get_close_matches(key, names, n=1)), None)
+
     def scan(self) -> Iterator[Example | None]:
         """Yield all, in order, faster than one by one and without their places; None for one that is wrong."""
         for row in self._rows.scan():
@@ -103,6 +112,18 @@ class Examples(OnDemand[Example]):
                 yield None if row is None else self._columns.example(row, "")
             except ValueError:
                 yield None
+
+
+def _for_json(metadata: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return metadata. Raises ValueError, which names the column: there is a value that JSON lacks."""
+    for name, value in metadata.items():
+        if found := stranger(prefix + name, value):
+            column, what = found
+            raise ValueError(
+                f'column "{column}" has {kind_of(what)}, which metadata can\'t have: choose others with '
+                "data.metadata_key"
+            )
+    return metadata
 
 
 def _find_optional(record: Mapping[str, Any], key: str) -> Any:

@@ -30,6 +30,8 @@ _OPTIONS = [
     # No keep-alive pings: by default, servers of other languages end connections with frequent ones.
 ]
 _AGAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
+_NO_GRPC = "Failed parsing HTTP/2"
+"""What gRPC says with UNAVAILABLE of a server that answers in another protocol."""
 _TOO_LARGE = re.compile(r"(message|frame)\b.*\b(larger than|exceeds|too large)", re.IGNORECASE)
 """What libraries of gRPC say with RESOURCE_EXHAUSTED of a message above a limit: the status alone may mean busy."""
 
@@ -53,6 +55,11 @@ class GrpcClient:
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.UNIMPLEMENTED:
                 raise self._mismatch("it has no call relaxd.v1.RemoteReward/ScoreAnswers") from error
+            if _NO_GRPC in (error.details() or ""):
+                what = (
+                    f'it doesn\'t speak gRPC; if it speaks HTTP, write reward.address = "http://{self._address}/PATH"'
+                )
+                raise MismatchError(f"the reward service at {self._address}: {what}") from error
             if error.code() in (*_AGAIN, grpc.StatusCode.DEADLINE_EXCEEDED):
                 raise UnreachableError(_describe(error)) from error
             what = f"a request without answers, which it must answer without scores, failed: {_describe(error)}"

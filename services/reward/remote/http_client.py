@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from http import HTTPStatus
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -12,7 +13,7 @@ from relaxd.rewards.base import BadRewardError, check_output
 from services.reward.http_answers import read_at_most, shortened
 from services.reward.pool import Failure
 from services.reward.remote.authorization import authorization
-from services.reward.remote.errors import UnreachableError
+from services.reward.remote.errors import MismatchError, UnreachableError
 
 PROBE_SECONDS = 5.0
 """Deadline of a probe, and of each connection."""
@@ -40,12 +41,19 @@ class HttpClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def probe(self) -> None:
-        """Ask whether the service answers, whatever it says to a HEAD request. Raises UnreachableError."""
+        """Ask whether the service answers, whatever it says to a HEAD request.
+
+        Raises UnreachableError, MismatchError.
+        """
         limit = aiohttp.ClientTimeout(total=PROBE_SECONDS)
         try:
             async with self._connected().head(self._url, timeout=limit, allow_redirects=False) as answer:
                 if answer.status in _AGAIN:
                     raise UnreachableError(f"HTTP {answer.status}")
+        except aiohttp.ClientResponseError as error:  # it answered, but not as HTTP wants it
+            host = urlsplit(self._url).netloc
+            what = f'it doesn\'t speak HTTP; if it speaks gRPC, write reward.address = "{host}"'
+            raise MismatchError(f"the reward service at {self._url}: {what}") from error
         except TimeoutError as error:
             raise UnreachableError(str(error) or f"no answer within {PROBE_SECONDS:g} s") from error
         except (aiohttp.ClientError, OSError) as error:

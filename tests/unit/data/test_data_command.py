@@ -1,6 +1,7 @@
 """`relaxd data`: what a run will see of its data."""
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -73,8 +74,19 @@ def test_a_file_with_prompts_needs_no_configuration(file):
         " ".join(line.split()) for line in done.output.splitlines()
     ]
     assert "Be brief." in done.output
-    with pytest.raises(ConfigError, match=r"model\.path|model is missing|model"):
+    with pytest.raises(
+        ConfigError, match=r"model\.path is missing: .* has prompts and no configuration.*--model\.path"
+    ):
         CliRunner().invoke(app, ["data", file], catch_exceptions=False)
+
+
+def test_a_folder_with_prompts_needs_no_configuration():
+    Path("train").mkdir()
+    Path("more.csv").rename("train/more.csv")
+    words = ["data", "train@[0:1]", "--model.path", "model", "--model.chat_template", CHATML]
+    done = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert "train/more.csv row 1, answer '3':" in done.output
 
 
 def test_wrong_data_are_named():

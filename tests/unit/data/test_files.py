@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from datetime import date
+from datetime import date, timedelta
 from decimal import Decimal
 from pathlib import Path
 
@@ -94,6 +94,43 @@ def test_values_that_json_lacks(tmp_path):
     pa.parquet.write_table(table.drop_columns("raw"), tmp_path / "b.parquet")
     example = Examples(open_rows(tmp_path / "b.parquet", "data.path"), Columns())[0]
     assert (example.answer, example.metadata) == ("1.50", {"day": "2024-02-03"})
+
+
+def test_columns_with_bytes_may_be_left_out(tmp_path):
+    row = {"prompt": "p", "answer": "a", "raw": b"x", "m": {"took": timedelta(seconds=3), "rate": float("nan")}}
+    pa.parquet.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+    examples = Examples(open_rows(tmp_path / "a.parquet", "data.path"), Columns(metadata="m"))
+    assert examples[0].metadata == {"took": "0:00:03", "rate": None}
+    assert [one and one.metadata for one in examples.scan()] == [examples[0].metadata]
+    with pytest.raises(ValueError, match=r'"raw" must be text or a list of chat messages, not bytes'):
+        Examples(open_rows(tmp_path / "a.parquet", "data.path"), Columns(prompt="raw", metadata="m"))[0]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_categories_may_differ_between_the_parts_of_a_file(tmp_path, kind):
+    """As pandas writes them: each part of the file has a dictionary of its own."""
+    parts = [
+        pa.table({"prompt": texts, "level": pa.array(levels).dictionary_encode(), "m": [{"k": 1}, {"k": 2}]})
+        for texts, levels in ((["a", "b"], ["easy", "hard"]), (["c", "d"], ["new", "hard"]))
+    ]
+    path = tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        with pa.parquet.ParquetWriter(path, parts[0].schema) as writer:
+            for part in parts:
+                writer.write_table(part)
+    else:
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, parts[0].schema) as writer:
+            for part in parts:
+                writer.write_table(part)
+    levels = [one.metadata["level"] for one in Examples(open_rows(path, "data.path"), Columns())]
+    assert levels == ["easy", "hard", "new", "hard"]
+
+
+def test_a_part_that_is_none_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n')
+    for part in ("@[0:x]", "@[0:1", "@[5]"):
+        with pytest.raises(DataError, match=r'ends in no part of a file: write it as "PATH@\[START:END\]"'):
+            open_rows(Path(f"{tmp_path}/a.jsonl{part}"), "data.path")
 
 
 @pytest.mark.parametrize(

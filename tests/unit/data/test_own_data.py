@@ -1,6 +1,7 @@
 """Tools, prompt functions, sources of one's own, data sets of the hub, and prompts that are there twice."""
 
 import json
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from relaxd.data.duplicates import keys_of, normalised, overlap, repeats
 from relaxd.data.errors import DataError
 from relaxd.data.examples import Example
 from relaxd.data.files.opening import open_rows
-from relaxd.data.sources.columns import Columns
+from relaxd.data.sources.columns import Columns, Examples
 from tests.kit.processes import run_python
 from tests.kit.tokenizer import CHATML, write_tokenizer
 
@@ -69,7 +70,7 @@ def test_tools_are_never_left_out_silently(tmp_path: Path, model_folder: Path) -
     with pytest.raises(DataError, match=r"line 1: there are tools .* the chat template has no place for tools"):
         load_data(config(model_folder, CHATML, path=path, tools_key="tools"))
     with pytest.raises(
-        DataError, match=r'data.tools_key: = "tolls": no prompt that was looked at has tools in such a column'
+        DataError, match=r'data.tools_key: = "tolls": no prompt .* has tools in such a column; did you mean "tools"\?'
     ):
         load_data(config(model_folder, WITH_TOOLS, path=path, tools_key="tolls"))
     for wrong in ("[", [1], {"name": "add"}):
@@ -101,6 +102,9 @@ def test_a_file_of_tools_is_for_prompts_that_have_none(tmp_path: Path, model_fol
 # --- prompt functions and sources of one's own ------------------------------------------------------------------------
 
 OWN = """
+from datetime import datetime
+import numpy as np
+
 def ask(row):
     return [{"role": "user", "content": f"{row['question']} ({row['level']['name']})"}]
 
@@ -122,6 +126,19 @@ class Squares:
 
     def held_out(self):
         return Squares(2, 100)
+
+class Frame:  # rows as pandas and numpy give them
+    def __init__(self, other=None):
+        self.other = {"bytes": b"x", "object": object()}.get(other)
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        prompt = np.array([{"role": "user", "content": f"{index}?"}], dtype=object)
+        metadata = {"at": datetime(2026, 1, 2), "rate": np.float32(0.5), "scores": np.ones((1, 2))}
+        metadata["known"] = np.bool_(True)
+        return {"prompt": prompt, "answer": np.int64(index), "m": metadata | {"other": self.other}}
 """
 
 
@@ -140,7 +157,7 @@ def test_a_prompt_function_makes_prompts_from_rows(tmp_path: Path, model_folder:
     assert prompt.metadata == {"question": "1 + 1?", "level": {"name": "easy"}}
     assert data.evaluation["held_out"].prompt(0).text == "1 + 1? (easy)"
     path = write(tmp_path / "d.jsonl", *rows)
-    with pytest.raises(DataError, match=r"line 2: data.prompt_function failed: KeyError: 'name' \(own.py:3, in ask\)"):
+    with pytest.raises(DataError, match=r"line 2: data.prompt_function failed: KeyError: 'name' \(own.py:6, in ask\)"):
         load_data(config(model_folder, path=path, prompt_function=f"{own}:ask"))
     with pytest.raises(DataError, match=r"data.prompt_function: = .*own.py has no aks; did you mean ask\?"):
         load_data(config(model_folder, path=path, prompt_function=f"{own}:aks"))
@@ -159,6 +176,17 @@ def test_a_source_of_ones_own(model_folder: Path, own: str) -> None:
         load_data(config(model_folder, source=f"{own}:Squares", settings={"count": 0}))
     with pytest.raises(DataError, match="has no length"):
         load_data(config(model_folder, source=f"{own}:Endless"))
+
+
+def test_rows_of_ones_own_may_have_what_numpy_has(model_folder: Path, own: str) -> None:
+    prompt = load_data(config(model_folder, source=f"{own}:Frame", shuffle=False)).train.prompt(1)
+    assert json.loads(json.dumps(prompt.to_json())) == prompt.to_json()
+    assert (prompt.text, prompt.answer) == ("1?", "1")
+    metadata = {"at": "2026-01-02 00:00:00", "rate": 0.5, "scores": [[1, 1]], "known": True, "other": None}
+    assert prompt.metadata == {"m": metadata}
+    for other, kind in (("bytes", "bytes"), ("object", "a value of type object")):
+        with pytest.raises(DataError, match=rf'row 0: column "m.other" has {kind}, which metadata can.t have'):
+            load_data(config(model_folder, source=f"{own}:Frame", settings={"other": other}))
 
 
 @pytest.mark.parametrize(
@@ -199,6 +227,9 @@ def test_rows_of_the_hub_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     (tmp_path / "owner" / "name").mkdir(parents=True)
     write(tmp_path / "owner" / "name" / "test.jsonl", {"prompt": "a", "n": 1}, {"prompt": "b", "n": 2})
+    (tmp_path / "owner" / "days").mkdir()
+    days = pa.table({"prompt": ["a"], "day": [date(2026, 1, 2)]})
+    pa.parquet.write_table(days, tmp_path / "owner" / "days" / "train.parquet")
     load_dataset = datasets.load_dataset
     monkeypatch.setattr(
         datasets,
@@ -210,6 +241,7 @@ def test_rows_of_the_hub_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     rows = open_rows(Path("owner/name:test@[1:]"), "data.path")
     assert (len(rows), rows[0], rows.place(0)) == (1, {"prompt": "b", "n": 2}, "owner/name:test row 2")
     assert list(rows.scan()) == [{"prompt": "b", "n": 2}]
+    assert Examples(open_rows(Path("owner/days"), "data.path"), Columns())[0].metadata == {"day": "2026-01-02"}
 
 
 # --- prompts that are there twice -------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack
 import grpc
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 from pydantic import ValidationError
 
 from relaxd.config import RewardConfig
@@ -147,6 +148,21 @@ async def test_a_service_of_another_version_is_named_before_the_run(bench):
     with pytest.raises(MismatchError, match=r"relaxd\.v1\.RemoteReward/ScoreAnswers: is it made from another version"):
         await bench.remote().start()
     assert "another version" in (await try_reward(bench.config(), samples("2"), workers=1))["error"]
+
+
+async def test_a_service_of_the_other_protocol_is_named_before_the_run(bench):
+    await bench.serve()
+    with pytest.raises(MismatchError, match=rf'speak HTTP; if it speaks gRPC, write .* = "127\.0\.0\.1:{bench.port}"'):
+        await bench.remote(address=f"http://127.0.0.1:{bench.port}/score").start()
+    server = TestServer(web.Application())
+    await server.start_server()
+    try:
+        with pytest.raises(
+            MismatchError, match=rf'speak gRPC; if .* HTTP, write .* = "http://127.0.0.1:{server.port}/PATH"'
+        ):
+            await bench.remote(address=f"127.0.0.1:{server.port}").start()
+    finally:
+        await server.close()
 
 
 async def test_the_trial_says_that_nobody_is_there(bench):
