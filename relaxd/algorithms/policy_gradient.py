@@ -24,6 +24,7 @@ from relaxd.algorithms.base import (
     check_group,
     check_inputs,
 )
+from relaxd.algorithms.results import shown
 from relaxd.algorithms.terms import aggregation, limits, shaping
 from relaxd.algorithms.terms.baselines import group_relative
 from relaxd.algorithms.terms.clipping import clipped_loss
@@ -124,12 +125,18 @@ class PolicyGradient:
 
         Returns:
             [T].
+
+        Raises:
+            ValueError: `sample_advantages` returned another shape.
         """
         if self.config.kl_reward_coef > 0:
             kl = shaping.kl_estimates(columns["rollout_logprobs"], columns["ref_logprobs"], columns["loss_mask"])
             sample_of_token = np.repeat(np.arange(lengths.size), lengths)
             rewards = rewards - self.config.kl_reward_coef * np.bincount(sample_of_token, kl, lengths.size)
-        return np.repeat(self.sample_advantages(rewards), lengths)
+        values = np.asarray(self.sample_advantages(rewards))
+        if values.shape != rewards.shape:
+            raise ValueError(f"sample_advantages() returned {shown(values)}: it must be [{rewards.size}], one a sample")
+        return np.repeat(values, lengths)
 
     def policy_term(self, tokens: Tokens) -> PolicyTerm:
         """Return the policy-gradient term of each token, before corrections and limits. A pure function."""
@@ -200,7 +207,8 @@ class PolicyGradient:
             columns: the columns of `Needs.advantages`.
 
         Raises:
-            ValueError: see `check_group`; a column is missing; or advantages overflow float32.
+            ValueError: see `check_group`; a column is missing; or advantages have another shape, or one of them isn't
+                finite or overflows float32.
         """
         check_group(rewards, lengths)
         for name in self.needs.advantages:
@@ -210,13 +218,20 @@ class PolicyGradient:
             return left_out
         rewards = self._shaped(rewards, lengths)
         values = self.token_advantages(rewards, lengths, columns)
+        # Before anything is added to them: numpy would make [T, T] of [T, 1] and [T].
+        if np.shape(values) != (lengths.sum(),):
+            raise ValueError(f"token_advantages() returned {shown(values)}: it must be [{lengths.sum()}], one a token")
         if self.config.distill_coef > 0:
             own, teachers = columns["rollout_logprobs"], columns["teacher_logprobs"]
             values = distilled(values, own, teachers, columns["loss_mask"], self.config.distill_coef)
         if self.config.mask_truncated:
             values = np.where(np.repeat(self._cut(columns, rewards.size), lengths), 0.0, values)
-        if not (np.abs(values) <= np.finfo(np.float32).max).all():
-            raise ValueError(f"rewards up to {np.abs(rewards).max():g} are too large: advantages overflow float32")
+        if not (fits := np.abs(values) <= np.finfo(np.float32).max).all():
+            worst = values[~fits][0]
+            raise ValueError(
+                f"an advantage is {worst:g}, from rewards up to {np.abs(rewards).max():g}: it must be finite, and not "
+                "overflow float32"
+            )
         return Advantages(values.astype(np.float32))
 
     def token_weights(self, mask: NDArray[np.uint8], lengths: NDArray[np.int32]) -> NDArray[np.float32]:
@@ -239,13 +254,15 @@ class PolicyGradient:
             inputs: the micro-batch's tokens.
 
         Raises:
-            ValueError: a column or entropy is needed and missing, or shapes differ.
+            ValueError: a column or entropy is needed and missing, or shapes differ; or `policy_term` returned something
+                else than a `PolicyTerm` of the tokens.
         """
         check_inputs(inputs, self.needs, self.needs_entropy)
         config = self.config
         tokens = self._tokens(inputs)
         trained = tokens.trained
         term = self.policy_term(tokens)
+        _check_term(term, tokens.logprobs)
         per_token = term.loss
         sums = {"ratio": term.ratio, "clip_fraction": term.clipped}
         if config.correction != "none":
@@ -339,6 +356,18 @@ class Clipped(PolicyGradient):
         """Return max(-r A, -clip(r) A); see `clipped_loss`."""
         loss, clipped = clipped_loss(tokens.ratio, tokens.advantages, self.config)
         return PolicyTerm(loss, tokens.ratio, clipped)
+
+
+def _check_term(term: PolicyTerm, logprobs: Tensor) -> None:
+    """Check what a user's own `policy_term` may return: a mean, or [T, 1], would be spread over the tokens unseen."""
+    if not isinstance(term, PolicyTerm):
+        raise ValueError(f"policy_term() returned {shown(term)}: it must be PolicyTerm")
+    for name in ("loss", "ratio", "clipped"):
+        values = getattr(term, name)
+        if getattr(values, "shape", None) != logprobs.shape:
+            raise ValueError(f"policy_term() returned {name} {shown(values)}: it must be {list(logprobs.shape)}")
+    if term.loss.dtype != logprobs.dtype:
+        raise ValueError(f"policy_term() returned loss {shown(term.loss)}: it must be {shown(logprobs)}, as logprobs")
 
 
 def _masked(values: Tensor, trained: Tensor) -> Tensor:

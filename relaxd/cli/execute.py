@@ -18,7 +18,7 @@ from rich.text import Text
 from relaxd.board import roles_for
 from relaxd.cli.last_checkpoint import save_last_checkpoint
 from relaxd.cli.place import check_run_id, free_folder
-from relaxd.cli.preparing.check import check
+from relaxd.cli.preparing.check import check, check_algorithm
 from relaxd.cli.preparing.models import prepare_model
 from relaxd.cli.reading.follow import Terminated, follow, interrupt_code
 from relaxd.cli.reading.source import began_on_up, refuse_ended, resume_command
@@ -80,6 +80,8 @@ def execute(config: RunConfig, run_id: str, where: Where, console: Console) -> P
         with CoordinatorClient(where.address) as coordinator:
             return _train(coordinator, _starting(config, run_id), where, console)
     run_folder = free_folder(config.run.folder, run_id)
+    if problems := check_algorithm(config):
+        raise ConfigError(problems)
     prepare_model(config, say)
     say("checking the settings, the data and the reward")
     problems = check(config, call_reward=where.address is None, first_look=True)

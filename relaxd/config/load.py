@@ -233,9 +233,10 @@ def _problem(place: Place, details: ErrorDetails, sources: Mapping[Place, str], 
 
 
 def _not_allowed(value: Any, choices: Sequence[str], other: str = "") -> str:
-    close = difflib.get_close_matches(str(value), choices, n=3, cutoff=0.5)
+    written = str(value).lower()
+    close = difflib.get_close_matches(written, choices, n=3, cutoff=0.5)
     # Of names that are equally close, the one with the same letters: "gpro" is grpo rather than gspo.
-    close.sort(key=lambda name: sorted(name) != sorted(str(value)))
+    close.sort(key=lambda name: sorted(name) != sorted(written))
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return f"= {_show(value)} is not allowed: one of {', '.join(map(repr, choices))}{other}{hint}"
 

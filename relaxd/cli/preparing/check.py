@@ -31,13 +31,11 @@ TRIAL_SECONDS = 90.0
 def check(config: RunConfig, *, call_reward: bool = True, first_look: bool = False) -> list[Problem]:
     """Return everything that would make a run fail. Reads the model's folder and the data; starts no service.
 
+    `check_algorithm` comes before: what is checked here, and `check_devices`, needs the columns of the algorithm.
     With `first_look`, only some prompts are read, as a coordinator reads the data next. With `call_reward`, also
     calls the reward once; its environment and import path must be those of the services.
     """
-    problems = _check_algorithm(config)
-    if problems:
-        return problems  # what follows needs the columns of the algorithm
-    problems += _check_sizes(config)
+    problems = _check_sizes(config)
     try:
         folder = resolve_model(config.model.path, weights=False)
     except DataError as error:
@@ -65,7 +63,7 @@ def check(config: RunConfig, *, call_reward: bool = True, first_look: bool = Fal
     return problems + (check_reward(config, data.train.prompt(0)) if call_reward else [])
 
 
-def _check_algorithm(config: RunConfig) -> list[Problem]:
+def check_algorithm(config: RunConfig) -> list[Problem]:
     """Check that the algorithm has the columns that it needs, and try a user's own in a process of its own."""
     try:
         if isinstance(config.algorithm, OwnConfig):

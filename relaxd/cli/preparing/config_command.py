@@ -6,7 +6,7 @@ import typer
 
 from relaxd.amounts import byte_amount
 from relaxd.cli.options import PASS_ON, WordsArgument, load_words
-from relaxd.cli.preparing.check import check
+from relaxd.cli.preparing.check import check, check_algorithm
 from relaxd.config import RunConfig
 from relaxd.config.load import ConfigError
 from relaxd.config.write import dump_changes, dump_explained
@@ -32,7 +32,7 @@ def config_show(
 def config_check(words: WordsArgument) -> None:
     """Check a configuration against itself, the model, the data, the reward and this machine. Starts no service."""
     path, config = load_words(words)
-    if problems := check(config) + check_devices(config, {}, len(visible_gpus())):
+    if problems := check_algorithm(config) or check(config) + check_devices(config, {}, len(visible_gpus())):
         raise ConfigError(problems)
     print(f"{path} is valid")
     print(_disk(config))

@@ -11,7 +11,9 @@ from rich.table import Table
 
 from relaxd.cli.execute import with_absolute_paths
 from relaxd.cli.options import WordsArgument, load_words, new_console
+from relaxd.cli.preparing.check import check_algorithm
 from relaxd.client.errors import CliError
+from relaxd.config.load import ConfigError
 from relaxd.rehearsal.assumptions import Scale, held_bytes, obstacle, payload_scale
 from relaxd.rehearsal.carrying import refusal
 from relaxd.rehearsal.rehearse import rehearse as run_rehearsal
@@ -43,6 +45,8 @@ def rehearse(
     console = new_console()
     if problem := obstacle(config):
         raise CliError(f"{path} can't be rehearsed: {problem}")
+    if problems := check_algorithm(config):
+        raise ConfigError(problems)
     config = with_absolute_paths(config)
     free = psutil.virtual_memory().available
     fits = payload_scale(config, free // MEMORY_SHARE)

@@ -97,8 +97,8 @@ def test_a_group_of_one_has_its_reward_as_advantage(reward):
         ([1.0, math.nan], [1, 1], r"rewards\[1\] is nan: it must be finite"),
         ([math.inf, 1.0], [1, 1], r"rewards\[0\] is inf"),
         ([1.0, 2.0], [1, -1], r"lengths\[1\] is -1"),
-        ([1e300, -1e300], [1, 1], "too large"),
-        ([1.7e308, 1.6e308], [1, 1], "too large"),
+        ([1e300, -1e300], [1, 1], "must be finite"),
+        ([1.7e308, 1.6e308], [1, 1], "must be finite"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")

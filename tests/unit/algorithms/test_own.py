@@ -12,13 +12,14 @@ import torch
 from relaxd.algorithms import AlgorithmError, create
 from relaxd.algorithms.trial import create_tried
 from relaxd.board import stages_for
-from relaxd.cli.preparing.check import check
+from relaxd.cli.preparing.check import check_algorithm
 from relaxd.config.algorithm import ALGORITHM, OwnConfig
 from relaxd.config.load import load_file
 from relaxd.rpc.errors import InvalidArgument
 from relaxd.v1.advantage_pb2 import ComputeRequest
 from services.advantage.server import parse_compute_request
 from services.coordinator.runs.starting import prepare
+from tests.kit.processes import run_python
 from tests.unit.algorithms.test_losses import make_inputs
 
 torch.set_num_threads(1)
@@ -75,7 +76,7 @@ def test_a_changed_file_is_read_again(folder: Path) -> None:
 
 BROKEN = """
 import numpy as np
-from relaxd.algorithms import GRPO, Advantages, LossOutput, Needs
+from relaxd.algorithms import GRPO, Advantages, LossOutput, Needs, PolicyTerm
 from relaxd.algorithms.ppo import PPO
 
 class Mine(GRPO):
@@ -84,6 +85,8 @@ class Mine(GRPO):
 class WithCritic(PPO):
     {body}
 """
+TERM = "def policy_term(self, tokens): return PolicyTerm({loss}, {ratio}, tokens.ratio > 9)"
+"""A policy-gradient term of which numpy and torch would make something of the right shape in the end."""
 
 
 @pytest.mark.parametrize(
@@ -145,6 +148,47 @@ class WithCritic(PPO):
             "def loss(self, inputs): return LossOutput(inputs.nothing)",
             "'LossInputs' object has no attribute",
         ),
+        (
+            "mine:Mine",
+            TERM.format(loss="(tokens.advantages * tokens.logprobs).mean()", ratio="tokens.ratio"),
+            r"policy_term\(\) returned loss float32 \[\]: it must be \[10\]",
+        ),
+        (
+            "mine:Mine",
+            TERM.format(loss="tokens.logprobs.unsqueeze(1)", ratio="tokens.ratio"),
+            r"policy_term\(\) returned loss float32 \[10, 1\]: it must be \[10\]",
+        ),
+        (
+            "mine:Mine",
+            TERM.format(loss="tokens.logprobs.double()", ratio="tokens.ratio"),
+            r"policy_term\(\) returned loss float64 \[10\]: it must be float32 \[10\], as logprobs",
+        ),
+        (
+            "mine:Mine",
+            TERM.format(loss="tokens.logprobs", ratio="1.0"),
+            r"returned ratio float 1\.0: it must be \[10\]",
+        ),
+        ("mine:Mine", "def policy_term(self, tokens): return tokens.logprobs", "returned .*: it must be PolicyTerm"),
+        (
+            "mine:Mine",
+            "def sample_advantages(self, rewards): return rewards[:, None]",
+            r"sample_advantages\(\) returned float64 \[4, 1\]: it must be \[4\], one a sample",
+        ),
+        (
+            "mine:Mine",
+            "def sample_advantages(self, rewards): return None",
+            r"sample_advantages\(\) returned object \[\]: it must be \[4\]",
+        ),
+        (
+            "mine:Mine",
+            "def token_advantages(self, rewards, lengths, _): return np.repeat(rewards, lengths)[:, None]",
+            r"token_advantages\(\) returned float64 \[10, 1\]: it must be \[10\], one a token",
+        ),
+        (
+            "mine:Mine",
+            "def sample_advantages(self, rewards): return rewards * np.nan",
+            "an advantage is nan, from rewards up to 1: it must be finite",
+        ),
         ("mine:WithCritic", "value_clip = 0", "value_clip is int 0: it must be a positive number"),
         ("mine:WithCritic", "advantages_and_returns = None", r"advantages_and_returns\(\) failed on a made-up group"),
         (
@@ -177,7 +221,7 @@ def test_wrong_settings_are_named() -> None:
 def test_config_check_and_the_start_of_a_run_refuse_a_broken_class(folder: Path, redis_url: str) -> None:
     (folder / "mine.py").write_text(BROKEN.format(body="def loss(self, inputs): return LossOutput(inputs.mask.sum())"))
     config = load_file(ROOT / "examples" / "addition.toml", ["--algorithm.name", "mine:Mine"])
-    assert [str(problem) for problem in check(config, call_reward=False)] == [
+    assert [str(problem) for problem in check_algorithm(config)] == [
         "algorithm.name = 'mine:Mine': loss() returned a loss without a gradient: it must depend on inputs.logprobs"
     ]
     (folder / "mine.py").write_text(BROKEN.format(body="def normalizer(self, *_): return 0"))
@@ -186,6 +230,20 @@ def test_config_check_and_the_start_of_a_run_refuse_a_broken_class(folder: Path,
     with pytest.raises(InvalidArgument, match=r"normalizer\(\) returned int 0") as refused:
         prepare("run", text, "", redis_url)
     assert [field for field, _ in refused.value.violations] == ["config_toml.algorithm.name"]
+
+
+@pytest.mark.parametrize("command", [["config", "check"], ["rehearse"], ["run"]], ids=" ".join)
+def test_every_command_refuses_a_broken_class_as_the_users(folder: Path, command: list[str]) -> None:
+    """Before it looks for the model: what else is checked needs the class."""
+    (folder / "mine.py").write_text("class Mine: pass")
+    text = (ROOT / "examples" / "addition.toml").read_text().replace("smollm2-135m", "absent")
+    (folder / "run.toml").write_text(text)
+    done = run_python("-m", "relaxd.cli", *command, "run.toml", "--algorithm.name=mine:Mine", cwd=folder)
+    assert done.returncode == 1
+    assert done.stderr.startswith(
+        "error: algorithm.name = 'mine:Mine': the class has no advantages and no token_weights"
+    )
+    assert "bug in relaxd" not in done.stderr
 
 
 def test_a_call_of_the_advantage_service_cannot_name_a_class() -> None:

@@ -121,6 +121,7 @@ def test_an_algorithms_example_is_its_demo(name: str) -> None:
         ("name=gspoo", "algorithm.name = \"gspoo\" is not allowed: one of 'grpo', "),
         ("name=gspoo", "did you mean 'gspo'?"),
         ("name=gpro", "did you mean 'grpo'?"),
+        ("name=GRPO", "did you mean 'grpo'?"),
         ("name=module:", 'an algorithm of your own is named "package.module:Class"'),
         ("name=sapo dual_clip=3", "it is a setting of algorithm.name = 'grpo' or 'dr_grpo' or"),
         (
