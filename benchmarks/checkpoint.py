@@ -8,14 +8,16 @@ Rounds of steps with and without a checkpoint alternate on one learner, with ran
 checkpoint uses the trainer service's code: memory prepared before the first step, snapshot after a step, writing during
 the next ones, seal once it is on disk. A row of the table for each of:
 
-write, training     from the snapshot to everything on disk, while training goes on (seen after a step): median
+write, training     from the snapshot to a sealed checkpoint on disk, while training goes on (the ranks' files are
+                    seen after a step): median
 write, alone        the same while no rank trains: median of two
 restore             verifying all files and loading them into the learner, none of them in the page cache
 export              gathering the weights, writing them as a Hugging Face folder, and fsync
 
 with its bytes and seconds, and its rate beside the raw one: as many files of the same sizes, each written by a thread
-of its own with fsync, or read, not from the page cache, by the same ranks, in the same folder. Raw rates are means of
-two measurements, before and after those of checkpoints. Below the table:
+of its own with fsync, or read, not from the page cache, by the same ranks, in the same folder. Raw writes go through
+the page cache; a checkpoint's don't where the file system can do without. Raw rates are means of two measurements,
+before and after those of checkpoints. Below the table:
 
 step                median of the rounds without a checkpoint
 stall               time for which training is blocked: median (step metric `checkpoint_seconds`); goal: at most 5 %
@@ -23,6 +25,7 @@ stall               time for which training is blocked: median (step metric `che
 first_stall         that of the first checkpoint
 longer              extra time of all steps of a round with a checkpoint: stall, and slower steps while it is written,
                     also as a share of 50 steps (the default of trainer.checkpoint.every)
+removal             of the checkpoint before, once the new one is sealed, which no row counts: median
 largest_part        the largest rank's part, as a share of the checkpoint: what a rank's host copies, writes and reads
 
 At its peak there are two checkpoints, or one and as much again, on the disk; and in the host's memory one copy of the
@@ -99,6 +102,9 @@ class Bench:
         self.stalled: list[float] = [0.0, 0.0]
         """Seconds for which the plan and the copies have blocked training."""
         self.wrote = 0.0
+        """Seconds until the last checkpoint was sealed."""
+        self.removals: list[float] = []
+        """Seconds that the removal of each earlier one took."""
 
     def step(self) -> float:
         """Run one optimizer step; return its seconds."""
@@ -133,7 +139,6 @@ class Bench:
                 return False
             self._sealed.result()
             self._sealed, self._partial = None, None
-            self.wrote = time.perf_counter() - self._begun
             return True
         reports = self.part.reports()
         if all_ranks_agree(reports is not None, device=self.learner.world.device) and reports is not None:
@@ -148,8 +153,10 @@ class Bench:
             files = {name: file for report in reports for name, file in report["files"].items()}
             final = checkpoint_path(self.folder, step)
             folders.seal(partial, final, make_state(step), files)
+            self.wrote = time.perf_counter() - self._begun
             folders.rotate(self.folder, 1)
             folders.remove_rotated(self.folder).join()
+            self.removals.append(time.perf_counter() - self._begun - self.wrote)
 
     def load(self) -> float:
         """Verify and load the newest checkpoint; return the seconds of both."""
@@ -283,6 +290,8 @@ def measure(bench: Bench, rounds: int, steps: int) -> tuple[list[dict[str, Any]]
     for number, name in enumerate(("write", "read")):
         facts[f"raw_{name}"] = ", ".join(f"{rates[number]:.2f} GB/s" for rates in raw)
     facts["raw_write_of_export"] = ", ".join(f"{rates[0]:.2f} GB/s" for rates in of_export)
+    if bench.removals[1:]:  # the first checkpoint had none before it
+        facts["removal"] = f"{statistics.median(bench.removals[1:]):.1f} s"
     facts["largest_part"] = f"{max(map(sum, files)) / whole:.1%}"
     return rows, facts
 

@@ -14,6 +14,8 @@ from services.trainer.learner.float8_moments import Float8Values
 
 STAGING_BYTES = 32 << 20
 """Size of each of two pinned buffers between GPU and host: the GPU fills one while the host empties the other."""
+ALIGNMENT = 4096
+"""Of addresses, places in files and sizes, in bytes, so that the disk can take them straight from memory."""
 
 
 class HostMemory:
@@ -29,12 +31,14 @@ class HostMemory:
         self._taken = 0
 
     def take(self, size: int) -> Tensor:
-        """Return so many bytes: uint8 [size]. They are new unless the last snapshot took as many in this place."""
+        """Return so many bytes: uint8 [size], aligned. They are new unless the last snapshot took as many here."""
         index, self._taken = self._taken, self._taken + 1
         if index < len(self._tensors) and len(self._tensors[index]) == size:
             return self._tensors[index]
         del self._tensors[index:]
-        self._tensors.append(torch.empty(size, dtype=torch.uint8))
+        memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
+        begin = -memory.data_ptr() % ALIGNMENT
+        self._tensors.append(memory[begin : begin + size])
         return self._tensors[index]
 
     def touch(self) -> None:

@@ -3,13 +3,18 @@
     rank-00003-0.safetensors rank-00003-1.safetensors ...     RANK-NUMBER, of equal size
 
 A file is one stretch of the host's memory behind a header, so that writing and hashing it need no copy and no lock.
+This stretch is aligned in memory and in the file, so that the disk takes it straight from there (O_DIRECT): the page
+cache would cost a copy, and new memory of the system for each page.
 """
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
 from dataclasses import dataclass, replace
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +23,7 @@ from torch import Tensor
 
 from services.trainer.batch.in_parallel import Progress, in_parallel
 from services.trainer.learner.snapshots.boxes import Box
-from services.trainer.learner.snapshots.checkpoint_copies import HostCopies
+from services.trainer.learner.snapshots.checkpoint_copies import ALIGNMENT, HostCopies
 from services.trainer.learner.snapshots.pieces import Elements, Piece
 
 FILE_BYTES = 64 << 20
@@ -83,7 +88,7 @@ class PartFiles:
         Raises:
             OSError: the disk refuses, such as a full one.
         """
-        return in_parallel({name: partial(_write, folder / name, *file) for name, file in self._files.items()})
+        return in_parallel({name: partial(_write_file, folder / name, *file) for name, file in self._files.items()})
 
 
 def divided(stored: list[Stored], files: int) -> list[list[Stored]]:
@@ -118,7 +123,7 @@ def _cut(stored: Stored, count: int) -> tuple[Stored, Stored | None]:
 
 
 def _header(content: list[Stored], metadata: dict[str, str]) -> bytes:
-    """Return the header of a safetensors file, with the size before it."""
+    """Return the header of a safetensors file, with the size before it; its length is a multiple of ALIGNMENT."""
     pieces, tensors, begin = {}, {}, 0
     for one in content:
         piece, end = one.piece, begin + one.tensor.nbytes
@@ -132,7 +137,7 @@ def _header(content: list[Stored], metadata: dict[str, str]) -> bytes:
         begin = end
     assert len(tensors) == len(content), "two pieces are of the same elements"
     text = json.dumps({"__metadata__": {PIECES: json.dumps(pieces), **metadata}, **tensors}).encode()
-    text += b" " * (-len(text) % 8)  # so that the first tensor is aligned
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
 
 
@@ -158,12 +163,12 @@ def piece_of(description: dict[str, Any]) -> Piece:
     return Piece(description["state"], box, description["begin"], description["end"])
 
 
-def _write(path: Path, header: bytes, memory: Tensor, progress: Progress) -> dict[str, Any]:
+def _write_file(path: Path, header: bytes, memory: Tensor, progress: Progress) -> dict[str, Any]:
     """Write a file, wait until it is on disk, and return its size and checksum."""
     digest = hashlib.sha256(header)
     content = memory.numpy().data
     with path.open("xb", buffering=0) as file:
-        _write_all(file, header)
+        _write_all(file, memoryview(header))
         for begin in range(0, len(content), CHUNK_BYTES):
             chunk = content[begin : begin + CHUNK_BYTES]
             _write_all(file, chunk)
@@ -173,8 +178,24 @@ def _write(path: Path, header: bytes, memory: Tensor, progress: Progress) -> dic
     return {"bytes": len(header) + len(content), "sha256": digest.hexdigest()}
 
 
-def _write_all(file: Any, content: bytes | memoryview) -> None:
-    """Write all of it: the system may take less at once, such as just before a disk is full."""
-    rest = memoryview(content)
-    while rest:
-        rest = rest[file.write(rest) :]
+def _write_all(file: FileIO, content: memoryview) -> None:
+    """Write all of it, past the page cache if that is possible. The system may take less at once.
+
+    It isn't for less than ALIGNMENT at the end of a file, on some file systems, or after a write that a full disk cut.
+    """
+    while content:
+        aligned = len(content) - len(content) % ALIGNMENT
+        try:
+            count = _write(file, content[:aligned], os.O_DIRECT) if aligned else _write(file, content, 0)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            count = _write(file, content, 0)
+        content = content[count:]
+
+
+def _write(file: FileIO, content: memoryview, direct: int) -> int:
+    """Write some of it, with O_DIRECT or 0. Return how many bytes. Raises OSError: EINVAL if it can't be direct."""
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    fcntl.fcntl(file, fcntl.F_SETFL, flags & ~os.O_DIRECT | direct)
+    return file.write(content)

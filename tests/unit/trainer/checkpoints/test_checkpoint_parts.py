@@ -1,6 +1,9 @@
 """Parts of a checkpoint: what one layout of ranks writes, another one reads, and only what it needs."""
 
+import ctypes
 import json
+import mmap
+import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ import torch
 from safetensors import safe_open
 
 from services.trainer.checkpoints.folder import describe
-from services.trainer.learner.snapshots import part_files, part_reader
+from services.trainer.learner.snapshots import checkpoint_copies, part_files, part_reader
 from services.trainer.learner.snapshots.boxes import Box, intersection, without
 from services.trainer.learner.snapshots.checkpoint_copies import HostCopies, HostMemory
 from services.trainer.learner.snapshots.part_files import PartFiles, Stored, divided
@@ -60,6 +63,17 @@ def save(folder: Path, layout: str, tensor: np.ndarray, dtype: torch.dtype = tor
     folder.mkdir(exist_ok=True)
     for rank, piece in enumerate(pieces(layout)):
         write(folder, rank, [Stored(piece, torch.from_numpy(values(piece, tensor)).to(dtype))])
+
+
+def cached_pages(path: Path) -> int:
+    """How many pages of a file the page cache has."""
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        start = ctypes.c_char.from_buffer(mapped)
+        pages = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
+        failed = ctypes.CDLL(None, use_errno=True).mincore(ctypes.byref(start), ctypes.c_size_t(len(mapped)), pages)
+        del start  # else the map can't be closed
+        assert not failed, os.strerror(ctypes.get_errno())
+    return sum(page & 1 for page in pages)
 
 
 @pytest.fixture
@@ -213,3 +227,27 @@ def test_files_are_safetensors_of_equal_size_with_their_checksums(
 
 def test_a_rank_without_pieces_has_a_file() -> None:
     assert divided([], 1) == [[]]
+
+
+def test_a_file_takes_no_page_cache_and_is_whole_without_alignment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(part_files, "CHUNK_BYTES", 1 << 20)
+    probe = tmp_path / "probe"
+    probe.write_bytes(bytes(1 << 20))
+    with probe.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    only_memory = cached_pages(probe) > 0
+    header = bytes(checkpoint_copies.ALIGNMENT)
+    stretch = HostMemory().take((3 << 20) + 5000)
+    stretch.random_(0, 256)
+    for name, memory in {"aligned": stretch, "not": stretch[1:], "small": stretch[:100], "empty": stretch[:0]}.items():
+        path = tmp_path / name
+        report = part_files._write_file(path, header, memory, lambda count: None)
+        assert report == describe(path)
+        if name == "aligned" and not only_memory:
+            path = tmp_path / "again"  # `describe` has read the other
+            part_files._write_file(path, header, memory, lambda count: None)
+            assert cached_pages(path) < 20
+        assert path.read_bytes() == header + memory.numpy().tobytes()
