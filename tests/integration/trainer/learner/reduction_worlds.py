@@ -49,7 +49,8 @@ def run_job(job: ReductionJob | RunJob, ranks: int = 1) -> dict[str, Any]:
 def _train(job: ReductionJob, ranks: int) -> dict[str, Any]:
     from services.trainer.megatron.parallel import leave_layout
 
-    parallel = {"overlap_grad_reduce": job.overlap, **job.parallel}
+    # The norm is rounded otherwise where buckets are others, so that clipping would change the last bits.
+    parallel = {"overlap_grad_reduce": job.overlap, "optimizer": {"clip_grad": 0.0}, **job.parallel}
     learner = make_learner(Job(job.model, parallel, {"name": "ppo"}), ranks)
     models = [learner._model, learner._critic.model]
     result: dict[str, Any] = {
