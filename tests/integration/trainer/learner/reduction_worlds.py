@@ -88,6 +88,8 @@ def _accumulate(learner: Any, job: ReductionJob, update: int) -> None:
 
 def _shares(models: list[Any]) -> dict[str, np.ndarray]:
     """Reduced gradients of the elements that this rank updates, by parameter, elsewhere NaN."""
+    import torch.distributed as dist
+
     found = {}
     for number, model in enumerate(models):
         names = {parameter: name for name, parameter in model.module.named_parameters()}
@@ -100,11 +102,12 @@ def _shares(models: list[Any]) -> dict[str, np.ndarray]:
                 share = bucket.grad_data.numel() // size
                 own = np.full(bucket.grad_data.numel(), np.nan, np.float32)
                 kept = slice(rank * share, (rank + 1) * share)
-                own[kept] = bucket.grad_data[kept].numpy()
+                own[kept] = bucket.grad_data[kept].clone().numpy()  # a storage with an array can not be resized
                 start = bucket.grad_data.storage_offset()
                 for parameter in bucket.params_list:
                     begin = parameter.main_grad.storage_offset() - start
-                    found[f"{number} {names[parameter]}"] = own[begin : begin + parameter.numel()].copy()
+                    whose = f" of rank {dist.get_rank()}" if size == 1 else ""  # experts that no other rank has
+                    found[f"{number} {names[parameter]}{whose}"] = own[begin : begin + parameter.numel()].copy()
     return found
 
 

@@ -25,9 +25,8 @@ JOBS: dict[str, dict[str, Any]] = {
     "frozen router": {"kind": "qwen3_moe", "parallel": {"recompute": "selective", **FROZEN}},
     "empty rank": {"kind": "qwen3", "samples": 1},
     "CP2": {"kind": "qwen3", "parallel": {"context_parallel": 2}},
-    "TP2": {"kind": "qwen3_moe", "parallel": {"tensor_parallel": 2}},
 }
-"""Models and layouts of two ranks, each with a policy and a critic. Under TP2 only experts are on several ranks."""
+"""Models and layouts of two ranks, each with a policy and a critic."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "one call": {"calls": 1},
     "unannounced": {"announced": False},
@@ -139,8 +138,7 @@ def check_same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], replica
 @pytest.mark.parametrize("name", JOBS)
 def test_two_ranks_get_the_same_gradients_and_weights(results: Results, name: str) -> None:
     ours, theirs = results[name], results[f"{name}, plain"]
-    apart = name == "TP2"  # the shares of tensor-parallel ranks are of different parameters
-    check_same(ours, theirs, [[0, 1]] if not apart else [])
+    check_same(ours, theirs, [[0, 1]])
     for rank in ours:
         for update in rank["early"]:
             assert all(early == count > 1 for early, count in zip(update, rank["buckets"], strict=True)), rank["early"]
