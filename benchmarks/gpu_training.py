@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 1 -m benchmarks.gpu_training --shape 1.7b --tokens 8192 16384
     torchrun --nproc-per-node 4 -m benchmarks.gpu_training --shape 1.7b --tokens 16384 --micro-batches 8
     torchrun --nproc-per-node 2 -m benchmarks.gpu_training --layouts PP2 --micro-batches 16 40 --schedule 0 20
+    torchrun --nproc-per-node 2 -m benchmarks.gpu_training --layouts DP2 --micro-batches 2 8 --overlap 0 1
     torchrun --nproc-per-node 1 -m benchmarks.gpu_training --largest
     torchrun --nproc-per-node 1 -m benchmarks.gpu_training --profile
     torchrun --nproc-per-node 1 -m benchmarks.gpu_training --shape moe --experts sequential --attention varlen
@@ -19,6 +20,9 @@ Of a pipeline the stages' own computing times are measured, too, in the same run
 time of its schedules if the stages shared that work equally and nothing else took time, relative to the measured
 seconds; `of_slowest` is the same with stages that all take as long as the slowest. `--schedule` divides a step into
 schedules of at most so many micro-batches, as training does while a step fills; 0: it is one schedule.
+
+`--overlap 0 1` measures with and without `trainer.overlap_grad_reduce`, which moves the gradients' reduction from the
+optimizer's time into that of forward and backward.
 """
 
 import argparse
@@ -85,7 +89,7 @@ def measure(
         _synchronize()
         began = time.perf_counter()
         for begin, end in zip([0, *ends], ends, strict=False):
-            learner.accumulate(batches[begin:end])
+            learner.accumulate(batches[begin:end], last=end == ends[-1])
         _synchronize()
         passed = time.perf_counter()
         learner.finish(float(trained))
@@ -96,6 +100,7 @@ def measure(
     work = micro_batches * flops(config, count_parameters(learner), batches[0])
     return {
         "layout": layout,
+        "overlap": learner._model.overlapped is not None,
         "recompute": options.recompute,
         "offload_gb": options.offload_gb,
         "tokens": tokens,
@@ -144,6 +149,9 @@ def main() -> None:
         "--schedule", type=int, nargs="+", default=[0], help="micro-batches of a schedule; 0: the step's"
     )
     parser.add_argument("--layouts", nargs="+", help="such as TP2xDP2; default: all of LAYOUTS for these GPUs")
+    parser.add_argument(
+        "--overlap", type=int, nargs="+", choices=(0, 1), default=[1], help="whether gradients are reduced meanwhile"
+    )
     parser.add_argument("--steps", type=int, default=3, help="timed steps; one more is for warming up")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
     parser.add_argument("--recompute-layers", type=int, default=0, help="layers that recompute; 0: all")
@@ -172,9 +180,10 @@ def main() -> None:
     }
     rows: list[dict[str, Any]] = []
     parameters = 0
-    for layout in options.layouts or LAYOUTS[size]:
+    for layout, overlap in product(options.layouts or LAYOUTS[size], options.overlap):
         with sequential_experts() if options.experts == "sequential" else nullcontext():
-            learner = make_learner(options.shape, size, {**settings, **parse_layout(layout)})
+            own = {"overlap_grad_reduce": bool(overlap), **parse_layout(layout)}
+            learner = make_learner(options.shape, size, {**settings, **own})
         parameters = count_parameters(learner)
         if options.largest:
             for chunked in (False, True):

@@ -348,6 +348,13 @@ EQUIVALENTS = (
         "--recompute-granularity",
     ),
     Equivalent("trainer.recompute_layers", "", "", "", "--recompute-num-layers"),
+    Equivalent(
+        "trainer.overlap_grad_reduce",
+        "",
+        "@actor.megatron.override_ddp_config.overlap_grad_reduce",
+        "",
+        "--overlap-grad-reduce",
+    ),
     Equivalent("trainer.attention", "", "", "trainer.model.attn", "--attention-backend"),
     Equivalent(
         "trainer.collective_timeout_seconds", "", "", "trainer.dist_timeout_seconds", "--distributed-timeout-minutes"

@@ -95,8 +95,9 @@ class CriticLearner:
         for mini_batch in file.plan.updates:
             members = [groups[group_id] for group_id in file.plan.groups_of(mini_batch)]
             packer = Packer(self._trainer.micro_batch_tokens, 1, self._trainer.pipeline_parallel)
-            for entry in pack_rounds(members, packer):
-                self._accumulate(entry, groups)
+            rounds = pack_rounds(members, packer)
+            for number, entry in enumerate(rounds, 1):
+                self._accumulate(entry, groups, last=number == len(rounds))
                 progress()
             updates.append(self._update(mini_batch, first=all(update.skipped for update in updates)))
             self._check_skipped(updates[-1])
@@ -143,7 +144,7 @@ class CriticLearner:
                 f"the file of step {file.plan.step} can't train a critic: group {group_id}: {error}"
             ) from error
 
-    def _accumulate(self, entry: MicroBatchRound, groups: dict[str, TrainGroup]) -> None:
+    def _accumulate(self, entry: MicroBatchRound, groups: dict[str, TrainGroup], *, last: bool) -> None:
         (micro_batches,) = entry.micro_batches
         rows = [
             [
@@ -155,7 +156,7 @@ class CriticLearner:
             ]
             for micro_batch in micro_batches
         ]
-        for sums in self._critic.accumulate([pack(row) for row in rows]):
+        for sums in self._critic.accumulate([pack(row) for row in rows], last=last):
             for name, value in sums.items():
                 self._sums[name] = merge(name, self._sums[name], value) if name in self._sums else value
 

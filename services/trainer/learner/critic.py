@@ -62,7 +62,7 @@ class Critic:
         self._routers = routers(self.module)
         if trainer.moe.freeze_router:
             freeze_routers(self.module)
-        self.model = DataParallel(self.module)
+        self.model = DataParallel(self.module, overlap=trainer.overlap_grad_reduce)
         self.optimizer = build_optimizer(self.model, trainer, config.optimizer, seed=forward.seed)
         self._schedule = build_schedule(self.optimizer, config.optimizer, steps, "roles.critic.optimizer")
         self.model.zero_grad_buffer()
@@ -81,13 +81,14 @@ class Critic:
         """See `Forward.values`."""
         return self._forward.values(self.model, micro_batches)
 
-    def accumulate(self, micro_batches: Sequence[PackedMicroBatch]) -> list[dict[str, Tensor]]:
-        """Run forward and backward, adding to the accumulated gradients of the summed loss; see `Forward.run`.
+    def accumulate(self, micro_batches: Sequence[PackedMicroBatch], *, last: bool) -> list[dict[str, Tensor]]:
+        """Run forward and backward, adding to the accumulated gradients of the summed loss; see `Learner.accumulate`.
 
         Returns:
             The sums of each micro-batch: of VALUE_LOSS, and of tokens whose value has moved beyond the clip.
         """
-        return self._forward.run(self.model, micro_batches, self._loss, forward_only=False)
+        with self.model.accumulating(len(micro_batches), last=last):
+            return self._forward.run(self.model, micro_batches, self._loss, forward_only=False)
 
     def pending(self, loss: float) -> PendingUpdate:
         """Return its part of the next update."""

@@ -1,34 +1,180 @@
 """Gradient buffers, and their reduction over the data-parallel ranks."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
 
 # isort: split
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from torch.nn import Parameter
 
 from services.trainer.model.model import PolicyModel
 
+BUCKET_PARAMETERS: int | None = None
+"""Parameters of a bucket, whose gradients are reduced together while others are computed. None: Megatron's number,
+which is 40 million up to 40 ranks."""
+
 
 class DataParallel(DistributedDataParallel):
-    """Megatron's gradient buffers, reduced only by `finalize_model_grads`.
+    """Megatron's gradient buffers.
 
-    Micro-batches arrive as a stream whose last one isn't known in advance, so reduction can't overlap the backward
-    pass. A rank that shares its parameters with no other rank skips reduction and gathering, for which torch would
-    copy all gradients and parameters in each step.
+    `finalize_model_grads` reduces them, or with `overlap` what isn't reduced yet: buckets that are complete in the
+    backward pass of an update's last micro-batch, which the caller announces (`accumulating`), are reduced during it. A
+    rank that shares its parameters with no other rank skips reduction and gathering, for which torch would copy all
+    gradients and parameters in each step.
     """
 
-    def __init__(self, model: PolicyModel) -> None:
+    def __init__(self, model: PolicyModel, *, overlap: bool = False) -> None:
+        self._alone = (
+            parallel_state.get_data_parallel_world_size(with_context_parallel=True) == 1
+            and parallel_state.get_expert_data_parallel_world_size() == 1
+        )
         settings = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=True
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=overlap and not self._alone,
+            bucket_size=BUCKET_PARAMETERS,
+            use_distributed_optimizer=True,
         )
         super().__init__(config=model.config, ddp_config=settings, module=model)
-        self._alone = self.intra_dp_cp_group.size() == 1 and self.intra_expt_dp_group.size() == 1
+        self.overlapped = OverlappedReduction(self) if settings.overlap_grad_reduce else None
+        """The reduction during the backward pass, if there is one."""
+
+    @contextmanager
+    def accumulating(self, micro_batches: int, *, last: bool) -> Iterator[None]:
+        """Put this around forward and backward of micro-batches.
+
+        Args:
+            micro_batches: their number.
+            last: whether no more of them follow before the gradients are used. All ranks agree on it.
+
+        Raises:
+            RuntimeError: they come after the last ones.
+        """
+        if self.overlapped is None:
+            yield
+            return
+        self.overlapped.begin(micro_batches, last=last)
+        yield
+        if last:
+            self.overlapped.start_all()
+
+    def wait_for_reduction(self) -> None:
+        """Wait until the buffers are still: no reduction that has started writes to them any more."""
+        if self.overlapped is not None:
+            self.overlapped.wait()
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Sum the gradients over the data-parallel ranks."""
-        if not self._alone:
+        if self.overlapped is not None:
+            self.overlapped.start_all()
+            self.overlapped.wait()
+        elif not self._alone:
             super().finish_grad_sync(force_all_reduce)
+
+    def zero_grad_buffer(self) -> None:
+        """Drop the gradients, whether reduced or not."""
+        if self.overlapped is not None:
+            self.overlapped.reset()
+        super().zero_grad_buffer()
 
     def start_param_sync(self, *args: object, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Gather the parameters, of which each data-parallel rank has updated a part."""
         if not self._alone:
             super().start_param_sync(*args, force_sync=force_sync, force_dispatch=force_dispatch)
+
+    def _make_backward_post_hook(self, param: Parameter) -> Callable[..., None]:
+        """Return what autograd calls whenever it has a parameter's gradient: once in each backward pass."""
+        if not self.ddp_config.overlap_grad_reduce:
+            hook: Callable[..., None] = super()._make_backward_post_hook(param)
+            return hook
+
+        def accumulate(*unused: object) -> None:
+            # As Megatron's, which has no place for gradients that went to the buffer and left None here.
+            added: bool = param.grad_added_to_main_grad and not getattr(param, "zero_out_wgrad", False)  # type: ignore[attr-defined]
+            if param.grad is not None and not added:
+                param.main_grad.add_(param.grad.data)  # type: ignore[attr-defined]
+            param.grad = None
+            assert self.overlapped is not None
+            self.overlapped.count(param)
+
+        return accumulate
+
+
+class OverlappedReduction:
+    """Starts to reduce each bucket once its parameters have their gradients of all micro-batches.
+
+    Megatron's own bookkeeping learns from the first update how often each parameter gets a gradient, starts a bucket at
+    that count, and fails if another micro-batch has another count. Here a parameter gets one in each backward pass, or
+    none, where it has no part in the loss: what is still missing after the last pass is started then. Buckets are
+    started in one fixed order, so that ranks that get their gradients in another order, or lack some, call the same
+    collectives.
+    """
+
+    def __init__(self, model: DataParallel) -> None:
+        """Take over the reduction of a model's buckets."""
+        places = {parameter: place for place, parameter in enumerate(model.module.parameters())}
+        groups = [*model.bucket_groups, *model.expert_parallel_bucket_groups]
+        # A backward pass comes to the first parameters last. Experts have buckets of their own.
+        self._groups = sorted(groups, key=lambda group: -min(places[parameter] for parameter in group.params))
+        for group in self._groups:
+            group.is_first_batch = False  # there is nothing to learn
+        self._group_of = {parameter: index for index, group in enumerate(self._groups) for parameter in group.params}
+        self._left: dict[Parameter, int] = {}
+        """Gradients that each parameter is still to get. Empty until the last micro-batches begin."""
+        self._lacking: list[int] = []
+        """Parameters of each bucket that are still to get some."""
+        self._started = self._waited = 0
+        """Buckets whose reduction has started, and of these those that are reduced."""
+        self.started_early = 0
+        """Buckets of the last update that were started before the end of its backward passes."""
+
+    def begin(self, micro_batches: int, *, last: bool) -> None:
+        """See `DataParallel.accumulating`."""
+        if self._left or self._started:
+            raise RuntimeError("micro-batches come after the last ones of an update, whose gradients are reduced")
+        if last:
+            self._left = dict.fromkeys(self._group_of, micro_batches)
+            self._lacking = [len(group.params) for group in self._groups]
+            self.started_early = 0
+
+    def count(self, parameter: Parameter) -> None:
+        """Note that a parameter has got its gradient of a micro-batch; start what is complete.
+
+        Raises:
+            RuntimeError: it got more of them than there are micro-batches.
+        """
+        if not self._left:
+            return
+        self._left[parameter] -= 1
+        if self._left[parameter] < 0:
+            raise RuntimeError(
+                "a parameter got several gradients in one backward pass, perhaps after they were reduced: set "
+                "trainer.overlap_grad_reduce = false for this model"
+            )
+        if self._left[parameter] == 0:
+            self._lacking[self._group_of[parameter]] -= 1
+            while self._started < len(self._groups) and not self._lacking[self._started]:
+                self._start()
+                self.started_early += 1
+
+    def start_all(self) -> None:
+        """Start what hasn't been started."""
+        while self._started < len(self._groups):
+            self._start()
+
+    def wait(self) -> None:
+        """Wait until what has started is done; on a GPU, have its stream wait."""
+        while self._waited < self._started:
+            self._groups[self._waited].finish_grad_sync()
+            self._waited += 1
+
+    def reset(self) -> None:
+        """Wait, and begin a new update."""
+        self.wait()
+        self._left, self._started, self._waited = {}, 0, 0
+
+    def _start(self) -> None:
+        self._groups[self._started].start_grad_sync()
+        self._started += 1

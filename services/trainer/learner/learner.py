@@ -9,7 +9,8 @@ A step has one update or several, and ends with `end_step`. An update runs as fo
    - `PolicyLoss` on the last stage: log-probs of the trained tokens, then the algorithm's loss;
    - the backward pass, which adds to Megatron's float32 gradient buffers (`main_grad`).
 
-   The losses are sums over tokens, so the division into micro-batches doesn't matter.
+   The losses are sums over tokens, so the division into micro-batches doesn't matter. In the round that the caller
+   calls the last one, gradients that are complete begin to be added up over ranks.
 
 2. `update`, once. It adds up statistics and gradients over ranks, divides the gradients by the normalizer, waits
    for a running checkpoint's copies, and then clips and updates the weights, unless the update isn't finite. The
@@ -148,7 +149,7 @@ class Learner:
         if trainer.moe.freeze_router:
             freeze_routers(self._policy)
         self._frozen = self._load_frozen({REFERENCE: {"": model_folder}} if frozen is None else frozen)
-        self._model = DataParallel(self._policy)
+        self._model = DataParallel(self._policy, overlap=trainer.overlap_grad_reduce)
         self._optimizer = build_optimizer(self._model, trainer, seed=seed)
         self._schedule = build_schedule(self._optimizer, trainer.optimizer, steps)
         self._critic: Critic | None = None
@@ -209,19 +210,28 @@ class Learner:
         """Version of the weights; None in the middle of a step that has changed them."""
         return None if self._changed_in_step else self._step
 
-    def accumulate(self, micro_batches: Sequence[PackedMicroBatch]) -> None:
+    def accumulate(self, micro_batches: Sequence[PackedMicroBatch], *, last: bool = False) -> None:
         """Run forward and backward, adding to the accumulated gradients of the summed loss.
 
         Call it any number of times before `update`. All data-parallel ranks pass the same number of micro-batches per
         call, padded with `empty_micro_batch`; all ranks of one data-parallel replica pass the same micro-batches.
+
+        Args:
+            micro_batches: the micro-batches.
+            last: whether `update` or `discard` is next, so that gradients can be reduced as they are completed.
+                `update` reduces what wasn't.
+
+        Raises:
+            RuntimeError: a call with `last` came before.
         """
         if not micro_batches:
             return
         self._accumulated = True
         micro_batches = self._with_frozen_columns(micro_batches)
-        reported = self._forward.run(self._model, micro_batches, self._loss, forward_only=False)
+        with self._model.accumulating(len(micro_batches), last=last):
+            reported = self._forward.run(self._model, micro_batches, self._loss, forward_only=False)
         if self._critic is not None:
-            reported += self._critic.accumulate(micro_batches)
+            reported += self._critic.accumulate(micro_batches, last=last)
         for sums in reported:
             for name, value in sums.items():
                 # Tensors, not floats: converting would wait for the GPU.
@@ -388,11 +398,13 @@ class Learner:
         Returns the bytes in use on this rank's device before and after; see `memory_in_use`.
         """
         self._wait_for_copies()
+        self._model.wait_for_reduction()
         before = memory_in_use(self.world.device)
         models = [self._policy, *(model.module for model in self._frozen)]
         tensors, gradients = state_tensors(models, self._optimizer), gradient_tensors(self._model)
         if (critic := self._critic) is not None:
             tensors += state_tensors([critic.module], critic.optimizer)
+            critic.model.wait_for_reduction()
             gradients += gradient_tensors(critic.model)
         kept, zeros = (gradients, []) if self._accumulated else ([], gradients)
         self._offload.offload([*tensors, *kept], zeros)

@@ -98,11 +98,13 @@ class Round:
     """Deliveries of its groups."""
     whitening: Whitening | None = None
     """`StepPlan.whitening`."""
+    last: bool = False
+    """Whether it is the last round of its update."""
 
     def execute(self, rank: TrainingRank) -> None:
         """Get this rank's missing groups and accumulate gradients."""
         rank.load_missing(rank.runner.own_groups(self.micro_batches), self.deliveries)
-        rank.runner.run(self.micro_batches, rank.groups, self.whitening)
+        rank.runner.run(self.micro_batches, rank.groups, self.whitening, last=self.last)
 
 
 @dataclass(frozen=True)

@@ -180,20 +180,28 @@ class RoundRunner:
             raise GroupFailed(DropReason.ALGORITHM_FAILED, str(error)) from error
         return columns
 
-    def run(self, entry: MicroBatchRound, groups: Mapping[str, TrainGroup], whitening: Whitening | None = None) -> None:
+    def run(
+        self,
+        entry: MicroBatchRound,
+        groups: Mapping[str, TrainGroup],
+        whitening: Whitening | None = None,
+        *,
+        last: bool = False,
+    ) -> None:
         """Run forward and backward on this rank's micro-batches of a round. Skip groups that aren't in `groups`.
 
         Args:
             entry: the round.
             groups: groups by id.
             whitening: what their advantages are normalised with here. Their columns stay as they are.
+            last: whether it is the last round of its update.
         """
         own = entry.micro_batches[self._learner.world.dp_rank]
         columns = list(dict.fromkeys((*self._packed_columns, *self._prepared)))
         batches = [self._packed(micro_batch, groups, columns) for micro_batch in own]
         if whitening is not None:
             batches = [_whitened(batch, whitening) for batch in batches]
-        self._learner.accumulate(batches)
+        self._learner.accumulate(batches, last=last)
 
     def replay(self, file: StepFile, skipped_updates: Collection[int] | None) -> list[UpdateStats]:
         """Replay a whole step.
@@ -213,8 +221,8 @@ class RoundRunner:
         groups = {group_id: self._recorded(group_id, file) for group_id in file.plan.groups}
         updates = []
         for index, mini_batch in enumerate(file.plan.updates):
-            for entry in mini_batch.rounds:
-                self.run(entry, groups, file.plan.whitening)
+            for number, entry in enumerate(mini_batch.rounds, 1):
+                self.run(entry, groups, file.plan.whitening, last=number == len(mini_batch.rounds))
             skip = None if skipped_updates is None else index in skipped_updates
             updates.append(self._learner.update(mini_batch.normalizer, skip=skip))
         self._learner.end_step(file.plan.refreshed)

@@ -25,6 +25,8 @@ class StepBuilder:
         self.members: dict[str, DeliveredGroup] = {}
         self.rounds: list[MicroBatchRound] = []
         """Rounds that were trained while it filled."""
+        self.sealed = False
+        """Whether the last of them is trained: the step takes no more groups."""
         self.mini_batches: tuple[MiniBatch, ...] = ()
         """Its mini-batches; known when the step closes."""
         self.whitening: Whitening | None = None

@@ -41,8 +41,14 @@ class StepPhases(Protocol):
     def packer(self) -> Packer:
         """Return an empty packer of what is worked on while the step fills."""
 
-    def take(self, opened: StepBuilder, entry: MicroBatchRound) -> None:
-        """Work on the step's next round of micro-batches, while it fills."""
+    def take(self, opened: StepBuilder, entry: MicroBatchRound, *, last: bool) -> None:
+        """Work on the step's next round of micro-batches, while it fills.
+
+        Args:
+            opened: the step.
+            entry: the round.
+            last: whether the step closes with it.
+        """
 
     def close(self, opened: StepBuilder) -> bool:
         """Set the mini-batches of the step, which is full. Return whether all ranks have their groups.
@@ -82,11 +88,12 @@ class _Phases:
 class TrainedWhileFilling(_Phases):
     """Gradients of micro-batches are added up as they come. A step is one update."""
 
-    def take(self, opened: StepBuilder, entry: MicroBatchRound) -> None:
-        """Run forward and backward."""
+    def take(self, opened: StepBuilder, entry: MicroBatchRound, *, last: bool) -> None:
+        """Run forward and backward. With the last round's gradients the reduction begins, so no other may follow."""
         self._rank.groups = opened.groups
-        self._rank.run(Round(entry, opened.deliveries_of(entry)))
+        self._rank.run(Round(entry, opened.deliveries_of(entry), last=last))
         opened.rounds.append(entry)
+        opened.sealed = last
 
     def close(self, opened: StepBuilder) -> bool:
         """Make one mini-batch of all rounds."""
@@ -102,7 +109,7 @@ class TrainedWhileFilling(_Phases):
 class PreparedThenTrained(_Phases):
     """Columns are prepared while the step fills. Then come the updates: epochs times mini-batches."""
 
-    def take(self, opened: StepBuilder, entry: MicroBatchRound) -> None:
+    def take(self, opened: StepBuilder, entry: MicroBatchRound, *, last: bool) -> None:
         """Run the forward passes."""
         self._rank.groups = opened.groups
         if self._rank.runner.prepares:

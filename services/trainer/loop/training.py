@@ -131,14 +131,12 @@ class Training:
         while True:
             self._serve_requests(f"step {opened.number}: {len(opened.members)} groups")
             try:
-                selection = self._intake.select(opened.number, opened.members, self._reference)
-                opened.add(selection.chosen)
-                while (entry := opened.packer.full_round()) is not None:
-                    self._take(opened, entry)
-                if selection.may_close:
+                if opened.sealed or self._add(opened):
+                    # A step that is kept open by a pause may have to take further groups.
+                    paused = self._controls.paused.is_set()
                     if (entry := opened.packer.rest()) is not None:
-                        self._take(opened, entry)
-                    if self._controls.paused.is_set():
+                        self._take(opened, entry, last=not paused)
+                    if paused:
                         continue
                     complete = self._phases.close(opened)
                     if self._starts_over(opened):
@@ -156,6 +154,14 @@ class Training:
                     logger.warning("waiting for the board, which is unavailable: %s", error)
                 unavailable = True
                 time.sleep(TICK_SECONDS)  # named: by the warning
+
+    def _add(self, opened: StepBuilder) -> bool:
+        """Add groups that are there, and work on full rounds. Return whether the step may close with what is left."""
+        selection = self._intake.select(opened.number, opened.members, self._reference)
+        opened.add(selection.chosen)
+        while (entry := opened.packer.full_round()) is not None:  # leaves a rest
+            self._take(opened, entry, last=False)
+        return selection.may_close
 
     def _starts_over(self, opened: StepBuilder) -> bool:
         """Discard the step if groups of it were closed. Return whether it was. Raises BoardUnavailable."""
@@ -256,11 +262,11 @@ class Training:
                 except OSError as error:
                     logger.warning("old weights of the reference could not be removed, and take room: %s", error)
 
-    def _take(self, opened: StepBuilder, entry: MicroBatchRound) -> None:
+    def _take(self, opened: StepBuilder, entry: MicroBatchRound, *, last: bool) -> None:
         """Work on one round on all ranks, while the step fills."""
         self._report(f"step {opened.number}: {len(opened.members)} groups")
         began = time.monotonic()
-        self._phases.take(opened, entry)
+        self._phases.take(opened, entry, last=last)
         opened.worked += time.monotonic() - began
 
     def _update(self, opened: StepBuilder, plan: StepPlan) -> list[UpdateStats]:
@@ -268,10 +274,11 @@ class Training:
         updates: list[UpdateStats] = []
         for mini_batch in plan.updates:
             place = f"step {plan.step}: update {len(updates) + 1} of {len(plan.updates)}"
-            for entry in self._phases.rounds(mini_batch):
+            rounds = self._phases.rounds(mini_batch)
+            for number, entry in enumerate(rounds, 1):
                 self._report(place)
                 self._abandon_if_draining()
-                self.rank.run(Round(entry, (), plan.whitening))
+                self.rank.run(Round(entry, (), plan.whitening, last=number == len(rounds)))
             if not updates:
                 opened.held_back = self._begin_change(plan.step)
             self._report(place)

@@ -41,7 +41,7 @@ class ScriptedLearner:
     def report_to(self, report: Callable[[str], None]) -> None:
         """Report nothing: a pass sleeps."""
 
-    def accumulate(self, micro_batches: Sequence[PackedMicroBatch]) -> None:
+    def accumulate(self, micro_batches: Sequence[PackedMicroBatch], *, last: bool = False) -> None:
         """Wait as long as forward and backward would take."""
         tokens = sum(len(batch.tokens) for batch in micro_batches)
         self._tokens += tokens

@@ -122,7 +122,7 @@ def run_job(job: AssemblyJob) -> dict[str, Any]:
         opened = StepBuilder(1, step_phases.training_packer(config), {})
         opened.add(intake.select(1, ()).chosen)
         while (entry := opened.packer.full_round() or opened.packer.rest()) is not None:
-            phases.take(opened, entry)
+            phases.take(opened, entry, last=False)
         tracemalloc.start()
         assert phases.close(opened)
         tracemalloc.stop()

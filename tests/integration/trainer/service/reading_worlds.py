@@ -120,7 +120,7 @@ def run_job(job: StepJob, ranks: int = 4) -> dict[str, Any]:
     from services.trainer.rehearsal.learner import ScriptedLearner
 
     class Learner(ScriptedLearner):
-        def accumulate(self, micro_batches: Sequence[Any]) -> None:
+        def accumulate(self, micro_batches: Sequence[Any], *, last: bool = False) -> None:
             trained.extend(zlib.crc32(batch.tokens.tobytes()) for batch in micro_batches)
 
     model_parallel_channel.PIECE_BYTES = PIECE_BYTES
@@ -183,7 +183,7 @@ def run_step(rank: Any, job: StepJob) -> None:
     for some in (chosen[job.late :], chosen[: job.late]):
         opened.add(some)
         while (entry := opened.packer.full_round() or opened.packer.rest()) is not None:
-            phases.take(opened, entry)
+            phases.take(opened, entry, last=False)
         assert phases.close(opened)
     for mini_batch in opened.mini_batches:
         for entry in phases.rounds(mini_batch):

@@ -1,0 +1,182 @@
+"""Gradients that are reduced during the backward pass are those that are reduced after it."""
+
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import redis
+
+from tests.integration.trainer.learner import reduction_worlds
+from tests.integration.trainer.learner.reduction_worlds import ReductionJob
+from tests.integration.trainer.service_kit import Feeder, make_config
+from tests.integration.trainer.trainer_worlds import make_model, run_world
+from tests.integration.trainer.training_worlds import RunJob
+from tests.kit.ports import free_port
+from tests.kit.redis.redis_server import RedisServer
+
+FROZEN = {"moe": {"freeze_router": True, "aux_loss_coef": 0.0}}
+JOBS: dict[str, dict[str, Any]] = {
+    "dense": {"kind": "qwen3"},
+    "tied": {"kind": "llama", "tied": True, "parallel": {"recompute": "full"}},
+    "experts": {"kind": "qwen2_moe", "parallel": {"expert_parallel": 2}},
+    "frozen router": {"kind": "qwen3_moe", "parallel": {"recompute": "selective", **FROZEN}},
+    "empty rank": {"kind": "qwen3", "samples": 1},
+    "CP2": {"kind": "qwen3", "parallel": {"context_parallel": 2}},
+}
+"""Models and layouts of two ranks, each with a policy and a critic."""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "one call": {"calls": 1},
+    "unannounced": {"announced": False},
+    "nap": {"nap": True},
+    "dropped": {"drop": True},
+    "one bucket": {"bucket": 10**9},
+}
+"""Other ways to train the dense model."""
+WIDE: dict[str, dict[str, Any]] = {
+    "PP2xDP2": {"kind": "qwen3", "parallel": {"pipeline_parallel": 2}},
+    "PP2xDP2, tied": {"kind": "llama", "tied": True, "parallel": {"pipeline_parallel": 2}},
+    "TP2xDP2": {"kind": "qwen3", "parallel": {"tensor_parallel": 2}},
+}
+"""Layouts of four ranks."""
+RUNS: dict[str, dict[str, Any]] = {"while filling": {}, "two updates": {"mini_batches": 2}}
+LENGTHS = (6, 9, 4, 11, 7, 5, 10, 8)
+
+Results = dict[str, list[dict[str, Any]]]
+
+
+def jobs_of(table: dict[str, dict[str, Any]], root: Path) -> dict[str, ReductionJob]:
+    jobs = {}
+    for name, settings in table.items():
+        own = dict(settings)
+        kind, tied = own.pop("kind"), own.pop("tied", False)
+        folder = root / f"{kind}-{tied}"
+        model = folder if folder.exists() else make_model(folder, kind, tied=tied)
+        jobs[name] = ReductionJob(model, True, **own)
+        jobs[f"{name}, plain"] = replace(jobs[name], overlap=False)
+    return jobs
+
+
+def run_of(model: Path, redis_url: str, number: int, folder: Path, **trainer: Any) -> RunJob:
+    """A run of two steps of four groups, which all wait for it."""
+    settings = {
+        "ranks": 2,
+        "groups_per_step": 4,
+        "micro_batch_tokens": 32,
+        "checkpoint": {"every": 0},
+        "optimizer": {"lr": 1e-2, "clip_grad": 0.0},
+        **trainer,
+    }
+    config = make_config(
+        model, run={"steps": 2}, trainer=settings, algorithm={"old_logprobs": "current"}, board={"max_staleness": 8}
+    )
+    folder.mkdir(parents=True)
+    url = redis_url.removesuffix("/0") + f"/{number}"
+    feeder = Feeder(url, config)
+    for length in LENGTHS:
+        feeder.feed(1, 0, length=length)
+    feeder.board.close()
+    return RunJob(config, url, folder)
+
+
+@pytest.fixture(scope="module")
+def results(session_redis: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    root = tmp_path_factory.mktemp("reduction")
+    with contextlib.closing(redis.Redis.from_url(session_redis.url)) as client:
+        client.flushall()
+    jobs: dict[str, Any] = dict(jobs_of(JOBS, root))
+    jobs |= {name: replace(jobs["dense"], **changes) for name, changes in VARIANTS.items()}
+    number = 0
+    for name, settings in RUNS.items():
+        for overlap in (True, False):
+            number += 1
+            key, own = name if overlap else f"{name}, plain", {**settings, "overlap_grad_reduce": overlap}
+            jobs[key] = run_of(root / "qwen3-False", session_redis.url, number, root / key, **own)
+        jobs[f"{name}, again"] = jobs[name]  # the next trainer, which repeats the steps from their files
+    found = run_world(list(jobs.values()), 2, root / "ranks", free_port(), program=reduction_worlds.__name__)
+    return dict(zip(jobs, found, strict=True))
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    root = tmp_path_factory.mktemp("wide")
+    jobs = jobs_of(WIDE, root)
+    found = run_world(list(jobs.values()), 4, root / "ranks", free_port(), program=reduction_worlds.__name__)
+    return dict(zip(jobs, found, strict=True))
+
+
+def merged(shares: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Gradients of a stage's ranks as one, each element from the rank that updates it."""
+    whole: dict[str, np.ndarray] = {}
+    for share in shares:
+        for name, values in share.items():
+            before = whole.setdefault(name, np.full_like(values, np.nan))
+            both = ~np.isnan(before) & ~np.isnan(values)
+            np.testing.assert_array_equal(before[both], values[both])
+            whole[name] = np.where(np.isnan(before), values, before)
+    assert not any(np.isnan(values).any() for values in whole.values())
+    return whole
+
+
+def check_same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], replicas: list[list[int]]) -> None:
+    """Compare two ways bit for bit, but for the gradients' norms. `replicas`: ranks that share parameters."""
+    for ranks in replicas:
+        one, other = (merged([way[rank]["gradients"][0] for rank in ranks]) for way in (ours, theirs))
+        assert one.keys() == other.keys()
+        for name, values in other.items():
+            np.testing.assert_array_equal(one[name], values, err_msg=name)
+    for mine, plain in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(
+            [number[:2] for number in mine["numbers"]], [number[:2] for number in plain["numbers"]], rtol=1e-5
+        )
+        for name, tensor in plain["tensors"].items():
+            np.testing.assert_array_equal(mine["tensors"][name], tensor, err_msg=name)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_two_ranks_get_the_same_gradients_and_weights(results: Results, name: str) -> None:
+    ours, theirs = results[name], results[f"{name}, plain"]
+    check_same(ours, theirs, [[0, 1]])
+    for rank in ours:
+        for update in rank["early"]:
+            assert all(early == count > 1 for early, count in zip(update, rank["buckets"], strict=True)), rank["early"]
+    assert [rank["early"] for rank in theirs] == [[[0, 0]] * 4] * 2
+    assert [rank["buckets"] for rank in theirs] < [rank["buckets"] for rank in ours]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_calls_naps_and_dropped_gradients_make_no_difference(results: Results, name: str) -> None:
+    ours, dense = results[name], results["dense"]
+    for mine, other in zip(ours, dense, strict=True):
+        assert any(map(any, mine["early"])) == (name != "unannounced")
+        if name != "one bucket":
+            assert mine["numbers"] == other["numbers"]
+            assert mine["checksum"] == other["checksum"], "bit for bit"
+    if name == "one bucket":  # the shares of the plain way, and so its norms
+        for mine, other in zip(ours, results["dense, plain"], strict=True):
+            assert mine["numbers"] == other["numbers"]
+            assert mine["checksum"] == other["checksum"], "bit for bit"
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_is_repeated_bit_for_bit(results: Results, name: str) -> None:
+    (ours, _), (theirs, _), (again, _) = (results[f"{name}{way}"] for way in ("", ", plain", ", again"))
+    for entry, plain in zip(ours["ledger"], theirs["ledger"], strict=True):
+        assert entry.metrics["loss"] == pytest.approx(plain.metrics["loss"], rel=1e-5)
+        assert entry.metrics["grad_norm"] == pytest.approx(plain.metrics["grad_norm"], rel=1e-5)
+    for rank, (first, second) in enumerate(zip(results[name], results[f"{name}, again"], strict=True)):
+        for key, tensor in results[f"{name}, plain"][rank]["tensors"].items():
+            np.testing.assert_array_equal(first["tensors"][key], tensor, err_msg=key)
+            np.testing.assert_array_equal(second["tensors"][key], first["tensors"][key], err_msg=key)
+    assert len(again["ledger"]) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WIDE)
+def test_pipelines_and_tensor_parallel_ranks(wide: Results, name: str) -> None:
+    ours, theirs = wide[name], wide[f"{name}, plain"]
+    replicas = [[0, 1], [2, 3]] if name.startswith("PP") else [[0, 2], [1, 3]]
+    check_same(ours, theirs, replicas)
+    assert all(early == rank["buckets"] for rank in ours for early in rank["early"])
