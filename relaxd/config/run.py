@@ -223,10 +223,11 @@ class TrainerConfig(Section):
     """Pinned host memory in which each rank keeps what `recompute` leaves of the layers' activations, instead of on its
     GPU; 0: none. It is copied while the layers compute. What has no room stays on the GPU. It pays for long rows, whose
     layers take longer than the copies: with recompute = "full" for more tokens, with "selective" for less work."""
-    overlap_grad_reduce: bool = True
+    overlap_grad_reduce: bool = False
     """Where ranks share parameters, as in data parallelism: add up their gradients during the backward pass of an
     update's last micro-batch, in buckets of 40 million parameters or more, instead of afterwards. The sums are the
-    same. With several buckets each rank updates other parameters, so that the gradient norm is rounded differently."""
+    same. With several buckets each rank updates other parameters, so that the gradient norm is rounded differently.
+    For ranks on several machines; over NVLink it was no faster."""
     attention: Literal["auto", "cudnn", "varlen"] = "auto"
     """Attention kernels on GPUs in bfloat16. cudnn: cuDNN's, for packed sequences (needs the package
     nvidia-cudnn-frontend and an H100 or newer). varlen: torch's variable-length kernel, with FlashAttention 3 if
