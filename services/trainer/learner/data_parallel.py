@@ -63,13 +63,13 @@ class DataParallel(DistributedDataParallel):
     def wait_for_reduction(self) -> None:
         """Wait until the buffers are still: no reduction that has started writes to them any more."""
         if self.overlapped is not None:
-            self.overlapped.wait()
+            self.overlapped.finish()
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Sum the gradients over the data-parallel ranks."""
         if self.overlapped is not None:
             self.overlapped.start_all()
-            self.overlapped.wait()
+            self.overlapped.finish()
         elif not self._alone:
             super().finish_grad_sync(force_all_reduce)
 
@@ -164,7 +164,7 @@ class OverlappedReduction:
         while self._started < len(self._groups):
             self._start()
 
-    def wait(self) -> None:
+    def finish(self) -> None:
         """Wait until what has started is done; on a GPU, have its stream wait."""
         while self._waited < self._started:
             self._groups[self._waited].finish_grad_sync()
@@ -172,7 +172,7 @@ class OverlappedReduction:
 
     def reset(self) -> None:
         """Wait, and begin a new update."""
-        self.wait()
+        self.finish()
         self._left, self._started, self._waited = {}, 0, 0
 
     def _start(self) -> None:

@@ -108,7 +108,7 @@ def test_what_a_file_with_prompts_lacks_is_said(folder: Path, tiny_model: Path) 
     model = ("--model", str(tiny_model))
     with pytest.raises(ConfigError, match=r"reward\.name is missing: the name of a reward"):
         run(*model, file="letters.jsonl")
-    with pytest.raises(ConfigError, match=r"model is missing"):
+    with pytest.raises(ConfigError, match=r"model\.path is missing: letters\.jsonl has prompts"):
         run("--reward.name", "addition", file="letters.jsonl")
     with pytest.raises(ConfigError, match=r"eval\.sets\.0\.path.*can't read lettres\.jsonl"):
         run(*model, "--reward.name", "addition", file="lettres.jsonl")

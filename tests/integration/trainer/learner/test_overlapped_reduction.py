@@ -17,6 +17,8 @@ from tests.integration.trainer.training_worlds import RunJob
 from tests.kit.ports import free_port
 from tests.kit.redis.redis_server import RedisServer
 
+pytestmark = pytest.mark.slow
+
 FROZEN = {"moe": {"freeze_router": True, "aux_loss_coef": 0.0}}
 JOBS: dict[str, dict[str, Any]] = {
     "dense": {"kind": "qwen3"},
@@ -173,7 +175,6 @@ def test_a_run_is_repeated_bit_for_bit(results: Results, name: str) -> None:
     assert len(again["ledger"]) == 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", WIDE)
 def test_pipelines_and_tensor_parallel_ranks(wide: Results, name: str) -> None:
     ours, theirs = wide[name], wide[f"{name}, plain"]
