@@ -150,7 +150,7 @@ def main() -> None:
     )
     parser.add_argument("--layouts", nargs="+", help="such as TP2xDP2; default: all of LAYOUTS for these GPUs")
     parser.add_argument(
-        "--overlap", type=int, nargs="+", choices=(0, 1), default=[1], help="whether gradients are reduced meanwhile"
+        "--overlap", type=int, nargs="+", choices=(0, 1), default=[0], help="whether gradients are reduced meanwhile"
     )
     parser.add_argument("--steps", type=int, default=3, help="timed steps; one more is for warming up")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")

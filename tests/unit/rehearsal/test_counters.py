@@ -1,4 +1,4 @@
-"""What a rehearsal counts."""
+"""Counters of a rehearsal."""
 
 import subprocess
 import sys

@@ -66,7 +66,7 @@ def save(folder: Path, layout: str, tensor: np.ndarray, dtype: torch.dtype = tor
 
 
 def cached_pages(path: Path) -> int:
-    """How many pages of a file the page cache has."""
+    """Count the pages of a file that the page cache has."""
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
         start = ctypes.c_char.from_buffer(mapped)
         pages = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
