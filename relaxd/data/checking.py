@@ -101,16 +101,16 @@ def check_source(
 
 def check_tools(checked: Iterable[tuple[Source, Checked]]) -> None:
     """Check that each setting of a column with tools finds some in a source. Raises DataError."""
-    found: dict[ToolsColumn, bool] = {}
-    near: dict[ToolsColumn, str] = {}
+    sources: dict[ToolsColumn, list[Source]] = {}
+    found: set[ToolsColumn] = set()
     for source, one in checked:
-        found[source.tools] = found.get(source.tools, False) or one.has_tools
-        if isinstance(source.examples, Examples) and (name := source.examples.nearest(source.tools.key)):
-            near.setdefault(source.tools, name)
-    for tools, is_there in found.items():
-        if tools.key and not is_there:
-            name = near.get(tools, tools.key)
-            hint = f'; did you mean "{name}"?' if name != tools.key else ""
+        sources.setdefault(source.tools, []).append(source)
+        if one.has_tools:
+            found.add(source.tools)
+    for tools, those in sources.items():
+        if tools.key and tools not in found:
+            names = [one.examples.nearest(tools.key) for one in those if isinstance(one.examples, Examples)]
+            hint = next((f'; did you mean "{name}"?' for name in names if name not in (None, tools.key)), "")
             raise DataError(
                 tools.setting, f'= "{tools.key}": no prompt that was looked at has tools in such a column{hint}'
             )

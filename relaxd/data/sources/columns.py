@@ -100,10 +100,9 @@ class Examples(OnDemand[Example]):
     def nearest(self, key: str) -> str | None:
         """Return the column of the first row whose name is nearest to a key; None if none is near."""
         try:
-            names = list(_names(self._rows[0]))
+            return _nearest(self._rows[0], key)
         except (IndexError, ValueError):
             return None
-        return next(iter(difflib.get_close_matches(key, names, n=1)), None)
 
     def scan(self) -> Iterator[Example | None]:
         """Yield all, in order, faster than one by one and without their places; None for one that is wrong."""
@@ -141,13 +140,19 @@ def _find(record: Mapping[str, Any], key: str, setting: str) -> Any:
     value: Any = record
     for part in key.split("."):
         if not isinstance(value, Mapping) or part not in value:
-            names = list(_names(record))
-            near = difflib.get_close_matches(key, names, n=1) or [one for one in names if one.endswith(f".{key}")][:1]
-            hint = f"; did you mean {setting} = {json.dumps(near[0])}?" if near else ""
+            near = _nearest(record, key)
+            hint = f"; did you mean {setting} = {json.dumps(near)}?" if near else ""
             found = ", ".join(record) or "nothing"
             raise ValueError(f'"{key}" is missing (found: {found}){hint or f"; {setting} names another column"}')
         value = value[part]
     return value
+
+
+def _nearest(record: Mapping[str, Any], key: str) -> str | None:
+    """Return the column whose name is nearest to a key, else one that has it as its last part; None if none is near."""
+    names = list(_names(record))
+    near = difflib.get_close_matches(key, names, n=1) or [one for one in names if one.endswith(f".{key}")]
+    return near[0] if near else None
 
 
 def _names(record: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
