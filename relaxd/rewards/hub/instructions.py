@@ -29,7 +29,10 @@ def ifeval(sample: RewardInput) -> dict[str, float]:
         ValueError: the metadata lack instructions, or have some that IFEval doesn't know.
     """
     from if_verifiable.ifeval import INSTRUCTION_DICT
+    from langdetect import DetectorFactory, detector_factory
 
+    DetectorFactory.seed = 0  # by default a short reply is English in one call and not in the next
+    detector_factory.init_factory()  # once in a process, for longer than a check: not within its time
     return _followed(sample, "ifeval", INSTRUCTION_DICT)
 
 

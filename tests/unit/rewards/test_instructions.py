@@ -3,11 +3,21 @@
 
 import pytest
 
+from relaxd.rewards import RewardInput, resolve
 from tests.unit.rewards.scoring import LONG, score
 
 COMMA, CAPITALS, SMALL = "punctuation:no_comma", "change_case:english_capital", "change_case:english_lowercase"
 WORDS, LETTERS, KEYWORD = "length_constraints:number_words", "keywords:letter_frequency", "keywords:existence"
 ELEVEN = {"num_words": 11, "relation": "less than"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _loaded():
+    """Import the checkers and load their languages, so that no case is charged for it."""
+    import if_verifiable.ifbench  # noqa: F401
+
+    metadata = {"instruction_id_list": [COMMA]}
+    resolve("ifeval", {})(RewardInput(prompt="", response="", answer="", metadata=metadata, tokens=0))
 
 
 @pytest.fixture(autouse=True)
@@ -144,6 +154,12 @@ def test_ifbench(response, names, arguments, followed):
     metadata = {"instruction_id_list": names, "kwargs": arguments}
     scored = score("ifbench", response, metadata=metadata)
     assert (scored["reward"], scored["accuracy"], scored["followed"]) == (followed == 1, followed == 1, followed)
+
+
+def test_the_same_reply_is_always_in_the_same_language():
+    """Two English words, of which langdetect by itself says now this and now that."""
+    metadata = {"instruction_id_list": [SMALL]}
+    assert len({score("ifeval", "hello an", metadata=metadata)["reward"] for _ in range(40)}) == 1
 
 
 def test_ifbench_names_what_only_ifeval_knows():
