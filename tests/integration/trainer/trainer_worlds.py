@@ -1,8 +1,10 @@
 """Worlds of real processes for the trainer's tests: jobs that run on every rank, in one process or in several.
 
-A process costs seconds of imports, so one spawn does a list of jobs, one after the other.
+Imports cost seconds, so one spawn does a list of jobs, one after the other, and a world's ranks are forks of one
+process that has done them.
 """
 
+import multiprocessing
 import os
 import pickle
 import subprocess
@@ -10,10 +12,12 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from relaxd.config import TrainerConfig
 from relaxd.config.algorithm import ALGORITHM
@@ -302,20 +306,29 @@ def run_world(
     """
     folder.mkdir(exist_ok=True)
     (folder / "jobs.pickle").write_bytes(pickle.dumps(jobs))
-    processes = start_ranks(program, str(folder), ranks=ranks, port=port, stderr=subprocess.STDOUT)
+    environment = _meeting_place(ranks, port)
+    process = start_python(
+        *("-m", program, str(folder)),
+        environment=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     try:
-        outputs = [process.communicate(timeout=timeout)[0] for process in processes]
+        output = process.communicate(timeout=timeout)[0]
     finally:
-        kill(*processes)
-    for rank, process in enumerate(processes):
-        assert process.returncode == 0, f"rank {rank} failed:\n{outputs[rank]}"
+        if process.poll() is None:
+            for member in psutil.Process(process.pid).children():
+                member.kill()
+        kill(process)
+    assert process.returncode == 0, f"a rank failed:\n{output}"
     by_rank = [pickle.loads((folder / f"rank-{rank}.pickle").read_bytes()) for rank in range(ranks)]
     return [list(results) for results in zip(*by_rank, strict=True)]
 
 
 def start_ranks(program: str, *words: str, ranks: int, port: int, **options: Any) -> "list[subprocess.Popen[str]]":
     """Start `python -m PROGRAM WORDS` for each rank of a gloo world that meets at `port`."""
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    environment = _meeting_place(ranks, port)
     return [
         start_python(
             "-m", program, *words, environment=environment | {"RANK": str(rank)},
@@ -325,10 +338,33 @@ def start_ranks(program: str, *words: str, ranks: int, port: int, **options: Any
     ]  # fmt: skip
 
 
+def _meeting_place(ranks: int, port: int) -> dict[str, str]:
+    # Else an import that asks whether there is a GPU would leave none to forks.
+    fork_first = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), **fork_first}
+
+
 def work(run: Callable[[Any, int], dict[str, Any]]) -> None:
-    """Be one rank: run every job."""
-    folder = Path(sys.argv[1])
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    """Be a world: import what every rank needs, then run every job in a fork per rank. One that fails ends all."""
+    import services.trainer.learner.learner  # noqa: F401
+
+    fork = multiprocessing.get_context("fork")
+    members = [fork.Process(target=_be_rank, args=(run, rank)) for rank in range(int(os.environ["WORLD_SIZE"]))]
+    for member in members:
+        member.start()
+    running = members
+    while running:
+        connection.wait([member.sentinel for member in running])
+        if failed := [rank for rank, member in enumerate(members) if member.exitcode]:
+            for member in running:
+                member.kill()
+            sys.exit(f"rank {failed[0]} ended with {members[failed[0]].exitcode}")
+        running = [member for member in running if member.exitcode is None]
+
+
+def _be_rank(run: Callable[[Any, int], dict[str, Any]], rank: int) -> None:
+    os.environ["RANK"] = str(rank)
+    folder, ranks = Path(sys.argv[1]), int(os.environ["WORLD_SIZE"])
     jobs: list[Any] = pickle.loads((folder / "jobs.pickle").read_bytes())
     results = [run(job, ranks) for job in jobs]
     (folder / f"rank-{rank}.pickle").write_bytes(pickle.dumps(results))
