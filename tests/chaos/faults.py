@@ -445,8 +445,6 @@ def faults_of(roles: Collection[str], kinds: Sequence[Fault]) -> tuple[str, ...]
 
 SHORT_SUITE = (
     *(
-        "kill rollout",
-        "kill reward",
         "kill reference",
         "kill trainer rank 1",
         "kill coordinator",

@@ -16,7 +16,11 @@ HUGE = 1e38
 
 
 async def arbitrary(sample: Any) -> dict[str, float]:
-    time.sleep(SECONDS)
     await judge.ask(sample.response)
+    return unjudged(sample)
+
+
+def unjudged(sample: Any) -> dict[str, float]:
+    time.sleep(SECONDS)
     reward = zlib.crc32(sample.response.encode()) / 2**32
     return {"reward": reward * (HUGE if Path(os.environ[HUGE_VARIABLE]).exists() else 1.0)}

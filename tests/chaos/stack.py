@@ -37,7 +37,9 @@ LEASE_SECONDS = 2.0
 REPLICA_LEASE_SECONDS = 6.0
 """Of replicas: one that is silent for longer is restarted."""
 MAX_STALENESS = 1
-REPLICAS = {"rollout": 2, "reward": 2, "advantage": 2, "trainer": 1, "reference": 1, "teacher": 1, "judge": 1}
+REPLICAS = {"rollout": 2, "reward": 2, "advantage": 2, "trainer": 1}
+FROZEN_REPLICAS = {"reference": 1, "teacher": 1, "judge": 1}
+"""Besides, unless the algorithm is "plain"."""
 CRITIC_REPLICAS = {"critic": 1}
 """Besides, with the algorithm "critic"."""
 MARGIN_SECONDS = 0.5
@@ -59,7 +61,7 @@ digits = 1
 max_prompt_tokens = 128
 
 [reward]
-name = "tests.chaos.reward:arbitrary"
+name = "tests.chaos.reward:{reward}"
 environment = ["CHAOS_HUGE_REWARDS"]
 workers = 1
 
@@ -75,20 +77,7 @@ save_tokens = 4
 
 {algorithm}
 
-[roles.reference]
-placement = "service"
-threads = 1
-
-[roles.teacher]
-model = "{folder}/teacher"
-threads = 1
-{teacher}
-
-[roles.judge]
-model = "{folder}/tiny"
-max_new_tokens = 2
-timeout_seconds = 20
-threads = 1
+{roles}
 
 [trainer]
 ranks = 2
@@ -124,6 +113,22 @@ connect_timeout_seconds = 5
 
 [telemetry]
 samples_per_step = 2
+"""
+ROLES_CONFIG = """
+[roles.reference]
+placement = "service"
+threads = 1
+
+[roles.teacher]
+model = "{folder}/teacher"
+threads = 1
+{teacher}
+
+[roles.judge]
+model = "{folder}/tiny"
+max_new_tokens = 2
+timeout_seconds = 20
+threads = 1
 """
 # Faults fall upon the same few groups over and over: limits that are meant for a single bad group would only hide them.
 ALGORITHMS = {
@@ -163,9 +168,12 @@ COLUMNS = {"small": "", "large": "large_column_bytes = 1"}
 """Sizes of columns: with "large" every column is one, and takes the way of payloads (docs/architecture.md)."""
 ALGORITHMS = {name: {"teacher": "", **settings} for name, settings in ALGORITHMS.items()}
 ALGORITHMS["teacher-engine"] = ALGORITHMS["grpo"] | {"teacher": 'engine = "sglang"', "step_files": "always"}
+ALGORITHMS["plain"] = ALGORITHMS["grpo"] | {
+    "algorithm": "[algorithm]\ndrop_zero_variance = false\nnormalize_std = false\n"
+}
 """What the run trains with: one update a step, while the step fills; or a critic, too, and four updates of both; or the
 same with the critic as a service, which is trained again at the end from all step files (tests.chaos.models); or as the
-first, with a teacher in an engine."""
+first, with a teacher in an engine; or as the first, without reference, teacher and judge, for short suites."""
 
 
 class ChaosStack:
@@ -190,7 +198,11 @@ class ChaosStack:
         self.columns = columns
         self.primaries = primaries_of(servers, folder)
         """Servers of which one takes over from another; None: one Redis, which the supervisor starts."""
-        self.replicas = REPLICAS | (CRITIC_REPLICAS if algorithm == "critic" else {})
+        self.replicas = (
+            REPLICAS
+            | (FROZEN_REPLICAS if algorithm != "plain" else {})
+            | (CRITIC_REPLICAS if algorithm == "critic" else {})
+        )
         self.loop = loop
         self.seed = seed
         self.links: dict[tuple[str, str], Link] = {}
@@ -256,13 +268,17 @@ class ChaosStack:
         self._weights = CoordinatorStub(self._channel)
         self.redis: redis.Redis = connect(state.redis, tag=RUN, seconds=30.0 if self.primaries is None else 5.0)
         self.redis_url = state.redis
+        chosen = ALGORITHMS[self.algorithm]
+        alone = self.algorithm == "plain"
         config = CONFIG.format(
             folder=self.folder,
             seed=self.seed,
             lease=LEASE_SECONDS,
             staleness=MAX_STALENESS,
             columns=COLUMNS[self.columns],
-            **ALGORITHMS[self.algorithm],
+            reward="unjudged" if alone else "arbitrary",
+            roles="" if alone else ROLES_CONFIG.format(folder=self.folder, teacher=chosen["teacher"]),
+            **chosen,
         )
         self.coordinator.start_run(config, RUN)
 

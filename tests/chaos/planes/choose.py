@@ -3,6 +3,7 @@
 from tests.chaos.faults import Fault, all_faults
 from tests.chaos.planes.payload_faults import payload_faults
 from tests.chaos.planes.primary_faults import primary_faults
+from tests.chaos.stack import FROZEN_REPLICAS
 
 
 def kinds_of(algorithm: str = "grpo", columns: str = "small", redis: str = "single") -> list[Fault]:
@@ -12,4 +13,6 @@ def kinds_of(algorithm: str = "grpo", columns: str = "small", redis: str = "sing
     """
     if redis != "single":
         return primary_faults(redis)
-    return payload_faults() if columns == "large" else all_faults(algorithm)
+    kinds = payload_faults() if columns == "large" else all_faults(algorithm)
+    absent = set(FROZEN_REPLICAS) if algorithm == "plain" else set()
+    return [fault for fault in kinds if absent.isdisjoint(fault.name.split())]

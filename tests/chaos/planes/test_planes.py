@@ -21,10 +21,10 @@ def campaign(folder: Path, names: Sequence[str], *, columns: str = "small", serv
     """Do faults to a job, once each, and check that nothing is lost, trained twice, left behind or missed."""
     print(f"seed {SEED}")
     rng = random.Random(SEED)
-    with Loop() as loop, ChaosStack(folder, loop, SEED, columns=columns, servers=servers) as stack:
+    with Loop() as loop, ChaosStack(folder, loop, SEED, "plain", columns=columns, servers=servers) as stack:
         done = Campaign(stack, rng, logs=folder / "kept-logs", deadline_seconds=240.0)
         done.begin()
-        kinds = kinds_of(columns=columns, redis=servers)
+        kinds = kinds_of("plain", columns, servers)
         done.run(iter(deck(len(names), rng, tuple(names), kinds)))
         last = done.end()
     assert [outcome for outcome in done.outcomes if outcome.violations] == []
