@@ -9,8 +9,17 @@ import pytest
 import redis
 
 from tests.kit.redis.redis_server import RedisServer
+from tests.kit.waiting import PATIENCE
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Multiply the time that each test may take by PATIENCE."""
+    for item in items:
+        mark = item.get_closest_marker("timeout")
+        seconds = float(mark.args[0] if mark else config.getini("timeout"))
+        item.add_marker(pytest.mark.timeout(seconds * PATIENCE), append=False)
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,8 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from tests.kit.waiting import PATIENCE
+
 
 @dataclass(frozen=True)
 class ReceivedSpan:
@@ -110,10 +112,11 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
             return list(self._logs)
 
     def wait_for(self, condition: Callable[["OtlpReceiver"], Any], timeout: float = 60.0) -> Any:
-        """Wait until condition(self) is true and return it; fails with what has come after `timeout` seconds."""
+        """Wait until condition(self) is true and return it; fails with what came within PATIENCE times `timeout`."""
+        timeout *= PATIENCE
         with self._arrived:
             met = self._arrived.wait_for(lambda: condition(self), timeout)
-        assert met, f"not received within {timeout} s; spans: {[(s.service, s.name) for s in self.spans()]}"
+        assert met, f"not received within {timeout:g} s; spans: {[(s.service, s.name) for s in self.spans()]}"
         return met
 
     def Export(self, request: trace_service_pb2.ExportTraceServiceRequest, context: Any) -> Any:

@@ -13,6 +13,8 @@ from typing import Any
 
 import psutil
 
+from tests.kit.waiting import PATIENCE
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -55,7 +57,7 @@ def run_python(
         input=given,
         capture_output=True,
         text=True,
-        timeout=seconds,
+        timeout=seconds * PATIENCE,
         check=False,
     )
 
@@ -96,8 +98,8 @@ class Partner:
         assert self.process.stdout is not None
         with selectors.DefaultSelector() as selector:  # select() knows no descriptor above 1023
             selector.register(self.process.stdout, selectors.EVENT_READ)
-            ready = selector.select(seconds)
-        assert ready, f"no answer within {seconds:g} s"
+            ready = selector.select(seconds * PATIENCE)
+        assert ready, f"no answer within {seconds * PATIENCE:g} s"
         line = self.process.stdout.readline()
         assert line, f"it ended with {self.process.wait(60)}"
         return dict(json.loads(line))

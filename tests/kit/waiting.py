@@ -1,6 +1,7 @@
 """Waiting for what sends no event: poll, with a deadline and a reason."""
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -8,6 +9,8 @@ from typing import TypeVar
 Result = TypeVar("Result")
 Errors = tuple[type[Exception], ...]
 PAUSE_SECONDS = 0.02
+PATIENCE = float(os.environ.get("RELAXD_TEST_PATIENCE", "1"))
+"""Multiplies every deadline: for machines that do much else meanwhile, as in continuous integration."""
 
 
 def wait_until(
@@ -21,9 +24,10 @@ def wait_until(
 ) -> Result:
     """Poll until `condition` returns something true, and return it.
 
-    Errors of the types `forgive` count as false. Raises AssertionError after `seconds`: it says `what` was waited for,
-    what the condition returned or raised last, and what `explain` returns then, such as logs.
+    Errors of the types `forgive` count as false. Raises AssertionError after PATIENCE times `seconds`: it says `what`
+    was waited for, what the condition returned or raised last, and what `explain` returns then, such as logs.
     """
+    seconds *= PATIENCE
     deadline = time.monotonic() + seconds
     last: object = None
     while True:
@@ -43,6 +47,7 @@ async def eventually(
     condition: Callable[[], Result | Awaitable[Result]], what: str = "the test's condition", seconds: float = 60.0
 ) -> Result:
     """`wait_until` for coroutines: others go on meanwhile. The condition may be one."""
+    seconds *= PATIENCE
     deadline = time.monotonic() + seconds
     while True:
         late = time.monotonic() > deadline

@@ -22,6 +22,7 @@ import psutil
 from relaxd.config import TrainerConfig
 from relaxd.config.algorithm import ALGORITHM
 from tests.kit.processes import kill, start_python
+from tests.kit.waiting import PATIENCE
 
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 COLUMNS = ("rollout_logprobs", "advantages")
@@ -315,7 +316,7 @@ def run_world(
         text=True,
     )
     try:
-        output = process.communicate(timeout=timeout)[0]
+        output = process.communicate(timeout=timeout * PATIENCE)[0]
     finally:
         if process.poll() is None:
             for member in psutil.Process(process.pid).children():
