@@ -73,7 +73,7 @@ class Where:
 
 def execute(config: RunConfig, run_id: str, where: Where, console: Console) -> Path:
     """Run `config` to its end and write the report. Returns the run's folder. Raises CliError, ConfigError."""
-    say = _sayer(console)
+    say = sayer(console)
     check_run_id(run_id)
     if where.address is not None and (where.in_container or not where.address.startswith((LOOPBACK, "localhost"))):
         # Paths, the run's folder included, are those of the coordinator's machine.
@@ -119,10 +119,10 @@ def execute_again(run_folder: Path, where: Where, console: Console, steps: int =
                 f"relaxd resume {run_id} continues it; once it has ended, --run.steps extends it",
             )
         if steps:
-            _sayer(console)(f"run {run_id} goes on from {run_folder}, to step {steps}")
+            sayer(console)(f"run {run_id} goes on from {run_folder}, to step {steps}")
             return coordinator.restore_run(run_folder, steps)
         if run_id not in known:
-            _sayer(console)(f"run {run_id} is not in Redis: restoring it from {run_folder}")
+            sayer(console)(f"run {run_id} is not in Redis: restoring it from {run_folder}")
             return coordinator.restore_run(run_folder)
         if known[run_id].state in ENDED:
             raise CliError(f"run {run_id} has ended ({known[run_id].reason})", "relaxd run starts a new one")
@@ -141,7 +141,7 @@ def _starting(config: RunConfig, run_id: str) -> Begin:
 
 def _on_own_services(begin: Begin, run_id: str, run_folder: Path, where: Where, console: Console) -> Path:
     """Start services, follow the run and stop them. Redis's own data is removed only once the run has ended."""
-    say = _sayer(console)
+    say = sayer(console)
     folder = where.folder
     shared = where.keep_up or where.shared_redis
     redis_data = _redis_data(where, run_id)
@@ -222,7 +222,7 @@ def _train(coordinator: CoordinatorClient, begin: Begin, where: Where, console: 
     except KeyboardInterrupt as interrupt:
         if ours:
             console.print(f"\nstopping the services of run {run.run_id}")
-            save_last_checkpoint(coordinator, run.run_id, _sayer(console))
+            save_last_checkpoint(coordinator, run.run_id, sayer(console))
         elif not isinstance(interrupt, Terminated):  # which ends this command, as a lost connection would
             console.print(f"\nstopping run {run.run_id}")
             coordinator.stop_run(run.run_id, "stopped from the command line")
@@ -377,5 +377,6 @@ def _with_shared_cores(config: RunConfig, replicas: Mapping[str, int]) -> RunCon
     return config.model_copy(update={"trainer": trainer, "rollout": rollout, "roles": roles})
 
 
-def _sayer(console: Console) -> Callable[[str], None]:
+def sayer(console: Console) -> Callable[[str], None]:
+    """Return a function that prints a line about what is done."""
     return lambda text: console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)

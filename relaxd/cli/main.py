@@ -1,10 +1,8 @@
 """The `relaxd` command."""
 
 import os
-import re
 import sys
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
@@ -12,6 +10,7 @@ from rich.console import Console
 
 from relaxd import __version__
 from relaxd.cli import recovery, run_commands
+from relaxd.cli.demo import demo
 from relaxd.cli.execute import Where, execute
 from relaxd.cli.last_checkpoint import save_of_run_in_progress
 from relaxd.cli.options import (
@@ -27,10 +26,11 @@ from relaxd.cli.options import (
     new_console,
     with_replica_options,
 )
+from relaxd.cli.place import new_run_id
 from relaxd.cli.preparing.config_command import config_app
 from relaxd.cli.preparing.data_command import data
 from relaxd.cli.preparing.eval_command import evaluate
-from relaxd.cli.preparing.examples import demo_overrides, example, init
+from relaxd.cli.preparing.examples import init
 from relaxd.cli.preparing.fit_command import fit
 from relaxd.cli.preparing.migrate_command import migrate_app
 from relaxd.cli.preparing.models import model_app
@@ -48,7 +48,7 @@ from relaxd.cli.reading.why import why
 from relaxd.cli.scale import scale_to, wait_for
 from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
-from relaxd.config.load import ConfigError, load_file
+from relaxd.config.load import ConfigError
 from relaxd.local import compose, stack
 from relaxd.local.address import address_here
 from relaxd.local.address import coordinator_address as _address
@@ -151,29 +151,11 @@ def _root(
         os.environ.pop("RELAXD_TOKEN", None)  # the option takes precedence
 
 
+app.command()(demo)
 app.command()(init)
 app.command(context_settings=PASS_ON)(data)
 app.command(context_settings=PASS_ON)(fit)
 app.command(context_settings=PASS_ON)(rehearse)
-
-
-@app.command()
-def demo(
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the prompts' order and of sampling.")] = 0,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Optimizer steps; default: what the algorithm needs.")
-    ] = None,
-    algorithm: Annotated[str, typer.Option(help="Algorithm to teach it with (docs/algorithms.md).")] = "grpo",
-    keep_up: KeepUpOption = False,
-    run_id: RunIdOption = "",
-    state: StateOption = DEFAULT_STATE,
-) -> None:
-    """Teach a real language model to add two-digit numbers, on this machine, in minutes."""
-    overrides = ["--run.seed", str(seed), *demo_overrides(algorithm)]
-    overrides += ["--run.steps", str(steps)] if steps is not None else []
-    config = load_file(example("addition.toml"), overrides)
-    where = Where(StateFolder(state), keep_up=keep_up)
-    execute(config, run_id or _new_run_id("demo"), where, new_console())
 
 
 @app.command(context_settings=PASS_ON)
@@ -198,7 +180,7 @@ def run(
         replicas=replicas,
         keep_up=keep_up,
     )
-    execute(config, run_id or _new_run_id(path.stem), where, new_console())
+    execute(config, run_id or new_run_id(path.stem), where, new_console())
 
 
 @app.command()
@@ -343,11 +325,6 @@ app.command()(ledger)
 app.command("eval", context_settings=PASS_ON)(evaluate)
 app.command()(recovery.replay)
 app.command()(recovery.export)
-
-
-def _new_run_id(prefix: str) -> str:
-    stem = re.sub(r"[^A-Za-z0-9_-]+", "-", prefix).strip("-")[:32] or "run"
-    return f"{stem}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
 
 
 def main() -> None:

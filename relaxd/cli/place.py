@@ -1,11 +1,19 @@
 """The id and the folder of a new run, checked before anything is started."""
 
 import os
+import re
+from datetime import UTC, datetime
 from pathlib import Path
 
 from relaxd.board.core import RESERVED_RUN_ID, RUN_ID, RUN_ID_RULE
 from relaxd.client.errors import CliError
 from relaxd.run_folder import holds_run
+
+
+def new_run_id(prefix: str) -> str:
+    """Return an id for a run that was given none: the time, after a prefix such as the configuration's name."""
+    stem = re.sub(r"[^A-Za-z0-9_-]+", "-", prefix).strip("-")[:32] or "run"
+    return f"{stem}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
 
 
 def check_run_id(run_id: str) -> None:

@@ -144,6 +144,8 @@ class OPDConfig(NormalizedConfig, ClippedConfig):
                 "algorithm.kl_reward_coef and algorithm.overlong_buffer change rewards, but algorithm.reward_coef is "
                 "0, so they would not count: set reward_coef, or use kl_coef"
             )
+        if self.reward_coef == 0:
+            self._refuse(("normalize_std", "std_epsilon"), "algorithm.reward_coef is 0: set reward_coef")
         return self
 
 

@@ -1,5 +1,8 @@
 """Base of the configuration's sections."""
 
+import json
+from collections.abc import Iterable
+
 from pydantic import BaseModel, ConfigDict
 
 
@@ -8,3 +11,28 @@ class Section(BaseModel):
 
     # Without use_attribute_docstrings, which costs every process 0.2 s at its start: `settings` reads them.
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    def changed(self, names: Iterable[str] = ()) -> list[str]:
+        """Return which of these settings, or of all, differ from their defaults."""
+        fields = type(self).model_fields
+        return [
+            name
+            for name in names or fields
+            if getattr(self, name) != fields[name].get_default(call_default_factory=True)
+        ]
+
+
+def refuse_unused(section: Section, place: str, names: Iterable[str], reason: str) -> None:
+    """Refuse settings that count for nothing, unless they are as by default.
+
+    Args:
+        section: the section.
+        place: its name.
+        names: its settings that don't count.
+        reason: why, and what to do.
+
+    Raises ValueError: one of them was set to something else.
+    """
+    for name in section.changed(names):
+        value = json.dumps(getattr(section, name), default=str)
+        raise ValueError(f"{place}.{name} is {value}, but {reason}")

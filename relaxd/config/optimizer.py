@@ -4,7 +4,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from relaxd.config.base import Section
+from relaxd.config.base import Section, refuse_unused
 
 
 class OptimizerConfig(Section):
@@ -37,6 +37,12 @@ class OptimizerConfig(Section):
     another type is converted."""
     cpu_offload: bool = False
     """Keep and update the optimizer's state and main weights in host memory."""
+
+    @model_validator(mode="after")
+    def _decay_has_an_end(self) -> Self:
+        if self.schedule == "constant":
+            refuse_unused(self, self.section, ("min_lr",), f'{self.section}.schedule is "constant": set another one')
+        return self
 
     @model_validator(mode="after")
     def _offloaded_moments_are_float32(self) -> Self:

@@ -4,7 +4,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from relaxd.config.base import Section
+from relaxd.config.base import Section, refuse_unused
 
 Aggregation = Literal["token_mean", "sample_mean", "group_mean", "sample_sum", "constant_length"]
 Correction = Literal["none", "tis", "icepop"]
@@ -135,6 +135,35 @@ class PolicyGradientConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _what_is_set_counts(self) -> Self:
+        for correction, names in (("tis", ("tis_clip_low", "tis_clip")), ("icepop", ("icepop_low", "icepop_high"))):
+            if self.correction != correction:
+                self._refuse(names, f'algorithm.correction is "{self.correction}": set "{correction}"')
+        if self.overlong_buffer == 0:
+            self._refuse(
+                ("overlong_limit", "overlong_penalty"),
+                "algorithm.overlong_buffer is 0, which turns shaping off: set it",
+            )
+        if self.veto_high == self.veto_low == 0:
+            self._refuse(("veto_sequences",), "algorithm.veto_high and algorithm.veto_low are 0: set one of them")
+        if self.kl_coef == 0:
+            self._refuse(("kl_unbiased",), "algorithm.kl_coef is 0: set kl_coef")
+        if not self.needs_reference:  # the metric kl has it, too
+            self._refuse(("kl_estimator",), "algorithm.kl_coef is 0: set kl_coef")
+        if self.distill_loss_coef == 0:
+            self._refuse(("distill_estimator",), "algorithm.distill_loss_coef is 0: set distill_loss_coef")
+        if self.loss_aggregation != "constant_length":
+            self._refuse(
+                ("constant_length",),
+                f'algorithm.loss_aggregation is "{self.loss_aggregation}": set "constant_length"',
+            )
+        return self
+
+    def _refuse(self, names: tuple[str, ...], reason: str) -> None:
+        """Refuse settings that don't count here."""
+        refuse_unused(self, "algorithm", names, reason)
+
+    @model_validator(mode="after")
     def _truncated_stay_masked(self) -> Self:
         if self.needs_whole_step and self.mask_truncated:
             raise ValueError(
@@ -231,3 +260,9 @@ class NormalizedConfig(PolicyGradientConfig):
     """Divide advantages by the group's standard deviation."""
     std_epsilon: float = Field(default=1e-6, gt=0)
     """Added to the standard deviation before dividing."""
+
+    @model_validator(mode="after")
+    def _epsilon_counts(self) -> Self:
+        if not self.normalize_std:
+            self._refuse(("std_epsilon",), "algorithm.normalize_std is false: set true")
+        return self

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from relaxd.config.base import Section
+from relaxd.config.base import Section, refuse_unused
 
 
 def check_address(address: str, *, token_setting: str) -> str:
@@ -194,6 +194,13 @@ class RewardConfig(Section):
             raise ValueError("reward.choose_by can't be combined with reward.terms at an address: give them a name")
         if self.choices and not self.choose_by:
             raise ValueError("reward.choices needs reward.choose_by: the key of the metadata whose value chooses")
+        return self
+
+    @model_validator(mode="after")
+    def _what_is_set_counts(self) -> Self:
+        if self.on_failure != "retry":
+            reason = f'reward.on_failure is "{self.on_failure}": set "retry"'
+            refuse_unused(self, "reward", ("max_retries",), reason)
         return self
 
     @model_validator(mode="after")

@@ -5,7 +5,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from relaxd.config.base import Section
+from relaxd.config.base import Section, refuse_unused
 from relaxd.config.optimizer import OptimizerConfig
 
 
@@ -44,6 +44,11 @@ class ReplicaSizes(Section):
         return self
 
 
+IN_TRAINER = '"trainer", whose ranks have the sizes of [trainer]: set "service"'
+SIZES = tuple(ReplicaSizes.model_fields)
+"""Settings of replicas, which a model in the trainer's ranks has not."""
+
+
 class FrozenModelConfig(ReplicaSizes):
     """A model that isn't trained and gives log-probs of the policy's tokens. It has the trainer's dtype and kernels."""
 
@@ -54,6 +59,12 @@ class FrozenModelConfig(ReplicaSizes):
     refresh_every: int = Field(default=0, ge=0)
     """Take over the trained model's weights after every so many steps, recorded in the ledger; 0: never. Needs the
     initial model to begin with. A teacher needs placement = "trainer", too."""
+
+    @model_validator(mode="after")
+    def _sizes_are_of_replicas(self) -> Self:
+        if self.placement == "trainer":
+            refuse_unused(self, self.section, SIZES, f"{self.section}.placement is {IN_TRAINER}")
+        return self
 
     @property
     def settings(self) -> dict[str, str]:
@@ -195,6 +206,9 @@ class TeacherConfig(FrozenModelConfig):
 
     @model_validator(mode="after")
     def _template_is_filled(self) -> Self:
+        if not self.privileged_key:
+            reason = "without privileged_key the teacher sees the student's prompts: remove it"
+            refuse_unused(self, self.section, ("privileged_template",), reason)
         for part in ("{prompt}", "{privileged}"):
             if self.privileged_key and part not in self.privileged_template:
                 raise ValueError(f"{self.section}.privileged_template has no {part}, for which it is filled in")
@@ -234,6 +248,12 @@ class CriticConfig(ReplicaSizes):
     model. Its value head starts with zeros."""
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
     """The optimizer of the critic."""
+
+    @model_validator(mode="after")
+    def _sizes_are_of_a_replica(self) -> Self:
+        if self.placement == "trainer":
+            refuse_unused(self, self.section, SIZES, f"{self.section}.placement is {IN_TRAINER}")
+        return self
 
     @model_validator(mode="after")
     def _staleness_is_of_a_service(self) -> Self:

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from relaxd.config.algorithm import AlgorithmConfig, GRPOConfig, OwnConfig
-from relaxd.config.base import Section
+from relaxd.config.base import Section, refuse_unused
 from relaxd.config.evaluation import EvalConfig
 from relaxd.config.health import HealthConfig
 from relaxd.config.moe import MoEConfig
@@ -43,6 +43,12 @@ class RunSection(Section):
     generate. Needs board.max_staleness = 0."""
     switch_timeout_seconds: float = Field(default=120.0, gt=0)
     """With colocate: repeat a request to sleep or wake up that takes longer."""
+
+    @model_validator(mode="after")
+    def _turns_are_taken(self) -> Self:
+        if not self.colocate:
+            refuse_unused(self, "run", ("switch_timeout_seconds",), "run.colocate is false: set true")
+        return self
 
 
 class ModelConfig(Section):
@@ -260,6 +266,16 @@ class TrainerConfig(Section):
                 f"trainer.ranks is {self.ranks}: it must be a multiple of tensor_parallel x pipeline_parallel x "
                 f"context_parallel = {model_ranks}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _what_is_set_counts(self) -> Self:
+        if self.recompute == "none":
+            reason = 'trainer.recompute is "none": set "selective" or "full"'
+            refuse_unused(self, "trainer", ("recompute_layers",), reason)
+        if self.dtype == "float32":
+            reason = 'trainer.dtype is "float32", in which logits are computed anyway: remove it, or set "bfloat16"'
+            refuse_unused(self, "trainer", ("fp32_lm_head",), reason)
         return self
 
     @model_validator(mode="after")
@@ -606,6 +622,13 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _services_are_called(self) -> Self:
+        if not self.reward.calls_services and not any(one.reward_address for one in self.eval.sets):
+            reason = "no reward is a service at an address: remove it"
+            refuse_unused(self.reward, "reward", ("max_in_flight", "outage_seconds"), reason)
+        return self
+
+    @model_validator(mode="after")
     def _judge_can_share(self) -> Self:
         judge, engines = self.roles.judge, ("sglang", "transformers") if self.run.colocate else ("sglang",)
         if judge.shares_gpus and (self.rollout.engine not in engines or judge.engine != self.rollout.engine):
@@ -673,6 +696,18 @@ class RunConfig(Section):
             raise ValueError(
                 f"{who}, but a step has {self.trainer.updates_per_step} updates: set trainer.mini_batches = 1 and "
                 f"trainer.epochs = 1, because {algorithm.on_policy_only}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _shaping_begins(self) -> Self:
+        algorithm, longest = self.algorithm, self.rollout.max_new_tokens
+        if isinstance(algorithm, OwnConfig) or not algorithm.overlong_buffer:
+            return self
+        if (begins := algorithm.overlong_limit - algorithm.overlong_buffer) >= longest:
+            raise ValueError(
+                f"algorithm.overlong_limit is {algorithm.overlong_limit}, so that shaping begins after {begins} "
+                f"tokens, but no answer is longer than rollout.max_new_tokens = {longest}: set overlong_limit to that"
             )
         return self
 

@@ -205,7 +205,8 @@ def _betas(reader: Reader, value: Any) -> None:
 
 
 def _min_lr(reader: Reader, value: Any) -> None:
-    if value:
+    schedule = reader.get("actor.optim.lr_scheduler_type") or reader.get("actor.optim.warmup_style")
+    if value and schedule not in (None, "constant"):  # which verl doesn't lower either
         reader.set("trainer.optimizer.min_lr", float(value) * float(reader.get("actor.optim.lr", 1e-6)))
 
 

@@ -22,6 +22,8 @@ MAY_BE_AWAY = {"waiting_for", "groups", "queues"}
 @pytest.fixture
 def shell(tmp_path: Path, tiny_model: Path) -> Iterator[Shell]:
     make_task(tmp_path, tiny_model)
+    reward = tmp_path / "reward.py"  # takes its time: an endless run leaves the processors to what the page starts
+    reward.write_text("import time\n" + reward.read_text().replace("    words =", "    time.sleep(0.1)\n    words ="))
     place = Workplace(tmp_path)
     code, output = place.relaxd("up", "--port", "0")
     assert code == 0, output

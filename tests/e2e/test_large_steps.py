@@ -23,12 +23,12 @@ digits = 1
 name = "tiny_reward:even_bytes"
 
 [rollout]
-samples_per_prompt = 16
-max_new_tokens = 16384
+samples_per_prompt = 4
+max_new_tokens = 65536
 
 [trainer]
 groups_per_step = 128
-micro_batch_tokens = 20480
+micro_batch_tokens = 81920
 """
 
 
@@ -36,7 +36,7 @@ micro_batch_tokens = 20480
 @pytest.mark.timeout(600)
 def test_three_runs_with_large_steps_on_one_redis(workplace: Workplace) -> None:
     """Their worst case is 1.1 GB a step, and the high-water mark is 1 GiB."""
-    model = make_tiny_model(workplace.folder / "model", max_position_embeddings=32_768, num_hidden_layers=1)
+    model = make_tiny_model(workplace.folder / "model", max_position_embeddings=131_072, num_hidden_layers=1)
     generation = json.loads((model / "generation_config.json").read_text())
     generation["eos_token_id"] = list(range(2, 259, 5))  # an answer ends after five tokens or so
     (model / "generation_config.json").write_text(json.dumps(generation))

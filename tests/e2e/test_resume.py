@@ -1,4 +1,4 @@
-"""Every process of a run is killed, twice; the second time Redis's data is gone too. The run goes on both times."""
+"""Ctrl-C, then every process of a run is killed, twice; the second time Redis's data is gone too. The run goes on."""
 
 import contextlib
 import json
@@ -52,17 +52,44 @@ def kill_everything_at(process: "Popen[str]", state: StateFolder, steps: Iterato
     return output
 
 
+def interrupt_at(process: "Popen[str]", step: int) -> str:
+    """Ctrl-C in a command that has printed a step. Returns what it printed then."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(f"step {step}/9"):
+            break
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=180)
+    assert process.returncode == 130, output
+    return str(output)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_goes_on_after_everything_was_killed(workplace: Workplace, tiny_model: Path) -> None:
-    state, steps = StateFolder(workplace.folder / ".relaxd"), iter((3, 5))
-    folder = workplace.folder / "runs" / "r"
-    kill_everything_at(workplace.start("run", "tiny.toml", "--run-id", "r", *SETTINGS), state, steps)
-    kill_everything_at(workplace.start("resume", "r"), state, steps)
-    shutil.rmtree(state.path / "redis-r")
+def test_a_run_goes_on_after_ctrl_c_and_after_everything_was_killed(workplace: Workplace, tiny_model: Path) -> None:
+    state, steps = StateFolder(workplace.folder / ".relaxd"), iter((4, 6))
+    folder, redis_data = workplace.folder / "runs" / "r", state.path / "redis-r"
+    output = interrupt_at(workplace.start("run", "tiny.toml", "--run-id", "r", *SETTINGS), 2)
+    assert "run r has not ended: relaxd resume r continues it" in output
+    assert redis_data.is_dir()
+    # Neither another run of that name nor a resume that can't be done costs it anything.
+    code, output = workplace.relaxd("run", "tiny.toml", "--run-id", "r", *SETTINGS)
+    assert code == 1
+    assert "choose another run_id" in output
+    assert redis_data.is_dir()
+    code, output = workplace.relaxd("resume", "r", RELAXD_TOKEN_FILE="no/such/file")
+    assert code == 1, output
+    assert redis_data.is_dir()
+
+    for redis_is_lost in (False, True):
+        lines = kill_everything_at(workplace.start("resume", "r"), state, steps)
+        assert "restoring it from" not in "".join(lines)  # it goes on in its Redis
+        if redis_is_lost:
+            shutil.rmtree(redis_data)
     code, output = workplace.relaxd("resume", "r", timeout=240)
     assert code == 0, output
     assert "restoring it from" in output
+    assert not redis_data.exists()
     check_books(read_summary(folder), steps=9)
 
     entries = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
@@ -75,18 +102,19 @@ def test_a_run_goes_on_after_everything_was_killed(workplace: Workplace, tiny_mo
     log = "".join(path.read_text() for path in (folder / "logs").glob("trainer*.log"))
     assert "is loaded" in log
 
-    # What was recorded can be repeated, also steps that were trained before a death, and from the initial model.
-    for step in (2, 5):
-        code, output = workplace.relaxd("replay", "r", "--step", str(step))
-        assert code == 0, output
-        assert output.count("the same") == 4, output
-    # A step file that isn't what was trained on shows.
-    other = folder / "steps" / "step-000005.safetensors"
-    line = lines[4] | {"loss": lines[4]["loss"] + 1.0}
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in (*lines[:4], line, *lines[5:])))
+    # What was recorded can be repeated: the last step from a checkpoint, one before the deaths from the initial model.
+    code, output = workplace.relaxd("replay", "r", "--step", "9")
+    assert code == 0, output
+    assert "from the checkpoint of step 8" in output
+    assert output.count("the same") == 4, output
+    # A number that isn't what the step gives shows, beside the one that is repeated.
+    recorded = lines[4] | {"loss": lines[4]["loss"] + 1.0}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in (*lines[:4], recorded, *lines[5:])))
     code, output = workplace.relaxd("replay", "r", "--step", "5")
-    assert (code, output.count("DIFFERENT")) == (1, 1), output
-    other.unlink()
+    assert (code, output.count("DIFFERENT"), output.count("the same")) == (1, 1, 3), output
+    assert "from the initial model" in output
+    assert f"{lines[4]['loss']:.17g}" in output
+    (folder / "steps" / "step-000005.safetensors").unlink()
     code, output = workplace.relaxd("replay", "r", "--step", "5")
     assert code == 1
     assert "step-000005.safetensors is missing" in output
@@ -108,35 +136,3 @@ def test_a_run_goes_on_after_everything_was_killed(workplace: Workplace, tiny_mo
     check_books(read_summary(folder), steps=11)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 12))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_what_was_interrupted_is_kept_whatever_follows(workplace: Workplace) -> None:
-    state = StateFolder(workplace.folder / ".relaxd")
-    redis_data = state.path / "redis-r"
-    process = workplace.start("run", "tiny.toml", "--run-id", "r", *SETTINGS)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step 2/9"):
-            break
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=180)
-    assert process.returncode == 130, output
-    assert "run r has not ended: relaxd resume r continues it" in output
-    assert redis_data.is_dir()
-
-    # Neither another run of that name nor a resume that can't be done costs it anything.
-    code, output = workplace.relaxd("run", "tiny.toml", "--run-id", "r", *SETTINGS)
-    assert code == 1
-    assert "choose another run_id" in output
-    assert redis_data.is_dir()
-    code, output = workplace.relaxd("resume", "r", RELAXD_TOKEN_FILE="no/such/file")
-    assert code == 1, output
-    assert redis_data.is_dir()
-
-    code, output = workplace.relaxd("resume", "r", timeout=240)
-    assert code == 0, output
-    assert "restoring it from" not in output
-    assert not redis_data.exists()
-    check_books(read_summary(workplace.folder / "runs" / "r"), steps=9)

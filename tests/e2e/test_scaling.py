@@ -16,6 +16,16 @@ from tests.e2e.conftest import Workplace
 from tests.kit.boards import all_steps
 from tests.kit.waiting import wait_until
 
+REWARD = """
+import time
+from tiny_reward import even_bytes
+
+def slow(sample):
+    time.sleep(0.1)
+    return even_bytes(sample)
+"""
+"""Engines that start would share the processors with a run that never waits."""
+
 
 def engines(coordinator: CoordinatorClient) -> dict[str, pb.RegisteredReplica]:
     found = [replica for replica in coordinator.replicas() if replica.registration.role == ROLLOUT]
@@ -28,7 +38,9 @@ def test_one_engine_then_three_then_one(workplace: Workplace) -> None:
     code, output = workplace.relaxd("up", "--port", "0")
     assert code == 0, output
     state = StateFolder(workplace.folder / ".relaxd").read()
-    run = workplace.start("run", "tiny.toml", "--run-id", "elastic", "--run.steps", "100000", "--eval.prompts", "0")
+    (workplace.folder / "slow_reward.py").write_text(REWARD)
+    endless = ("--run.steps", "100000", "--eval.prompts", "0", "--reward.name", "slow_reward:slow")
+    run = workplace.start("run", "tiny.toml", "--run-id", "elastic", *endless)
     assert run.stdout is not None
     assert any(line.startswith("step") for line in run.stdout)  # it trains
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from relaxd.board import Counts
+from relaxd.config import RunConfig
 from relaxd.config.load import load
 from relaxd.config.run import TelemetryConfig
 from services.coordinator.runs.run_files import RunFiles, summarise
@@ -32,13 +33,21 @@ BEGAN = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
 
 
 def write_run(
-    run_id: str, *, steps: int, done: int, age: int = 0, telemetry: Mapping[str, Any] | None = None, **record: object
+    run_id: str,
+    *,
+    steps: int,
+    done: int,
+    age: int = 0,
+    telemetry: Mapping[str, Any] | None = None,
+    config: RunConfig | None = None,
+    **record: object,
 ) -> Path:
     """Write the folder of a run below runs/, as the coordinator does; each step has two samples.
 
-    `age` is its age in days, `telemetry` that section of its configuration, `record` fields of its record.
+    `age` is its age in days, `telemetry` that section of its configuration, `record` fields of its record. `config` is
+    another configuration than that of this module.
     """
-    config = load(CONFIG.format(steps=steps))
+    config = config or load(CONFIG.format(steps=steps))
     if telemetry is not None:
         config = config.model_copy(update={"telemetry": TelemetryConfig(**telemetry)})
     folder = Path("runs") / run_id

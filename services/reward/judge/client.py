@@ -1,6 +1,5 @@
-"""Asks the judge for rewards: limits questions, repeats those that don't reach it, waits while it is away."""
+"""Asks the judge for rewards, as patiently as services of the user's own are called."""
 
-import asyncio
 import time
 from typing import Protocol
 
@@ -8,14 +7,8 @@ from relaxd import telemetry
 from relaxd.config import JudgeConfig
 from relaxd.rewards.judge.asking import JudgeError
 from relaxd.v1.judge_pb2 import AskRequest, AskResponse
-from relaxd.waiting import waiting
-from services.reward.judge.pace import Pace
 from services.reward.remote.errors import MismatchError, UnreachableError
 from services.reward.remote.patience import PatientCaller
-
-LOOK_SECONDS = 5.0
-"""Interval at which a question that waits for its turn looks again. Shorter than any health limit: each look counts as
-progress of the replica."""
 
 
 class Judges(Protocol):
@@ -49,16 +42,15 @@ class JudgeClient:
             max_in_flight=config.max_in_flight,
             timeout_seconds=config.timeout_seconds,
             outage_seconds=config.outage_seconds,
+            per_second=config.questions_per_second,
+            turn="a question's turn (roles.judge.questions_per_second)",
         )
-        self._pace = Pace(config.questions_per_second)
-        self._turn = asyncio.Lock()
-        """Of the question that begins next."""
-        self._replies = self._looks = 0
+        self._replies = 0
 
     @property
     def pieces(self) -> int:
         """A counter of replies, probes and looks, which shows that the replica isn't stuck."""
-        return self._replies + self._caller.probes + self._looks
+        return self._replies + self._caller.pieces
 
     @property
     def detail(self) -> str:
@@ -78,7 +70,7 @@ class JudgeClient:
         outcome = "failed"
         begun = time.monotonic()
         try:
-            reply = await self._caller.call(lambda: self._ask_in_turn(question))
+            reply = await self._caller.call(lambda: self._judges.ask(question, self._config.timeout_seconds))
             outcome = "answered"
             return reply
         except (UnreachableError, MismatchError) as error:
@@ -92,22 +84,3 @@ class JudgeClient:
         """End its calls."""
         self._caller.close()
         await self._judges.close()
-
-    async def _ask_in_turn(self, question: AskRequest) -> AskResponse:
-        """Ask, not before roles.judge.questions_per_second and the judge's Retry-After allow it."""
-        if self._turn.locked() or self._pace.pause():
-            with waiting("a question's turn (roles.judge.questions_per_second)") as wait:
-                async with self._turn:
-                    while pause := self._pace.pause():
-                        if self._pace.held:
-                            wait.reason, wait.on = f"{self._judges.who}, which answered Retry-After", self._judges.on
-                        await asyncio.sleep(min(pause, LOOK_SECONDS))
-                        self._looks += 1
-                    self._pace.begin()
-        else:
-            self._pace.begin()
-        try:
-            return await self._judges.ask(question, self._config.timeout_seconds)
-        except UnreachableError as error:
-            self._pace.hold(min(error.retry_after, self._config.outage_seconds))
-            raise

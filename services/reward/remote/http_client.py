@@ -10,7 +10,7 @@ import aiohttp
 from relaxd.config import RewardConfig
 from relaxd.rewards import RewardInput, RewardOutput
 from relaxd.rewards.base import BadRewardError, check_output
-from services.reward.http_answers import read_at_most, shortened
+from services.reward.http_answers import read_at_most, retry_after, shortened
 from services.reward.pool import Failure
 from services.reward.remote.authorization import authorization
 from services.reward.remote.errors import MismatchError, UnreachableError
@@ -92,7 +92,8 @@ class HttpClient:
         async with self._connected().post(self._url, json=body, timeout=limit) as answer:
             text = (await read_at_most(answer, MAX_ANSWER_BYTES)).decode(errors="replace")
             if answer.status in _AGAIN:
-                raise UnreachableError(f"HTTP {answer.status}: {shortened(text)}")
+                again = retry_after(answer.headers.get("Retry-After"))
+                raise UnreachableError(f"HTTP {answer.status}: {shortened(text)}", retry_after=again)
             if answer.status != HTTPStatus.OK:
                 return Failure(f"the reward service at {self._url}: HTTP {answer.status}: {shortened(text)}")
         try:

@@ -1,4 +1,5 @@
-"""Calls of a service that may be away: limits those in flight, repeats those that don't reach it, waits for it."""
+"""Calls of a service that may be away: limits those in flight and how often they begin, repeats those that don't reach
+it, waits for it, and as long as its Retry-After says."""
 
 import asyncio
 import random
@@ -10,6 +11,7 @@ from relaxd.retry import Backoff
 from relaxd.waiting import duration, waiting
 from services.reward.remote.breaker import Breaker
 from services.reward.remote.errors import UnreachableError
+from services.reward.remote.pace import Pace
 from services.reward.slow import slow_after
 
 T = TypeVar("T")
@@ -18,6 +20,10 @@ ATTEMPTS = 10
 """Attempts for the same call: it may be what crashes the service."""
 PAUSE = Backoff(first_seconds=0.5, max_seconds=30.0)
 """Pauses between them, to which up to a half is added at random."""
+
+LOOK_SECONDS = 5.0
+"""Interval at which a call that waits for its turn looks again. Shorter than any health limit: each look counts as
+progress of the replica."""
 
 
 class PatientCaller:
@@ -32,11 +38,14 @@ class PatientCaller:
         max_in_flight: int,
         timeout_seconds: float,
         outage_seconds: float,
+        per_second: float = 0.0,
+        turn: str = "",
     ) -> None:
         """See Breaker for `who`, `on` and `probe`.
 
         `timeout_seconds` is the deadline of a call, which the calls themselves keep; `outage_seconds` how long they
-        wait for a service that is away.
+        wait for a service that is away, or that wants to be left alone. `per_second` is how many calls begin in a
+        second, 0 any number; `turn` is what a call then waits for, and its setting.
         """
         self._who, self._on = who, on
         self._probe = probe
@@ -44,13 +53,17 @@ class PatientCaller:
         self._room = asyncio.Semaphore(max_in_flight)
         self._timeout_seconds = timeout_seconds
         self._outage_seconds = outage_seconds
+        self._pace = Pace(per_second)
+        self._turn_name = turn
+        self._turn = asyncio.Lock()  # of the call that begins next
+        self._looks = 0
         self._open_calls: dict[int, float] = {}
         self._calls = 0
 
     @property
-    def probes(self) -> int:
-        """Number of probes of a service that is away."""
-        return self._breaker.probes
+    def pieces(self) -> int:
+        """A counter of probes and looks, which shows that whoever waits for the service isn't stuck."""
+        return self._breaker.probes + self._looks
 
     @property
     def detail(self) -> str:
@@ -86,6 +99,7 @@ class PatientCaller:
                 self._breaker.succeeded()
                 return result
             except UnreachableError as error:
+                self._pace.hold(min(error.retry_after, self._outage_seconds))
                 self._breaker.failed(error)
                 if attempt == ATTEMPTS:
                     raise UnreachableError(f"{self._who} can't be reached: {error} ({ATTEMPTS} tries)") from error
@@ -99,6 +113,7 @@ class PatientCaller:
 
     async def _limited(self, call: Callable[[], Awaitable[T]]) -> T:
         async with self._room:
+            await self._begin()
             self._calls += 1
             number = self._calls
             self._open_calls[number] = time.monotonic()
@@ -106,3 +121,18 @@ class PatientCaller:
                 return await call()
             finally:
                 del self._open_calls[number]
+
+    async def _begin(self) -> None:
+        """Wait for a turn: when the rate allows one more call, and the service's Retry-After is over."""
+        if not self._turn.locked() and not self._pace.pause():
+            self._pace.begin()
+            return
+        refused = f"{self._who}, which answered Retry-After"
+        with waiting(refused if self._pace.held else self._turn_name, on=self._on) as wait:
+            async with self._turn:
+                while pause := self._pace.pause():
+                    if self._pace.held:
+                        wait.reason = refused
+                    await asyncio.sleep(min(pause, LOOK_SECONDS))
+                    self._looks += 1
+                self._pace.begin()

@@ -54,8 +54,8 @@ class RemoteScorer:
 
     @property
     def pieces(self) -> int:
-        """A counter of samples and probes, which shows that the replica isn't stuck."""
-        return self._scored + self._caller.probes
+        """A counter of samples, probes and looks, which shows that the replica isn't stuck."""
+        return self._scored + self._caller.pieces
 
     @property
     def detail(self) -> str:

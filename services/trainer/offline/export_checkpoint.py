@@ -4,6 +4,7 @@ A single process loads the model, without the optimizer, whatever layout the che
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,29 +12,17 @@ from typing import Any
 from relaxd.data.errors import DataError
 from relaxd.data.models import resolve_model
 from relaxd.run_folder import checkpoint_path, checkpoint_steps
-from services.trainer.learner.snapshots.checkpoint import CheckpointError, load_model
-from services.trainer.megatron.disk_work import DiskRefused
-from services.trainer.model.architecture import ModelError
 from services.trainer.offline.run_folder import OfflineError, newest_intact, print_result, read_config
 
 SIZES = ("ranks", "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
 SINGLE_RANK: dict[str, Any] = {**dict.fromkeys(SIZES, 1), "pipeline_layers": ()}
 
 
-def export_checkpoint(run_folder: Path, step: int | None, out: Path) -> dict[str, Any]:
-    """Export a checkpoint's model, by default the newest. Returns its path and step.
+def find_checkpoint(run_folder: Path, step: int | None, out: Path) -> int:
+    """Return the step of the checkpoint to export, by default the newest.
 
-    Raises:
-        OfflineError: there is no such checkpoint, or `out` exists and isn't a model.
-        CheckpointError: the checkpoint doesn't fit the model.
-        DiskRefused: `out` can't be written, such as on a full disk.
+    Raises OfflineError: there is no such checkpoint, or `out` exists and isn't a model.
     """
-    from services.trainer.megatron.parallel import initialize
-    from services.trainer.model.architectures import read_architecture
-    from services.trainer.model.hf_weights import save_hf
-    from services.trainer.model.model import build_model, transformer_config
-
-    config = read_config(run_folder)
     found = newest_intact(run_folder, sys.maxsize if step is None else step)
     if found is None or (step is not None and found != step):
         available = ", ".join(str(step) for step in reversed(checkpoint_steps(run_folder))) or "none"
@@ -41,16 +30,34 @@ def export_checkpoint(run_folder: Path, step: int | None, out: Path) -> dict[str
         raise OfflineError(f"{run_folder} has {wanted}; available steps: {available}")
     if out.exists() and not (out / "config.json").is_file():
         raise OfflineError(f"{out} exists and isn't a model: it will not be replaced")
+    return found
+
+
+def export_checkpoint(run_folder: Path, step: int, out: Path) -> dict[str, Any]:
+    """Export the model of the checkpoint of a step. Returns its path and step.
+
+    Raises:
+        CheckpointError: the checkpoint doesn't fit the model.
+        DiskRefused: `out` can't be written, such as on a full disk.
+    """
+    # Here, so that what is refused is refused at once: they load Megatron, which takes seconds.
+    from services.trainer.learner.snapshots.checkpoint import load_model
+    from services.trainer.megatron.parallel import initialize
+    from services.trainer.model.architectures import read_architecture
+    from services.trainer.model.hf_weights import save_hf
+    from services.trainer.model.model import build_model, transformer_config
+
+    config = read_config(run_folder)
     trainer = config.trainer.model_copy(update=SINGLE_RANK)
     original = resolve_model(config.model.path)
     shape = read_architecture(original)
     megatron_config = transformer_config(shape, trainer)
     world = initialize(trainer, config.run.seed)
     model = build_model(shape, megatron_config, world)
-    load_model(model, checkpoint_path(run_folder, found), world)
+    load_model(model, checkpoint_path(run_folder, step), world)
     out.parent.mkdir(parents=True, exist_ok=True)
     save_hf(model, out, original, shape, world)
-    return {"path": str(out), "step": found}
+    return {"path": str(out), "step": step}
 
 
 def main() -> int:
@@ -60,8 +67,18 @@ def main() -> int:
     parser.add_argument("--step", type=int)
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
+    try:
+        read_config(given.run_folder)
+        step = find_checkpoint(given.run_folder, given.step, given.out)
+    except OfflineError as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+        return 1
+    from services.trainer.learner.snapshots.checkpoint import CheckpointError
+    from services.trainer.megatron.disk_work import DiskRefused
+    from services.trainer.model.architecture import ModelError
+
     expected = (OfflineError, CheckpointError, ModelError, DataError, DiskRefused, OSError)
-    return print_result(lambda: export_checkpoint(given.run_folder, given.step, given.out), expected)
+    return print_result(lambda: export_checkpoint(given.run_folder, step, given.out), expected)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,6 @@ from relaxd.weights.ports import NoFreePort, reserve_port
 from services.trainer.batch.step_file import StepFileError, read_step_file, step_file_path
 from services.trainer.batch.step_plan import OUTCOME
 from services.trainer.checkpoints.folder import CheckpointBroken, read_state
-from services.trainer.learner.snapshots.checkpoint import CheckpointError
-from services.trainer.learner.update_stats import step_metrics
-from services.trainer.megatron.disk_work import DiskStalled, DiskWorkFailed
-from services.trainer.model.architecture import ModelError
 from services.trainer.offline.run_folder import OfflineError, newest_intact, print_result, read_config
 
 POLL_SECONDS, RANK0_ERROR_SECONDS = 0.1, 5.0
@@ -44,20 +40,14 @@ def replay(run_folder: Path, step: int, start: int) -> dict[str, Any] | None:
         OfflineError, StepFileError: a step file is missing or damaged.
         CheckpointError: the checkpoint doesn't fit the model.
     """
+    # Here, so that what is refused is refused at once: they load Megatron, which takes seconds.
     from services.trainer.learner.learner import Learner
+    from services.trainer.learner.update_stats import step_metrics
     from services.trainer.loop.restore import same_layout
     from services.trainer.loop.round_runner import RoundRunner
     from services.trainer.megatron.rank_channel import RankChannel
 
     config = read_config(run_folder)
-    files = {}
-    for number in range(start + 1, step + 1):  # check for all files before starting the long work
-        files[number] = step_file_path(run_folder, number)
-        if not files[number].is_file():
-            raise OfflineError(
-                f"{files[number]} is missing, which step {step} needs: it was removed once checkpoints covered it "
-                '(trainer.checkpoint.keep_step_files = "always" keeps all)'
-            )
     learner = Learner.of_run(config)
     disk = learner.world.disk
     channel = RankChannel(config.trainer.collective_timeout_seconds, disk)
@@ -66,7 +56,7 @@ def replay(run_folder: Path, step: int, start: int) -> dict[str, Any] | None:
         learner.restore(path, start, same_layout=same_layout(read_state(path), config))
     runner = RoundRunner(learner, config)
     skipped = skipped_updates(run_folder)
-    for number, file in files.items():
+    for number, file in step_files(run_folder, step, start).items():
         with disk.all_ranks(f"reading {file}") as progress:
             recorded_step = read_step_file(file, progress)
         found = step_metrics(runner.replay(recorded_step, skipped.get(number)), recorded_step.plan.epochs)
@@ -83,6 +73,18 @@ def replay(run_folder: Path, step: int, start: int) -> dict[str, Any] | None:
         "start": f"the checkpoint of step {start}" if start else "the initial model",
         "numbers": {name: {"recorded": recorded.get(name), "replayed": found[name]} for name in COMPARED},
     }
+
+
+def step_files(run_folder: Path, step: int, start: int) -> dict[int, Path]:
+    """Return the files of the steps after `start` up to `step`, by step. Raises OfflineError: one is missing."""
+    files = {number: step_file_path(run_folder, number) for number in range(start + 1, step + 1)}
+    for file in files.values():
+        if not file.is_file():
+            raise OfflineError(
+                f"{file} is missing, which step {step} needs: it was removed once checkpoints covered it "
+                '(trainer.checkpoint.keep_step_files = "always" keeps all)'
+            )
+    return files
 
 
 def recorded_metrics(run_folder: Path, step: int) -> dict[str, Any]:
@@ -142,19 +144,24 @@ def main() -> int:
     parser.add_argument("--step", type=int, required=True)
     parser.add_argument("--start", type=int, help="step of the checkpoint to start from; default: the newest intact")
     given = parser.parse_args()
-    broken = (OfflineError, StepFileError, CheckpointError, CheckpointBroken, ModelError, DataError, ValueError)
-    expected = (*broken, DiskWorkFailed, DiskStalled)
     start = given.start
     if start is None:  # once, not on every rank, because it reads the whole checkpoint
         start = newest_intact(given.run_folder, given.step - 1) or 0
     if "RANK" not in os.environ:
         try:
             config = read_config(given.run_folder)
+            step_files(given.run_folder, given.step, start)
             if config.trainer.ranks > 1:
                 return start_ranks(config, [*sys.argv[1:], "--start", str(start)])
         except (OfflineError, NoFreePort) as error:
             print(json.dumps({"error": str(error)}))
             return 1
+    from services.trainer.learner.snapshots.checkpoint import CheckpointError
+    from services.trainer.megatron.disk_work import DiskStalled, DiskWorkFailed
+    from services.trainer.model.architecture import ModelError
+
+    broken = (OfflineError, StepFileError, CheckpointError, CheckpointBroken, ModelError, DataError, ValueError)
+    expected = (*broken, DiskWorkFailed, DiskStalled)
     return print_result(lambda: replay(given.run_folder, given.step, start), expected)
 
 

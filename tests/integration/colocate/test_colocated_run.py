@@ -21,7 +21,7 @@ from tests.e2e.test_run import check_books, read_summary
 from tests.kit.models import make_tiny_model
 from tests.kit.waiting import wait_until
 
-PATIENCE = 120.0
+PATIENCE = 300.0
 STEPS = 400
 """More than are done: the run is stopped."""
 

@@ -19,7 +19,7 @@ SHORT = {
 
 @pytest.mark.slow
 def test_a_role_that_never_comes_back_fails_the_run_with_the_reason(cluster: HealthCluster) -> None:
-    cluster.begin(max_restarts=1, **SHORT)
+    cluster.begin(max_restarts=1, **{**SHORT, "health__restart_timeout_seconds": 1.5})
     cluster.fault("fail", "rollout-1")
     cluster.process("rollout-1").kill()
     paused = cluster.until_state(pb.RUN_STATE_PAUSED)

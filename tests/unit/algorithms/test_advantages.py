@@ -379,7 +379,8 @@ def test_weights_and_normalizer_make_the_mean(aggregation: str) -> None:
         mask = (random.random(sum(lengths)) < 0.7).astype(np.uint8)
         mask[[0, -1]] = 1
         groups.append((np.array(lengths, np.int32), mask, random.normal(0, 1, sum(lengths))))
-    algorithm = create(ALGORITHM.validate_python({"loss_aggregation": aggregation, "constant_length": 7}))
+    length = {"constant_length": 7} if aggregation == "constant_length" else {}
+    algorithm = create(ALGORITHM.validate_python({"loss_aggregation": aggregation, **length}))
     total = sum(float(algorithm.token_weights(mask, lengths) @ loss) for lengths, mask, loss in groups)
     found = total / algorithm.normalizer(sum(int(mask.sum()) for _, mask, _ in groups), 6)
     samples = [

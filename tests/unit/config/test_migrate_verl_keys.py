@@ -43,6 +43,7 @@ WRITTEN: dict[str, Any] = {
     f"{A}optim.lr": 1e-6,
     f"{A}optim.betas": [0.9, 0.95],
     f"{A}optim.min_lr_ratio": 0.1,
+    f"{A}optim.lr_scheduler_type": "cosine",
     f"{A}optim.lr_warmup_steps": 10,
     f"{A}optim.clip_grad": 1.0,
     f"{R}name": "sglang",

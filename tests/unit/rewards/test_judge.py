@@ -22,10 +22,10 @@ from relaxd.waiting import waits
 from services.reward.http_answers import retry_after
 from services.reward.judge.chat_completions import ChatCompletions
 from services.reward.judge.client import JudgeClient
-from services.reward.judge.pace import Pace
 from services.reward.pool import Failure, WorkerPool
 from services.reward.remote import breaker, patience
 from services.reward.remote.errors import MismatchError
+from services.reward.remote.pace import Pace
 from services.reward.trial import try_reward
 from tests.kit.ports import free_port
 from tests.kit.waiting import eventually

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 
@@ -17,6 +18,7 @@ from relaxd.retry import Backoff
 from relaxd.rewards import RewardInput, RewardOutput
 from relaxd.v1 import remote_reward_pb2 as pb
 from relaxd.v1.remote_reward_pb2_grpc import RemoteRewardServicer, add_RemoteRewardServicer_to_server
+from relaxd.waiting import waits
 from services.reward.cache import ScoreCache
 from services.reward.environment import MissingVariableError
 from services.reward.pool import Failure
@@ -341,6 +343,36 @@ async def test_a_proxy_without_its_service_is_an_outage_that_is_waited_for(bench
     assert not scoring.done()
     away = False
     assert await asyncio.wait_for(scoring, 10) == [RewardOutput(1.5), RewardOutput(1.5)]
+
+
+async def test_nothing_is_posted_before_the_service_wants_it(bench):
+    posted: list[float] = []
+    refusal = web.Response(status=429, headers={"Retry-After": "1"})
+
+    async def answer(request: web.Request) -> web.Response:
+        posted.append(time.monotonic())
+        return refusal if len(posted) == 1 else web.json_response(1.5)
+
+    app = web.Application()
+    app.router.add_post("/score", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    bench.stack.push_async_callback(runner.cleanup)
+    await web.TCPSite(runner, "127.0.0.1", bench.port).start()
+    remote = bench.remote(address=f"http://127.0.0.1:{bench.port}/score")
+    first = asyncio.create_task(remote.score(samples("2")))
+    reasons = await eventually(lambda: [str(wait) for wait in waits() if "Retry-After" in wait.reason], "a named wait")
+    pieces, second = remote.pieces, asyncio.create_task(remote.score(samples("3")))
+    assert await asyncio.gather(first, second) == [[RewardOutput(1.5)], [RewardOutput(1.5)]]
+    assert reasons == [f"the reward service at http://127.0.0.1:{bench.port}/score, which answered Retry-After"]
+    assert len(posted) == 3
+    assert min(posted[1:]) - posted[0] >= 0.9
+    assert remote.pieces > pieces + 2, "waiting counts as progress"
+
+    refusal = web.Response(status=503, headers={"Retry-After": "9999"})
+    posted.clear()
+    brief = bench.remote(address=f"http://127.0.0.1:{bench.port}/score", outage_seconds=0.1)
+    assert await brief.score(samples("2")) == [RewardOutput(1.5)]  # no longer than that
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from tests.integration.trainer.checkpoints.slow_disks import Slow, slow_disk, sl
 from tests.integration.trainer.service_kit import export, make_config, trainer_service
 from tests.kit.models import make_tiny_model
 
-COLLECTIVE_SECONDS, DISK_SECONDS = 4.0, 5.5
+COLLECTIVE_SECONDS, DISK_SECONDS = 3.0, 3.5
 """A collective may not take as long as any of the slow calls."""
 
 
@@ -58,8 +58,8 @@ def test_files_may_take_longer_than_a_collective(
 
 @pytest.mark.slow
 def test_a_disk_that_stands_still_is_given_up_and_named(tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:
-    config = make_config(tiny_qwen3, trainer={"ranks": 2, "disk_stall_seconds": 3.0})
+    config = make_config(tiny_qwen3, trainer={"ranks": 2, "disk_stall_seconds": 2.0})
     disk = slow_disk(Slow(1, "read", "*/model.safetensors", 1000.0))
     with trainer_service(config, redis_url, tmp_path, disk) as (coordinator, _, _):
         said = coordinator.wait_for_detail("DiskStalled: reading")
-        assert "rank 1, which has processed 0 B, made no progress for 3 s (trainer.disk_stall_seconds = 3)" in said
+        assert "rank 1, which has processed 0 B, made no progress for 2 s (trainer.disk_stall_seconds = 2)" in said

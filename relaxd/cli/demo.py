@@ -1,0 +1,127 @@
+"""`relaxd demo`: a real language model learns to add, with any algorithm; for distillation it gets a teacher first."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from relaxd.cli.execute import Where, execute, sayer
+from relaxd.cli.options import DEFAULT_STATE, KeepUpOption, RunIdOption, StateOption, new_console
+from relaxd.cli.place import check_run_id, free_folder, new_run_id
+from relaxd.cli.preparing.examples import demo_overrides, example
+from relaxd.client.errors import CliError
+from relaxd.config import RunConfig
+from relaxd.config.load import load_file
+from relaxd.local.state import StateFolder
+from relaxd.report.result import read_result
+from relaxd.run_folder import is_run
+
+DISTILLATION = "opd"
+"""The algorithm that needs a teacher; its demo is an example of its own."""
+
+
+@dataclass(frozen=True)
+class DemoTeacher:
+    """A model that a demo trained."""
+
+    run_id: str
+    model: Path
+    accuracy: float
+    """Its accuracy on the demo's held-out prompts."""
+
+
+def demo(
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the prompts' order and of sampling.")] = 0,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Optimizer steps; default: what the algorithm needs.")
+    ] = None,
+    algorithm: Annotated[str, typer.Option(help="Algorithm to teach it with (docs/algorithms.md).")] = "grpo",
+    keep_up: KeepUpOption = False,
+    run_id: RunIdOption = "",
+    state: StateOption = DEFAULT_STATE,
+) -> None:
+    """Teach a real language model to add two-digit numbers, on this machine, in minutes.
+
+    With --algorithm opd its teacher is the best model that an earlier demo of as many steps has trained; without one,
+    it is trained first, as the run RUN_ID-teacher.
+    """
+    run_id = run_id or new_run_id("demo")
+    where, console = Where(StateFolder(state), keep_up=keep_up), new_console()
+    if algorithm != DISTILLATION:
+        execute(demo_config(algorithm, seed, steps), run_id, where, console)
+        return
+
+    def train_teacher(config: RunConfig, run_id: str) -> None:
+        execute(config, run_id, replace(where, keep_up=False), console)
+
+    execute(distillation_config(run_id, seed, steps, train_teacher, sayer(console)), run_id, where, console)
+
+
+def demo_config(algorithm: str, seed: int, steps: int | None) -> RunConfig:
+    """Return the configuration of the demo with an algorithm that needs no teacher. Raises ConfigError."""
+    given = ["--run.steps", str(steps)] if steps is not None else []
+    return load_file(example("addition.toml"), ["--run.seed", str(seed), *demo_overrides(algorithm), *given])
+
+
+def distillation_config(
+    run_id: str,
+    seed: int,
+    steps: int | None,
+    train: Callable[[RunConfig, str], object],
+    say: Callable[[str], None],
+) -> RunConfig:
+    """Return the configuration of the demo of distillation, once there is a teacher.
+
+    Args:
+        run_id: the run that will have it.
+        seed: the demo's; the student's prompts come in another order than its teacher's, which has this one.
+        steps: those of both; None: what each needs.
+        train: trains a teacher, given its configuration and the id of its run.
+        say: gets a line about the teacher.
+
+    Raises CliError: the run's folder is in use, or the teacher's run ended before its steps; ConfigError.
+    """
+    of_teacher = demo_config("grpo", seed, steps)
+    check_run_id(run_id)
+    free_folder(of_teacher.run.folder, run_id)  # before minutes of training
+    teacher = best_teacher(of_teacher)
+    if teacher is None:
+        teaching = f"{run_id}-teacher"
+        say(f"no demo has trained a model here that can teach: training one first, as run {teaching}")
+        train(of_teacher, teaching)
+        teacher = best_teacher(of_teacher)
+    if teacher is None:
+        raise CliError(
+            f"run {run_id}-teacher ended without a model of {of_teacher.run.steps} steps, which was to be the teacher",
+            "relaxd demo --algorithm opd trains another one",
+        )
+    say(f"the teacher is the model of run {teacher.run_id}, with an accuracy of {teacher.accuracy:.2f}")
+    words = ["--run.seed", str(seed + 1), "--roles.teacher.model", str(teacher.model)]
+    words += ["--run.steps", str(steps)] if steps is not None else []
+    return load_file(example("opd.toml"), words)
+
+
+def best_teacher(demo: RunConfig) -> DemoTeacher | None:
+    """Return the most accurate model that a demo of at least as many steps has trained on rewards, None without one."""
+    folders = sorted(demo.run.folder.iterdir()) if demo.run.folder.is_dir() else []
+    found = [teacher for folder in folders if is_run(folder) and (teacher := _teacher_in(folder, demo)) is not None]
+    return max(found, key=lambda one: one.accuracy, default=None)
+
+
+def _teacher_in(folder: Path, demo: RunConfig) -> DemoTeacher | None:
+    with contextlib.suppress(CliError):  # another version's, or damaged
+        result = read_result(folder)
+        config, accuracy = result.config, result.summary.get("accuracy_after")
+        if (
+            config is not None
+            and (config.model, config.data, config.reward) == (demo.model, demo.data, demo.reward)
+            and not config.algorithm.needs_teacher
+            and result.summary.get("steps", 0) >= demo.run.steps
+            and accuracy is not None
+            and (folder / "model" / "config.json").is_file()
+        ):
+            return DemoTeacher(result.run_id, folder / "model", float(accuracy))
+    return None
