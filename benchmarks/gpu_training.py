@@ -48,7 +48,7 @@ from benchmarks.reporting import report
 from benchmarks.sequential_experts import sequential_experts
 from benchmarks.stage_times import divided, ideal_seconds, stage_seconds
 from services.trainer.batch.pipeline import bubble_share
-from services.trainer.batch.row_packing import PackedMicroBatch
+from services.trainer.batch.row_packing import PackedMicroBatch, empty_micro_batch
 from services.trainer.batch.step_plan import MicroBatchRound
 from services.trainer.learner.learner import Learner
 from services.trainer.megatron.parallel import leave_layout, shut_down
@@ -122,9 +122,12 @@ def measure(
 
 def _pipeline(learner: Learner, batch: PackedMicroBatch, lengths: list[int], seconds: float) -> dict[str, Any]:
     """Compare the time of a pipeline's schedules with that of its stages alone."""
-    stages = stage_seconds(partial(learner.accumulate, [batch]))
-    learner.discard()
     chunks = learner.world.pipeline_chunks
+    stages = stage_seconds(partial(learner.accumulate, [batch]))
+    if chunks > 1:  # empty micro-batches fill up the schedule: one for each other stage
+        empty = stage_seconds(partial(learner.accumulate, [empty_micro_batch(batch.columns)]))
+        stages = [one - other * (1 - 1 / len(stages)) for one, other in zip(stages, empty, strict=True)]
+    learner.discard()
     ideal, slowest = (ideal_seconds(times, lengths, chunks) for times in (stages, [max(stages)] * len(stages)))
     return {
         "layers": learner.world.pipeline_layers,

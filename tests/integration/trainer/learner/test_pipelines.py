@@ -119,6 +119,17 @@ def test_all_stages_know_the_experts_of_all_layers(
             np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.parametrize("case", MIXTURES)
+def test_stages_replay_the_experts_of_their_own_layers(
+    pipelines: Results, alone: dict[str, dict[str, Any]], case: str
+) -> None:
+    expected = alone["qwen3_moe"]
+    for rank in pipelines[case]:
+        for ours, theirs, chosen in zip(rank["replayed"], expected["replayed"], expected["logprobs"], strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=1e-4)
+            assert np.abs(ours - chosen).max() > 0.1
+
+
 def test_a_model_in_chunks_is_saved_whole(models: dict[str, Path], pipelines: Results) -> None:
     gathered = {name: tensor for rank in pipelines["chunks, tied"] for name, tensor in rank["tensors"].items()}
     saved: dict[str, np.ndarray] = {}

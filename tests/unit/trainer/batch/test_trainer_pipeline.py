@@ -7,7 +7,7 @@ from services.trainer.batch.step_plan import MicroBatchRound
 
 
 def passes_until_the_end(micro_batches: int, stages: int, chunks: int) -> int:
-    """When the last stage is done, in passes through a chunk: each stage has one order of them; empty ones take none."""
+    """When the last stage is done, in passes through a chunk; empty ones take no time."""
     padded = max(micro_batches, stages)
     size = group_size(padded, stages)
     groups = [range(begin, min(begin + size, padded)) for begin in range(0, padded, size)]
