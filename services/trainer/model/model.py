@@ -99,7 +99,8 @@ def transformer_config(shape: Architecture, config: TrainerConfig) -> PolicyConf
         pipeline_model_parallel_size=config.pipeline_parallel,
         pipeline_model_parallel_layout=_megatron_layout(stages) if config.pipeline_layers else None,
         virtual_pipeline_model_parallel_size=config.pipeline_chunks if config.pipeline_chunks > 1 else None,
-        # In one call two stages exchange two tensors in each direction, which Megatron's batches would confuse.
+        # With chunks a pipeline is a ring. Of two stages each is before and after the other: in one batch of Megatron's
+        # the other's hidden states and gradients would be mixed up. One by one they come in order.
         overlap_p2p_comm=config.pipeline_chunks > 1,
         batch_p2p_comm=config.pipeline_chunks == 1,
         context_parallel_size=config.context_parallel,
