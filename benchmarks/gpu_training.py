@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 1 -m benchmarks.gpu_training --shape 1.7b --tokens 8192 16384
     torchrun --nproc-per-node 4 -m benchmarks.gpu_training --shape 1.7b --tokens 16384 --micro-batches 8
     torchrun --nproc-per-node 2 -m benchmarks.gpu_training --layouts PP2 --micro-batches 16 40 --schedule 0 20
+    torchrun --nproc-per-node 2 -m benchmarks.gpu_training --layouts PP2 --micro-batches 2 4 8 20 --chunks 1 2 7
     torchrun --nproc-per-node 2 -m benchmarks.gpu_training --layouts DP2 --micro-batches 2 8 --overlap 0 1
     torchrun --nproc-per-node 1 -m benchmarks.gpu_training --largest
     torchrun --nproc-per-node 1 -m benchmarks.gpu_training --profile
@@ -19,7 +20,8 @@ the first of a sequence are trained, so all logits are computed. Recomputation i
 Of a pipeline the stages' own computing times are measured, too, in the same run. `of_ideal` is `ideal_seconds`, the
 time of its schedules if the stages shared that work equally and nothing else took time, relative to the measured
 seconds; `of_slowest` is the same with stages that all take as long as the slowest. `--schedule` divides a step into
-schedules of at most so many micro-batches, as training does while a step fills; 0: it is one schedule.
+schedules of at most so many micro-batches, as training does while a step fills; 0: it is one schedule. `--chunks`
+divides stages into so many chunks (`trainer.pipeline_chunks`). A stage's computing time is then that of all its chunks.
 
 `--overlap 0 1` measures with and without `trainer.overlap_grad_reduce`, which moves the gradients' reduction from the
 optimizer's time into that of forward and backward.
@@ -45,7 +47,9 @@ from benchmarks.gpu_profile import profile
 from benchmarks.reporting import report
 from benchmarks.sequential_experts import sequential_experts
 from benchmarks.stage_times import divided, ideal_seconds, stage_seconds
-from services.trainer.batch.row_packing import PackedMicroBatch
+from services.trainer.batch.pipeline import bubble_share
+from services.trainer.batch.row_packing import PackedMicroBatch, empty_micro_batch
+from services.trainer.batch.step_plan import MicroBatchRound
 from services.trainer.learner.learner import Learner
 from services.trainer.megatron.parallel import leave_layout, shut_down
 from services.trainer.transformer.kernels.fusion import fused_kernels
@@ -118,11 +122,17 @@ def measure(
 
 def _pipeline(learner: Learner, batch: PackedMicroBatch, lengths: list[int], seconds: float) -> dict[str, Any]:
     """Compare the time of a pipeline's schedules with that of its stages alone."""
+    chunks = learner.world.pipeline_chunks
     stages = stage_seconds(partial(learner.accumulate, [batch]))
+    if chunks > 1:  # empty micro-batches fill up the schedule: one for each other stage
+        empty = stage_seconds(partial(learner.accumulate, [empty_micro_batch(batch.columns)]))
+        stages = [one - other * (1 - 1 / len(stages)) for one, other in zip(stages, empty, strict=True)]
     learner.discard()
-    ideal, slowest = (ideal_seconds(times, lengths) for times in (stages, [max(stages)] * len(stages)))
+    ideal, slowest = (ideal_seconds(times, lengths, chunks) for times in (stages, [max(stages)] * len(stages)))
     return {
         "layers": learner.world.pipeline_layers,
+        "chunks": chunks,
+        "bubble_share": bubble_share([MicroBatchRound((((),) * length,)) for length in lengths], len(stages), chunks),
         "schedules": lengths,
         "stage_seconds": stages,
         "ideal_seconds": ideal,
@@ -152,6 +162,7 @@ def main() -> None:
     parser.add_argument(
         "--overlap", type=int, nargs="+", choices=(0, 1), default=[0], help="whether gradients are reduced meanwhile"
     )
+    parser.add_argument("--chunks", type=int, nargs="+", default=[1], help="chunks of a pipeline's stages")
     parser.add_argument("--steps", type=int, default=3, help="timed steps; one more is for warming up")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
     parser.add_argument("--recompute-layers", type=int, default=0, help="layers that recompute; 0: all")
@@ -180,9 +191,11 @@ def main() -> None:
     }
     rows: list[dict[str, Any]] = []
     parameters = 0
-    for layout, overlap in product(options.layouts or LAYOUTS[size], options.overlap):
+    for layout, overlap, chunks in product(options.layouts or LAYOUTS[size], options.overlap, options.chunks):
+        if chunks > 1 and "PP" not in layout:
+            continue
         with sequential_experts() if options.experts == "sequential" else nullcontext():
-            own = {"overlap_grad_reduce": bool(overlap), **parse_layout(layout)}
+            own = {"overlap_grad_reduce": bool(overlap), "pipeline_chunks": chunks, **parse_layout(layout)}
             learner = make_learner(options.shape, size, {**settings, **own})
         parameters = count_parameters(learner)
         if options.largest:

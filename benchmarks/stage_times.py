@@ -58,7 +58,7 @@ def stage_seconds(run: Callable[[], None]) -> list[float]:
 def ideal_seconds(stages: Sequence[float], lengths: Sequence[int], chunks: int = 1) -> float:
     """Return how long schedules take on stages that share the work equally and exchange their results at once.
 
-    A schedule of m micro-batches on p stages with v chunks each takes as long as m + (p - 1) / v micro-batches
+    A schedule of m micro-batches, at least p, on p stages with v chunks each takes as long as m + (p - 1) / v of them
     (arXiv 2104.04473, section 2.2).
 
     Args:

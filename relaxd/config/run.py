@@ -214,6 +214,11 @@ class TrainerConfig(Section):
     pipeline_layers: tuple[int, ...] = ()
     """Layers of each pipeline stage, which add up to the model's; empty: equally many. The last stage also computes the
     logits, which for a large vocabulary take as long as several layers: give it fewer (docs/performance.md)."""
+    pipeline_chunks: int = Field(default=1, ge=1)
+    """Chunks of layers of each pipeline stage (Megatron's virtual pipeline, with its interleaved schedule). With v of
+    them a micro-batch goes v times through all stages, each time through a v-th of their layers. Stages then wait only
+    a v-th as long for the pipeline to fill and drain, but exchange v times as much, and hold activations of more
+    micro-batches. For steps with few micro-batches (docs/performance.md)."""
     context_parallel: int = Field(default=1, ge=1)
     """Ranks that share each micro-batch's tokens, and its query heads within attention. Where heads don't divide among
     them, each attends from its own tokens to the keys of all (docs/architecture.md)."""
@@ -285,6 +290,16 @@ class TrainerConfig(Section):
             raise ValueError(
                 f"trainer.pipeline_layers is {list(counts)}: it must have a number of at least 1 for each of the "
                 f"trainer.pipeline_parallel = {self.pipeline_parallel} stages, or be empty"
+            )
+        if self.pipeline_chunks > 1 and self.pipeline_parallel == 1:
+            raise ValueError(
+                f"trainer.pipeline_chunks is {self.pipeline_chunks}, but trainer.pipeline_parallel is 1: without a "
+                "pipeline set 1"
+            )
+        if self.pipeline_chunks > 1 and counts:
+            raise ValueError(
+                f"trainer.pipeline_chunks is {self.pipeline_chunks}, with which stages have equally many layers, but "
+                f"trainer.pipeline_layers is {list(counts)}: set only one of them"
             )
         return self
 

@@ -29,6 +29,8 @@ class Layout:
     """Whether the optimizer's state is in the host's memory."""
     pipeline_layers: tuple[int, ...] = ()
     """Layers of each stage; none: equally many."""
+    pipeline_chunks: int = 1
+    """Chunks of each stage."""
     activations_on_host: int = 0
     """Bytes of the host's memory in which each rank keeps activations."""
 
@@ -45,6 +47,7 @@ class Layout:
             recompute_layers=config.recompute_layers,
             offload=config.optimizer.cpu_offload,
             pipeline_layers=config.pipeline_layers,
+            pipeline_chunks=config.pipeline_chunks,
             activations_on_host=config.activation_offload_bytes,
         )
 
@@ -80,6 +83,7 @@ class Layout:
         sizes = {"TP": self.tensor, "PP": self.pipeline, "CP": self.context, "EP": self.expert, "DP": self.data}
         words = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "1 rank"
         words += " (" + "+".join(map(str, self.pipeline_layers)) + " layers)" if self.pipeline_layers else ""
+        words += f" ({self.pipeline_chunks} chunks)" if self.pipeline_chunks > 1 else ""
         if self.recompute != "none":
             words += f", {self.recompute} recompute" + (f" of {self.recompute_layers}" if self.recompute_layers else "")
         return words + (", offload" if self.offload else "")
@@ -92,6 +96,7 @@ class Layout:
             "trainer.tensor_parallel": self.tensor,
             "trainer.pipeline_parallel": self.pipeline,
             "trainer.pipeline_layers": self.pipeline_layers,
+            "trainer.pipeline_chunks": self.pipeline_chunks,
             "trainer.context_parallel": self.context,
             "trainer.expert_parallel": self.expert,
             "trainer.recompute": self.recompute,
@@ -152,6 +157,13 @@ def problems(layout: Layout, shape: ModelShape) -> list[tuple[str, str]]:
             fitting = [str(other) for other in range(1, layout.ranks + 1) if divisible % other == 0]
             wrong = f"is {size}: it must divide the model's {count} {what}; sizes that do: {', '.join(fitting)}"
             found.append((field, wrong))
+    of_stage = shape.layers // layout.pipeline
+    if "pipeline_parallel" not in dict(found) and of_stage % layout.pipeline_chunks:
+        numbers = ", ".join(str(number) for number in range(1, of_stage + 1) if of_stage % number == 0)
+        wrong = (
+            f"is {layout.pipeline_chunks}: it must divide the {of_stage} layers of a pipeline stage; numbers that do: "
+        )
+        found.append(("pipeline_chunks", wrong + numbers))
     return found
 
 

@@ -84,7 +84,7 @@ def predict(shape: ModelShape, layout: Layout, work: StepWork, element: int = 2)
     slowest = max(max(shares) * of_layers, shares[-1] * of_layers + of_output) * stages / speed
     per_update = work.tokens / work.mini_batches / (FULLNESS * work.micro_batch_tokens) / layout.data
     schedule = max(1.0, min(per_update, float(SCHEDULE * (stages - 1))))
-    bubble = slowest * (1 + (stages - 1) / schedule) - compute
+    bubble = slowest * (1 + (stages - 1) / layout.pipeline_chunks / schedule) - compute
     return Seconds(
         compute * work.passes,
         bubble * work.passes,
@@ -108,8 +108,8 @@ def _communication(shape: ModelShape, layout: Layout, tokens: float, element: in
     if shape.experts is not None and layout.expert > 1:  # to the experts and back, forward and backward
         width = 4 * shape.experts.per_token * shape.hidden / layout.slices
         seconds += layers * width * here * (layout.expert - 1) / layout.expert / EXCHANGE_BYTES_PER_SECOND
-    if layout.pipeline > 1:  # hidden states to the next stage, their gradients back
-        seconds += 2 * shape.hidden * here / layout.slices / TENSOR_BYTES_PER_SECOND
+    if layout.pipeline > 1:  # hidden states to the next stage, their gradients back, for each chunk
+        seconds += 2 * layout.pipeline_chunks * shape.hidden * here / layout.slices / TENSOR_BYTES_PER_SECOND
     return seconds
 
 

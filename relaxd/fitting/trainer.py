@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from relaxd.fitting.activations import MicroBatch, backward_work, saved_by_part
 from relaxd.fitting.layout import Layout
@@ -54,9 +55,17 @@ def sharded_parameters(own: Parameters, layout: Layout) -> int:
     return own.dense // (layout.data * layout.context) + own.experts // layout.expert_data
 
 
-def in_flight(layout: Layout, stage: int) -> int:
-    """Return the micro-batches whose activations a stage holds at once, in Megatron's one-forward-one-backward."""
-    return layout.pipeline - stage
+def in_flight(layout: Layout, stage: int) -> Fraction:
+    """Return the micro-batches whose activations a stage holds at once, in Megatron's one-forward-one-backward.
+
+    Before a stage with several chunks goes backward, it takes as many micro-batches as there are stages through each
+    chunk but the last, and then two for each stage after it. If the micro-batches of a schedule aren't a multiple of
+    the stages, it holds more.
+    """
+    chunks, behind = layout.pipeline_chunks, layout.pipeline - stage - 1
+    if chunks == 1:
+        return Fraction(behind + 1)
+    return Fraction((chunks - 1) * layout.pipeline + 2 * behind + 1, chunks)
 
 
 def training_bytes(
@@ -79,9 +88,9 @@ def training_bytes(
     return {**found, "recomputed layer": of_one_layer, "work space": in_layers - of_one_layer}
 
 
-def _on_gpu(parts: Bytes, layout: Layout, layers: int, micro_batches: int) -> Bytes:
+def _on_gpu(parts: Bytes, layout: Layout, layers: int, micro_batches: Fraction) -> Bytes:
     """Return the activations that stay on a GPU: with offload what has no room on the host, and about two layers'."""
-    total = sum(parts.values()) * micro_batches
+    total = int(sum(parts.values()) * micro_batches)
     moved = min(layout.activations_on_host, max(0, total - 2 * sum(parts.values()) // layers))
     return {
         f"activations: {part}": size * micro_batches * (total - moved) // max(total, 1) for part, size in parts.items()

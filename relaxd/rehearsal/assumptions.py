@@ -170,6 +170,8 @@ def rehearsed(config: RunConfig, scale: Scale, *, model: Path, folder: Path) -> 
         },
         trainer={
             **alone,
+            "pipeline_layers": (),
+            "pipeline_chunks": 1,
             "ranks": scale.ranks,
             "threads": 1,
             "micro_batch_tokens": max(sequence, config.trainer.micro_batch_tokens // shorter),

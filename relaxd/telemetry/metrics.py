@@ -320,7 +320,7 @@ METRICS: dict[str, Metric] = {
             "step",
             "1",
             "Share of a pipeline stage's time in which it waits for the pipeline to fill and drain, by the numbers of "
-            "micro-batches in the step's schedules. With trainer.pipeline_parallel only.",
+            "micro-batches in the step's schedules and of chunks. With trainer.pipeline_parallel only.",
         ),
         Metric(
             "group_seconds", "step", "s", "From a group's publish to the end of its step; mean of the step's groups."

@@ -327,6 +327,14 @@ EQUIVALENTS = (
         "--pipeline-model-parallel-size",
     ),
     Equivalent(
+        "trainer.pipeline_chunks",
+        "",
+        "@actor.megatron.virtual_pipeline_model_parallel_size",
+        "",
+        "--num-virtual-stages-per-pipeline-rank --num-layers-per-virtual-pipeline-stage",
+        "chunks of a stage, not layers of a chunk",
+    ),
+    Equivalent(
         "trainer.context_parallel",
         "",
         "@actor.megatron.context_parallel_size @actor.ulysses_sequence_parallel_size",

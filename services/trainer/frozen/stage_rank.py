@@ -68,6 +68,7 @@ def world_config(config: RunConfig, role: str) -> TrainerConfig:
             "tensor_parallel": own.tensor_parallel,
             "pipeline_parallel": own.pipeline_parallel,
             "pipeline_layers": (),
+            "pipeline_chunks": 1,
             "context_parallel": own.context_parallel,
             "expert_parallel": own.expert_parallel,
             "micro_batch_tokens": own.micro_batch_tokens or config.trainer.micro_batch_tokens,

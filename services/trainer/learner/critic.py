@@ -87,6 +87,7 @@ class Critic:
         Returns:
             The sums of each micro-batch: of VALUE_LOSS, and of tokens whose value has moved beyond the clip.
         """
+        micro_batches = self._forward.padded(micro_batches)
         with self.model.accumulating(len(micro_batches), last=last):
             return self._forward.run(self.model, micro_batches, self._loss, forward_only=False)
 

@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from torch.nn import Parameter
 
-from services.trainer.model.model import PolicyModel
+from services.trainer.model.model import StageModel
 
 BUCKET_PARAMETERS: int | None = None
 """Parameters of a bucket, whose gradients are reduced together while others are computed. None: Megatron's number,
@@ -26,7 +26,7 @@ class DataParallel(DistributedDataParallel):
     gradients and parameters in each step.
     """
 
-    def __init__(self, model: PolicyModel, *, overlap: bool = False) -> None:
+    def __init__(self, model: StageModel, *, overlap: bool = False) -> None:
         self._alone = (
             parallel_state.get_data_parallel_world_size(with_context_parallel=True) == 1
             and parallel_state.get_expert_data_parallel_world_size() == 1

@@ -116,5 +116,5 @@ def _own_experts(batch: PackedMicroBatch, world: World) -> Tensor | None:
         return None
     tokens, layers = len(batch.tokens) // (world.cp_size * world.tp_size), world.layers_of(batch.experts.shape[1])
     begin = tokens * (world.cp_rank * world.tp_size + world.tp_rank)
-    own = batch.experts[begin : begin + tokens, layers.start : layers.stop]
+    own = batch.experts[begin : begin + tokens][:, layers]
     return to_device(np.ascontiguousarray(own), world.device).transpose(0, 1)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
+from itertools import tee
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 from torch import Tensor
@@ -24,16 +26,25 @@ from torch import Tensor
 from relaxd.board import CANDIDATES, TEACHER_CANDIDATE_LOGPROBS
 from relaxd.config import TrainerConfig
 from relaxd.config.context_division import context_division
-from services.trainer.batch.row_packing import PackedMicroBatch
+from services.trainer.batch.pipeline import group_size
+from services.trainer.batch.row_packing import PackedMicroBatch, empty_micro_batch
 from services.trainer.learner.device_batch import DeviceBatch, to_device_batch
 from services.trainer.learner.logprobs import TokenLogprobs, VocabShard, likeliest_tokens, token_logprobs
 from services.trainer.megatron.parallel import World, initialize
 from services.trainer.megatron.stage_exchange import StageExchange, pipeline_groups
 from services.trainer.model.architecture import ModelError
 from services.trainer.model.architectures import read_architecture
-from services.trainer.model.critic import VALUE_HEAD, CriticModel, build_critic
+from services.trainer.model.critic import VALUE_HEAD, build_critic
 from services.trainer.model.hf_weights import load_hf
-from services.trainer.model.model import PolicyModel, build_model, check_divisible, padded_vocab, transformer_config
+from services.trainer.model.model import (
+    InterleavedModel,
+    PolicyModel,
+    StageModel,
+    build_model,
+    check_divisible,
+    padded_vocab,
+    transformer_config,
+)
 from services.trainer.transformer.attention.attention_kernels import attention_kernel
 from services.trainer.transformer.attention.context_parallel import context_ranks
 from services.trainer.transformer.kernels.activation_offload import ActivationOffload
@@ -114,14 +125,14 @@ class Forward:
         rotary = self.architecture.rope.rotary(self.architecture.head_size)
         self._rotary = rotary._replace(frequencies=rotary.frequencies.to(self.world.device))
 
-    def load(self) -> PolicyModel:
+    def load(self) -> StageModel:
         """Build this rank's part of the model and load its weights."""
         model = build_model(self.architecture, self.megatron_config, self.world)
         model.offload_activations(self._offload)
         load_hf(model, self.folder, self.architecture, self.world)
         return model
 
-    def load_critic(self, folder: Path) -> CriticModel:
+    def load_critic(self, folder: Path) -> StageModel:
         """Build this rank's part of the critic and load its weights but for the head, which is zero.
 
         Raises:
@@ -250,36 +261,53 @@ class Forward:
             forward_only: whether there is no backward pass.
 
         Returns:
-            The values that `output` reports for each micro-batch; nothing on stages other than the last.
+            The values that `output` reports for each micro-batch, and after them for those that `padded` adds; nothing
+            on stages other than the last.
         """
-        policy: PolicyModel = getattr(model, "module", model)
+        policy: StageModel = getattr(model, "module", model)
+        micro_batches = self.padded(micro_batches)
         if self._offload is not None:
             self._offload.reset()
 
         def forward(batches: Iterator[DeviceBatch], model: Any) -> tuple[Tensor, Any]:
             batch = next(batches)
             hidden = model(batch.tokens, batch.rotary, batch.layout)
-            return hidden, partial(output, policy.output_weight(), batch) if self.world.last_stage else None
+            part: PolicyModel = getattr(model, "module", model)
+            return hidden, partial(output, part.output_weight(), batch) if part.post_process else None
 
-        reported: list[dict[str, Tensor]] = get_forward_backward_func()(
+        fed, models, chunks = self._fed(micro_batches), [model], None
+        if isinstance(policy, InterleavedModel):
+            models, chunks = policy.parts, len(policy.parts)
+            policy.config.microbatch_group_size_per_vp_stage = group_size(len(micro_batches), self.world.pp_size)
+        reported: list[dict[str, Tensor]] = get_forward_backward_func(self.world.pp_size, chunks)(
             forward_step_func=forward,
-            data_iterator=self._fed(micro_batches),
-            model=[model],
+            data_iterator=fed if chunks is None else list(tee(fed, chunks)),
+            model=models,
             num_microbatches=len(micro_batches),
             seq_length=0,  # unused: `StageExchange` knows the shapes
             micro_batch_size=1,
             forward_only=forward_only,
-            **self._exchange(micro_batches),
+            **self._exchange(policy.config, micro_batches),
         )
         return reported
 
-    def _exchange(self, micro_batches: Sequence[PackedMicroBatch]) -> dict[str, Any]:
+    def padded(self, micro_batches: Sequence[PackedMicroBatch]) -> Sequence[PackedMicroBatch]:
+        """Return micro-batches, and after them empty ones if the schedule of this world's pipeline needs more.
+
+        With several chunks Megatron's needs as many as there are stages.
+        """
+        missing = self.world.pp_size - len(micro_batches)
+        if self.world.pipeline_chunks == 1 or missing <= 0:
+            return micro_batches
+        return [*micro_batches, *[empty_micro_batch(micro_batches[0].columns)] * missing]
+
+    def _exchange(self, config: ModelParallelConfig, micro_batches: Sequence[PackedMicroBatch]) -> dict[str, Any]:
         """Return what a schedule of several stages needs in order to exchange hidden states."""
         if self.world.pp_size == 1:
             return {}
         ranks, hidden = self.world.cp_size * self.world.tp_size, self.architecture.hidden_size
         shapes = [[-(-len(batch.tokens) // ranks), 1, hidden] for batch in micro_batches]
-        exchange = StageExchange(self.megatron_config, shapes)
+        exchange = StageExchange(config, shapes)
         return {"p2p_communicator": exchange, "pg_collection": pipeline_groups()}
 
     def _fed(self, micro_batches: Sequence[PackedMicroBatch]) -> Iterator[DeviceBatch]:

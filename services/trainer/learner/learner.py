@@ -227,7 +227,7 @@ class Learner:
         if not micro_batches:
             return
         self._accumulated = True
-        micro_batches = self._with_frozen_columns(micro_batches)
+        micro_batches = self._forward.padded(self._with_frozen_columns(micro_batches))
         with self._model.accumulating(len(micro_batches), last=last):
             reported = self._forward.run(self._model, micro_batches, self._loss, forward_only=False)
         if self._critic is not None:
@@ -368,7 +368,8 @@ class Learner:
         """Return the specs of all stages' tensors, in the order of `iter_hf_tensors`. Doesn't gather."""
         dtype = self._forward.megatron_config.params_dtype
         world = self.world
-        return hf_tensor_specs(self._architecture, dtype, world.pp_size, world.ep_size, world.pipeline_layers)
+        division = world.pipeline_layers, world.pipeline_chunks
+        return hf_tensor_specs(self._architecture, dtype, world.pp_size, world.ep_size, *division)
 
     def iter_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Gather this stage's full tensors under their Hugging Face names; see `gather_hf_tensors`.

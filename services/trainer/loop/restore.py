@@ -67,4 +67,7 @@ def _put_aside(rank: CommandedRank, path: Path, why: str) -> None:
 def same_layout(state: CheckpointState, config: RunConfig) -> bool:
     """Return whether the parallel layout is the checkpoint's."""
     names = ("ranks", "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
-    return all(state.trainer.get(name) == getattr(config.trainer, name) for name in names)
+    chunks = state.trainer.get("pipeline_chunks", 1)  # of an earlier release there is no such setting
+    return chunks == config.trainer.pipeline_chunks and all(
+        state.trainer.get(name) == getattr(config.trainer, name) for name in names
+    )

@@ -63,7 +63,8 @@ class StepPhases(Protocol):
 def training_packer(config: RunConfig) -> Packer:
     """Return an empty packer of micro-batches to train on. A round is one schedule of the pipeline."""
     trainer = config.trainer
-    return Packer(trainer.micro_batch_tokens, trainer.data_parallel, schedule_length(trainer.pipeline_parallel))
+    per_rank = schedule_length(trainer.pipeline_parallel, trainer.pipeline_chunks)
+    return Packer(trainer.micro_batch_tokens, trainer.data_parallel, per_rank)
 
 
 def phases_for(config: RunConfig, algorithm: Algorithm, rank: TrainingRank) -> StepPhases:

@@ -379,9 +379,9 @@ class Training:
 
     def _bubble(self, plan: StepPlan) -> dict[str, float]:
         """Return the pipeline's bubble over the step's updates; nothing without a pipeline."""
-        stages = self._config.trainer.pipeline_parallel
+        stages, chunks = self._config.trainer.pipeline_parallel, self._config.trainer.pipeline_chunks
         rounds = [entry for mini_batch in plan.mini_batches for entry in mini_batch.rounds]
-        return {"pipeline_bubble_share": bubble_share(rounds, stages)} if stages > 1 else {}
+        return {"pipeline_bubble_share": bubble_share(rounds, stages, chunks)} if stages > 1 else {}
 
     def _announce(self, trace: dict[str, str]) -> None:
         """Allow broadcasts of the new version and announce it to the coordinator."""

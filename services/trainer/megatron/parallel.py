@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch.distributed import distributed_c10d
 
 from relaxd.config import TrainerConfig
-from relaxd.config.pipeline import stage_layers
+from relaxd.config.pipeline import chunk_layers
 from relaxd.weights.group import host_store
 from services.trainer.megatron.disk_work import DiskWork
 
@@ -66,6 +66,8 @@ class World:
     """Number of pipeline stages."""
     pipeline_layers: tuple[int, ...]
     """`trainer.pipeline_layers`."""
+    pipeline_chunks: int
+    """`trainer.pipeline_chunks`."""
     cp_rank: int
     """Rank among the ranks that share each micro-batch's tokens."""
     cp_size: int
@@ -89,9 +91,14 @@ class World:
     disk: DiskWork
     """Disk work shared with the other ranks."""
 
-    def layers_of(self, layers: int) -> range:
-        """Return the layers that this stage has of a model of so many."""
-        return stage_layers(layers, self.pp_size, self.pipeline_layers)[self.pp_rank]
+    def stage_layers(self, layers: int) -> list[list[int]]:
+        """Return the layers that each stage has of a model of so many, chunk after chunk."""
+        stages = chunk_layers(layers, self.pp_size, self.pipeline_layers, self.pipeline_chunks)
+        return [[layer for chunk in chunks for layer in chunk] for chunks in stages]
+
+    def layers_of(self, layers: int) -> list[int]:
+        """Return the layers that this stage has of a model of so many, chunk after chunk."""
+        return self.stage_layers(layers)[self.pp_rank]
 
     @property
     def first_stage(self) -> bool:
@@ -166,6 +173,7 @@ def initialize(config: TrainerConfig, seed: int) -> World:
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
         pipeline_layers=config.pipeline_layers,
+        pipeline_chunks=config.pipeline_chunks,
         cp_rank=parallel_state.get_context_parallel_rank(),
         cp_size=parallel_state.get_context_parallel_world_size(),
         ep_rank=parallel_state.get_expert_model_parallel_rank(),

@@ -14,6 +14,7 @@ import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
 from megatron.core import parallel_state
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 Shape = list[int]
@@ -26,12 +27,20 @@ class StageExchange(P2PCommunicator):
         """Prepare for a schedule.
 
         Args:
-            config: the model's configuration.
-            shapes: of the hidden states that each micro-batch has between stages, in the schedule's order.
+            config: the model's configuration; with several chunks also the schedule's, which says how many
+                micro-batches go through a chunk before they go through the next.
+            shapes: of the hidden states that each micro-batch has between stages.
         """
         super().__init__(parallel_state.get_pipeline_model_parallel_group(), config)
         self._forward: Iterator[Shape] = iter(shapes)
         self._backward: Iterator[Shape] = iter(shapes)
+        if (chunks := config.virtual_pipeline_model_parallel_size) is not None:
+            # Micro-batches in the order in which they go through this stage's chunks, from the first, or backwards from
+            # the last. Nothing comes to a model's first chunk, and no gradient to its last.
+            passes = get_schedule_table(len(shapes), chunks, config.microbatch_group_size_per_vp_stage)
+            first, last = self.pp_group.rank() == 0, self.pp_group.rank() == self.pp_group.size() - 1
+            self._forward = iter([shapes[number] for number, turn in passes if turn or not first])
+            self._backward = iter([shapes[number] for number, turn in passes if turn or not last])
 
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from services.trainer.megatron.parallel import World
 from services.trainer.model.architecture import Architecture
-from services.trainer.model.model import PolicyModel, build_policy
+from services.trainer.model.model import PolicyModel, StageModel, build_policy
 from services.trainer.model.packed_layer import PolicyConfig
 
 VALUE_HEAD = "value_head.weight"
@@ -19,7 +19,7 @@ VALUE_HEAD = "value_head.weight"
 
 
 class CriticModel(PolicyModel):
-    """One pipeline stage of the critic. On the last, a head of zeros replaces the output layer."""
+    """One pipeline stage of the critic, or one chunk of it. On the last, a head of zeros replaces the output layer."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, share_embeddings_and_output_weights=False)
@@ -40,6 +40,6 @@ class CriticModel(PolicyModel):
         return state
 
 
-def build_critic(shape: Architecture, config: PolicyConfig, world: World) -> CriticModel:
+def build_critic(shape: Architecture, config: PolicyConfig, world: World) -> StageModel:
     """Build this rank's stage of the critic, without loading weights."""
     return build_policy(CriticModel, shape, config, world)

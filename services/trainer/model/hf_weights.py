@@ -45,13 +45,18 @@ class HFTensorSpec:
 
 
 def hf_tensor_specs(
-    shape: Architecture, dtype: torch.dtype, pp_size: int, ep_size: int, pipeline_layers: Sequence[int] = ()
+    shape: Architecture,
+    dtype: torch.dtype,
+    pp_size: int,
+    ep_size: int,
+    pipeline_layers: Sequence[int] = (),
+    pipeline_chunks: int = 1,
 ) -> list[HFTensorSpec]:
     """List the exported tensors of all stages, in the order of `gather_hf_tensors`."""
     return [
         HFTensorSpec(part.name, dtype, part.shape, stage)
         for stage in range(pp_size)
-        for entry in entries(shape, stage, pp_size, ep_size, pipeline_layers)
+        for entry in entries(shape, stage, pp_size, ep_size, pipeline_layers, pipeline_chunks)
         if entry.exported
         for parts in entry.parts
         for part in parts
@@ -105,7 +110,7 @@ def load_hf(
         folder: the folder.
         shape: the model's architecture.
         world: this rank's place in the world.
-        without: names of parameters that the folder and the model don't both have; they stay as they are.
+        without: ends of the names of parameters that the folder and the model don't both have; they stay as they are.
 
     Raises:
         ModelError: the folder doesn't have the architecture's tensors.
@@ -114,9 +119,9 @@ def load_hf(
     with world.disk.all_ranks(f"reading {folder}") as progress:
         source = HFFolder(folder)
         parameters = dict(model.named_parameters())
-        missing = set(parameters) - set(without)
-        for entry in entries(shape, world.pp_rank, world.pp_size, world.ep_size, world.pipeline_layers):
-            if entry.megatron in without:
+        missing = {name for name in parameters if not name.endswith(tuple(without))}
+        for entry in _stage_entries(shape, world.pp_rank, world):
+            if entry.megatron.endswith(tuple(without)):
                 continue
             mine = entry.parts[world.ep_rank if entry.expert else 0]
             dense, expert = (world.tp_rank, world.tp_size), (world.etp_rank, world.etp_size)
@@ -130,6 +135,11 @@ def load_hf(
             raise AssertionError(f"no rule of the mapping loads {sorted(missing)}")
 
 
+def _stage_entries(shape: Architecture, stage: int, world: World) -> Iterator[ParameterEntry]:
+    """Yield the entries of a stage of this world's pipeline."""
+    yield from entries(shape, stage, world.pp_size, world.ep_size, world.pipeline_layers, world.pipeline_chunks)
+
+
 Exported = list[tuple[ParameterEntry, torch.nn.Parameter]]
 """A rank's exported parameters, in order."""
 
@@ -138,9 +148,7 @@ def exported_parameters(model: torch.nn.Module, shape: Architecture, world: Worl
     """List this rank's exported parameters for `gather_hf_tensors`. They stay the same for the model's lifetime."""
     parameters = dict(model.named_parameters())
     return [
-        (entry, parameters[entry.megatron])
-        for entry in entries(shape, world.pp_rank, world.pp_size, world.ep_size, world.pipeline_layers)
-        if entry.exported
+        (entry, parameters[entry.megatron]) for entry in _stage_entries(shape, world.pp_rank, world) if entry.exported
     ]
 
 
@@ -249,7 +257,7 @@ def _write_hf(
 def _file_numbers(shape: Architecture, stage: int, world: World, dtype: torch.dtype) -> list[int]:
     """Return the file number, from 0, of each of a stage's `exported_parameters`, given MAX_FILE_BYTES."""
     numbers, number, size = [], 0, 0
-    for entry in entries(shape, stage, world.pp_size, world.ep_size, world.pipeline_layers):
+    for entry in _stage_entries(shape, stage, world):
         if entry.exported:
             if size >= MAX_FILE_BYTES:
                 number, size = number + 1, 0

@@ -79,8 +79,8 @@ class OutputProjection(RowParallelLinear):
         super().__init__(*arguments, config=config, **{**named, "bias": config.attention_output_bias})
 
 
-def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Return the specification of this pipeline stage's layers, dense or with experts."""
+def block_spec(config: TransformerConfig, chunk: int | None = None) -> TransformerBlockSubmodules:
+    """Return the specification of the layers of this pipeline stage, or of one of its chunks, dense or with experts."""
     backend = LocalSpecProvider()
     head_norm = RMSNorm if config.qk_layernorm else IdentityOp
     attention = ModuleSpec(
@@ -103,4 +103,4 @@ def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
             mlp=DenseMLP if config.num_moe_experts is None else MixtureOfExperts,
         ),
     )
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, chunk), layer_norm=RMSNorm)

@@ -1,11 +1,11 @@
 """The parameters of a pipeline stage and the Hugging Face tensors in them, for loading and exporting alike."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from relaxd.config.pipeline import stage_layers
+from relaxd.config.pipeline import chunk_layers
 from services.trainer.model.architecture import Architecture
 from services.trainer.model.architectures import FAMILIES
 from services.trainer.model.layouts import ParameterLayout
@@ -49,7 +49,12 @@ class ParameterEntry:
 
 
 def entries(
-    shape: Architecture, pp_rank: int, pp_size: int, ep_size: int, pipeline_layers: Sequence[int] = ()
+    shape: Architecture,
+    pp_rank: int,
+    pp_size: int,
+    ep_size: int,
+    pipeline_layers: Sequence[int] = (),
+    pipeline_chunks: int = 1,
 ) -> Iterator[ParameterEntry]:
     """Yield the entries of a pipeline stage, in the order shared by loading, gathering and specs.
 
@@ -59,11 +64,22 @@ def entries(
         pp_size: number of stages.
         ep_size: number of ranks that share the experts.
         pipeline_layers: see `stage_layers`.
+        pipeline_chunks: see `chunk_layers`. With several, the stage is an `InterleavedModel`.
     """
-    last = pp_rank == pp_size - 1
-    if pp_rank == 0:
+    chunks = chunk_layers(shape.layers, pp_size, pipeline_layers, pipeline_chunks)[pp_rank]
+    for chunk, layers in enumerate(chunks):
+        first, last = pp_rank == chunk == 0, (pp_rank, chunk) == (pp_size - 1, pipeline_chunks - 1)
+        for entry in _chunk_entries(shape, layers, ep_size, first=first, last=last):
+            yield entry if pipeline_chunks == 1 else replace(entry, megatron=f"chunks.{chunk}.{entry.megatron}")
+
+
+def _chunk_entries(
+    shape: Architecture, layers: Sequence[int], ep_size: int, *, first: bool, last: bool
+) -> Iterator[ParameterEntry]:
+    """Yield the entries of some layers, which may be the model's first or last ones."""
+    if first:
         yield from (_entry(rule, shape) for rule in FIRST)
-    for layer, whole in enumerate(stage_layers(shape.layers, pp_size, pipeline_layers)[pp_rank]):
+    for layer, whole in enumerate(layers):
         yield from (_entry(rule, shape, layer, whole) for rule in FAMILIES[shape.model_type].rules(shape))
         per_rank = shape.experts.count // ep_size if shape.experts else 0
         for expert in range(per_rank):
@@ -73,7 +89,7 @@ def entries(
         yield from (_entry(rule, shape) for rule in LAST)
         if not shape.tied_embeddings:
             yield from (_entry(rule, shape) for rule in LAST_UNTIED)
-        elif pp_size > 1:
+        elif not first:
             yield from (_entry(rule, shape) for rule in LAST_TIED)
 
 

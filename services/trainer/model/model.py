@@ -3,13 +3,16 @@
 import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
 
 # isort: split
+from collections.abc import Sequence
 from contextlib import nullcontext
+from copy import copy
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as functional
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from relaxd.config import TrainerConfig
@@ -95,6 +98,11 @@ def transformer_config(shape: Architecture, config: TrainerConfig) -> PolicyConf
         tensor_model_parallel_size=config.tensor_parallel,
         pipeline_model_parallel_size=config.pipeline_parallel,
         pipeline_model_parallel_layout=_megatron_layout(stages) if config.pipeline_layers else None,
+        virtual_pipeline_model_parallel_size=config.pipeline_chunks if config.pipeline_chunks > 1 else None,
+        # With chunks a pipeline is a ring. Of two stages each is before and after the other: in one batch of Megatron's
+        # the other's hidden states and gradients would be mixed up. One by one they come in order.
+        overlap_p2p_comm=config.pipeline_chunks > 1,
+        batch_p2p_comm=config.pipeline_chunks == 1,
         context_parallel_size=config.context_parallel,
         expert_model_parallel_size=config.expert_parallel,
         expert_tensor_parallel_size=expert_tensor_parallel(config),
@@ -120,7 +128,7 @@ def transformer_config(shape: Architecture, config: TrainerConfig) -> PolicyConf
 
 
 class PolicyModel(GPTModel):
-    """One pipeline stage of the policy.
+    """One pipeline stage of the policy, or one chunk of a stage.
 
     Logits would be the largest tensor of a training step, so the model doesn't compute them: the last stage returns the
     normalised hidden states, and `logprobs` computes log-probs of the trained tokens in chunks.
@@ -157,7 +165,42 @@ class PolicyModel(GPTModel):
         return self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
 
 
-Kind = TypeVar("Kind", bound=PolicyModel)
+class InterleavedModel(MegatronModule):
+    """A pipeline stage of several chunks, between which other stages have theirs (`chunk_layers`).
+
+    To gradient buffers, optimizer and checkpoints it is one model. Only Megatron's schedule knows the chunks.
+    """
+
+    def __init__(self, chunks: Sequence[PolicyModel]) -> None:
+        super().__init__(chunks[0].config)
+        self.chunks = torch.nn.ModuleList(chunks)
+        self.pre_process, self.post_process = chunks[0].pre_process, chunks[-1].post_process
+        self.share_embeddings_and_output_weights = chunks[0].share_embeddings_and_output_weights
+
+    @property
+    def parts(self) -> list[PolicyModel]:
+        """The chunks, in order."""
+        return [cast(PolicyModel, chunk) for chunk in self.chunks]
+
+    def shared_embedding_or_output_weight(self) -> Tensor:
+        """Return the tied embedding, of which the first stage and the last one have a copy."""
+        weight: Tensor = self.parts[0 if self.pre_process else -1].shared_embedding_or_output_weight()
+        return weight
+
+    def offload_activations(self, offload: ActivationOffload | None) -> None:
+        """See `PolicyModel`."""
+        for chunk in self.parts:
+            chunk.offload_activations(offload)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return Megatron's description of each chunk, whose parts have the names that they have in the whole model."""
+        return {str(i): x.sharded_state_dict(prefix, sharded_offsets, metadata) for i, x in enumerate(self.parts)}
+
+
+StageModel = PolicyModel | InterleavedModel
+"""What a rank has of a model."""
 
 
 def padded_vocab(vocab_size: int, tp_size: int) -> int:
@@ -165,27 +208,49 @@ def padded_vocab(vocab_size: int, tp_size: int) -> int:
     return -(-vocab_size // tp_size) * tp_size
 
 
-def build_model(shape: Architecture, config: PolicyConfig, world: World) -> PolicyModel:
+def build_model(shape: Architecture, config: PolicyConfig, world: World) -> StageModel:
     """Build this rank's stage of the model, without loading weights."""
     return build_policy(PolicyModel, shape, config, world, share_embeddings_and_output_weights=shape.tied_embeddings)
 
 
-def build_policy(kind: type[Kind], shape: Architecture, config: PolicyConfig, world: World, **settings: Any) -> Kind:
+def build_policy(
+    kind: type[PolicyModel], shape: Architecture, config: PolicyConfig, world: World, **settings: Any
+) -> StageModel:
     """Build this rank's stage of a kind of model, without loading weights. `settings` are those of its constructor."""
-    model = kind(
-        config=config,
-        transformer_layer_spec=block_spec(config),
-        vocab_size=padded_vocab(shape.vocab_size, world.tp_size),
-        max_sequence_length=shape.max_positions,
-        position_embedding_type="none",  # `rotary_table` replaces it, with positions per sequence
-        pre_process=world.first_stage,
-        post_process=world.last_stage,
-        **settings,
-    )
-    return model.to(world.device)
+    last = world.pipeline_chunks - 1
+    chunks = [
+        kind(
+            config=own,
+            transformer_layer_spec=block_spec(own, chunk),
+            vocab_size=padded_vocab(shape.vocab_size, world.tp_size),
+            max_sequence_length=shape.max_positions,
+            position_embedding_type="none",  # `rotary_table` replaces it, with positions per sequence
+            pre_process=world.first_stage and not chunk,
+            post_process=world.last_stage and chunk in (None, last),
+            vp_stage=chunk,
+            **settings,
+        )
+        for chunk, own in _chunks(config, world)
+    ]
+    return (chunks[0] if len(chunks) == 1 else InterleavedModel(chunks)).to(world.device)
 
 
-def freeze_routers(model: PolicyModel) -> None:
+def _chunks(config: PolicyConfig, world: World) -> list[tuple[int | None, PolicyConfig]]:
+    """Return the stage's chunks and their configurations: the stage's first `recompute_num_layers` are recomputed."""
+    if world.pipeline_chunks == 1:
+        return [(None, config)]
+    found: list[tuple[int | None, PolicyConfig]] = []
+    layers, left = config.num_layers // world.pp_size // world.pipeline_chunks, config.recompute_num_layers
+    for chunk in range(world.pipeline_chunks):
+        own = copy(config)
+        if left is not None:
+            own.recompute_num_layers = min(left, layers)
+            left -= own.recompute_num_layers
+        found.append((chunk, own))
+    return found
+
+
+def freeze_routers(model: StageModel) -> None:
     """Exclude the routers from training; gradients still pass through them. Call it before `DataParallel`."""
     for router in routers(model):
         router.requires_grad_(False)

@@ -6,6 +6,7 @@ import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from torch import Tensor
@@ -33,8 +34,8 @@ class PackedLayer(TransformerLayer):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._index = self.layer_number - 1 - get_transformer_layer_offset(self.config)
-        """Number of the layer within this pipeline stage, from 0."""
+        self._index = _index_in_stage(self.layer_number - 1, self.config, named.get("vp_stage"))
+        """Number of the layer within this pipeline stage, from 0, chunk after chunk."""
         self.offload: ActivationOffload | None = None
         """What keeps this layer's activations on the host, if they are to be there."""
 
@@ -63,3 +64,9 @@ class PackedLayer(TransformerLayer):
             else:
                 output = self.mlp(x, recompute)
             return residual + output, None
+
+
+def _index_in_stage(layer: int, config: TransformerConfig, chunk: int | None) -> int:
+    """Return a layer's number within this pipeline stage, all of whose chunks have equally many."""
+    before = 0 if not chunk else chunk * get_num_layers_to_build(config, chunk)
+    return before + layer - get_transformer_layer_offset(config, chunk)

@@ -18,7 +18,7 @@ class Rule:
     """One row of the table."""
 
     megatron: str
-    """Name of the Megatron parameter; {layer} counts within the stage."""
+    """Name of the Megatron parameter; {layer} counts within the stage, or one of its chunks."""
     layout: type[ParameterLayout]
     """Its fusion and sharding."""
     parts: tuple[tuple[str, str], ...]

@@ -15,7 +15,7 @@ from relaxd.run_folder import checkpoint_path, checkpoint_steps
 from services.trainer.offline.run_folder import OfflineError, newest_intact, print_result, read_config
 
 SIZES = ("ranks", "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
-SINGLE_RANK: dict[str, Any] = {**dict.fromkeys(SIZES, 1), "pipeline_layers": ()}
+SINGLE_RANK: dict[str, Any] = {**dict.fromkeys(SIZES, 1), "pipeline_layers": (), "pipeline_chunks": 1}
 
 
 def find_checkpoint(run_folder: Path, step: int | None, out: Path) -> int:

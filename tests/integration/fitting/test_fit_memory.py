@@ -73,6 +73,7 @@ def test_what_two_ranks_hold(tmp_path: Path) -> None:
     jobs = [Job(tuple(every), settings) for settings in divided]
     jobs += [Job((folder,), settings, micro_batches=2) for folder in wide for settings in divided]
     jobs += [Job(tuple(mixtures), {"expert_parallel": 2}), Job((wide[1],), {"expert_parallel": 2}, micro_batches=2)]
+    jobs.append(Job((wide[0],), {"pipeline_parallel": 2, "pipeline_chunks": 2}, micro_batches=6))
     program = "tests.integration.fitting.fit_worlds"
     results = run_world(jobs, 2, tmp_path / "world", free_port(), timeout=150, program=program)
     for job, found in ((job, found) for job, ranks in zip(jobs, results, strict=True) for found in ranks):

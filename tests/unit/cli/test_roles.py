@@ -270,6 +270,40 @@ def test_the_check_of_a_configuration_adds_up_the_layers_of_stages(tmp_path: Pat
     assert "trainer.pipeline_layers is [3, 1]: it must add up to the model's 5 layers" in "".join(found("[3, 1]"))
 
 
+def test_the_check_of_a_configuration_divides_the_layers_of_stages_into_chunks(tmp_path: Path) -> None:
+    for name, layers in (("model", 8), ("other", 6)):
+        LlamaConfig(num_hidden_layers=layers).save_pretrained(tmp_path / name)
+    run = RUN.replace('"model"', f'"{tmp_path / "model"}"') + "\ntrainer.ranks = 2\ntrainer.pipeline_parallel = 2\n"
+
+    def found(settings: str) -> list[str]:
+        return [str(problem) for problem in check(load(run + settings)) if "chunk" in str(problem)]
+
+    assert found("trainer.pipeline_chunks = 4") == []
+    (wrong,) = found("trainer.pipeline_chunks = 3")
+    assert "is 3: it must divide the 4 layers of a pipeline stage; numbers that do: 1, 2, 4" in wrong
+    reference = f'\nroles.reference.model = "{tmp_path / "other"}"\nroles.reference.placement = "trainer"\n'
+    reference += "algorithm.kl_coef = 0.1\n"
+    (wrong,) = found("trainer.pipeline_chunks = 2" + reference)
+    assert "is 2: it must divide the 3 layers of a pipeline stage; numbers that do: 1, 3" in wrong
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("trainer.pipeline_chunks = 2", "pipeline_chunks is 2, but trainer.pipeline_parallel is 1: without a pipeline"),
+        (
+            "trainer.ranks = 2\ntrainer.pipeline_parallel = 2\ntrainer.pipeline_chunks = 2\n"
+            "trainer.pipeline_layers = [3, 1]",
+            "trainer.pipeline_layers is [3, 1]: set only one of them",
+        ),
+    ],
+)
+def test_chunks_that_cannot_be(settings: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(RUN + "\n" + settings)
+    assert message in str(caught.value)
+
+
 def test_the_check_of_a_configuration_knows_the_engine_of_the_teacher(tmp_path: Path) -> None:
     """Key-value heads may be fewer than the GPUs that share it, and no micro-batch has to hold a sample."""
     (tmp_path / "config.json").write_text(

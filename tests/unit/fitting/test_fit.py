@@ -108,6 +108,21 @@ def test_stages_with_different_numbers_of_layers(small: Path) -> None:
     assert predict(shape, uneven.layout, work).bubble < predict(shape, equal.layout, work).bubble
 
 
+def test_stages_of_several_chunks(small: Path) -> None:
+    """They wait less, and hold more: stage 0 begins five passes through half its layers before it goes backward."""
+    trainer: dict[str, Any] = {"ranks": 2, "pipeline_parallel": 2, "micro_batch_tokens": 16384}
+    whole, chunks = (fit(make(small, trainer=trainer | {"pipeline_chunks": own}), H200) for own in (1, 2))
+    assert chunks.layout.name == "PP2 (2 chunks)"
+    for stage, passes in enumerate((2.5, 1.5)):
+        before, after = (found.held[stage].bytes for found in (whole, chunks))
+        assert after["weights"] == before["weights"]
+        assert after["activations: MLP"] / before["activations: MLP"] == pytest.approx(passes / (2 - stage))
+    work, shape = StepWork(tokens=1e6, attended=1e9, micro_batch_tokens=16384), read_shape(small)
+    one, two, seven = (predict(shape, Layout(2, pipeline=2, pipeline_chunks=own), work).bubble for own in (1, 2, 7))
+    assert one - seven == pytest.approx((one - two) * (1 - 1 / 7) / (1 - 1 / 2))
+    assert one > two > seven
+
+
 def test_frozen_models_a_critic_and_a_judge(small: Path, large: Path) -> None:
     alone = fit(make(small), H200)
     beside = fit(make(small, algorithm={"name": "grpo", "kl_coef": 0.1}), H200)
@@ -329,6 +344,10 @@ def test_the_cache_in_answers(small: Path) -> None:
         (
             {"ranks": 2, "pipeline_parallel": 2, "pipeline_layers": [17, 12]},
             r"trainer.pipeline_layers is \[17, 12\]: it must add up to the model's 28 layers",
+        ),
+        (
+            {"ranks": 2, "pipeline_parallel": 2, "pipeline_chunks": 3},
+            "trainer.pipeline_chunks is 3: it must divide the 14 layers of a pipeline stage; .* that do: 1, 2, 7, 14",
         ),
         ({"ranks": 2, "expert_parallel": 2}, r"trainer.expert_parallel is 2: .*\(it is a dense model\)"),
         ({"ranks": 16}, "trainer.ranks is 16: a replica's GPUs are on one node, which has 8"),

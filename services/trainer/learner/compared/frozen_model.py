@@ -29,7 +29,7 @@ from services.trainer.batch.row_packing import PackedMicroBatch
 from services.trainer.learner.forward import Forward
 from services.trainer.model.architecture import ModelError
 from services.trainer.model.hf_weights import load_hf
-from services.trainer.model.model import PolicyModel
+from services.trainer.model.model import StageModel
 
 COLUMNS_OF = {REFERENCE: (REF_LOGPROBS,), TEACHER: (TEACHER_LOGPROBS, CANDIDATES, TEACHER_CANDIDATE_LOGPROBS)}
 """The columns that each role's model can make."""
@@ -83,13 +83,13 @@ class FrozenModel:
                 f"algorithm.distill_top_k is {self._candidates.top_k}, but the {role} and the trained model have only "
                 f"{self._ids_below} tokens in common"
             )
-        self.module: PolicyModel = forward.load().requires_grad_(False)
+        self.module: StageModel = forward.load().requires_grad_(False)
         """Its weights."""
         self.refreshed = False
         """Whether it has taken over weights since it was loaded from its folder."""
 
     @torch.no_grad()
-    def refresh(self, trained: PolicyModel) -> None:
+    def refresh(self, trained: StageModel) -> None:
         """Take over the weights of the trained model, bit for bit; it has the same architecture."""
         for own, weight in zip(self.module.parameters(), trained.parameters(), strict=True):
             own.copy_(weight)

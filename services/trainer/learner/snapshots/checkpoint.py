@@ -39,7 +39,7 @@ from services.trainer.learner.snapshots.pieces import (
 )
 from services.trainer.megatron.disk_work import DiskWork
 from services.trainer.megatron.parallel import World
-from services.trainer.model.model import PolicyModel
+from services.trainer.model.model import StageModel
 
 COMMON = "common.json"
 """Name of the file of what isn't of one rank."""
@@ -53,7 +53,7 @@ CRITIC = "critic"
 class TrainedModel:
     """A model that is trained."""
 
-    model: PolicyModel
+    model: StageModel
     """This rank's part of the model."""
     optimizer: MegatronOptimizer
     """The optimizer."""
@@ -273,7 +273,7 @@ def load_snapshot(state: Stateful, folder: Path, *, same_layout: bool) -> Loaded
     return Loaded(int(common["optimizer_steps"]), dict(common["metrics"]), int(common["skipped_in_a_row"]))
 
 
-def load_model(model: PolicyModel, folder: Path, world: World) -> None:
+def load_model(model: StageModel, folder: Path, world: World) -> None:
     """Load only the model. All ranks call it together.
 
     Raises:

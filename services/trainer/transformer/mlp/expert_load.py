@@ -35,12 +35,12 @@ def metrics(routers: Sequence[Router], world: World, *, with_losses: bool) -> di
         expert_balance_loss, expert_z_loss: the losses without their coefficients, averaged over layers.
     """
     layers = sum(world.pipeline_layers) or len(routers) * world.pp_size
-    begin = world.layers_of(layers).start
+    own = world.layers_of(layers)
     counts = torch.zeros(layers, len(routers[0].load), dtype=torch.float64, device=world.device)
     sums = torch.zeros(layers, 4, dtype=torch.float64, device=world.device)
-    counts[begin : begin + len(routers)] = torch.stack([router.load for router in routers]).double()
-    sums[begin : begin + len(routers), :3] = torch.stack([router.losses for router in routers]).double()
-    sums[begin : begin + len(routers), 3] = torch.stack([router.replaced for router in routers]).double()
+    counts[own] = torch.stack([router.load for router in routers]).double()
+    sums[own, :3] = torch.stack([router.losses for router in routers]).double()
+    sums[own, 3] = torch.stack([router.replaced for router in routers]).double()
     everything = torch.cat((counts, sums), 1)
     if world.size > 1:
         dist.all_reduce(everything)

@@ -43,7 +43,7 @@ def recorded_experts(
     Returns:
         For each micro-batch uint8 or, with more than 256 experts, uint16 [T, layers, top_k], on all ranks.
     """
-    # [this rank's tokens of all micro-batches, this stage's layers, top_k]
+    # [this rank's tokens of all micro-batches, this stage's layers, top_k]; padding may come after the micro-batches
     own = torch.stack([torch.cat(router.recorded or []) for router in routers], 1)
     counts = world.pipeline_layers or (own.shape[1],) * world.pp_size
     # Padded to the layers of the largest stage: all ranks gather as much.
@@ -58,7 +58,9 @@ def recorded_experts(
         everything = _gather(everything, group)
     stages = everything.view(world.pp_size, world.cp_size * world.tp_size, *own.shape)
     stages_own = [stage[:, :, :count] for stage, count in zip(stages, counts, strict=True)]
-    whole = torch.cat(stages_own, 2).cpu().numpy()  # [slices, tokens, all layers, top_k]
+    whole = torch.cat(stages_own, 2).cpu().numpy()  # [slices, tokens, all layers, top_k], stage after stage
+    if world.pipeline_chunks > 1:
+        whole = whole[:, :, np.argsort([layer for stage in world.stage_layers(whole.shape[2]) for layer in stage])]
     whole = whole.view(np.uint16) if whole.dtype == np.int16 else whole
     found, begin, slices = [], 0, len(whole)
     for batch in micro_batches:

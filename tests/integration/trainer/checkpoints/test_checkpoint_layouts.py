@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow  # every layout is saved and loaded in every other
 TP2, PP2, DP2, EP2 = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {}, {"expert_parallel": 2}
 CP2 = {"context_parallel": 2}
 UNEVEN: dict[str, Any] = {**PP2, "pipeline_layers": (2, 1)}
+CHUNKS: dict[str, Any] = {**PP2, "pipeline_chunks": 2}
 BF16: dict[str, Any] = {"dtype": "bfloat16"}
 OFFLOADED: dict[str, Any] = {**BF16, "optimizer": {"cpu_offload": True}}
 MOMENTS: dict[str, Any] = {"optimizer": {"moments": "bfloat16"}}
@@ -42,6 +43,7 @@ def models(folder: Path) -> dict[str, Path]:
         "llama": make_model(folder / "llama", "llama3"),
         "moe": make_model(folder / "moe", "qwen3_moe"),
         "deep": make_model(folder / "deep", "qwen3", tied=True, num_hidden_layers=3),
+        "deeper": make_model(folder / "deeper", "qwen3", tied=True, num_hidden_layers=4),
     }
 
 
@@ -99,6 +101,11 @@ def saved(folder: Path, models: dict[str, Path]) -> Results:
         "uneven otherwise": CheckpointJob(models["deep"], {**PP2, "pipeline_layers": (1, 2)}, load=folder / "uneven"),
         "uneven to TP2": CheckpointJob(models["deep"], TP2, load=folder / "uneven"),
         "moe TP2 to EP2": CheckpointJob(moe, EP2, load=folder / "moe-TP2"),
+        "chunks": CheckpointJob(models["deeper"], CHUNKS, save=folder / "chunks"),
+        "chunks again": CheckpointJob(models["deeper"], CHUNKS, load=folder / "chunks", same_layout=True),
+        "chunks to none": CheckpointJob(models["deeper"], PP2, load=folder / "chunks"),
+        "no chunks": CheckpointJob(models["deeper"], PP2, save=folder / "no-chunks"),
+        "none to chunks": CheckpointJob(models["deeper"], CHUNKS, load=folder / "no-chunks"),
     }
     results = run_world(list(jobs.values()), 2, folder / "world", free_port())
     found |= dict(zip(jobs, results, strict=True))
@@ -152,7 +159,8 @@ def check_close(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> N
 
 
 @pytest.mark.parametrize(
-    "way", ["TP2", "PP2", "DP2", "CP2", "EP2", "bf16", "offloaded", "moments", "bf16 moments", "float8", "uneven"]
+    "way",
+    ["TP2", "PP2", "DP2", "CP2", "EP2", "bf16", "offloaded", "moments", "bf16 moments", "float8", "uneven", "chunks"],
 )
 def test_the_same_ranks_go_on_bit_for_bit(saved: Results, way: str) -> None:
     for before, after in zip(saved[way], saved[f"{way} again"], strict=True):
@@ -176,6 +184,8 @@ def test_the_same_ranks_go_on_bit_for_bit(saved: Results, way: str) -> None:
         ("moe TP2", "moe TP2 to EP2"),
         ("uneven", "uneven otherwise"),
         ("uneven", "uneven to TP2"),
+        ("chunks", "chunks to none"),
+        ("no chunks", "none to chunks"),
         ("float8 TP2", "float8 TP2 to PP2"),
     ],
 )
@@ -207,7 +217,9 @@ def test_four_ranks_have_the_same_bits_there_and_back(of_four: Results, way: str
         check_same_path(one, other)
 
 
-@pytest.mark.parametrize(("model", "way"), [("qwen3", "TP2"), ("qwen3", "DP2"), ("moe", "EP2"), ("deep", "uneven")])
+@pytest.mark.parametrize(
+    ("model", "way"), [("qwen3", "TP2"), ("qwen3", "DP2"), ("moe", "EP2"), ("deep", "uneven"), ("deeper", "chunks")]
+)
 def test_one_rank_goes_on_where_two_were(
     saved: Results, model: str, way: str, folder: Path, models: dict[str, Path], alone: Any
 ) -> None:

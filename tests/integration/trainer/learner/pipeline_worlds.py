@@ -1,16 +1,21 @@
-"""Worlds of pipelines: jobs of `trainer_worlds`, and the experts that a pipeline records."""
+"""Worlds of pipelines: jobs of `trainer_worlds`, and the experts that a pipeline records and replays."""
 
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from tests.integration.trainer import trainer_worlds
-from tests.integration.trainer.trainer_worlds import Job, make_learner, make_samples, work
+from tests.integration.trainer.trainer_worlds import EXPERTS, Job, make_learner, make_samples, work
 
 RECORDING = {"routing_replay": "trainer", "groups_per_step": 2, "mini_batches": 2}
 
 
 def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
-    """Run one job on this rank; of a mixture of experts also return what its routers choose, by micro-batch."""
+    """Run one job on this rank; of a mixture of experts also return what its routers choose, by micro-batch.
+
+    And the log-probs with experts that they don't choose.
+    """
     result = trainer_worlds.run_job(job, ranks)
     if "moe" in job.model.name:
         from services.trainer.batch.row_packing import pack
@@ -18,7 +23,11 @@ def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
 
         samples = make_samples(job.samples)
         learner = make_learner(replace(job, parallel={**job.parallel, **RECORDING}), ranks)
-        result["experts"] = learner.log_probs_and_experts([pack(samples[:3]), pack(samples[3:])])[1]
+        batches = [pack(samples[:3]), pack(samples[3:])]
+        result["experts"] = chosen = learner.log_probs_and_experts(batches)[1]
+        others = [(experts.astype(np.int16) + 1) % EXPERTS["num_experts"] for experts in chosen]
+        given = [replace(batch, experts=experts) for batch, experts in zip(batches, others, strict=True)]
+        result["replayed"] = learner.log_probs(given)
         leave_layout()
     return result
 

@@ -39,7 +39,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """Other ways to train the dense model."""
 WIDE: dict[str, dict[str, Any]] = {
     "PP2xDP2": {"kind": "qwen3", "parallel": {"pipeline_parallel": 2}},
-    "PP2xDP2, tied": {"kind": "llama", "tied": True, "parallel": {"pipeline_parallel": 2}},
+    "PP2xDP2, tied": {"kind": "llama", "tied": True, "layers": 4, "parallel": {"pipeline_parallel": 2}},
+    "PP2xDP2, chunks": {
+        "kind": "llama",
+        "tied": True,
+        "layers": 4,
+        "parallel": {"pipeline_parallel": 2, "pipeline_chunks": 2},
+    },
     "TP2xDP2": {"kind": "qwen3", "parallel": {"tensor_parallel": 2}},
 }
 """Layouts of four ranks."""
@@ -53,9 +59,9 @@ def jobs_of(table: dict[str, dict[str, Any]], root: Path) -> dict[str, Reduction
     jobs = {}
     for name, settings in table.items():
         own = dict(settings)
-        kind, tied = own.pop("kind"), own.pop("tied", False)
-        folder = root / f"{kind}-{tied}"
-        model = folder if folder.exists() else make_model(folder, kind, tied=tied)
+        kind, tied, layers = own.pop("kind"), own.pop("tied", False), own.pop("layers", 2)
+        folder = root / f"{kind}-{tied}-{layers}"
+        model = folder if folder.exists() else make_model(folder, kind, tied=tied, num_hidden_layers=layers)
         jobs[name] = ReductionJob(model, True, **own)
         jobs[f"{name}, plain"] = replace(jobs[name], overlap=False)
     return jobs
@@ -95,7 +101,7 @@ def results(session_redis: RedisServer, tmp_path_factory: pytest.TempPathFactory
         for overlap in (True, False):
             number += 1
             key, own = name if overlap else f"{name}, plain", {**settings, "overlap_grad_reduce": overlap}
-            jobs[key] = run_of(root / "qwen3-False", session_redis.url, number, root / key, **own)
+            jobs[key] = run_of(root / "qwen3-False-2", session_redis.url, number, root / key, **own)
         jobs[f"{name}, again"] = jobs[name]  # the next trainer, which repeats the steps from their files
     found = run_world(list(jobs.values()), 2, root / "ranks", free_port(), program=reduction_worlds.__name__)
     return dict(zip(jobs, found, strict=True))
@@ -181,3 +187,16 @@ def test_pipelines_and_tensor_parallel_ranks(wide: Results, name: str) -> None:
     replicas = [[0, 1], [2, 3]] if name.startswith("PP") else [[0, 2], [1, 3]]
     check_same(ours, theirs, replicas)
     assert all(early == rank["buckets"] for rank in ours for early in rank["early"])
+
+
+def test_chunks_of_stages_make_no_difference(wide: Results) -> None:
+    """To policy and critic. Sums of squares are rounded otherwise."""
+    ours, theirs = wide["PP2xDP2, chunks"], wide["PP2xDP2, tied"]
+    for mine, other in zip(ours, theirs, strict=True):
+        for one, two in zip(mine["numbers"], other["numbers"], strict=True):
+            assert one[:2] == pytest.approx(two[:2], rel=1e-4, abs=1e-5)
+            assert dict(one[2:]) == pytest.approx(dict(two[2:]), rel=1e-3, abs=1e-4)
+    found, expected = ({name: x for rank in way for name, x in rank["tensors"].items()} for way in (ours, theirs))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        np.testing.assert_allclose(found[name], tensor, atol=2e-3, err_msg=name)
