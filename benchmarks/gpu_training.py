@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 4 -m benchmarks.gpu_training --shape 1.7b --tokens 16384 --micro-batches 8
     torchrun --nproc-per-node 2 -m benchmarks.gpu_training --layouts PP2 --micro-batches 16 40 --schedule 0 20
     torchrun --nproc-per-node 2 -m benchmarks.gpu_training --layouts DP2 --micro-batches 2 8 --overlap 0 1
+    torchrun --nproc-per-node 2 -m benchmarks.gpu_training --layouts DP2 --micro-batches 2 8 --shard 0 1
     torchrun --nproc-per-node 1 -m benchmarks.gpu_training --largest
     torchrun --nproc-per-node 1 -m benchmarks.gpu_training --profile
     torchrun --nproc-per-node 1 -m benchmarks.gpu_training --shape moe --experts sequential --attention varlen
@@ -22,7 +23,8 @@ seconds; `of_slowest` is the same with stages that all take as long as the slowe
 schedules of at most so many micro-batches, as training does while a step fills; 0: it is one schedule.
 
 `--overlap 0 1` measures with and without `trainer.overlap_grad_reduce`, which moves the gradients' reduction from the
-optimizer's time into that of forward and backward.
+optimizer's time into that of forward and backward. `--shard 0 1` measures with and without `trainer.shard_gradients`;
+`gradient_gb` is what a rank has of gradients between micro-batches, and `peak_memory_gb` is what it has of everything.
 """
 
 import argparse
@@ -100,7 +102,9 @@ def measure(
     work = micro_batches * flops(config, count_parameters(learner), batches[0])
     return {
         "layout": layout,
-        "overlap": learner._model.overlapped is not None,
+        "overlap": learner._model.ddp_config.overlap_grad_reduce and learner._config.overlap_grad_reduce,
+        "shard": learner._model.sharded is not None,
+        "gradient_gb": sum(tensor.nbytes for tensor in learner._model.gradient_tensors) / 1e9,
         "recompute": options.recompute,
         "offload_gb": options.offload_gb,
         "tokens": tokens,
@@ -152,6 +156,9 @@ def main() -> None:
     parser.add_argument(
         "--overlap", type=int, nargs="+", choices=(0, 1), default=[0], help="whether gradients are reduced meanwhile"
     )
+    parser.add_argument(
+        "--shard", type=int, nargs="+", choices=(0, 1), default=[0], help="whether gradients are sharded"
+    )
     parser.add_argument("--steps", type=int, default=3, help="timed steps; one more is for warming up")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
     parser.add_argument("--recompute-layers", type=int, default=0, help="layers that recompute; 0: all")
@@ -180,9 +187,13 @@ def main() -> None:
     }
     rows: list[dict[str, Any]] = []
     parameters = 0
-    for layout, overlap in product(options.layouts or LAYOUTS[size], options.overlap):
+    for layout, overlap, shard in product(options.layouts or LAYOUTS[size], options.overlap, options.shard):
         with sequential_experts() if options.experts == "sequential" else nullcontext():
-            own = {"overlap_grad_reduce": bool(overlap), **parse_layout(layout)}
+            own = {
+                "overlap_grad_reduce": bool(overlap),
+                "shard_gradients": bool(shard),
+                **parse_layout(layout),
+            }
             learner = make_learner(options.shape, size, {**settings, **own})
         parameters = count_parameters(learner)
         if options.largest:

@@ -228,6 +228,11 @@ class TrainerConfig(Section):
     update's last micro-batch, in buckets of 40 million parameters or more, instead of afterwards. The sums are the
     same. With several buckets each rank updates other parameters, so that the gradient norm is rounded differently.
     For ranks on several machines; over NVLink it was no faster."""
+    shard_gradients: bool = False
+    """Where ranks share parameters, as in data parallelism: keep on each rank only its shard of the accumulated
+    gradients (ZeRO stage 2), and a few buckets of 40 million parameters or more during a backward pass. Gradients are
+    then added up over ranks in each micro-batch instead of once an update, in another order of sums. With
+    overlap_grad_reduce while others are computed (docs/fit.md)."""
     attention: Literal["auto", "cudnn", "varlen"] = "auto"
     """Attention kernels on GPUs in bfloat16. cudnn: cuDNN's, for packed sequences (needs the package
     nvidia-cudnn-frontend and an H100 or newer). varlen: torch's variable-length kernel, with FlashAttention 3 if

@@ -31,6 +31,10 @@ class Layout:
     """Layers of each stage; none: equally many."""
     activations_on_host: int = 0
     """Bytes of the host's memory in which each rank keeps activations."""
+    shard_gradients: bool = False
+    """Whether a rank keeps its shard of the gradients."""
+    overlap_grad_reduce: bool = False
+    """Whether gradients are reduced during the backward pass."""
 
     @classmethod
     def of_trainer(cls, config: TrainerConfig) -> "Layout":
@@ -46,6 +50,8 @@ class Layout:
             offload=config.optimizer.cpu_offload,
             pipeline_layers=config.pipeline_layers,
             activations_on_host=config.activation_offload_bytes,
+            shard_gradients=config.shard_gradients,
+            overlap_grad_reduce=config.overlap_grad_reduce,
         )
 
     @classmethod
@@ -82,6 +88,7 @@ class Layout:
         words += " (" + "+".join(map(str, self.pipeline_layers)) + " layers)" if self.pipeline_layers else ""
         if self.recompute != "none":
             words += f", {self.recompute} recompute" + (f" of {self.recompute_layers}" if self.recompute_layers else "")
+        words += ", sharded gradients" if self.shard_gradients else ""
         return words + (", offload" if self.offload else "")
 
     @property
@@ -97,6 +104,7 @@ class Layout:
             "trainer.recompute": self.recompute,
             "trainer.recompute_layers": self.recompute_layers,
             "trainer.optimizer.cpu_offload": self.offload,
+            "trainer.shard_gradients": self.shard_gradients,
         }
 
     def division(self, shape: ModelShape) -> ContextDivision:
