@@ -5,6 +5,7 @@
     torchrun --nproc-per-node 2 -m benchmarks.gpu_training --layouts PP2 --micro-batches 16 40 --schedule 0 20
     torchrun --nproc-per-node 2 -m benchmarks.gpu_training --layouts PP2 --micro-batches 2 4 8 20 --chunks 1 2 7
     torchrun --nproc-per-node 2 -m benchmarks.gpu_training --layouts DP2 --micro-batches 2 8 --overlap 0 1
+    torchrun --nproc-per-node 2 -m benchmarks.gpu_training --layouts DP2 --micro-batches 2 8 --shard 0 1
     torchrun --nproc-per-node 1 -m benchmarks.gpu_training --largest
     torchrun --nproc-per-node 1 -m benchmarks.gpu_training --profile
     torchrun --nproc-per-node 1 -m benchmarks.gpu_training --shape moe --experts sequential --attention varlen
@@ -24,7 +25,8 @@ schedules of at most so many micro-batches, as training does while a step fills;
 divides stages into so many chunks (`trainer.pipeline_chunks`). A stage's computing time is then that of all its chunks.
 
 `--overlap 0 1` measures with and without `trainer.overlap_grad_reduce`, which moves the gradients' reduction from the
-optimizer's time into that of forward and backward.
+optimizer's time into that of forward and backward. `--shard 0 1` measures with and without `trainer.shard_gradients`;
+`gradient_gb` is what a rank has of gradients between micro-batches, and `peak_memory_gb` is what it has of everything.
 """
 
 import argparse
@@ -104,7 +106,9 @@ def measure(
     work = micro_batches * flops(config, count_parameters(learner), batches[0])
     return {
         "layout": layout,
-        "overlap": learner._model.overlapped is not None,
+        "overlap": learner._model.ddp_config.overlap_grad_reduce and learner._config.overlap_grad_reduce,
+        "shard": learner._model.sharded is not None,
+        "gradient_gb": sum(tensor.nbytes for tensor in learner._model.gradient_tensors) / 1e9,
         "recompute": options.recompute,
         "offload_gb": options.offload_gb,
         "tokens": tokens,
@@ -163,6 +167,9 @@ def main() -> None:
         "--overlap", type=int, nargs="+", choices=(0, 1), default=[0], help="whether gradients are reduced meanwhile"
     )
     parser.add_argument("--chunks", type=int, nargs="+", default=[1], help="chunks of a pipeline's stages")
+    parser.add_argument(
+        "--shard", type=int, nargs="+", choices=(0, 1), default=[0], help="whether gradients are sharded"
+    )
     parser.add_argument("--steps", type=int, default=3, help="timed steps; one more is for warming up")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
     parser.add_argument("--recompute-layers", type=int, default=0, help="layers that recompute; 0: all")
@@ -191,11 +198,18 @@ def main() -> None:
     }
     rows: list[dict[str, Any]] = []
     parameters = 0
-    for layout, overlap, chunks in product(options.layouts or LAYOUTS[size], options.overlap, options.chunks):
-        if chunks > 1 and "PP" not in layout:
+    for layout, overlap, chunks, shard in product(
+        options.layouts or LAYOUTS[size], options.overlap, options.chunks, options.shard
+    ):
+        if chunks > 1 and ("PP" not in layout or shard):
             continue
         with sequential_experts() if options.experts == "sequential" else nullcontext():
-            own = {"overlap_grad_reduce": bool(overlap), "pipeline_chunks": chunks, **parse_layout(layout)}
+            own = {
+                "overlap_grad_reduce": bool(overlap),
+                "pipeline_chunks": chunks,
+                "shard_gradients": bool(shard),
+                **parse_layout(layout),
+            }
             learner = make_learner(options.shape, size, {**settings, **own})
         parameters = count_parameters(learner)
         if options.largest:

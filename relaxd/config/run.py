@@ -239,6 +239,11 @@ class TrainerConfig(Section):
     update's last micro-batch, in buckets of 40 million parameters or more, instead of afterwards. The sums are the
     same. With several buckets each rank updates other parameters, so that the gradient norm is rounded differently.
     For ranks on several machines; over NVLink it was no faster."""
+    shard_gradients: bool = False
+    """Where ranks share parameters, as in data parallelism: keep on each rank only its shard of the accumulated
+    gradients (ZeRO stage 2), and a few buckets of 40 million parameters or more during a backward pass. Gradients are
+    then added up over ranks in each micro-batch instead of once an update, in another order of sums. With
+    overlap_grad_reduce while others are computed (docs/fit.md). Not with pipeline_chunks."""
     attention: Literal["auto", "cudnn", "varlen"] = "auto"
     """Attention kernels on GPUs in bfloat16. cudnn: cuDNN's, for packed sequences (needs the package
     nvidia-cudnn-frontend and an H100 or newer). varlen: torch's variable-length kernel, with FlashAttention 3 if
@@ -295,6 +300,11 @@ class TrainerConfig(Section):
             raise ValueError(
                 f"trainer.pipeline_chunks is {self.pipeline_chunks}, but trainer.pipeline_parallel is 1: without a "
                 "pipeline set 1"
+            )
+        if self.pipeline_chunks > 1 and self.shard_gradients:
+            raise ValueError(
+                f"trainer.shard_gradients is true, but trainer.pipeline_chunks is {self.pipeline_chunks}: chunks of "
+                "different micro-batches go backward in turn, which sharded gradients can't follow: set only one"
             )
         if self.pipeline_chunks > 1 and counts:
             raise ValueError(

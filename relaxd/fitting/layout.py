@@ -33,6 +33,10 @@ class Layout:
     """Chunks of each stage."""
     activations_on_host: int = 0
     """Bytes of the host's memory in which each rank keeps activations."""
+    shard_gradients: bool = False
+    """Whether a rank keeps its shard of the gradients."""
+    overlap_grad_reduce: bool = False
+    """Whether gradients are reduced during the backward pass."""
 
     @classmethod
     def of_trainer(cls, config: TrainerConfig) -> "Layout":
@@ -49,6 +53,8 @@ class Layout:
             pipeline_layers=config.pipeline_layers,
             pipeline_chunks=config.pipeline_chunks,
             activations_on_host=config.activation_offload_bytes,
+            shard_gradients=config.shard_gradients,
+            overlap_grad_reduce=config.overlap_grad_reduce,
         )
 
     @classmethod
@@ -86,6 +92,7 @@ class Layout:
         words += f" ({self.pipeline_chunks} chunks)" if self.pipeline_chunks > 1 else ""
         if self.recompute != "none":
             words += f", {self.recompute} recompute" + (f" of {self.recompute_layers}" if self.recompute_layers else "")
+        words += ", sharded gradients" if self.shard_gradients else ""
         return words + (", offload" if self.offload else "")
 
     @property
@@ -102,6 +109,7 @@ class Layout:
             "trainer.recompute": self.recompute,
             "trainer.recompute_layers": self.recompute_layers,
             "trainer.optimizer.cpu_offload": self.offload,
+            "trainer.shard_gradients": self.shard_gradients,
         }
 
     def division(self, shape: ModelShape) -> ContextDivision:

@@ -59,9 +59,16 @@ def on_frozen(config: RunConfig, role: str, hardware: Hardware) -> list[Held]:
 
 
 def on_critic(config: RunConfig, models: Models, hardware: Hardware) -> list[Held]:
-    """Return what the ranks of the critic's replica hold, by pipeline stage. They recompute as the trainer does."""
+    """Return what the ranks of the critic's replica hold, by pipeline stage. They recompute and shard
+    gradients as the trainer does."""
     own, trainer = config.roles.critic, config.trainer
-    layout = replace(Layout.of_replica(own), recompute=trainer.recompute, recompute_layers=trainer.recompute_layers)
+    layout = replace(
+        Layout.of_replica(own),
+        recompute=trainer.recompute,
+        recompute_layers=trainer.recompute_layers,
+        shard_gradients=trainer.shard_gradients,
+        overlap_grad_reduce=trainer.overlap_grad_reduce,
+    )
     check_layout(layout, [models.policy], own.section, hardware)
     model = TrainedModelShape("critic", models.policy, own.optimizer.cpu_offload, own.optimizer.moment_bytes)
     batch = micro_batch(config, own.micro_batch_tokens or trainer.micro_batch_tokens)

@@ -46,7 +46,12 @@ def _fitting(config: RunConfig, models: Models, hardware: Hardware, ranks: int, 
     element, found = micro_batch(config, trainer.micro_batch_tokens).element, []
     offload = element < 4 and trainer.optimizer.moments == "float32"
     for bare in possible_layouts(models.policy, ranks, trainer.groups_per_step, offload=offload):
-        layout = replace(bare, activations_on_host=trainer.activation_offload_bytes)
+        layout = replace(
+            bare,
+            activations_on_host=trainer.activation_offload_bytes,
+            shard_gradients=trainer.shard_gradients,
+            overlap_grad_reduce=trainer.overlap_grad_reduce,
+        )
         if any(problem(layout, shape) for shape in models.frozen):
             continue
         size = taken + max(held.total for held in on_trainer(config, models, layout, hardware))

@@ -89,7 +89,7 @@ def predict(shape: ModelShape, layout: Layout, work: StepWork, element: int = 2)
         compute * work.passes,
         bubble * work.passes,
         _communication(shape, layout, work.tokens, element) * work.passes,
-        _update(shape, layout, element) * work.updates,
+        _update(shape, layout, element, per_update) * work.updates,
     )
 
 
@@ -113,12 +113,14 @@ def _communication(shape: ModelShape, layout: Layout, tokens: float, element: in
     return seconds
 
 
-def _update(shape: ModelShape, layout: Layout, element: int) -> float:
+def _update(shape: ModelShape, layout: Layout, element: int, micro_batches: float) -> float:
+    """Return the seconds of an update. Sharded gradients are added up over ranks in each of its micro-batches."""
     own = stage_parameters(shape, layout, 0)
     sharing, expert_sharing = layout.data * layout.context, layout.expert_data
     sharded = own.dense / sharing + own.experts / expert_sharing
     moved = own.dense * (1 - 1 / sharing) + own.experts * (1 - 1 / expert_sharing)
-    seconds = moved * (4 + element) / GRADIENT_BYTES_PER_SECOND
+    sums = max(1.0, micro_batches) if layout.shard_gradients else 1
+    seconds = moved * (4 * sums + element) / GRADIENT_BYTES_PER_SECOND
     if layout.offload:
         return seconds + sharded * layout.ranks * OFFLOAD_SECONDS
     return seconds + sharded * UPDATE_BYTES / OPTIMIZER_BYTES_PER_SECOND

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from relaxd.fitting.activations import MicroBatch, backward_work, saved_by_part
+from relaxd.fitting.gradient_buckets import buckets_in_memory
 from relaxd.fitting.layout import Layout
 from relaxd.fitting.logits import LogitBytes, forward_work, logit_bytes
 from relaxd.fitting.parameters import Parameters, stage_parameters
@@ -36,14 +37,15 @@ class TrainedModelShape:
 def weights_and_state(model: TrainedModelShape, layout: Layout, stage: int, element: int) -> Bytes:
     """Return the bytes that a rank holds of a trained model all the time.
 
-    Gradients are in float32 on each rank. The optimizer's state is divided among the ranks that have the same
-    parameters: float32 main weights, if the model computes in bfloat16, and two moments.
+    Gradients are in float32. The optimizer's state is divided among the ranks that have the same parameters: float32
+    main weights, if the model computes in bfloat16, and two moments. So are gradients that are sharded.
     """
     own = stage_parameters(model.shape, layout, stage, critic=model.name == "critic")
     prefix = f"{model.name} " if model.name else ""
-    found = {f"{prefix}weights": own.all * element, f"{prefix}gradients": 4 * own.all}
+    sharded = sharded_parameters(own, layout)
+    gradients = 4 * (sharded if layout.shard_gradients else own.all)
+    found = {f"{prefix}weights": own.all * element, f"{prefix}gradients": gradients}
     if not model.offload:
-        sharded = sharded_parameters(own, layout)
         if element < 4:
             found[f"{prefix}main weights"] = 4 * sharded
         found[f"{prefix}moments"] = int(model.moment_bytes * sharded)
@@ -51,7 +53,7 @@ def weights_and_state(model: TrainedModelShape, layout: Layout, stage: int, elem
 
 
 def sharded_parameters(own: Parameters, layout: Layout) -> int:
-    """Return the parameters whose optimizer state a rank holds."""
+    """Return the parameters whose optimizer state, and shard of the gradients, a rank holds."""
     return own.dense // (layout.data * layout.context) + own.experts // layout.expert_data
 
 
@@ -125,6 +127,9 @@ def trainer_stage(
         found["frozen models"] = sum(stage_parameters(shape, layout, stage).all for shape in frozen) * batch.element
     if bucket_bytes:
         found["buckets of weights"] = 2 * bucket_bytes
+    # A critic has its backward pass after the policy's.
+    if layout.shard_gradients and (buckets := buckets_in_memory(models[0].shape, layout, stage)):
+        found["buckets of gradients"] = buckets
     return found | training_bytes(models[0].shape, layout, stage, batch, gpu_bytes)
 
 
@@ -132,6 +137,8 @@ def critic_stage(model: TrainedModelShape, layout: Layout, stage: int, batch: Mi
     """Return what a rank of a critic's replica holds when it holds the most, tensors only."""
     state = weights_and_state(model, layout, stage, batch.element)
     own = {name.removeprefix(f"{model.name} "): size for name, size in state.items()}
+    if layout.shard_gradients and (buckets := buckets_in_memory(model.shape, layout, stage, critic=True)):
+        own["buckets of gradients"] = buckets
     return own | training_bytes(model.shape, layout, stage, batch, gpu_bytes, critic=True)
 
 

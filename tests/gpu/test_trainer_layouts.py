@@ -20,6 +20,7 @@ from tests.kit.ports import free_port
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 TP, PP, CP, EP = ({f"{name}_parallel": 2} for name in ("tensor", "pipeline", "context", "expert"))
+SHARDED = {"shard_gradients": True}
 LAYOUTS: dict[int, dict[str, tuple[str, dict[str, int]]]] = {
     1: {
         "qwen3": ("qwen3", {}),
@@ -33,6 +34,8 @@ LAYOUTS: dict[int, dict[str, tuple[str, dict[str, int]]]] = {
         "CP2": ("qwen3", CP),
         "DP2": ("qwen3", {}),
         "EP2": ("qwen3_moe", EP),
+        "DP2, sharded gradients": ("qwen3", SHARDED),
+        "EP2, sharded gradients": ("qwen3_moe", {**EP, **SHARDED, "overlap_grad_reduce": True}),
     },
     4: {
         "TP2xDP2": ("qwen3", TP),

@@ -363,6 +363,14 @@ EQUIVALENTS = (
         "",
         "--overlap-grad-reduce",
     ),
+    Equivalent(
+        "trainer.shard_gradients",
+        "",
+        "@actor.fsdp_config.reshard_after_forward @actor.megatron.override_ddp_config.data_parallel_sharding_strategy",
+        "trainer.model.reshard_after_forward",
+        "--data-parallel-sharding-strategy",
+        "true is FSDP's false and Megatron's optim_grads; weights aren't sharded over data-parallel ranks",
+    ),
     Equivalent("trainer.attention", "", "", "trainer.model.attn", "--attention-backend"),
     Equivalent(
         "trainer.collective_timeout_seconds", "", "", "trainer.dist_timeout_seconds", "--distributed-timeout-minutes"

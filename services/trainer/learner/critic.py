@@ -62,7 +62,7 @@ class Critic:
         self._routers = routers(self.module)
         if trainer.moe.freeze_router:
             freeze_routers(self.module)
-        self.model = DataParallel(self.module, overlap=trainer.overlap_grad_reduce)
+        self.model = DataParallel(self.module, overlap=trainer.overlap_grad_reduce, shard=trainer.shard_gradients)
         self.optimizer = build_optimizer(self.model, trainer, config.optimizer, seed=forward.seed)
         self._schedule = build_schedule(self.optimizer, config.optimizer, steps, "roles.critic.optimizer")
         self.model.zero_grad_buffer()

@@ -1,16 +1,19 @@
 """Gradient buffers, and their reduction over the data-parallel ranks."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
 
 # isort: split
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from torch import Tensor
 from torch.nn import Parameter
 
+from services.trainer.megatron.sharded_gradients import ShardedGradients, WithoutGradientMemory
 from services.trainer.model.model import StageModel
+from services.trainer.transformer.kernels.gradients import writable
 
 BUCKET_PARAMETERS: int | None = None
 """Parameters of a bucket, whose gradients are reduced together while others are computed. None: Megatron's number,
@@ -21,25 +24,48 @@ class DataParallel(DistributedDataParallel):
     """Megatron's gradient buffers.
 
     `finalize_model_grads` reduces them, or with `overlap` what isn't reduced yet: buckets that are complete in the
-    backward pass of an update's last micro-batch, which the caller announces (`accumulating`), are reduced during it. A
-    rank that shares its parameters with no other rank skips reduction and gathering, for which torch would copy all
-    gradients and parameters in each step.
+    backward pass of an update's last micro-batch, which the caller announces (`accumulating`), are reduced during it.
+    With `shard` they are reduced in each backward pass, and a rank keeps its own shard of the sums. A rank that shares
+    its parameters with no other rank skips reduction and gathering, for which torch would copy all gradients and
+    parameters in each step.
     """
 
-    def __init__(self, model: StageModel, *, overlap: bool = False) -> None:
+    def __init__(self, model: StageModel, *, overlap: bool = False, shard: bool = False) -> None:
         self._alone = (
             parallel_state.get_data_parallel_world_size(with_context_parallel=True) == 1
             and parallel_state.get_expert_data_parallel_world_size() == 1
         )
+        overlap, self._shard = overlap and not self._alone, shard and not self._alone
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
-            overlap_grad_reduce=overlap and not self._alone,
+            overlap_grad_reduce=overlap or self._shard,
             bucket_size=BUCKET_PARAMETERS,
             use_distributed_optimizer=True,
         )
-        super().__init__(config=model.config, ddp_config=settings, module=model)
-        self.overlapped = OverlappedReduction(self) if settings.overlap_grad_reduce else None
-        """The reduction during the backward pass, if there is one."""
+        with WithoutGradientMemory() if self._shard else nullcontext():
+            super().__init__(config=model.config, ddp_config=settings, module=model)
+        self.sharded = ShardedGradients(self, overlap=overlap) if self._shard else None
+        """The gradients, if they are sharded."""
+        self.overlapped = OverlappedReduction(self) if overlap and self.sharded is None else None
+        """The reduction during the backward pass of the last micro-batch, if there is one."""
+
+    @property
+    def bucket_size(self) -> int | None:
+        """Parameters of a bucket; None: all."""
+        return self._bucket_size
+
+    @bucket_size.setter
+    def bucket_size(self, size: int | None) -> None:
+        # Later stages of a pipeline would have a single bucket, which would be as large as all of their gradients.
+        if size is not None or not self._shard:
+            self._bucket_size = size
+
+    @property
+    def gradient_tensors(self) -> list[Tensor]:
+        """What holds the gradients between micro-batches."""
+        if self.sharded is not None:
+            return self.sharded.tensors
+        return [buffer.grad_data for buffer in [*self.buffers, *self.expert_parallel_buffers]]
 
     @contextmanager
     def accumulating(self, micro_batches: int, *, last: bool) -> Iterator[None]:
@@ -52,6 +78,11 @@ class DataParallel(DistributedDataParallel):
         Raises:
             RuntimeError: they come after the last ones.
         """
+        if self.sharded is not None:
+            self.sharded.begin(micro_batches)
+            yield
+            self.sharded.end()
+            return
         if self.overlapped is None:
             yield
             return
@@ -67,7 +98,9 @@ class DataParallel(DistributedDataParallel):
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Sum the gradients over the data-parallel ranks."""
-        if self.overlapped is not None:
+        if self.sharded is not None:
+            self.sharded.show()
+        elif self.overlapped is not None:
             self.overlapped.start_all()
             self.overlapped.finish()
         elif not self._alone:
@@ -78,6 +111,14 @@ class DataParallel(DistributedDataParallel):
         if self.overlapped is not None:
             self.overlapped.reset()
         super().zero_grad_buffer()
+        if self.sharded is not None:
+            self.sharded.reset()
+
+    def scale_gradients(self, scaling_factor: float) -> None:
+        """Multiply the gradients."""
+        super().scale_gradients(scaling_factor)
+        if self.sharded is not None:
+            self.sharded.scale(scaling_factor)
 
     def start_param_sync(self, *args: object, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Gather the parameters, of which each data-parallel rank has updated a part."""
@@ -94,10 +135,11 @@ class DataParallel(DistributedDataParallel):
             # As Megatron's, which has no place for gradients that went to the buffer and left None here.
             added: bool = param.grad_added_to_main_grad and not getattr(param, "zero_out_wgrad", False)  # type: ignore[attr-defined]
             if param.grad is not None and not added:
-                param.main_grad.add_(param.grad.data)  # type: ignore[attr-defined]
+                writable(param.main_grad).add_(param.grad.data)  # type: ignore[attr-defined]
             param.grad = None
-            assert self.overlapped is not None
-            self.overlapped.count(param)
+            reduction = self.sharded or self.overlapped
+            assert reduction is not None
+            reduction.count(param)
 
         return accumulate
 

@@ -10,7 +10,7 @@ A step has one update or several, and ends with `end_step`. An update runs as fo
    - the backward pass, which adds to Megatron's float32 gradient buffers (`main_grad`).
 
    The losses are sums over tokens, so the division into micro-batches doesn't matter. In the round that the caller
-   calls the last one, gradients that are complete begin to be added up over ranks.
+   calls the last one, gradients that are complete begin to be added up over ranks; sharded ones in every round.
 
 2. `update`, once. It adds up statistics and gradients over ranks, divides the gradients by the normalizer, waits
    for a running checkpoint's copies, and then clips and updates the weights, unless the update isn't finite. The
@@ -51,7 +51,7 @@ from services.trainer.learner.compared.frozen_model import COLUMNS_OF, FrozenMod
 from services.trainer.learner.critic import VALUE_LOSS, Critic
 from services.trainer.learner.data_parallel import DataParallel
 from services.trainer.learner.forward import Forward
-from services.trainer.learner.offload import Offload, gradient_tensors, memory_in_use, state_tensors
+from services.trainer.learner.offload import Offload, memory_in_use, state_tensors
 from services.trainer.learner.optimizer import build_optimizer, build_schedule
 from services.trainer.learner.policy_loss import UNEXPLAINED, PolicyLoss
 from services.trainer.learner.snapshots.checkpoint import Kept, Snapshot, Stateful, TrainedModel, load_snapshot, prepare
@@ -149,7 +149,7 @@ class Learner:
         if trainer.moe.freeze_router:
             freeze_routers(self._policy)
         self._frozen = self._load_frozen({REFERENCE: {"": model_folder}} if frozen is None else frozen)
-        self._model = DataParallel(self._policy, overlap=trainer.overlap_grad_reduce)
+        self._model = DataParallel(self._policy, overlap=trainer.overlap_grad_reduce, shard=trainer.shard_gradients)
         self._optimizer = build_optimizer(self._model, trainer, seed=seed)
         self._schedule = build_schedule(self._optimizer, trainer.optimizer, steps)
         self._critic: Critic | None = None
@@ -402,11 +402,11 @@ class Learner:
         self._model.wait_for_reduction()
         before = memory_in_use(self.world.device)
         models = [self._policy, *(model.module for model in self._frozen)]
-        tensors, gradients = state_tensors(models, self._optimizer), gradient_tensors(self._model)
+        tensors, gradients = state_tensors(models, self._optimizer), list(self._model.gradient_tensors)
         if (critic := self._critic) is not None:
             tensors += state_tensors([critic.module], critic.optimizer)
             critic.model.wait_for_reduction()
-            gradients += gradient_tensors(critic.model)
+            gradients += critic.model.gradient_tensors
         kept, zeros = (gradients, []) if self._accumulated else ([], gradients)
         self._offload.offload([*tensors, *kept], zeros)
         return before, memory_in_use(self.world.device)

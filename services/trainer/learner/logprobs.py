@@ -9,7 +9,7 @@ from torch import Tensor
 
 from services.trainer.transformer.kernels.float32_product import float32_product
 from services.trainer.transformer.kernels.fusion import fused_kernels
-from services.trainer.transformer.kernels.gradients import add_product_
+from services.trainer.transformer.kernels.gradients import add_product_, writable
 
 CPU_CHUNK_TOKENS = 512
 """Tokens per chunk on CPU."""
@@ -247,7 +247,7 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_others = None if grad_others is None else grad_others.masked_fill(candidates < 0, 0.0)
         grad_hidden = torch.empty_like(hidden)
         into: Tensor | None = ctx.main_grad
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if into is None else into
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if into is None else writable(into)
         kept: list[Tensor] = ctx.kept[::-1]
         ctx.kept = []
         for rows in ctx.chunks.rows(hidden.shape[0]):

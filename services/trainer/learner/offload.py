@@ -16,8 +16,6 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from services.trainer.learner.data_parallel import DataParallel
-
 CHUNK_BYTES = 256 << 20
 """Size of host allocations. A power of two, because pinned memory is allocated in powers of two."""
 ALIGNMENT = 512
@@ -112,11 +110,6 @@ class Offload:
 
 def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-
-
-def gradient_tensors(model: DataParallel) -> list[Tensor]:
-    """Return Megatron's gradient buffers."""
-    return [buffer.grad_data for buffer in [*model.buffers, *model.expert_parallel_buffers]]
 
 
 def state_tensors(models: Iterable[torch.nn.Module], optimizer: MegatronOptimizer) -> list[Tensor]:

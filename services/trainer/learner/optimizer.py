@@ -16,6 +16,7 @@ from relaxd.config import OptimizerConfig, TrainerConfig
 from services.trainer.learner.bfloat16_moments import Bfloat16MomentsAdamW, ShardPlace
 from services.trainer.learner.data_parallel import DataParallel
 from services.trainer.learner.float8_moments import Float8MomentAdamW
+from services.trainer.megatron.sharded_gradients import use_shards
 
 EMBEDDING = "embedding.word_embeddings.weight"
 """Name of the embedding in the first pipeline stage."""
@@ -62,6 +63,9 @@ def build_optimizer(
         megatron_config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
         megatron_config.store_param_remainders = False
     optimizer = get_megatron_optimizer(megatron_config, [model], config_overrides=no_decay_for_norms(megatron_config))
+    for one in optimizer.chained_optimizers if model.sharded is not None else ():
+        if one.optimizer is not None:
+            one._copy_model_grads_to_main_grads = use_shards(one)
     for group in optimizer.param_groups:
         group["fused"] = True  # one pass over memory instead of about twelve
     if settings.moments != "float32":

@@ -8,7 +8,7 @@ from typing import Any
 import megatron.core.tensor_parallel.layers as layers
 from torch import Tensor
 
-from services.trainer.transformer.kernels.gradients import add_product_
+from services.trainer.transformer.kernels.gradients import add_product_, writable
 
 
 class _MatrixProducts:
@@ -17,7 +17,7 @@ class _MatrixProducts:
     @staticmethod
     def wgrad_gemm_accum_fp32(total_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
         """Add grad_output [tokens, out].T @ total_input [tokens, in] to main_grad [out, in]."""
-        add_product_(main_grad, grad_output, total_input)
+        add_product_(writable(main_grad), grad_output, total_input)
 
 
 def install() -> None:

@@ -108,7 +108,7 @@ def _step(job: Job, ranks: int) -> dict[str, Any]:
         "stage": learner.world.pp_rank,
         "tokens": len(batches[0].tokens),
         "saved": counted.peak,
-        "gradients": sum(one.grad_data.nbytes for one in (*model.buffers, *model.expert_parallel_buffers)),
+        "gradients": sum(one.nbytes for one in model.gradient_tensors),
         "moments": sum(
             tensor.nbytes
             for state in states

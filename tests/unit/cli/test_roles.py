@@ -296,6 +296,11 @@ def test_the_check_of_a_configuration_divides_the_layers_of_stages_into_chunks(t
             "trainer.pipeline_layers = [3, 1]",
             "trainer.pipeline_layers is [3, 1]: set only one of them",
         ),
+        (
+            "trainer.ranks = 2\ntrainer.pipeline_parallel = 2\ntrainer.pipeline_chunks = 2\n"
+            "trainer.shard_gradients = true",
+            "trainer.shard_gradients is true, but trainer.pipeline_chunks is 2: ",
+        ),
     ],
 )
 def test_chunks_that_cannot_be(settings: str, message: str) -> None:

@@ -12,8 +12,10 @@ from relaxd.client.errors import CliError
 from relaxd.config import RunConfig
 from relaxd.config.load import ConfigError
 from relaxd.fitting.fit import Fit, fit
+from relaxd.fitting.gradient_buckets import buckets_in_memory
 from relaxd.fitting.held import FitError, Hardware
 from relaxd.fitting.layout import Layout, possible_layouts, problem
+from relaxd.fitting.parameters import stage_parameters
 from relaxd.fitting.shape import read_shape
 from relaxd.fitting.speed import StepWork, predict
 from tests.unit.fitting.models import write_config
@@ -216,6 +218,43 @@ def test_moments_in_float8_need_three_bytes_and_their_scales(small: Path) -> Non
         saved.append(found.host["a checkpoint being written"])
     assert held[2] == held[0] * (3 + 1 / 32) / 8
     assert saved[2] == saved[1] == saved[0] - held[0] // 2  # a checkpoint has bfloat16
+
+
+def test_sharded_gradients_need_a_part_and_a_few_buckets(small: Path, large: Path) -> None:
+    whole, sharded, overlapped = (
+        fit(make(large, trainer={"ranks": 4, "recompute": "selective", **own}), H200)
+        for own in ({}, {"shard_gradients": True}, {"shard_gradients": True, "overlap_grad_reduce": True})
+    )
+    before, after, more = (
+        next(one.bytes for one in found.held if one.role == "trainer") for found in (whole, sharded, overlapped)
+    )
+    assert after["gradients"] == pytest.approx(before["gradients"] / 4, rel=1e-6)
+    embedding, least = 4 * 151936 * 4096, 4 * 40_000_000
+    assert embedding + least <= after["buckets of gradients"] < more["buckets of gradients"] < 1.3 * embedding
+    changed = ("gradients", "buckets of gradients")
+    assert {name: size for name, size in after.items() if name not in changed} == {
+        name: size for name, size in before.items() if name not in changed
+    }
+    assert sharded.seconds.update > 2 * whole.seconds.update  # a sum for each of about ten micro-batches
+    assert all(one.layout.shard_gradients for one in sharded.layouts)
+    assert sharded.layout.name == "DP4, selective recompute, sharded gradients"
+    service: dict[str, Any] = {"placement": "service", "context_parallel": 2}
+    critic = fit(
+        make(small, algorithm={"name": "ppo"}, trainer={"shard_gradients": True}, roles={"critic": service}), H200
+    )
+    (own,) = (one.bytes for one in critic.held if one.role == "critic")
+    assert own["gradients"] + own["buckets of gradients"] < 2 * own["weights"]  # which are in bfloat16
+
+
+@pytest.mark.parametrize("model", ["1.7b", "8b", "mixture"])
+def test_buckets_have_all_parameters(tmp_path: Path, model: str) -> None:
+    shape = read_shape(write_config(tmp_path / model, model))
+    for layout in possible_layouts(shape, 8, 64, offload=False):
+        for stage in range(layout.pipeline):
+            parameters = stage_parameters(shape, layout, stage)
+            shared = parameters.dense if layout.data * layout.context > 1 else 0
+            shared += parameters.experts if layout.expert_data > 1 else 0
+            assert buckets_in_memory(shape, layout, stage, least=10**12) == 4 * shared
 
 
 def test_logits_in_float32_need_twice_as_much(small: Path) -> None:

@@ -4,6 +4,17 @@ import torch
 from torch import Tensor
 
 
+def writable(main_grad: Tensor) -> Tensor:
+    """Return Megatron's gradient buffer of a parameter, once it has memory: a sharded one may have none yet.
+
+    Call it in the backward pass before gradients are added (`services.trainer.megatron.sharded_gradients`).
+    """
+    provide = getattr(main_grad, "provide", None)
+    if provide is not None:
+        provide()
+    return main_grad
+
+
 def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add left.T @ right to `total`, with float32 sums.
 

@@ -17,6 +17,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from services.trainer.transformer.kernels.gradients import writable
 from services.trainer.transformer.kernels.grouped_products import add_grouped_products_, grouped_product
 from services.trainer.transformer.kernels.weighted_swiglu import weighted_swiglu, weighted_swiglu_backward
 from services.trainer.transformer.mlp.expert_exchange import ExpertExchange
@@ -156,12 +157,12 @@ class _Experts(torch.autograd.Function):
         into_fc1, into_fc2 = ctx.main_grads
         grad_fc1 = grad_fc2 = None
         if ctx.needs_input_grad[3]:
-            total = torch.zeros_like(fc2, dtype=torch.float32) if into_fc2 is None else into_fc2
+            total = torch.zeros_like(fc2, dtype=torch.float32) if into_fc2 is None else writable(into_fc2)
             add_grouped_products_(total, grad_rows, second, ends)
             grad_fc2 = total.to(fc2.dtype) if into_fc2 is None else None
         del grad_rows, second
         if ctx.needs_input_grad[2]:
-            total = torch.zeros_like(fc1, dtype=torch.float32) if into_fc1 is None else into_fc1
+            total = torch.zeros_like(fc1, dtype=torch.float32) if into_fc1 is None else writable(into_fc1)
             add_grouped_products_(total.flatten(1, 2), grad_first, copy_to_rows(x, places), ends)
             grad_fc1 = total.to(fc1.dtype) if into_fc1 is None else None
         grad_x = sum_of_rows(grouped_product(grad_first, matrix, ends), places)

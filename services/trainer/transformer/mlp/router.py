@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from services.trainer.transformer.kernels.float32_product import float32_product
-from services.trainer.transformer.kernels.gradients import add_product_
+from services.trainer.transformer.kernels.gradients import add_product_, writable
 from services.trainer.transformer.mlp.routing import Routing
 
 
@@ -155,10 +155,11 @@ class _Float32Logits(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = (grad @ matrix).to(ctx.saved_tensors[0].dtype)
         if ctx.needs_input_grad[1]:
-            total = torch.zeros_like(weight, dtype=torch.float32) if ctx.main_grad is None else ctx.main_grad
+            into = ctx.main_grad
+            total = torch.zeros_like(weight, dtype=torch.float32) if into is None else writable(into)
             for part in grad.split(len(weight), 1):
                 add_product_(total, part, x)
-            grad_weight = total.to(weight.dtype) if ctx.main_grad is None else None
+            grad_weight = total.to(weight.dtype) if into is None else None
         return grad_x, grad_weight
 
 

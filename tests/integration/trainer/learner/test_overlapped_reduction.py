@@ -10,10 +10,8 @@ import pytest
 import redis
 
 from tests.integration.trainer.learner import reduction_worlds
-from tests.integration.trainer.learner.reduction_worlds import ReductionJob
-from tests.integration.trainer.service_kit import Feeder, make_config
+from tests.integration.trainer.learner.reduction_worlds import ReductionJob, merged, run_of
 from tests.integration.trainer.trainer_worlds import make_model, run_world
-from tests.integration.trainer.training_worlds import RunJob
 from tests.kit.ports import free_port
 from tests.kit.redis.redis_server import RedisServer
 
@@ -50,7 +48,6 @@ WIDE: dict[str, dict[str, Any]] = {
 }
 """Layouts of four ranks."""
 RUNS: dict[str, dict[str, Any]] = {"while filling": {}, "two updates": {"mini_batches": 2}}
-LENGTHS = (6, 9, 4, 11, 7, 5, 10, 8)
 
 Results = dict[str, list[dict[str, Any]]]
 
@@ -65,28 +62,6 @@ def jobs_of(table: dict[str, dict[str, Any]], root: Path) -> dict[str, Reduction
         jobs[name] = ReductionJob(model, True, **own)
         jobs[f"{name}, plain"] = replace(jobs[name], overlap=False)
     return jobs
-
-
-def run_of(model: Path, redis_url: str, number: int, folder: Path, **trainer: Any) -> RunJob:
-    """A run of two steps of four groups, which all wait for it."""
-    settings = {
-        "ranks": 2,
-        "groups_per_step": 4,
-        "micro_batch_tokens": 32,
-        "checkpoint": {"every": 0},
-        "optimizer": {"lr": 1e-2, "clip_grad": 0.0},
-        **trainer,
-    }
-    config = make_config(
-        model, run={"steps": 2}, trainer=settings, algorithm={"old_logprobs": "current"}, board={"max_staleness": 8}
-    )
-    folder.mkdir(parents=True)
-    url = redis_url.removesuffix("/0") + f"/{number}"
-    feeder = Feeder(url, config)
-    for length in LENGTHS:
-        feeder.feed(1, 0, length=length)
-    feeder.board.close()
-    return RunJob(config, url, folder)
 
 
 @pytest.fixture(scope="module")
@@ -113,19 +88,6 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Results:
     jobs = jobs_of(WIDE, root)
     found = run_world(list(jobs.values()), 4, root / "ranks", free_port(), program=reduction_worlds.__name__)
     return dict(zip(jobs, found, strict=True))
-
-
-def merged(shares: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Gradients of a stage's ranks as one, each element from the rank that updates it."""
-    whole: dict[str, np.ndarray] = {}
-    for share in shares:
-        for name, values in share.items():
-            before = whole.setdefault(name, np.full_like(values, np.nan))
-            both = ~np.isnan(before) & ~np.isnan(values)
-            np.testing.assert_array_equal(before[both], values[both])
-            whole[name] = np.where(np.isnan(before), values, before)
-    assert not any(np.isnan(values).any() for values in whole.values())
-    return whole
 
 
 def check_same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], replicas: list[list[int]]) -> None:

@@ -10,7 +10,7 @@ import torch
 from services.trainer.batch.row_packing import pack
 from services.trainer.learner import offload
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.offload import Offload, gradient_tensors, state_tensors
+from services.trainer.learner.offload import Offload, state_tensors
 from services.trainer.megatron.parallel import shut_down
 from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model, make_samples, run_world
 from tests.kit.ports import free_port
@@ -49,7 +49,7 @@ def nap(learner: Learner) -> None:
     learner.offload()
     models = [learner._policy, *(model.module for model in learner._frozen)]
     tensors = [*state_tensors(models, learner._optimizer)]
-    tensors += gradient_tensors(learner._model)
+    tensors += learner._model.gradient_tensors
     assert len(tensors) > 20
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors if tensor.numel())
     learner.onload()

@@ -1,0 +1,277 @@
+"""Gradients of which each data-parallel rank keeps only its own shard between micro-batches.
+
+ZeRO (arXiv 1910.02054), section 5.2: the second stage, which DeepSpeed calls stage 2, torch's FSDP SHARD_GRAD_OP, and
+Megatron-FSDP optim_grads. Megatron-FSDP isn't used, because it replaces Megatron's buffers and distributed optimizer:
+checkpoints, moments in low precision and worlds on CPU are built on these. Here the buckets, the shards and the
+optimizer stay Megatron's, and only the gradients' memory is another.
+
+A bucket has memory for all of its gradients only within a backward pass: from the first gradient that is added, until
+all of its parameters have theirs and the ranks' sum is scattered. Each rank then adds its shard of the sum to what it
+has of earlier micro-batches, in float32. As in FSDP, memory is freed and allocated by resizing a storage, so that all
+views of it stay what they are.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
+
+# isort: split
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
+
+
+class WithoutGradientMemory(TorchFunctionMode):
+    """Has Megatron make buffers whose gradients have the memory of one number, for `ShardedGradients`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function of torch. A buffer makes zeros for its parameters and then as many for their gradients."""
+        if func is torch.zeros:
+            self._calls += 1
+            if self._calls % 2 == 0:
+                (count,) = args
+                return torch.zeros((), **kwargs).expand(count)
+        return func(*args, **(kwargs or {}))
+
+
+class ShardedGradients:
+    """The gradients of a model, in place of those in Megatron's buffers.
+
+    Buckets are reduced in one fixed order in each backward pass, so that ranks that get their gradients in another
+    order, or lack some, call the same collectives. A parameter gets a gradient once in each backward pass, or none,
+    where it has no part in the loss: what is still missing after a pass is reduced when the next one begins.
+    """
+
+    def __init__(self, model: DistributedDataParallel, *, overlap: bool) -> None:
+        """Take over a model's gradients.
+
+        Args:
+            model: made within `WithoutGradientMemory`, with the setting overlap_grad_reduce.
+            overlap: whether a bucket is reduced while gradients of the next one are computed; otherwise these wait.
+        """
+        self._overlap = overlap
+        found: list[GradientBucket] = []
+        for buffer in [*model.buffers, *model.expert_parallel_buffers]:
+            assert (buffer.grad_data.stride(), buffer.param_data.stride()) == ((0,), (1,)), "another Megatron's buffers"
+            starts = {parameter: start for parameter, (start, _, _) in buffer.param_index_map.items()}
+            for bucket in buffer.buckets:
+                group = model.param_to_bucket_group[bucket.params_list[0]]
+                assert group.buckets == [bucket]
+                found.append(GradientBucket(group, starts))
+            buffer.grad_data = torch.empty(0, device=buffer.param_data.device)
+        places = {parameter: place for place, parameter in enumerate(model.module.parameters())}
+        # A backward pass comes to the first parameters last. Experts have buckets of their own.
+        self.buckets = sorted(found, key=lambda one: -min(places[parameter] for parameter in one.parameters))
+        self._bucket_of = {parameter: index for index, one in enumerate(self.buckets) for parameter in one.parameters}
+        self._passes = 0
+        """Backward passes whose gradients are still to be reduced."""
+        self._counted: set[Parameter] = set()
+        """Parameters that have their gradient of this pass."""
+        self._lacking: list[int] = []
+        """Parameters of each bucket that have not."""
+        self._next = 0
+        """The next bucket to be reduced."""
+        self._under_way: GradientBucket | None = None
+        self._reduced = False
+        self.started_early = self.started_late = 0
+        """Buckets that were reduced as soon as they were complete, and those that a later pass or the end had to."""
+        self._begin_pass()
+        self.reset()
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What this rank keeps between micro-batches: its shards, float32."""
+        return [bucket.shard for bucket in self.buckets]
+
+    def begin(self, micro_batches: int) -> None:
+        """Announce the backward passes of so many micro-batches, the same number on all ranks.
+
+        Raises:
+            RuntimeError: the gradients are in use already.
+        """
+        if self._reduced:
+            raise RuntimeError("micro-batches come after the last ones of an update, whose gradients are reduced")
+        self._passes = micro_batches
+        self.started_early = self.started_late = 0
+
+    def count(self, parameter: Parameter) -> None:
+        """Note that a parameter has got its gradient of a micro-batch; reduce the buckets that are complete.
+
+        Raises:
+            RuntimeError: it got more of them than there are micro-batches.
+        """
+        if parameter in self._counted:  # something has lacked a gradient in the pass before this one
+            self._end_pass()
+        if not self._passes:
+            raise RuntimeError(
+                "a parameter got several gradients in one backward pass, perhaps after they were reduced: set "
+                "trainer.shard_gradients = false for this model"
+            )
+        self._counted.add(parameter)
+        self._lacking[self._bucket_of[parameter]] -= 1
+        while self._next < len(self.buckets) and not self._lacking[self._next]:
+            self._reduce()
+            self.started_early += 1
+        if self._next == len(self.buckets):
+            self._end_pass()
+
+    def end(self) -> None:
+        """Reduce what the announced passes have left. Afterwards there are only shards."""
+        while self._passes:
+            self._end_pass()
+        self._finish()
+
+    def show(self) -> None:
+        """Make each parameter's `main_grad` the part of it that is in this rank's shard, [n], which may be empty."""
+        self.end()
+        self._reduced = True
+        for bucket in self.buckets:
+            bucket.show()
+
+    def scale(self, factor: float) -> None:
+        """Multiply the gradients."""
+        for bucket in self.buckets:
+            bucket.shard.mul_(factor)
+
+    def reset(self) -> None:
+        """Drop the gradients, and begin a new update."""
+        self._finish()
+        self._passes, self._reduced = 0, False
+        self._begin_pass()
+        for bucket in self.buckets:
+            bucket.reset()
+
+    def _begin_pass(self) -> None:
+        self._counted.clear()
+        self._lacking = [len(bucket.parameters) for bucket in self.buckets]
+        self._next = 0
+
+    def _end_pass(self) -> None:
+        while self._next < len(self.buckets):
+            self._reduce()
+            self.started_late += 1
+        self._passes -= 1
+        self._begin_pass()
+
+    def _reduce(self) -> None:
+        self._finish()
+        self._under_way = self.buckets[self._next]
+        self._under_way.start()
+        self._next += 1
+        if not self._overlap:
+            self._finish()
+
+    def _finish(self) -> None:
+        bucket, self._under_way = self._under_way, None
+        if bucket is not None:
+            bucket.finish()
+
+
+class GradientBucket:
+    """Parameters whose gradients are reduced together.
+
+    Where no other rank has the same parameters, such as experts of which there is one copy, nothing is reduced: the
+    shard is all of the gradients, which keep their memory.
+    """
+
+    def __init__(self, group: Any, starts: Mapping[Parameter, int]) -> None:
+        """Make the gradients' memory.
+
+        Args:
+            group: Megatron's, of one bucket.
+            starts: where its parameters begin in the bucket's buffer.
+        """
+        (bucket,) = group.buckets
+        self._group = group
+        group.is_first_batch = False  # there is nothing to learn
+        self.parameters: list[Parameter] = bucket.params_list
+        ranks, rank = (
+            group.intra_distributed_optimizer_instance_size,
+            group.intra_distributed_optimizer_instance_rank,
+        )
+        device, count = bucket.param_data.device, bucket.grad_data.numel()
+        self.whole = torch.empty(count, dtype=torch.float32, device=device)
+        """All gradients, float32; without memory between backward passes."""
+        self.shard = self.whole
+        """This rank's, summed over ranks and micro-batches."""
+        bucket.grad_data = self.whole
+        share = count // ranks
+        self._own = self.whole[rank * share : (rank + 1) * share]
+        self._views = {}
+        self._shown = {}
+        self._finished = True
+        if ranks > 1:
+            self.shard = torch.zeros(share, dtype=torch.float32, device=device)
+        for parameter in self.parameters:
+            begin = starts[parameter] - bucket.offset
+            view = self.whole[begin : begin + parameter.numel()].view(parameter.shape)
+            view.provide = self.provide  # type: ignore[attr-defined]  # see `writable`
+            self._views[parameter] = view
+            first = begin - rank * share
+            self._shown[parameter] = slice(max(first, 0), max(first + parameter.numel(), 0))
+        self._divided = ranks > 1
+        self._release()
+
+    def provide(self) -> None:
+        """Give the gradients their memory, with zeros, unless they have it."""
+        self.finish()
+        storage = self.whole.untyped_storage()
+        if not storage.nbytes():
+            storage.resize_(self.whole.nbytes)
+            self.whole.zero_()
+
+    def start(self) -> None:
+        """Start to add up the ranks' gradients of a pass."""
+        if self._divided:
+            self.provide()  # there may be none
+            self._group.start_grad_sync()
+            self._finished = False
+
+    def finish(self) -> None:
+        """Wait for the sum that has been started, if any, and add this rank's part to its shard."""
+        if not self._finished:
+            self._finished = True
+            self._group.finish_grad_sync()
+            self.shard.add_(self._own)
+            self._release()
+
+    def show(self) -> None:
+        """See `ShardedGradients.show`."""
+        for parameter, part in self._shown.items():
+            parameter.main_grad = self.shard[part]
+
+    def reset(self) -> None:
+        """Set the shard to zero and go back to whole gradients without memory."""
+        self._release()
+        self.shard.zero_()
+        for parameter, view in self._views.items():
+            parameter.main_grad = view
+
+    def _release(self) -> None:
+        if self._divided:
+            self.whole.untyped_storage().resize_(0)
+
+
+def use_shards(optimizer: Any) -> Callable[[], None]:
+    """Return what gives one of Megatron's distributed optimizers its gradients, once they are shown.
+
+    Megatron's own takes them out of whole gradients (`_copy_model_grads_to_main_grads`).
+    """
+
+    def give() -> None:
+        decoupled = optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+        low = optimizer.shard_float16_groups if decoupled else optimizer.shard_fp32_from_float16_groups
+        of_model = [*optimizer.model_float16_groups, *optimizer.model_fp32_groups]
+        for parameters, shards in zip(of_model, [*low, *optimizer.shard_fp32_groups], strict=True):
+            for parameter, shard in zip(parameters, shards, strict=True):
+                assert parameter.main_grad.shape == shard.shape
+                setattr(shard, "decoupled_grad" if decoupled else "grad", parameter.main_grad)
+
+    return give
