@@ -366,10 +366,10 @@ EQUIVALENTS = (
     Equivalent(
         "trainer.shard_gradients",
         "",
-        "@actor.fsdp_config.reshard_after_forward @actor.megatron.override_ddp_config.data_parallel_sharding_strategy",
-        "trainer.model.reshard_after_forward",
+        "",
+        "",
         "--data-parallel-sharding-strategy",
-        "true is FSDP's false and Megatron's optim_grads; weights aren't sharded over data-parallel ranks",
+        "true is Megatron's optim_grads; FSDP always shards gradients. Weights aren't sharded over data-parallel ranks",
     ),
     Equivalent("trainer.attention", "", "", "trainer.model.attn", "--attention-backend"),
     Equivalent(

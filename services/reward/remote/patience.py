@@ -45,7 +45,7 @@ class PatientCaller:
 
         `timeout_seconds` is the deadline of a call, which the calls themselves keep; `outage_seconds` how long they
         wait for a service that is away, or that wants to be left alone. `per_second` is how many calls begin in a
-        second, 0 any number; `turn` is what a call then waits for, and its setting.
+        second, 0 any number; `turn` is what a call then waits for, with its setting.
         """
         self._who, self._on = who, on
         self._probe = probe
@@ -54,7 +54,7 @@ class PatientCaller:
         self._timeout_seconds = timeout_seconds
         self._outage_seconds = outage_seconds
         self._pace = Pace(per_second)
-        self._turn_name = turn
+        self._turn_name = turn or f"a turn to call {who}"
         self._turn = asyncio.Lock()  # of the call that begins next
         self._looks = 0
         self._open_calls: dict[int, float] = {}
