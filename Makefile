@@ -32,7 +32,7 @@ demo: $(STAMP) ## teach a real language model to add, here, in minutes (SEED=, S
 	$(BIN)/relaxd demo --seed $(SEED) $(if $(STEPS),--steps $(STEPS))
 
 # The tests of a file share its fixtures and stay on one worker; files go in their order, long ones before the unit tests.
-# Most tests wait for processes that they started, so there is one worker more than there are cores.
+# Most tests wait for processes that they started, so one worker more than there are cores; the slow ones keep them busy.
 CORES := $(shell $(PYTHON) -c 'import os; print(min(os.cpu_count() or 1, 8))')
 WORKERS ?= $(shell expr $(CORES) + 1)
 PARALLEL := --dist loadfile --no-loadscope-reorder
@@ -45,14 +45,12 @@ test: $(STAMP) lint ## what can be tested without a GPU, but for what is slow (W
 test-fast: $(STAMP) ## the unit tests, in a minute or two (WORKERS=)
 	$(BIN)/python -m pytest -n $(WORKERS) $(PARALLEL) -m "not slow" tests/unit
 
-# In one run, or each worker would import every test twice, and wait for the last of the slow ones with nothing to do.
-.PHONY: tests-slow-or-not
-tests-slow-or-not: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) $(PARALLEL) --durations=20
+.PHONY: test-slow
+test-slow: $(STAMP) ## what is slow
+	$(BIN)/python -m pytest -n $(CORES) $(PARALLEL) -m slow --durations=20
 
 .PHONY: test-all
-test-all: $(STAMP) ## everything that can be tested without a GPU or containers (WORKERS=)
-	$(MAKE) --jobs 2 lint tests-slow-or-not
+test-all: test test-slow ## everything that can be tested without a GPU or containers (WORKERS=)
 
 .PHONY: test-gpu
 test-gpu: $(if $(VENV),$(STAMP)) ## what needs GPUs, in minutes (VENV= PYTHON=: with an environment of your own)

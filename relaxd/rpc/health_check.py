@@ -11,8 +11,8 @@ import grpc
 
 SERVING = b"\x08\x01"
 """grpc.health.v1.HealthCheckResponse with status SERVING, on the wire."""
-SECONDS = 2.0
-"""Deadline of the check."""
+SECONDS = 6.0
+"""Deadline of the check. Containers give it ten seconds, of which a busy machine takes some to start Python."""
 
 
 def check(address: str, seconds: float = SECONDS) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from relaxd.rewards import judge
 
-SECONDS = 0.04
+SECONDS = 0.2
 HUGE_VARIABLE = "CHAOS_HUGE_REWARDS"
 """Names a file: while it is there, rewards are huge."""
 HUGE = 1e38
