@@ -1,5 +1,6 @@
 """Import of users' own functions and classes by their names in a configuration."""
 
+import contextlib
 import difflib
 import importlib
 import importlib.util
@@ -8,8 +9,9 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 OWN_NAME = re.compile(r"(?:[^:]*\.py|[^\W\d]\w*(?:\.[^\W\d]\w*)*):[^\W\d]\w*")
@@ -95,10 +97,20 @@ def _import_module(name: str) -> ModuleType:
     module = importlib.import_module(name)
     changed = os.path.getmtime(module.__file__) if module.__file__ else 0.0
     if _changed_at.setdefault(name, changed) != changed:
+        if module.__file__:
+            with contextlib.suppress(OSError):  # byte code of the same second may be of the file before
+                os.unlink(importlib.util.cache_from_source(module.__file__))
         importlib.invalidate_caches()
         module = importlib.reload(module)
         _changed_at[name] = changed
     return module
+
+
+class _FromSource(SourceFileLoader):
+    """Loads a file without byte code, which may be of the file before if both were written within a second."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
 
 
 def import_file(path: str, kind: str = "own") -> ModuleType:
@@ -109,7 +121,8 @@ def import_file(path: str, kind: str = "own") -> ModuleType:
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {file}")
-    spec = importlib.util.spec_from_file_location(f"relaxd_{kind}_{file.stem}", file)
+    name = f"relaxd_{kind}_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file, loader=_FromSource(name, str(file)))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
