@@ -62,8 +62,7 @@ def demo(
 
 def demo_config(algorithm: str, seed: int, steps: int | None) -> RunConfig:
     """Return the configuration of the demo with an algorithm that needs no teacher. Raises ConfigError."""
-    given = ["--run.steps", str(steps)] if steps is not None else []
-    return load_file(example("addition.toml"), ["--run.seed", str(seed), *demo_overrides(algorithm), *given])
+    return load_file(example("addition.toml"), ["--run.seed", str(seed), *demo_overrides(algorithm), *_steps(steps)])
 
 
 def distillation_config(
@@ -87,21 +86,23 @@ def distillation_config(
     of_teacher = demo_config("grpo", seed, steps)
     check_run_id(run_id)
     free_folder(of_teacher.run.folder, run_id)  # before minutes of training
-    teacher = best_teacher(of_teacher)
+    teacher, teaching = best_teacher(of_teacher), f"{run_id}-teacher"
     if teacher is None:
-        teaching = f"{run_id}-teacher"
         say(f"no demo has trained a model here that can teach: training one first, as run {teaching}")
         train(of_teacher, teaching)
         teacher = best_teacher(of_teacher)
     if teacher is None:
         raise CliError(
-            f"run {run_id}-teacher ended without a model of {of_teacher.run.steps} steps, which was to be the teacher",
+            f"run {teaching} ended without a model of {of_teacher.run.steps} steps, which was to be the teacher",
             "relaxd demo --algorithm opd trains another one",
         )
     say(f"the teacher is the model of run {teacher.run_id}, with an accuracy of {teacher.accuracy:.2f}")
-    words = ["--run.seed", str(seed + 1), "--roles.teacher.model", str(teacher.model)]
-    words += ["--run.steps", str(steps)] if steps is not None else []
+    words = ["--run.seed", str(seed + 1), "--roles.teacher.model", str(teacher.model), *_steps(steps)]
     return load_file(example("opd.toml"), words)
+
+
+def _steps(steps: int | None) -> list[str]:
+    return ["--run.steps", str(steps)] if steps is not None else []
 
 
 def best_teacher(demo: RunConfig) -> DemoTeacher | None:

@@ -12,14 +12,10 @@ class Section(BaseModel):
     # Without use_attribute_docstrings, which costs every process 0.2 s at its start: `settings` reads them.
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    def changed(self, names: Iterable[str] = ()) -> list[str]:
-        """Return which of these settings, or of all, differ from their defaults."""
+    def changed(self, names: Iterable[str]) -> list[str]:
+        """Return which of these settings differ from their defaults."""
         fields = type(self).model_fields
-        return [
-            name
-            for name in names or fields
-            if getattr(self, name) != fields[name].get_default(call_default_factory=True)
-        ]
+        return [name for name in names if getattr(self, name) != fields[name].get_default(call_default_factory=True)]
 
 
 def refuse_unused(section: Section, place: str, names: Iterable[str], reason: str) -> None:

@@ -162,17 +162,21 @@ def problems(layout: Layout, shape: ModelShape) -> list[tuple[str, str]]:
     for field, size, what, count in divided:
         if count % size and field not in dict(found):
             divisible = gcd(*(other for name, _, _, other in divided if name == field))
-            fitting = [str(other) for other in range(1, layout.ranks + 1) if divisible % other == 0]
-            wrong = f"is {size}: it must divide the model's {count} {what}; sizes that do: {', '.join(fitting)}"
+            fitting = _divisors(divisible, layout.ranks)
+            wrong = f"is {size}: it must divide the model's {count} {what}; sizes that do: {fitting}"
             found.append((field, wrong))
     of_stage = shape.layers // layout.pipeline
     if "pipeline_parallel" not in dict(found) and of_stage % layout.pipeline_chunks:
-        numbers = ", ".join(str(number) for number in range(1, of_stage + 1) if of_stage % number == 0)
         wrong = (
             f"is {layout.pipeline_chunks}: it must divide the {of_stage} layers of a pipeline stage; numbers that do: "
         )
-        found.append(("pipeline_chunks", wrong + numbers))
+        found.append(("pipeline_chunks", wrong + _divisors(of_stage, of_stage)))
     return found
+
+
+def _divisors(number: int, most: int) -> str:
+    """List the divisors of a number up to `most`, for people."""
+    return ", ".join(str(other) for other in range(1, most + 1) if number % other == 0)
 
 
 def possible_layouts(shape: ModelShape, ranks: int, groups: int, *, offload: bool) -> list[Layout]:

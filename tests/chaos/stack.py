@@ -39,7 +39,7 @@ REPLICA_LEASE_SECONDS = 6.0
 MAX_STALENESS = 1
 REPLICAS = {"rollout": 2, "reward": 2, "advantage": 2, "trainer": 1}
 FROZEN_REPLICAS = {"reference": 1, "teacher": 1, "judge": 1}
-"""Besides, unless the algorithm is "plain"."""
+"""Besides, where the configuration has these roles."""
 CRITIC_REPLICAS = {"critic": 1}
 """Besides, with the algorithm "critic"."""
 MARGIN_SECONDS = 0.5
@@ -166,10 +166,15 @@ ALGORITHMS["critic"] = {
 }
 COLUMNS = {"small": "", "large": "large_column_bytes = 1"}
 """Sizes of columns: with "large" every column is one, and takes the way of payloads (docs/architecture.md)."""
-ALGORITHMS = {name: {"teacher": "", **settings} for name, settings in ALGORITHMS.items()}
+ALGORITHMS = {
+    name: {"teacher": "", "roles": ROLES_CONFIG, "reward": "arbitrary", **settings}
+    for name, settings in ALGORITHMS.items()
+}
 ALGORITHMS["teacher-engine"] = ALGORITHMS["grpo"] | {"teacher": 'engine = "sglang"', "step_files": "always"}
 ALGORITHMS["plain"] = ALGORITHMS["grpo"] | {
-    "algorithm": "[algorithm]\ndrop_zero_variance = false\nnormalize_std = false\n"
+    "algorithm": "[algorithm]\ndrop_zero_variance = false\nnormalize_std = false\n",
+    "roles": "",
+    "reward": "unjudged",
 }
 """What the run trains with: one update a step, while the step fills; or a critic, too, and four updates of both; or the
 same with the critic as a service, which is trained again at the end from all step files (tests.chaos.models); or as the
@@ -200,7 +205,7 @@ class ChaosStack:
         """Servers of which one takes over from another; None: one Redis, which the supervisor starts."""
         self.replicas = (
             REPLICAS
-            | (FROZEN_REPLICAS if algorithm != "plain" else {})
+            | (FROZEN_REPLICAS if ALGORITHMS[algorithm]["roles"] else {})
             | (CRITIC_REPLICAS if algorithm == "critic" else {})
         )
         self.loop = loop
@@ -269,16 +274,14 @@ class ChaosStack:
         self.redis: redis.Redis = connect(state.redis, tag=RUN, seconds=30.0 if self.primaries is None else 5.0)
         self.redis_url = state.redis
         chosen = ALGORITHMS[self.algorithm]
-        alone = self.algorithm == "plain"
+        roles = chosen["roles"].format(folder=self.folder, teacher=chosen["teacher"])
         config = CONFIG.format(
             folder=self.folder,
             seed=self.seed,
             lease=LEASE_SECONDS,
             staleness=MAX_STALENESS,
             columns=COLUMNS[self.columns],
-            reward="unjudged" if alone else "arbitrary",
-            roles="" if alone else ROLES_CONFIG.format(folder=self.folder, teacher=chosen["teacher"]),
-            **chosen,
+            **chosen | {"roles": roles},
         )
         self.coordinator.start_run(config, RUN)
 

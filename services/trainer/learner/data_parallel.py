@@ -62,7 +62,7 @@ class DataParallel(DistributedDataParallel):
 
     @property
     def gradient_tensors(self) -> list[Tensor]:
-        """What holds the gradients between micro-batches."""
+        """The tensors that hold the gradients between micro-batches."""
         if self.sharded is not None:
             return self.sharded.tensors
         return [buffer.grad_data for buffer in [*self.buffers, *self.expert_parallel_buffers]]

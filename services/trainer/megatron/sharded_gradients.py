@@ -87,7 +87,7 @@ class ShardedGradients:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What this rank keeps between micro-batches: its shards, float32."""
+        """This rank's shards, float32: all that it keeps of gradients between micro-batches."""
         return [bucket.shard for bucket in self.buckets]
 
     def begin(self, micro_batches: int) -> None:
@@ -199,16 +199,14 @@ class GradientBucket:
         device, count = bucket.param_data.device, bucket.grad_data.numel()
         self.whole = torch.empty(count, dtype=torch.float32, device=device)
         """All gradients, float32; without memory between backward passes."""
-        self.shard = self.whole
+        share, self._divided = count // ranks, ranks > 1
+        self.shard = torch.zeros(share, dtype=torch.float32, device=device) if self._divided else self.whole
         """This rank's, summed over ranks and micro-batches."""
         bucket.grad_data = self.whole
-        share = count // ranks
         self._own = self.whole[rank * share : (rank + 1) * share]
         self._views = {}
         self._shown = {}
         self._finished = True
-        if ranks > 1:
-            self.shard = torch.zeros(share, dtype=torch.float32, device=device)
         for parameter in self.parameters:
             begin = starts[parameter] - bucket.offset
             view = self.whole[begin : begin + parameter.numel()].view(parameter.shape)
@@ -216,7 +214,6 @@ class GradientBucket:
             self._views[parameter] = view
             first = begin - rank * share
             self._shown[parameter] = slice(max(first, 0), max(first + parameter.numel(), 0))
-        self._divided = ranks > 1
         self._release()
 
     def provide(self) -> None:

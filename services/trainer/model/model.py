@@ -200,7 +200,7 @@ class InterleavedModel(MegatronModule):
 
 
 StageModel = PolicyModel | InterleavedModel
-"""What a rank has of a model."""
+"""A rank's part of a model."""
 
 
 def padded_vocab(vocab_size: int, tp_size: int) -> int:

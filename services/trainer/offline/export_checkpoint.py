@@ -4,7 +4,6 @@ A single process loads the model, without the optimizer, whatever layout the che
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from relaxd.data.errors import DataError
 from relaxd.data.models import resolve_model
 from relaxd.run_folder import checkpoint_path, checkpoint_steps
-from services.trainer.offline.run_folder import OfflineError, newest_intact, print_result, read_config
+from services.trainer.offline.run_folder import OfflineError, newest_intact, print_error, print_result, read_config
 
 SIZES = ("ranks", "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
 SINGLE_RANK: dict[str, Any] = {**dict.fromkeys(SIZES, 1), "pipeline_layers": (), "pipeline_chunks": 1}
@@ -71,8 +70,7 @@ def main() -> int:
         read_config(given.run_folder)
         step = find_checkpoint(given.run_folder, given.step, given.out)
     except OfflineError as error:
-        print(json.dumps({"error": str(error)}), flush=True)
-        return 1
+        return print_error(error)
     from services.trainer.learner.snapshots.checkpoint import CheckpointError
     from services.trainer.megatron.disk_work import DiskRefused
     from services.trainer.model.architecture import ModelError

@@ -21,7 +21,7 @@ from relaxd.weights.ports import NoFreePort, reserve_port
 from services.trainer.batch.step_file import StepFileError, read_step_file, step_file_path
 from services.trainer.batch.step_plan import OUTCOME
 from services.trainer.checkpoints.folder import CheckpointBroken, read_state
-from services.trainer.offline.run_folder import OfflineError, newest_intact, print_result, read_config
+from services.trainer.offline.run_folder import OfflineError, newest_intact, print_error, print_result, read_config
 
 POLL_SECONDS, RANK0_ERROR_SECONDS = 0.1, 5.0
 """Interval between checks of the ranks; longest wait for rank 0's own error after another rank has failed."""
@@ -154,8 +154,7 @@ def main() -> int:
             if config.trainer.ranks > 1:
                 return start_ranks(config, [*sys.argv[1:], "--start", str(start)])
         except (OfflineError, NoFreePort) as error:
-            print(json.dumps({"error": str(error)}))
-            return 1
+            return print_error(error)
     from services.trainer.learner.snapshots.checkpoint import CheckpointError
     from services.trainer.megatron.disk_work import DiskStalled, DiskWorkFailed
     from services.trainer.model.architecture import ModelError

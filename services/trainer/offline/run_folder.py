@@ -56,8 +56,13 @@ def print_result(work: Callable[[], dict[str, Any] | None], expected: tuple[type
     try:
         result = work()
     except expected as error:
-        print(json.dumps({"error": str(error)}), flush=True)
-        return 1
+        return print_error(error)
     if result is not None:
         print(json.dumps(result), flush=True)
     return 0
+
+
+def print_error(error: Exception) -> int:
+    """Print an error as {"error": ...}, a line of JSON. Returns the exit code."""
+    print(json.dumps({"error": str(error)}), flush=True)
+    return 1

@@ -3,7 +3,7 @@
 from tests.chaos.faults import Fault, all_faults
 from tests.chaos.planes.payload_faults import payload_faults
 from tests.chaos.planes.primary_faults import primary_faults
-from tests.chaos.stack import FROZEN_REPLICAS
+from tests.chaos.stack import ALGORITHMS, FROZEN_REPLICAS
 
 
 def kinds_of(algorithm: str = "grpo", columns: str = "small", redis: str = "single") -> list[Fault]:
@@ -14,5 +14,5 @@ def kinds_of(algorithm: str = "grpo", columns: str = "small", redis: str = "sing
     if redis != "single":
         return primary_faults(redis)
     kinds = payload_faults() if columns == "large" else all_faults(algorithm)
-    absent = set(FROZEN_REPLICAS) if algorithm == "plain" else set()
+    absent = set() if ALGORITHMS[algorithm]["roles"] else set(FROZEN_REPLICAS)
     return [fault for fault in kinds if absent.isdisjoint(fault.name.split())]

@@ -98,6 +98,11 @@ def test_a_section_has_the_defaults_of_its_algorithm(name: str) -> None:
         assert config.algorithm == BUILT_IN[name]()
 
 
+def test_the_demo_has_no_teacher() -> None:
+    with pytest.raises(ConfigError, match=r"roles.teacher.model is empty: set it to the teacher's model"):
+        load_file(ROOT / "examples" / "addition.toml", demo_overrides("opd"))
+
+
 @pytest.mark.parametrize("name", [name for name in BUILT_IN if name != "opd"])
 def test_the_demo_runs_with_every_other_algorithm(name: str) -> None:
     config = load_file(ROOT / "examples" / "addition.toml", [*demo_overrides(name), "--run.steps", "3"])

@@ -155,7 +155,7 @@ def _accumulate(learner: Any, job: ReductionJob, update: int) -> None:
 
 
 def _refusals(model: Any) -> list[str]:
-    """What a model says to more gradients than were announced, and to gradients after they were reduced."""
+    """Return the errors of more gradients than were announced, and of gradients after the reduction."""
     said = []
     with contextlib.suppress(RuntimeError), model.accumulating(1, last=True):
         for _ in range(2):

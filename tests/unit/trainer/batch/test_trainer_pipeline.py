@@ -1,4 +1,4 @@
-"""What a pipeline's schedules take, against a clock that knows only which pass waits for which."""
+"""A pipeline's bubble equals that of a simulation that knows only which pass waits for which."""
 
 import pytest
 
