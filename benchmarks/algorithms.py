@@ -13,8 +13,8 @@ the version before, from an engine in the trainer's precision. Each algorithm ha
 all are run at the same learning rates. demo runs all services on SmolLM2-135M. The algorithms get the same prompts in
 the same order, but for the groups that some drop.
 
-Only counting has a critic (ppo, at the policy's learning rate) and a teacher (opd, which gets no reward): the same
-initial model after TEACHER_STEPS steps of TEACHER_ALGORITHM.
+In addition the critic of ppo has a learning rate of its own. The teacher of opd, which gets no reward, is the same
+initial model after the steps of TEACHERS.
 
 Results of each algorithm over the seeds: the reward at the end (mean of the last fifth of the steps) and over all
 steps, and the share of clipped tokens; for the demo also greedy accuracy on held-out sums, before and after.
@@ -29,13 +29,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from benchmarks.delayed_training import Setting, train
 from benchmarks.reporting import RESULTS, report
-from relaxd.algorithms import ALGORITHMS, create
+from relaxd.algorithms import ALGORITHMS
 from relaxd.config import AlgorithmConfig
 from relaxd.config.algorithm import ALGORITHM
 from relaxd.data.models import resolve_model
@@ -44,22 +44,25 @@ from tests.kit.models import make_tiny_model
 NEW_TOKENS = {"counting": 16, "addition": 12}
 TOP_K = "opd_top_16"
 """opd that compares the teacher's 16 likeliest tokens in each place, not the sampled one alone."""
+OF_TOP_K = {"name": "opd", "distill_coef": 0.0, "distill_loss_coef": 1.0, "distill_top_k": 16}
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
-    "counting": {
-        "dr_grpo": {"constant_length": 16},
-        "rloo": {"correction": "tis"},
-        TOP_K: {"name": "opd", "distill_coef": 0.0, "distill_loss_coef": 1.0, "distill_top_k": 16},
-    },
+    "counting": {"dr_grpo": {"constant_length": 16}, "rloo": {"correction": "tis"}, TOP_K: OF_TOP_K},
     # As in `relaxd demo`, whose task this is.
     "addition": {
         "dr_grpo": {"constant_length": 12},
         "gspo": {"clip_low": 0.03, "clip_high": 0.04},
         "rloo": {"correction": "tis"},
+        "ppo": {"gae_lambda": 1.0},
+        TOP_K: OF_TOP_K,
     },
 }
 """Settings by task that aren't the algorithm's defaults: answers are short, and a version old."""
-TEACHER_ALGORITHM, TEACHER_STEPS, TEACHER_LR, TEACHER_SEED = "reinforce_plus_plus_baseline", 200, 5e-3, 100
-"""Algorithm, steps, learning rate and seed with which the teacher of opd learned to count."""
+TEACHER_ALGORITHM, TEACHER_SEED = "reinforce_plus_plus_baseline", 100
+"""Algorithm and seed with which the teacher of opd learned."""
+TEACHERS = {"counting": (200, 5e-3), "addition": (100, 3e-5)}
+"""Steps and learning rate by task with which it learned."""
+CRITIC_LR = {"addition": 1e-4}
+"""The critic's learning rate by task; default: the policy's."""
 SMOOTHED = 5
 """Steps of the mean that is drawn."""
 Lines = list[dict[str, Any]]
@@ -100,7 +103,7 @@ def learn(
         trainer_dtype="float32" if counting else "bfloat16",
         engine_dtype="float32" if counting else "bfloat16",
         threads=1,
-        critic_lr=lr,
+        critic_lr=CRITIC_LR.get(task, lr),
         teacher=teacher,
     )
     lines: Lines = train(setting, configure(task, name), 1, seed, lambda line: None, save)
@@ -117,12 +120,6 @@ def demo(name: str, seed: int, steps: int | None, folder: Path) -> tuple[Lines, 
     found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     lines = [{**line, "reward": line["reward_mean"]} for line in found if "reward_mean" in line]
     return lines, json.loads((run / "summary.json").read_text())
-
-
-def learns_in_one_process(task: str, name: str) -> bool:
-    """Return whether an algorithm can be compared on a task: only in counting there are a critic and a teacher."""
-    needs = create(configure(task, name)).needs
-    return task == "counting" or (not needs.values and set(needs.advantages) <= {"loss_mask"})
 
 
 def learn_all(
@@ -142,33 +139,34 @@ def learn_all(
     """
     if task == "counting":  # before the processes start: the task is too small for a GPU
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    settings = [(name, lr) for lr in lrs for name in names]
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=20) as pool:
-        teacher = None
-        if {"opd", TOP_K} & set(names):
-            teacher = model.with_name("teacher")
-            last = learn_teacher(pool, task, model, teacher)
+    taught = [name for name in names if name in ("opd", TOP_K)]
+    with (
+        tempfile.TemporaryDirectory(prefix="relaxd-teacher-") as folder,
+        ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=20) as pool,
+    ):
+
+        def begin(name: str, lr: float, teacher: Path | None = None) -> list[Future[Lines]]:
+            return [pool.submit(learn, task, name, seed, steps, lr, model, teacher) for seed in seeds]
+
+        teacher = Path(folder) / "teacher"
+        teaching = learn_teacher(pool, task, model, teacher) if taught else None
+        runs = {(name, lr): begin(name, lr) for lr in lrs for name in names if name not in taught}
+        if teaching is not None:
+            last = row("", [teaching.result()])["end reward"]
             print(f"opd's teacher: reward {last:.3f} in its last fifth", flush=True)
-        runs = [
-            [
-                pool.submit(learn, task, name, seed, steps, lr, model, teacher if name in ("opd", TOP_K) else None)
-                for seed in seeds
-            ]
-            for name, lr in settings
-        ]
+            runs |= {(name, lr): begin(name, lr, teacher) for lr in lrs for name in taught}
         curves = dict(earlier)
-        for (name, lr), found in zip(settings, runs, strict=True):
+        for (name, lr), found in sorted(runs.items(), key=lambda one: (lrs.index(one[0][1]), names.index(one[0][0]))):
             curves[f"{name}, learning rate {lr:g}"] = [_short(one.result()) for one in found]
             curves_file(task).write_text(json.dumps(curves) + "\n")
             print(f"{name}, learning rate {lr:g}: done", flush=True)
     return curves
 
 
-def learn_teacher(pool: ProcessPoolExecutor, task: str, model: Path, folder: Path) -> float:
-    """Train opd's teacher and write it to a folder. Return its reward at the end."""
-    teach = pool.submit(learn, task, TEACHER_ALGORITHM, TEACHER_SEED, TEACHER_STEPS, TEACHER_LR, model, None, folder)
-    reward: float = row("", [teach.result()])["end reward"]
-    return reward
+def learn_teacher(pool: ProcessPoolExecutor, task: str, model: Path, folder: Path) -> Future[Lines]:
+    """Begin to train opd's teacher, which is written to a folder."""
+    steps, lr = TEACHERS[task]
+    return pool.submit(learn, task, TEACHER_ALGORITHM, TEACHER_SEED, steps, lr, model, None, folder)
 
 
 def row(name: str, runs: list[Lines]) -> dict[str, Any]:
@@ -253,9 +251,7 @@ def main() -> None:
     if task == "addition" and options.model is None and not options.draw:
         parser.error("--task addition needs --model")
     alone = task != "demo"
-    names: list[str] = options.algorithms or [n for n in ALGORITHMS if not alone or learns_in_one_process(task, n)] + (
-        [TOP_K] if task == "counting" else []
-    )
+    names: list[str] = options.algorithms or [*ALGORITHMS, *([TOP_K] if alone else [])]
     if options.draw:
         draw_task(task, json.loads(curves_file(task).read_text()))
         return

@@ -46,9 +46,12 @@ COMMON = {
 
 def make_config(shape: str) -> PretrainedConfig:
     """Return the configuration of a shape: one of SHAPES, or "moe" for MIXTURE."""
-    if shape == "moe":
-        return Qwen3MoeConfig(**MIXTURE, **COMMON)
-    return Qwen3Config(**SHAPES[shape], num_key_value_heads=8 if shape != "0.2b" else 4, **COMMON)
+    if shape.startswith("moe"):
+        tied = shape != "moe-untied"  # SGLang has no tied embeddings in a mixture
+        common = COMMON | {"tie_word_embeddings": tied}
+        return Qwen3MoeConfig(**MIXTURE, **common, architectures=["Qwen3MoeForCausalLM"])
+    heads = 8 if shape != "0.2b" else 4
+    return Qwen3Config(**SHAPES[shape], num_key_value_heads=heads, **COMMON, architectures=["Qwen3ForCausalLM"])
 
 
 def prepare_model(shape: str, folder: Path | None) -> Path:

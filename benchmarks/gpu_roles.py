@@ -3,13 +3,14 @@
     python -m benchmarks.gpu_roles                             # one H200, a 1.7 B model of random weights: minutes
     python -m benchmarks.gpu_roles --cpu                       # tries the script on a tiny model, and reports nothing
     python -m benchmarks.gpu_roles --cases grpo "ppo, critic inside"
+    python -m benchmarks.gpu_roles --apart --cases grpo "grpo, reference inside" "grpo, reference beside"    # two GPUs
 
 The trainer and the services of roles are real processes on a real board. This script plays the coordinator and all
 stages before them, with made-up answers of one length to prompts of five tokens: every case gets the same groups, two
 steps ahead of the trainer, so that it never waits for an engine. Services share the trainer's GPU, so "beside" shows
-what a service of its own costs when no GPU is spared for it; with its own GPU the trainer's step is that without the
-role. Seconds are medians over the steps after the first: of a step, of computing in it, and of what the trainer waited
-in it for groups, and took for the step's file. "GB" is what is in use of the GPU at the case's end, caches included.
+what a service of its own costs when no GPU is spared for it. With --apart they have the second GPU. Seconds are medians
+over the steps after the first: of a step, of computing in it, and of what the trainer waited in it for groups, and took
+for the step's file. "GB" is what is in use of the first GPU at the case's end, caches included.
 
 Old log-probs are prepared only for steps of several updates, so both of these cases have two mini-batches.
 
@@ -79,7 +80,9 @@ SHOWN = ("step_seconds", "train_seconds", "wait_seconds", "step_file_seconds")
 
 
 class GpuCoordinator(ScriptedCoordinator):
-    """A coordinator that grants every replica the GPU."""
+    """A coordinator that grants every replica the GPU number `gpu`."""
+
+    gpu = 0
 
     def Register(self, request: coordinator_pb2.RegisterRequest, context: Any) -> coordinator_pb2.RegisterResponse:
         """Register the replica for as long as a case takes."""
@@ -95,7 +98,8 @@ class GpuCoordinator(ScriptedCoordinator):
 
     def LeaseGpus(self, request: coordinator_pb2.LeaseGpusRequest, context: Any) -> coordinator_pb2.LeaseGpusResponse:
         """Grant what is asked for, whoever else has it."""
-        return coordinator_pb2.LeaseGpusResponse(gpu_uuids=request.candidate_uuids[: request.count])
+        granted = request.candidate_uuids[self.gpu : self.gpu + request.count]
+        return coordinator_pb2.LeaseGpusResponse(gpu_uuids=granted)
 
 
 def configure(model: Path, case: Case, steps: int, options: argparse.Namespace) -> RunConfig:
@@ -128,9 +132,10 @@ def feed(feeder: Feeder, groups: int, options: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def service(config: RunConfig, url: str, folder: Path, role: str) -> Iterator[GpuCoordinator]:
-    """Start a service of a role; it loads its model after this."""
+def service(config: RunConfig, url: str, folder: Path, role: str, gpu: int = 0) -> Iterator[GpuCoordinator]:
+    """Start a service of a role on a GPU; it loads its model after this."""
     coordinator = GpuCoordinator(config, folder, role)
+    coordinator.gpu = gpu
     process = TrainerProcess(coordinator, url, module=ROLES[role].module)
     try:
         yield coordinator
@@ -148,7 +153,7 @@ def run_case(name: str, model: Path, url: str, folder: Path, options: argparse.N
         stack.callback(feeder.board.close)
         feed(feeder, 2 * options.groups, options)
         if case.service:
-            beside = stack.enter_context(service(config, url, folder, case.service))
+            beside = stack.enter_context(service(config, url, folder, case.service, int(options.apart)))
             beside.wait(partial(is_ready, beside), SECONDS)
         trainer = stack.enter_context(service(config, url, folder, TRAINER))
         for step in range(1, options.steps + 1):
@@ -227,6 +232,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=1024, help="tokens of an answer")
     parser.add_argument("--micro-batch", type=int, default=16384, help="tokens of a micro-batch")
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--apart", action="store_true", help='services ("beside") have the second GPU')
     parser.add_argument("--cpu", action="store_true", help="try the script on a tiny model")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -257,8 +263,10 @@ def main() -> None:
             share = scored[0] * forward_flops(model, options.new_tokens) / peak_flops()
             facts["teacher's share of the GPU's bf16 peak"] = round(share, 3)
     if rows and not options.cpu:
-        sizes = {key: getattr(options, key) for key in ("shape", "groups", "samples", "new_tokens", "steps")}
-        report("gpu-roles", rows, failed=failed, **sizes, **facts)
+        sizes = {
+            key: getattr(options, key) for key in ("shape", "groups", "samples", "new_tokens", "micro_batch", "steps")
+        }
+        report("gpu-roles" + ("-apart" if options.apart else ""), rows, failed=failed, **sizes, **facts)
     sys.exit(min(failed, 1))
 
 

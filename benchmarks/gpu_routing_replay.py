@@ -1,13 +1,16 @@
 """Cost and effect of routing replay: the trainer's learner on a mixture of experts, on one GPU.
 
     python -m benchmarks.gpu_routing_replay
+    python -m benchmarks.gpu_routing_replay --engine sglang --memory-fraction 0.3
 
 **Cost**: seconds of packing, forward and backward of a micro-batch, without and with replay of the experts that the
 routers choose anyway, so that both compute the same. They alternate; medians. Also of the pass that records experts,
 against one that doesn't.
 
-**Effect**: transformers plays the engine, with the same weights in bf16: it says which experts each token went to, and
-the log-prob of each token. The gap is the trainer's log-prob minus that, without and with replay of these experts.
+**Effect**: an engine with the same weights in bf16 says which experts each token went to, and the log-prob of each
+token. The gap is the trainer's log-prob minus that, without and with replay of these experts. transformers plays the
+engine, and reads the random tokens of the first part; or SGLang does, and answers random prompts, which are a quarter
+of the tokens. Then the optimizer is in the host's memory, so that both fit a GPU of 80 GB.
 """
 
 import argparse
@@ -19,6 +22,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -27,9 +31,15 @@ from numpy.typing import NDArray
 
 from benchmarks.gpu_models import make_config, make_learner, make_sequences
 from benchmarks.reporting import report
+from relaxd.config import RolloutConfig
+from relaxd.v1 import rollout_pb2
+from services.rollout.engines.types import Version
+from services.rollout.service import child_engine
 from services.trainer.batch.row_packing import TrainSequence, pack
 from services.trainer.learner.learner import Learner
 from services.trainer.megatron.parallel import shut_down
+from tests.kit.engines import EngineRunner, receive_request
+from tests.kit.models import byte_tokenizer
 
 
 def with_experts(sequences: Sequence[TrainSequence], experts: NDArray[Any]) -> list[TrainSequence]:
@@ -84,6 +94,53 @@ def ask_engine(
     return np.concatenate(experts), np.concatenate(logprobs)
 
 
+def ask_sglang(
+    learner: Learner, prompts: NDArray[np.integer], new: int, folder: Path, memory_fraction: float
+) -> tuple[list[TrainSequence], NDArray[Any], NDArray[np.float32]]:
+    """Let SGLang answer prompts [N, P] with `new` tokens each.
+
+    Returns:
+        The sequences, and what `ask_engine` returns of them, but 0 for the log-probs of prompts.
+    """
+    learner.save_hf(folder)
+    byte_tokenizer().save_pretrained(folder)
+    config = RolloutConfig(
+        engine="sglang",
+        dtype="bfloat16",
+        return_routed_experts=True,
+        memory_fraction=memory_fraction,
+        max_running_samples=len(prompts),
+        sglang={"attention_backend": "triton", "sampling_backend": "pytorch", "disable_cuda_graph": True},
+    )
+    runner = EngineRunner()
+    with mock.patch.dict(child_engine.MODULES, sglang="benchmarks.engine_process"):  # serves the weights that it loads
+        runner.start(folder, config, timeout=300)
+    try:
+        group = {"name": "none", "timeout_seconds": 10}
+        runner.pause()
+        runner.run(runner.engine.join(rollout_pb2.JoinWeightGroupRequest(group=group)))
+        runner.run(runner.engine.receive(receive_request("none", Version(1, 0), 10)))
+        runner.resume()
+        asked = [runner.ask(one, max_new_tokens=new, temperature=1.0, ignore_eos=True) for one in prompts.tolist()]
+        answers = [runner.wait(each)[0] for each in asked]
+    finally:
+        runner.close()
+    sequences, experts, logprobs = [], [], []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        chosen = None if answer.last is None else answer.last.routed_experts
+        assert chosen is not None, "SGLang told no experts"
+        experts.append(np.concatenate([chosen, chosen[-1:]]))
+        ones = np.ones(new, np.float32)
+        columns = {"rollout_logprobs": np.array(answer.logprobs, np.float32), "advantages": ones}
+        mask = np.ones(new, np.uint8)
+        made = TrainSequence.from_response(
+            prompt, np.array(answer.tokens), loss_mask=mask, columns=columns, weight=ones
+        )
+        sequences.append(made)
+        logprobs.append(made.columns["rollout_logprobs"])
+    return sequences, np.concatenate(experts), np.concatenate(logprobs)
+
+
 def gap(learner: Learner, sequences: Sequence[TrainSequence], engine: NDArray[np.float32]) -> dict[str, float]:
     """Return statistics of the size of the gap over the trained tokens."""
     batch = pack(sequences)
@@ -103,6 +160,8 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=10, help="timed rounds; one more is for warming up")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
+    parser.add_argument("--engine", choices=("transformers", "sglang"), default="transformers")
+    parser.add_argument("--memory-fraction", type=float, default=0.3, help="of the GPU, for SGLang")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         measure(options, Path(folder))
@@ -111,14 +170,16 @@ def main() -> None:
 
 def measure(options: argparse.Namespace, folder: Path) -> None:
     """Measure and report."""
-    config = make_config("moe")
+    shape = "moe-untied" if options.engine == "sglang" else "moe"
+    config = make_config(shape)
     settings = {
         "micro_batch_tokens": options.tokens,
         "recompute": options.recompute,
         "routing_replay": "rollout",  # replays where a micro-batch brings experts
+        "optimizer": {"cpu_offload": options.engine == "sglang"},
     }
     (folder / "config").mkdir()
-    learner = make_learner("moe", 1, settings, folder / "config")
+    learner = make_learner(shape, 1, settings, folder / "config")
     plain = make_sequences(config.vocab_size, options.tokens, options.sequences)
     _, (recorded,) = learner.log_probs_and_experts([pack(plain)])
     replayed = with_experts(plain, recorded)
@@ -131,15 +192,27 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     passes = [partial(learner.log_probs, batches), partial(learner.log_probs_and_experts, batches)]
     forward, recording = seconds_of(passes, synchronize, options.rounds)
     learner.discard()
-    experts, engine = ask_engine(learner, plain, folder / "weights")
+    peak = torch.cuda.max_memory_allocated() / 1e9
+    if options.engine == "sglang":
+        del replayed, train
+        torch.cuda.empty_cache()
+        length = options.tokens // options.sequences
+        prompts = np.random.default_rng(1).integers(3, config.vocab_size, (options.sequences, length // 4))
+        plain, experts, engine = ask_sglang(
+            learner, prompts, length - length // 4, folder / "weights", options.memory_fraction
+        )
+        _, (recorded,) = learner.log_probs_and_experts([pack(plain)])
+    else:
+        experts, engine = ask_engine(learner, plain, folder / "weights")
     own = np.sort(recorded, -1)
     facts = {
         "tokens": options.tokens,
+        "engine": options.engine,
         "recompute": options.recompute,
         "replay_cost": replay / free - 1,
         "recording_cost_of_a_forward_pass": recording / forward - 1,
         "engines_choices_that_differ": float(1 - (own[..., None] == experts[..., None, :]).any(-1).mean()),
-        "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9,
+        "peak_memory_gb": peak,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "torch": torch.__version__,
     }
@@ -147,7 +220,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
         {"replay": "none", "forward_backward_seconds": free, **gap(learner, plain, engine)},
         {"replay": "rollout", "forward_backward_seconds": replay, **gap(learner, with_experts(plain, experts), engine)},
     ]
-    report("gpu-routing-replay", rows, **facts)
+    report("gpu-routing-replay" + ("-sglang" if options.engine == "sglang" else ""), rows, **facts)
 
 
 if __name__ == "__main__":

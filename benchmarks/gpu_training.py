@@ -7,6 +7,7 @@
     torchrun --nproc-per-node 2 -m benchmarks.gpu_training --layouts DP2 --micro-batches 2 8 --overlap 0 1
     torchrun --nproc-per-node 2 -m benchmarks.gpu_training --layouts DP2 --micro-batches 2 8 --shard 0 1
     torchrun --nproc-per-node 1 -m benchmarks.gpu_training --largest
+    torchrun --nproc-per-node 1 -m benchmarks.gpu_training --tokens 8192 --moments float32 bfloat16 float8
     torchrun --nproc-per-node 1 -m benchmarks.gpu_training --profile
     torchrun --nproc-per-node 1 -m benchmarks.gpu_training --shape moe --experts sequential --attention varlen
     torchrun --nproc-per-node 2 -m benchmarks.gpu_training --shape 4b --layouts CP2 --tokens 131072 --sequences 1 \
@@ -27,6 +28,7 @@ divides stages into so many chunks (`trainer.pipeline_chunks`). A stage's comput
 `--overlap 0 1` measures with and without `trainer.overlap_grad_reduce`, which moves the gradients' reduction from the
 optimizer's time into that of forward and backward. `--shard 0 1` measures with and without `trainer.shard_gradients`;
 `gradient_gb` is what a rank has of gradients between micro-batches, and `peak_memory_gb` is what it has of everything.
+`--moments` are values of `trainer.optimizer.moments`, `--offload-gb` of `trainer.activation_offload_bytes`.
 """
 
 import argparse
@@ -110,7 +112,8 @@ def measure(
         "shard": learner._model.sharded is not None,
         "gradient_gb": sum(tensor.nbytes for tensor in learner._model.gradient_tensors) / 1e9,
         "recompute": options.recompute,
-        "offload_gb": options.offload_gb,
+        "offload_gb": learner._config.activation_offload_bytes / 1e9,
+        "moments": learner._config.optimizer.moments,
         "tokens": tokens,
         "sequences": options.sequences,
         "shared_prompt": options.prompt,
@@ -173,7 +176,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="timed steps; one more is for warming up")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
     parser.add_argument("--recompute-layers", type=int, default=0, help="layers that recompute; 0: all")
-    parser.add_argument("--offload-gb", type=float, default=0, help="GB of host memory of a rank for activations")
+    parser.add_argument(
+        "--offload-gb", type=float, nargs="+", default=[0], help="GB of host memory of a rank for activations"
+    )
+    parser.add_argument(
+        "--moments", nargs="+", choices=("float32", "bfloat16", "float8"), default=["float32"], help="of AdamW"
+    )
     parser.add_argument("--attention", choices=("auto", "cudnn", "varlen"), default="auto")
     parser.add_argument("--experts", choices=("together", "sequential"), default="together", help="ours or Megatron's")
     parser.add_argument("--cpu-offload", action="store_true", help="keep the optimizer in the host's memory")
@@ -191,15 +199,18 @@ def main() -> None:
         "micro_batch_tokens": max(options.tokens),
         "recompute": options.recompute,
         "recompute_layers": options.recompute_layers,
-        "activation_offload_bytes": int(options.offload_gb * 1e9),
         "attention": options.attention,
         "pipeline_layers": options.pipeline_layers,
-        "optimizer": {"cpu_offload": options.cpu_offload},
     }
     rows: list[dict[str, Any]] = []
     parameters = 0
-    for layout, overlap, chunks, shard in product(
-        options.layouts or LAYOUTS[size], options.overlap, options.chunks, options.shard
+    for layout, overlap, chunks, shard, offload_gb, moments in product(
+        options.layouts or LAYOUTS[size],
+        options.overlap,
+        options.chunks,
+        options.shard,
+        options.offload_gb,
+        options.moments,
     ):
         if chunks > 1 and ("PP" not in layout or shard):
             continue
@@ -208,6 +219,8 @@ def main() -> None:
                 "overlap_grad_reduce": bool(overlap),
                 "pipeline_chunks": chunks,
                 "shard_gradients": bool(shard),
+                "activation_offload_bytes": int(offload_gb * 1e9),
+                "optimizer": {"cpu_offload": options.cpu_offload, "moments": moments},
                 **parse_layout(layout),
             }
             learner = make_learner(options.shape, size, {**settings, **own})

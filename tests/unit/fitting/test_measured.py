@@ -1,4 +1,4 @@
-"""`relaxd fit`'s arithmetic against what was measured on H200s (docs/benchmarks.md, "Training on GPUs")."""
+"""`relaxd fit`'s arithmetic against what was measured on H200s and H100s (docs/benchmarks.md, "Training on GPUs")."""
 
 from pathlib import Path
 
@@ -13,8 +13,8 @@ from relaxd.fitting.speed import StepWork, predict
 from relaxd.fitting.trainer import USABLE_SHARE, TrainedModelShape, trainer_stage
 from tests.unit.fitting.models import write_config
 
-H200 = int(139.8 * (1 << 30))
-"""What torch says that it has."""
+H200, H100 = int(139.8 * (1 << 30)), int(79.1 * (1 << 30))
+"""What torch says that they have."""
 DP2, CP2, TP2, PP2 = Layout(2), Layout(2, context=2), Layout(2, tensor=2), Layout(2, pipeline=2)
 PEAKS = [
     ("1.7b", 8_192, Layout(1), 51),
@@ -37,6 +37,21 @@ PEAKS = [
     ("4b", 16_384, Layout(1, recompute="selective"), 96),
 ]
 """Model, tokens of a micro-batch, layout, GB of tensors at the peak."""
+H100_PEAKS = [
+    (8_192, 8_192, Layout(1), 8, 50.56),
+    (8_192, 8_192, Layout(1), 4, 43.68),
+    (8_192, 8_192, Layout(1), 3 + 1 / 32, 42.01),
+    (8_192, 8_192, DP2, 8, 40.24),
+    (8_192, 8_192, Layout(2, shard_gradients=True), 8, 38.09),
+    (8_192, 8_192, PP2, 8, 35.60),
+    (8_192, 8_192, Layout(2, pipeline=2, pipeline_chunks=2), 8, 40.09),
+    (8_192, 8_192, Layout(2, pipeline=2, pipeline_chunks=7), 8, 37.60),
+    (8_704, 8_704, Layout(1), 8, 51.79),
+    (12_288, 8 * 8_704, Layout(1), 8, 80.06),
+    (32_768, 32_768, Layout(1, recompute="full"), 8, 39.27),
+    (32_768, 32_768, Layout(1, recompute="full", activations_on_host=16 * 10**9), 8, 35.64),
+]
+"""Tokens of a micro-batch of the 1.7b model, tokens that attention sees, layout, bytes of a parameter's moments, GB."""
 SECONDS = [
     (DP2, 1.396 + 0.037),
     (CP2, 1.612 + 0.036),
@@ -52,11 +67,13 @@ SECONDS = [
 """Layout, and seconds of 8 micro-batches of 16,384 tokens in sequences of 2,048, forward, backward and update."""
 
 
-def peak(folder: Path, model: str, tokens: int, layout: Layout) -> int:
+def peak(
+    folder: Path, model: str, tokens: int, layout: Layout, *, slots: int = 0, moments: float = 8, gpu: int = H200
+) -> int:
     shape = read_shape(write_config(folder / model, model))
-    batch = MicroBatch(tokens, tokens, fused=True, element=2)
-    models = [TrainedModelShape("", shape, layout.offload)]
-    stages = (trainer_stage(models, [], layout, stage, batch, H200) for stage in range(layout.pipeline))
+    batch = MicroBatch(tokens, slots or tokens, fused=True, element=2)
+    models = [TrainedModelShape("", shape, layout.offload, moments)]
+    stages = (trainer_stage(models, [], layout, stage, batch, gpu) for stage in range(layout.pipeline))
     return max(sum(stage.values()) for stage in stages)
 
 
@@ -66,8 +83,17 @@ def test_peaks(tmp_path: Path, model: str, tokens: int, layout: Layout, gigabyte
     assert peak(tmp_path, model, tokens, layout) / 1e9 == pytest.approx(gigabytes, rel=0.03, abs=0.5)
 
 
+@pytest.mark.parametrize(("tokens", "slots", "layout", "moments", "gigabytes"), H100_PEAKS)
+def test_peaks_of_what_saves_memory(
+    tmp_path: Path, tokens: int, slots: int, layout: Layout, moments: float, gigabytes: float
+) -> None:
+    found = peak(tmp_path, "1.7b", tokens, layout, slots=slots, moments=moments, gpu=H100) / 1e9
+    assert found == pytest.approx(gigabytes, rel=0.03)
+
+
 def test_what_ran_out_of_memory(tmp_path: Path) -> None:
     assert peak(tmp_path, "4b", 16_384, Layout(1)) > USABLE_SHARE * H200
+    assert peak(tmp_path, "1.7b", 16_384, Layout(1), slots=8 * 9_216, gpu=H100) > USABLE_SHARE * H100
 
 
 def test_bytes_of_a_token(tmp_path: Path) -> None:
