@@ -8,10 +8,10 @@ from torch import Tensor
 
 from services.trainer.batch.row_packing import TrainSequence, pack
 from services.trainer.learner.logprobs import VocabShard, token_logprobs
-from services.trainer.transformer.attention.attention_kernels import attention_kernel, varlen_attention
+from services.trainer.transformer.attention.attention_kernels import attention_kernel, slice_by_varlen, varlen_attention
 from services.trainer.transformer.attention.heads import Rotary, rotary_table, rotate, split_heads
 from services.trainer.transformer.attention.sequence_layout import cudnn_batches, sequence_layout
-from services.trainer.transformer.attention.slots import scatter_to_sequences
+from services.trainer.transformer.attention.slots import gather_from_sequences, scatter_to_sequences
 from services.trainer.transformer.kernels.grouped_products import grouped_kernels
 from services.trainer.transformer.kernels.swiglu import swiglu
 from services.trainer.transformer.mlp.expert_rows import sort_by_expert
@@ -147,6 +147,35 @@ def test_gradients_of_shared_prompts() -> None:
     assert x.grad is not None
     assert reference.grad is not None
     assert relative(x.grad, reference.grad) < 5e-3
+
+
+def test_queries_of_a_long_shared_prompt_once() -> None:
+    """As with a copy of the prompt for each answer, forward and backward."""
+    mask, ones = np.ones(100, np.uint8), np.ones(100, np.float32)
+    answers = [
+        TrainSequence.from_response(np.arange(2000), np.arange(100) + i, loss_mask=mask, columns={}, weight=ones)
+        for i in range(6)
+    ]
+    device, batch = torch.device("cuda"), pack(answers)
+    once = sequence_layout(batch, device, "varlen", prompts_once=True).query_slice
+    assert once is not None
+    layout = sequence_layout(batch, device, "varlen")
+    query, key, value = (
+        leaf(len(batch.tokens), 8, 128),
+        leaf(len(batch.tokens), 4, 128),
+        leaf(len(batch.tokens), 4, 128),
+    )
+    k, v = (scatter_to_sequences(x, once.slots, sum_copies=True) for x in (key, value))
+    ours = slice_by_varlen(query, k, v, once, 128**-0.5, None)
+    q = scatter_to_sequences(query, layout.slots, sum_copies=False)
+    k, v = (scatter_to_sequences(x, layout.slots, sum_copies=True) for x in (key, value))
+    whole = varlen_attention(q, k, v, cu_seqlens=layout.cu_seqlens, longest=layout.longest, scale=128**-0.5)
+    theirs = gather_from_sequences(whole, layout.slots)
+    grad = torch.randn_like(ours)
+    found = [ours, *torch.autograd.grad(ours, (query, key, value), grad)]
+    expected = [theirs, *torch.autograd.grad(theirs, (query, key, value), grad)]
+    for one, other in zip(found, expected, strict=True):
+        assert relative(one, other.double()) < 1e-2
 
 
 LENGTHS = {

@@ -48,7 +48,13 @@ class DeviceBatch:
 
 
 def to_device_batch(
-    batch: PackedMicroBatch, world: World, kernel: AttentionKernel, rotary: Rotary, context: ContextRanks | None = None
+    batch: PackedMicroBatch,
+    world: World,
+    kernel: AttentionKernel,
+    rotary: Rotary,
+    context: ContextRanks | None = None,
+    *,
+    prompts_once: bool = False,
 ) -> DeviceBatch:
     """Pad a micro-batch, cut out this rank's slice and copy it to this rank's device.
 
@@ -58,6 +64,7 @@ def to_device_batch(
         kernel: the implementation of attention.
         rotary: the rotary embedding, on the device.
         context: the ranks with which this rank shares attention, if there are any.
+        prompts_once: whether attention may take the queries of shared prompts once.
     """
     batch = with_padding(batch, world.tp_size * world.cp_size)
     slice_tokens = len(batch.tokens) // world.cp_size
@@ -82,7 +89,7 @@ def to_device_batch(
     return DeviceBatch(
         tokens=to_device(batch.tokens[begin : begin + slice_tokens], world.device).unsqueeze(0),
         rotary=rotary_table(to_device(_attending(batch.positions, context), world.device), rotary),
-        layout=sequence_layout(batch, world.device, kernel, router, context),
+        layout=sequence_layout(batch, world.device, kernel, router, context, prompts_once=prompts_once),
         trained_indices=to_device(own, world.device),
         targets=to_device(batch.tokens[trained], world.device),
         predicting=to_device(predicting, world.device),

@@ -45,7 +45,7 @@ from services.trainer.model.model import (
     padded_vocab,
     transformer_config,
 )
-from services.trainer.transformer.attention.attention_kernels import attention_kernel
+from services.trainer.transformer.attention.attention_kernels import attention_kernel, takes_prompts_once
 from services.trainer.transformer.attention.context_parallel import context_ranks
 from services.trainer.transformer.kernels.activation_offload import ActivationOffload
 
@@ -118,6 +118,8 @@ class Forward:
             self.architecture.window,
             sliced=division.gathering > 1,
         )
+        windowed = self.architecture.window is not None
+        self._prompts_once = takes_prompts_once(self._kernel, self.architecture.head_size, windowed)
         self._offload = None
         if trainer.activation_offload_bytes:
             limit, ahead = trainer.activation_offload_bytes, OFFLOAD_AHEAD[trainer.recompute]
@@ -354,7 +356,9 @@ class Forward:
         return rows.float() @ weight[0].float()
 
     def _to_device(self, batch: PackedMicroBatch) -> DeviceBatch:
-        return to_device_batch(batch, self.world, self._kernel, self._rotary, self._context)
+        return to_device_batch(
+            batch, self.world, self._kernel, self._rotary, self._context, prompts_once=self._prompts_once
+        )
 
 
 def _evaluate(compute: TokenFunction, weight: Tensor, batch: DeviceBatch, hidden: Tensor) -> StageOutput:

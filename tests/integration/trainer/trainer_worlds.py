@@ -91,10 +91,13 @@ def make_model(folder: Path, kind: str, *, tied: bool = False, **changes: int) -
     return folder
 
 
-def make_samples(count: int = 7, seed: int = 0, temperature: float = 1.3, candidates: int = 0) -> list[Any]:
+def make_samples(
+    count: int = 7, seed: int = 0, temperature: float = 1.3, candidates: int = 0, prompt_tokens: int = 0
+) -> list[Any]:
     """Samples of different lengths, three to a prompt; in every second response a token is the environment's.
 
-    With `candidates`, a teacher gives each token so many, of which some are missing.
+    With `candidates`, a teacher gives each token so many, of which some are missing. With `prompt_tokens`, all have one
+    prompt of so many.
     """
     from services.trainer.batch.row_packing import TrainSequence
 
@@ -102,7 +105,8 @@ def make_samples(count: int = 7, seed: int = 0, temperature: float = 1.3, candid
     samples: list[TrainSequence] = []
     prompt = np.zeros(1, np.int64)
     for i in range(count):
-        prompt = rng.integers(0, VOCAB, int(rng.integers(2, 20))) if i % 3 == 0 else prompt
+        if i == 0 or (i % 3 == 0 and not prompt_tokens):
+            prompt = rng.integers(0, VOCAB, prompt_tokens or int(rng.integers(2, 20)))
         length = int(rng.integers(3, 12))
         mask = np.ones(length, np.uint8)
         if i % 2:

@@ -56,6 +56,23 @@ def attention_kernel(
 
 
 @lru_cache
+def takes_prompts_once(kernel: AttentionKernel, head_size: int, windowed: bool) -> bool:
+    """Return whether attention can take the queries of shared prompts once. The reason if it can't is logged.
+
+    Args:
+        kernel: the kernel for whole sequences.
+        head_size: width of a head.
+        windowed: whether there are layers with sliding-window attention.
+    """
+    if kernel == "blocks":
+        return True
+    flash = _newest_flash_attention(head_size, windowed)
+    if failure := _failure(_varlen_in_slices, head_size, windowed):
+        logger.info("attention takes shared prompts once for each sample: %s fails in slices: %s", flash, failure)
+    return failure is None
+
+
+@lru_cache
 def _of_slices(configured: str, head_size: int, windowed: bool) -> AttentionKernel:
     if configured == "cudnn":
         raise AttentionUnavailable(

@@ -1,4 +1,4 @@
-"""Attention of a slice of a micro-batch's tokens: their queries, and the keys of all tokens before them."""
+"""Attention of a slice of a micro-batch's tokens, or of all: each query once, and the keys of all tokens before it."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -26,6 +26,9 @@ MIN_SEQUENCES = 8
 """Shorter sequences get a cuDNN call of their own only if there are at least this many."""
 MIN_LENGTH = 128
 """cuDNN takes the same time for all sequences up to this many tokens."""
+MIN_SAVING = 3.0
+"""Attention takes the queries of shared prompts once if copies for each sample would be this many times as much work:
+its kernel is less than half as fast as cuDNN's for whole sequences."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,8 @@ class SequenceLayout:
     shared: bool
     """Whether any token is in more than one sequence."""
     query_slice: QuerySlice | None
-    """The queries of this rank, if it has a slice of the tokens in attention; what is above isn't used then."""
+    """The queries of this rank's tokens, each once: if it has a slice of the tokens in attention, or samples share long
+    prompts. What is above isn't used then."""
     context: ContextRanks
     """The ranks with which this rank shares attention."""
     router: RouterInputs
@@ -79,6 +83,8 @@ def sequence_layout(
     kernel: AttentionKernel,
     router: RouterInputs | None = None,
     context: ContextRanks | None = None,
+    *,
+    prompts_once: bool = False,
 ) -> SequenceLayout:
     """Lay out the sequences of a micro-batch.
 
@@ -89,6 +95,7 @@ def sequence_layout(
             one padded block, for one attention call instead of one per sequence.
         router: inputs of the routers, in a mixture of experts.
         context: the ranks with which this rank shares attention, if there are any; they divide the tokens.
+        prompts_once: take the queries of shared prompts once where that saves much.
     """
     context = context or ContextRanks()
     members = [batch.places_of(i) for i, (begin, end) in enumerate(pairwise(batch.cu_seqlens)) if begin < end]
@@ -108,17 +115,29 @@ def sequence_layout(
         as_packed=np.array_equal(token_of_slot, np.arange(len(batch.tokens))),
         slots=Slots.of(token_of_slot, len(batch.tokens), device),
         shared=sum(lengths) > len(batch.tokens),
-        query_slice=_query_slice(batch, context, device),
+        query_slice=_query_slice(batch, context, device, prompts_once and _saving(batch, lengths) >= MIN_SAVING),
         context=context,
         router=router or RouterInputs(),
     )
 
 
-def _query_slice(batch: PackedMicroBatch, context: ContextRanks, device: torch.device) -> QuerySlice | None:
-    if context.gathering is None:
+def _saving(batch: PackedMicroBatch, lengths: Sequence[int]) -> float:
+    """Return the pairs of queries and keys of whole sequences over those in which each token's query is once."""
+    whole = np.array(lengths, np.float64)
+    own = np.diff(batch.cu_seqlens)
+    own = own[own > 0]
+    return float((whole**2).sum() / (own * (2 * whole - own)).sum())
+
+
+def _query_slice(
+    batch: PackedMicroBatch, context: ContextRanks, device: torch.device, prompts_once: bool
+) -> QuerySlice | None:
+    begin, tokens = 0, len(batch.tokens)
+    if context.gathering is not None:
+        tokens //= context.gathering.size()
+        begin = context.gathering.rank() * tokens
+    elif not prompts_once:
         return None
-    tokens = len(batch.tokens) // context.gathering.size()
-    begin = context.gathering.rank() * tokens
     sequences = zip(pairwise(batch.cu_seqlens.tolist()), map(batch.places_of, range(batch.sequences)), strict=True)
     return query_slice(sequences, len(batch.tokens), begin, begin + tokens, device)
 

@@ -21,6 +21,10 @@ class Job:
     settings: dict[str, Any] = field(default_factory=dict)
     replay: bool = False
     """Give the routers experts, and record them in the pass before."""
+    prompt_tokens: int = 0
+    """Tokens of a prompt that all samples share; 0: short ones that some share."""
+    prompts_once: bool = True
+    """Whether attention may take the queries of shared prompts once."""
 
 
 def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
@@ -30,9 +34,10 @@ def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
     from services.trainer.batch.row_packing import pack
     from services.trainer.megatron.parallel import leave_layout
 
-    samples = make_samples()
+    samples = make_samples(prompt_tokens=job.prompt_tokens)
     settings = {**job.settings, **({"routing_replay": "rollout"} if job.replay else {})}
     learner = make_learner(LearnerJob(job.model, settings, {**ALGORITHM, "old_logprobs": "rollout"}), ranks)
+    learner._forward._prompts_once &= job.prompts_once
     result: dict[str, Any] = {}
     if job.replay:
         _, result["experts"] = learner.log_probs_and_experts([pack(samples)])
@@ -47,6 +52,7 @@ def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
             for one in samples
         ]  # fmt: skip
     batch = pack(samples)
+    result["sliced"] = learner._forward._to_device(batch).layout.query_slice is not None
     assert set(COLUMNS) <= batch.columns.keys()
     (result["logprobs"],) = learner.log_probs([batch])
     learner.accumulate([batch, batch])

@@ -27,7 +27,12 @@ TWO: dict[tuple[str, str], dict[str, Any]] = {
     ("3 heads, 1 kv", "gather, full"): {**CP2, "recompute": "full", "activation_offload_bytes": 1 << 26},
     ("window, 3 heads", "gather"): CP2,
     ("experts, 3 heads", "gather"): CP2,
+    ("4 heads, 1 kv", "copies, long prompt"): CP2,
+    ("3 heads, 1 kv", "gather, long prompt"): CP2,
+    ("4 heads, 2 kv", "long prompt, TP2"): {"tensor_parallel": 2},
 }
+LONG = 90
+"""Tokens of a prompt that makes attention take its queries once."""
 FOUR: dict[tuple[str, str], dict[str, Any]] = {
     ("4 heads, 2 kv", "copies"): CP4,
     ("4 heads, 1 kv", "copies"): CP4,
@@ -54,14 +59,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def check(models: dict[str, Path], ways: dict[tuple[str, str], dict[str, Any]], ranks: int, folder: Path) -> None:
-    jobs = {key: Job(models[key[0]], way, "experts" in key[0]) for key, way in ways.items()}
+    jobs = {
+        key: Job(models[key[0]], way, "experts" in key[0], LONG if "long" in key[1] else 0) for key, way in ways.items()
+    }
     program = "tests.integration.trainer.learner.context_worlds"
     found = run_world(list(jobs.values()), ranks, folder, free_port(), program=program)
-    alone = {name: run_job(Job(models[name], {}, "experts" in name)) for name in {name for name, _ in jobs}}
-    for key, results in zip(jobs, found, strict=True):
-        expected = alone[key[0]]
+    alone = {
+        (name, tokens): run_job(Job(models[name], {}, "experts" in name, tokens, prompts_once=False))
+        for name, tokens in {(name, job.prompt_tokens) for (name, _), job in jobs.items()}
+    }
+    for (key, job), results in zip(jobs.items(), found, strict=True):
+        expected = alone[key[0], job.prompt_tokens]
         replicas = 2 if "DP2" in key[1] else 1
         for result in results:
+            assert result["sliced"] == ("gather" in key[1] or "long" in key[1])
             np.testing.assert_allclose(result["logprobs"], expected["logprobs"], atol=2e-5, err_msg=str(key))
             assert result["loss"] == pytest.approx(replicas * expected["loss"], rel=1e-4, abs=1e-5), key
             assert result["grad_norm"] == pytest.approx(replicas * expected["grad_norm"], rel=1e-4), key
@@ -75,6 +86,21 @@ def check(models: dict[str, Path], ways: dict[tuple[str, str], dict[str, Any]], 
 
 def test_two_ranks_are_one(models: dict[str, Path], tmp_path: Path) -> None:
     check(models, TWO, 2, tmp_path / "world")
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_queries_of_a_long_shared_prompt_are_taken_once_with_the_same_result(
+    models: dict[str, Path], name: str
+) -> None:
+    once, copied = (
+        run_job(Job(models[name], {}, "experts" in name, LONG, prompts_once=here)) for here in (True, False)
+    )
+    assert once["sliced"]
+    assert not copied["sliced"]
+    np.testing.assert_allclose(once["logprobs"], copied["logprobs"], atol=2e-5)
+    assert once["loss"] == pytest.approx(copied["loss"], rel=1e-4, abs=1e-5)
+    for gradient, exact in zip(once["gradients"].values(), copied["gradients"].values(), strict=True):
+        assert np.linalg.norm(gradient - exact) < 1e-4 * np.linalg.norm(exact)
 
 
 @pytest.mark.slow
