@@ -52,7 +52,10 @@ def main() -> None:
     )
     parser.add_argument("--algorithm", choices=list(ALGORITHMS), default="grpo", help="what the run trains with")
     parser.add_argument(
-        "--columns", choices=list(COLUMNS), default="small", help="large: all are payloads, and faults are at these"
+        "--columns",
+        choices=list(COLUMNS),
+        default="small",
+        help="large: all are payloads; on-nodes: on data nodes. Faults strike there",
     )
     parser.add_argument(
         "--redis", choices=list(PRIMARIES), default="single", help="what has replicas, and faults of primaries"

@@ -68,7 +68,8 @@ class Campaign:
 
     def __post_init__(self) -> None:
         deliberate = WRONG_ANSWERS if self.stack.algorithm == "teacher-engine" else ()
-        self.payloads = Payloads(self.stack.redis, RUN) if self.stack.columns == "large" else None
+        nodes = self.stack.data_nodes.clients if self.stack.data_nodes else ()
+        self.payloads = None if self.stack.columns == "small" else Payloads(self.stack.redis, RUN, nodes=nodes)
         self.books = Books(self.stack.redis, RUN, self.stack.run_folder, MAX_STALENESS, GROUPS_PER_STEP, deliberate)
         self.books.replicas = 1 if self.stack.primaries else 0
 

@@ -161,7 +161,8 @@ def _links(stack: ChaosStack, rng: random.Random, role: str, other: str) -> list
 
 
 @contextlib.contextmanager
-def _bad(stack: ChaosStack, links: list[Link], how: str) -> Iterator[None]:
+def bad_links(stack: ChaosStack, links: list[Link], how: str) -> Iterator[None]:
+    """Links that are cut, delayed, or drop everything."""
     for link in links:
         stack.loop.do(link.delay(DELAY_SECONDS) if how == "delay" else getattr(link, how)())
     try:
@@ -174,7 +175,7 @@ def _bad(stack: ChaosStack, links: list[Link], how: str) -> Iterator[None]:
 def network(how: str, role: str, other: str, stack: ChaosStack, rng: random.Random) -> float:
     """cut, delay or drop everything between a service and another one; for shorter or longer than leases."""
     seconds = LONG_SECONDS if how == "delay" else rng.choice(list(LENGTHS.values()))
-    with _bad(stack, _links(stack, rng, role, other), how):
+    with bad_links(stack, _links(stack, rng, role, other), how):
         time.sleep(seconds)
     return time.time()
 

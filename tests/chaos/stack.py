@@ -23,6 +23,7 @@ from relaxd.rpc.client import sync_channel
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 from relaxd.v1.replica_pb2 import REPLICA_STATE_READY
+from tests.chaos.planes.data_nodes import DataNodes
 from tests.chaos.planes.primaries import RUN, primaries_of
 from tests.chaos.proxy import Link, Loop
 from tests.chaos.relay import Relay
@@ -164,8 +165,9 @@ ALGORITHMS["critic"] = {
     "updates": ALGORITHMS["ppo"]["updates"],
     "step_files": "always",
 }
-COLUMNS = {"small": "", "large": "large_column_bytes = 1"}
-"""Sizes of columns: with "large" every column is one, and takes the way of payloads (docs/architecture.md)."""
+COLUMNS = {"small": "", "large": "large_column_bytes = 1", "on-nodes": "large_column_bytes = 1\ndata_urls = {nodes}"}
+"""Sizes of columns: with "large" every column is one, and takes the way of payloads (docs/architecture.md); with
+"on-nodes" these are on data nodes."""
 ALGORITHMS = {
     name: {"teacher": "", "roles": ROLES_CONFIG, "reward": "arbitrary", **settings}
     for name, settings in ALGORITHMS.items()
@@ -203,6 +205,7 @@ class ChaosStack:
         self.columns = columns
         self.primaries = primaries_of(servers, folder)
         """Servers of which one takes over from another; None: one Redis, which the supervisor starts."""
+        self.data_nodes = DataNodes(folder, loop) if columns == "on-nodes" else None
         self.replicas = (
             REPLICAS
             | (FROZEN_REPLICAS if ALGORITHMS[algorithm]["roles"] else {})
@@ -235,6 +238,8 @@ class ChaosStack:
         if self.primaries:
             self.primaries.start()
             os.environ["REDIS_URL"] = self.primaries.url
+        if self.data_nodes:
+            self.data_nodes.start()
         engines = {"teacher": "sglang"} if self.algorithm == "teacher-engine" else {}
         plan = stack.make_plan(
             self.state, port=0, replicas=self.replicas, stop_with_parent=True, grace_seconds=3.0, engines=engines
@@ -280,7 +285,7 @@ class ChaosStack:
             seed=self.seed,
             lease=LEASE_SECONDS,
             staleness=MAX_STALENESS,
-            columns=COLUMNS[self.columns],
+            columns=COLUMNS[self.columns].format(nodes=self.data_nodes.urls if self.data_nodes else []),
             **chosen | {"roles": roles},
         )
         self.coordinator.start_run(config, RUN)
@@ -299,6 +304,8 @@ class ChaosStack:
     def _close_network(self) -> None:
         if self.primaries:
             self.primaries.stop()
+        if self.data_nodes:
+            self.data_nodes.stop()
         for relay in self.relays.values():
             self.loop.do(relay.stop())
 

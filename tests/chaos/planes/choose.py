@@ -1,6 +1,7 @@
 """Which faults befall a job, by what it keeps its samples in."""
 
 from tests.chaos.faults import Fault, all_faults
+from tests.chaos.planes.data_node_faults import data_node_faults
 from tests.chaos.planes.payload_faults import payload_faults
 from tests.chaos.planes.primary_faults import primary_faults
 from tests.chaos.stack import ALGORITHMS, FROZEN_REPLICAS
@@ -9,10 +10,12 @@ from tests.chaos.stack import ALGORITHMS, FROZEN_REPLICAS
 def kinds_of(algorithm: str = "grpo", columns: str = "small", redis: str = "single") -> list[Fault]:
     """Every kind of fault for a job.
 
-    Primaries have faults of their own, and so have large columns on a single Redis: the ordinary ones have other runs.
+    Primaries have faults of their own, and so have large columns on a single Redis or on data nodes: the ordinary ones
+    have other runs.
     """
     if redis != "single":
         return primary_faults(redis)
-    kinds = payload_faults() if columns == "large" else all_faults(algorithm)
+    by_columns = {"large": payload_faults, "on-nodes": data_node_faults}
+    kinds = by_columns[columns]() if columns in by_columns else all_faults(algorithm)
     absent = set() if ALGORITHMS[algorithm]["roles"] else set(FROZEN_REPLICAS)
     return [fault for fault in kinds if absent.isdisjoint(fault.name.split())]

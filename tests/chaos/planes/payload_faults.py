@@ -3,12 +3,13 @@
 import random
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 
 import psutil
 
 from tests.chaos.faults import NOTICE_SECONDS, Fault, MomentMissed, kill_now
-from tests.chaos.proxy import Moment
+from tests.chaos.proxy import Link, Moment
 from tests.chaos.stack import ChaosStack
 
 REGISTER, WRITE, READ = ("register", "register"), ("write", "SET *:columns:*"), ("read", "MGET *:columns:*")
@@ -39,17 +40,26 @@ def payload_faults() -> list[Fault]:
 
 def strike(role: str, pattern: str, moment: Moment, dies: bool, stack: ChaosStack, rng: random.Random) -> float:
     """Break the connection of whichever service of a role sends the command first; it dies, too, or tries again."""
+    links = [(stack.links[name, "redis"], stack.tree(name) if dies else []) for name in stack.names(role)]
+    return strike_first(stack, links, pattern, moment, f"Redis by a {role}")
+
+
+def strike_first(
+    stack: ChaosStack, links: Sequence[tuple[Link, list[psutil.Process]]], pattern: str, moment: Moment, to: str
+) -> float:
+    """Break the first of some links that carries a command, and kill the processes that belong to it.
+
+    Raises MomentMissed: none carried one `to` whom it is for.
+    """
     done = threading.Event()
-    links = [stack.links[name, "redis"] for name in stack.names(role)]
-    for name, link in zip(stack.names(role), links, strict=True):
-        action = partial(_strike_once, done, stack.tree(name) if dies else [])
-        stack.loop.do(link.arm(pattern, moment, action))
+    for link, victims in links:
+        stack.loop.do(link.arm(pattern, moment, partial(_strike_once, done, victims)))
     happened = done.wait(NOTICE_SECONDS)
     now = time.time()
-    for link in links:
+    for link, _ in links:
         stack.loop.do(link.disarm())
     if not happened:
-        raise MomentMissed(f"no {role} sent {pattern} in {NOTICE_SECONDS:g} s")
+        raise MomentMissed(f"{pattern} was not sent to {to} in {NOTICE_SECONDS:g} s")
     return now
 
 

@@ -1,15 +1,18 @@
 """The auditor of payloads notices what is lost or leaks, and says nothing when all is well."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import redis
 
 from relaxd.board import Board
 from relaxd.board.connections.scripts import run_script
-from relaxd.board.payloads.attempt import payload_keys
+from relaxd.board.payloads.attempt import all_places, payload_keys
 from tests.chaos.planes.payloads import Payloads
 from tests.kit.boards import advance, group, make_board, make_overdue, output, take
+from tests.kit.redis.redis_server import RedisServer
 
 
 @pytest.fixture
@@ -100,3 +103,52 @@ def test_what_is_lost_or_leaks(board: Board, damage: Callable[[Board, redis.Redi
     damage(board, board._connection.client)
     (wrong,) = payloads_of(board).audit()
     assert said in wrong
+
+
+@pytest.fixture
+def on_nodes(redis_url: str, tmp_path: Path) -> Iterator[tuple[Board, Payloads]]:
+    """As `board`, on two data nodes, without what waits."""
+    servers = []
+    for number in range(2):
+        (place := tmp_path / str(number)).mkdir()
+        servers.append(RedisServer(place).start())
+    board = make_board(redis_url, large_column_bytes=1, data_urls=tuple(server.url for server in servers))
+    board.publish(term=1, groups=[group("a"), group("b")])
+    advance(board, ["rollout"])
+    with ExitStack() as clients:
+        nodes = [clients.enter_context(redis.Redis.from_url(server.url)) for server in servers]
+        yield board, Payloads(board._connection.client, board.run_id, seconds=0.3, nodes=nodes)
+    for server in servers:
+        server.stop()
+
+
+def on_a_node(board: Board) -> tuple[int, str]:
+    placed = all_places(board.prefix, pointer_of(board, "@rollout"))
+    return next((place.node, place.keys[0]) for place in placed if place.node is not None)
+
+
+def test_payloads_on_data_nodes_in_order(on_nodes: tuple[Board, Payloads]) -> None:
+    board, payloads = on_nodes
+    assert payloads.audit() == []
+    node, key = on_a_node(board)
+    assert payloads.nodes[node].exists(key)
+    for group_id in board.open_groups():
+        board.drop_groups([group_id], term=1, reason="the end")
+    board.purge(term=1)
+    assert payloads.end() == []
+    assert not payloads.nodes[node].exists(key)
+
+
+def test_a_payload_that_a_data_node_has_lost(on_nodes: tuple[Board, Payloads]) -> None:
+    board, payloads = on_nodes
+    node, key = on_a_node(board)
+    payloads.nodes[node].delete(key)
+    (wrong,) = payloads.audit()
+    assert "1 payloads are gone" in wrong
+
+
+def test_payloads_that_leak_on_data_nodes(on_nodes: tuple[Board, Payloads]) -> None:
+    board, payloads = on_nodes
+    forget_a_pointer(board, board._connection.client)
+    (wrong,) = payloads.audit()
+    assert "payloads leak" in wrong

@@ -1,4 +1,7 @@
-"""Short campaigns with large columns, and on primaries. Long ones: `make chaos COLUMNS=large` or `REDIS=cluster`."""
+"""Short campaigns with large columns, on data nodes, and on primaries.
+
+Long ones: `make chaos COLUMNS=large`, `COLUMNS=on-nodes` or `REDIS=cluster`.
+"""
 
 import random
 from collections.abc import Sequence
@@ -8,7 +11,7 @@ import pytest
 
 from tests.chaos.campaign import Campaign
 from tests.chaos.faults import deck
-from tests.chaos.planes import payload_faults
+from tests.chaos.planes import data_node_faults, payload_faults
 from tests.chaos.planes.choose import kinds_of
 from tests.chaos.planes.primaries import RUN, tags
 from tests.chaos.proxy import Loop
@@ -45,6 +48,14 @@ def test_no_payload_is_lost_or_leaks_wherever_a_connection_breaks_or_a_process_d
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+def test_no_payload_is_lost_or_leaks_when_a_data_node_dies_is_full_or_out_of_reach(tmp_path: Path) -> None:
+    done = campaign(tmp_path, data_node_faults.SHORT_SUITE, columns="on-nodes")
+    assert done.payloads is not None
+    assert done.payloads.most["payloads"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("servers", ["sentinel", "cluster"])
 def test_nothing_is_lost_when_a_primary_dies_or_hands_over(tmp_path: Path, servers: str) -> None:
     done = campaign(tmp_path, ("primary killed", "primary handed over"), servers=servers)
@@ -59,6 +70,9 @@ def test_each_job_has_its_own_faults() -> None:
     names = {fault.name for fault in kinds_of(columns="large")}
     assert set(payload_faults.SHORT_SUITE) < names
     assert len(names) == len(kinds_of(columns="large")) == 4 * sum(map(len, payload_faults.STEPS.values()))
+    on_nodes = [fault.name for fault in kinds_of(columns="on-nodes")]
+    assert set(data_node_faults.SHORT_SUITE) < set(on_nodes)
+    assert len(set(on_nodes)) == len(on_nodes)
     sentinel, cluster = ([fault.name for fault in kinds_of(redis=servers)] for servers in ("sentinel", "cluster"))
     assert set(sentinel) < set(cluster)
     assert len(set(cluster)) == len(cluster)

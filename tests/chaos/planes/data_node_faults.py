@@ -1,0 +1,88 @@
+"""Faults of data nodes, and of what goes to them and comes from them."""
+
+import random
+import time
+from functools import partial
+
+import psutil
+
+from tests.chaos.faults import LENGTHS, LONG_SECONDS, Fault, bad_links
+from tests.chaos.planes.data_nodes import DataNodes
+from tests.chaos.planes.payload_faults import strike_first
+from tests.chaos.proxy import Moment
+from tests.chaos.stack import ChaosStack
+
+STEPS = {
+    "write": "SET *:columns:*",
+    "keep": "PERSIST *:columns:*",
+    "read": "MGET *:columns:*",
+    "free": "UNLINK *:columns:*",
+}
+"""What is done to payloads on data nodes, and a pattern of its command."""
+
+
+def data_node_faults() -> list[Fault]:
+    """What befalls the nodes, and a broken connection before and after each command that they get."""
+    moments: tuple[Moment, Moment] = ("before", "after")
+    return [
+        Fault("data node killed", kill),
+        *(Fault(f"data node stalls {length}", partial(stall, seconds)) for length, seconds in LENGTHS.items()),
+        Fault("data node full", fill),
+        *(Fault(f"data node: {how}", partial(network, how)) for how in ("cut", "delay", "drop")),
+        *(
+            Fault(f"data node: cut {moment} {step}", partial(strike, pattern, moment))
+            for step, pattern in STEPS.items()
+            for moment in moments
+        ),
+    ]
+
+
+def _nodes(stack: ChaosStack) -> DataNodes:
+    assert stack.data_nodes is not None, "this job has no data nodes"
+    return stack.data_nodes
+
+
+def kill(stack: ChaosStack, rng: random.Random) -> float:
+    """A node dies, and is there again with what is in its append-only file after longer than a group's lease."""
+    server = rng.choice(_nodes(stack).servers)
+    server.kill()
+    time.sleep(LONG_SECONDS)
+    server.start()
+    return time.time()
+
+
+def stall(seconds: float, stack: ChaosStack, rng: random.Random) -> float:
+    """A node stands still."""
+    process = rng.choice(_nodes(stack).servers).process
+    assert process is not None
+    with stack.frozen([psutil.Process(process.pid)]):
+        time.sleep(seconds)
+    return time.time()
+
+
+def fill(stack: ChaosStack, rng: random.Random) -> float:
+    """A node has no memory left, for longer than a group's lease."""
+    client = rng.choice(_nodes(stack).clients)
+    try:
+        client.config_set("maxmemory", int(client.info("memory")["used_memory"]))
+        time.sleep(LONG_SECONDS)
+    finally:
+        client.config_set("maxmemory", 0)
+    return time.time()
+
+
+def network(how: str, stack: ChaosStack, rng: random.Random) -> float:
+    """cut, delay or drop everything between all services and a node; for shorter or longer than leases."""
+    seconds = LONG_SECONDS if how == "delay" else rng.choice(list(LENGTHS.values()))
+    with bad_links(stack, [rng.choice(_nodes(stack).links)], how):
+        time.sleep(seconds)
+    return time.time()
+
+
+def strike(pattern: str, moment: Moment, stack: ChaosStack, rng: random.Random) -> float:
+    """Break the connection of whoever sends the command first, to any node."""
+    return strike_first(stack, [(link, []) for link in _nodes(stack).links], pattern, moment, "a data node")
+
+
+SHORT_SUITE = ("data node killed", "data node full", "data node: cut after write", "data node: cut before keep")
+"""What the ordinary tests do."""
