@@ -52,7 +52,6 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "dr_grpo": {"constant_length": 12},
         "gspo": {"clip_low": 0.03, "clip_high": 0.04},
         "rloo": {"correction": "tis"},
-        "ppo": {"gae_lambda": 1.0},
         TOP_K: OF_TOP_K,
     },
 }

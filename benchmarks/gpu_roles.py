@@ -235,6 +235,8 @@ def main() -> None:
     parser.add_argument("--apart", action="store_true", help='services ("beside") have the second GPU')
     parser.add_argument("--cpu", action="store_true", help="try the script on a tiny model")
     options = parser.parse_args()
+    if options.apart and len(visible_gpus()) < 2:
+        parser.error(f"--apart needs two GPUs, and {len(visible_gpus())} can be seen")
     rows: list[dict[str, Any]] = []
     failed = 0
     with tempfile.TemporaryDirectory(prefix="relaxd-roles-") as name:

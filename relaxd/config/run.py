@@ -247,7 +247,8 @@ class TrainerConfig(Section):
     attention: Literal["auto", "cudnn", "varlen"] = "auto"
     """Attention kernels on GPUs in bfloat16. cudnn: cuDNN's, for packed sequences (needs the package
     nvidia-cudnn-frontend and an H100 or newer). varlen: torch's variable-length kernel, with FlashAttention 3 if
-    installed. auto: cudnn if it works, else varlen."""
+    installed. auto: cudnn if it works, else varlen; varlen also for prompts so long that it pays to compute their
+    queries once for all samples (docs/architecture.md)."""
     moe: MoEConfig = MoEConfig()
     """Mixture-of-experts models."""
     routing_replay: Literal["none", "rollout", "trainer"] = "none"

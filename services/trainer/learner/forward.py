@@ -118,8 +118,10 @@ class Forward:
             self.architecture.window,
             sliced=division.gathering > 1,
         )
-        windowed = self.architecture.window is not None
-        self._prompts_once = takes_prompts_once(self._kernel, self.architecture.head_size, windowed)
+        head_size, windowed = self.architecture.head_size, self.architecture.window is not None
+        self._prompts_once = division.gathering == 1 and takes_prompts_once(
+            self._kernel, trainer.attention, head_size, windowed
+        )
         self._offload = None
         if trainer.activation_offload_bytes:
             limit, ahead = trainer.activation_offload_bytes, OFFLOAD_AHEAD[trainer.recompute]

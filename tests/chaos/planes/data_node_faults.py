@@ -6,7 +6,7 @@ from functools import partial
 
 import psutil
 
-from tests.chaos.faults import LENGTHS, LONG_SECONDS, Fault, bad_links
+from tests.chaos.faults import LENGTHS, LONG_SECONDS, Fault, MomentMissed, bad_links
 from tests.chaos.planes.data_nodes import DataNodes
 from tests.chaos.planes.payload_faults import strike_first
 from tests.chaos.proxy import Moment
@@ -61,13 +61,16 @@ def stall(seconds: float, stack: ChaosStack, rng: random.Random) -> float:
 
 
 def fill(stack: ChaosStack, rng: random.Random) -> float:
-    """A node has no memory left, for longer than a group's lease."""
+    """A node has no memory left, for longer than a group's lease. Raises MomentMissed: nobody wanted to write there."""
     client = rng.choice(_nodes(stack).clients)
+    client.config_resetstat()
     try:
-        client.config_set("maxmemory", int(client.info("memory")["used_memory"]))
+        client.config_set("maxmemory", 1)
         time.sleep(LONG_SECONDS)
     finally:
         client.config_set("maxmemory", 0)
+    if "errorstat_OOM" not in client.info("errorstats"):
+        raise MomentMissed("no write was refused")
     return time.time()
 
 

@@ -76,7 +76,7 @@ class Payloads:
     """The run's data nodes."""
     looks: int = 0
     """Audits so far."""
-    most: dict[str, int] = field(default_factory=lambda: {"payloads": 0, "pending": 0, "garbage": 0})
+    most: dict[str, int] = field(default_factory=lambda: {"payloads": 0, "on nodes": 0, "pending": 0, "garbage": 0})
     """The most that an audit has found of each, to see that there was something to find."""
 
     def audit(self) -> list[str]:
@@ -112,8 +112,9 @@ class Payloads:
         """Return what is wrong at this moment, what is garbage, and what is overdue."""
         found = self._see()
         self.looks += 1
-        for name, some in (("payloads", found.expiry), ("pending", found.pending), ("garbage", found.garbage)):
-            self.most[name] = max(self.most[name], len(some))
+        counts = {"payloads": len(found.expiry), "pending": len(found.pending), "garbage": len(found.garbage)}
+        counts["on nodes"] = sum(node is not None for node, _ in found.expiry)
+        self.most = {name: max(most, counts[name]) for name, most in self.most.items()}
         wrong = list(_lost(found))
         if leaked := sorted((k for k, left in found.expiry.items() if left < 0 and k not in found.known), key=str):
             wrong.append(f"{len(leaked)} payloads leak, which nothing points to: {leaked[:3]}")
@@ -139,7 +140,7 @@ class Payloads:
         for node, key in [one for one in on_nodes if one not in known]:
             if not self.nodes[node].exists(key):  # written and freed between the two looks
                 del on_nodes[node, key]
-        return Seen(wanted, known, found.expiry | after.expiry | on_nodes, after.garbage, after.pending, after.now)
+        return Seen(wanted, known, after.expiry | on_nodes, after.garbage, after.pending, after.now)
 
     def _on(self, client: redis.Redis) -> Iterator[tuple[str, int]]:
         """Yield the payloads of a data node, and the milliseconds that each has left."""

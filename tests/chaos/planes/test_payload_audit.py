@@ -108,18 +108,17 @@ def test_what_is_lost_or_leaks(board: Board, damage: Callable[[Board, redis.Redi
 @pytest.fixture
 def on_nodes(redis_url: str, tmp_path: Path) -> Iterator[tuple[Board, Payloads]]:
     """As `board`, on two data nodes, without what waits."""
-    servers = []
-    for number in range(2):
-        (place := tmp_path / str(number)).mkdir()
-        servers.append(RedisServer(place).start())
-    board = make_board(redis_url, large_column_bytes=1, data_urls=tuple(server.url for server in servers))
-    board.publish(term=1, groups=[group("a"), group("b")])
-    advance(board, ["rollout"])
-    with ExitStack() as clients:
-        nodes = [clients.enter_context(redis.Redis.from_url(server.url)) for server in servers]
+    with ExitStack() as end:
+        servers = []
+        for number in range(2):
+            (place := tmp_path / str(number)).mkdir()
+            servers.append(RedisServer(place).start())
+            end.callback(servers[-1].stop)
+        board = make_board(redis_url, large_column_bytes=1, data_urls=tuple(server.url for server in servers))
+        board.publish(term=1, groups=[group("a"), group("b")])
+        advance(board, ["rollout"])
+        nodes = [end.enter_context(redis.Redis.from_url(server.url)) for server in servers]
         yield board, Payloads(board._connection.client, board.run_id, seconds=0.3, nodes=nodes)
-    for server in servers:
-        server.stop()
 
 
 def on_a_node(board: Board) -> tuple[int, str]:

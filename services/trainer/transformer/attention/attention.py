@@ -21,7 +21,7 @@ from services.trainer.transformer.kernels.recompute import Recompute
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention within each packed sequence, by the kernel of the layout.
+    """Causal attention within each packed sequence, by the kernel of the layout; of each query once, if it has a slice.
 
     Layers that Megatron's `window_attn_skip_freq` marks attend only to the last tokens (`window_size`).
     """
@@ -43,7 +43,7 @@ class PackedAttention(MegatronModule):
     ) -> Tensor:
         """Attend: query [T, heads, size], key and value [T, kv_heads, size] -> [T, heads, size].
 
-        If the layout has a slice of the queries, query and output are of its tokens only.
+        If the layout has a slice of the queries, query and output are of its tokens only: of this rank's, or of all.
         """
         scale = self.scale or query.shape[-1] ** -0.5
         if layout.query_slice is not None:

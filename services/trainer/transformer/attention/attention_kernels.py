@@ -56,20 +56,26 @@ def attention_kernel(
 
 
 @lru_cache
-def takes_prompts_once(kernel: AttentionKernel, head_size: int, windowed: bool) -> bool:
-    """Return whether attention can take the queries of shared prompts once. The reason if it can't is logged.
+def takes_prompts_once(kernel: AttentionKernel, configured: str, head_size: int, windowed: bool) -> bool:
+    """Return whether attention can take the queries of shared prompts once; log it, with the reason if it can't.
 
     Args:
         kernel: the kernel for whole sequences.
+        configured: `trainer.attention`; with "cudnn" no other kernel is used.
         head_size: width of a head.
         windowed: whether there are layers with sliding-window attention.
     """
-    if kernel == "blocks":
-        return True
+    if kernel == "blocks" or configured == "cudnn":  # on CPUs a call for each sequence costs more than short ones save
+        return False
     flash = _newest_flash_attention(head_size, windowed)
     if failure := _failure(_varlen_in_slices, head_size, windowed):
-        logger.info("attention takes shared prompts once for each sample: %s fails in slices: %s", flash, failure)
-    return failure is None
+        logger.info(
+            "attention computes the queries of a shared prompt again for each sample, because %s fails in slices: %s",
+            *(flash, failure),
+        )
+        return False
+    logger.info("attention computes the queries of long shared prompts once, by torch's kernel (%s)", flash)
+    return True
 
 
 @lru_cache

@@ -23,8 +23,8 @@ class Job:
     """Give the routers experts, and record them in the pass before."""
     prompt_tokens: int = 0
     """Tokens of a prompt that all samples share; 0: short ones that some share."""
-    prompts_once: bool = True
-    """Whether attention may take the queries of shared prompts once."""
+    prompts_once: bool = False
+    """Whether attention may take the queries of shared prompts once. On CPUs it doesn't by itself."""
 
 
 def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
     samples = make_samples(prompt_tokens=job.prompt_tokens)
     settings = {**job.settings, **({"routing_replay": "rollout"} if job.replay else {})}
     learner = make_learner(LearnerJob(job.model, settings, {**ALGORITHM, "old_logprobs": "rollout"}), ranks)
-    learner._forward._prompts_once &= job.prompts_once
+    learner._forward._prompts_once = job.prompts_once
     result: dict[str, Any] = {}
     if job.replay:
         _, result["experts"] = learner.log_probs_and_experts([pack(samples)])

@@ -60,12 +60,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def check(models: dict[str, Path], ways: dict[tuple[str, str], dict[str, Any]], ranks: int, folder: Path) -> None:
     jobs = {
-        key: Job(models[key[0]], way, "experts" in key[0], LONG if "long" in key[1] else 0) for key, way in ways.items()
+        key: Job(models[key[0]], way, "experts" in key[0], *((LONG, True) if "long" in key[1] else ()))
+        for key, way in ways.items()
     }
     program = "tests.integration.trainer.learner.context_worlds"
     found = run_world(list(jobs.values()), ranks, folder, free_port(), program=program)
     alone = {
-        (name, tokens): run_job(Job(models[name], {}, "experts" in name, tokens, prompts_once=False))
+        (name, tokens): run_job(Job(models[name], {}, "experts" in name, tokens))
         for name, tokens in {(name, job.prompt_tokens) for (name, _), job in jobs.items()}
     }
     for (key, job), results in zip(jobs.items(), found, strict=True):
