@@ -1,6 +1,7 @@
 """The whole answer of `relaxd fit`, for runs of several kinds."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,17 @@ def test_a_run_that_fits(small: Path) -> None:
     assert set(totals(found)) == {("trainer", ""), ("rollout", "")}
     assert found.layouts[0].layout == found.layout == Layout(1)  # without recompute, offload or division: the fastest
     assert found.seconds.total == pytest.approx(found.layouts[0].seconds)
+
+
+def test_gradients_are_sharded_where_a_layout_fits_only_so(large: Path) -> None:
+    found = fit(make(large, trainer={"ranks": 4}), H100).layouts
+    sharded = [one for one in found if one.layout.shard_gradients]
+    assert sharded
+    for one in sharded:
+        assert one.layout.data * one.layout.context > 1
+        whole = replace(one.layout, shard_gradients=False)
+        assert whole not in [other.layout for other in found]
+    assert not found[0].layout.shard_gradients
 
 
 def test_a_run_that_does_not_fit_gets_layouts_that_do(large: Path) -> None:
