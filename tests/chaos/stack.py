@@ -205,7 +205,7 @@ class ChaosStack:
         self.columns = columns
         self.primaries = primaries_of(servers, folder)
         """Servers of which one takes over from another; None: one Redis, which the supervisor starts."""
-        self.data_nodes = DataNodes(folder, loop) if columns == "on-nodes" else None
+        self.data_nodes: DataNodes | None = None
         self.replicas = (
             REPLICAS
             | (FROZEN_REPLICAS if ALGORITHMS[algorithm]["roles"] else {})
@@ -238,14 +238,15 @@ class ChaosStack:
         if self.primaries:
             self.primaries.start()
             os.environ["REDIS_URL"] = self.primaries.url
-        if self.data_nodes:
-            self.data_nodes.start()
         engines = {"teacher": "sglang"} if self.algorithm == "teacher-engine" else {}
         plan = stack.make_plan(
             self.state, port=0, replicas=self.replicas, stop_with_parent=True, grace_seconds=3.0, engines=engines
         )
         os.environ.pop("REDIS_URL", None)
         plan.max_restarts = 1000  # it is we who kill them
+        if self.columns == "on-nodes":
+            self.data_nodes = DataNodes(self.folder, self.loop, self.state.redis_password.read_text().strip())
+            self.data_nodes.start()
         coordinator = _port(plan.coordinator)
         for spec in plan.services:
             if spec.role not in ROLES:

@@ -14,14 +14,14 @@ NODES = 2
 class DataNodes:
     """The servers and their links."""
 
-    def __init__(self, folder: Path, loop: Loop) -> None:
-        """They keep their files in the folder. The links are in the loop."""
+    def __init__(self, folder: Path, loop: Loop, password: str) -> None:
+        """They keep their files in the folder. The links are in the loop; the password is that of the board's Redis."""
         self.servers: list[RedisServer] = []
         self.links: list[Link] = []
         self._loop = loop
         for number in range(NODES):
             (place := folder / f"data-node-{number}").mkdir(parents=True, exist_ok=True)
-            self.servers.append(RedisServer(place, append_only=True))
+            self.servers.append(RedisServer(place, append_only=True, password=password))
             self.links.append(Link(f"services > data-node-{number}", free_port(), self.servers[-1].port, to_redis=True))
         self.clients = [redis.Redis.from_url(server.url, socket_timeout=30.0) for server in self.servers]
         """Connections that don't go through the links."""

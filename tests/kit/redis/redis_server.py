@@ -27,19 +27,26 @@ class RedisServer:
     """A Valkey server of one's own: start, stop (clean), kill (SIGKILL), restart. With AOF, what it held survives."""
 
     def __init__(
-        self, folder: Path, *, append_only: bool = False, port: int | None = None, options: Sequence[str] = ()
+        self,
+        folder: Path,
+        *,
+        append_only: bool = False,
+        port: int | None = None,
+        options: Sequence[str] = (),
+        password: str = "",
     ) -> None:
         self.folder = folder
         self.append_only = append_only
         self.options = tuple(options)
         """Further options of the server."""
+        self.password = password
         self.port = port or free_port()
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
         """Where clients connect; stays the same over restarts."""
-        return f"redis://127.0.0.1:{self.port}/0"
+        return f"redis://{f':{self.password}@' if self.password else ''}127.0.0.1:{self.port}/0"
 
     def start(self) -> "RedisServer":
         """Start the server and wait (at most a minute) until it answers, its AOF loaded."""
@@ -48,6 +55,7 @@ class RedisServer:
             *("--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder), "--save", ""),
             *("--appendonly", "yes" if self.append_only else "no", "--appendfsync", "everysec"),
             *("--maxmemory-policy", "noeviction", "--logfile", str(self.folder / "valkey.log")),
+            *(("--requirepass", self.password) if self.password else ()),
             *self.options,
         ]
         # A write beyond RLIMIT_FSIZE, with which tests fill the disk, is to fail instead of killing the server.
