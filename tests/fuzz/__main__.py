@@ -16,13 +16,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tests.fuzz.attack import LEFT_OUT, Report, attack
+from services.coordinator.runs.manager import MAX_BOARDS
+from tests.fuzz.attack import LEFT_OUT, TOGETHER, Report, attack
 from tests.fuzz.fleet import Fleet, fleet
 
 WARM_UP = 3000
 """Messages after which memory and files are counted from: caches fill, workers start."""
 MAX_GROWTH_BYTES = 128 << 20
 MAX_NEW_FILES = 24
+MAX_REDIS_CONNECTIONS = (MAX_BOARDS + 2) * TOGETHER
+"""Of a coordinator: as many as calls at once for each run that it keeps connected, the active one, its own state."""
 
 
 def leaks(before: dict[str, tuple[int, int, int]], after: dict[str, tuple[int, int, int]]) -> list[str]:
@@ -43,6 +46,9 @@ def problems_of(victims: Fleet, report: Report, before: dict[str, tuple[int, int
     """Everything that is not as it has to be after an attack."""
     problems = [f"{what} ({count} times): {example}" for what, (count, example) in report.wrong.items()]
     problems += leaks(before, victims.resources())
+    for name in victims.attacked:
+        if (count := victims.redis_connections(name)) > MAX_REDIS_CONNECTIONS:
+            problems.append(f"{name}: {count} connections to Redis")
     problems += victims.bugs()
     victims.alive()
     return problems

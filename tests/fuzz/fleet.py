@@ -187,13 +187,22 @@ class Fleet:
         return [process.pid, *sorted(child.pid for child in process.children(recursive=True))]
 
     def resources(self) -> dict[str, tuple[int, int, int]]:
-        """By name: resident bytes and open files of the service's own process, and processes below it."""
+        """By name: resident bytes and open files of the service's own process, and processes below it.
+
+        Connections to Redis don't count: a coordinator keeps some for each of the last runs (see `redis_connections`).
+        """
         self.alive()
         found = {}
         for name in self.attacked:
             process = psutil.Process(self.processes[name].pid)
-            found[name] = (process.memory_info().rss, process.num_fds(), len(process.children(recursive=True)))
+            files = process.num_fds() - self.redis_connections(name)
+            found[name] = (process.memory_info().rss, files, len(process.children(recursive=True)))
         return found
+
+    def redis_connections(self, name: str) -> int:
+        """How many connections to Redis a service has."""
+        connections = psutil.Process(self.processes[name].pid).net_connections()
+        return sum(bool(one.raddr) and one.raddr.port == self.redis.port for one in connections)
 
     def bugs(self) -> list[str]:
         """What the services logged about handlers, tasks and threads that failed: where, and why."""
