@@ -116,9 +116,7 @@ def sequence_layout(
         as_packed=np.array_equal(token_of_slot, np.arange(len(batch.tokens))),
         slots=Slots.of(token_of_slot, len(batch.tokens), device),
         shared=sum(lengths) > len(batch.tokens),
-        query_slice=_query_slice(
-            batch, context, device, prompts_once and _saving(batch, lengths) >= MIN_SAVING[kernel]
-        ),
+        query_slice=_query_slice(batch, context, device, prompts_once),
         context=context,
         router=router or RouterInputs(),
     )
