@@ -134,16 +134,19 @@ def restart(role: str, stack: ChaosStack, rng: random.Random) -> float:
 
 def stall(role: str, seconds: float, stack: ChaosStack, rng: random.Random) -> float:
     """A service with all its processes stands still: a host that swaps, a virtual machine that moves."""
-    with stack.frozen(stack.tree(_one(stack, rng, role))):
+    return stand_still(stack.tree(_one(stack, rng, role)), seconds, stack)
+
+
+def stand_still(processes: list[psutil.Process], seconds: float, stack: ChaosStack) -> float:
+    """Stop processes for so long."""
+    with stack.frozen(processes):
         time.sleep(seconds)
     return time.time()
 
 
 def stall_child(role: str, module: str, seconds: float, stack: ChaosStack, rng: random.Random) -> float:
     """Only a child stands still: its service answers and sends heartbeats."""
-    with stack.frozen([stack.child(_one(stack, rng, role), module, 0)]):
-        time.sleep(seconds)
-    return time.time()
+    return stand_still([stack.child(_one(stack, rng, role), module, 0)], seconds, stack)
 
 
 def freeze_child(role: str, module: str, stack: ChaosStack, rng: random.Random) -> float:
@@ -161,8 +164,7 @@ def _links(stack: ChaosStack, rng: random.Random, role: str, other: str) -> list
 
 
 @contextlib.contextmanager
-def bad_links(stack: ChaosStack, links: list[Link], how: str) -> Iterator[None]:
-    """Links that are cut, delayed, or drop everything."""
+def _bad(stack: ChaosStack, links: list[Link], how: str) -> Iterator[None]:
     for link in links:
         stack.loop.do(link.delay(DELAY_SECONDS) if how == "delay" else getattr(link, how)())
     try:
@@ -174,8 +176,13 @@ def bad_links(stack: ChaosStack, links: list[Link], how: str) -> Iterator[None]:
 
 def network(how: str, role: str, other: str, stack: ChaosStack, rng: random.Random) -> float:
     """cut, delay or drop everything between a service and another one; for shorter or longer than leases."""
+    return worsen(how, _links(stack, rng, role, other), stack, rng)
+
+
+def worsen(how: str, links: list[Link], stack: ChaosStack, rng: random.Random) -> float:
+    """cut, delay or drop everything on some links."""
     seconds = LONG_SECONDS if how == "delay" else rng.choice(list(LENGTHS.values()))
-    with bad_links(stack, _links(stack, rng, role, other), how):
+    with _bad(stack, links, how):
         time.sleep(seconds)
     return time.time()
 
@@ -235,11 +242,16 @@ def fail_teacher(stack: ChaosStack, rng: random.Random) -> float:
 
 def fill_redis(stack: ChaosStack, rng: random.Random) -> float:
     """No memory is left, for longer than a group's lease."""
+    return limit_memory(stack.redis, int(stack.redis.info("memory")["used_memory"]))
+
+
+def limit_memory(client: redis.Redis, most: int) -> float:
+    """Let a Redis use so many bytes, for longer than a group's lease."""
     try:
-        stack.redis.config_set("maxmemory", int(stack.redis.info("memory")["used_memory"]))
+        client.config_set("maxmemory", most)
         time.sleep(LONG_SECONDS)
     finally:
-        stack.redis.config_set("maxmemory", 0)
+        client.config_set("maxmemory", 0)
     return time.time()
 
 

@@ -200,7 +200,7 @@ class Fleet:
         return found
 
     def redis_connections(self, name: str) -> int:
-        """How many connections to Redis a service has."""
+        """Count a service's connections to Redis."""
         connections = psutil.Process(self.processes[name].pid).net_connections()
         return sum(bool(one.raddr) and one.raddr.port == self.redis.port for one in connections)
 

@@ -160,11 +160,7 @@ def test_queries_of_a_long_shared_prompt_once() -> None:
     once = sequence_layout(batch, device, "varlen", prompts_once=True).query_slice
     assert once is not None
     layout = sequence_layout(batch, device, "varlen")
-    query, key, value = (
-        leaf(len(batch.tokens), 8, 128),
-        leaf(len(batch.tokens), 4, 128),
-        leaf(len(batch.tokens), 4, 128),
-    )
+    query, key, value = (leaf(len(batch.tokens), heads, 128) for heads in (8, 4, 4))
     k, v = (scatter_to_sequences(x, once.slots, sum_copies=True) for x in (key, value))
     ours = slice_by_varlen(query, k, v, once, 128**-0.5, None)
     q = scatter_to_sequences(query, layout.slots, sum_copies=False)

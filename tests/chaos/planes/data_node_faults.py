@@ -6,7 +6,7 @@ from functools import partial
 
 import psutil
 
-from tests.chaos.faults import LENGTHS, LONG_SECONDS, Fault, MomentMissed, bad_links
+from tests.chaos.faults import LENGTHS, LONG_SECONDS, Fault, MomentMissed, limit_memory, stand_still, worsen
 from tests.chaos.planes.data_nodes import DataNodes
 from tests.chaos.planes.payload_faults import strike_first
 from tests.chaos.proxy import Moment
@@ -18,11 +18,11 @@ STEPS = {
     "read": "MGET *:columns:*",
     "free": "UNLINK *:columns:*",
 }
-"""What is done to payloads on data nodes, and a pattern of its command."""
+"""Steps of a payload's life on a data node, each with a pattern of its command."""
 
 
 def data_node_faults() -> list[Fault]:
-    """What befalls the nodes, and a broken connection before and after each command that they get."""
+    """List the faults of nodes, and a broken connection before and after each command that they get."""
     moments: tuple[Moment, Moment] = ("before", "after")
     return [
         Fault("data node killed", kill),
@@ -55,31 +55,22 @@ def stall(seconds: float, stack: ChaosStack, rng: random.Random) -> float:
     """A node stands still."""
     process = rng.choice(_nodes(stack).servers).process
     assert process is not None
-    with stack.frozen([psutil.Process(process.pid)]):
-        time.sleep(seconds)
-    return time.time()
+    return stand_still([psutil.Process(process.pid)], seconds, stack)
 
 
 def fill(stack: ChaosStack, rng: random.Random) -> float:
     """A node has no memory left, for longer than a group's lease. Raises MomentMissed: nobody wanted to write there."""
     client = rng.choice(_nodes(stack).clients)
     client.config_resetstat()
-    try:
-        client.config_set("maxmemory", 1)
-        time.sleep(LONG_SECONDS)
-    finally:
-        client.config_set("maxmemory", 0)
+    over = limit_memory(client, 1)
     if "errorstat_OOM" not in client.info("errorstats"):
         raise MomentMissed("no write was refused")
-    return time.time()
+    return over
 
 
 def network(how: str, stack: ChaosStack, rng: random.Random) -> float:
     """cut, delay or drop everything between all services and a node; for shorter or longer than leases."""
-    seconds = LONG_SECONDS if how == "delay" else rng.choice(list(LENGTHS.values()))
-    with bad_links(stack, [rng.choice(_nodes(stack).links)], how):
-        time.sleep(seconds)
-    return time.time()
+    return worsen(how, [rng.choice(_nodes(stack).links)], stack, rng)
 
 
 def strike(pattern: str, moment: Moment, stack: ChaosStack, rng: random.Random) -> float:
@@ -88,4 +79,4 @@ def strike(pattern: str, moment: Moment, stack: ChaosStack, rng: random.Random) 
 
 
 SHORT_SUITE = ("data node killed", "data node full", "data node: cut after write", "data node: cut before keep")
-"""What the ordinary tests do."""
+"""Faults of the ordinary tests."""

@@ -50,7 +50,7 @@ Key = tuple[int | None, str]
 
 @dataclass
 class Seen:
-    """What was found at one moment on the board's Redis, and a little later on data nodes."""
+    """Payloads and pointers at one moment on the board's Redis, and a little later on data nodes."""
 
     wanted: set[Key]
     """Payloads that something points to."""
