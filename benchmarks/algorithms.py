@@ -13,7 +13,7 @@ the version before, from an engine in the trainer's precision. Each algorithm ha
 all are run at the same learning rates. demo runs all services on SmolLM2-135M. The algorithms get the same prompts in
 the same order, but for the groups that some drop.
 
-In addition the critic of ppo has a learning rate of its own. The teacher of opd, which gets no reward, is the same
+For sums the critic of ppo has a learning rate of its own. The teacher of opd, which gets no reward, is the same
 initial model after the steps of TEACHERS.
 
 Results of each algorithm over the seeds: the reward at the end (mean of the last fifth of the steps) and over all
@@ -21,6 +21,7 @@ steps, and the share of clipped tokens; for the demo also greedy accuracy on hel
 """
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -155,8 +156,8 @@ def learn_all(
             print(f"opd's teacher: reward {last:.3f} in its last fifth", flush=True)
             runs |= {(name, lr): begin(name, lr, teacher) for lr in lrs for name in taught}
         curves = dict(earlier)
-        for (name, lr), found in sorted(runs.items(), key=lambda one: (lrs.index(one[0][1]), names.index(one[0][0]))):
-            curves[f"{name}, learning rate {lr:g}"] = [_short(one.result()) for one in found]
+        for lr, name in itertools.product(lrs, names):
+            curves[f"{name}, learning rate {lr:g}"] = [_short(one.result()) for one in runs[name, lr]]
             curves_file(task).write_text(json.dumps(curves) + "\n")
             print(f"{name}, learning rate {lr:g}: done", flush=True)
     return curves

@@ -45,10 +45,9 @@ COMMON = {
 
 
 def make_config(shape: str) -> PretrainedConfig:
-    """Return the configuration of a shape: one of SHAPES, or "moe" for MIXTURE."""
-    if shape.startswith("moe"):
-        tied = shape != "moe-untied"  # SGLang has no tied embeddings in a mixture
-        common = COMMON | {"tie_word_embeddings": tied}
+    """Return the configuration of a shape: one of SHAPES, or "moe" or "moe-untied" for MIXTURE."""
+    if shape in ("moe", "moe-untied"):
+        common = COMMON | {"tie_word_embeddings": shape == "moe"}  # SGLang has no tied embeddings in a mixture
         return Qwen3MoeConfig(**MIXTURE, **common, architectures=["Qwen3MoeForCausalLM"])
     heads = 8 if shape != "0.2b" else 4
     return Qwen3Config(**SHAPES[shape], num_key_value_heads=heads, **COMMON, architectures=["Qwen3ForCausalLM"])

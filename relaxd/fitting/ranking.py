@@ -47,16 +47,19 @@ def _fitting(config: RunConfig, models: Models, hardware: Hardware, ranks: int, 
     offload = element < 4 and trainer.optimizer.moments == "float32"
     for bare in possible_layouts(models.policy, ranks, trainer.groups_per_step, offload=offload):
         layout = replace(
-            bare, activations_on_host=trainer.activation_offload_bytes, overlap_grad_reduce=trainer.overlap_grad_reduce
+            bare,
+            activations_on_host=trainer.activation_offload_bytes,
+            shard_gradients=trainer.shard_gradients,
+            overlap_grad_reduce=trainer.overlap_grad_reduce,
         )
         if any(problem(layout, shape) for shape in models.frozen):
             continue
-        for sharded in (True,) if trainer.shard_gradients else (False, True):
-            layout = replace(layout, shard_gradients=sharded)
+        ways = [layout]  # whole gradients first: they are faster
+        if layout.data * layout.context > 1 and not layout.shard_gradients:
+            ways.append(replace(layout, shard_gradients=True))
+        for layout in ways:
             size = taken + max(held.total for held in on_trainer(config, models, layout, hardware))
             if size <= hardware.room:
                 found.append(Candidate(layout, size, predict(models.policy, layout, work, element).total))
-                break  # whole gradients are faster
-            if layout.data * layout.context == 1:  # a rank's shard is all
                 break
     return found

@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from services.trainer.batch.row_packing import PackedMicroBatch
@@ -98,9 +99,11 @@ def sequence_layout(
         prompts_once: take the queries of shared prompts once where that saves much.
     """
     context = context or ContextRanks()
-    members = [batch.places_of(i) for i, (begin, end) in enumerate(pairwise(batch.cu_seqlens)) if begin < end]
+    owned = {i: (begin, end) for i, (begin, end) in enumerate(pairwise(batch.cu_seqlens.tolist())) if begin < end}
+    members = [batch.places_of(i) for i in owned]
     lengths = [len(member) for member in members]
-    prompts_once = prompts_once and _saving(batch, lengths) >= MIN_SAVING[kernel]
+    once = prompts_once and _saving(lengths, [end - begin for begin, end in owned.values()]) >= MIN_SAVING[kernel]
+    sequences = list(zip(owned.values(), members, strict=True))
     blocks = _blocks(lengths) if kernel == "blocks" else []
     order = [i for block in blocks for i in block] if blocks else list(range(len(members)))
     width_of = {i: lengths[block[0]] for block in blocks for i in block}
@@ -116,31 +119,37 @@ def sequence_layout(
         as_packed=np.array_equal(token_of_slot, np.arange(len(batch.tokens))),
         slots=Slots.of(token_of_slot, len(batch.tokens), device),
         shared=sum(lengths) > len(batch.tokens),
-        query_slice=_query_slice(batch, context, device, prompts_once),
+        query_slice=_query_slice(sequences, len(batch.tokens), context, device)
+        if once or context.gathering is not None
+        else None,
         context=context,
         router=router or RouterInputs(),
     )
 
 
-def _saving(batch: PackedMicroBatch, lengths: Sequence[int]) -> float:
-    """Return the pairs of queries and keys of whole sequences over those in which each token's query is once."""
-    whole = np.array(lengths, np.float64)
-    own = np.diff(batch.cu_seqlens)
-    own = own[own > 0]
+def _saving(lengths: Sequence[int], own_lengths: Sequence[int]) -> float:
+    """Divide the pairs of queries and keys of whole sequences by those in which each token's query is once.
+
+    Args:
+        lengths: tokens of each sequence.
+        own_lengths: those that are stored with it.
+    """
+    whole, own = np.array(lengths, np.float64), np.array(own_lengths, np.float64)
     return float((whole**2).sum() / (own * (2 * whole - own)).sum())
 
 
 def _query_slice(
-    batch: PackedMicroBatch, context: ContextRanks, device: torch.device, prompts_once: bool
-) -> QuerySlice | None:
-    begin, tokens = 0, len(batch.tokens)
+    sequences: Sequence[tuple[tuple[int, int], NDArray[np.int64]]],
+    tokens: int,
+    context: ContextRanks,
+    device: torch.device,
+) -> QuerySlice:
+    """Make the slice of this rank's tokens: of all, unless ranks gather keys and values."""
+    begin, here = 0, tokens
     if context.gathering is not None:
-        tokens //= context.gathering.size()
-        begin = context.gathering.rank() * tokens
-    elif not prompts_once:
-        return None
-    sequences = zip(pairwise(batch.cu_seqlens.tolist()), map(batch.places_of, range(batch.sequences)), strict=True)
-    return query_slice(sequences, len(batch.tokens), begin, begin + tokens, device)
+        here = tokens // context.gathering.size()
+        begin = context.gathering.rank() * here
+    return query_slice(sequences, tokens, begin, begin + here, device)
 
 
 def _blocks(lengths: Sequence[int]) -> list[list[int]]:
