@@ -20,7 +20,7 @@ from services.trainer.frozen.run_folder import await_file
 from services.trainer.frozen.stage_rank import world_config
 from services.trainer.loop.checkpoints import Answer, Checkpoints
 from services.trainer.loop.restore import restore
-from services.trainer.megatron.rank_channel import TICK_SECONDS
+from services.trainer.megatron.tick import TICK_SECONDS
 
 RETRY_SECONDS = 5.0
 """Between two tries to write a checkpoint that the trainer asked for."""

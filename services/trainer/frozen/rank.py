@@ -29,7 +29,8 @@ from services.trainer.learner.compared.frozen_model import FrozenModel
 from services.trainer.learner.compared.routing import model_of
 from services.trainer.learner.forward import Forward
 from services.trainer.megatron.parallel import World
-from services.trainer.megatron.rank_channel import TICK_SECONDS, RankChannel
+from services.trainer.megatron.rank_channel import RankChannel
+from services.trainer.megatron.tick import TICK_SECONDS
 from services.trainer.model.architectures import read_architecture
 
 logger = logging.getLogger(__name__)

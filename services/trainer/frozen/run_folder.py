@@ -9,7 +9,7 @@ from relaxd.rpc.errors import FailedPrecondition
 from relaxd.run_folder import begin_time
 from relaxd.waiting import waiting
 from services.trainer.batch.step_file import StepFileError
-from services.trainer.megatron.rank_channel import TICK_SECONDS
+from services.trainer.megatron.tick import TICK_SECONDS
 
 FOLDER_SECONDS = 10.0
 """How long a run's folder may take to appear: a network file system shows new files late."""

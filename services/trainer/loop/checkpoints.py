@@ -29,7 +29,7 @@ from services.trainer.loop.commanded_rank import (
     PrepareCheckpoints,
 )
 from services.trainer.megatron.disk_work import DiskRefused
-from services.trainer.megatron.rank_channel import TICK_SECONDS
+from services.trainer.megatron.tick import TICK_SECONDS
 
 logger = logging.getLogger(__name__)
 

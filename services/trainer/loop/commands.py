@@ -20,7 +20,7 @@ from services.trainer.loop.commanded_rank import CommandedRank
 from services.trainer.loop.round_runner import PreparedColumns, RoundRunner
 from services.trainer.megatron.disk_work import DiskRefused
 from services.trainer.megatron.model_parallel_channel import ModelParallelChannel
-from services.trainer.megatron.rank_channel import TICK_SECONDS
+from services.trainer.megatron.tick import TICK_SECONDS
 
 LOADED_TOGETHER = 8
 """Groups in one call to Redis, whose answer it holds in its memory until it is sent."""

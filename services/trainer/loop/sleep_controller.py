@@ -7,7 +7,7 @@ from relaxd.v1.weights_pb2 import MemoryChange
 from services.trainer.learner.offload import memory_in_use
 from services.trainer.loop.commands import Move, TrainingRank
 from services.trainer.loop.weight_read_lock import WeightReadLock
-from services.trainer.megatron.rank_channel import TICK_SECONDS
+from services.trainer.megatron.tick import TICK_SECONDS
 
 
 class SleepController:

@@ -37,7 +37,7 @@ from services.trainer.loop.step_phases import phases_for
 from services.trainer.loop.step_times import group_times, trainer_times
 from services.trainer.loop.weight_read_lock import WeightReadLock
 from services.trainer.megatron.disk_work import DiskRefused
-from services.trainer.megatron.rank_channel import TICK_SECONDS
+from services.trainer.megatron.tick import TICK_SECONDS
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,7 @@ import torch
 import torch.distributed as dist
 
 from services.trainer.megatron.disk_work import DiskWork
-
-TICK_SECONDS = 0.5
-"""Longest silence of rank 0 while it waits."""
+from services.trainer.megatron.tick import TICK_SECONDS
 
 TICK = None
 """Sent instead of a command."""
