@@ -11,8 +11,18 @@ import redis
 
 from tests.kit.redis.redis_server import RedisServer
 from tests.kit.waiting import PATIENCE
+from tests.warm import programs
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start the nurseries that programs are forked from (`tests/warm`)."""
+    if not hasattr(config, "workerinput"):  # else this process is xdist's, and the nurseries have been started
+        nurseries = programs.nurseries()
+        nurseries.__enter__()
+        config.add_cleanup(lambda: nurseries.__exit__(None, None, None))
+    programs.show_parents()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
