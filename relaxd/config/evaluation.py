@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from relaxd.config.base import Section
+from relaxd.config.base import Section, refuse_unused
 from relaxd.config.reward import TokenVariable, check_address
 from relaxd.importing import check_own
 from relaxd.run_folder import HELD_OUT
@@ -181,6 +181,13 @@ class EvalConfig(Section):
                 f"eval.interval is {self.interval}, but eval.prompts is 0 and there are no eval.sets, which turns "
                 "evaluation off: set one of them, or remove eval.interval"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _share_is_of_training(self) -> Self:
+        if not self.interval:
+            reason = "eval.interval is 0, so that no evaluation is beside training: set interval"
+            refuse_unused(self, "eval", ("engine_share",), reason)
         return self
 
     @model_validator(mode="after")

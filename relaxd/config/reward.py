@@ -201,6 +201,9 @@ class RewardConfig(Section):
         if self.on_failure != "retry":
             reason = f'reward.on_failure is "{self.on_failure}": set "retry"'
             refuse_unused(self, "reward", ("max_retries",), reason)
+        if self.sandbox == "off":
+            reason = 'reward.sandbox is "off", with which rewards do what the service\'s user may do: set "auto"'
+            refuse_unused(self, "reward", ("network", "writable", "worker_memory_bytes"), reason)
         return self
 
     @model_validator(mode="after")

@@ -616,6 +616,13 @@ class RunConfig(Section):
                 f'roles.teacher.privileged_key is "{self.roles.teacher.privileged_key}", but no teacher is there to '
                 f'see it: remove it, or set roles.teacher.model, which may be model.path, "{self.model.path}"'
             )
+        if not models and not algorithm.needs_teacher:
+            refuse_unused(
+                self.roles.teacher,
+                "roles.teacher",
+                type(self.roles.teacher).model_fields,
+                "the run has no teacher: set roles.teacher.model, and algorithm.distill_coef or distill_loss_coef",
+            )
         if models and not algorithm.needs_teacher:
             setting, model = next(iter(models.items()))
             raise ValueError(

@@ -191,7 +191,7 @@ async def test_sets_have_the_runs_sampling_but_for_what_they_set(kit: Kit) -> No
 
 async def test_beside_training_it_takes_its_share_of_an_engine(kit: Kit) -> None:
     engine = await kit.engine("one", seconds=0.05)
-    await kit.evaluate(sets=[{"name": "words", "task": "spell_backward", "prompts": 2}], engine_share=0.5)
+    await kit.evaluate(sets=[{"name": "words", "task": "spell_backward", "prompts": 2}], interval=1, engine_share=0.5)
     assert (engine.answered, engine.max_running) == (PROMPTS + 2, 1)
 
 
