@@ -102,8 +102,8 @@ def test_a_run_goes_on_after_ctrl_c_and_after_everything_was_killed(workplace: W
     log = "".join(path.read_text() for path in (folder / "logs").glob("trainer*.log"))
     assert "is loaded" in log
 
-    # What was recorded can be repeated: the last step from the checkpoint before it, which depends on how far the trainer
-    # was ahead of the output when it died, and one before the deaths from the initial model.
+    # What was recorded can be repeated: the last step from the checkpoint before it, which depends on how far the
+    # trainer was ahead of the output when it died, and one before the deaths from the initial model.
     before, last = sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*"))
     assert last == 9
     code, output = workplace.relaxd("replay", "r", "--step", "9")

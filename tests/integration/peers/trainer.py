@@ -149,9 +149,7 @@ class TrainerDouble(ReplicaService, trainer_pb2_grpc.TrainerServicer):
             try:
                 await stub.AnnounceVersion(request, timeout=5)
                 return
-            except grpc.aio.AioRpcError as error:
-                if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                    raise
+            except grpc.aio.AioRpcError:  # such as that of a coordinator that has just started
                 await asyncio.sleep(0.2)
 
     async def GetWeightManifest(self, request, context):

@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import numpy as np
+import psutil
 
 from relaxd.board import Board, Delivery, NewGroup, stages_for
 from relaxd.config import RunConfig
@@ -155,10 +156,8 @@ class Replica:
         self._coordinator.wait_for(self.replica_id, condition, patience)
 
     def engine_pid(self) -> int:
-        children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        pids = [int(pid) for path in children for pid in path.read_text().split()]
-        assert len(pids) == 1, pids
-        return pids[0]
+        (engine,) = psutil.Process(self.process.pid).children()
+        return engine.pid
 
     def generate(self, prompt: Sequence[int], n: int = 1, **sampling: Any) -> list[dict[str, Any]]:
         """All of the n samples, put together."""
