@@ -39,14 +39,21 @@ def test_a_run_says_why_it_waits_for_its_reward(cluster: Cluster) -> None:
         "the end of those that are being scored",
         lambda: (run := cluster.run()) and not next(one.held for one in run.queues if one.stage == "reward") and run,
     )
-    failed = scored.groups.dropped_by_reason["reward_failed"]
+    assert scored.groups.dropped_by_reason["reward_failed"] >= 5
 
     told.write_text("hang")
-    cluster.stub.ResumeRun(pb.ResumeRunRequest(), timeout=10)
+
+    def hanging() -> list[str]:
+        run = cluster.run()
+        if run.state == pb.RUN_STATE_PAUSED:  # also again: a group may have failed since its replica's last heartbeat
+            cluster.stub.ResumeRun(pb.ResumeRunRequest(), timeout=10)
+        return [line for line in run.wait.evidence if "has been scoring" in line and PLACE in line]
+
     hangs = cluster.until(
         "the reward that hangs",
-        lambda: [line for line in cluster.run().wait.evidence if "has been scoring" in line and PLACE in line],
+        hanging,
     )
+    failed = cluster.run().groups.dropped_by_reason["reward_failed"]
     assert "reward: ready, tests.integration.coordinator.rewards:as_told has been scoring a sample for" in hangs[0]
     assert f"(at {PLACE}" in hangs[0]
     assert "in as_told); its prompt: 'What is" in hangs[0]
