@@ -29,7 +29,7 @@ services:
     ulimits: !reset null
     deploy: {resources: {reservations: !reset null}}
 """
-GRACE_SECONDS, ROLLOUT_GRACE_SECONDS = 30, 45
+GRACE_SECONDS, ROLLOUT_GRACE_SECONDS = 55, 70
 SLOW_REWARD = """
 import time
 
