@@ -40,7 +40,7 @@ ALSO = {
         "transformers.tokenization_utils_tokenizers",
     ),
 }
-"""What programs import only later."""
+"""Modules that programs import only after they have started."""
 
 
 @dataclass
@@ -105,6 +105,13 @@ class Nursery:
             file.seek(0)
             request = json.load(file)
         asker = int.from_bytes(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4), sys.byteorder)
+        try:
+            asker_ended = os.pidfd_open(asker)
+        except ProcessLookupError:  # nobody wants it any more
+            for descriptor in given:
+                os.close(descriptor)
+            connection.close()
+            return None
         started, starting = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -116,10 +123,11 @@ class Nursery:
             os.close(descriptor)
         os.read(started, 1)  # it has its session by now: its process group can be killed
         os.close(started)
-        fork = Fork(pid, os.pidfd_open(pid), self._follow(asker, pid), connection, request["dies_by"])
+        fork = Fork(pid, os.pidfd_open(pid), asker_ended, connection, request["dies_by"])
         self._forks[pid] = fork
         self._show_parent(pid, asker)
         self._selector.register(fork.ended, selectors.EVENT_READ, partial(self._report, fork))
+        self._selector.register(fork.asker, selectors.EVENT_READ, partial(self._end_with, pid))
         self._send(connection, pid)
         return None
 
@@ -128,15 +136,6 @@ class Nursery:
         new = self._parents.parent / f"new-{self._name}"
         new.write_text(str(asker))
         new.rename(self._parents / str(pid))
-
-    def _follow(self, asker: int, pid: int) -> int:
-        """Watch for the end of the process that asked."""
-        try:
-            ended = os.pidfd_open(asker)
-        except ProcessLookupError:
-            return -1
-        self._selector.register(ended, selectors.EVENT_READ, partial(self._end_with, pid))
-        return ended
 
     def _end_with(self, pid: int) -> None:
         """End a program as its asker has ended."""

@@ -9,11 +9,13 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from relaxd.process.child import LIFELINE_VARIABLE
 from tests.kit.processes import is_alive, kill, start_python
 from tests.kit.waiting import wait_until
 from tests.warm import programs
 
-pytestmark = pytest.mark.skipif(programs.FOLDER not in os.environ, reason="there are no nurseries here")
+NONE = f"there are no nurseries: {programs.COLD} is 1, this isn't Linux, or there are GPUs, which can't be forked"
+pytestmark = pytest.mark.skipif(programs.FOLDER not in os.environ, reason=NONE)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,6 +49,10 @@ def test_output_and_exit_code_are_those_of_a_cold_start(words: list[str]) -> Non
     cold_path = os.environ | {"PYTHONPATH": str(programs.ROOT)}
     cold = subprocess.run(command, env=cold_path, capture_output=True, text=True, timeout=60, check=False)
     assert (*output, warm.returncode) == (cold.stdout, cold.stderr, cold.returncode)
+
+
+def test_what_tells_a_child_is_what_the_service_gives_it() -> None:
+    assert programs.LIFELINE == LIFELINE_VARIABLE
 
 
 def test_it_looks_like_a_child(service: "subprocess.Popen[str]") -> None:

@@ -1,4 +1,4 @@
-"""How often who waits shows that it lives."""
+"""The interval at which rank 0, and programs that follow a run, show that they live."""
 
 TICK_SECONDS = 0.5
-"""Rank 0 ticks at least this often while it waits, and so do programs that follow a run."""
+"""Longest silence of one of them while it waits."""

@@ -49,10 +49,7 @@ def test_a_run_says_why_it_waits_for_its_reward(cluster: Cluster) -> None:
             cluster.stub.ResumeRun(pb.ResumeRunRequest(), timeout=10)
         return [line for line in run.wait.evidence if "has been scoring" in line and PLACE in line]
 
-    hangs = cluster.until(
-        "the reward that hangs",
-        hanging,
-    )
+    hangs = cluster.until("the reward that hangs", hanging)
     failed = cluster.run().groups.dropped_by_reason["reward_failed"]
     assert "reward: ready, tests.integration.coordinator.rewards:as_told has been scoring a sample for" in hangs[0]
     assert f"(at {PLACE}" in hangs[0]
