@@ -40,9 +40,16 @@ from tests.kit.models import byte_tokenizer
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"vocab_size": 1024, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "heads": 4},
     "0.2b": {"vocab_size": 32768, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 8, "heads": 16},
+    "0.6b": {
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "heads": 16,
+    },
     "4b": {"vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "heads": 32},
 }
-"""Shapes of Qwen3 models; 4b is Qwen3-4B's."""
+"""Shapes of Qwen3 models; 0.6b and 4b are those of Qwen3-0.6B and Qwen3-4B."""
 PROMPT_TOKENS = 32
 REPORTING = "relaxd, reporting"
 ADDRESS_FILE = "relaxd-address"

@@ -2,15 +2,16 @@
 
     python -m benchmarks.gpu_routing_replay
     python -m benchmarks.gpu_routing_replay --engine sglang --memory-fraction 0.3
+    python -m benchmarks.gpu_routing_replay --engine none --rounds 40
 
-**Cost**: seconds of packing, forward and backward of a micro-batch, without and with replay of the experts that the
-routers choose anyway, so that both compute the same. They alternate; medians. Also of the pass that records experts,
-against one that doesn't.
+**Cost**: seconds of packing, forward and backward of a step's micro-batches, without and with replay of the experts
+that the routers choose anyway, so that both compute the same. They alternate; medians. Also of the pass that records
+experts, against one that doesn't.
 
 **Effect**: an engine with the same weights in bf16 says which experts each token went to, and the log-prob of each
 token. The gap is the trainer's log-prob minus that, without and with replay of these experts. transformers plays the
 engine, and reads the random tokens of the first part; or SGLang does, and answers random prompts, which are a quarter
-of the tokens. Then the optimizer is in the host's memory, so that both fit a GPU of 80 GB.
+of the tokens. Then, and without an engine, the optimizer is in the host's memory, so that it fits a GPU of 80 GB.
 """
 
 import argparse
@@ -158,14 +159,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of the micro-batch; an H200 takes 16384")
     parser.add_argument("--sequences", type=int, default=4)
+    parser.add_argument("--micro-batches", type=int, default=1, help="of a step, in the first part")
     parser.add_argument("--rounds", type=int, default=10, help="timed rounds; one more is for warming up")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
-    parser.add_argument("--engine", choices=("transformers", "sglang"), default="transformers")
+    parser.add_argument("--engine", choices=("transformers", "sglang", "none"), default="transformers")
     parser.add_argument("--memory-fraction", type=float, default=0.3, help="of the GPU, for SGLang")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         measure(options, Path(folder))
     shut_down()
+
+
+def facts_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what was measured, and on what."""
+    return {
+        "tokens": options.tokens,
+        "micro_batches": options.micro_batches,
+        "engine": options.engine,
+        "recompute": options.recompute,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "torch": torch.__version__,
+    }
 
 
 def measure(options: argparse.Namespace, folder: Path) -> None:
@@ -176,7 +190,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
         "micro_batch_tokens": options.tokens,
         "recompute": options.recompute,
         "routing_replay": "rollout",  # replays where a micro-batch brings experts
-        "optimizer": {"cpu_offload": options.engine == "sglang"},
+        "optimizer": {"cpu_offload": options.engine != "transformers"},
     }
     (folder / "config").mkdir()
     learner = make_learner(shape, 1, settings, folder / "config")
@@ -185,7 +199,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     replayed = with_experts(plain, recorded)
 
     def train(sequences: Sequence[TrainSequence]) -> None:
-        learner.accumulate([pack(sequences)])
+        learner.accumulate([pack(sequences) for _ in range(options.micro_batches)])
 
     free, replay = seconds_of([partial(train, plain), partial(train, replayed)], learner.discard, options.rounds)
     batches = [pack(plain)]
@@ -193,6 +207,12 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     forward, recording = seconds_of(passes, synchronize, options.rounds)
     learner.discard()
     peak = torch.cuda.max_memory_allocated() / 1e9
+    if options.engine == "none":
+        rows = [
+            {"replay": name, "forward_backward_seconds": each} for name, each in (("none", free), ("rollout", replay))
+        ]
+        report("gpu-routing-replay-cost", rows, **facts_of(options), rounds=options.rounds, cost=replay / free - 1)
+        return
     if options.engine == "sglang":
         del replayed, train
         torch.cuda.empty_cache()
@@ -207,16 +227,11 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     # The experts of a sequence's last token don't matter, and SGLang doesn't tell them.
     told = np.arange(len(recorded)) % (options.tokens // options.sequences) != options.tokens // options.sequences - 1
     own, chosen = np.sort(recorded[told], -1), experts[told]
-    facts = {
-        "tokens": options.tokens,
-        "engine": options.engine,
-        "recompute": options.recompute,
+    facts = facts_of(options) | {
         "replay_cost": replay / free - 1,
         "recording_cost_of_a_forward_pass": recording / forward - 1,
         "engines_choices_that_differ": float(1 - (own[..., None] == chosen[..., None, :]).any(-1).mean()),
         "peak_memory_gb": peak,
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-        "torch": torch.__version__,
     }
     rows = [
         {"replay": "none", "forward_backward_seconds": free, **gap(learner, plain, engine)},
