@@ -18,6 +18,8 @@ import venv
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.warm.programs import start_sglang_nursery
+
 HERE = Path(__file__).parent
 PROJECT = HERE.parents[1] / "pyproject.toml"
 WITHOUT_DEPENDENCIES = ("sglang==0.5.15.post1", "torchvision==0.28.0")
@@ -43,7 +45,16 @@ class EnvironmentUnavailable(Exception):
 
 
 def sglang_python() -> str:
-    """The interpreter of the environment, which is built first if need be. Raises EnvironmentUnavailable."""
+    """Return the interpreter of the environment, which is built first if need be. Its programs start quickly then.
+
+    Raises EnvironmentUnavailable.
+    """
+    python = _find()
+    start_sglang_nursery(python, CPU_ENVIRONMENT)
+    return python
+
+
+def _find() -> str:
     if given := os.environ.get("RELAXD_SGLANG_VENV"):
         python = Path(given) / "bin" / "python"
         if not python.exists():

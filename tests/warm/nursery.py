@@ -39,8 +39,11 @@ ALSO = {
         "transformers.generation.utils",
         "transformers.tokenization_utils_tokenizers",
     ),
+    "sglang": ("psutil", "sglang.srt.models.registry", "sglang.srt.entrypoints.http_server"),
 }
 """Modules that programs import only after they have started."""
+STREAMER = "sglang.srt.managers.scheduler_components.output_streamer"
+"""A module that reads SGLANG_FORCE_STREAM_INTERVAL when it is imported; relaxd's engines set it later."""
 
 
 @dataclass
@@ -49,6 +52,8 @@ class Start:
 
     request: dict[str, Any]
     descriptors: list[int]
+    asker: int
+    """The process that asked."""
 
 
 @dataclass
@@ -117,7 +122,7 @@ class Nursery:
         if pid == 0:
             connection.close()
             os.close(started)
-            return Start(request, [starting, *given])
+            return Start(request, [starting, *given], asker)
         os.close(starting)
         for descriptor in given:
             os.close(descriptor)
@@ -182,6 +187,8 @@ class Nursery:
             delattr(sys.modules[parent], name)
         for module in ALSO[self._name]:
             importlib.import_module(module)
+        if self._name == "sglang":  # it looks for its memory, which forks use for other words
+            importlib.import_module("setproctitle").getproctitle()
         threads = os.listdir("/proc/self/task")
         if len(threads) > 1:
             raise RuntimeError(f"importing the {self._name} programs has started {len(threads) - 1} threads")
@@ -203,6 +210,7 @@ def become(start: Start, path: list[str]) -> None:
     request, (starting, *given) = start.request, start.descriptors
     if request["session"]:
         os.setsid()
+    os.getppid = lambda: start.asker
     wanted = request["descriptors"]
     above = max(*wanted, *given, starting) + 1
     moved = [_above(one, above) for one in (starting, *given)]
@@ -226,7 +234,6 @@ def become(start: Start, path: list[str]) -> None:
     if request["prepare"]:
         module, name = request["prepare"]
         getattr(importlib.import_module(module), name)()
-    sys.argv[:] = ["-m", *request["args"][3:]]
     sys.orig_argv[:] = request["args"]
     os.write(starting, b"\0")
     os.close(starting)
@@ -274,8 +281,17 @@ def main() -> None:
     nursery = Nursery(name, socket.socket(fileno=int(descriptor)))
     start = nursery.serve()
     become(start, nursery.path(start.request))
-    module = start.request["module"]
+    if name == "sglang":
+        programs.install_spawning(name)
+        streamer: Any = sys.modules[STREAMER]
+        streamer.DEFAULT_FORCE_STREAM_INTERVAL = streamer.envs.SGLANG_FORCE_STREAM_INTERVAL.get()
+    words = start.request["args"]
     names = sys.modules["__main__"].__dict__
     names.pop("nursery")
+    if words[1] != "-m":  # multiprocessing's: python [options] -c CODE --multiprocessing-fork
+        sys.argv[:] = ["-c", words[-1]]
+        exec(words[-2], names)
+        return
+    sys.argv[:] = ["-m", *words[3:]]
     run: Any = runpy
-    run._run_module_as_main(module)  # what `python -m` calls
+    run._run_module_as_main(words[2])  # what `python -m` calls

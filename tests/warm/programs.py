@@ -8,9 +8,13 @@ asked, and kills it when that process ends, as Linux would have (PR_SET_PDEATHSI
 
 Other programs, other interpreters, and programs whose PYTHONPATH lacks this folder or has another `sitecustomize` start
 as usual. All do with RELAXD_TEST_COLD=1, and where there are GPUs: CUDA can't be forked.
+
+SGLang has an interpreter of its own, and importing it takes 11 s. The first test that needs it starts its nursery
+(`start_sglang_nursery`), which forks the processes that SGLang starts by multiprocessing, too.
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import resource
@@ -21,7 +25,8 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +46,17 @@ PROGRAMS = {
         *("services.trainer.loop.rank", "services.trainer.critic.rank", "services.trainer.frozen.rank"),
         *("services.trainer.rehearsal.rank", "services.trainer.offline.replay", "tests.chaos.models"),
         *("services.trainer.offline.export_checkpoint", "services.rollout.engines.transformers.process"),
-        "tests.integration.rollout.weight_source",
+        *("tests.integration.rollout.weight_source", "relaxd.models.convert_gguf"),
     ),
+    "sglang": ("services.rollout.engines.sglang.process", "sglang.launch_server"),
 }
-"""Modules by their nursery: the light one doesn't import torch."""
-NURSERY = {module: name for name, modules in PROGRAMS.items() for module in modules}
+"""Modules by their nursery, which imports them: the light one doesn't import torch."""
+ALSO_STARTED = {
+    "light": ("tests.integration.peers", "tests.integration.health.doubles", "tests.integration.scaling.gated"),
+    "heavy": ("tests.integration.trainer.", "tests.integration.fitting.", "tests.integration.weights.member"),
+    "sglang": ("tests.integration.rollout.sglang.weights_member",),
+}
+"""Modules that a nursery starts and doesn't import: what they import it has. All of a package, if it ends with "."."""
 LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 STATUS = struct.Struct("i")
 
@@ -66,22 +77,11 @@ def nurseries() -> Iterator[None]:
         path = _with_this_folder(os.environ.get("PYTHONPATH"))
         os.environ.update({FOLDER: folder, PYTHON: sys.executable, "PYTHONPATH": path})
         processes = []
-        for name in PROGRAMS:
+        for name in ("light", "heavy"):
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             listener.bind(f"{folder}/{name}")
             listener.listen(256)
-            padding = "-" * 4096  # of its command line, which forks overwrite with theirs
-            words = ["-c", "from tests.warm import nursery; nursery.main()", name, str(listener.fileno()), padding]
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, *words],
-                    env=os.environ | {"GRPC_ENABLE_FORK_SUPPORT": "0", "OMP_NUM_THREADS": "1"},
-                    pass_fds=[listener.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,
-                )
-            )
-            listener.close()
+            processes.append(_start_nursery(name, sys.executable, listener))
         install()
         try:
             yield
@@ -89,6 +89,61 @@ def nurseries() -> Iterator[None]:
             for process in processes:
                 process.kill()
                 process.wait()
+
+
+def start_sglang_nursery(python: str, environment: Mapping[str, str]) -> None:
+    """Start the nursery of SGLang's interpreter, which ends with this process, unless there is one, or are none.
+
+    `environment` is what SGLang is imported with.
+    """
+    if FOLDER not in os.environ:
+        return
+    folder = Path(os.environ[FOLDER])
+    with (folder / "sglang-lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if _python("sglang") is not None:
+            return
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(f"{folder}/sglang")
+        listener.listen(256)
+        _start_nursery("sglang", python, listener, environment)
+        (folder / "sglang-python").write_text(python)
+    while not _is_ready("sglang"):  # a cold start of an engine takes as long
+        time.sleep(0.1)
+
+
+def _start_nursery(
+    name: str, python: str, listener: socket.socket, environment: Mapping[str, str] | None = None
+) -> "subprocess.Popen[bytes]":
+    padding = "-" * 4096  # of its command line, which forks overwrite with theirs
+    words = ["-c", "from tests.warm import nursery; nursery.main()", name, str(listener.fileno()), padding]
+    with listener:
+        return subprocess.Popen(
+            [python, *words],
+            env=os.environ | {"GRPC_ENABLE_FORK_SUPPORT": "0", "OMP_NUM_THREADS": "1"} | dict(environment or {}),
+            pass_fds=[listener.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+
+def _python(name: str) -> str | None:
+    """Return the interpreter of a nursery; None if it wasn't started."""
+    if name != "sglang":
+        return os.environ[PYTHON]
+    with contextlib.suppress(FileNotFoundError):
+        return Path(os.environ[FOLDER], "sglang-python").read_text()
+    return None
+
+
+def _nursery_of(module: str) -> str | None:
+    """Return the name of the nursery that starts a module; None if none does."""
+    for name, modules in PROGRAMS.items():
+        if module in modules:
+            return name
+        if any(module.startswith(each) if each.endswith(".") else module == each for each in ALSO_STARTED[name]):
+            return name
+    return None
 
 
 def parents_folder(folder: str) -> Path:
@@ -118,6 +173,16 @@ def show_parents() -> None:
         return found
 
     of_psutil._ppid_map = parents
+    of_linux = of_psutil._psplatform.Process
+    true_parent = of_linux.ppid
+
+    def parent(self: Any) -> int:
+        with contextlib.suppress(FileNotFoundError):
+            return int((folder / str(self.pid)).read_text())
+        found: int = true_parent(self)
+        return found
+
+    of_linux.ppid = parent
 
 
 def _with_this_folder(path: str | None) -> str:
@@ -132,19 +197,20 @@ def install() -> None:
 
 
 def _warm(named: Mapping[str, Any]) -> str | None:
-    """Return the module if a nursery starts this program."""
+    """Return the nursery that starts this program; None: none does."""
     words = named["args"]
     if named["shell"] or named["executable"] is not None or not isinstance(words, list) or FOLDER not in os.environ:
         return None
-    if len(words) < 3 or words[:2] != [sys.executable, "-m"] or words[2] not in NURSERY:
+    if len(words) < 3 or words[1] != "-m" or (name := _nursery_of(words[2])) is None or words[0] != _python(name):
         return None
-    path = (os.environ if named["env"] is None else named["env"]).get("PYTHONPATH", "").split(os.pathsep)
+    variables = os.environ if named["env"] is None else named["env"]
+    path = variables.get("PYTHONPATH", "").split(os.pathsep)
     folder = Path(named["cwd"] or os.getcwd())
     other_source = folder != ROOT and (folder / "relaxd" / "__init__.py").exists()
     changed = any(entry != str(HERE) and os.path.exists(f"{entry}/sitecustomize.py") for entry in path)
-    if str(HERE) not in path or other_source or changed or not _is_ready(NURSERY[words[2]]):
+    if str(HERE) not in path or other_source or changed or "LD_PRELOAD" in variables or not _is_ready(name):
         return None
-    return words[2]
+    return name
 
 
 def _is_ready(name: str) -> bool:
@@ -161,39 +227,84 @@ def _is_ready(name: str) -> bool:
 def _execute_child(self: Any, *given: Any) -> None:
     """Replace Popen's own `_execute_child`."""
     named = dict(zip(ARGUMENTS, given, strict=False))
-    module = _warm(named)
-    if module is None:
+    name = _warm(named)
+    if name is None:
         return _execute(self, *given)
     pipes = [named[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")]
     variables = dict(os.environ if named["env"] is None else named["env"])
     streams = [theirs if theirs != -1 else ours for ours, theirs in enumerate((pipes[0], pipes[3], pipes[5]))]
     request = {
-        "module": module,
         "args": [str(word) for word in named["args"]],
         "env": {os.fsdecode(key): os.fsdecode(value) for key, value in variables.items()},
         "cwd": os.path.abspath(named["cwd"] or os.getcwd()),
         "session": bool(named["start_new_session"]),
         "prepare": _name(named["preexec_fn"]),
-        "descriptors": [0, 1, 2, *named["pass_fds"]],
-        "limits": [resource.getrlimit(limit) for limit in LIMITS],
         "dies_by": signal.SIGTERM if named["preexec_fn"] else signal.SIGKILL if LIFELINE in variables else 0,
     }
+    self.pid, self._nursery = _ask(name, request, streams, named["pass_fds"])
+    self._close_pipe_fds(*pipes)
+    self._child_created = True
+    return None
+
+
+def _ask(
+    name: str, request: dict[str, Any], streams: Sequence[int], others: Sequence[int]
+) -> tuple[int, socket.socket]:
+    """Have a nursery start a program. Return its process id, and what its end is received from.
+
+    Its descriptors are `streams` as 0, 1 and 2, and `others` under their numbers.
+    """
+    request["descriptors"] = [0, 1, 2, *others]
+    request["limits"] = [resource.getrlimit(limit) for limit in LIMITS]
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.connect(f"{os.environ[FOLDER]}/{NURSERY[module]}")
+    connection.connect(f"{os.environ[FOLDER]}/{name}")
     # Too large for a message with descriptors if the environment is.
     with tempfile.TemporaryFile() as text:
         text.write(json.dumps(request).encode())
         text.flush()
-        socket.send_fds(connection, [b"start"], [text.fileno(), *streams, *named["pass_fds"]])
+        socket.send_fds(connection, [b"start"], [text.fileno(), *streams, *others])
     answer = connection.recv(64)
-    self._close_pipe_fds(*pipes)
     if not answer:
         connection.close()
-        raise subprocess.SubprocessError(f"the nursery has not started {module}")
-    self._nursery = connection
-    self.pid = STATUS.unpack(answer)[0]
-    self._child_created = True
-    return None
+        raise subprocess.SubprocessError(f"the nursery has not started {' '.join(request['args'])}")
+    return STATUS.unpack(answer)[0], connection
+
+
+def install_spawning(name: str) -> None:
+    """Have the nursery `name` start the processes that this one starts by multiprocessing, whose method is "spawn"."""
+    from multiprocessing import popen_spawn_posix, util
+
+    nurseries: dict[int, socket.socket] = {}
+    true_spawn, true_poll = util.spawnv_passfds, popen_spawn_posix.Popen.poll
+
+    def spawn(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
+        resources = args[-1] != "--multiprocessing-fork"  # their tracker, which outlives the others
+        if resources or "LD_PRELOAD" in os.environ or not _is_ready(name):
+            pid: int = true_spawn(path, args, passfds)
+            return pid
+        request = {
+            "args": [os.fsdecode(word) for word in args],
+            "env": dict(os.environ),
+            "cwd": os.getcwd(),
+            "session": False,
+            "prepare": [],
+            "dies_by": signal.SIGKILL,  # as SGLang's processes see to
+        }
+        pid, nurseries[pid] = _ask(name, request, (0, 1, 2), sorted(set(map(int, passfds))))
+        return pid
+
+    def poll(self: Any, flag: int = os.WNOHANG) -> int | None:
+        if self.pid not in nurseries:
+            code: int | None = true_poll(self, flag)
+            return code
+        if self.returncode is None:
+            pid, status = _wait(self.pid, nurseries[self.pid], flag)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode  # type: ignore[no-any-return]
+
+    util.spawnv_passfds = spawn
+    popen_spawn_posix.Popen.poll = poll
 
 
 def _name(function: Callable[[], None] | None) -> list[str]:
@@ -223,12 +334,15 @@ def _internal_poll(self: Any, *arguments: Any, **options: Any) -> int | None:
 def _wait_warm(self: Any, flags: int) -> tuple[int, int]:
     """Replace Popen's own `_try_wait`: return the process id and wait status, or zeros."""
     connection = getattr(self, "_nursery", None)
-    if connection is None:
-        return _try_wait(self, flags)
+    return _try_wait(self, flags) if connection is None else _wait(self.pid, connection, flags)
+
+
+def _wait(pid: int, connection: socket.socket, flags: int) -> tuple[int, int]:
+    """Wait for the end of a fork; return its process id and wait status, or zeros."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     if not poll.poll(0 if flags & os.WNOHANG else None):
         return 0, 0
     answer = connection.recv(64)
     connection.close()
-    return self.pid, STATUS.unpack(answer)[0] if answer else signal.SIGKILL
+    return pid, STATUS.unpack(answer)[0] if answer else signal.SIGKILL

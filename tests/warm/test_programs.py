@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -95,3 +96,39 @@ def test_a_child_of_a_service_ends_with_it_and_other_programs_go_on(kind: str) -
     else:
         assert is_alive(pid)
         os.kill(pid, signal.SIGKILL)
+
+
+SPAWNS = """
+import multiprocessing, os, sys, time
+from tests.warm import programs
+
+def work(number):
+    parent = multiprocessing.parent_process()
+    print(number, parent.pid, flush=True)
+    time.sleep(60 * number)
+    sys.exit(7)
+
+if __name__ == "__main__":
+    programs.install_spawning("light")
+    spawned = [multiprocessing.get_context("spawn").Process(target=work, args=(number,)) for number in range(2)]
+    for process in spawned:
+        process.start()
+    spawned[0].join(30)
+    print("ended", spawned[0].exitcode, spawned[1].is_alive(), flush=True)
+    print(spawned[1].pid, flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_processes_of_multiprocessing(tmp_path: Path) -> None:
+    """Their exit codes are those that they end with, and they end with the process that started them."""
+    (tmp_path / "spawns.py").write_text(SPAWNS)
+    asker = start_python(str(tmp_path / "spawns.py"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert asker.stdout is not None
+    lines = [asker.stdout.readline().strip() for _ in range(4)]
+    assert set(lines[:3]) == {f"0 {asker.pid}", f"1 {asker.pid}", "ended 7 True"}
+    pid = int(lines[3])
+    assert psutil.Process(pid).ppid() == asker.pid
+    assert "--multiprocessing-fork" in psutil.Process(pid).cmdline()
+    kill(asker)
+    wait_until(lambda: not is_alive(pid), "the fork has ended")
