@@ -32,6 +32,8 @@ from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+GPU_DRIVER = Path("/dev/nvidiactl")
+"""Is there where there are GPUs, which forks can't use once they were asked for."""
 FOLDER, PYTHON, COLD = "TEST_NURSERY", "TEST_NURSERY_PYTHON", "RELAXD_TEST_COLD"
 """Environment variables: the folder of the nurseries' sockets, the interpreter that they run, and "don't start any"."""
 LIFELINE = "RELAXD_CHILD_LIFELINE"
@@ -54,7 +56,7 @@ PROGRAMS = {
 ALSO_STARTED = {
     "light": ("tests.integration.peers", "tests.integration.health.doubles", "tests.integration.scaling.gated"),
     "heavy": ("tests.integration.trainer.", "tests.integration.fitting.", "tests.integration.weights.member"),
-    "sglang": ("tests.integration.rollout.sglang.weights_member",),
+    "sglang": ("tests.integration.rollout.sglang.weights_member", "benchmarks.engine_process"),
 }
 """Modules that a nursery starts and doesn't import: what they import it has. All of a package, if it ends with "."."""
 LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
@@ -69,7 +71,7 @@ ARGUMENTS = _execute.__code__.co_varnames[1 : _execute.__code__.co_argcount]
 @contextlib.contextmanager
 def nurseries() -> Iterator[None]:
     """Have this process and those that it starts use nurseries, which end with it."""
-    if os.environ.get(COLD) == "1" or sys.platform != "linux" or Path("/dev/nvidiactl").exists():
+    if os.environ.get(COLD) == "1" or sys.platform != "linux" or GPU_DRIVER.exists():
         yield
         return
     with tempfile.TemporaryDirectory(prefix="nursery-") as folder:

@@ -23,6 +23,7 @@ from relaxd.config import TrainerConfig
 from relaxd.config.algorithm import ALGORITHM
 from tests.kit.processes import kill, start_python
 from tests.kit.waiting import PATIENCE
+from tests.warm.programs import GPU_DRIVER
 
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 COLUMNS = ("rollout_logprobs", "advantages")
@@ -344,17 +345,18 @@ def start_ranks(program: str, *words: str, ranks: int, port: int, **options: Any
 
 
 def _meeting_place(ranks: int, port: int) -> dict[str, str]:
-    # Else an import that asks whether there is a GPU would leave none to forks.
-    fork_first = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), **fork_first}
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
 
 
 def work(run: Callable[[Any, int], dict[str, Any]]) -> None:
-    """Be a world: import what every rank needs, then run every job in a fork per rank. One that fails ends all."""
+    """Be a world: import what every rank needs, then run every job in a fork per rank. One that fails ends all.
+
+    Where there are GPUs each rank is a new process: a fork has none, if an import has asked for them before.
+    """
     import services.trainer.learner.learner  # noqa: F401
 
-    fork = multiprocessing.get_context("fork")
-    members = [fork.Process(target=_be_rank, args=(run, rank)) for rank in range(int(os.environ["WORLD_SIZE"]))]
+    method: Any = multiprocessing.get_context("spawn" if GPU_DRIVER.exists() else "fork")
+    members = [method.Process(target=_be_rank, args=(run, rank)) for rank in range(int(os.environ["WORLD_SIZE"]))]
     for member in members:
         member.start()
     running = members

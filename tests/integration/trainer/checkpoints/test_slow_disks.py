@@ -10,8 +10,10 @@ from relaxd.v1 import trainer_pb2
 from tests.integration.trainer.checkpoints.slow_disks import Slow, slow_disk, slowed
 from tests.integration.trainer.service_kit import export, make_config, trainer_service
 from tests.kit.models import make_tiny_model
+from tests.kit.waiting import PATIENCE
 
-COLLECTIVE_SECONDS, DISK_SECONDS = 3.0, 3.5
+COLLECTIVE_SECONDS = 3.0 * min(PATIENCE, 2.0)
+DISK_SECONDS = COLLECTIVE_SECONDS + 0.5
 """A collective may not take as long as any of the slow calls."""
 
 
