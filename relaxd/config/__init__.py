@@ -1,12 +1,13 @@
 """The configuration of a run, as pydantic models."""
 
 from relaxd.config.algorithm import AlgorithmConfig, GRPOConfig
+from relaxd.config.board import LARGE_COLUMN_BYTES, BoardConfig
 from relaxd.config.evaluation import EvalConfig
 from relaxd.config.health import HealthConfig
-from relaxd.config.moe import MoEConfig
-from relaxd.config.optimizer import OptimizerConfig
+from relaxd.config.prompts.data import DataConfig
 from relaxd.config.prompts.reasoning_gym import ReasoningGymConfig
 from relaxd.config.rehearsal import RehearsalConfig
+from relaxd.config.reward import RewardConfig
 from relaxd.config.roles import (
     CriticConfig,
     FrozenModelConfig,
@@ -16,19 +17,12 @@ from relaxd.config.roles import (
     RolesConfig,
     TeacherConfig,
 )
-from relaxd.config.run import (
-    LARGE_COLUMN_BYTES,
-    BoardConfig,
-    DataConfig,
-    ModelConfig,
-    RewardConfig,
-    RolloutConfig,
-    RunConfig,
-    RunSection,
-    TelemetryConfig,
-    TrainerConfig,
-    WeightsConfig,
-)
+from relaxd.config.rollout import RolloutConfig
+from relaxd.config.run import ModelConfig, RunConfig, RunSection, TelemetryConfig
+from relaxd.config.trainer.moe import MoEConfig
+from relaxd.config.trainer.optimizer import OptimizerConfig
+from relaxd.config.trainer.trainer import TrainerConfig
+from relaxd.config.weights import WeightsConfig
 
 __all__ = [
     "LARGE_COLUMN_BYTES",

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from relaxd.config.base import Section, refuse_unused
-from relaxd.config.optimizer import OptimizerConfig
+from relaxd.config.trainer.optimizer import OptimizerConfig
 
 
 class ReplicaSizes(Section):

@@ -5,8 +5,8 @@ from math import gcd
 from typing import Literal
 
 from relaxd.config import ReplicaSizes, TrainerConfig
-from relaxd.config.context_division import ContextDivision, context_division
-from relaxd.config.pipeline import stage_layers
+from relaxd.config.trainer.context_division import ContextDivision, context_division
+from relaxd.config.trainer.pipeline import stage_layers
 from relaxd.fitting.shape import ModelShape
 
 Recompute = Literal["none", "selective", "full"]

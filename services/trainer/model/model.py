@@ -16,7 +16,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from relaxd.config import TrainerConfig
-from relaxd.config.pipeline import stage_layers
+from relaxd.config.trainer.pipeline import stage_layers
 from relaxd.fitting.layout import Layout, problem
 from relaxd.fitting.shape import read_shape
 from services.trainer.megatron import gpu as megatron_gpu

@@ -1,0 +1,104 @@
+"""[rollout]: generation of answers."""
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from relaxd.config.base import Section
+
+
+class PartialConfig(Section):
+    """What becomes of unfinished answers when their engine goes (docs/partial-rollout.md)."""
+
+    enabled: bool = False
+    """Keep them on the board, and let another engine continue them. Otherwise they are generated again from their
+    beginning."""
+    save_seconds: float = Field(default=30.0, gt=0)
+    """Save unfinished answers this often, for replicas that die without notice. One that is drained or removed saves
+    them in any case."""
+    save_tokens: int = Field(default=1024, ge=1)
+    """Don't save a group's answers before one of them has this many tokens that aren't saved."""
+    max_staleness: int | None = Field(default=None, ge=0)
+    """Generate a group again if a token that would be trained is more versions than this older than the engine's
+    weights; by default board.max_staleness."""
+    mask_off_policy: bool = False
+    """Don't train on kept tokens that older weights wrote than those of the engine that continues the answer."""
+
+
+class RolloutConfig(Section):
+    """Generation of answers."""
+
+    samples_per_prompt: int = Field(default=8, ge=1)
+    """Samples in a group (n)."""
+    max_new_tokens: int = Field(default=256, ge=1)
+    """Maximum length of an answer, in tokens."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature. Log-probs are computed under it, too."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling; 1 turns it off."""
+    top_k: int = Field(default=0, ge=0)
+    """Sample from the k likeliest tokens; 0 turns it off."""
+    stop: tuple[str, ...] = ()
+    """Strings that end an answer, such as ["</answer>"]. Its text ends before the string, its tokens with it."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end an answer, which keeps them; empty means the model's own end tokens."""
+    min_new_tokens: int = Field(default=0, ge=0)
+    """Minimum length of an answer, in tokens: before that many, no end token is sampled."""
+    engine: Literal["transformers", "sglang", "sglang_external", "scripted"] = "transformers"
+    """Inference engine. transformers: on CPUs. sglang: on GPUs. sglang_external: an SGLang server that runs already,
+    whose URL each rollout replica gets (docs/engines.md). scripted: none, and no trainer either; `relaxd rehearse`
+    sets it."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Element type of the engine's weights."""
+    max_running_samples: int = Field(default=64, ge=1)
+    """Maximum number of samples in progress per engine."""
+    threads: int = Field(default=0, ge=0)
+    """CPU threads of the engine; 0 means all cores."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """GPUs that share each layer's matrices (sglang; for sglang_external, as the servers were started)."""
+    memory_fraction: float = Field(default=0.0, ge=0, lt=1)
+    """Share of GPU memory for weights and key-value cache, or of what the gpu_share of judge and teacher leave of it; 0
+    lets SGLang decide (sglang)."""
+    return_routed_experts: bool = False
+    """Store each token's experts in the column routed_experts (sglang, mixture-of-experts models)."""
+    partial: PartialConfig = PartialConfig()
+    """Unfinished answers of engines that go."""
+    sglang: dict[str, Any] = Field(default_factory=dict)
+    """SGLang's own options, named as in its ServerArgs, such as attention_backend = "triton"."""
+
+    @model_validator(mode="after")
+    def _lengths_fit(self) -> Self:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"rollout.min_new_tokens is {self.min_new_tokens}: rollout.max_new_tokens is only {self.max_new_tokens}"
+            )
+        if "" in self.stop:
+            raise ValueError("rollout.stop has an empty string, which would end every answer at once")
+        if wrong := [token for token in self.stop_token_ids if token < 0]:
+            raise ValueError(f"rollout.stop_token_ids has {wrong[0]}: token ids are not negative")
+        return self
+
+    @model_validator(mode="after")
+    def _partial_fits(self) -> Self:
+        if not self.partial.enabled:
+            if self.partial != PartialConfig():
+                raise ValueError("rollout.partial is set, but rollout.partial.enabled is false: set it to true")
+        elif self.return_routed_experts:
+            raise ValueError(
+                "rollout.partial.enabled and rollout.return_routed_experts are both true: the experts of tokens that "
+                "another engine wrote aren't known, so set one of them to false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _engine_has(self) -> Self:
+        only_sglang = {
+            "transformers": ("tensor_parallel", "memory_fraction", "return_routed_experts", "sglang"),
+            "sglang_external": ("memory_fraction", "return_routed_experts", "sglang"),
+        }
+        for name in only_sglang.get(self.engine, ()):
+            if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
+                raise ValueError(
+                    f'rollout.{name} is for rollout.engine = "sglang", but rollout.engine is "{self.engine}"'
+                )
+        return self
