@@ -15,7 +15,8 @@ tis, opsm   as tis, and bad answers that the policy has moved away from are left
 
 Results of each setting over the seeds: the reward of the current weights at the end (mean of the last tenth of the
 steps) and over all steps, how many seeds ended below half of their on-policy reward, and, as means over the steps, the
-divergence between engine and trainer and the share of tokens that was clipped, truncated or left out.
+divergence between engine and trainer, the effective sample size (a share), and the share of tokens that was clipped,
+truncated or left out.
 """
 
 import argparse
@@ -77,6 +78,7 @@ def row(method: str, curves: Curves) -> dict[str, Any]:
         "drift": mean("policy_drift"),
         "drift p99": mean("policy_drift_p99"),
         "KL": mean("policy_drift_kl"),
+        "effective": mean("policy_drift_ess"),
         "limited": mean("correction_fraction") + mean("clip_fraction") + mean("opsm_fraction"),
         "groups": mean("groups"),
         "gradient norm": mean("grad_norm"),
@@ -153,7 +155,15 @@ def main() -> None:
     name = f"mismatch-{options.task}-{options.delay}"
     title = f"{options.task}, answers {options.delay} versions old, engine in bf16, learning rate {setting.lr:g}"
     draw(curves, title, RESULTS / f"{name}.png")
-    kept = ("reward", "policy_drift", "policy_drift_kl", "correction_fraction", "clip_fraction", "groups")
+    kept = (
+        "reward",
+        "policy_drift",
+        "policy_drift_kl",
+        "policy_drift_ess",
+        "correction_fraction",
+        "clip_fraction",
+        "groups",
+    )
     every = {
         method: [{key: [round(line.get(key, 0.0), 6) for line in lines] for key in kept} for lines in runs]
         for method, runs in curves.items()

@@ -71,6 +71,7 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
         ),
         Chart("log-prob differences, all tokens", ("policy_drift", "policy_drift_p99", "policy_drift_max"), "log"),
         Chart("KL(engine, trainer)", ("logprob_difference_kl", "policy_drift_kl"), "log"),
+        Chart("effective sample size, share of the tokens", ("logprob_difference_ess", "policy_drift_ess")),
         Chart("correction", ("correction_weight", "correction_fraction")),
     ),
     "Experts": (

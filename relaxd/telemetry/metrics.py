@@ -171,6 +171,13 @@ METRICS: dict[str, Metric] = {
             "exp(l) - 1 - l, l the trainer's log-prob less the engine's).",
         ),
         Metric(
+            "logprob_difference_ess",
+            "step",
+            "1",
+            "Kish's effective sample size of those tokens, as a share of their number: (Σw)² / (n Σw²), w their "
+            "probability under the trainer over that under the engine.",
+        ),
+        Metric(
             "policy_drift",
             "step",
             "1",
@@ -181,6 +188,7 @@ METRICS: dict[str, Metric] = {
         Metric("policy_drift_p99", "step", "1", "99th percentile of those differences, to 2 %."),
         Metric("policy_drift_max", "step", "1", "Largest of those differences."),
         Metric("policy_drift_kl", "step", "1", "As logprob_difference_kl, of all trained tokens of the step."),
+        Metric("policy_drift_ess", "step", "1", "As logprob_difference_ess, of all trained tokens of the step."),
         Metric(
             "advantage_mean",
             "step",

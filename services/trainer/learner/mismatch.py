@@ -1,8 +1,8 @@
 """The difference between the engine's and the trainer's log-probs, as measures that merge over micro-batches and ranks.
 
-A measure is float64 [2, 4 + BINS]. Row 0 covers the comparable tokens (generated with the trainer's current weights),
-row 1 all trained tokens. Columns: the largest |l|, the number of tokens, the sum of |l|, the sum of k3, and a histogram
-of |l|, with l = log p_trainer - log p_engine.
+A measure is float64 [2, SUMS + BINS]. Row 0 covers the comparable tokens (generated with the trainer's current
+weights), row 1 all trained tokens. Columns: the largest |l|, the number of tokens, the sums of |l|, k3, w and the
+square of w, and a histogram of |l|, with l = log p_trainer - log p_engine and w = exp(l).
 """
 
 import math
@@ -10,6 +10,8 @@ import math
 import torch
 from torch import Tensor
 
+SUMS = 6
+"""Columns before the histogram."""
 SMALLEST = 2.0**-27
 """Smaller differences (7e-9) count as 0: float32 can't represent them for log-probs above 0.1 in size."""
 OCTAVES = 34
@@ -17,7 +19,7 @@ PER_OCTAVE = 16
 BINS = 1 + OCTAVES * PER_OCTAVE
 """Bin 0 is below SMALLEST; every other bin is a sixteenth of an octave, 4.4 % wide; the last bin is open."""
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to ± this for k3, as in verl, so that one token can't make it infinite."""
+"""Log-ratios are clamped to ± this for k3 and w, as in verl, so that one token can't make them infinite."""
 
 
 def measure(logprobs: Tensor, rollout_logprobs: Tensor, logprobs_comparable: Tensor) -> Tensor:
@@ -35,6 +37,7 @@ def measure(logprobs: Tensor, rollout_logprobs: Tensor, logprobs_comparable: Ten
     size = log_ratio.abs()
     clamped = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     k3 = clamped.expm1() - clamped
+    weight = clamped.exp()
     # In float64, as float32 would round at the bins' edges.
     bins = ((size.clamp(min=SMALLEST / 2) / SMALLEST).log2() * PER_OCTAVE).floor().long().clamp(-1, BINS - 2) + 1
     ones = torch.ones_like(size)
@@ -43,7 +46,8 @@ def measure(logprobs: Tensor, rollout_logprobs: Tensor, logprobs_comparable: Ten
         of_chosen = size * chosen
         # Append a 0, because `max` fails without tokens.
         largest = torch.cat([of_chosen, of_chosen.new_zeros(1)]).max()
-        sums = torch.stack([largest, chosen.sum(), of_chosen.sum(), (k3 * chosen).sum()])
+        totals = [(each * chosen).sum() for each in (size, k3, weight, weight.square())]
+        sums = torch.stack([largest, chosen.sum(), *totals])
         rows.append(torch.cat([sums, sums.new_zeros(BINS).index_add(0, bins, chosen)]))
     return torch.stack(rows)
 
@@ -56,15 +60,20 @@ def merge(one: Tensor, other: Tensor) -> Tensor:
 
 
 def metrics(measured: Tensor) -> dict[str, float]:
-    """Return the step metrics: logprob_difference of the comparable tokens and policy_drift of all."""
+    """Return the step metrics: logprob_difference of the comparable tokens and policy_drift of all.
+
+    `_ess` is Kish's effective sample size of weights w (Kish 1965, "Survey Sampling") over the number of tokens:
+    (sum of w)^2 / (n x sum of w^2), between 1 / n and 1.
+    """
     found = {}
     for name, row in zip(("logprob_difference", "policy_drift"), measured.cpu(), strict=True):
-        largest, tokens, difference, k3 = row[:4].tolist()
+        largest, tokens, difference, k3, weight, square = row[:SUMS].tolist()
         if tokens:
             found[name] = difference / tokens
-            found[f"{name}_p99"] = min(_quantile(row[4:], 0.99), largest)
+            found[f"{name}_p99"] = min(_quantile(row[SUMS:], 0.99), largest)
             found[f"{name}_max"] = largest
             found[f"{name}_kl"] = k3 / tokens
+            found[f"{name}_ess"] = weight * weight / (tokens * square)
     return found
 
 

@@ -29,6 +29,7 @@ def reference(trainer: torch.Tensor, engine: torch.Tensor, chosen: np.ndarray) -
         "_p99": np.quantile(np.abs(apart), 0.99, method="inverted_cdf"),
         "_max": np.abs(apart).max(),
         "_kl": (ratio - 1 - np.log(ratio)).mean(),
+        "_ess": ratio.mean() ** 2 / (ratio**2).mean(),
     }
 
 
@@ -57,7 +58,8 @@ def test_parts_add_up_to_the_whole(sizes: list[int]) -> None:
 def test_every_difference_falls_into_its_bin() -> None:
     edges = mismatch.SMALLEST * 2.0 ** (np.arange(mismatch.BINS) / mismatch.PER_OCTAVE)
     values = np.concatenate([[0.0, 1e-9], edges[:-1] * 1.01, [1e3, 1e6]]).astype(np.float32)
-    counts = mismatch.measure(torch.tensor(values), torch.zeros(len(values)), torch.zeros(len(values)))[1, 4:]
+    zeros = torch.zeros(len(values))
+    counts = mismatch.measure(torch.tensor(values), zeros, zeros)[1, mismatch.SUMS :]
     expected = np.histogram(values, bins=[-1, *edges[:-1], np.inf])[0]
     np.testing.assert_array_equal(counts.numpy(), expected)
 
@@ -67,13 +69,17 @@ def test_no_tokens_give_no_metrics() -> None:
     assert mismatch.metrics(mismatch.measure(empty, empty, empty)) == {}
     one = torch.ones(1)
     assert set(mismatch.metrics(mismatch.measure(one, one, 0 * one))) == {
-        f"policy_drift{suffix}" for suffix in ("", "_p99", "_max", "_kl")
+        f"policy_drift{suffix}" for suffix in ("", "_p99", "_max", "_kl", "_ess")
     }
 
 
 def test_equal_log_probs_differ_by_exactly_nothing() -> None:
     same = torch.linspace(-30, 0, 100)
-    assert set(mismatch.metrics(mismatch.measure(same, same, same + 31)).values()) == {0.0}
+    found = mismatch.metrics(mismatch.measure(same, same, same + 31))
+    assert {name: value for name, value in found.items() if value} == {
+        "logprob_difference_ess": 1.0,
+        "policy_drift_ess": 1.0,
+    }
 
 
 def test_a_token_left_far_behind_gives_a_finite_estimate() -> None:
@@ -81,6 +87,7 @@ def test_a_token_left_far_behind_gives_a_finite_estimate() -> None:
     found = mismatch.metrics(mismatch.measure(far, far.flip(0), torch.zeros(2)))
     assert found["policy_drift_max"] == 500.0
     assert np.isfinite(found["policy_drift_kl"])
+    assert found["policy_drift_ess"] == pytest.approx(0.5)  # one of the two tokens has all of the weight
 
 
 def test_no_gradient_goes_through() -> None:
