@@ -38,7 +38,10 @@ WORKERS ?= $(shell expr $(CORES) + 1)
 PARALLEL := --dist loadfile --no-loadscope-reorder
 
 .PHONY: test
-test: $(STAMP) lint ## what can be tested without a GPU, but for what is slow (WORKERS=)
+test: lint test-quick ## lint, and what can be tested without a GPU, but for what is slow (WORKERS=)
+
+.PHONY: test-quick
+test-quick: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) $(PARALLEL) -m "not slow"
 
 .PHONY: test-fast
