@@ -25,7 +25,6 @@ from typing import Any
 
 from tests.warm import programs
 
-PR_SET_PDEATHSIG = 1
 ALSO = {
     "light": ("psutil", "relaxd.local.supervisor"),
     "heavy": (
@@ -76,6 +75,8 @@ class Nursery:
         self._name, self._listener = name, listener
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._owner = os.pidfd_open(int(os.environ[programs.OWNER]))
+        self._selector.register(self._owner, selectors.EVENT_READ, lambda: os._exit(0))
         self._forks: dict[int, Fork] = {}
         self._parents = programs.parents_folder(os.environ[programs.FOLDER])
         self._imported = False
@@ -94,6 +95,7 @@ class Nursery:
         """Close what a fork doesn't need, so that nothing closes these descriptors once they are something else's."""
         self._listener.close()
         self._selector.close()
+        os.close(self._owner)
         for fork in self._forks.values():
             fork.connection.close()
 
@@ -275,9 +277,8 @@ def _show_command(words: list[str]) -> None:
 
 
 def main() -> None:
-    """Serve until whoever started this process ends."""
+    """Serve until the tests end."""
     _, name, descriptor, _ = sys.argv
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     nursery = Nursery(name, socket.socket(fileno=int(descriptor)))
     start = nursery.serve()
     become(start, nursery.path(start.request))

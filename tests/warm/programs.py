@@ -34,8 +34,11 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 GPU_DRIVER = Path("/dev/nvidiactl")
 """Is there where there are GPUs, which forks can't use once they were asked for."""
-FOLDER, PYTHON, COLD = "TEST_NURSERY", "TEST_NURSERY_PYTHON", "RELAXD_TEST_COLD"
-"""Environment variables: the folder of the nurseries' sockets, the interpreter that they run, and "don't start any"."""
+FOLDER, PYTHON, OWNER = "TEST_NURSERY", "TEST_NURSERY_PYTHON", "TEST_NURSERY_OWNER"
+"""Environment variables: the folder of the nurseries' sockets, the interpreter that they run, and the process that they
+end with."""
+COLD = "RELAXD_TEST_COLD"
+"""Environment variable that says "don't start any"."""
 LIFELINE = "RELAXD_CHILD_LIFELINE"
 """Set for programs that end with the process that started them (`relaxd.process.child`)."""
 PROGRAMS = {
@@ -77,7 +80,7 @@ def nurseries() -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="nursery-") as folder:
         parents_folder(folder).mkdir()
         path = _with_this_folder(os.environ.get("PYTHONPATH"))
-        os.environ.update({FOLDER: folder, PYTHON: sys.executable, "PYTHONPATH": path})
+        os.environ.update({FOLDER: folder, PYTHON: sys.executable, OWNER: str(os.getpid()), "PYTHONPATH": path})
         processes = []
         for name in ("light", "heavy"):
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -94,9 +97,9 @@ def nurseries() -> Iterator[None]:
 
 
 def start_sglang_nursery(python: str, environment: Mapping[str, str]) -> None:
-    """Start the nursery of SGLang's interpreter, which ends with this process, unless there is one, or are none.
+    """Start the nursery of SGLang's interpreter, which ends with the others, unless there is one, or are none.
 
-    `environment` is what SGLang is imported with.
+    `environment` is what SGLang is imported with. Raises RuntimeError: it can't be imported.
     """
     if FOLDER not in os.environ:
         return
@@ -105,13 +108,16 @@ def start_sglang_nursery(python: str, environment: Mapping[str, str]) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if _python("sglang") is not None:
             return
+        (folder / "sglang").unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(f"{folder}/sglang")
         listener.listen(256)
-        _start_nursery("sglang", python, listener, environment)
+        process = _start_nursery("sglang", python, listener, environment)
+        while not _is_ready("sglang"):  # a cold start of an engine takes as long
+            if process.poll() is not None:
+                raise RuntimeError(f"the nursery that imports SGLang has ended with {process.returncode}")
+            time.sleep(0.1)
         (folder / "sglang-python").write_text(python)
-    while not _is_ready("sglang"):  # a cold start of an engine takes as long
-        time.sleep(0.1)
 
 
 def _start_nursery(
