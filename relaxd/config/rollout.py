@@ -8,7 +8,7 @@ from relaxd.config.base import Section
 
 
 class PartialConfig(Section):
-    """What becomes of unfinished answers when their engine goes (docs/partial-rollout.md)."""
+    """Unfinished answers of engines that go (docs/partial-rollout.md)."""
 
     enabled: bool = False
     """Keep them on the board, and let another engine continue them. Otherwise they are generated again from their

@@ -25,7 +25,6 @@ import struct
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from typing import Any
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 GPU_DRIVER = Path("/dev/nvidiactl")
-"""Is there where there are GPUs, which forks can't use once they were asked for."""
+"""Exists where there are GPUs. A fork can't use them if its parent has initialised CUDA."""
 FOLDER, PYTHON, OWNER = "TEST_NURSERY", "TEST_NURSERY_PYTHON", "TEST_NURSERY_OWNER"
 """Environment variables: the folder of the nurseries' sockets, the interpreter that they run, and the process that they
 end with."""
@@ -61,7 +60,7 @@ ALSO_STARTED = {
     "heavy": ("tests.integration.trainer.", "tests.integration.fitting.", "tests.integration.weights.member"),
     "sglang": ("tests.integration.rollout.sglang.weights_member", "benchmarks.engine_process"),
 }
-"""Modules that a nursery starts and doesn't import: what they import it has. All of a package, if it ends with "."."""
+"""Modules that a nursery starts without having imported them. A name that ends with "." stands for a package."""
 LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 STATUS = struct.Struct("i")
 
@@ -81,12 +80,7 @@ def nurseries() -> Iterator[None]:
         parents_folder(folder).mkdir()
         path = _with_this_folder(os.environ.get("PYTHONPATH"))
         os.environ.update({FOLDER: folder, PYTHON: sys.executable, OWNER: str(os.getpid()), "PYTHONPATH": path})
-        processes = []
-        for name in ("light", "heavy"):
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            listener.bind(f"{folder}/{name}")
-            listener.listen(256)
-            processes.append(_start_nursery(name, sys.executable, listener))
+        processes = [_start_nursery(name, sys.executable) for name in ("light", "heavy")]
         install()
         try:
             yield
@@ -109,23 +103,24 @@ def start_sglang_nursery(python: str, environment: Mapping[str, str]) -> None:
         if _python("sglang") is not None:
             return
         (folder / "sglang").unlink(missing_ok=True)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(f"{folder}/sglang")
-        listener.listen(256)
-        process = _start_nursery("sglang", python, listener, environment)
-        while not _is_ready("sglang"):  # a cold start of an engine takes as long
-            if process.poll() is not None:
-                raise RuntimeError(f"the nursery that imports SGLang has ended with {process.returncode}")
-            time.sleep(0.1)
+        process = _start_nursery("sglang", python, environment)
+        # It closes the connection once it has imported: a cold start of an engine takes as long.
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection, contextlib.suppress(OSError):
+            connection.connect(str(folder / "sglang"))
+            connection.shutdown(socket.SHUT_WR)
+            connection.recv(1)
+        if not _is_ready("sglang"):
+            raise RuntimeError(f"the nursery that imports SGLang has ended with {process.wait()}")
         (folder / "sglang-python").write_text(python)
 
 
-def _start_nursery(
-    name: str, python: str, listener: socket.socket, environment: Mapping[str, str] | None = None
-) -> "subprocess.Popen[bytes]":
+def _start_nursery(name: str, python: str, environment: Mapping[str, str] | None = None) -> "subprocess.Popen[bytes]":
+    """Start a nursery, which connections can be made to at once. `environment` is added to this process's."""
     padding = "-" * 4096  # of its command line, which forks overwrite with theirs
-    words = ["-c", "from tests.warm import nursery; nursery.main()", name, str(listener.fileno()), padding]
-    with listener:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"{os.environ[FOLDER]}/{name}")
+        listener.listen(256)
+        words = ["-c", "from tests.warm import nursery; nursery.main()", name, str(listener.fileno()), padding]
         return subprocess.Popen(
             [python, *words],
             env=os.environ | {"GRPC_ENABLE_FORK_SUPPORT": "0", "OMP_NUM_THREADS": "1"} | dict(environment or {}),

@@ -99,13 +99,14 @@ def test_a_child_of_a_service_ends_with_it_and_other_programs_go_on(kind: str) -
 
 
 SPAWNS = """
-import multiprocessing, os, sys, time
+import multiprocessing, sys, threading
 from tests.warm import programs
 
 def work(number):
     parent = multiprocessing.parent_process()
     print(number, parent.pid, flush=True)
-    time.sleep(60 * number)
+    if number:
+        threading.Event().wait()  # until it is killed
     sys.exit(7)
 
 if __name__ == "__main__":
