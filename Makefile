@@ -32,7 +32,7 @@ demo: $(STAMP) ## teach a real language model to add, here, in minutes (SEED=, S
 	$(BIN)/relaxd demo --seed $(SEED) $(if $(STEPS),--steps $(STEPS))
 
 # The tests of a file share its fixtures and stay on one worker; files go in their order, long ones before the unit tests.
-# Most tests wait for processes that they started, so one worker more than there are cores; the slow ones keep them busy.
+# Most tests wait for processes that they started, so one worker more than there are cores.
 CORES := $(shell $(PYTHON) -c 'import os; print(min(os.cpu_count() or 1, 8))')
 WORKERS ?= $(shell expr $(CORES) + 1)
 PARALLEL := --dist loadfile --no-loadscope-reorder
@@ -49,11 +49,16 @@ test-fast: $(STAMP) ## the unit tests, in a minute or two (WORKERS=)
 	$(BIN)/python -m pytest -n $(WORKERS) $(PARALLEL) -m "not slow" tests/unit
 
 .PHONY: test-slow
-test-slow: $(STAMP) ## what is slow
-	$(BIN)/python -m pytest -n $(CORES) $(PARALLEL) -m slow --durations=20
+test-slow: $(STAMP) ## what is slow (WORKERS=)
+	$(BIN)/python -m pytest -n $(WORKERS) $(PARALLEL) -m slow --durations=20
 
 .PHONY: test-all
-test-all: test test-slow ## everything that can be tested without a GPU or containers (WORKERS=)
+test-all: lint test-both ## everything that can be tested without a GPU or containers (WORKERS=)
+
+# In one go: collecting 5,000 tests takes each worker half a minute, and some fixtures serve tests of both kinds.
+.PHONY: test-both
+test-both: $(STAMP)
+	$(BIN)/python -m pytest -n $(WORKERS) $(PARALLEL) --durations=30
 
 .PHONY: test-gpu
 test-gpu: $(if $(VENV),$(STAMP)) ## what needs GPUs, in minutes (VENV= PYTHON=: with an environment of your own)
@@ -73,7 +78,7 @@ chaos: $(STAMP) ## break a running job FAULTS= times, or for MINUTES=, and audit
 
 .PHONY: images
 images: ## build the image of every service
-	cd deploy/compose && docker compose --profile '*' build
+	cd deploy/compose && COMPOSE_PARALLEL_LIMIT=1 docker compose --profile '*' build # those with torch share a layer, then made once
 
 .PHONY: secrets
 secrets: ## write random secrets for the compose files into deploy/compose/secrets, unless they are there

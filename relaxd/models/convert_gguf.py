@@ -3,19 +3,24 @@
 It runs as a separate process, so that the command line needs no torch and the memory is freed.
 """
 
+import functools
 import sys
 from pathlib import Path
 
 
 def convert(gguf: Path, folder: Path) -> None:
     """Write the model in float32, its tokenizer and its chat template into `folder`."""
+    import gguf as library
     import torch
-    from gguf import GGUFReader
+
+    # transformers reads the file three times and asks for the names with each layer, which took two thirds of the time.
+    library.GGUFReader = functools.cache(library.GGUFReader)
+    library.get_tensor_name_map = functools.cache(library.get_tensor_name_map)
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     # transformers 5.12, which SGLang requires, guesses the special tokens and gets the end token wrong.
-    fields = GGUFReader(gguf).fields
+    fields = library.GGUFReader(str(gguf)).fields
     for name, key in {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}.items():
         if field := fields.get(f"tokenizer.ggml.{key}_token_id"):
             setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(int(field.contents())))

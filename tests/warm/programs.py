@@ -58,7 +58,10 @@ PROGRAMS = {
 ALSO_STARTED = {
     "light": ("tests.integration.peers", "tests.integration.health.doubles", "tests.integration.scaling.gated"),
     "heavy": ("tests.integration.trainer.", "tests.integration.fitting.", "tests.integration.weights.member"),
-    "sglang": ("tests.integration.rollout.sglang.weights_member", "benchmarks.engine_process"),
+    "sglang": (
+        *("tests.integration.rollout.sglang.weights_member", "tests.integration.rollout.sglang.option_cases"),
+        "benchmarks.engine_process",
+    ),
 }
 """Modules that a nursery starts without having imported them. A name that ends with "." stands for a package."""
 LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
