@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 Transport = Literal["gloo", "nccl", "cuda_ipc"]
 
 _EVERYWHERE = ("", "0.0.0.0", "::")
-_POLL_SECONDS = 0.0002
+_POLL_SECONDS = 0.00005
 _RENDEZVOUS_POLL_SECONDS = 0.01
 _ABORT_POLL_SECONDS = 0.1
 _STORE_SECONDS = 60.0

@@ -44,4 +44,7 @@ def as_sent(bucket: TensorBucket, tensors: Mapping[str, torch.Tensor]) -> list[t
 
     Raises ManifestError for a tensor that is missing or of another shape.
     """
-    return [tensor.to(spec.dtype).contiguous() for spec, tensor in tensors_of(bucket, tensors)]
+    return [
+        tensor if tensor.dtype == spec.dtype and tensor.is_contiguous() else tensor.to(spec.dtype).contiguous()
+        for spec, tensor in tensors_of(bucket, tensors)
+    ]

@@ -54,15 +54,18 @@ class _Config(ctypes.Structure):
 
 
 class NcclBroadcast:
-    """A batch of broadcasts enqueued together."""
+    """A batch of broadcasts enqueued together, by a thread of NCCL's."""
 
-    def __init__(self, connection: "NcclConnection", event: torch.cuda.Event) -> None:
+    def __init__(self, connection: "NcclConnection", deadline: float) -> None:
+        """`deadline` is for enqueueing them."""
+        self.deadline = deadline
+        self.event: torch.cuda.Event | None = None
+        """Recorded after them, once they are enqueued."""
         self._connection = connection
-        self._event = event
 
     def done(self) -> bool:
         """Return True once the GPU has finished them. Raises NcclError if the communicator is broken."""
-        if self._event.query():
+        if self._enqueued().query():
             return True
         self._connection.check()
         return False
@@ -71,8 +74,14 @@ class NcclBroadcast:
         """Do nothing: `done` has checked them."""
 
     def precede_current_stream(self) -> None:
-        """Make later work on the current stream wait for them, without blocking."""
-        torch.cuda.current_stream(self._connection.device).wait_event(self._event)
+        """Make later work on the current stream wait for them, without blocking. Raises NcclError."""
+        torch.cuda.current_stream(self._connection.device).wait_event(self._enqueued())
+
+    def _enqueued(self) -> torch.cuda.Event:
+        if self.event is None:
+            self._connection.settle()
+        assert self.event is not None
+        return self.event
 
 
 class NcclConnection:
@@ -98,6 +107,8 @@ class NcclConnection:
         self._communicator = ctypes.c_void_p()
         self._lock = threading.Lock()
         """Held while the communicator is in use, to protect it from being freed."""
+        self._enqueueing: NcclBroadcast | None = None
+        """What NCCL may still be enqueueing. Until it has, the communicator allows no other call."""
         deadline = time.monotonic() + timeout
         with torch.cuda.device(device):
             self.stream = torch.cuda.Stream(device, priority=-1)
@@ -126,13 +137,12 @@ class NcclConnection:
     def start(self, tensors: Sequence[torch.Tensor], source_rank: int, timeout: float) -> NcclBroadcast:
         """Enqueue one broadcast per tensor, as one group, after the current stream's work.
 
-        The tensors are contiguous and on the device. Keep them until the broadcasts are done or aborted.
-        Raises NcclError.
+        The tensors are contiguous and on the device. Keep them until the broadcasts are done or aborted. NCCL enqueues
+        them in a thread of its own; whatever the caller does meanwhile costs no time. Raises NcclError.
         """
         deadline = time.monotonic() + timeout
         with self._lock, torch.cuda.device(self.device):
-            if not self._communicator.value:
-                raise NcclError("the communicator was aborted")
+            self._settle_last()
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
             stream, communicator = ctypes.c_void_p(self.stream.cuda_stream), self._communicator
             broadcast = self._nccl.ncclBroadcast
@@ -145,10 +155,16 @@ class NcclConnection:
                     )  # fmt: skip
             finally:  # otherwise this thread would stay in the group
                 end = self._nccl.ncclGroupEnd()
-            self._settle("ncclBroadcast", code if code not in (_SUCCESS, _IN_PROGRESS) else end, deadline)
-            event = torch.cuda.Event()
-            event.record(self.stream)
-        return NcclBroadcast(self, event)
+            for each in (code, end):
+                if each not in (_SUCCESS, _IN_PROGRESS):
+                    raise self._error("ncclBroadcast", each)
+            self._enqueueing = NcclBroadcast(self, deadline)
+        return self._enqueueing
+
+    def settle(self) -> None:
+        """Wait until the last batch is enqueued. Raises NcclError."""
+        with self._lock, torch.cuda.device(self.device):
+            self._settle_last()
 
     def check(self) -> None:
         """Raise NcclError if the communicator is broken."""
@@ -167,6 +183,16 @@ class NcclConnection:
         if communicator.value:
             with torch.cuda.device(self.device):
                 self._nccl.ncclCommAbort(communicator)
+
+    def _settle_last(self) -> None:
+        """See `settle`. The lock is held."""
+        if not self._communicator.value:
+            raise NcclError("the communicator was aborted")
+        if (last := self._enqueueing) is not None:
+            self._settle("ncclBroadcast", _IN_PROGRESS, last.deadline)
+            event = torch.cuda.Event()
+            event.record(self.stream)
+            last.event, self._enqueueing = event, None
 
     def _warm_up(self, deadline: float) -> None:
         """Broadcast once, because the first broadcast loads kernels and connects channels, which would prolong a

@@ -170,7 +170,8 @@ class WeightGroupClient:
             limit = (0.0 if drain else wait) + seconds + MARGIN_SECONDS
             return await self._rollout(member).ReceiveWeights(receive, timeout=limit)
 
-        answers = await self._broadcast("transfer weights", [group.trainer, *group.engines], transfer)
+        # Engines first: a call has a longer way to an engine's scheduler than to a trainer's ranks.
+        answers = await self._broadcast("transfer weights", [*group.engines, group.trainer], transfer)
         sent = answers[group.trainer].checksums
         wrong = {engine: _differences(sent, answers[engine].checksums) for engine in unverified}
         if any(wrong.values()):

@@ -21,8 +21,8 @@ from services.trainer.batch.durable import errors_of_the_system
 from services.trainer.megatron.disk_work import DiskRefused, DiskWorkFailed
 from services.trainer.megatron.parallel import GatherGroups, World
 from services.trainer.model.architecture import Architecture, ModelError
-from services.trainer.model.layouts import Replicated
-from services.trainer.model.mapping import ParameterEntry, entries
+from services.trainer.model.layouts import Replicated, views_of
+from services.trainer.model.mapping import HFTensor, ParameterEntry, entries
 
 MAX_FILE_BYTES = 4 << 30
 """Size at which a written safetensors file is closed."""
@@ -140,21 +140,51 @@ def _stage_entries(shape: Architecture, stage: int, world: World) -> Iterator[Pa
     yield from entries(shape, stage, world.pp_size, world.ep_size, world.pipeline_layers, world.pipeline_chunks)
 
 
-Exported = list[tuple[ParameterEntry, torch.nn.Parameter]]
-"""A rank's exported parameters, in order."""
+class ExportedParameter:
+    """A parameter of this rank, or an expert's part of it, and the Hugging Face tensors in it."""
+
+    def __init__(self, entry: ParameterEntry, parameter: torch.nn.Parameter) -> None:
+        self.entry = entry
+        self._parameter = parameter
+        self._views: list[tuple[HFTensor, Tensor]] = []
+        """Views of the parameter that are its tensors, of another shape perhaps. Made once: on each broadcast, the host
+        would make them for longer than the GPU sends them."""
+
+    @property
+    def part(self) -> Tensor:
+        """The entry's part of the parameter, a view."""
+        return self.entry.of(self._parameter.detach())
+
+    def tensors(self, shards: Sequence[Tensor], number: int, shape: Architecture) -> list[tuple[str, Tensor]]:
+        """Return the tensors of an expert-parallel rank, by its number, from all shards of them."""
+        parts = self.entry.parts[number]
+        merged = self.entry.layout.merge(shards, [part.shape for part in parts], shape)
+        return [(part.name, tensor) for part, tensor in zip(parts, merged, strict=True)]
+
+    def own_tensors(self, shape: Architecture) -> list[tuple[str, Tensor]]:
+        """Return the tensors of a parameter that this rank has whole."""
+        memory = self._parameter.untyped_storage().data_ptr()
+        if not self._views or self._views[0][1].untyped_storage().data_ptr() != memory:
+            parts = self.entry.parts[0]
+            views = views_of(self.entry.layout, self.part, [part.shape for part in parts], shape)
+            if not views:
+                return self.tensors([self.part], 0, shape)
+            self._views = list(zip(parts, views, strict=True))
+        return [(part.name, one if one.shape == part.shape else one.reshape(part.shape)) for part, one in self._views]
 
 
-def exported_parameters(model: torch.nn.Module, shape: Architecture, world: World) -> Exported:
+def exported_parameters(model: torch.nn.Module, shape: Architecture, world: World) -> list[ExportedParameter]:
     """List this rank's exported parameters for `gather_hf_tensors`. They stay the same for the model's lifetime."""
     parameters = dict(model.named_parameters())
     return [
-        (entry, parameters[entry.megatron]) for entry in _stage_entries(shape, world.pp_rank, world) if entry.exported
+        ExportedParameter(entry, parameters[entry.megatron])
+        for entry in _stage_entries(shape, world.pp_rank, world)
+        if entry.exported
     ]
 
 
-@torch.no_grad()
 def gather_hf_tensors(
-    exported: Exported, shape: Architecture, world: World, groups: GatherGroups
+    exported: Sequence[ExportedParameter], shape: Architecture, world: World, groups: GatherGroups
 ) -> Iterator[tuple[str, Tensor]]:
     """Gather this stage's tensors, one at a time, on its source rank.
 
@@ -166,22 +196,23 @@ def gather_hf_tensors(
     Yields:
         (Hugging Face name, full tensor) in the order of `hf_tensor_specs`, on the source rank.
     """
-    for entry, whole in exported:
+    for parameter in exported:
+        entry = parameter.entry
         group = groups.experts if entry.expert else groups.dense
         if group is None:
             continue
-        parameter = entry.of(whole.detach())
         if entry.layout is Replicated or group.size() == 1:
-            shards = [parameter]
-        else:
-            shards = [torch.empty_like(parameter) for _ in range(group.size())] if groups.source else []
-            dist.gather(parameter, shards or None, group=group, group_dst=0)
+            if groups.source:
+                yield from parameter.own_tensors(shape)
+            continue
+        part = parameter.part
+        shards = [torch.empty_like(part) for _ in range(group.size())] if groups.source else []
+        dist.gather(part, shards or None, group=group, group_dst=0)
         if not groups.source:
             continue
         each = world.etp_size if entry.expert else len(shards)
-        for i, parts in enumerate(entry.parts):
-            merged = entry.layout.merge(shards[i * each : (i + 1) * each], [part.shape for part in parts], shape)
-            yield from zip((part.name for part in parts), merged, strict=True)
+        for number in range(len(entry.parts)):
+            yield from parameter.tensors(shards[number * each : (number + 1) * each], number, shape)
 
 
 def save_hf(model: torch.nn.Module, folder: Path, original: Path, shape: Architecture, world: World) -> None:

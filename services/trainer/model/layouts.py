@@ -89,10 +89,14 @@ class QueryKeyValue:
     @staticmethod
     def merge(shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], shape: Architecture) -> list[Tensor]:
         """Return queries, keys and values of all heads."""
-        per_group = shape.heads // shape.kv_heads
         full = shards[0] if len(shards) == 1 else torch.cat(tuple(shards))
-        heads = full.view(shape.kv_heads, per_group + 2, shape.head_size, full.shape[-1])
-        return [part.reshape(-1, full.shape[-1]) for part in heads.split([per_group, 1, 1], dim=1)]
+        return [part.reshape(-1, full.shape[-1]) for part in QueryKeyValue.heads(full, shape)]
+
+    @staticmethod
+    def heads(parameter: Tensor, shape: Architecture) -> Sequence[Tensor]:
+        """Return views of the queries, keys and values of a whole parameter: [key-value head, head, size, hidden]."""
+        per_group = shape.heads // shape.kv_heads
+        return parameter.view(shape.kv_heads, per_group + 2, shape.head_size, -1).split([per_group, 1, 1], dim=1)
 
 
 class QueryKeyValueBias:
@@ -108,3 +112,14 @@ class QueryKeyValueBias:
         """Return queries, keys and values of all heads."""
         merged = QueryKeyValue.merge([shard.unsqueeze(-1) for shard in shards], shapes, shape)
         return [part.squeeze(-1) for part in merged]
+
+
+def views_of(
+    layout: type[ParameterLayout], parameter: Tensor, shapes: Sequence[tuple[int, ...]], shape: Architecture
+) -> Sequence[Tensor]:
+    """Return views of a whole parameter that, reshaped, are what `merge` returns; none if that isn't views."""
+    if layout is QueryKeyValue:
+        return QueryKeyValue.heads(parameter, shape)
+    parts = layout.merge([parameter], shapes, shape)
+    memory = parameter.untyped_storage().data_ptr()
+    return parts if all(part.untyped_storage().data_ptr() == memory for part in parts) else []
