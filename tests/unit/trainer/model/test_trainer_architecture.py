@@ -153,5 +153,5 @@ def test_broken_folders_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_the_page_lists_every_family() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    page = (Path(__file__).parents[4] / "docs" / "models.md").read_text()
     assert [name for name in FAMILIES if f"| `{name}` |" not in page] == []
