@@ -10,7 +10,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal, Protocol, cast
@@ -109,7 +109,7 @@ class PendingBroadcasts(Protocol):
         """Raise RuntimeError if they failed. Call it once they are done."""
 
     def precede_current_stream(self) -> None:
-        """Make later work on the current stream wait for them."""
+        """Make later work on the current stream wait for them. Raises RuntimeError if they could not begin."""
 
 
 class Transfer:
@@ -124,7 +124,7 @@ class Transfer:
 
     def wait(self) -> None:
         """Wait until they are done here. Raises WeightGroupError on failure, deadline or abort."""
-        try:
+        with self._explaining():
             while not self._pending.done():
                 if self._group.aborted.wait(_POLL_SECONDS):  # brief: the transfer's deadline
                     raise WeightGroupError(f"weight group {self._group.name} was aborted during a broadcast")
@@ -135,22 +135,30 @@ class Transfer:
                         f"{self._timeout:g} s"
                     )
             self._pending.finish()
+
+    def precede_current_stream(self) -> None:
+        """Make later work on the current stream wait for the broadcasts.
+
+        On a GPU this doesn't wait for them, so that it reports only that they could not begin: still `wait` for the
+        last transfer. On a CPU it is `wait`. Raises WeightGroupError.
+        """
+        if self._group.transport == "nccl":
+            with self._explaining():
+                self._pending.precede_current_stream()
+        else:
+            self.wait()
+
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Translate errors of the connection, and abort the group that had one."""
+        try:
+            yield
         except RuntimeError as error:
             if self._group.aborted.is_set():
                 raise WeightGroupError(f"weight group {self._group.name} was aborted during a broadcast") from error
             self._group.abort()
             reason = str(error).splitlines()[0]
             raise WeightGroupError(f"a broadcast in weight group {self._group.name} failed: {reason}") from error
-
-    def precede_current_stream(self) -> None:
-        """Make later work on the current stream wait for the broadcasts.
-
-        On a GPU this neither blocks nor reports failures: still `wait` for the last transfer. On a CPU it is `wait`.
-        """
-        if self._group.transport == "nccl":
-            self._pending.precede_current_stream()
-        else:
-            self.wait()
 
 
 class WeightGroup:
