@@ -14,9 +14,9 @@ tis, icepop old_logprobs = "current" and that correction, with its default limit
 tis, opsm   as tis, and bad answers that the policy has moved away from are left out (opsm_delta = 0.05)
 
 Results of each setting over the seeds: the reward of the current weights at the end (mean of the last tenth of the
-steps) and over all steps, how many seeds ended below half of their on-policy reward, and, as means over the steps, the
-divergence between engine and trainer, the effective sample size (a share), and the share of tokens that was clipped,
-truncated or left out.
+steps) and over all steps, how many seeds ended below half of their on-policy reward; as means over the updates, the
+divergence between engine and trainer and the effective sample size (a share); as a mean over the steps, the share of
+tokens that was clipped, truncated or left out.
 """
 
 import argparse
@@ -68,6 +68,9 @@ def row(method: str, curves: Curves) -> dict[str, Any]:
     def mean(name: str) -> float:
         return statistics.mean(line.get(name, 0.0) for line in every)
 
+    def of_updates(name: str) -> float:  # a step whose groups all have equal rewards makes none
+        return statistics.mean([line[name] for line in every if name in line] or [float("nan")])
+
     return {
         "method": method,
         "end reward": statistics.mean(ends),
@@ -75,10 +78,10 @@ def row(method: str, curves: Curves) -> dict[str, Any]:
         "most": max(ends),
         "mean reward": mean("reward"),
         "collapsed": f"{sum(end < 0.5 * top for end, top in zip(ends, best, strict=True))}/{len(ends)}" if best else "",
-        "drift": mean("policy_drift"),
-        "drift p99": mean("policy_drift_p99"),
-        "KL": mean("policy_drift_kl"),
-        "effective": mean("policy_drift_ess"),
+        "drift": of_updates("policy_drift"),
+        "drift p99": of_updates("policy_drift_p99"),
+        "KL": of_updates("policy_drift_kl"),
+        "effective": of_updates("policy_drift_ess"),
         "limited": mean("correction_fraction") + mean("clip_fraction") + mean("opsm_fraction"),
         "groups": mean("groups"),
         "gradient norm": mean("grad_norm"),
