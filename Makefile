@@ -55,7 +55,7 @@ test-slow: $(STAMP) ## what is slow (WORKERS=)
 .PHONY: test-all
 test-all: lint test-both ## everything that can be tested without a GPU or containers (WORKERS=)
 
-# In one go: collecting 5,000 tests takes each worker half a minute, and some fixtures serve tests of both kinds.
+# In one go: collecting 5,000 tests takes each worker 20 s, and some fixtures serve tests of both kinds.
 .PHONY: test-both
 test-both: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) $(PARALLEL) --durations=30

@@ -13,7 +13,7 @@ def convert(gguf: Path, folder: Path) -> None:
     import gguf as library
     import torch
 
-    # transformers reads the file three times and asks for the names with each layer, which took two thirds of the time.
+    # transformers reads the file three times and asks for the names of each layer's tensors again and again.
     library.GGUFReader = functools.cache(library.GGUFReader)
     library.get_tensor_name_map = functools.cache(library.get_tensor_name_map)
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM

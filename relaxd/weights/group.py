@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 Transport = Literal["gloo", "nccl", "cuda_ipc"]
 
 _EVERYWHERE = ("", "0.0.0.0", "::")
-_POLL_SECONDS = 0.00005
+_POLL_SECONDS, _POLL_SHARE = 0.00005, 0.002
+"""How often a transfer is looked at: the least time between two looks, and the share of the time that it has taken."""
 _RENDEZVOUS_POLL_SECONDS = 0.01
 _ABORT_POLL_SECONDS = 0.1
 _STORE_SECONDS = 60.0
@@ -124,9 +125,11 @@ class Transfer:
 
     def wait(self) -> None:
         """Wait until they are done here. Raises WeightGroupError on failure, deadline or abort."""
+        began = time.monotonic()
         with self._explaining():
             while not self._pending.done():
-                if self._group.aborted.wait(_POLL_SECONDS):  # brief: the transfer's deadline
+                pause = max(_POLL_SECONDS, (time.monotonic() - began) * _POLL_SHARE)
+                if self._group.aborted.wait(pause):  # brief: the transfer's deadline
                     raise WeightGroupError(f"weight group {self._group.name} was aborted during a broadcast")
                 if time.monotonic() > self._deadline:
                     self._group.abort()
