@@ -25,7 +25,7 @@ from relaxd.algorithms.base import (
     check_inputs,
 )
 from relaxd.algorithms.results import shown
-from relaxd.algorithms.terms import aggregation, limits, shaping
+from relaxd.algorithms.terms import aggregation, excluded_tokens, shaping
 from relaxd.algorithms.terms.baselines import group_relative
 from relaxd.algorithms.terms.clipping import clipped_loss
 from relaxd.algorithms.terms.correction import MAX_LOG_RATIO, correction_weights
@@ -246,9 +246,9 @@ class PolicyGradient:
     def loss(self, inputs: LossInputs) -> LossOutput:
         """Sum over trained tokens of weight x (w x policy term + KL terms - entropy_coef x entropy).
 
-        w is `correction_weights` (1 without a correction), and 0 for tokens that `limits` leaves out. The old policy
-        is the engine's, or the trainer's at the start of the step (old_logprobs = "current"). In a step of one update
-        the latter is what the forward pass computes: the ratio is 1, and its gradient that of the log-prob.
+        w is `correction_weights` (1 without a correction), and 0 for `excluded_tokens`. The old policy is the engine's,
+        or the trainer's at the start of the step (old_logprobs = "current"). In a step of one update the latter is what
+        the forward pass computes: the ratio is 1, and its gradient that of the log-prob.
 
         Args:
             inputs: the micro-batch's tokens.
@@ -271,12 +271,12 @@ class PolicyGradient:
             per_token = per_token * weights
             sums |= {"correction_weight": weights, "correction_fraction": limited}
         rollout_log_ratio = tokens.logprobs.detach() - tokens.rollout_logprobs
-        if limits.has_veto(config):
-            left_out = limits.vetoed([rollout_log_ratio, tokens.log_ratio.detach()], trained, inputs, config)
+        if excluded_tokens.has_veto(config):
+            left_out = excluded_tokens.vetoed([rollout_log_ratio, tokens.log_ratio.detach()], trained, inputs, config)
             per_token = per_token.masked_fill(left_out, 0.0)
             sums["veto_fraction"] = left_out
         if config.opsm_delta > 0:
-            left_out = limits.off_policy_sequences(
+            left_out = excluded_tokens.off_policy_sequences(
                 rollout_log_ratio, tokens.advantages, trained, inputs, config.opsm_delta
             )
             per_token = per_token.masked_fill(left_out, 0.0)

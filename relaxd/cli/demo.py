@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from relaxd.cli.execute import Where, execute, sayer
+from relaxd.cli.new_run import check_run_id, free_folder, new_run_id
 from relaxd.cli.options import DEFAULT_STATE, KeepUpOption, RunIdOption, StateOption, new_console
-from relaxd.cli.place import check_run_id, free_folder, new_run_id
 from relaxd.cli.preparing.examples import demo_overrides, example
 from relaxd.client.errors import CliError
 from relaxd.config import RunConfig

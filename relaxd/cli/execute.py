@@ -17,7 +17,7 @@ from rich.text import Text
 
 from relaxd.board import roles_for
 from relaxd.cli.last_checkpoint import save_last_checkpoint
-from relaxd.cli.place import check_run_id, free_folder
+from relaxd.cli.new_run import check_run_id, free_folder
 from relaxd.cli.preparing.check import check, check_algorithm
 from relaxd.cli.preparing.models import prepare_model
 from relaxd.cli.reading.follow import Terminated, follow, interrupt_code

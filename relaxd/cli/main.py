@@ -13,6 +13,7 @@ from relaxd.cli import recovery, run_commands
 from relaxd.cli.demo import demo
 from relaxd.cli.execute import Where, execute
 from relaxd.cli.last_checkpoint import save_of_run_in_progress
+from relaxd.cli.new_run import new_run_id
 from relaxd.cli.options import (
     DEFAULT_STATE,
     PASS_ON,
@@ -26,7 +27,6 @@ from relaxd.cli.options import (
     new_console,
     with_replica_options,
 )
-from relaxd.cli.place import new_run_id
 from relaxd.cli.preparing.config_command import config_app
 from relaxd.cli.preparing.data_command import data
 from relaxd.cli.preparing.eval_command import evaluate

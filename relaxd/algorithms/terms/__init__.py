@@ -1,1 +1,1 @@
-"""Parts that algorithms are made of: baselines, clipping, corrections, limits, KL, aggregation."""
+"""Parts that algorithms are made of: baselines, clipping, corrections, tokens left out, KL, aggregation."""

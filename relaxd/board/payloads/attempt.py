@@ -11,11 +11,11 @@ that data node (board.data_urls, from 0 on), which a hash of its key chooses; al
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
-from zlib import crc32
 
 from relaxd.board.connections.resp import Payload
 from relaxd.board.errors import ColumnError
 from relaxd.board.payloads.encoding import encode_column, payload_of
+from relaxd.board.payloads.nodes import node_of
 from relaxd.board.types import Column
 from relaxd.config import LARGE_COLUMN_BYTES
 
@@ -78,7 +78,7 @@ class Attempt:
             return
         large = (f",{column}:{one.nbytes}:{-(-one.nbytes // SLICE_BYTES)}" for column, one in self._large.items())
         if self._nodes:
-            large = (f"{one}@{crc32(f'{self._name}{one}'.encode()) % self._nodes}" for one in large)
+            large = (f"{one}@{node_of(f'{self._name}{one}', self._nodes)}" for one in large)
         self.pointer += "".join(large)
 
     @property

@@ -1,10 +1,11 @@
-"""Data nodes (board.data_urls): the room that they have, and which of them can't be used.
+"""Data nodes (board.data_urls): which payload is on which, the room that they have, and which of them can't be used.
 
 Large payloads are on data nodes, if there are any; pointers, scripts and small columns never are.
 """
 
 from collections.abc import Sequence
 from typing import Any
+from zlib import crc32
 
 from relaxd.board.sizes import NO_EVICTION, RedisMemory
 from relaxd.redis_client import parse, where
@@ -16,10 +17,15 @@ UNLIMITED_SHARE = 0.25
 """Share of its machine's memory that a data node without a maxmemory is taken to have."""
 
 
+def node_of(payload: str, nodes: int) -> int:
+    """Return which of so many data nodes a payload goes to: a hash of its name spreads them evenly."""
+    return crc32(payload.encode()) % nodes
+
+
 def memory(nodes: int) -> Move[RedisMemory | None]:
     """Return the memory of so many data nodes together, as if each were as large and as full as the worst of them.
 
-    A hash spreads payloads evenly, so the first that is full is where the run stops. None: there are no data nodes.
+    Payloads are spread evenly, so the first that is full is where the run stops. None: there are no data nodes.
     """
     found = []
     for node in range(nodes):
