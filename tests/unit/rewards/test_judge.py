@@ -28,7 +28,7 @@ from services.reward.remote.errors import MismatchError
 from services.reward.remote.pace import Pace
 from services.reward.trial import try_reward
 from tests.kit.ports import free_port
-from tests.kit.waiting import eventually
+from tests.kit.waiting import PATIENCE, eventually
 
 KEY = "sk-a-key-that-nobody-may-see"
 
@@ -289,16 +289,18 @@ async def test_samples_of_a_group_are_asked_about_at_once_outside_of_the_deadlin
         assert asked.count("nonsense") == 3
 
         # A slow judge is not a slow reward, and a sample that hangs costs the others nothing.
+        seconds = 0.5 * PATIENCE
+
         async def slowly(question: AskRequest) -> AskResponse:
-            await asyncio.sleep(0.7)
+            await asyncio.sleep(1.4 * seconds)
             return AskResponse(text=question.messages[0].content[0].text)
 
         pool._ask = slowly
         pool.reload()
-        outcomes = await pool.score("", texts("7", "8"), timeout_seconds=0.5)
+        outcomes = await pool.score("", texts("7", "8"), timeout_seconds=seconds)
         assert outcomes[1] == RewardOutput(8.0)
         assert isinstance(outcomes[0], Failure)
-        assert "scoring a sample took longer than 0.5 s (at " in outcomes[0].reason
+        assert f"scoring a sample took longer than {seconds:g} s (at " in outcomes[0].reason
     finally:
         pool.close()
 
