@@ -35,7 +35,8 @@ def test_the_other_critic_takes_over_and_the_run_fails_once_none_can_start(clust
     first = next(name for name, one in status.items() if one.state == REPLICA_STATE_READY)
     (second,) = status.keys() - {first}
     assert status[second].state == REPLICA_STATE_IDLE
-    assert status[second].detail == f"it stands by, and takes over from {first}: run run takes no more than 1 critic"
+    detail = f"it stands by, and takes over from {first}: run run takes no more than 1 critic"
+    cluster.until("the other critic stands by", lambda: cluster.info(second).status.detail == detail)  # once it is told
 
     cluster.process(first).kill()
     cluster.until("the other critic", lambda: cluster.info(second).status.state == REPLICA_STATE_READY)
