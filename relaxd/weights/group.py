@@ -33,7 +33,7 @@ Transport = Literal["gloo", "nccl", "cuda_ipc"]
 
 _EVERYWHERE = ("", "0.0.0.0", "::")
 _POLL_SECONDS, _POLL_SHARE = 0.00005, 0.002
-"""How often a transfer is looked at: the least time between two looks, and the share of the time that it has taken."""
+"""Shortest pause between two polls of a transfer, and the pause as a share of the time that it has been waited for."""
 _RENDEZVOUS_POLL_SECONDS = 0.01
 _ABORT_POLL_SECONDS = 0.1
 _STORE_SECONDS = 60.0

@@ -108,7 +108,7 @@ class NcclConnection:
         self._lock = threading.Lock()
         """Held while the communicator is in use, to protect it from being freed."""
         self._enqueueing: NcclBroadcast | None = None
-        """What NCCL may still be enqueueing. Until it has, the communicator allows no other call."""
+        """The batch that NCCL may still be enqueueing. The communicator allows no other call until that has ended."""
         deadline = time.monotonic() + timeout
         with torch.cuda.device(device):
             self.stream = torch.cuda.Stream(device, priority=-1)

@@ -292,7 +292,7 @@ async def test_samples_of_a_group_are_asked_about_at_once_outside_of_the_deadlin
         seconds = 0.5 * PATIENCE
 
         async def slowly(question: AskRequest) -> AskResponse:
-            await asyncio.sleep(1.4 * seconds)
+            await asyncio.sleep(1.4 * seconds)  # a judge that takes longer than the reward's deadline
             return AskResponse(text=question.messages[0].content[0].text)
 
         pool._ask = slowly
