@@ -4,6 +4,7 @@ Imports cost seconds, so one spawn does a list of jobs, one after the other, and
 process that has done them.
 """
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -370,6 +371,7 @@ def work(run: Callable[[Any, int], dict[str, Any]]) -> None:
 
 
 def _be_rank(run: Callable[[Any, int], dict[str, Any]], rank: int) -> None:
+    faulthandler.enable()
     os.environ["RANK"] = str(rank)
     folder, ranks = Path(sys.argv[1]), int(os.environ["WORLD_SIZE"])
     jobs: list[Any] = pickle.loads((folder / "jobs.pickle").read_bytes())

@@ -123,9 +123,9 @@ def run_job(job: AssemblyJob) -> dict[str, Any]:
         opened.add(intake.select(1, ()).chosen)
         while (entry := opened.packer.full_round() or opened.packer.rest()) is not None:
             phases.take(opened, entry, last=False)
+        # It is never stopped: that may crash while a thread without the GIL allocates (CPython's issue 128679).
         tracemalloc.start()
         assert phases.close(opened)
-        tracemalloc.stop()
         rank.run(End())
     except Ended:
         pass
