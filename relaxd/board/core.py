@@ -200,14 +200,20 @@ class BoardCore:
             )
 
     def _commit_attempts(
-        self, attempts: Sequence[GroupAttempt], script: str, arguments: Callable[[list[int]], Sequence[Any]]
+        self,
+        attempts: Sequence[GroupAttempt],
+        script: str,
+        arguments: Callable[[list[int]], Sequence[Any]],
+        *,
+        set_values: bool = False,
     ) -> Move[list[int]]:
         """Write large payloads and run the script that points to them: in one round trip, if they are few bytes.
 
         `arguments` gets the indices of the attempts to commit, and returns the script's arguments. The script returns
         one reply for all attempts or a list with one for each: 1 or more (committed), 0 (nobody wants it) or -1 (it
-        came too late, and is written again under another name; TOOLATE means that all are). Returns these replies,
-        without those below 0. Raises TooLate for an attempt that came too late again and again.
+        came too late, and is written again under another name; TOOLATE means that all are). With `set_values`, the
+        payloads of small columns aren't arguments of the script, but set in one transaction with it. Returns the
+        replies, without those below 0. Raises TooLate for an attempt that came too late again and again.
         """
         results = [0] * len(attempts)
         left = list(range(len(attempts)))
@@ -226,8 +232,14 @@ class BoardCore:
                 before += transfer.writes((one for attempt in large for one in attempt.slices()), milliseconds)
             replies = dict.fromkeys(left, -1)
             if left and lasting:
+                values = [
+                    part
+                    for index in (left if set_values else ())
+                    for part in (attempts[index].attempt.shared_key, attempts[index].attempt.shared)
+                ]
                 with suppress(TooLate):
-                    reply = yield from run_script(script, self.prefix, *arguments(left), before=before)
+                    told = arguments(left)
+                    reply = yield from run_script(script, self.prefix, *told, before=before, values=values)
                     replies = dict(zip(left, reply if isinstance(reply, list) else [reply] * len(left), strict=True))
             left = [index for index, reply in replies.items() if reply == -1]
             results = [max(0, replies.get(index, result)) for index, result in enumerate(results)]

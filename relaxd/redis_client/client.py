@@ -49,8 +49,8 @@ class Mark:
         for reply in replies:
             if isinstance(reply, redis.ResponseError) and "WAIT cannot be used with replica" in str(reply):
                 raise redis.ConnectionError("READONLY it was demoted after a write and before its WAIT") from reply
-            if isinstance(reply, Exception):
-                raise reply
+            # A transaction's reply is the list of its commands' replies.
+            without_errors(reply if isinstance(reply, list) else [reply])
         if not replicas:
             return replies
         *replies, number, have_it = replies

@@ -3,7 +3,7 @@
 from functools import cache
 from typing import NamedTuple
 
-from relaxd.board.connections.scripts import script_hash, script_names
+from relaxd.board.connections.scripts import script_hash, script_names, script_text
 
 WORDS = 2
 """So many words of a command make its name."""
@@ -13,7 +13,10 @@ class Command(NamedTuple):
     """One command."""
 
     name: str
-    """Of a script of the board, its name; else the command and its first argument, such as "SET columns:a:0"."""
+    """Of a script of the board, its name; else the command and its first argument, such as "SET columns:a:0".
+
+    A script in a transaction is done by its EXEC, which then has the script's name.
+    """
     data: bytes
     """As it was sent."""
 
@@ -27,6 +30,8 @@ class CommandStream:
         self._words: list[bytes] = []
         self._left = 0
         """Words of the command that are still to come."""
+        self._queued = ""
+        """The first script of the transaction."""
 
     def feed(self, data: bytes) -> list[Command]:
         """Return the commands that are complete with this data. Raises ValueError: that isn't RESP."""
@@ -45,21 +50,26 @@ class CommandStream:
             self._left -= 1
             self._at = after
             if not self._left:
-                found.append(Command(name_of(self._words), bytes(self._held[:after])))
+                found.append(Command(self._name_of(self._words), bytes(self._held[:after])))
                 del self._held[:after]
                 self._at, self._words = 0, []
         return found
 
-
-def name_of(words: list[bytes]) -> str:
-    """Return the name of a command that begins with these words."""
-    first, *rest = (word.decode(errors="replace") for word in words)
-    if first.upper() == "EVALSHA":
-        return _scripts().get(rest[0], first)
-    return " ".join([first.upper(), *rest])
+    def _name_of(self, words: list[bytes]) -> str:
+        """Return the name of the next command, which begins with these words."""
+        first, *rest = (word.decode(errors="replace") for word in words)
+        first = first.upper()
+        if first == "EVALSHA":
+            return _scripts().get(rest[0], first)
+        if first == "EVAL":
+            self._queued = self._queued or _scripts().get(rest[0], "")
+        elif first == "EXEC" and self._queued:
+            script, self._queued = self._queued, ""
+            return script
+        return " ".join([first, *rest])
 
 
 @cache
 def _scripts() -> dict[str, str]:
-    """Return the board's scripts: hash -> name."""
-    return {script_hash(name): name for name in script_names()}
+    """Return the names of the board's scripts, by their hashes and by their texts, which transactions have."""
+    return {key: name for name in script_names() for key in (script_hash(name), script_text(name))}

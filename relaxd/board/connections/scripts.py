@@ -1,7 +1,8 @@
 """The board's scripts: their texts, the hashes by which they are called, and what their errors mean."""
 
 import logging
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from hashlib import sha1
@@ -35,6 +36,11 @@ ERRORS: dict[str, type[BoardError]] = {
     "CONFLICT": BoardError,
     "TOOLATE": TooLate,
 }
+COMMENT = re.compile(r"^ *--.*", re.MULTILINE)
+DELETE_UNWANTED = """#!lua flags=allow-oom
+for key in function() return redis.call('LPOP', KEYS[1]) or nil end do redis.call('UNLINK', key) end
+"""
+"""Deletes the keys that a list has, and the list."""
 GROWING = {"publish", "create"}
 """Scripts that a full Redis refuses. It must run the others, which free memory."""
 LIBRARY, SIDES = "library", ("coordinator", "stage", "trainer")
@@ -45,11 +51,11 @@ SHARED = dict.fromkeys(("publish", "room", "relieve", "memory"), ("admission",))
 
 @cache
 def script_text(name: str) -> str:
-    """Return the source of a script, libraries included."""
+    """Return the source of a script, libraries included and comments left out, each line in its place."""
     flags = "" if name in GROWING else " flags=allow-oom"
     library = _files(LIBRARY)
     files = [*(library[one] for one in ("common", *SHARED.get(name, ()))), _scripts()[name]]
-    return f"#!lua{flags}\n" + "".join(file.read_text() for file in files)
+    return f"#!lua{flags}\n" + COMMENT.sub("", "".join(file.read_text() for file in files))
 
 
 @cache
@@ -106,7 +112,19 @@ def script_call(name: str, prefix: str, *arguments: Any) -> Command:
     return ("EVALSHA", script_hash(name), 1, prefix, *arguments)
 
 
-def run_script(name: str, prefix: str, *arguments: Any, before: Iterable[Command] = ()) -> Move[Any]:
-    """Run one script, in one round trip with the commands that are to run before it. Returns the script's reply."""
-    replies = yield Send((*before, script_call(name, prefix, *arguments)), how="write")
-    return replies[-1]
+def run_script(
+    name: str, prefix: str, *arguments: Any, before: Iterable[Command] = (), values: Sequence[Any] = ()
+) -> Move[Any]:
+    """Run one script, in one round trip with the commands that are to run before it. Returns the script's reply.
+
+    `values`, keys and payloads that take turns, are set right after the script, in one transaction with it. Keys that
+    the script lists as `unwanted` are deleted at the transaction's end.
+    """
+    if not values:
+        replies = yield Send((*before, script_call(name, prefix, *arguments)), how="write")
+        return replies[-1]
+    # By its text, not by its hash: a Redis that forgot the script must not set the values without it.
+    script = ("EVAL", script_text(name), 1, prefix, *arguments)
+    tidy = ("EVAL", DELETE_UNWANTED, 1, f"{prefix}unwanted")
+    replies = yield Send((*before, ("MULTI",), script, ("MSET", *values), tidy, ("EXEC",)), how="write")
+    return replies[-1][0]

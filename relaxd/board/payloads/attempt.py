@@ -1,15 +1,16 @@
 """Attempts: the columns of one commit, as payloads under Redis keys that were never used before.
 
-Small columns share a payload, which the committing script stores. Each large column is a payload of its own, written
-before the script in slices: no script handles its bytes, Redis serves others between two slices, and a stage that needs
-only the text doesn't fetch megabytes. A pointer names an attempt and says what is stored:
-"<name>:<bytes>[,<column>:<bytes>:<slices>[@<node>]]...", where the first bytes are those of the shared payload. Its
-keys are "columns:<name>:<bytes>" and, from 0 on, "columns:<name>:<bytes>:<column>:<slice>". A payload with a node is on
-that data node (board.data_urls, from 0 on), which a hash of its key chooses; all others are on the board's Redis.
+Small columns share a payload, which is stored by the committing script or in one transaction with it. Each large column
+is a payload of its own, written before the script in slices: no script handles its bytes, Redis serves others between
+two slices, and a stage that needs only the text doesn't fetch megabytes. A pointer names an attempt and says what is
+stored: "<name>:<bytes>[,<column>:<bytes>:<slices>[@<node>]]...", where the first bytes are those of the shared payload.
+Its keys are "columns:<name>:<bytes>" and, from 0 on, "columns:<name>:<bytes>:<column>:<slice>". A payload with a node
+is on that data node (board.data_urls, from 0 on), which a hash of its key chooses; all others are on the board's Redis.
 """
 
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from relaxd.board.connections.resp import Payload
@@ -56,7 +57,7 @@ class Attempt:
         """Bytes to write before the script runs."""
         for column, value in columns.items():
             encoded = encode_column(column, value)
-            if encoded.nbytes < large_bytes:
+            if encoded[2] < large_bytes:
                 small.append(encoded)
                 continue
             if SEPARATORS & set(column):
@@ -66,7 +67,7 @@ class Attempt:
         self._prefix = prefix
         self._nodes = nodes
         self.shared = payload_of(small)
-        """The payload of the small columns, for the script to store."""
+        """The payload of the small columns, which share it."""
         self.nbytes = self.shared.nbytes + self.large_bytes
         """Bytes of all payloads."""
         self.rename(name)
@@ -80,6 +81,11 @@ class Attempt:
         if self._nodes:
             large = (f"{one}@{node_of(f'{self._name}{one}', self._nodes)}" for one in large)
         self.pointer += "".join(large)
+
+    @property
+    def shared_key(self) -> str:
+        """The key of the payload that the small columns share."""
+        return f"{self._prefix}columns:{self._name}"
 
     @property
     def on_nodes(self) -> bool:
@@ -102,10 +108,12 @@ def new_names(group_ids: Iterable[str]) -> list[str]:
     return [f"{group_id}.{token}{index:x}" for index, group_id in enumerate(group_ids)]
 
 
-class Place(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Place:
     """Where a payload is."""
 
     keys: tuple[str, ...]
+    """Of its slices, in order. No other payload has any of them."""
     nbytes: int
     node: int | None = None
     """Its data node; None: the board's Redis."""
@@ -113,6 +121,8 @@ class Place(NamedTuple):
 
 def places(prefix: str, pointer: str, columns: Iterable[str]) -> dict[str, Place]:
     """Return where each of a writer's columns is. Raises ValueError: the pointer is damaged."""
+    if "," not in pointer:  # nothing is large
+        return dict.fromkeys(columns, _shared_place(prefix, pointer))
     shared, large = _parse(prefix, pointer)
     return {column: large.get(column, shared) for column in columns}
 
@@ -131,8 +141,8 @@ def payload_keys(prefix: str, pointer: str) -> list[str]:
 def _parse(prefix: str, pointer: str) -> tuple[Place, dict[str, Place]]:
     """Return where the shared payload is, and the payload of each large column."""
     name, _, rest = pointer.partition(",")
-    key = f"{prefix}columns:{name}"
-    shared = Place((key,), int(name.rpartition(":")[2]))
+    shared = _shared_place(prefix, name)
+    (key,) = shared.keys
     large: dict[str, Place] = {}
     for part in rest.split(",") if rest else ():
         column, size, slices = part.split(":")
@@ -142,6 +152,11 @@ def _parse(prefix: str, pointer: str) -> tuple[Place, dict[str, Place]]:
         keys = tuple(f"{key}:{column}:{index}" for index in range(int(count)))
         large[column] = Place(keys, int(size), int(node) if at else None)
     return shared, large
+
+
+def _shared_place(prefix: str, name: str) -> Place:
+    """Return where the payload of small columns is, from the first part of a pointer."""
+    return Place((f"{prefix}columns:{name}",), int(name[name.rfind(":") + 1 :]))
 
 
 def _cut(payload: Payload) -> Iterator[Payload]:

@@ -11,7 +11,7 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TypeAlias
 
 import numpy as np
 
@@ -34,12 +34,8 @@ DTYPES = {
 STORED = frozenset(DTYPES.values())
 
 
-class EncodedColumn(NamedTuple):
-    """A column as its line of a payload's header, and its bytes, which for an array are the array's own."""
-
-    line: str
-    data: bytes | memoryview
-    nbytes: int
+EncodedColumn: TypeAlias = tuple[str, bytes | memoryview, int]
+"""A column as its line of a payload's header, its bytes, which for an array are the array's own, and their number."""
 
 
 def encode_column(name: str, value: Column) -> EncodedColumn:
@@ -53,14 +49,14 @@ def encode_column(name: str, value: Column) -> EncodedColumn:
         if value.dtype not in STORED or not value.flags.c_contiguous or value.ndim > MAX_DIMENSIONS:
             array = _storable(name, value)
         size = array.nbytes
-        return EncodedColumn(_line(name, array.dtype, value.shape, size), array.data, size)
+        return _line(name, array.dtype, value.shape, size), array.data, size
     data = _json(name, value)
-    return EncodedColumn(_line(name, None, (), len(data)), data, len(data))
+    return _line(name, None, (), len(data)), data, len(data)
 
 
 def payload_of(columns: Sequence[EncodedColumn]) -> Payload:
     """Return columns as one payload, in which arrays aren't copied."""
-    parts: list[bytes | memoryview] = [_header(tuple([column.line for column in columns]))]
+    parts: list[bytes | memoryview] = [_header(tuple([line for line, _, _ in columns]))]
     nbytes = len(parts[0])
     for _, data, size in columns:
         parts.append(data)

@@ -1,6 +1,6 @@
 """Payloads on their way to Redis servers and back, in pieces between which these serve others."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from relaxd.board.payloads.attempt import Attempt, Place, Slice
@@ -53,22 +53,33 @@ def keep(places: Iterable[Place]) -> Move[set[Place]]:
     return missing
 
 
-def read(places: Collection[Place], *last: Any) -> Move[tuple[dict[Place, bytes | None], Any]]:
-    """Read payloads; None for those of which a part is missing. Return them with the board's reply to a `last` command.
+def read(places: Iterable[Place], *last: Any) -> Move[tuple[dict[str, bytes | None], Any]]:
+    """Read payloads. Return them with the board's reply to a `last` command.
 
-    The last command, if there is one, comes after all that was read.
+    Each is under the first key of its place; None for one of which a part is missing. The last command, if there is
+    one, comes after all that was read.
     """
     found: dict[str, bytes | None] = {}
-    for node, of_node in _by_node(place for place in places if place.node is not None):
+    on_board: list[Place] = []
+    on_nodes: list[Place] = []
+    sliced: list[Place] = []
+    for place in places:
+        (on_board if place.node is None else on_nodes).append(place)
+        if len(place.keys) > 1:
+            sliced.append(place)
+    for node, of_node in _by_node(on_nodes):
         for command in _reads(of_node):
             found.update(zip(command[1:], (yield from ask(*command, at=node)), strict=True))
-    commands: list[Command] = _reads(place for place in places if place.node is None)
+    commands = _reads(on_board)
     for command in commands[:-1]:
         found.update(zip(command[1:], (yield from ask(*command)), strict=True))
     replies = yield Send([*commands[-1:], *([last] if last else [])])
     if commands:
         found.update(zip(commands[-1][1:], replies[0], strict=True))
-    return {place: _joined(place.keys, found) for place in places}, replies[-1]
+    for place in sliced:
+        slices = [data for key in place.keys if (data := found[key]) is not None]
+        found[place.keys[0]] = b"".join(slices) if len(slices) == len(place.keys) else None
+    return found, replies[-1]
 
 
 def unlink(places: Iterable[Place]) -> Move[None]:
@@ -99,8 +110,17 @@ def gather(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[
 
 def _reads(places: Iterable[Place]) -> list[Command]:
     """Return the commands that read payloads of one server."""
-    sizes = [(key, place.nbytes // len(place.keys)) for place in places for key in place.keys]
-    return [("MGET", *(key for key, _ in together)) for together in gather(sizes, lambda one: one[1], BYTES_TOGETHER)]
+    commands: list[list[Any]] = []
+    left = 0
+    for place in places:
+        each = place.nbytes // len(place.keys)
+        for key in place.keys:
+            if each > left:
+                commands.append(["MGET"])
+                left = BYTES_TOGETHER
+            commands[-1].append(key)
+            left -= each
+    return [tuple(command) for command in commands]
 
 
 def _by_node(items: Iterable[Placed]) -> list[tuple[int | None, list[Placed]]]:
@@ -109,11 +129,3 @@ def _by_node(items: Iterable[Placed]) -> list[tuple[int | None, list[Placed]]]:
     for item in items:
         by_node.setdefault(item.node, []).append(item)
     return list(by_node.items())
-
-
-def _joined(keys: tuple[str, ...], found: dict[str, bytes | None]) -> bytes | None:
-    """Return the slices of a payload together; None if one is missing."""
-    if len(keys) == 1:
-        return found[keys[0]]
-    slices = [data for key in keys if (data := found[key]) is not None]
-    return b"".join(slices) if len(slices) == len(keys) else None

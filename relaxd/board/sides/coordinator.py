@@ -13,7 +13,7 @@ from relaxd.board.facts import facts_json, parse_fate
 from relaxd.board.gate_reasons import explain_limit
 from relaxd.board.payloads import nodes as data_nodes
 from relaxd.board.payloads import transfer
-from relaxd.board.payloads.attempt import all_places, new_names
+from relaxd.board.payloads.attempt import Attempt, all_places, new_names
 from relaxd.board.sizes import NO_EVICTION, RedisMemory
 from relaxd.board.stages import PUBLISH, TRAIN
 from relaxd.board.types import (
@@ -214,37 +214,44 @@ class CoordinatorSide(BoardCore):
         """
         if not groups:
             raise ValueError("groups is empty: there is nothing to publish")
-        attempts = {}
-        for group, name in zip(groups, new_names(group.group_id for group in groups), strict=True):
-            if not GROUP_ID.fullmatch(group.group_id):
-                raise ValueError(f"group_id {group.group_id!r}: it must not be empty or have spaces, ',' or '|'")
+        ids = [group.group_id for group in groups]
+        if wrong := [id for id in ids if not GROUP_ID.fullmatch(id)]:
+            raise ValueError(f"group_id {wrong[0]!r}: it must not be empty or have spaces, ',' or '|'")
+        attempts: list[Attempt | None] = []
+        for group, name in zip(groups, new_names(ids), strict=True):
+            attempt = None
             if group.retry_of is None:
                 attempt = self._attempt(name, group.columns)
                 self._check_size(group.group_id, "its prompt", attempt)
-                attempts[group.group_id] = attempt
+            attempts.append(attempt)
         cursor_json = "" if cursor is None else json.dumps(cursor)
 
         nodes: Sequence[int] = ()
 
         def arguments(_: list[int]) -> list[Any]:
-            result: list[Any] = [*nodes, term, self._routes, cursor_json]
-            for group in groups:
-                attempt = attempts.get(group.group_id)
-                pointer, shared = (attempt.pointer, attempt.shared) if attempt is not None else ("", b"")
-                trace = json.dumps(dict(group.trace)) if group.trace else "{}"
-                result += (group.group_id, pointer, trace, group.worst_bytes, group.retry_of or "", shared)
-                result.append(facts_json(group.facts))
-            return result
+            needed: dict[str, list[Any]] = {
+                "ids": ids,
+                "pointers": [one.pointer if one else "" for one in attempts],
+                "bytes": [one.nbytes if one else 0 for one in attempts],
+                "worst_bytes": [group.worst_bytes for group in groups],
+            }
+            optional = {
+                "traces": [json.dumps(dict(group.trace)) if group.trace else "" for group in groups],
+                "retry_of": [group.retry_of or "" for group in groups],
+                "facts": [facts_json(group.facts) for group in groups],
+            }
+            lists = needed | {name: values for name, values in optional.items() if any(values)}
+            return [*nodes, term, self._routes, cursor_json, json.dumps(lists)]
 
-        written = [GroupAttempt(group_id, PUBLISH, attempt) for group_id, attempt in attempts.items()]
+        written = [GroupAttempt(id, PUBLISH, one) for id, one in zip(ids, attempts, strict=True) if one]
         traces, attributes = (group.trace for group in groups), {"relaxd.run_id": self.run_id}
         with BatchSpan("publish", "send", self.stages[0].name, traces, attributes):
             nodes = yield from self._node_bytes()
             if written:
-                yield from self._commit_attempts(written, "publish", arguments)
+                yield from self._commit_attempts(written, "publish", arguments, set_values=True)
             else:
                 yield from run_script("publish", self.prefix, *arguments([]))
-        return [group.group_id for group in groups]
+        return ids
 
     @operation
     def reclaim(self, *, term: int, consumer: str) -> Move[int]:

@@ -82,15 +82,15 @@ class StageSide(BoardCore):
         if not deliveries:
             return []
         placed = yield from self._places(deliveries, columns)
-        every = {place for group in placed if group is not None for place in group.values()}
+        every = {place.keys[0]: place for group in placed if group is not None for place in group.values()}
         ids = [delivery.group_id for delivery in deliveries]
-        found, is_open = yield from transfer.read(every, "SMISMEMBER", f"{self.prefix}open", *ids)
-        payloads = {place: None if data is None else decode_columns(data) for place, data in found.items()}
+        found, is_open = yield from transfer.read(every.values(), "SMISMEMBER", f"{self.prefix}open", *ids)
+        payloads = {key: None if (data := found[key]) is None else decode_columns(data) for key in every}
         loaded = [None if group is None else _pick(payloads, group) for group in placed]
         lacking: list[str] = []
         for group_id, group, located, held in zip(ids, loaded, placed, is_open, strict=True):
             if group is None and located is not None and held:
-                lacking += group_id, next(place.keys[0] for place in located.values() if payloads[place] is None)
+                lacking += group_id, next(one.keys[0] for one in located.values() if payloads[one.keys[0]] is None)
         if lacking:
             dropped = yield from run_script("drop_lost", self.prefix, self.limits.max_retries, *lacking)
             logger.error("dropped %d groups whose payloads are gone from Redis, of %s", dropped, lacking[:10:2])
@@ -108,7 +108,7 @@ class StageSide(BoardCore):
         pointers = found.decode() if found else ""
         try:
             placed = [all_places(self.prefix, pointer) for pointer in pointers.split()]
-            every = {place for of_part in placed for place in of_part}
+            every = [place for of_part in placed for place in of_part]
             payloads, still = yield from transfer.read(every, *saved)
             if still != found:  # somebody committed, dropped or forgot it this moment
                 return Saved()
@@ -325,15 +325,16 @@ class StageSide(BoardCore):
 
     def _pointers(self, deliveries: Sequence[Delivery], writers: list[str]) -> Move[list[dict[str, str] | None]]:
         """Return each group's pointers: the delivery's, or those of the group if some were written later."""
-        incomplete = [d for d in deliveries if any(writer not in d.pointers for writer in writers)]
+        needed = set(writers)
+        incomplete = [delivery for delivery in deliveries if not needed <= delivery.pointers.keys()]
         if not incomplete:
             return [delivery.pointers for delivery in deliveries]
 
         keys = [f"{self.prefix}group:{delivery.group_id}" for delivery in incomplete]
-        replies = yield Send([("HMGET", key, "trace", *writers) for key in keys])
+        replies = yield Send([("HMGET", key, "published", *writers) for key in keys])
         looked_up: dict[str, dict[str, str] | None] = {}
-        for delivery, (trace, *found) in zip(incomplete, replies, strict=True):
-            if trace is None:
+        for delivery, (published, *found) in zip(incomplete, replies, strict=True):
+            if published is None:
                 looked_up[delivery.group_id] = None
                 continue
             if None in found:
@@ -343,11 +344,11 @@ class StageSide(BoardCore):
         return [looked_up.get(d.group_id, d.pointers) for d in deliveries]
 
 
-def _pick(payloads: Mapping[Place, dict[str, Column] | None], placed: Mapping[str, Place]) -> dict[str, Column] | None:
+def _pick(payloads: Mapping[str, dict[str, Column] | None], placed: Mapping[str, Place]) -> dict[str, Column] | None:
     """Pick a group's columns from loaded payloads; None if one is missing."""
     result: dict[str, Column] = {}
     for column, place in placed.items():
-        payload = payloads[place]
+        payload = payloads[place.keys[0]]
         if payload is None:
             return None
         if column not in payload:
@@ -356,11 +357,11 @@ def _pick(payloads: Mapping[Place, dict[str, Column] | None], placed: Mapping[st
     return result
 
 
-def _join(payloads: Mapping[Place, bytes | None], places: Sequence[Place]) -> dict[str, Column]:
+def _join(payloads: Mapping[str, bytes | None], places: Sequence[Place]) -> dict[str, Column]:
     """Return the columns of payloads together. Raises ColumnError for one that is missing or corrupt."""
     columns: dict[str, Column] = {}
     for place in places:
-        payload = payloads[place]
+        payload = payloads[place.keys[0]]
         if payload is None:
             raise ColumnError(f"payload {place.keys[0]} is gone from Redis")
         columns |= decode_columns(payload)
@@ -368,23 +369,22 @@ def _join(payloads: Mapping[Place, bytes | None], places: Sequence[Place]) -> di
 
 
 def _delivery(stage: str, consumer: str, entry_id: bytes, flat: Sequence[bytes], deliveries: int) -> Delivery:
-    """Parse a stream entry. Names and values of its fields take turns."""
+    """Parse a stream entry. Names and values of its fields take turns. Raises KeyError and others: it is damaged."""
     fields: dict[bytes, bytes] = {}
-    pointers: dict[str, str] = {}
-    both = iter(flat)
-    for name, value in zip(both, both, strict=True):
-        if name[:1] == b"@":
-            pointers[name.decode()] = value.decode()
-        else:
-            fields[name] = value
-    trace = fields[b"trace"]
+    words = iter(flat)
+    for name in words:
+        fields[name] = next(words, b"")
+    id = entry_id.decode()
+    pointers = {name.decode(): value.decode() for name, value in fields.items() if name[:1] == b"@"}
+    if not pointers:
+        raise KeyError("@")
     return Delivery(
-        group_id=fields[b"group"].decode(),
-        entry_id=entry_id.decode(),
-        stage=stage,
-        consumer=consumer,
-        attempt=int(fields.get(b"attempts", 0)) + deliveries,
-        trace={} if trace == b"{}" else dict(json.loads(trace)),
-        enqueued_at=int(entry_id.split(b"-", 1)[0]) * 1000,
-        pointers=pointers,
+        fields[b"group"].decode(),
+        id,
+        stage,
+        consumer,
+        deliveries + (int(fields[b"attempts"]) if b"attempts" in fields else 0),
+        dict(json.loads(fields[b"trace"])) if b"trace" in fields else {},
+        int(id.partition("-")[0]) * 1000,
+        pointers,
     )

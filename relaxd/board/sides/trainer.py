@@ -147,7 +147,7 @@ class TrainerSide(BoardCore):
                 found += [
                     (key, decode_sample(data) | {"step": int(key.split("-")[0])})
                     for key, place in page
-                    if (data := payloads[place]) is not None  # else newer ones have replaced it
+                    if (data := payloads[place.keys[0]]) is not None  # else newer ones have replaced it
                 ]
             after = page[-1][0]
         return found

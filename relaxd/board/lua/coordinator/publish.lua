@@ -1,45 +1,50 @@
 -- Publish groups, all or none: gate, data cursor, counters, entries.
--- ARGV: NODES, coordinator's term, stages (JSON), cursor (JSON, or empty to leave it), then for each group: id, pointer, trace,
--- worst-case bytes, retry_of (or empty), payload of the small columns, facts (JSON, or empty). Returns the number of groups; 0 if they were published
--- before.
-local term, stages, cursor = tonumber(ARGV[4]), cjson.decode(ARGV[5]), ARGV[6]
-local FIRST, WIDTH = 7, 7
-local refused = refuse_coordinator(term)
-if refused then return refused end
-call('HSET', STATE, 'coordinator_term', term)
+-- ARGV: NODES, coordinator's term, stages (JSON), cursor (JSON, or empty to leave it), groups: a JSON object of lists that have
+-- for each group its id, pointer (empty for a retry), bytes of all payloads, worst-case bytes and, unless no group has any, its
+-- trace (or empty), the group that it retries (or empty), and facts (JSON, or empty).
+-- What the small columns share is set right after this script, in the same transaction: no script handles the bytes of hundreds
+-- of prompts. Returns the number of groups; 0 if they were published before.
+local term, stages, cursor, groups = tonumber(ARGV[4]), cjson.decode(ARGV[5]), ARGV[6], cjson.decode(ARGV[7])
+local ids, pointers = groups.ids, groups.pointers
+local traces, retried, all_facts = groups.traces or {}, groups.retry_of or {}, groups.facts or {}
 
-local ids, pointers, worst_bytes = {}, {}, 0
-for i = FIRST, #ARGV, WIDTH do
-  ids[#ids + 1], pointers[#pointers + 1] = ARGV[i], ARGV[i + 1]
-  worst_bytes = math.max(worst_bytes, ARGV[i + 3])
-end
--- Refuse to publish: what was written for it is garbage.
+-- Refuse to publish: what was written for it is garbage, and what is about to be set shall not stay. What is there already was
+-- accepted: this is a request that arrived for a second time.
 local function refuse(reply)
   give_up(pointers)
+  for _, pointer in ipairs(pointers) do
+    local key = shared_key(pointer)
+    if pointer ~= '' and call('EXISTS', key) == 0 then call('RPUSH', P .. 'unwanted', key) end
+  end
   return finish(reply)
 end
-if table.concat(ids, ' ') == call('HGET', STATE, 'last_publish') then return refuse(0) end -- repeated: the reply was lost
+
+local refused = refuse_coordinator(term)
+if refused then return refuse(refused) end
+call('HSET', STATE, 'coordinator_term', term)
+local id_list = table.concat(ids, ' ')
+if id_list == call('HGET', STATE, 'last_publish') then return refuse(0) end -- repeated: the reply was lost
 
 local gate = admission()
+local worst_bytes = 0
+for _, bytes in ipairs(groups.worst_bytes) do worst_bytes = math.max(worst_bytes, bytes) end
 local allowed, reason = gate.admit(worst_bytes)
 if #ids > allowed then return refuse(fail('GATE ' .. reason)) end
 
 local taken = next(found_in(OPEN, ids))
 if taken then return refuse(fail('CONFLICT group ' .. taken .. ' is open already')) end
-for i = FIRST, #ARGV, WIDTH do
-  local retry_of = ARGV[i + 4]
+for _, retry_of in ipairs(retried) do
   if retry_of ~= '' and call('HEXISTS', RETRIES, retry_of) == 0 then
     return refuse(fail('CONFLICT no retry of group ' .. retry_of .. ' is waiting'))
   end
 end
-local sizes, garbage = {}, found_in(GARBAGE, pointers)
-for i = FIRST, #ARGV, WIDTH do
-  if ARGV[i + 4] == '' then
-    sizes[i] = accept(ARGV[i + 1], ARGV[i + 5], garbage)
-    if not sizes[i] then
-      for j in pairs(sizes) do throw_away(ARGV[j + 1]) end
-      return refuse(fail('TOOLATE prompts'))
+local garbage = found_in(GARBAGE, pointers)
+for i, pointer in ipairs(pointers) do
+  if pointer ~= '' and not accept(pointer, garbage) then
+    for j = 1, i - 1 do
+      if pointers[j] ~= '' then throw_away(pointers[j]) end
     end
+    return refuse(fail('TOOLATE prompts'))
   end
 end
 
@@ -48,35 +53,39 @@ for _, stage in ipairs(stages) do
   local name, writers = stage[1], stage[2]
   if #writers == 1 and writers[1] == 'publish' then ready[#ready + 1] = { 'entry:' .. name, stream_key(name) } end
 end
-local now = microseconds()
 local stored_bytes, reserved_bytes = 0, 0
 -- One table for all groups: making one for each takes longer than filling it.
-local fields = { '@publish', '', 'trace', '', 'published', now, 'stored', 0, 'room', 0 }
-for i = FIRST, #ARGV, WIDTH do
-  local id, pointer, trace, worst, retry_of, _, facts = unpack(ARGV, i, i + WIDTH - 1)
-  local count, retries = 10, nil
+local fields, count = { '@publish', '', 'published', microseconds(), 'stored', 0, 'room', 0 }, 0
+local function add_field(name, value)
+  fields[count + 1], fields[count + 2] = name, value
+  count = count + 2
+end
+for i, id in ipairs(ids) do
+  local pointer, bytes, trace, facts, retry_of = pointers[i], groups.bytes[i], traces[i] or '', all_facts[i] or '', retried[i] or ''
+  count = 8
   if retry_of ~= '' then
+    local retries
     retries, pointer, facts = string.match(call('HGET', RETRIES, retry_of), '^(%d+)|([^|]*)|?(.*)$')
     call('HDEL', RETRIES, retry_of)
-    fields[count + 1], fields[count + 2] = 'retries', retries + 1
-    count = count + 2
+    bytes = bytes_of(pointer)
+    add_field('retries', retries + 1)
   end
-  local stored, room = sizes[i] or bytes_of(pointer), math.max(1, gate.room_for(tonumber(worst)))
-  stored_bytes, reserved_bytes = stored_bytes + stored, reserved_bytes + room
-  fields[2], fields[4], fields[8], fields[10] = pointer, trace, stored, room
-  if facts ~= '' then
-    fields[count + 1], fields[count + 2] = 'facts:publish', facts
-    count = count + 2
-  end
+  local room = math.max(1, gate.room_for(groups.worst_bytes[i]))
+  stored_bytes, reserved_bytes = stored_bytes + bytes, reserved_bytes + room
+  fields[2], fields[6], fields[8] = pointer, bytes, room
+  if trace ~= '' then add_field('trace', trace) end
+  if facts ~= '' then add_field('facts:publish', facts) end
   for _, stage in ipairs(ready) do
-    fields[count + 1] = stage[1]
-    fields[count + 2] = call('XADD', stage[2], '*', 'group', id, 'trace', trace, '@publish', pointer)
-    count = count + 2
+    if trace == '' then
+      add_field(stage[1], call('XADD', stage[2], '*', 'group', id, '@publish', pointer))
+    else
+      add_field(stage[1], call('XADD', stage[2], '*', 'group', id, 'trace', trace, '@publish', pointer))
+    end
   end
   call('HSET', group_key(id), unpack(fields, 1, count))
 end
 in_batches(ids, function(...) call('SADD', OPEN, ...) end)
-call('HSET', STATE, 'last_publish', table.concat(ids, ' '))
+call('HSET', STATE, 'last_publish', id_list)
 call('HINCRBY', STATE, 'published', #ids)
 call('HINCRBY', STATE, 'stored_bytes', stored_bytes)
 call('HINCRBY', STATE, 'reserved_bytes', reserved_bytes)

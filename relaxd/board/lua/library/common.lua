@@ -5,7 +5,7 @@
 --   open             set: ids of the groups that are neither trained nor dropped
 --   started          hash: group id -> oldest weight version in it, once its generation has started
 --   group:<id>       hash of an open group:
---                      trace, retries (where there were any)
+--                      trace, retries (where there are any)
 --                      stored             bytes of its payloads
 --                      facts:<writer>     what its fate is told with (JSON; relaxd.board.facts)
 --                      room               bytes reserved for it; 0 once a stage has committed
@@ -17,13 +17,14 @@
 --                      saved:<stage>      pointers to the parts of a stage's unfinished work, separated by spaces
 --                      forgiven:<stage>   deliveries that saved much, which don't count towards max_deliveries;
 --                                         forgiven_attempt:<stage> is the last of them
---   stage:<name>     stream, consumer group "workers": group, trace, attempts (where there were any), @<writer> ...
+--   stage:<name>     stream, consumer group "workers": group, trace and attempts (where there are any), @<writer> ...
 --   columns:<name>:<bytes>[:<column>:<slice>]  payloads of an attempt; its pointer is
 --                    "<name>:<bytes>[,<column>:<bytes>:<slices>[@<data node>]]..." (relaxd.board.payloads.attempt). Slices
 --                    expire until the attempt is accepted; those on a data node until just before.
 --   data_nodes       URLs of the run's data nodes (JSON), where there are any
 --   pending          sorted set: pointers of attempts whose slices are being written -> when they are given up (milliseconds)
 --   garbage          set: pointers that no group has any more, or that came too late; sweep frees what they name
+--   unwanted         list: keys of payloads that the transaction under way sets, but shall not leave (relaxd.board.connections.scripts)
 --   ledger           stream, id "<step>-0": the newest steps (LEDGER_STEPS); all are in the run's folder
 --   samples          stream, id "<step>-0": count and pointer of the newest steps' samples to show; column <i> is one of them
 --   drops            hash: reason -> count      dropped   stream: records of dropped groups
@@ -149,25 +150,27 @@ local function found_in(set, members)
   return found
 end
 
--- Make an attempt's payloads last: finish() stores the shared one, and the slices expire no more (those on data nodes last
--- already). Return their bytes; nil if the attempt came too late. `garbage` has the pointers among the caller's that are
--- garbage: those of a request that arrived late, for a second time.
-local function accept(pointer, shared, garbage)
-  if garbage[pointer] then return nil end
-  local key, bytes = P .. 'columns:' .. pointer, #shared
+-- Make an attempt's slices last (those on data nodes last already). Returns false if the attempt came too late. `garbage` has
+-- the pointers among the caller's that are garbage: those of a request that arrived late, for a second time.
+local function accept(pointer, garbage)
+  if garbage[pointer] then return false end
   if string.find(pointer, ',', 1, true) then
-    if call('ZREM', PENDING, pointer) == 0 then return nil end
+    if call('ZREM', PENDING, pointer) == 0 then return false end
     for _, key in ipairs(slice_keys(pointer)) do
       if call('PERSIST', key) == 0 then
         throw_away(pointer)
-        return nil
+        return false
       end
     end
-    key, bytes = shared_key(pointer), bytes_of(pointer)
   end
-  stored[#stored + 1] = key
+  return true
+end
+
+-- Let finish() store the payload of an accepted attempt's small columns. Returns the bytes of all its payloads.
+local function store(pointer, shared)
+  stored[#stored + 1] = shared_key(pointer)
   stored[#stored + 1] = shared
-  return bytes
+  return string.find(pointer, ',', 1, true) and bytes_of(pointer) or #shared
 end
 
 -- Add to the bytes that a group has stored.
@@ -178,9 +181,13 @@ end
 
 -- Add the group to a stage's stream. Returns the entry's id.
 local function offer(id, group, stage, attempts)
-  local entry = { 'group', id, 'trace', group.trace }
+  local entry = { 'group', id }
+  if group.trace then
+    entry[3], entry[4] = 'trace', group.trace
+  end
   if attempts > 0 then
-    entry[5], entry[6] = 'attempts', attempts
+    entry[#entry + 1] = 'attempts'
+    entry[#entry + 1] = attempts
   end
   for name, value in pairs(group) do
     if byte(name) == AT then

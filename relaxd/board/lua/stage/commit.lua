@@ -13,12 +13,11 @@ for i = 2, #ARGV, 7 do
   if group and group['@' .. stage] == pointer then
     result = 1 -- repeated: the reply was lost
   elseif group and group['entry:' .. stage] and not group['@' .. stage] then
-    local bytes = accept(pointer, shared, garbage)
-    if bytes then
+    if accept(pointer, garbage) then
       result = 1
       remove_entry(stage, group['entry:' .. stage])
       group['@' .. stage] = pointer
-      bytes = bytes - release_saved(id, group, stage)
+      local bytes = store(pointer, shared) - release_saved(id, group, stage)
       local changes = { '@' .. stage, pointer, 'stored', group.stored + bytes }
       stored_bytes = stored_bytes + bytes
       -- The first stage that commits writes nearly all that a group ever stores: the room that was reserved for it is free.

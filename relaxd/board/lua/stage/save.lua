@@ -16,9 +16,8 @@ if pointer == '' then
   add_stored(id, -release_saved(id, group, stage))
   return finish(1)
 end
-local bytes = accept(pointer, shared, found_in(GARBAGE, { pointer }))
-if not bytes then return finish(-1) end
-add_stored(id, bytes)
+if not accept(pointer, found_in(GARBAGE, { pointer })) then return finish(-1) end
+add_stored(id, store(pointer, shared))
 call('HSET', group_key(id), field, after)
 if forgiven == '1' and group['forgiven_attempt:' .. stage] ~= attempt then
   call('HSET', group_key(id), 'forgiven_attempt:' .. stage, attempt)

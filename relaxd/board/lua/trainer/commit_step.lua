@@ -44,9 +44,8 @@ for i = 1, group_count do
   seen[id] = true
 end
 if sample_count > 0 then
-  local bytes = accept(pointer, shared, found_in(GARBAGE, { pointer }))
-  if not bytes then return finish(-1) end
-  show_samples(step, sample_count, pointer, bytes)
+  if not accept(pointer, found_in(GARBAGE, { pointer })) then return finish(-1) end
+  show_samples(step, sample_count, pointer, store(pointer, shared))
 end
 call('XADD', P .. 'ledger', step .. '-0', 'time', seconds(), 'term', ARGV[1], 'plan', plan, 'metrics', metrics)
 for i = 1, group_count do close(ARGV[first_id + i - 1], groups[i], { 'step', step }) end

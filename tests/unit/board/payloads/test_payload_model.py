@@ -11,7 +11,7 @@ from relaxd.board.connections.scripts import run_script
 from relaxd.board.core import GroupAttempt
 from relaxd.board.payloads import attempt as attempts
 from tests.kit.boards import audit, make_board
-from tests.unit.board.payload_model import (
+from tests.unit.board.payloads.payload_model import (
     SLICES,
     WRITERS,
     Action,
