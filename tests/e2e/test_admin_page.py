@@ -15,6 +15,7 @@ BLOCK = re.compile(r"```console\n\$ (.+)\n(?:((?:.*\n)*?))?```")
 CODE = re.compile(r"^  Code: \w+$", re.MULTILINE)
 NAME = re.compile(r'^ {2,4}"(\w+)":', re.MULTILINE)
 """A field near the top of an answer; deeper ones, such as a step's metrics, come and go."""
+VARIABLE = re.compile(r"(\w+)=\$\(")
 MAY_BE_AWAY = {"waiting_for", "groups", "queues"}
 """Fields that are empty while a run's steps end as usual, and those that a run has once its board is there."""
 
@@ -44,10 +45,15 @@ def like_the_page(output: str, page: str) -> bool:
 def test_the_page_works_as_it_is(shell: Shell) -> None:
     blocks = BLOCK.findall((ROOT / "docs" / "admin.md").read_text())
     assert len(blocks) > 35
+    variables: dict[str, str] = {}
+    """The commands that set them."""
     for command, page in blocks:
         seen: list[str] = []
 
         def answers(command: str = command, page: str = page, seen: list[str] = seen) -> bool:
+            for name, line in variables.items():
+                if seen and f"${name}" in command:  # what it was may be over, as a synchronisation is
+                    shell.run(line)
             seen.append(shell.run(command))
             return like_the_page(seen[-1], page)
 
@@ -56,3 +62,5 @@ def test_the_page_works_as_it_is(shell: Shell) -> None:
 
         # What needs a step, a second replica or the end of the run is typed again until it is there.
         wait_until(answers, command, 100, explain=explain, pause_seconds=0.3)
+        if match := VARIABLE.match(command):
+            variables[match[1]] = command

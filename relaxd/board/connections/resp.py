@@ -1,6 +1,6 @@
 """RESP packing of Redis commands. redis-py's own packers take milliseconds for a command with a megabyte."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from redis.exceptions import DataError
 
@@ -9,7 +9,8 @@ LARGE_BYTES = 6000
 LENGTHS = [b"$%d\r\n" % length for length in range(LARGE_BYTES)]
 
 
-class Payload(NamedTuple):
+@dataclass(slots=True)
+class Payload:
     """An argument in parts, such as a header and an array."""
 
     parts: list[bytes | memoryview]

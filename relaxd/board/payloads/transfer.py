@@ -115,7 +115,7 @@ def _reads(places: Iterable[Place]) -> list[Command]:
     for place in places:
         each = place.nbytes // len(place.keys)
         for key in place.keys:
-            if each > left:
+            if not commands or each > left:
                 commands.append(["MGET"])
                 left = BYTES_TOGETHER
             commands[-1].append(key)

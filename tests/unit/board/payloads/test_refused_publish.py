@@ -67,6 +67,13 @@ def test_what_is_refused_leaves_nothing(redis_url: str, why: str) -> None:
     assert lasting == before
 
 
+def test_a_group_that_is_there_twice_is_named(redis_url: str) -> None:
+    board = make_board(redis_url)
+    with pytest.raises(ValueError, match="group_id 'b' is twice"):
+        board.publish(term=1, groups=prompts("a", "b", "c", "b"))
+    assert board.counts().published == 0
+
+
 def test_what_comes_again_after_it_was_swept_leaves_nothing(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     board = make_board(redis_url)
     write, sent = board._connection.write, []
