@@ -214,13 +214,13 @@ async def measure_clients(url: str, rounds: int, threads: int) -> list[dict[str,
 def commands() -> dict[str, tuple[Any, ...]]:
     """Return commands as the board sends them."""
     digest, prefix = "a" * 40, "relaxd:run:"
-    publish: list[Any] = ["EVALSHA", digest, 1, prefix, 1, "[]", ""]
+    payloads: list[Any] = ["MSET"]
     for index in range(256):
-        publish += [f"g{index}", f"g{index}.0123456789ab{index:x}:4120", "{}", 4096, "", b"x" * 4120, ""]
+        payloads += [f"{prefix}columns:g{index}.0123456789ab{index:x}:4120", b"x" * 4120]
     return {
         "script of 250 bytes": ("EVALSHA", digest, 1, prefix, "rollout", "replica-1", *("group-000001", "1-1", 1) * 6),
         "MGET of 256 keys": ("MGET", *(f"{prefix}columns:g{index}.0123456789ab{index:x}:4120" for index in range(256))),
-        "publish 256 x 4 KB": tuple(publish),
+        "MSET of 256 x 4 KB": tuple(payloads),
         "SET of 256 KB": ("SET", f"{prefix}columns:g.0123456789ab:8:x:0", b"x" * SIZE, "NX", "PX", 60_000),
         "SET of 1 MB": ("SET", f"{prefix}columns:g.0123456789ab:8:x:0", b"x" * (1 << 20), "NX", "PX", 60_000),
     }

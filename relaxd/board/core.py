@@ -212,8 +212,9 @@ class BoardCore:
         `arguments` gets the indices of the attempts to commit, and returns the script's arguments. The script returns
         one reply for all attempts or a list with one for each: 1 or more (committed), 0 (nobody wants it) or -1 (it
         came too late, and is written again under another name; TOOLATE means that all are). With `set_values`, the
-        payloads of small columns aren't arguments of the script, but set in one transaction with it. Returns the
-        replies, without those below 0. Raises TooLate for an attempt that came too late again and again.
+        payloads of small columns aren't arguments of the script, but set in one transaction with it, and all are
+        committed or none. Returns the replies, without those below 0. Raises TooLate for an attempt that came too late
+        again and again.
         """
         results = [0] * len(attempts)
         left = list(range(len(attempts)))
@@ -224,7 +225,11 @@ class BoardCore:
             before: list[Command] = []
             lasting = True
             if nbytes > transfer.BYTES_TOGETHER or any(attempt.on_nodes for attempt in large):
-                left, lasting = yield from self._write(attempts, left, milliseconds)
+                wanted, lasting = yield from self._write(attempts, left, milliseconds)
+                if set_values and len(wanted) < len(left):
+                    lasting = False  # without one, all are written again
+                else:
+                    left = wanted
             elif large:
                 # Of those that are refused the slices are written in vain, and expire.
                 registration = self._registration([attempts[index] for index in left], milliseconds)

@@ -31,6 +31,8 @@ def passing(error: redis.RedisError) -> str:
         return f"refuses the password: {error}"
     # redis-py cuts the first word off where it has a class for it.
     word = error.status_code or str(error).split(" ", 1)[0]
+    if word == "EXECABORT":  # Redis took all commands of a transaction, and then refused to carry them out
+        word = str(error).partition("because of: ")[2].split(" ", 1)[0]
     if word in PASSING:
         return f"{PASSING[word]}: {error}"
     if isinstance(error, redis.ConnectionError | redis.TimeoutError):

@@ -217,8 +217,10 @@ class CoordinatorSide(BoardCore):
         ids = [group.group_id for group in groups]
         if wrong := [id for id in ids if not GROUP_ID.fullmatch(id)]:
             raise ValueError(f"group_id {wrong[0]!r}: it must not be empty or have spaces, ',' or '|'")
-        if len(set(ids)) < len(ids):
-            raise ValueError(f"group_id {max(ids, key=ids.count)!r} is twice in groups: each must be unique")
+        retried = [group.retry_of for group in groups if group.retry_of is not None]
+        for name, values in (("group_id", ids), ("retry_of", retried)):
+            if len(set(values)) < len(values):
+                raise ValueError(f"{name} {max(values, key=values.count)!r} is twice in groups: each must be unique")
         attempts: list[Attempt | None] = []
         for group, name in zip(groups, new_names(ids), strict=True):
             attempt = None

@@ -107,6 +107,25 @@ def test_a_writer_that_stalls_until_it_was_given_up_leaks_nothing(redis_url, url
     audit(board)
 
 
+def test_prompts_of_which_one_was_given_up_are_all_written_again(redis_url, urls, monkeypatch):
+    board = make_board(redis_url, data_urls=urls)
+    large, write = {"prompt_tokens": np.arange(LARGE, dtype=np.int32), "prompt": "?"}, transfer.write
+
+    def stalled(attempts, milliseconds):
+        monkeypatch.setattr(transfer, "write", write)
+        yield from write(attempts, milliseconds)
+        board._connection.client.zadd(f"{board.prefix}pending", {attempts[1].pointer: 1})
+        yield from run_script("sweep", board.prefix, 1, 100)  # only its first half: it is garbage, and not freed yet
+
+    monkeypatch.setattr(transfer, "write", stalled)
+    board.publish(term=1, groups=[NewGroup(name, large) for name in "abc"])
+    make_overdue(board)
+    board.sweep(term=1)
+    audit(board)
+    loaded = board.load(take(board, "rollout"), ["prompt_tokens"])
+    assert [len(found["prompt_tokens"]) for found in loaded] == [LARGE] * 3
+
+
 def test_slices_that_expire_before_they_last_are_written_again(redis_url, urls, clients, monkeypatch):
     board = make_board(redis_url, data_urls=urls)
     board.publish(term=1, groups=[group("a")])

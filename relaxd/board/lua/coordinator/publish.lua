@@ -8,13 +8,16 @@ local term, stages, cursor, groups = tonumber(ARGV[4]), cjson.decode(ARGV[5]), A
 local ids, pointers = groups.ids, groups.pointers
 local traces, retried, all_facts = groups.traces or {}, groups.retry_of or {}, groups.facts or {}
 
--- Refuse to publish: what was written for it is garbage, and what is about to be set shall not stay. What is there already was
--- accepted: this is a request that arrived for a second time.
+local keys = {} -- of what is about to be set
+for _, pointer in ipairs(pointers) do
+  if pointer ~= '' then keys[#keys + 1] = shared_key(pointer) end
+end
+
+-- Refuse to publish: what was written for it is garbage, and what is about to be set shall not stay, unless it is there already.
 local function refuse(reply)
-  give_up(pointers)
-  for _, pointer in ipairs(pointers) do
-    local key = shared_key(pointer)
-    if pointer ~= '' and call('EXISTS', key) == 0 then call('RPUSH', P .. 'unwanted', key) end
+  if call('EXISTS', STATE) == 1 then give_up(pointers) end
+  for _, key in ipairs(keys) do
+    if call('EXISTS', key) == 0 then call('RPUSH', P .. 'unwanted', key) end
   end
   return finish(reply)
 end
@@ -24,6 +27,10 @@ if refused then return refuse(refused) end
 call('HSET', STATE, 'coordinator_term', term)
 local id_list = table.concat(ids, ' ')
 if id_list == call('HGET', STATE, 'last_publish') then return refuse(0) end -- repeated: the reply was lost
+-- The names are new, so that what is there is of this very request, which arrives a second time after others.
+local known = 0
+in_batches(keys, function(...) known = known + call('EXISTS', ...) end)
+if known > 0 then return refuse(0) end
 
 local gate = admission()
 local worst_bytes = 0
@@ -33,16 +40,18 @@ if #ids > allowed then return refuse(fail('GATE ' .. reason)) end
 
 local taken = next(found_in(OPEN, ids))
 if taken then return refuse(fail('CONFLICT group ' .. taken .. ' is open already')) end
-for _, retry_of in ipairs(retried) do
-  if retry_of ~= '' and call('HEXISTS', RETRIES, retry_of) == 0 then
-    return refuse(fail('CONFLICT no retry of group ' .. retry_of .. ' is waiting'))
+local waiting = {} -- of those that retry others: retries, pointer, facts
+for i, retry_of in ipairs(retried) do
+  if retry_of ~= '' then
+    waiting[i] = { string.match(call('HGET', RETRIES, retry_of) or '', '^(%d+)|([^|]*)|?(.*)$') }
+    if not waiting[i][1] then return refuse(fail('CONFLICT no retry of group ' .. retry_of .. ' is waiting')) end
   end
 end
 local garbage = found_in(GARBAGE, pointers)
 for i, pointer in ipairs(pointers) do
   if pointer ~= '' and not accept(pointer, garbage) then
     for j = 1, i - 1 do
-      if pointers[j] ~= '' then throw_away(pointers[j]) end
+      if string.find(pointers[j], ',', 1, true) then throw_away(pointers[j]) end -- its slices last by now
     end
     return refuse(fail('TOOLATE prompts'))
   end
@@ -61,12 +70,12 @@ local function add_field(name, value)
   count = count + 2
 end
 for i, id in ipairs(ids) do
-  local pointer, bytes, trace, facts, retry_of = pointers[i], groups.bytes[i], traces[i] or '', all_facts[i] or '', retried[i] or ''
+  local pointer, bytes, trace, facts = pointers[i], groups.bytes[i], traces[i] or '', all_facts[i] or ''
   count = 8
-  if retry_of ~= '' then
+  if waiting[i] then
     local retries
-    retries, pointer, facts = string.match(call('HGET', RETRIES, retry_of), '^(%d+)|([^|]*)|?(.*)$')
-    call('HDEL', RETRIES, retry_of)
+    retries, pointer, facts = unpack(waiting[i])
+    call('HDEL', RETRIES, retried[i])
     bytes = bytes_of(pointer)
     add_field('retries', retries + 1)
   end

@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 import redis
 
-from relaxd.board import Board, BoardError, Fenced, GateClosed, NewGroup, RunMissing
+from relaxd.board import Board, BoardError, Fenced, GateClosed, NewGroup, RunMissing, core
 from relaxd.board.connections.scripts import run_script
-from tests.kit.boards import audit, group, make_board, make_overdue
+from relaxd.board.payloads import transfer
+from relaxd.redis_client import passing
+from tests.kit.boards import audit, group, make_board, make_overdue, take
 from tests.unit.board.payloads.test_board_payloads import LARGE
 
 
@@ -71,6 +73,8 @@ def test_a_group_that_is_there_twice_is_named(redis_url: str) -> None:
     board = make_board(redis_url)
     with pytest.raises(ValueError, match="group_id 'b' is twice"):
         board.publish(term=1, groups=prompts("a", "b", "c", "b"))
+    with pytest.raises(ValueError, match="retry_of 'x' is twice"):
+        board.publish(term=1, groups=[group("a", retry_of="x"), group("b", retry_of="x")])
     assert board.counts().published == 0
 
 
@@ -86,6 +90,58 @@ def test_what_comes_again_after_it_was_swept_leaves_nothing(redis_url: str, monk
         assert write(sent[0])[-1][0] == 0
         assert keys_of(board) == before
         audit(board)
+
+
+@pytest.mark.parametrize("swept", [False, True])
+def test_what_comes_again_after_another_publish_costs_no_retry_its_prompt(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch, swept: bool
+) -> None:
+    board = make_board(redis_url)
+    write, sent = board._connection.write, []
+    monkeypatch.setattr(board._connection, "write", lambda commands: sent.append(commands) or write(commands))
+    board.publish(term=1, groups=prompts("a", "b", "c"))
+    for delivery in take(board, "rollout")[:2]:  # a small one and a large one
+        assert board.drop(delivery, reason="by_hand", retry=True)
+    board.drop_groups(["c"], term=1, reason="by_hand")
+    if swept:
+        board.sweep(term=1)
+    board.publish(term=1, groups=[group("d"), group("e", retry_of="a")])
+    assert write(sent[0])[-1][0] == 0
+    make_overdue(board)
+    board.sweep(term=1)
+    audit(board)
+    board.publish(term=1, groups=[group("f", retry_of="b")])
+    loaded = board.load(take(board, "rollout"), ["prompt"])
+    assert [found["prompt"] for found in loaded] == [{"text": "prompt of d"}, {"text": "prompt of a"}, "?"]
+
+
+def test_a_run_that_is_being_deleted_gets_no_garbage(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    board = make_board(redis_url)
+    run_script, client = core.run_script, board._connection.client
+    monkeypatch.setattr(transfer, "BYTES_TOGETHER", 1)
+
+    def after_the_state(name, *arguments, **settings):
+        if name == "publish":
+            client.delete(f"{board.prefix}state")
+        return run_script(name, *arguments, **settings)
+
+    monkeypatch.setattr(core, "run_script", after_the_state)
+    with pytest.raises(RunMissing):
+        board.publish(term=1, groups=prompts("a", "b"))
+    assert not client.exists(f"{board.prefix}state", f"{board.prefix}garbage", f"{board.prefix}unwanted")
+
+
+def test_a_transaction_that_is_refused_at_its_end_is_tried_again(redis_url: str) -> None:
+    with redis.Redis.from_url(redis_url) as other, redis.Redis.from_url(redis_url).client() as one:
+        one.execute_command("MULTI")
+        one.execute_command("SET", "a", 1)
+        other.config_set("maxmemory", 1)
+        try:
+            with pytest.raises(redis.exceptions.ExecAbortError) as refused:
+                one.execute_command("EXEC")
+        finally:
+            other.config_set("maxmemory", 0)
+    assert passing(refused.value).startswith("is full (maxmemory)")
 
 
 def test_a_redis_that_forgot_its_scripts_or_is_full_is_given_no_payloads(redis_url: str) -> None:
