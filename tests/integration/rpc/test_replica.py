@@ -15,6 +15,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from relaxd import PROTOCOL_VERSION
 from relaxd.config import DataConfig, ModelConfig, RewardConfig, RunConfig, RunSection
 from relaxd.replica.exit_codes import RESTART
 from relaxd.roles import REWARD
@@ -165,7 +166,7 @@ async def test_follows_its_assignment(coordinator):
         registration = coordinator.registered["reward-1"]
         assert registration.role == REWARD
         assert registration.address == f"127.0.0.1:{process.port}"
-        assert registration.protocol_version == 1
+        assert registration.protocol_version == PROTOCOL_VERSION
         assert await health(process.port) == SERVING
         coordinator.assign("one")
         await process.says("start one")
