@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from relaxd.board import Board, Column, Delivery, LedgerEntry, NewGroup, Stage
 from relaxd.board.payloads.attempt import all_places, payload_keys
@@ -57,6 +58,19 @@ def output(stage: str, *, version: int = 0, tokens: int = 3) -> dict[str, Column
         "critic": {"values": np.zeros(tokens, dtype=np.float32)},
         "advantage": {"advantages": np.zeros(tokens, dtype=np.float32)},
     }[stage]
+
+
+def commands_of(board: Board, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What the board sends to change something: the returned list gets every command."""
+    sent: list[tuple[Any, ...]] = []
+    write = board._connection.write
+
+    def watched(commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        sent.extend(commands)
+        return write(commands)
+
+    monkeypatch.setattr(board._connection, "write", watched)
+    return sent
 
 
 def take(board: Board, stage: str, consumer: str = "worker", count: int = 100) -> list[Delivery]:

@@ -370,10 +370,8 @@ def _join(payloads: Mapping[str, bytes | None], places: Sequence[Place]) -> dict
 
 def _delivery(stage: str, consumer: str, entry_id: bytes, flat: Sequence[bytes], deliveries: int) -> Delivery:
     """Parse a stream entry. Names and values of its fields take turns. Raises KeyError and others: it is damaged."""
-    fields: dict[bytes, bytes] = {}
     words = iter(flat)
-    for name in words:
-        fields[name] = next(words, b"")
+    fields = dict(zip(words, words, strict=True))
     id = entry_id.decode()
     pointers = {name.decode(): value.decode() for name, value in fields.items() if name[:1] == b"@"}
     if not pointers:

@@ -3,6 +3,8 @@
 When that happens, and how often, is in tests/unit/coordinator/test_health_policy.py.
 """
 
+import re
+
 import pytest
 
 from tests.integration.health.kit import HEALTHY, RESTARTING, HealthCluster
@@ -25,8 +27,10 @@ def test_an_engine_that_is_stuck_or_answers_wrongly_is_restarted(cluster: Health
     assert (health.state, health.restarts, health.replica_id) == (HEALTHY, 1, "rollout-1-r1")
 
     cluster.fault("wrong", "rollout-2", "rollout-2")
-    # Two, or more until that is looked at.
-    cluster.until_event("rollout-2", RESTARTING, " weight synchronisations in a row failed with it")
+    event = cluster.until_event("rollout-2", RESTARTING, " weight synchronisations in a row failed with it")
+    failures = re.search(r"(\d+) weight synchronisations", event.text)
+    assert failures, event.text
+    assert int(failures[1]) >= 2  # or more until that is looked at
     cluster.until_event("rollout-2", HEALTHY, "rollout-2-r1 works after")
     cluster.goes_on()
     assert [cluster.service(f"rollout-{number}").restarts for number in (1, 2)] == [1, 1]

@@ -14,7 +14,7 @@ from relaxd.board.payloads import transfer
 from relaxd.board.payloads.attempt import SLICE_BYTES, Attempt
 from relaxd.board.payloads.encoding import encode_columns
 from relaxd.config import LARGE_COLUMN_BYTES
-from tests.kit.boards import LARGE, advance, audit, group, make_board, make_overdue, output, take
+from tests.kit.boards import LARGE, advance, audit, commands_of, group, make_board, make_overdue, output, take
 from tests.kit.waiting import wait_until
 
 TEXTS = ("", "x" * LARGE_COLUMN_BYTES, "ä" * (SLICE_BYTES // 2 + 7))
@@ -24,18 +24,6 @@ TEXTS = ("", "x" * LARGE_COLUMN_BYTES, "ä" * (SLICE_BYTES // 2 + 7))
 def many_round_trips(monkeypatch):
     """Nothing is few enough bytes for the script to be sent with them."""
     monkeypatch.setattr(transfer, "BYTES_TOGETHER", 1)
-
-
-def commands_of(board, monkeypatch):
-    """What the board sends to change something: the returned list gets every command."""
-    sent, write = [], board._connection.write
-
-    def watched(commands):
-        sent.extend(commands)
-        return write(commands)
-
-    monkeypatch.setattr(board._connection, "write", watched)
-    return sent
 
 
 def payload_keys(board, pattern="*"):

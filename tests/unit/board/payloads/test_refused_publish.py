@@ -8,8 +8,7 @@ from relaxd.board import Board, BoardError, Fenced, GateClosed, NewGroup, RunMis
 from relaxd.board.connections.scripts import run_script
 from relaxd.board.payloads import transfer
 from relaxd.redis_client import passing
-from tests.kit.boards import audit, group, make_board, make_overdue, take
-from tests.unit.board.payloads.test_board_payloads import LARGE
+from tests.kit.boards import LARGE, audit, commands_of, group, make_board, make_overdue, take
 
 
 def keys_of(board: Board) -> list[str]:
@@ -80,14 +79,14 @@ def test_a_group_that_is_there_twice_is_named(redis_url: str) -> None:
 
 def test_what_comes_again_after_it_was_swept_leaves_nothing(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     board = make_board(redis_url)
-    write, sent = board._connection.write, []
-    monkeypatch.setattr(board._connection, "write", lambda commands: sent.append(commands) or write(commands))
+    sent = commands_of(board, monkeypatch)
     board.publish(term=1, groups=[group("a"), group("b")])
+    first = sent.copy()
     board.drop_groups(["a"], term=1, reason="by_hand")
     board.sweep(term=1)
     before = keys_of(board)
     for _ in range(2):
-        assert write(sent[0])[-1][0] == 0
+        assert board._connection.write(first)[-1][0] == 0
         assert keys_of(board) == before
         audit(board)
 
@@ -97,16 +96,16 @@ def test_what_comes_again_after_another_publish_costs_no_retry_its_prompt(
     redis_url: str, monkeypatch: pytest.MonkeyPatch, swept: bool
 ) -> None:
     board = make_board(redis_url)
-    write, sent = board._connection.write, []
-    monkeypatch.setattr(board._connection, "write", lambda commands: sent.append(commands) or write(commands))
+    sent = commands_of(board, monkeypatch)
     board.publish(term=1, groups=prompts("a", "b", "c"))
+    first = sent.copy()
     for delivery in take(board, "rollout")[:2]:  # a small one and a large one
         assert board.drop(delivery, reason="by_hand", retry=True)
     board.drop_groups(["c"], term=1, reason="by_hand")
     if swept:
         board.sweep(term=1)
     board.publish(term=1, groups=[group("d"), group("e", retry_of="a")])
-    assert write(sent[0])[-1][0] == 0
+    assert board._connection.write(first)[-1][0] == 0
     make_overdue(board)
     board.sweep(term=1)
     audit(board)
