@@ -4,20 +4,17 @@
 -- trace (or empty), the group that it retries (or empty), and facts (JSON, or empty).
 -- What the small columns share is set right after this script, in the same transaction: no script handles the bytes of hundreds
 -- of prompts. Returns the number of groups; 0 if they were published before.
+local PUBLISHES, KEPT_PUBLISHES = P .. 'publishes', 1024
 local term, stages, cursor, groups = tonumber(ARGV[4]), cjson.decode(ARGV[5]), ARGV[6], cjson.decode(ARGV[7])
 local ids, pointers = groups.ids, groups.pointers
 local traces, retried, all_facts = groups.traces or {}, groups.retry_of or {}, groups.facts or {}
 
-local keys = {} -- of what is about to be set
-for _, pointer in ipairs(pointers) do
-  if pointer ~= '' then keys[#keys + 1] = shared_key(pointer) end
-end
-
 -- Refuse to publish: what was written for it is garbage, and what is about to be set shall not stay, unless it is there already.
 local function refuse(reply)
   if call('EXISTS', STATE) == 1 then give_up(pointers) end
-  for _, key in ipairs(keys) do
-    if call('EXISTS', key) == 0 then call('RPUSH', P .. 'unwanted', key) end
+  for _, pointer in ipairs(pointers) do
+    local key = pointer ~= '' and shared_key(pointer)
+    if key and call('EXISTS', key) == 0 then call('RPUSH', P .. 'unwanted', key) end
   end
   return finish(reply)
 end
@@ -27,10 +24,15 @@ if refused then return refuse(refused) end
 call('HSET', STATE, 'coordinator_term', term)
 local id_list = table.concat(ids, ' ')
 if id_list == call('HGET', STATE, 'last_publish') then return refuse(0) end -- repeated: the reply was lost
--- The names are new, so that what is there is of this very request, which arrives a second time after others.
-local known = 0
-in_batches(keys, function(...) known = known + call('EXISTS', ...) end)
-if known > 0 then return refuse(0) end
+-- Names are new, so that one of them tells a request that arrives a second time, after others.
+local first
+for i = 1, #pointers do
+  if pointers[i] ~= '' then
+    first = pointers[i]
+    break
+  end
+end
+if first and call('ZSCORE', PUBLISHES, first) then return refuse(0) end
 
 local gate = admission()
 local worst_bytes = 0
@@ -64,7 +66,8 @@ for _, stage in ipairs(stages) do
 end
 local stored_bytes, reserved_bytes = 0, 0
 -- One table for all groups: making one for each takes longer than filling it.
-local fields, count = { '@publish', '', 'published', microseconds(), 'stored', 0, 'room', 0 }, 0
+local now = microseconds()
+local fields, count = { '@publish', '', 'published', now, 'stored', 0, 'room', 0 }, 0
 local function add_field(name, value)
   fields[count + 1], fields[count + 2] = name, value
   count = count + 2
@@ -95,6 +98,10 @@ for i, id in ipairs(ids) do
 end
 in_batches(ids, function(...) call('SADD', OPEN, ...) end)
 call('HSET', STATE, 'last_publish', id_list)
+if first then
+  call('ZADD', PUBLISHES, now, first)
+  call('ZREMRANGEBYRANK', PUBLISHES, 0, -KEPT_PUBLISHES - 1)
+end
 call('HINCRBY', STATE, 'published', #ids)
 call('HINCRBY', STATE, 'stored_bytes', stored_bytes)
 call('HINCRBY', STATE, 'reserved_bytes', reserved_bytes)

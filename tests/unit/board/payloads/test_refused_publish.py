@@ -91,6 +91,35 @@ def test_what_comes_again_after_it_was_swept_leaves_nothing(redis_url: str, monk
         audit(board)
 
 
+def test_what_comes_again_when_nothing_of_it_is_left_does_nothing(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    board = make_board(redis_url)
+    sent = commands_of(board, monkeypatch)
+    board.publish(term=1, groups=[group("a"), group("b")])
+    first = sent.copy()
+    board.drop_groups(["a", "b"], term=1, reason="by_hand")
+    board.sweep(term=1)
+    board.publish(term=1, groups=[group("c")])
+    before = keys_of(board)
+    assert board._connection.write(first)[-1][0] == 0
+    assert keys_of(board) == before
+    assert board.open_groups() == ["c"]
+    audit(board)
+
+
+def test_only_the_last_publishes_are_remembered(redis_url: str) -> None:
+    board = make_board(redis_url)
+    client: redis.Redis = board._connection.client
+    remembered = f"{board.prefix}publishes"
+    client.zadd(remembered, {f"old{i}": i for i in range(2000)})
+    board.publish(term=1, groups=[group("a")])
+    assert client.zcard(remembered) == 1024
+    newest = client.zrange(remembered, -2, -1)
+    assert newest[0] == b"old1999"
+    assert newest[1].startswith(b"a.")
+
+
 @pytest.mark.parametrize("swept", [False, True])
 def test_what_comes_again_after_another_publish_costs_no_retry_its_prompt(
     redis_url: str, monkeypatch: pytest.MonkeyPatch, swept: bool
