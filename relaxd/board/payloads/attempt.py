@@ -38,6 +38,8 @@ class Slice(NamedTuple):
 class Attempt:
     """Columns to write."""
 
+    __slots__ = ("_large", "_name", "_nodes", "_prefix", "large_bytes", "nbytes", "pointer", "shared")
+
     def __init__(
         self,
         prefix: str,

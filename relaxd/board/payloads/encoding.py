@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
+from numpy import ndarray
 
 from relaxd.board.connections.resp import Payload
 from relaxd.board.errors import ColumnError
@@ -21,6 +22,7 @@ from relaxd.board.types import Column
 
 MAGIC = b"RXC1"
 PREFIX = struct.Struct("<4sI")
+PREFIX_BYTES = PREFIX.size
 ALIGNMENT = 8
 JSON_DTYPE = "json"
 MAX_HEADER_BYTES = 1 << 20
@@ -36,6 +38,8 @@ STORED = frozenset(DTYPES.values())
 
 EncodedColumn: TypeAlias = tuple[str, bytes | memoryview, int]
 """A column as its line of a payload's header, its bytes, which for an array are the array's own, and their number."""
+HeaderLine: TypeAlias = tuple[str, np.dtype | None, tuple[int, ...], int, int]
+"""A column's name, dtype (None for JSON), shape, number of bytes, and that number with its padding."""
 
 
 def encode_column(name: str, value: Column) -> EncodedColumn:
@@ -44,7 +48,7 @@ def encode_column(name: str, value: Column) -> EncodedColumn:
     Raises ColumnError for a dtype that is not a number or boolean, a value that JSON cannot express (such as NaN), or a
     name that is empty or has control characters.
     """
-    if isinstance(value, np.ndarray):
+    if isinstance(value, ndarray):
         array = value
         if value.dtype not in STORED or not value.flags.c_contiguous or value.ndim > MAX_DIMENSIONS:
             array = _storable(name, value)
@@ -78,21 +82,22 @@ def decode_columns(payload: bytes) -> dict[str, Column]:
     Raises ColumnError for an inconsistent payload: wrong magic, sizes beyond the payload, a dtype that is not allowed,
     a shape that does not fit the number of bytes, broken JSON.
     """
-    if len(payload) < PREFIX.size:
-        raise ColumnError(f"a payload of {len(payload)} bytes is too short to be columns")
+    total = len(payload)
+    if total < PREFIX_BYTES:
+        raise ColumnError(f"a payload of {total} bytes is too short to be columns")
     magic, header_bytes = PREFIX.unpack_from(payload)
-    offset = PREFIX.size + header_bytes
-    if magic != MAGIC or header_bytes > MAX_HEADER_BYTES or offset > len(payload):
+    offset = PREFIX_BYTES + header_bytes
+    if magic != MAGIC or header_bytes > MAX_HEADER_BYTES or offset > total:
         raise ColumnError("a payload does not start with a columns header")
     columns: dict[str, Column] = {}
-    for name, dtype, shape, size in _parse(payload[PREFIX.size : offset]):
-        if size > len(payload) - offset:
-            raise ColumnError(f"column {name!r} says {size} bytes: the payload has {len(payload) - offset} left")
+    for name, dtype, shape, size, padded in _parse(payload[PREFIX_BYTES:offset]):
+        if size > total - offset:
+            raise ColumnError(f"column {name!r} says {size} bytes: the payload has {total - offset} left")
         if dtype is None:
             columns[name] = _from_json(name, payload[offset : offset + size])
         else:
-            columns[name] = np.ndarray(shape, dtype, payload, offset)
-        offset += size + -size % ALIGNMENT
+            columns[name] = ndarray(shape, dtype, payload, offset)
+        offset += padded
     return columns
 
 
@@ -116,8 +121,8 @@ def _header(lines: tuple[str, ...]) -> bytes:
 
 
 @lru_cache(maxsize=4096)
-def _parse(header: bytes) -> tuple[tuple[str, np.dtype | None, tuple[int, ...], int], ...]:
-    """Parse header lines to (name, dtype (None for JSON), shape, bytes) and check each. Raises ColumnError."""
+def _parse(header: bytes) -> tuple[HeaderLine, ...]:
+    """Parse header lines and check each. Raises ColumnError."""
     try:
         text = header.decode().rstrip(" ")
         return tuple(_parse_line(*line.split("\t")) for line in text.split("\n")) if text else ()
@@ -125,10 +130,11 @@ def _parse(header: bytes) -> tuple[tuple[str, np.dtype | None, tuple[int, ...], 
         raise ColumnError(f"a payload's header is broken: {error}") from error
 
 
-def _parse_line(name: str, dtype: str, shape: str, size: str) -> tuple[str, np.dtype | None, tuple[int, ...], int]:
+def _parse_line(name: str, dtype: str, shape: str, size: str) -> HeaderLine:
     dimensions, count = tuple(int(n) for n in shape.split(",")) if shape else (), int(size)
+    padded = count + -count % ALIGNMENT
     if dtype == JSON_DTYPE and count >= 0:
-        return name, None, (), count
+        return name, None, (), count, padded
     if dtype not in DTYPES:
         raise ColumnError(f"column {name!r} has dtype {dtype!r}: it must be one of {', '.join(DTYPES)}")
     if (
@@ -137,10 +143,10 @@ def _parse_line(name: str, dtype: str, shape: str, size: str) -> tuple[str, np.d
         or math.prod(dimensions) * DTYPES[dtype].itemsize != count
     ):
         raise ColumnError(f"column {name!r} says shape {shape} of {dtype}, but has {size} bytes")
-    return name, DTYPES[dtype], dimensions, count
+    return name, DTYPES[dtype], dimensions, count, padded
 
 
-def _storable(name: str, value: np.ndarray) -> np.ndarray:
+def _storable(name: str, value: ndarray) -> ndarray:
     """Return the array contiguous and little-endian. Raises ColumnError."""
     array = value if value.flags.c_contiguous else np.ascontiguousarray(value)
     dtype = array.dtype
