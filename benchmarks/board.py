@@ -33,6 +33,7 @@ from benchmarks.transfer_queue import TransferQueue, installed
 from relaxd.board import Board, NewGroup, Stage
 from relaxd.config import BoardConfig
 from relaxd.local.embedded_redis import given_url, server_command, url, wait_until_up
+from relaxd.process.garbage import freeze_objects
 
 CASES = {4: (256, 16384), 64: (64, 2048), 256: (16, 512), 1024: (4, 128)}
 """By group size in KB: groups per batch, groups in total."""
@@ -117,6 +118,7 @@ def make_board(redis_url: str, stages: list[Stage], total: int) -> Board:
 def board_publish(clock: Clock, redis_url: str, stages: list[Stage], total: int, batch: int, size_kb: int) -> None:
     board, data = make_board(redis_url, stages, total), payload(size_kb)
     groups = [NewGroup(f"g{i}", {"of_publish": data}) for i in range(total)]
+    freeze_objects()  # as the coordinator does
     clock.wait()
     for first in range(0, total, batch):
         board.publish(term=1, groups=groups[first : first + batch], cursor=first)
@@ -145,6 +147,7 @@ def board_train(clock: Clock, redis_url: str, stages: list[Stage], total: int, b
     board = make_board(redis_url, stages, total)
     stage = stages[-1]
     term = board.new_trainer_term()
+    freeze_objects()  # as a trainer does
     clock.wait()
     trained: list[str] = []
     while len(trained) < total:

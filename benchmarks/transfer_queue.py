@@ -1,5 +1,6 @@
 """TransferQueue 0.1.11 for comparison with the board: put and get of the same bytes. Needs the `bench` extra."""
 
+import gc
 import importlib.util
 import logging
 import os
@@ -36,6 +37,8 @@ class TransferQueue:
 
                 transfer_queue.init()
                 self.client = transfer_queue.get_client()
+                gc.collect()
+                gc.freeze()  # as the board's processes
 
             def read(self, partition: str, total: int, batch: int) -> int:
                 got = 0
@@ -50,6 +53,8 @@ class TransferQueue:
                 return got
 
         self._consumer = ray.remote(Consumer).remote()
+        gc.collect()
+        gc.freeze()
 
     def measure(self, row: np.ndarray, batch: int, total: int) -> float:
         """Return groups per second of concurrent put and get, for `total` groups with this row."""
