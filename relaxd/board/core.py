@@ -237,11 +237,8 @@ class BoardCore:
                 before += transfer.writes((one for attempt in large for one in attempt.slices()), milliseconds)
             replies = dict.fromkeys(left, -1)
             if left and lasting:
-                values = [
-                    part
-                    for index in (left if set_values else ())
-                    for part in (attempts[index].attempt.shared_key, attempts[index].attempt.shared)
-                ]
+                set_beside = (attempts[index].attempt for index in (left if set_values else ()))
+                values = [part for one in set_beside for part in (one.shared_key, one.shared)]
                 with suppress(TooLate):
                     told = arguments(left)
                     reply = yield from run_script(script, self.prefix, *told, before=before, values=values)

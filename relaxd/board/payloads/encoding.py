@@ -60,15 +60,18 @@ def encode_column(name: str, value: Column) -> EncodedColumn:
 
 def payload_of(columns: Sequence[EncodedColumn]) -> Payload:
     """Return columns as one payload, in which arrays aren't copied."""
-    parts: list[bytes | memoryview] = [_header(tuple([line for line, _, _ in columns]))]
-    nbytes = len(parts[0])
-    for _, data, size in columns:
+    lines: list[str] = []
+    parts: list[bytes | memoryview] = [b""]
+    nbytes = 0
+    for line, data, size in columns:
+        lines.append(line)
         parts.append(data)
         nbytes += size
         if size % ALIGNMENT:
             parts.append(PADDING[-size % ALIGNMENT])
             nbytes += -size % ALIGNMENT
-    return Payload(parts, nbytes)
+    parts[0] = header = _header(tuple(lines))
+    return Payload(parts, nbytes + len(header))
 
 
 def encode_columns(columns: Mapping[str, Column]) -> bytes:

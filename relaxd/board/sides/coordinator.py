@@ -215,8 +215,9 @@ class CoordinatorSide(BoardCore):
         if not groups:
             raise ValueError("groups is empty: there is nothing to publish")
         ids = [group.group_id for group in groups]
-        if wrong := [id for id in ids if not GROUP_ID.fullmatch(id)]:
-            raise ValueError(f"group_id {wrong[0]!r}: it must not be empty or have spaces, ',' or '|'")
+        if not all(ids) or not GROUP_ID.fullmatch("".join(ids)):
+            wrong = next(id for id in ids if not GROUP_ID.fullmatch(id))
+            raise ValueError(f"group_id {wrong!r}: it must not be empty or have spaces, ',' or '|'")
         retried = [group.retry_of for group in groups if group.retry_of is not None]
         for name, values in (("group_id", ids), ("retry_of", retried)):
             if len(set(values)) < len(values):
