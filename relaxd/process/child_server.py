@@ -6,6 +6,7 @@ import ctypes
 import inspect
 import logging
 import os
+import queue
 import signal
 import socket
 import threading
@@ -13,6 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -24,6 +26,8 @@ from relaxd.rpc.access.tokens import AccessTokens
 from relaxd.rpc.interceptor import CallInterceptor
 
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+IDLE_THREADS = 8
+"""Threads that wait for the next call. Those of more calls at once end with them."""
 
 T = TypeVar("T")
 
@@ -33,7 +37,7 @@ logger = logging.getLogger(__name__)
 class ChildServer:
     """Answers the parent's calls.
 
-    A handler that is a plain function runs in a fresh thread, so that none waits for another; coroutines and
+    A handler that is a plain function runs in a thread of its own, so that none waits for another; coroutines and
     asynchronous generators run in the server's event loop and must not block. Handlers fail by raising RpcError.
     """
 
@@ -72,8 +76,9 @@ async def serve_socket(
     )
     unlimited = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
     server = grpc.aio.server(interceptors=[interceptor], options=unlimited)
+    threads = _Threads()
     for add, servicer in services:
-        add(_Threaded(servicer), server)
+        add(_Threaded(servicer, threads), server)
     server.add_insecure_port(f"unix:{path}")
     try:
         await server.start()
@@ -116,10 +121,11 @@ class Outbox(Generic[T]):
 
 
 class _Threaded:
-    """A servicer whose plain functions became coroutines that run them in fresh threads."""
+    """A servicer whose plain functions became coroutines that run them in threads."""
 
-    def __init__(self, servicer: Any) -> None:
+    def __init__(self, servicer: Any, threads: "_Threads") -> None:
         self._servicer = servicer
+        self._threads = threads
 
     def __getattr__(self, name: str) -> Any:
         handler = getattr(self._servicer, name)
@@ -127,23 +133,66 @@ class _Threaded:
             return handler
 
         async def call(request: Any, context: Any) -> Any:
-            answer: Future[Any] = Future()
-            answer.set_running_or_notify_cancel()  # a caller that leaves doesn't end it
             carried = contextvars.copy_context()
-            work = threading.Thread(
-                target=lambda: _settle(answer, lambda: carried.run(handler, request, context)), name=name, daemon=True
-            )
-            work.start()
-            return await asyncio.wrap_future(answer)
+            return await asyncio.wrap_future(self._threads.run(name, partial(carried.run, handler, request, context)))
 
         return call
 
 
-def _settle(answer: "Future[Any]", work: Callable[[], Any]) -> None:
-    try:
-        answer.set_result(work())
-    except BaseException as error:
-        answer.set_exception(error)
+@dataclass(frozen=True)
+class _Work:
+    """A handler's call."""
+
+    name: str
+    do: Callable[[], Any]
+    answer: "Future[Any]"
+
+
+class _Threads:
+    """Threads of which each runs one call at a time. One that is idle takes the next call, because to start takes long.
+
+    A call finds no thread idle if all have calls, and gets a new one: none waits for another.
+    """
+
+    def __init__(self) -> None:
+        self._idle: deque[queue.SimpleQueue[_Work]] = deque()
+        """What gives each idle thread its next call."""
+
+    def run(self, name: str, do: Callable[[], Any]) -> "Future[Any]":
+        """Call `do` in a thread that is called `name` meanwhile."""
+        answer: Future[Any] = Future()
+        answer.set_running_or_notify_cancel()  # a caller that leaves doesn't end it
+        work = _Work(name, do, answer)
+        try:
+            self._idle.pop().put(work)  # the last one that became idle
+        except IndexError:
+            threading.Thread(target=self._work, args=(work,), name=name, daemon=True).start()
+        return answer
+
+    def _work(self, work: _Work) -> None:
+        calls: queue.SimpleQueue[_Work] = queue.SimpleQueue()
+        while self._settle(work, calls):
+            del work  # an idle thread holds on to no request
+            work = calls.get()
+            threading.current_thread().name = work.name
+
+    def _settle(self, work: _Work, calls: "queue.SimpleQueue[_Work]") -> bool:
+        """Answer a call. Returns whether its thread, which takes others from `calls`, is idle then."""
+        try:
+            result = work.do()
+        except BaseException as error:
+            idle = self._idles(calls)
+            work.answer.set_exception(error)
+        else:
+            idle = self._idles(calls)  # before the answer, after which the caller may call again
+            work.answer.set_result(result)
+        return idle
+
+    def _idles(self, calls: "queue.SimpleQueue[_Work]") -> bool:
+        if len(self._idle) >= IDLE_THREADS:
+            return False
+        self._idle.append(calls)
+        return True
 
 
 def die_with_parent() -> None:

@@ -13,7 +13,7 @@ from relaxd.process.child_server import ChildServer, Outbox
 from relaxd.rpc.errors import InvalidArgument
 from tests.kit.child_service import add_methods, struct
 
-UNARY = ("echo", "hang", "release", "refuse", "fail", "die", "freeze", "repeat", "seconds_left", "thread_name")
+UNARY = ("echo", "hang", "release", "refuse", "fail", "die", "freeze", "repeat", "seconds_left", "thread")
 add_echo = add_methods(UNARY, ["count"])
 
 
@@ -68,8 +68,9 @@ class Echo:
     def seconds_left(self, request: Struct, context: Any) -> Struct:
         return struct(seconds=context.time_remaining())
 
-    async def thread_name(self, request: Struct, context: Any) -> Struct:
-        return struct(name=threading.current_thread().name)
+    def thread(self, request: Struct, context: Any) -> Struct:
+        thread = threading.current_thread()
+        return struct(name=thread.name, id=thread.native_id, threads=threading.active_count())
 
 
 if __name__ == "__main__":

@@ -12,12 +12,12 @@ import pytest
 from google.protobuf.struct_pb2 import Struct
 
 from relaxd.process.child import LIFELINE_VARIABLE, SOCKET_VARIABLE, TOKEN_VARIABLE, Child, ChildExited
-from relaxd.process.child_server import serve_socket
+from relaxd.process.child_server import IDLE_THREADS, serve_socket
 from relaxd.rpc.errors import DeadlineExceeded, InvalidArgument, RpcError
 from tests.integration.rpc.echo_child import Echo, add_echo
 from tests.kit.child_service import ChildStub, struct
 from tests.kit.processes import is_alive, start_python
-from tests.kit.waiting import wait_until
+from tests.kit.waiting import eventually, wait_until
 
 MODULE = "tests.integration.rpc.echo_child"
 PARENT = f"""
@@ -59,6 +59,28 @@ async def test_a_request_that_waits_holds_up_no_other(echo: ChildStub) -> None:
     assert await echo.echo(struct(a=1), timeout=30) == struct(a=1)
     await echo.release(Struct(), timeout=30)
     assert await asyncio.gather(*waiting) == [struct(answer="released")] * 100
+
+
+async def test_calls_one_after_the_other_share_a_thread_and_the_threads_of_many_at_once_end(echo: ChildStub) -> None:
+    threads = [await echo.thread(Struct(), timeout=30) for _ in range(20)]
+    assert {thread["id"] for thread in threads} == {threads[0]["id"]}
+    await echo.echo(Struct(), timeout=30)
+    assert (await echo.thread(Struct(), timeout=30))["name"] == "thread"  # each thread has its call's name
+
+    async def count() -> float:
+        return float((await echo.thread(Struct(), timeout=30))["threads"])
+
+    async def many() -> bool:
+        return await count() > 100
+
+    async def few() -> bool:
+        return await count() <= threads[0]["threads"] + IDLE_THREADS
+
+    waiting = [asyncio.create_task(echo.hang(Struct(), timeout=30)) for _ in range(100)]
+    await eventually(many, "all calls have threads")
+    await echo.release(Struct(), timeout=30)
+    await asyncio.gather(*waiting)
+    await eventually(few, "most threads have ended")
 
 
 async def test_a_deadline_is_kept_and_a_late_answer_harms_nobody(echo: ChildStub) -> None:
