@@ -35,7 +35,7 @@ class ReceiveResult:
     seconds: float
     """Duration, until the device had finished."""
     touched: bool
-    """True if the model was written to: always, if it has any of the tensors."""
+    """True if the model was written to."""
     checksums: dict[str, int] = field(default_factory=dict)
     """Checksums by tensor, if asked for. They cover the model's memory where the tensor was received there, else the
     staged tensor, after comparing the model's memory with it."""
@@ -98,9 +98,9 @@ class SGLangWeights:
     def receive(
         self, name: str, timeout: float, *, checksum: bool, commit: Callable[[], None] = lambda: None
     ) -> ReceiveResult:
-        """Receive one version, then `commit`. Nothing may use the model meanwhile.
+        """Receive one version, and `commit` while it comes. Nothing may use the model meanwhile.
 
-        If `commit` raises, the model counts as touched. Returns when the device has finished.
+        From `commit` on the model counts as touched until all is there. Returns when the device has finished.
 
         Raises:
             WeightGroupError: this rank isn't in the group, a member died or was late, or the group was left meanwhile.
@@ -115,11 +115,10 @@ class SGLangWeights:
         stream = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         try:
             with torch.no_grad(), stream:
-                found = receiver.receive(started + timeout, checksum)
+                found = receiver.receive(started + timeout, checksum, commit)
                 if self._stream is not None:
                     self._stream.synchronize()
             seconds = time.monotonic() - started
-            commit()
         except BaseException:
             self._forget(name)
             raise
@@ -186,10 +185,11 @@ class _Receiver:
         size = max((shape.nbytes if self._flat else piece_bytes(shape) for shape in self._shapes), default=0)
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(IN_FLIGHT)]
 
-    def receive(self, deadline: float, with_checksums: bool) -> dict[str, int]:
+    def receive(self, deadline: float, with_checksums: bool, commit: Callable[[], None]) -> dict[str, int]:
         """Receive all buckets on the current stream. Returns when they are received and their copies are enqueued.
 
-        Bucket n + 1 is received while bucket n is copied; the host does not wait in between.
+        Bucket n + 1 is received while bucket n is copied; the host does not wait in between. `commit` is called once
+        the last bucket is on its way.
         """
         found: dict[str, int] = {}
         transfers: list[Transfer] = []
@@ -197,6 +197,8 @@ class _Receiver:
             transfers.append(self._start(number, deadline))
             if number:
                 found |= self._copy(number - 1, transfers[number - 1], with_checksums)
+        self._touch()  # after a failure ranks that have committed must not go on beside others that have not
+        commit()
         if transfers:
             found |= self._copy(len(transfers) - 1, transfers[-1], with_checksums)
         for transfer in transfers:

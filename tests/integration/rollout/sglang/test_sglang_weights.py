@@ -18,6 +18,7 @@ from relaxd.weights.group import Rendezvous, WeightGroup, host_store
 from relaxd.weights.layout import as_sent
 from relaxd.weights.manifest import TensorBucket, TensorSpec, pack, plan_buckets, to_proto
 from tests.kit.processes import Partner
+from tests.kit.waiting import wait_until
 from tests.sglang.environment import CPU_ENVIRONMENT, EnvironmentUnavailable, sglang_python
 
 SHAPE = {
@@ -158,6 +159,25 @@ def test_what_arrives_is_what_sglang_s_loader_makes_of_it(
         assert [answer["different"] for answer in ranks.do("compare", file=str(file))] == [[]] * len(joined)
         assert not any(answer["unusable"] for answer in ranks.do("leave", name=group.name))
         group.abort()
+
+
+def test_the_commit_does_not_wait_for_the_last_bucket_and_a_model_without_it_is_unusable(
+    ranks: Ranks, models: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = models["qwen3"]
+    ranks.do("load", folder=str(folder))
+    source = Source(folder, 1)
+    group, joined = ranks.join(source, "flat")
+    ranks.tell("receive", name=group.name, committed=str(tmp_path / "committed"))
+    source.send(group, "flat", source.buckets[:-1])
+    wait_until(lambda: len(list(tmp_path.iterdir())) == len(joined), "all ranks have committed")
+    source.send(group, "flat", source.buckets[-1:])
+    assert all("error" not in answer for answer in ranks.answers())
+    ranks.tell("receive", name=group.name, refuse=True)
+    source.send(group, "flat", source.buckets[:-1])
+    assert all("refused" in answer["error"] for answer in ranks.answers())
+    assert all(answer["unusable"] for answer in ranks.do("leave", name=group.name))
+    group.abort()
 
 
 def test_what_does_not_fit_is_named_and_what_breaks_is_told(

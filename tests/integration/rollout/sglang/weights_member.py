@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,10 +60,17 @@ class Member:
         assert receiver is not None
         return {"staged": sum(len(staged) for staged in receiver._staged)}
 
-    def receive(self, name: str) -> dict[str, Any]:
-        """Receive a version."""
+    def receive(self, name: str, committed: str = "", refuse: bool = False) -> dict[str, Any]:
+        """Receive a version. Its commit makes the file `committed`, or is refused."""
+
+        def commit() -> None:
+            if refuse:
+                raise WeightGroupError("refused")
+            if committed:
+                Path(f"{committed}-{self.rank}").touch()
+
         before = {parameter: parameter.data_ptr() for parameter in self.model.parameters()}
-        result = self.weights.receive(name, TIMEOUT, checksum=True)
+        result = self.weights.receive(name, TIMEOUT, checksum=True, commit=commit)
         assert all(parameter.data_ptr() == address for parameter, address in before.items())
         return {"checksums": result.checksums, "touched": result.touched}
 
