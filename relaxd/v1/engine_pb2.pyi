@@ -454,16 +454,20 @@ class WaitChangeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NUMBER_FIELD_NUMBER: _builtins.int
+    LOOP_ONLY_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """The engine's number of it."""
+    loop_only: _builtins.bool
+    """Wait for the loop only, not for the device."""
     def __init__(
         self,
         *,
         number: _builtins.int = ...,
+        loop_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loop_only", b"loop_only", "number", b"number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -494,21 +498,25 @@ class UpdateWeightsRequest(_message.Message):
 
     RECEIVE_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
+    CHANGE_FIELD_NUMBER: _builtins.int
     key: _builtins.str
     """The weights' key in the prefix cache."""
+    change: _builtins.int
+    """The engine's number of the pause to wait for, which the loop is told to begin now; 0: it is paused already."""
     @_builtins.property
     def receive(self) -> _rollout_pb2.ReceiveWeightsRequest:
-        """What to receive; its pause and resume are the engine's."""
+        """What to receive; its pause and resume are the engine's, but for `pause_timeout_seconds`, with `change`."""
 
     def __init__(
         self,
         *,
         receive: _rollout_pb2.ReceiveWeightsRequest | None = ...,
         key: _builtins.str = ...,
+        change: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["receive", b"receive"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "receive", b"receive"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "key", b"key", "receive", b"receive"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

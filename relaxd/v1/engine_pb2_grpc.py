@@ -285,8 +285,8 @@ class SchedulerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWeights(self, request, context):
-        """UpdateWeights receives new weights, and takes them up in the paused loop. If another rank fails to, the engine must
-        not generate before the next update.
+        """UpdateWeights receives new weights, and takes them up in the paused loop, for whose pause it waits if it has to. If
+        another rank fails to, the engine must not generate before the next update.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

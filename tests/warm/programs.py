@@ -60,7 +60,7 @@ ALSO_STARTED = {
     "heavy": ("tests.integration.trainer.", "tests.integration.fitting.", "tests.integration.weights.member"),
     "sglang": (
         *("tests.integration.rollout.sglang.weights_member", "tests.integration.rollout.sglang.option_cases"),
-        "benchmarks.engine_process",
+        *("tests.integration.rollout.sglang.held_engine", "benchmarks.engine_process"),
     ),
 }
 """Modules that a nursery starts without having imported them. A name that ends with "." stands for a package."""

@@ -129,7 +129,7 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
         """See the proto."""
         engine = self._loaded()
         if request.HasField("pause"):
-            engine.pause(PAUSE_MODES[request.pause.mode], request.pause.lease_seconds, request.pause_timeout_seconds)
+            self._pause_first(request)
         response = self._receive_weights(request)
         if request.resume:
             engine.resume()
@@ -159,6 +159,11 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
     @abstractmethod
     def _loaded(self) -> LoadedEngine:
         """Return the engine. Raises EngineError before a model is loaded."""
+
+    def _pause_first(self, request: rollout_pb2.ReceiveWeightsRequest) -> None:
+        """Begin the pause that `request` asks for, unless `_receive_weights` does."""
+        pause = request.pause
+        self._loaded().pause(PAUSE_MODES[pause.mode], pause.lease_seconds, request.pause_timeout_seconds)
 
     @abstractmethod
     def _receive_weights(self, request: rollout_pb2.ReceiveWeightsRequest) -> rollout_pb2.ReceiveWeightsResponse:

@@ -1,14 +1,26 @@
 """The gate of an engine's generating thread: pauses with a lease, weight updates, quarantine, sleep."""
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from services.rollout.engines.types import EngineError, PauseMode, Version
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class UpdatePause:
+    """A pause for an update."""
+
+    mode: PauseMode
+    lease_seconds: float
+    deadline: float
+    """When the generating thread has to rest, by time.monotonic()."""
 
 
 class GenerationGate:
@@ -42,11 +54,7 @@ class GenerationGate:
         """
         deadline = time.monotonic() + timeout
         with self.changed:
-            self.mode = mode
-            self._abort_asked = mode == "abort"
-            self._lease_end = time.monotonic() + lease_seconds
-            self._at_rest = False  # the thread must notice this pause even if it rests already
-            self.changed.notify_all()
+            self._begin_pause(mode, lease_seconds)
             while not self._at_rest:
                 if time.monotonic() >= deadline:
                     self.mode = None
@@ -69,11 +77,29 @@ class GenerationGate:
         Raises EngineError unless the engine rests in a pause or is quarantined.
         """
         with self.changed:
-            if self._updating:
-                raise EngineError("another update is under way")
+            self._refuse_second_update()
             if not self.quarantined and not (self.mode and self._at_rest):
                 raise EngineError("the engine is not paused, or the lease of its pause has ended")
             self._updating, self._touched = True, False
+        with self._commit(weights, math.inf):
+            yield
+
+    @contextmanager
+    def pause_and_update(self, pause: UpdatePause, weights: Version) -> Iterator[None]:
+        """`pause` and `update` at once: the generating thread may come to rest only inside the block.
+
+        The gate stays closed until the end of the block, however long that takes. If the block raises, and the thread
+        doesn't rest yet at the pause's deadline, the pause ends, too.
+        """
+        with self.changed:
+            self._refuse_second_update()
+            self._updating, self._touched = True, False  # before the thread can notice the pause
+            self._begin_pause(pause.mode, pause.lease_seconds)
+        with self._commit(weights, pause.deadline):
+            yield
+
+    @contextmanager
+    def _commit(self, weights: Version, rest_deadline: float) -> Iterator[None]:
         committed = False
         try:
             yield
@@ -85,7 +111,25 @@ class GenerationGate:
                     self.weights, self.quarantined = weights, False
                 elif self._touched:
                     self.quarantined = True
+                if not committed and not self._at_rest and time.monotonic() >= rest_deadline:
+                    self.mode = None
                 self.changed.notify_all()
+
+    def wait_no_update(self, timeout: float) -> None:
+        """Wait for the end of an update that is under way, but not longer than `timeout` seconds."""
+        with self.changed:
+            self.changed.wait_for(lambda: not self._updating, timeout)
+
+    def _begin_pause(self, mode: PauseMode, lease_seconds: float) -> None:
+        self.mode = mode
+        self._abort_asked = mode == "abort"
+        self._lease_end = time.monotonic() + lease_seconds
+        self._at_rest = False  # the thread must notice this pause even if it rests already
+        self.changed.notify_all()
+
+    def _refuse_second_update(self) -> None:
+        if self._updating:
+            raise EngineError("another update is under way")
 
     def serve_loaded(self) -> None:
         """Open the gate for the weights that were loaded, as version 0 of term 0: nobody will update them."""
@@ -127,6 +171,11 @@ class GenerationGate:
     def may_admit(self) -> bool:
         """Return whether new samples may start."""
         return self._serves() and self.mode is None
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether the generating thread rests in the pause. Needs `changed`."""
+        return self._at_rest
 
     def take_abort(self) -> bool:
         """Return whether to end all requests now: once per pause, because later requests wait for its end."""

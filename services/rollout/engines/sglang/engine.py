@@ -6,9 +6,10 @@ everything in the scheduler was started under the weights before it.
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from sglang.srt.managers.io_struct import (
@@ -21,16 +22,18 @@ from sglang.srt.managers.io_struct import (
 )
 
 from relaxd.rpc.errors import RpcError
-from relaxd.v1 import engine_pb2
-from services.rollout.engines.generation_gate import GatedEngine
+from relaxd.v1 import engine_pb2, rollout_pb2
+from services.rollout.engines.generation_gate import GatedEngine, UpdatePause
 from services.rollout.engines.sglang.launch import MessageChannel
 from services.rollout.engines.sglang.logprobs import LogprobRequests
 from services.rollout.engines.sglang.samples import SGLangRequest, SGLangSample, aborted_outputs, add_output
 from services.rollout.engines.sglang.schedulers import ANSWER_SECONDS, STEP_SECONDS, Schedulers
+from services.rollout.engines.sglang.update import SchedulerUpdate
 from services.rollout.engines.types import EngineError, FailureHandler, MemoryPart, Output, PauseMode, Request, Version
 
 MEMORY_PARTS: tuple[MemoryPart, ...] = ("kv_cache", "weights")
 """Memory freed by a sleep, in SGLang's names."""
+LEFT = "the weight group was left before the engine paused"
 ENDED_AT_ONCE = 16
 """Ended samples that are decoded before they are reported, so that new requests come while the others are decoded."""
 
@@ -78,6 +81,8 @@ class SGLangEngine(GatedEngine):
         """Memory that is freed."""
         self._sent: dict[str, tuple[SGLangRequest, SGLangSample | None]] = {}
         """Requests and samples by the scheduler's ids; a None sample stands for the prompt's prefill."""
+        self._update: SchedulerUpdate | None = None
+        """The update under way."""
         self._commits = 0
         self._changes = 0
         self._stats = dict.fromkeys(("running_samples", "waiting_samples", "tokens_generated", "tokens_prefilled"), 0)
@@ -168,14 +173,63 @@ class SGLangEngine(GatedEngine):
             raise EngineError(f"the schedulers did not change their memory: {error}") from error
 
     @contextmanager
-    def update(self, weights: Version) -> Iterator[str]:
+    def update(
+        self, weights: Version, receive: rollout_pb2.ReceiveWeightsRequest, pause: UpdatePause | None
+    ) -> Iterator[None]:
         """Allow changes of the model inside the block, in which every scheduler process takes up `weights`.
 
-        Yields the key under which they do.
+        They are asked to as soon as the engine rests. With `pause`, in mode in_place or retract, it pauses for the
+        update, and the schedulers are asked together with it: they themselves wait for their pause.
         """
-        with self._gate.update(weights):
-            self._commits += 1
-            yield self._key(weights)
+        gate = self._gate
+        with ExitStack() as block:
+            with gate.changed:  # at once, so that the pause doesn't leave alone
+                block.enter_context(gate.update(weights) if pause is None else gate.pause_and_update(pause, weights))
+                self._commits += 1
+                deadline = time.monotonic() + ANSWER_SECONDS if pause is None else pause.deadline
+                self._update = SchedulerUpdate(self._schedulers, receive, self._key(weights), deadline)
+            try:
+                yield
+            finally:
+                with gate.changed:
+                    self._update = None
+
+    def update_answers(self) -> list[Any]:
+        """Return, inside `update`, each scheduler process's answer or RpcError.
+
+        Raises EngineError if the engine doesn't rest in time, or `end_update` was called before. Then the schedulers
+        were not asked, and are not asked later.
+        """
+        gate = self._gate
+        with gate.changed:
+            update = self._update
+            if update is None:
+                raise EngineError(LEFT)
+            seconds = update.pause_seconds
+            gate.changed.wait_for(lambda: update.begun or gate.at_rest or self._update is None, seconds)
+            if not update.begun:
+                left, self._update = self._update is None, None
+                if left:
+                    raise EngineError(LEFT)
+                if not gate.at_rest:
+                    raise EngineError(f"the engine did not pause within {seconds:.3g} s")
+                update.begin(change=0)
+        return update.answers()
+
+    def end_update(self, group_name: str, timeout: float) -> None:
+        """Wait, but not for longer than `timeout` seconds, for the end of an update in a group that was left.
+
+        If its question has not left yet, it does not any more.
+        """
+        gate = self._gate
+        with gate.changed:
+            update = self._update
+            if update is None or update.group_name != group_name:
+                return
+            if not update.begun:
+                self._update = None
+                gate.changed.notify_all()
+            gate.wait_no_update(timeout)
 
     def mark_update(self, weights: Version, held: Mapping[str, engine_pb2.HeldRequest]) -> None:
         """Note, inside `update`, which tokens of the unfinished requests older weights produced."""
@@ -239,7 +293,8 @@ class SGLangEngine(GatedEngine):
                     else:
                         gate.rest()
                     continue
-            self._set_state("retract" if abort else wanted)
+                update = None if abort else self._update  # an abort ends requests between the pause and the update
+            self._set_state("retract" if abort else wanted, update)
             if abort:
                 self._abort_all()
 
@@ -251,7 +306,8 @@ class SGLangEngine(GatedEngine):
             return "retract"
         return self._state or "in_place"
 
-    def _set_state(self, state: PauseMode | None) -> None:
+    def _set_state(self, state: PauseMode | None, update: SchedulerUpdate | None = None) -> None:
+        """Pause or resume the schedulers, and ask them for `update` at the same time if nobody has yet."""
         self._changes += 1
         number = str(self._changes)
         message: ContinueGenerationReqInput | PauseGenerationReqInput
@@ -259,13 +315,24 @@ class SGLangEngine(GatedEngine):
             message = ContinueGenerationReqInput(rid=number, torch_empty_cache=False)
         else:
             message = PauseGenerationReqInput(rid=number, mode=state)
-        change = engine_pb2.WaitChangeRequest(number=self._changes)
+        with_update = update is not None and self._begin(update)
+        # Not for the device, which may already receive: the update itself waits for its work from before.
+        change = engine_pb2.WaitChangeRequest(number=self._changes, loop_only=with_update)
         # The question is on its way while the scheduler's loop takes the message.
         self._schedulers.ask_all(
             "WaitChange", change, STEP_SECONDS + ANSWER_SECONDS, meanwhile=lambda: self._channel.send(message)
         )
         with self._gate.changed:
             self._state = state
+
+    def _begin(self, update: SchedulerUpdate) -> bool:
+        """Ask for an update with the change that is made now. Returns whether it was still to do."""
+        with self._gate.changed:
+            if update is not self._update or update.begun:
+                return False
+            update.begin(self._changes)
+            self._gate.changed.notify_all()
+        return True
 
     def _abort_all(self) -> None:
         """End all requests, in the paused scheduler and here."""

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -23,17 +24,20 @@ from relaxd.replica.gpus import gpu_share
 from relaxd.rpc.errors import FailedPrecondition, RpcError
 from relaxd.v1 import engine_pb2, rollout_pb2, weights_pb2
 from services.rollout.engines.engine_process import EngineProcess, read_arguments
+from services.rollout.engines.generation_gate import UpdatePause
 from services.rollout.engines.model_folder import read_model_folder
 from services.rollout.engines.sglang.engine import SGLangEngine
 from services.rollout.engines.sglang.launch import launch
 from services.rollout.engines.sglang.logits import ENVIRONMENT, TEMPERATURE_VARIABLE
 from services.rollout.engines.sglang.options import OptionError, server_args
-from services.rollout.engines.sglang.schedulers import ANSWER_SECONDS, Late, Schedulers
-from services.rollout.engines.types import EngineError, Version
+from services.rollout.engines.sglang.schedulers import ANSWER_SECONDS, MARGIN_SECONDS, Late, Schedulers
+from services.rollout.engines.types import PAUSE_MODES, EngineError, Version
 
-SCHEDULER_MARGIN_SECONDS = 3.0
-"""Time for an answer beyond a deadline that the scheduler processes enforce themselves."""
 ABORT_SECONDS = 8.0
+END_SECONDS = 1.0
+"""Time for an update to end after its group was left."""
+PAUSES_WITH_UPDATE = ("in_place", "retract")
+"""Modes in which nothing has to be done between a pause and the update after it."""
 
 logger = logging.getLogger(__name__)
 
@@ -128,14 +132,19 @@ class SGLangProcess(EngineProcess):
         self._loaded()
         group = request.group
         if self._group and self._group != group.name:
-            self._leave(self._group)  # an engine is in one group, even if it was not told to leave the last one
+            self._end(self._group)  # an engine is in one group, even if it was not told to leave the last one
         self._group = group.name
         try:
-            self._ask_all("JoinWeightGroup", request, group.timeout_seconds + SCHEDULER_MARGIN_SECONDS)
+            self._ask_all("JoinWeightGroup", request, group.timeout_seconds + MARGIN_SECONDS)
         except RpcError:
             self._leave(group.name)
             raise
         return rollout_pb2.JoinWeightGroupResponse()
+
+    def _pause_first(self, request: rollout_pb2.ReceiveWeightsRequest) -> None:
+        """See EngineProcess."""
+        if PAUSE_MODES[request.pause.mode] not in PAUSES_WITH_UPDATE:
+            super()._pause_first(request)
 
     def _receive_weights(self, request: rollout_pb2.ReceiveWeightsRequest) -> rollout_pb2.ReceiveWeightsResponse:
         engine, name = self._loaded(), request.group_name
@@ -143,8 +152,12 @@ class SGLangProcess(EngineProcess):
             raise EngineError(f"this engine is not in weight group {name}")
         self._left_touched = False
         version = Version(request.weights.term, request.weights.version)
-        with engine.update(version) as key:
-            answers = self._update_all(engine, engine_pb2.UpdateWeightsRequest(receive=request, key=key))
+        pause, mode = None, PAUSE_MODES[request.pause.mode]
+        if request.HasField("pause") and mode in PAUSES_WITH_UPDATE:
+            deadline = time.monotonic() + request.pause_timeout_seconds
+            pause = UpdatePause(mode, request.pause.lease_seconds, deadline)
+        with engine.update(version, request, pause):
+            answers = self._update_all(engine, name)
             engine.mark_update(version, answers[0].held)
         results = [answer.received for answer in answers]
         checksums = dict(results[0].checksums)
@@ -154,17 +167,19 @@ class SGLangProcess(EngineProcess):
         seconds = max(result.seconds for result in results)
         return rollout_pb2.ReceiveWeightsResponse(seconds=seconds, checksums=checksums)
 
-    def _update_all(
-        self, engine: SGLangEngine, request: engine_pb2.UpdateWeightsRequest
-    ) -> list[engine_pb2.UpdateWeightsResponse]:
+    def _update_all(self, engine: SGLangEngine, group_name: str) -> list[engine_pb2.UpdateWeightsResponse]:
         """Update every rank. If one fails, mark the engine as touched if any rank's model may have changed."""
-        assert self._schedulers is not None
-        timeout = request.receive.timeout_seconds + SCHEDULER_MARGIN_SECONDS
-        answers = self._schedulers.ask_each("UpdateWeights", request, timeout)
+        answers = engine.update_answers()
         errors = [answer for answer in answers if isinstance(answer, RpcError)]
         if errors:
-            self._leave(request.receive.group_name)
-            if self._left_touched or len(errors) < len(answers) or any(isinstance(error, Late) for error in errors):
+            if len(errors) < len(answers) or any(isinstance(error, Late) for error in errors):
+                engine.touch()
+            try:
+                self._leave(group_name)
+            except RpcError:
+                engine.touch()  # nobody says that no rank was
+                raise
+            if self._left_touched:
                 engine.touch()
             raise errors[0]
         return answers
@@ -175,15 +190,21 @@ class SGLangProcess(EngineProcess):
         """See the proto."""
         if self._engine is None:
             return rollout_pb2.LeaveWeightGroupResponse()
-        if self._group == request.group_name:
-            self._leave(request.group_name)
+        self._end(request.group_name)
         if request.quarantine:
             self._engine.quarantine()
         quarantined = self._engine.quarantined or self._left_touched
         return rollout_pb2.LeaveWeightGroupResponse(quarantined=quarantined)
 
+    def _end(self, name: str) -> None:
+        """Leave a group, and let its update end, so that the pause can be ended and another update begin."""
+        if self._group == name:
+            self._leave(name)
+        self._loaded().end_update(name, END_SECONDS)
+
     def _leave(self, name: str) -> None:
-        self._group = ""
+        if self._group == name:
+            self._group = ""
         request = rollout_pb2.LeaveWeightGroupRequest(group_name=name)
         answers = self._ask_all("LeaveWeightGroup", request, ABORT_SECONDS)
         self._left_touched = self._left_touched or any(answer.quarantined for answer in answers)
@@ -199,7 +220,7 @@ class SGLangProcess(EngineProcess):
 
     def _leave_groups(self) -> None:
         if self._group:
-            self._leave(self._group)
+            self._end(self._group)
 
     def _check_freed(self, memory: weights_pb2.MemoryChange) -> None:
         if self._on_gpus and memory.after_bytes >= memory.before_bytes:

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
@@ -186,6 +187,8 @@ class ControlHandlers(engine_pb2_grpc.SchedulerServicer, rollout_pb2_grpc.Rollou
 
     def __init__(self, scheduler: ControlledScheduler) -> None:
         self._scheduler = scheduler
+        self._left = ""
+        """The weight group that was left last."""
 
     def serve(self) -> None:
         """Serve in a thread, for the life of the process. Returns when calls are taken."""
@@ -204,7 +207,7 @@ class ControlHandlers(engine_pb2_grpc.SchedulerServicer, rollout_pb2_grpc.Rollou
         with scheduler.changed:
             if not scheduler.changed.wait_for(lambda: scheduler.change >= request.number, STEP_SECONDS):
                 raise EngineError(f"the scheduler did not pause or resume within {STEP_SECONDS:g} s")
-        if scheduler.cuda_device is not None:
+        if scheduler.cuda_device is not None and not request.loop_only:
             torch.cuda.synchronize(scheduler.cuda_device)
         return engine_pb2.WaitChangeResponse()
 
@@ -255,6 +258,8 @@ class ControlHandlers(engine_pb2_grpc.SchedulerServicer, rollout_pb2_grpc.Rollou
     def UpdateWeights(self, request: engine_pb2.UpdateWeightsRequest, context: Any) -> engine_pb2.UpdateWeightsResponse:
         """See the proto."""
         scheduler, receive = self._scheduler, request.receive
+        if request.change:
+            self._wait_paused(request.change, receive.group_name, receive.pause_timeout_seconds)
         response = engine_pb2.UpdateWeightsResponse()
 
         def commit() -> None:
@@ -274,4 +279,25 @@ class ControlHandlers(engine_pb2_grpc.SchedulerServicer, rollout_pb2_grpc.Rollou
         self, request: rollout_pb2.LeaveWeightGroupRequest, context: Any
     ) -> rollout_pb2.LeaveWeightGroupResponse:
         """See the proto. Answers whether a failed broadcast had touched the model."""
-        return rollout_pb2.LeaveWeightGroupResponse(quarantined=self._scheduler.weights.leave(request.group_name))
+        scheduler = self._scheduler
+        unusable = scheduler.weights.leave(request.group_name)
+        with scheduler.changed:
+            self._left = request.group_name
+            scheduler.changed.notify_all()
+        return rollout_pb2.LeaveWeightGroupResponse(quarantined=unusable)
+
+    def _wait_paused(self, change: int, group_name: str, timeout: float) -> None:
+        """Wait until the loop is in the pause `change`, which only the update after it ends.
+
+        Raises EngineError if it is not within `timeout` seconds, or the group is left meanwhile.
+        """
+        scheduler, deadline = self._scheduler, time.monotonic() + timeout
+        with scheduler.changed:
+            scheduler.changed.wait_for(lambda: scheduler.change >= change or self._left == group_name, timeout)
+            if self._left == group_name:
+                raise EngineError(f"weight group {group_name} was left before the scheduler paused")
+            # A late pause doesn't count, even if this thread hears of the pause and of its deadline at once.
+            if scheduler.change < change or time.monotonic() > deadline:
+                raise EngineError(f"the scheduler did not pause within {timeout:.3g} s")
+            if scheduler.change > change or not scheduler._engine_paused:
+                raise EngineError("the scheduler is not in the pause for these weights any more")

@@ -9,6 +9,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,22 @@ STEP_SECONDS = 60.0
 """Longest step of the model that a pause waits for. A longer one counts as a failure."""
 ANSWER_SECONDS = 10.0
 """Longest wait for anything else that the scheduler's loop does."""
+MARGIN_SECONDS = 3.0
+"""Time for an answer beyond a deadline that the scheduler processes enforce themselves."""
 
 
 class Late(Aborted):
     """A scheduler process has not answered in time, and may have done what it was asked to."""
+
+
+@dataclass(frozen=True)
+class SchedulersCall:
+    """A request that is on its way to every scheduler process."""
+
+    method: str
+    timeout: float
+    calls: list[Any]
+    """By rank."""
 
 
 class Schedulers:
@@ -84,10 +97,19 @@ class Schedulers:
 
         `meanwhile` is called while the requests are on their way.
         """
+        asked = self.begin(method, request, timeout)
+        meanwhile()
+        return self.answers(asked)
+
+    def begin(self, method: str, request: Any, timeout: float) -> SchedulersCall:
+        """Send a request to each rank, for `answers`."""
         metadata = self._metadata(None)
         calls = [stub[method].future(request, timeout=timeout, metadata=metadata) for stub in self._stubs]
-        meanwhile()
-        return [self._answer(rank, call, method, timeout) for rank, call in enumerate(calls)]
+        return SchedulersCall(method, timeout, calls)
+
+    def answers(self, asked: SchedulersCall) -> list[Any]:
+        """Return each rank's answer or RpcError, once all have answered or are late."""
+        return [self._answer(rank, call, asked.method, asked.timeout) for rank, call in enumerate(asked.calls)]
 
     def ask_all(
         self, method: str, request: Any, timeout: float, meanwhile: Callable[[], None] = lambda: None

@@ -6,9 +6,11 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from relaxd.v1 import rollout_pb2
+from services.rollout.engines.types import Version
 from tests.integration.rollout.rollout_kit import Source
 from tests.integration.rollout.weight_source import weights_of
-from tests.kit.engines import Answer, EngineRunner, reference_logprobs
+from tests.kit.engines import Answer, EngineRunner, receive_request, reference_logprobs
 
 NUMBERS = count()
 """Names of groups are never used twice."""
@@ -36,6 +38,24 @@ def sync(runner: EngineRunner, source: Source, version: int, mode: str = "in_pla
     transfer(runner, source, join(runner, source, ranks), version)
     runner.resume()
     return held
+
+
+def pausing_request(
+    name: str, version: Version, mode: str = "in_place", *, pause_timeout: float = 30.0
+) -> rollout_pb2.ReceiveWeightsRequest:
+    """A version for which the engine pauses by itself, and resumes."""
+    request = receive_request(name, version, 20, checksum=True)
+    request.pause.mode = rollout_pb2.PauseMode.Value(f"PAUSE_MODE_{mode.upper()}")
+    request.pause.lease_seconds, request.pause_timeout_seconds, request.resume = 600, pause_timeout, True
+    return request
+
+
+def sync_at_once(runner: EngineRunner, source: Source, version: int, mode: str = "in_place", ranks: int = 1) -> None:
+    """Send a version in a new group, checked tensor by tensor, with one call for pause, reception and resume."""
+    name = join(runner, source, ranks)
+    source.tell(do="broadcast", version=version, buckets=None)
+    received = runner.run(runner.engine.receive(pausing_request(name, Version(1, version), mode)))
+    assert dict(received.checksums) == source.answer()["checksums"]
 
 
 def with_weights(folder: Path, version: int) -> PreTrainedModel:

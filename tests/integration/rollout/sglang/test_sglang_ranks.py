@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.rollout.rollout_kit import Source
-from tests.integration.rollout.sglang.syncs import check_logprobs, sync
+from tests.integration.rollout.sglang.syncs import check_logprobs, sync, sync_at_once
 from tests.kit.engines import EngineRunner
 
 PROMPT = list(range(3, 103))
@@ -32,11 +32,18 @@ def test_all_ranks_pause_receive_and_go_on_together(
     for answer in engine.wait(asked):
         assert set(answer.versions) == {1, 2}
         assert answer.spans_weight_update
+    for mode, version in (("in_place", 3), ("retract", 4)):  # the ranks are asked together with their pause
+        asked = engine.ask(PROMPT, 4, stream=True, max_new_tokens=100, ignore_eos=True)
+        engine.wait_begun(asked)
+        sync_at_once(engine, source, version, mode, ranks=2)
+        for answer in engine.wait(asked):
+            assert set(answer.versions) == {version - 1, version}
+            assert answer.spans_weight_update == (mode == "in_place")
     asked = engine.ask(PROMPT, 4, stream=True, max_new_tokens=300, ignore_eos=True)
     engine.wait_begun(asked)
     assert engine.pause("abort") == 0
     assert {answer.finish for answer in engine.wait(asked)} == {"abort"}
     engine.resume()
     (answer,) = engine.generate(PROMPT, max_new_tokens=8, temperature=0.0, ignore_eos=True)
-    assert answer.versions == [2] * 8
+    assert answer.versions == [4] * 8
     check_logprobs(model, PROMPT, answer)
