@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
+from weakref import WeakSet
 
 GAP_SECONDS = 0.02
 """Changes within this time after a wake-up wake their waiters together, unless the gap is set to be longer."""
@@ -16,6 +17,7 @@ class Signal:
         """`gap` returns the seconds between two wake-ups, which are at least GAP_SECONDS."""
         self._gap = gap
         self._event = asyncio.Event()
+        self._followers: WeakSet[SignalFollower] = WeakSet()
         self._woken_at = float("-inf")
         self._due: asyncio.TimerHandle | None = None
 
@@ -31,12 +33,40 @@ class Signal:
 
     def _wake(self) -> None:
         self._due, self._woken_at = None, time.monotonic()
+        for follower in self._followers:
+            follower.wake()
         event, self._event = self._event, asyncio.Event()
         event.set()
 
+    def follow(self) -> "SignalFollower":
+        """Return one who is woken before the waiters, as long as somebody holds it."""
+        follower = SignalFollower()
+        self._followers.add(follower)
+        return follower
+
     async def wait(self, timeout_seconds: float) -> None:
         """Wait for the next `fire` or the timeout."""
-        # Not asyncio.wait_for: before Python 3.12 it loses a cancellation that arrives together with the event.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_seconds):
-                await self._event.wait()
+        await _wait(self._event, timeout_seconds)
+
+
+class SignalFollower:
+    """Waits for a signal, or for who need not wait for the signal's gap. Sees what happens while it doesn't wait."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def wake(self) -> None:
+        """Wake it at once."""
+        self._event.set()
+
+    async def wait(self, timeout_seconds: float) -> None:
+        """Wait until something has happened since the last time, or for the timeout."""
+        await _wait(self._event, timeout_seconds)
+        self._event.clear()
+
+
+async def _wait(event: asyncio.Event, timeout_seconds: float) -> None:
+    # Not asyncio.wait_for: before Python 3.12 it loses a cancellation that arrives together with the event.
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_seconds):
+            await event.wait()

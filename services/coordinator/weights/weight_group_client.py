@@ -130,7 +130,7 @@ class WeightGroupClient:
         group: GroupRecord,
         version: Version,
         unverified: Collection[Member],
-        recorded: "asyncio.Task[None]",
+        recorded: "asyncio.Future[None]",
     ) -> float:
         """Broadcast the weights, while each engine pauses, receives and resumes on its own.
 
@@ -153,10 +153,17 @@ class WeightGroupClient:
             checksum=bool(unverified),
         )
 
-        async def transfer(member: Member) -> Any:
+        def broadcast() -> Call:
+            return self._trainer(group.trainer).BroadcastWeights(send, timeout=seconds + MARGIN_SECONDS)
+
+        async def broadcast_once_recorded() -> Any:
+            await asyncio.shield(recorded)
+            return await broadcast()
+
+        def transfer(member: Member) -> Call:
             if member == group.trainer:
-                await asyncio.shield(recorded)
-                return await self._trainer(member).BroadcastWeights(send, timeout=seconds + MARGIN_SECONDS)
+                ready = recorded.done() and not recorded.exception()
+                return broadcast() if ready else broadcast_once_recorded()
             receive = rollout_pb2.ReceiveWeightsRequest(
                 sync_id=sync_id,
                 group_name=group.name,
@@ -168,7 +175,7 @@ class WeightGroupClient:
                 resume=not unverified,
             )
             limit = (0.0 if drain else wait) + seconds + MARGIN_SECONDS
-            return await self._rollout(member).ReceiveWeights(receive, timeout=limit)
+            return self._rollout(member).ReceiveWeights(receive, timeout=limit)
 
         # Engines first: a call has a longer way to an engine's scheduler than to a trainer's ranks.
         answers = await self._broadcast("transfer weights", [*group.engines, group.trainer], transfer)

@@ -38,6 +38,8 @@ class WeightSync:
         self._context = context
         self._fleet = context.fleet
         self._registry = context.registry
+        self._news = context.registry.changed.follow()
+        """Tells of changes, for which a synchronisation may be due, and at once of a new version."""
         self._client = WeightGroupClient(context.registry, context.peers, context.config.weights)
         self._saving = asyncio.Lock()
         self._recorded_ahead = False
@@ -76,6 +78,7 @@ class WeightSync:
                 f"{before.version} of term {before.term}"
             )
         await self._save(announced=announcement, ahead=self._is_due(announcement, self._fleet.candidates()))
+        self._news.wake()
         self._registry.changed.fire()
 
     def up_to_date(self) -> bool:
@@ -132,7 +135,7 @@ class WeightSync:
                 self.began = (self.began or time.time()) if self.waiting_for else None
                 # Without a trainer nobody asks when newcomers are due: an old time would be no pause at all.
                 pause = IDLE_SECONDS if trainer is None else min(IDLE_SECONDS, self._newcomers.due_seconds)
-                await self._registry.changed.wait(pause)  # named: Run.waiting_for has `waiting_for`
+                await self._news.wait(pause)  # named: Run.waiting_for has `waiting_for`
             else:
                 assert trainer is not None  # `able` says so, but not to mypy
                 assert announced is not None
@@ -198,7 +201,7 @@ class WeightSync:
         started = time.monotonic()
         sync_id, version = self.next_id(), (announced.term, announced.version)
         # Engines may pause meanwhile: pauses expire. Everything else waits until the attempt is on record.
-        recording = asyncio.create_task(self._record_attempt(sync_id))
+        recording = self._record_attempt(sync_id)
         attributes = {"relaxd.sync_id": sync_id, "relaxd.version": announced.version, "relaxd.engines": len(engines)}
         with telemetry.root_span("sync_weights", attributes=attributes):
             try:
@@ -284,15 +287,17 @@ class WeightSync:
             await self._client.abort(self.record.last_sync_id, group, group.engines)
             await self._save(group=None)
 
-    async def _record_attempt(self, sync_id: int) -> None:
-        """Record that a synchronisation is in progress, unless that was recorded with the announcement.
+    def _record_attempt(self, sync_id: int) -> "asyncio.Future[None]":
+        """Record that a synchronisation is in progress, which is done at once if it was with the announcement.
 
         Its id needn't be in Redis then: ids are times, so a successor's are larger.
         """
-        if self._recorded_ahead and not self._saving.locked():
-            self.record = self.record.model_copy(update={"last_sync_id": sync_id, "running": True})
-        else:
-            await self._save(last_sync_id=sync_id, running=True)
+        if not self._recorded_ahead or self._saving.locked():
+            return asyncio.create_task(self._save(last_sync_id=sync_id, running=True))
+        self.record = self.record.model_copy(update={"last_sync_id": sync_id, "running": True})
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        done.set_result(None)
+        return done
 
     async def _save(self, *, ahead: bool = False, **changes: Any) -> None:
         """Update the record, in Redis first; with `ahead` Redis also gets that a synchronisation is in progress.

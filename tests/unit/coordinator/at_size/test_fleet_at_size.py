@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from relaxd.roles import ROLLOUT
 from relaxd.v1.coordinator_pb2 import Registration
 from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, ReplicaStatus, WeightVersion
-from services.coordinator.fleet.changes import GAP_SECONDS, Signal
+from services.coordinator.fleet.changes import GAP_SECONDS, Signal, SignalFollower
 from services.coordinator.fleet.gpu_choice import OWN, SHARED, uuid_of
 from services.coordinator.fleet.gpu_holders import GpuHolders
 from services.coordinator.fleet.registry import Registry
@@ -48,6 +48,29 @@ async def test_wake_ups_are_as_far_apart_as_is_asked() -> None:
     begun = time.monotonic()
     await signal.wait(10.0)
     assert time.monotonic() - begun > 8 * GAP_SECONDS
+
+
+async def test_a_follower_is_woken_first_and_by_some_without_a_gap() -> None:
+    signal, order = Signal(lambda: 60.0), list[str]()
+    follower = signal.follow()
+
+    async def wait(who: str, waiter: Signal | SignalFollower) -> None:
+        await waiter.wait(600.0)
+        order.append(who)
+
+    waiters = [asyncio.create_task(wait(*each)) for each in (("other", signal), ("follower", follower))]
+    await asyncio.sleep(0)
+    signal.fire()
+    async with asyncio.timeout(10):
+        await asyncio.gather(*waiters)
+    assert order == ["follower", "other"]
+    signal.fire()  # tells in a minute
+    begun = time.monotonic()
+    await follower.wait(0.05)
+    assert time.monotonic() - begun >= 0.05
+    follower.wake()  # before the wait, which does not miss it
+    async with asyncio.timeout(10):
+        await follower.wait(600.0)
 
 
 async def test_heartbeats_that_confirm_a_synchronisation_wake_nobody(redis_url: str) -> None:

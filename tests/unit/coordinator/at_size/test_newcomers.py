@@ -86,7 +86,7 @@ async def test_without_a_trainer_those_that_were_due_keep_nobody_busy(
             pauses.append(seconds)
             await asyncio.Event().wait()
 
-        monkeypatch.setattr(kit.registry.changed, "wait", wait)
+        monkeypatch.setattr(sync._news, "wait", wait)
         running = asyncio.create_task(sync.run_forever())
         await asyncio.sleep(0)
         running.cancel()
