@@ -1,5 +1,6 @@
 """relaxd.v1.Rollout: Generate, and the calls of weight synchronisation and sleep."""
 
+import asyncio
 import itertools
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -154,7 +155,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         response = await engine.receive(request)
         if request.resume:
             self._service.occupancy.resume()
-        self._service.weights_changed()
+        # After the answer, which the next optimizer step waits for: this wakes threads.
+        asyncio.get_running_loop().call_soon(self._service.weights_changed)
         return response
 
     async def LeaveWeightGroup(

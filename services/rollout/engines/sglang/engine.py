@@ -318,10 +318,8 @@ class SGLangEngine(GatedEngine):
         with_update = update is not None and self._begin(update)
         # Not for the device, which may already receive: the update itself waits for its work from before.
         change = engine_pb2.WaitChangeRequest(number=self._changes, loop_only=with_update)
-        # The question is on its way while the scheduler's loop takes the message.
-        self._schedulers.ask_all(
-            "WaitChange", change, STEP_SECONDS + ANSWER_SECONDS, meanwhile=lambda: self._channel.send(message)
-        )
+        self._channel.send(message)
+        self._schedulers.ask_all("WaitChange", change, STEP_SECONDS + ANSWER_SECONDS)
         with self._gate.changed:
             self._state = state
 

@@ -90,17 +90,6 @@ class Schedulers:
         """Remove the folder of the sockets: nobody else can connect."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def ask_each(
-        self, method: str, request: Any, timeout: float, meanwhile: Callable[[], None] = lambda: None
-    ) -> list[Any]:
-        """Return each rank's answer or RpcError, once all have answered or `timeout` has passed.
-
-        `meanwhile` is called while the requests are on their way.
-        """
-        asked = self.begin(method, request, timeout)
-        meanwhile()
-        return self.answers(asked)
-
     def begin(self, method: str, request: Any, timeout: float) -> SchedulersCall:
         """Send a request to each rank, for `answers`."""
         metadata = self._metadata(None)
@@ -111,11 +100,9 @@ class Schedulers:
         """Return each rank's answer or RpcError, once all have answered or are late."""
         return [self._answer(rank, call, asked.method, asked.timeout) for rank, call in enumerate(asked.calls)]
 
-    def ask_all(
-        self, method: str, request: Any, timeout: float, meanwhile: Callable[[], None] = lambda: None
-    ) -> list[Any]:
-        """Return the answers by rank, as `ask_each`. Raises the first RpcError, once all have answered or are late."""
-        answers = self.ask_each(method, request, timeout, meanwhile)
+    def ask_all(self, method: str, request: Any, timeout: float) -> list[Any]:
+        """Return the answers by rank. Raises the first RpcError, once all have answered or are late."""
+        answers = self.answers(self.begin(method, request, timeout))
         for answer in answers:
             if isinstance(answer, RpcError):
                 raise answer
