@@ -66,8 +66,7 @@ for _, stage in ipairs(stages) do
 end
 local stored_bytes, reserved_bytes = 0, 0
 -- One table for all groups: making one for each takes longer than filling it.
-local now = microseconds()
-local fields, count = { '@publish', '', 'published', now, 'stored', 0, 'room', 0 }, 0
+local fields, count = { '@publish', '', 'published', microseconds(), 'stored', 0, 'room', 0 }, 0
 local function add_field(name, value)
   fields[count + 1], fields[count + 2] = name, value
   count = count + 2
@@ -98,11 +97,11 @@ for i, id in ipairs(ids) do
 end
 in_batches(ids, function(...) call('SADD', OPEN, ...) end)
 call('HSET', STATE, 'last_publish', id_list)
+local published = call('HINCRBY', STATE, 'published', #ids)
 if first then
-  call('ZADD', PUBLISHES, now, first)
+  call('ZADD', PUBLISHES, published, first)
   call('ZREMRANGEBYRANK', PUBLISHES, 0, -KEPT_PUBLISHES - 1)
 end
-call('HINCRBY', STATE, 'published', #ids)
 call('HINCRBY', STATE, 'stored_bytes', stored_bytes)
 call('HINCRBY', STATE, 'reserved_bytes', reserved_bytes)
 if cursor ~= '' then call('HSET', STATE, 'cursor', cursor) end

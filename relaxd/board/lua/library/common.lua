@@ -25,7 +25,8 @@
 --   pending          sorted set: pointers of attempts whose slices are being written -> when they are given up (milliseconds)
 --   garbage          set: pointers that no group has any more, or that came too late; sweep frees what they name
 --   unwanted         list: keys of payloads that the transaction under way sets, but shall not leave (relaxd.board.connections.scripts)
---   publishes        sorted set: a pointer of each of the last publishes -> when (microseconds); what arrives again does nothing
+--   publishes        sorted set: a pointer of each of the last publishes -> groups published by then; one that comes again
+--                    does nothing
 --   ledger           stream, id "<step>-0": the newest steps (LEDGER_STEPS); all are in the run's folder
 --   samples          stream, id "<step>-0": count and pointer of the newest steps' samples to show; column <i> is one of them
 --   drops            hash: reason -> count      dropped   stream: records of dropped groups
