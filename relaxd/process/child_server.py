@@ -157,6 +157,7 @@ class _Threads:
     def __init__(self) -> None:
         self._idle: deque[queue.SimpleQueue[_Work]] = deque()
         """What gives each idle thread its next call."""
+        self._lock = threading.Lock()
 
     def run(self, name: str, do: Callable[[], Any]) -> "Future[Any]":
         """Call `do` in a thread that is called `name` meanwhile."""
@@ -173,6 +174,7 @@ class _Threads:
         calls: queue.SimpleQueue[_Work] = queue.SimpleQueue()
         while self._settle(work, calls):
             del work  # an idle thread holds on to no request
+            threading.current_thread().name = "idle"
             work = calls.get()
             threading.current_thread().name = work.name
 
@@ -189,10 +191,11 @@ class _Threads:
         return idle
 
     def _idles(self, calls: "queue.SimpleQueue[_Work]") -> bool:
-        if len(self._idle) >= IDLE_THREADS:
-            return False
-        self._idle.append(calls)
-        return True
+        with self._lock:
+            if len(self._idle) >= IDLE_THREADS:
+                return False
+            self._idle.append(calls)
+            return True
 
 
 def die_with_parent() -> None:

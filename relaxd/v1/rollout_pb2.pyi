@@ -508,7 +508,7 @@ class ReceiveWeightsRequest(_message.Message):
 
     @_builtins.property
     def pause(self) -> Global___PauseGenerationRequest:
-        """Pause generation like this first; unset: it is paused already."""
+        """Pause generation like this before the model is written to; unset: it is paused already."""
 
     def __init__(
         self,
@@ -559,7 +559,7 @@ class ReceiveWeightsResponse(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
     seconds: _builtins.float
-    """Seconds from the reception's begin to the commit, without the pause before it."""
+    """Seconds from the reception's begin until all is there and committed, without the pause before it."""
     @_builtins.property
     def checksums(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Order-independent checksum of each tensor, when asked for."""

@@ -124,14 +124,14 @@ class RolloutServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReceiveWeights(self, request, context):
-        """ReceiveWeights takes part in one broadcast and commits the version by itself when all buckets are in.
+        """ReceiveWeights takes part in one broadcast and commits the version by itself. Answers when all buckets are in.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LeaveWeightGroup(self, request, context):
-        """LeaveWeightGroup aborts and forgets a group, also in the middle of a broadcast.
+        """LeaveWeightGroup aborts and forgets a group, also in the middle of a broadcast, for whose end it waits a moment.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -93,7 +93,7 @@ class WeightSync:
     def without_interval(self) -> Iterator[None]:
         """Send each new version at once while the context lasts."""
         self._waiting_for_newest += 1
-        self._registry.changed.fire()
+        self._news.wake()
         try:
             yield
         finally:

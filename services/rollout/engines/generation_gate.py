@@ -1,7 +1,6 @@
 """The gate of an engine's generating thread: pauses with a lease, weight updates, quarantine, sleep."""
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Iterator
@@ -42,6 +41,8 @@ class GenerationGate:
         self.asleep = False
         """True if the engine has freed memory; the gate is closed until `wake`."""
         self._abort_asked = False
+        self._pauses = 0
+        """Number of pauses so far."""
         self._lease_end = 0.0
         self._at_rest = False
         self._updating = False
@@ -54,11 +55,10 @@ class GenerationGate:
         """
         deadline = time.monotonic() + timeout
         with self.changed:
-            self._begin_pause(mode, lease_seconds)
+            number = self._begin_pause(mode, lease_seconds)
             while not self._at_rest:
                 if time.monotonic() >= deadline:
-                    self.mode = None
-                    self.changed.notify_all()
+                    self._end_pause(number)
                     raise EngineError(f"the engine did not pause within {timeout:g} s (mode {mode})")
                 self.changed.wait(deadline - time.monotonic())  # brief: the pause's deadline
 
@@ -81,25 +81,31 @@ class GenerationGate:
             if not self.quarantined and not (self.mode and self._at_rest):
                 raise EngineError("the engine is not paused, or the lease of its pause has ended")
             self._updating, self._touched = True, False
-        with self._commit(weights, math.inf):
+        with self._commit(weights):
             yield
 
     @contextmanager
     def pause_and_update(self, pause: UpdatePause, weights: Version) -> Iterator[None]:
         """`pause` and `update` at once: the generating thread may come to rest only inside the block.
 
-        The gate stays closed until the end of the block, however long that takes. If the block raises, and the thread
-        doesn't rest yet at the pause's deadline, the pause ends, too.
+        The gate stays closed until the end of the block, however long that takes. If the block raises before the
+        thread rests, the pause ends, too.
         """
         with self.changed:
             self._refuse_second_update()
             self._updating, self._touched = True, False  # before the thread can notice the pause
-            self._begin_pause(pause.mode, pause.lease_seconds)
-        with self._commit(weights, pause.deadline):
-            yield
+            number = self._begin_pause(pause.mode, pause.lease_seconds)
+        try:
+            with self._commit(weights):
+                yield
+        except BaseException:
+            with self.changed:
+                if not self._at_rest:
+                    self._end_pause(number)
+            raise
 
     @contextmanager
-    def _commit(self, weights: Version, rest_deadline: float) -> Iterator[None]:
+    def _commit(self, weights: Version) -> Iterator[None]:
         committed = False
         try:
             yield
@@ -111,8 +117,6 @@ class GenerationGate:
                     self.weights, self.quarantined = weights, False
                 elif self._touched:
                     self.quarantined = True
-                if not committed and not self._at_rest and time.monotonic() >= rest_deadline:
-                    self.mode = None
                 self.changed.notify_all()
 
     def wait_no_update(self, timeout: float) -> None:
@@ -120,12 +124,21 @@ class GenerationGate:
         with self.changed:
             self.changed.wait_for(lambda: not self._updating, timeout)
 
-    def _begin_pause(self, mode: PauseMode, lease_seconds: float) -> None:
+    def _begin_pause(self, mode: PauseMode, lease_seconds: float) -> int:
+        """Begin a pause, instead of one that there may be. Returns its number."""
+        self._pauses += 1
         self.mode = mode
         self._abort_asked = mode == "abort"
         self._lease_end = time.monotonic() + lease_seconds
         self._at_rest = False  # the thread must notice this pause even if it rests already
         self.changed.notify_all()
+        return self._pauses
+
+    def _end_pause(self, number: int) -> None:
+        """End a pause, unless another one has begun since."""
+        if self._pauses == number:
+            self.mode = None
+            self.changed.notify_all()
 
     def _refuse_second_update(self) -> None:
         if self._updating:

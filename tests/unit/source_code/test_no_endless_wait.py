@@ -50,7 +50,7 @@ WITHOUT_DEADLINE = {
         ("relaxd/process/child.py", "Child._watch"),  # a thread for the life of the child
         ("relaxd/process/child_server.py", "serve_socket"),
         ("relaxd/process/child_server.py", "Outbox.__aiter__"),  # its reader's call ends
-        ("relaxd/process/child_server.py", "_Threads._work"),  # a thread for the life of the process
+        ("relaxd/process/child_server.py", "_Threads._work"),  # until the next call
         ("relaxd/launcher/server.py", "_serve"),
         ("relaxd/replica/replica.py", "_Life.keep_registered"),
         ("relaxd/replica/replica.py", "run_replica"),

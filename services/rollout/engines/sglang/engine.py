@@ -34,6 +34,7 @@ from services.rollout.engines.types import EngineError, FailureHandler, MemoryPa
 MEMORY_PARTS: tuple[MemoryPart, ...] = ("kv_cache", "weights")
 """Memory freed by a sleep, in SGLang's names."""
 LEFT = "the weight group was left before the engine paused"
+"""Why an update did not begin."""
 ENDED_AT_ONCE = 16
 """Ended samples that are decoded before they are reported, so that new requests come while the others are decoded."""
 
@@ -183,7 +184,7 @@ class SGLangEngine(GatedEngine):
         """
         gate = self._gate
         with ExitStack() as block:
-            with gate.changed:  # at once, so that the pause doesn't leave alone
+            with gate.changed:  # at once, so that the pause is not sent without its update
                 block.enter_context(gate.update(weights) if pause is None else gate.pause_and_update(pause, weights))
                 self._commits += 1
                 deadline = time.monotonic() + ANSWER_SECONDS if pause is None else pause.deadline
@@ -219,14 +220,14 @@ class SGLangEngine(GatedEngine):
     def end_update(self, group_name: str, timeout: float) -> None:
         """Wait, but not for longer than `timeout` seconds, for the end of an update in a group that was left.
 
-        If its question has not left yet, it does not any more.
+        If the schedulers were not asked yet, they are not any more.
         """
         gate = self._gate
         with gate.changed:
             update = self._update
-            if update is None or update.group_name != group_name:
+            if update is not None and update.group_name != group_name:
                 return
-            if not update.begun:
+            if update is not None and not update.begun:
                 self._update = None
                 gate.changed.notify_all()
             gate.wait_no_update(timeout)

@@ -30,7 +30,7 @@ from services.rollout.engines.sglang.engine import SGLangEngine
 from services.rollout.engines.sglang.launch import launch
 from services.rollout.engines.sglang.logits import ENVIRONMENT, TEMPERATURE_VARIABLE
 from services.rollout.engines.sglang.options import OptionError, server_args
-from services.rollout.engines.sglang.schedulers import ANSWER_SECONDS, MARGIN_SECONDS, Late, Schedulers
+from services.rollout.engines.sglang.schedulers import ANSWER_SECONDS, SCHEDULER_MARGIN_SECONDS, Late, Schedulers
 from services.rollout.engines.types import PAUSE_MODES, EngineError, Version
 
 ABORT_SECONDS = 8.0
@@ -135,7 +135,7 @@ class SGLangProcess(EngineProcess):
             self._end(self._group)  # an engine is in one group, even if it was not told to leave the last one
         self._group = group.name
         try:
-            self._ask_all("JoinWeightGroup", request, group.timeout_seconds + MARGIN_SECONDS)
+            self._ask_all("JoinWeightGroup", request, group.timeout_seconds + SCHEDULER_MARGIN_SECONDS)
         except RpcError:
             self._leave(group.name)
             raise
@@ -157,6 +157,8 @@ class SGLangProcess(EngineProcess):
             deadline = time.monotonic() + request.pause_timeout_seconds
             pause = UpdatePause(mode, request.pause.lease_seconds, deadline)
         with engine.update(version, request, pause):
+            if self._group != name:  # it was left before `end_update` could find this update
+                raise EngineError(f"weight group {name} was left")
             answers = self._update_all(engine, name)
             engine.mark_update(version, answers[0].held)
         results = [answer.received for answer in answers]

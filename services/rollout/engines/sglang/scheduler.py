@@ -259,7 +259,11 @@ class ControlHandlers(engine_pb2_grpc.SchedulerServicer, rollout_pb2_grpc.Rollou
         """See the proto."""
         scheduler, receive = self._scheduler, request.receive
         if request.change:
-            self._wait_paused(request.change, receive.group_name, receive.pause_timeout_seconds)
+            try:
+                self._wait_paused(request.change, receive.group_name, receive.pause_timeout_seconds)
+            except EngineError:
+                scheduler.weights.leave(receive.group_name)  # ends it for ranks that have begun to receive
+                raise
         response = engine_pb2.UpdateWeightsResponse()
 
         def commit() -> None:

@@ -28,7 +28,7 @@ STEP_SECONDS = 60.0
 """Longest step of the model that a pause waits for. A longer one counts as a failure."""
 ANSWER_SECONDS = 10.0
 """Longest wait for anything else that the scheduler's loop does."""
-MARGIN_SECONDS = 3.0
+SCHEDULER_MARGIN_SECONDS = 3.0
 """Time for an answer beyond a deadline that the scheduler processes enforce themselves."""
 
 

@@ -1,9 +1,9 @@
-"""The question to SGLang's scheduler processes to take up new weights."""
+"""The request to SGLang's scheduler processes to take up new weights."""
 
 import time
 
 from relaxd.v1 import engine_pb2, rollout_pb2
-from services.rollout.engines.sglang.schedulers import MARGIN_SECONDS, Schedulers, SchedulersCall
+from services.rollout.engines.sglang.schedulers import SCHEDULER_MARGIN_SECONDS, Schedulers, SchedulersCall
 
 
 class SchedulerUpdate:
@@ -34,7 +34,7 @@ class SchedulerUpdate:
         """Ask them, once. `change` is the pause that they are told to begin at the same time; 0: they are paused."""
         receive, pause_seconds = self._request.receive, self.pause_seconds if change else 0.0
         self._request.change, receive.pause_timeout_seconds = change, pause_seconds
-        timeout = pause_seconds + receive.timeout_seconds + MARGIN_SECONDS
+        timeout = pause_seconds + receive.timeout_seconds + SCHEDULER_MARGIN_SECONDS
         self._asked = self._schedulers.begin("UpdateWeights", self._request, timeout)
 
     def answers(self) -> list[engine_pb2.UpdateWeightsResponse | Exception]:

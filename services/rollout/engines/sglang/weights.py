@@ -35,7 +35,7 @@ class ReceiveResult:
     seconds: float
     """Duration, until the device had finished."""
     touched: bool
-    """True if the model was written to."""
+    """True if the model was written to: always, if it has any of the tensors."""
     checksums: dict[str, int] = field(default_factory=dict)
     """Checksums by tensor, if asked for. They cover the model's memory where the tensor was received there, else the
     staged tensor, after comparing the model's memory with it."""
@@ -100,7 +100,8 @@ class SGLangWeights:
     ) -> ReceiveResult:
         """Receive one version, and `commit` while it comes. Nothing may use the model meanwhile.
 
-        From `commit` on the model counts as touched until all is there. Returns when the device has finished.
+        If the model is spread over ranks, it counts as touched from `commit` on: after a failure, ranks that have
+        committed must not go on beside others that have not. Returns when the device has finished.
 
         Raises:
             WeightGroupError: this rank isn't in the group, a member died or was late, or the group was left meanwhile.
@@ -115,7 +116,7 @@ class SGLangWeights:
         stream = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         try:
             with torch.no_grad(), stream:
-                found = receiver.receive(started + timeout, checksum, commit)
+                found = receiver.receive(started + timeout, checksum, self._committing(commit))
                 if self._stream is not None:
                     self._stream.synchronize()
             seconds = time.monotonic() - started
@@ -132,6 +133,15 @@ class SGLangWeights:
         """
         self._forget(name)
         return self._dirty
+
+    def _committing(self, commit: Callable[[], None]) -> Callable[[], None]:
+        """Return `commit`, which touches a model that is spread over ranks."""
+
+        def touch_and_commit() -> None:
+            self._touch()
+            commit()
+
+        return commit if self._complete else touch_and_commit
 
     def _touch(self) -> None:
         self._dirty = True
@@ -197,7 +207,6 @@ class _Receiver:
             transfers.append(self._start(number, deadline))
             if number:
                 found |= self._copy(number - 1, transfers[number - 1], with_checksums)
-        self._touch()  # after a failure ranks that have committed must not go on beside others that have not
         commit()
         if transfers:
             found |= self._copy(len(transfers) - 1, transfers[-1], with_checksums)

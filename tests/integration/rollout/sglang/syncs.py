@@ -50,9 +50,8 @@ def pausing_request(
     return request
 
 
-def sync_at_once(runner: EngineRunner, source: Source, version: int, mode: str = "in_place", ranks: int = 1) -> None:
-    """Send a version in a new group, checked tensor by tensor, with one call for pause, reception and resume."""
-    name = join(runner, source, ranks)
+def sync_at_once(runner: EngineRunner, source: Source, name: str, version: int, mode: str = "in_place") -> None:
+    """Send a version in a group, checked tensor by tensor, with one call for pause, reception and resume."""
     source.tell(do="broadcast", version=version, buckets=None)
     received = runner.run(runner.engine.receive(pausing_request(name, Version(1, version), mode)))
     assert dict(received.checksums) == source.answer()["checksums"]

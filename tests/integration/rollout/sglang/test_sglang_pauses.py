@@ -11,10 +11,11 @@ from services.rollout.service import child_engine
 from tests.integration.rollout.rollout_kit import Source
 from tests.integration.rollout.sglang.syncs import check_logprobs, join, pausing_request, sync, sync_at_once, transfer
 from tests.kit.engines import Asked, EngineRunner
-from tests.kit.waiting import wait_until
+from tests.kit.waiting import PATIENCE, wait_until
 
 PROMPT = list(range(3, 103))
 LONG = 400
+"""Tokens that take the engine some seconds."""
 
 
 class Held:
@@ -66,8 +67,9 @@ def held(held_engine: Held) -> Iterator[Held]:
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_an_update_leaves_with_its_pause(held: Held, model: Path, source: Source, mode: str) -> None:
-    asked, old = held.ask(), held.version
-    sync_at_once(held.runner, source, old + 1, mode)
+    name, old = join(held.runner, source), held.version
+    asked = held.ask()
+    sync_at_once(held.runner, source, name, old + 1, mode)
     assert held.updates[-1] > 0
     for answer in held.runner.wait(asked):
         assert set(answer.versions) == {old, old + 1}
@@ -84,17 +86,20 @@ def test_an_update_of_an_engine_that_is_paused_or_ends_requests_comes_after_the_
     held: Held, model: Path, source: Source
 ) -> None:
     old = held.version
+    name = join(held.runner, source)
     held.runner.pause()
-    sync_at_once(held.runner, source, old + 1)
+    sync_at_once(held.runner, source, name, old + 1)
     assert held.updates[-1] == 0
+    name = join(held.runner, source)
     asked = held.ask()
-    sync_at_once(held.runner, source, old + 2, "abort")
+    sync_at_once(held.runner, source, name, old + 2, "abort")
     assert held.updates[-1] == 0
     for answer in held.runner.wait(asked):
         assert (answer.finish, set(answer.versions)) == ("abort", {old + 1})
+    name = join(held.runner, source)
     asked = held.runner.ask(PROMPT, 2, stream=True, max_new_tokens=30, ignore_eos=True)
     held.runner.wait_begun(asked)
-    sync_at_once(held.runner, source, old + 3, "drain")
+    sync_at_once(held.runner, source, name, old + 3, "drain")
     assert held.updates[-1] == 0
     for answer in held.runner.wait(asked):
         assert answer.versions == [old + 2] * 30
@@ -104,11 +109,12 @@ def test_an_update_of_an_engine_that_is_paused_or_ends_requests_comes_after_the_
 
 
 def test_after_a_pause_that_is_late_nothing_is_received(held: Held, model: Path, source: Source) -> None:
-    runner, old, asked = held.runner, held.version, held.ask()
-    name, before = join(runner, source), len(held.updates)
+    runner, old, before = held.runner, held.version, len(held.updates)
+    name = join(runner, source)
+    asked = held.ask()
     held.hold()
     with pytest.raises(FailedPrecondition, match="did not pause"):
-        runner.run(runner.engine.receive(pausing_request(name, runner.next_version(), pause_timeout=0.5)))
+        runner.run(runner.engine.receive(pausing_request(name, runner.next_version(), pause_timeout=PATIENCE)))
     assert len(held.updates) == before + 1
     assert held.updates[-1] > 0
     source.tell(do="broadcast", version=old + 1, buckets=None)
@@ -121,21 +127,22 @@ def test_after_a_pause_that_is_late_nothing_is_received(held: Held, model: Path,
         runner.finish(begun)
     other = join(runner, source)
     with pytest.raises(FailedPrecondition, match="did not pause"):
-        runner.run(runner.engine.receive(pausing_request(other, runner.next_version(), pause_timeout=0.5)))
+        runner.run(runner.engine.receive(pausing_request(other, runner.next_version(), pause_timeout=PATIENCE)))
     assert len(held.updates) == before + 1
     held.release()
     assert not runner.run(runner.engine.leave(name, quarantine=False))
     for answer in runner.wait(asked):  # without a resume
         assert answer.versions == [old] * LONG
         check_logprobs(model, PROMPT, answer)
-    sync_at_once(runner, source, old + 1)
+    sync_at_once(runner, source, join(runner, source), old + 1)
     (after,) = runner.generate(PROMPT, max_new_tokens=8, temperature=0.0, ignore_eos=True)
     assert after.versions == [old + 1] * 8
 
 
 def test_a_group_that_is_left_before_the_pause_ends_the_update_at_once(held: Held, model: Path, source: Source) -> None:
-    runner, old, asked = held.runner, held.version, held.ask()
-    name, before = join(runner, source), len(held.updates)
+    runner, old, before = held.runner, held.version, len(held.updates)
+    name = join(runner, source)
+    asked = held.ask()
     held.hold()
     begun = runner.begin(runner.engine.receive(pausing_request(name, runner.next_version(), pause_timeout=100)))
     wait_until(lambda: len(held.updates) > before, "the scheduler is asked")

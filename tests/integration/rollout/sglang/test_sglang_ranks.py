@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.rollout.rollout_kit import Source
-from tests.integration.rollout.sglang.syncs import check_logprobs, sync, sync_at_once
+from tests.integration.rollout.sglang.syncs import check_logprobs, join, sync, sync_at_once
 from tests.kit.engines import EngineRunner
 
 PROMPT = list(range(3, 103))
@@ -33,9 +33,10 @@ def test_all_ranks_pause_receive_and_go_on_together(
         assert set(answer.versions) == {1, 2}
         assert answer.spans_weight_update
     for mode, version in (("in_place", 3), ("retract", 4)):  # the ranks are asked together with their pause
+        name = join(engine, source, ranks=2)
         asked = engine.ask(PROMPT, 4, stream=True, max_new_tokens=100, ignore_eos=True)
         engine.wait_begun(asked)
-        sync_at_once(engine, source, version, mode, ranks=2)
+        sync_at_once(engine, source, name, version, mode)
         for answer in engine.wait(asked):
             assert set(answer.versions) == {version - 1, version}
             assert answer.spans_weight_update == (mode == "in_place")
