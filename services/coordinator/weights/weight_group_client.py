@@ -153,17 +153,13 @@ class WeightGroupClient:
             checksum=bool(unverified),
         )
 
-        def broadcast() -> Call:
-            return self._trainer(group.trainer).BroadcastWeights(send, timeout=seconds + MARGIN_SECONDS)
-
-        async def broadcast_once_recorded() -> Any:
+        async def broadcast() -> Any:
             await asyncio.shield(recorded)
-            return await broadcast()
+            return await self._trainer(group.trainer).BroadcastWeights(send, timeout=seconds + MARGIN_SECONDS)
 
         def transfer(member: Member) -> Call:
             if member == group.trainer:
-                ready = recorded.done() and not recorded.exception()
-                return broadcast() if ready else broadcast_once_recorded()
+                return broadcast()
             receive = rollout_pb2.ReceiveWeightsRequest(
                 sync_id=sync_id,
                 group_name=group.name,
