@@ -1,12 +1,13 @@
 """TransferQueue 0.1.11 for comparison with the board: put and get of the same bytes. Needs the `bench` extra."""
 
-import gc
 import importlib.util
 import logging
 import os
 import time
 
 import numpy as np
+
+from relaxd.process.garbage import freeze_objects
 
 TIMEOUT_SECONDS = 120.0
 
@@ -37,8 +38,7 @@ class TransferQueue:
 
                 transfer_queue.init()
                 self.client = transfer_queue.get_client()
-                gc.collect()
-                gc.freeze()  # as the board's processes
+                freeze_objects()  # as the board's processes do
 
             def read(self, partition: str, total: int, batch: int) -> int:
                 got = 0
@@ -53,8 +53,7 @@ class TransferQueue:
                 return got
 
         self._consumer = ray.remote(Consumer).remote()
-        gc.collect()
-        gc.freeze()
+        freeze_objects()
 
     def measure(self, row: np.ndarray, batch: int, total: int) -> float:
         """Return groups per second of concurrent put and get, for `total` groups with this row."""

@@ -156,7 +156,7 @@ class _Threads:
 
     def __init__(self) -> None:
         self._idle: deque[queue.SimpleQueue[_Work]] = deque()
-        """What gives each idle thread its next call."""
+        """The queue of each idle thread, from which it takes its next call."""
         self._lock = threading.Lock()
 
     def run(self, name: str, do: Callable[[], Any]) -> "Future[Any]":

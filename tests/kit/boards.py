@@ -61,7 +61,7 @@ def output(stage: str, *, version: int = 0, tokens: int = 3) -> dict[str, Column
 
 
 def commands_of(board: Board, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What the board sends to change something: the returned list gets every command."""
+    """Return a list to which each command is added that the board sends to change something."""
     sent: list[tuple[Any, ...]] = []
     write = board._connection.write
 
