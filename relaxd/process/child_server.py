@@ -6,15 +6,12 @@ import ctypes
 import inspect
 import logging
 import os
-import queue
 import signal
 import socket
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -22,14 +19,14 @@ import grpc
 
 from relaxd.process.child import LIFELINE_VARIABLE, SOCKET_VARIABLE, TOKEN_VARIABLE
 from relaxd.process.gpu_lease import end_with_lease
+from relaxd.process.idle_threads import IdleThreads
 from relaxd.rpc.access.tokens import AccessTokens
 from relaxd.rpc.interceptor import CallInterceptor
 
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
-IDLE_THREADS = 8
-"""Threads that wait for the next call. Those of more calls at once end with them."""
 
 T = TypeVar("T")
+Handler = TypeVar("Handler", bound=Callable[..., Any])
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +35,8 @@ class ChildServer:
     """Answers the parent's calls.
 
     A handler that is a plain function runs in a thread of its own, so that none waits for another; coroutines and
-    asynchronous generators run in the server's event loop and must not block. Handlers fail by raising RpcError.
+    asynchronous generators run in the server's event loop and must not block. Handlers fail by raising RpcError. See
+    `in_turn` for those that answer a stream.
     """
 
     def __init__(self, *services: tuple[Callable[[Any, Any], None], Any]) -> None:
@@ -76,7 +74,7 @@ async def serve_socket(
     )
     unlimited = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
     server = grpc.aio.server(interceptors=[interceptor], options=unlimited)
-    threads = _Threads()
+    threads = IdleThreads()
     for add, servicer in services:
         add(_Threaded(servicer, threads), server)
     server.add_insecure_port(f"unix:{path}")
@@ -120,10 +118,16 @@ class Outbox(Generic[T]):
                 await come.wait()  # idle: there is nothing to send
 
 
-class _Threaded:
-    """A servicer whose plain functions became coroutines that run them in threads."""
+def in_turn(handler: Handler) -> Handler:
+    """Have a plain function answer each request of a stream, one after the other (see `relaxd.process.turns`)."""
+    handler.in_turn = True  # type: ignore[attr-defined]
+    return handler
 
-    def __init__(self, servicer: Any, threads: "_Threads") -> None:
+
+class _Threaded:
+    """A servicer whose plain functions became coroutines, or asynchronous generators, that run them in threads."""
+
+    def __init__(self, servicer: Any, threads: IdleThreads) -> None:
         self._servicer = servicer
         self._threads = threads
 
@@ -136,66 +140,11 @@ class _Threaded:
             carried = contextvars.copy_context()
             return await asyncio.wrap_future(self._threads.run(name, partial(carried.run, handler, request, context)))
 
-        return call
+        async def call_in_turn(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+            async for request in requests:
+                yield await call(request, context)
 
-
-@dataclass(frozen=True)
-class _Work:
-    """A handler's call."""
-
-    name: str
-    do: Callable[[], Any]
-    answer: "Future[Any]"
-
-
-class _Threads:
-    """Threads of which each runs one call at a time. One that is idle takes the next call, because to start takes long.
-
-    A call finds no thread idle if all have calls, and gets a new one: none waits for another.
-    """
-
-    def __init__(self) -> None:
-        self._idle: deque[queue.SimpleQueue[_Work]] = deque()
-        """The queue of each idle thread, from which it takes its next call."""
-        self._lock = threading.Lock()
-
-    def run(self, name: str, do: Callable[[], Any]) -> "Future[Any]":
-        """Call `do` in a thread that is called `name` meanwhile."""
-        answer: Future[Any] = Future()
-        answer.set_running_or_notify_cancel()  # a caller that leaves doesn't end it
-        work = _Work(name, do, answer)
-        try:
-            self._idle.pop().put(work)  # the last one that became idle
-        except IndexError:
-            threading.Thread(target=self._work, args=(work,), name=name, daemon=True).start()
-        return answer
-
-    def _work(self, work: _Work) -> None:
-        calls: queue.SimpleQueue[_Work] = queue.SimpleQueue()
-        while self._settle(work, calls):
-            del work  # an idle thread holds on to no request
-            threading.current_thread().name = "idle"
-            work = calls.get()
-            threading.current_thread().name = work.name
-
-    def _settle(self, work: _Work, calls: "queue.SimpleQueue[_Work]") -> bool:
-        """Answer a call. Returns whether its thread, which takes others from `calls`, is idle then."""
-        try:
-            result = work.do()
-        except BaseException as error:
-            idle = self._idles(calls)
-            work.answer.set_exception(error)
-        else:
-            idle = self._idles(calls)  # before the answer, after which the caller may call again
-            work.answer.set_result(result)
-        return idle
-
-    def _idles(self, calls: "queue.SimpleQueue[_Work]") -> bool:
-        with self._lock:
-            if len(self._idle) >= IDLE_THREADS:
-                return False
-            self._idle.append(calls)
-            return True
+        return call_in_turn if getattr(handler, "in_turn", False) else call
 
 
 def die_with_parent() -> None:

@@ -27,27 +27,23 @@ from relaxd.v1 import rollout_pb2 as relaxd_dot_v1_dot_rollout__pb2
 from relaxd.v1 import sample_pb2 as relaxd_dot_v1_dot_sample__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16relaxd/v1/engine.proto\x12\trelaxd.v1\x1a\x16relaxd/v1/access.proto\x1a\x17relaxd/v1/rollout.proto\x1a\x16relaxd/v1/sample.proto\"f\n\x0bLoadRequest\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x02 \x01(\t\x12\x10\n\x08\x63olocate\x18\x03 \x01(\x08\x12\x0e\n\x06\x66rozen\x18\x04 \x01(\x08\x12\x10\n\x08logprobs\x18\x05 \x01(\x08\"C\n\x0cLoadResponse\x12\x12\n\nvocabulary\x18\x01 \x01(\x05\x12\x0f\n\x07\x63ontext\x18\x02 \x01(\x05\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\"\x98\x01\n\rEngineRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12+\n\x07request\x18\x02 \x01(\x0b\x32\x1a.relaxd.v1.GenerateRequest\x12%\n\x05\x62\x65gun\x18\x03 \x03(\x0b\x32\x16.relaxd.v1.BegunSample\x12\x14\n\x0creport_every\x18\x04 \x01(\x05\x12\x11\n\tlikeliest\x18\x05 \x01(\x05\"-\n\x0b\x42\x65gunSample\x12\x0e\n\x06sample\x18\x01 \x01(\x05\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\"Y\n\x0f\x45xchangeRequest\x12\'\n\x05\x62\x65gin\x18\x01 \x03(\x0b\x32\x18.relaxd.v1.EngineRequest\x12\x0e\n\x06\x66orget\x18\x02 \x03(\t\x12\r\n\x05\x61\x62ort\x18\x03 \x03(\t\"\xa3\x02\n\x0c\x45ngineOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06sample\x18\x02 \x01(\x05\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x12\x10\n\x08logprobs\x18\x04 \x01(\x0c\x12\x10\n\x08versions\x18\x05 \x03(\x03\x12\x17\n\x0fversion_lengths\x18\x06 \x03(\x05\x12.\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x17.relaxd.v1.FinishReason\x12\x0c\n\x04text\x18\x08 \x01(\t\x12\x1b\n\x13spans_weight_update\x18\t \x01(\x08\x12\x16\n\x0erouted_experts\x18\n \x01(\x0c\x12\x1c\n\x14routed_experts_shape\x18\x0b \x03(\x05\x12\x11\n\tlikeliest\x18\x0c \x01(\x0c\"F\n\rEngineFailure\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x11\n\ttoo_large\x18\x03 \x01(\x08\"h\n\x10\x45xchangeResponse\x12(\n\x07outputs\x18\x01 \x03(\x0b\x32\x17.relaxd.v1.EngineOutput\x12*\n\x08\x66\x61ilures\x18\x02 \x03(\x0b\x32\x18.relaxd.v1.EngineFailure\"F\n\x16\x43omputeLogprobsRequest\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\x12\r\n\x05start\x18\x02 \x01(\x05\x12\r\n\x05top_k\x18\x03 \x01(\x05\"Z\n\x17\x43omputeLogprobsResponse\x12\x10\n\x08logprobs\x18\x01 \x01(\x0c\x12\x11\n\tlikeliest\x18\x02 \x01(\x0c\x12\x1a\n\x12likeliest_logprobs\x18\x03 \x01(\x0c\"\x17\n\x15GetEngineStatsRequest\"\xa6\x01\n\x16GetEngineStatsResponse\x12\x17\n\x0frunning_samples\x18\x01 \x01(\x05\x12\x17\n\x0fwaiting_samples\x18\x02 \x01(\x05\x12\x18\n\x10tokens_generated\x18\x03 \x01(\x03\x12\x13\n\x0bquarantined\x18\x04 \x01(\x08\x12\x11\n\trss_bytes\x18\x05 \x01(\x03\x12\x18\n\x10tokens_prefilled\x18\x06 \x01(\x03\"6\n\x11WaitChangeRequest\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12\x11\n\tloop_only\x18\x02 \x01(\x08\"\x14\n\x12WaitChangeResponse\"f\n\x14UpdateWeightsRequest\x12\x31\n\x07receive\x18\x01 \x01(\x0b\x32 .relaxd.v1.ReceiveWeightsRequest\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x0e\n\x06\x63hange\x18\x03 \x01(\x03\"0\n\x0bHeldRequest\x12\x0e\n\x06tokens\x18\x01 \x01(\x05\x12\x11\n\tcontinues\x18\x02 \x01(\x08\"\xcb\x01\n\x15UpdateWeightsResponse\x12\x33\n\x08received\x18\x01 \x01(\x0b\x32!.relaxd.v1.ReceiveWeightsResponse\x12\x38\n\x04held\x18\x02 \x03(\x0b\x32*.relaxd.v1.UpdateWeightsResponse.HeldEntry\x1a\x43\n\tHeldEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12%\n\x05value\x18\x02 \x01(\x0b\x32\x16.relaxd.v1.HeldRequest:\x02\x38\x01\"\x0f\n\rEndAllRequest\"\x1f\n\x0e\x45ndAllResponse\x12\r\n\x05\x65nded\x18\x01 \x01(\x05\"\x1a\n\x18GetSchedulerStatsRequest\"\x97\x01\n\x19GetSchedulerStatsResponse\x12\x17\n\x0frunning_samples\x18\x01 \x01(\x05\x12\x17\n\x0fwaiting_samples\x18\x02 \x01(\x05\x12\x18\n\x10tokens_generated\x18\x03 \x01(\x03\x12\x14\n\x0cmemory_bytes\x18\x04 \x01(\x03\x12\x18\n\x10tokens_prefilled\x18\x05 \x01(\x03\"\x11\n\x0fWatchEndRequest\"\x12\n\x10WatchEndResponse2\xee\x02\n\x06\x45ngine\x12\x43\n\x04Load\x12\x16.relaxd.v1.LoadRequest\x1a\x17.relaxd.v1.LoadResponse\"\n\x8a\x80\x19\x06parent\x12S\n\x08\x45xchange\x12\x1a.relaxd.v1.ExchangeRequest\x1a\x1b.relaxd.v1.ExchangeResponse\"\n\x8a\x80\x19\x06parent(\x01\x30\x01\x12\x64\n\x0f\x43omputeLogprobs\x12!.relaxd.v1.ComputeLogprobsRequest\x1a\".relaxd.v1.ComputeLogprobsResponse\"\n\x8a\x80\x19\x06parent\x12\x64\n\x0eGetEngineStats\x12 .relaxd.v1.GetEngineStatsRequest\x1a!.relaxd.v1.GetEngineStatsResponse\"\r\x90\x02\x01\x8a\x80\x19\x06parent2\xd0\x03\n\tScheduler\x12U\n\nWaitChange\x12\x1c.relaxd.v1.WaitChangeRequest\x1a\x1d.relaxd.v1.WaitChangeResponse\"\n\x8a\x80\x19\x06parent\x12^\n\rUpdateWeights\x12\x1f.relaxd.v1.UpdateWeightsRequest\x1a .relaxd.v1.UpdateWeightsResponse\"\n\x8a\x80\x19\x06parent\x12I\n\x06\x45ndAll\x12\x18.relaxd.v1.EndAllRequest\x1a\x19.relaxd.v1.EndAllResponse\"\n\x8a\x80\x19\x06parent\x12m\n\x11GetSchedulerStats\x12#.relaxd.v1.GetSchedulerStatsRequest\x1a$.relaxd.v1.GetSchedulerStatsResponse\"\r\x90\x02\x01\x8a\x80\x19\x06parent\x12R\n\x08WatchEnd\x12\x1a.relaxd.v1.WatchEndRequest\x1a\x1b.relaxd.v1.WatchEndResponse\"\r\x90\x02\x01\x8a\x80\x19\x06parentb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16relaxd/v1/engine.proto\x12\trelaxd.v1\x1a\x16relaxd/v1/access.proto\x1a\x17relaxd/v1/rollout.proto\x1a\x16relaxd/v1/sample.proto\"f\n\x0bLoadRequest\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x02 \x01(\t\x12\x10\n\x08\x63olocate\x18\x03 \x01(\x08\x12\x0e\n\x06\x66rozen\x18\x04 \x01(\x08\x12\x10\n\x08logprobs\x18\x05 \x01(\x08\"C\n\x0cLoadResponse\x12\x12\n\nvocabulary\x18\x01 \x01(\x05\x12\x0f\n\x07\x63ontext\x18\x02 \x01(\x05\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\"\x98\x01\n\rEngineRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12+\n\x07request\x18\x02 \x01(\x0b\x32\x1a.relaxd.v1.GenerateRequest\x12%\n\x05\x62\x65gun\x18\x03 \x03(\x0b\x32\x16.relaxd.v1.BegunSample\x12\x14\n\x0creport_every\x18\x04 \x01(\x05\x12\x11\n\tlikeliest\x18\x05 \x01(\x05\"-\n\x0b\x42\x65gunSample\x12\x0e\n\x06sample\x18\x01 \x01(\x05\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\"Y\n\x0f\x45xchangeRequest\x12\'\n\x05\x62\x65gin\x18\x01 \x03(\x0b\x32\x18.relaxd.v1.EngineRequest\x12\x0e\n\x06\x66orget\x18\x02 \x03(\t\x12\r\n\x05\x61\x62ort\x18\x03 \x03(\t\"\xa3\x02\n\x0c\x45ngineOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06sample\x18\x02 \x01(\x05\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x12\x10\n\x08logprobs\x18\x04 \x01(\x0c\x12\x10\n\x08versions\x18\x05 \x03(\x03\x12\x17\n\x0fversion_lengths\x18\x06 \x03(\x05\x12.\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x17.relaxd.v1.FinishReason\x12\x0c\n\x04text\x18\x08 \x01(\t\x12\x1b\n\x13spans_weight_update\x18\t \x01(\x08\x12\x16\n\x0erouted_experts\x18\n \x01(\x0c\x12\x1c\n\x14routed_experts_shape\x18\x0b \x03(\x05\x12\x11\n\tlikeliest\x18\x0c \x01(\x0c\"F\n\rEngineFailure\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x11\n\ttoo_large\x18\x03 \x01(\x08\"h\n\x10\x45xchangeResponse\x12(\n\x07outputs\x18\x01 \x03(\x0b\x32\x17.relaxd.v1.EngineOutput\x12*\n\x08\x66\x61ilures\x18\x02 \x03(\x0b\x32\x18.relaxd.v1.EngineFailure\"K\n\x16ReceiveVersionsRequest\x12\x31\n\x07receive\x18\x01 \x01(\x0b\x32 .relaxd.v1.ReceiveWeightsRequest\"N\n\x17ReceiveVersionsResponse\x12\x33\n\x08received\x18\x01 \x01(\x0b\x32!.relaxd.v1.ReceiveWeightsResponse\"F\n\x16\x43omputeLogprobsRequest\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\x12\r\n\x05start\x18\x02 \x01(\x05\x12\r\n\x05top_k\x18\x03 \x01(\x05\"Z\n\x17\x43omputeLogprobsResponse\x12\x10\n\x08logprobs\x18\x01 \x01(\x0c\x12\x11\n\tlikeliest\x18\x02 \x01(\x0c\x12\x1a\n\x12likeliest_logprobs\x18\x03 \x01(\x0c\"\x17\n\x15GetEngineStatsRequest\"\xa6\x01\n\x16GetEngineStatsResponse\x12\x17\n\x0frunning_samples\x18\x01 \x01(\x05\x12\x17\n\x0fwaiting_samples\x18\x02 \x01(\x05\x12\x18\n\x10tokens_generated\x18\x03 \x01(\x03\x12\x13\n\x0bquarantined\x18\x04 \x01(\x08\x12\x11\n\trss_bytes\x18\x05 \x01(\x03\x12\x18\n\x10tokens_prefilled\x18\x06 \x01(\x03\"\x0f\n\rEndAllRequest\"\x1f\n\x0e\x45ndAllResponse\x12\r\n\x05\x65nded\x18\x01 \x01(\x05\"\x1a\n\x18GetSchedulerStatsRequest\"\x97\x01\n\x19GetSchedulerStatsResponse\x12\x17\n\x0frunning_samples\x18\x01 \x01(\x05\x12\x17\n\x0fwaiting_samples\x18\x02 \x01(\x05\x12\x18\n\x10tokens_generated\x18\x03 \x01(\x03\x12\x14\n\x0cmemory_bytes\x18\x04 \x01(\x03\x12\x18\n\x10tokens_prefilled\x18\x05 \x01(\x03\"\x11\n\x0fWatchEndRequest\"\x12\n\x10WatchEndResponse2\xd8\x03\n\x06\x45ngine\x12\x43\n\x04Load\x12\x16.relaxd.v1.LoadRequest\x1a\x17.relaxd.v1.LoadResponse\"\n\x8a\x80\x19\x06parent\x12S\n\x08\x45xchange\x12\x1a.relaxd.v1.ExchangeRequest\x1a\x1b.relaxd.v1.ExchangeResponse\"\n\x8a\x80\x19\x06parent(\x01\x30\x01\x12h\n\x0fReceiveVersions\x12!.relaxd.v1.ReceiveVersionsRequest\x1a\".relaxd.v1.ReceiveVersionsResponse\"\n\x8a\x80\x19\x06parent(\x01\x30\x01\x12\x64\n\x0f\x43omputeLogprobs\x12!.relaxd.v1.ComputeLogprobsRequest\x1a\".relaxd.v1.ComputeLogprobsResponse\"\n\x8a\x80\x19\x06parent\x12\x64\n\x0eGetEngineStats\x12 .relaxd.v1.GetEngineStatsRequest\x1a!.relaxd.v1.GetEngineStatsResponse\"\r\x90\x02\x01\x8a\x80\x19\x06parent2\x99\x02\n\tScheduler\x12I\n\x06\x45ndAll\x12\x18.relaxd.v1.EndAllRequest\x1a\x19.relaxd.v1.EndAllResponse\"\n\x8a\x80\x19\x06parent\x12m\n\x11GetSchedulerStats\x12#.relaxd.v1.GetSchedulerStatsRequest\x1a$.relaxd.v1.GetSchedulerStatsResponse\"\r\x90\x02\x01\x8a\x80\x19\x06parent\x12R\n\x08WatchEnd\x12\x1a.relaxd.v1.WatchEndRequest\x1a\x1b.relaxd.v1.WatchEndResponse\"\r\x90\x02\x01\x8a\x80\x19\x06parentb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'relaxd.v1.engine_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_UPDATEWEIGHTSRESPONSE_HELDENTRY']._loaded_options = None
-  _globals['_UPDATEWEIGHTSRESPONSE_HELDENTRY']._serialized_options = b'8\001'
   _globals['_ENGINE'].methods_by_name['Load']._loaded_options = None
   _globals['_ENGINE'].methods_by_name['Load']._serialized_options = b'\212\200\031\006parent'
   _globals['_ENGINE'].methods_by_name['Exchange']._loaded_options = None
   _globals['_ENGINE'].methods_by_name['Exchange']._serialized_options = b'\212\200\031\006parent'
+  _globals['_ENGINE'].methods_by_name['ReceiveVersions']._loaded_options = None
+  _globals['_ENGINE'].methods_by_name['ReceiveVersions']._serialized_options = b'\212\200\031\006parent'
   _globals['_ENGINE'].methods_by_name['ComputeLogprobs']._loaded_options = None
   _globals['_ENGINE'].methods_by_name['ComputeLogprobs']._serialized_options = b'\212\200\031\006parent'
   _globals['_ENGINE'].methods_by_name['GetEngineStats']._loaded_options = None
   _globals['_ENGINE'].methods_by_name['GetEngineStats']._serialized_options = b'\220\002\001\212\200\031\006parent'
-  _globals['_SCHEDULER'].methods_by_name['WaitChange']._loaded_options = None
-  _globals['_SCHEDULER'].methods_by_name['WaitChange']._serialized_options = b'\212\200\031\006parent'
-  _globals['_SCHEDULER'].methods_by_name['UpdateWeights']._loaded_options = None
-  _globals['_SCHEDULER'].methods_by_name['UpdateWeights']._serialized_options = b'\212\200\031\006parent'
   _globals['_SCHEDULER'].methods_by_name['EndAll']._loaded_options = None
   _globals['_SCHEDULER'].methods_by_name['EndAll']._serialized_options = b'\212\200\031\006parent'
   _globals['_SCHEDULER'].methods_by_name['GetSchedulerStats']._loaded_options = None
@@ -70,40 +66,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ENGINEFAILURE']._serialized_end=940
   _globals['_EXCHANGERESPONSE']._serialized_start=942
   _globals['_EXCHANGERESPONSE']._serialized_end=1046
-  _globals['_COMPUTELOGPROBSREQUEST']._serialized_start=1048
-  _globals['_COMPUTELOGPROBSREQUEST']._serialized_end=1118
-  _globals['_COMPUTELOGPROBSRESPONSE']._serialized_start=1120
-  _globals['_COMPUTELOGPROBSRESPONSE']._serialized_end=1210
-  _globals['_GETENGINESTATSREQUEST']._serialized_start=1212
-  _globals['_GETENGINESTATSREQUEST']._serialized_end=1235
-  _globals['_GETENGINESTATSRESPONSE']._serialized_start=1238
-  _globals['_GETENGINESTATSRESPONSE']._serialized_end=1404
-  _globals['_WAITCHANGEREQUEST']._serialized_start=1406
-  _globals['_WAITCHANGEREQUEST']._serialized_end=1460
-  _globals['_WAITCHANGERESPONSE']._serialized_start=1462
-  _globals['_WAITCHANGERESPONSE']._serialized_end=1482
-  _globals['_UPDATEWEIGHTSREQUEST']._serialized_start=1484
-  _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=1586
-  _globals['_HELDREQUEST']._serialized_start=1588
-  _globals['_HELDREQUEST']._serialized_end=1636
-  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=1639
-  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_end=1842
-  _globals['_UPDATEWEIGHTSRESPONSE_HELDENTRY']._serialized_start=1775
-  _globals['_UPDATEWEIGHTSRESPONSE_HELDENTRY']._serialized_end=1842
-  _globals['_ENDALLREQUEST']._serialized_start=1844
-  _globals['_ENDALLREQUEST']._serialized_end=1859
-  _globals['_ENDALLRESPONSE']._serialized_start=1861
-  _globals['_ENDALLRESPONSE']._serialized_end=1892
-  _globals['_GETSCHEDULERSTATSREQUEST']._serialized_start=1894
-  _globals['_GETSCHEDULERSTATSREQUEST']._serialized_end=1920
-  _globals['_GETSCHEDULERSTATSRESPONSE']._serialized_start=1923
-  _globals['_GETSCHEDULERSTATSRESPONSE']._serialized_end=2074
-  _globals['_WATCHENDREQUEST']._serialized_start=2076
-  _globals['_WATCHENDREQUEST']._serialized_end=2093
-  _globals['_WATCHENDRESPONSE']._serialized_start=2095
-  _globals['_WATCHENDRESPONSE']._serialized_end=2113
-  _globals['_ENGINE']._serialized_start=2116
-  _globals['_ENGINE']._serialized_end=2482
-  _globals['_SCHEDULER']._serialized_start=2485
-  _globals['_SCHEDULER']._serialized_end=2949
+  _globals['_RECEIVEVERSIONSREQUEST']._serialized_start=1048
+  _globals['_RECEIVEVERSIONSREQUEST']._serialized_end=1123
+  _globals['_RECEIVEVERSIONSRESPONSE']._serialized_start=1125
+  _globals['_RECEIVEVERSIONSRESPONSE']._serialized_end=1203
+  _globals['_COMPUTELOGPROBSREQUEST']._serialized_start=1205
+  _globals['_COMPUTELOGPROBSREQUEST']._serialized_end=1275
+  _globals['_COMPUTELOGPROBSRESPONSE']._serialized_start=1277
+  _globals['_COMPUTELOGPROBSRESPONSE']._serialized_end=1367
+  _globals['_GETENGINESTATSREQUEST']._serialized_start=1369
+  _globals['_GETENGINESTATSREQUEST']._serialized_end=1392
+  _globals['_GETENGINESTATSRESPONSE']._serialized_start=1395
+  _globals['_GETENGINESTATSRESPONSE']._serialized_end=1561
+  _globals['_ENDALLREQUEST']._serialized_start=1563
+  _globals['_ENDALLREQUEST']._serialized_end=1578
+  _globals['_ENDALLRESPONSE']._serialized_start=1580
+  _globals['_ENDALLRESPONSE']._serialized_end=1611
+  _globals['_GETSCHEDULERSTATSREQUEST']._serialized_start=1613
+  _globals['_GETSCHEDULERSTATSREQUEST']._serialized_end=1639
+  _globals['_GETSCHEDULERSTATSRESPONSE']._serialized_start=1642
+  _globals['_GETSCHEDULERSTATSRESPONSE']._serialized_end=1793
+  _globals['_WATCHENDREQUEST']._serialized_start=1795
+  _globals['_WATCHENDREQUEST']._serialized_end=1812
+  _globals['_WATCHENDRESPONSE']._serialized_start=1814
+  _globals['_WATCHENDRESPONSE']._serialized_end=1832
+  _globals['_ENGINE']._serialized_start=1835
+  _globals['_ENGINE']._serialized_end=2307
+  _globals['_SCHEDULER']._serialized_start=2310
+  _globals['_SCHEDULER']._serialized_end=2591
 # @@protoc_insertion_point(module_scope)

@@ -329,6 +329,54 @@ class ExchangeResponse(_message.Message):
 Global___ExchangeResponse: _TypeAlias = ExchangeResponse  # noqa: Y015
 
 @_typing.final
+class ReceiveVersionsRequest(_message.Message):
+    """Asks to take up a version of the weights."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECEIVE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def receive(self) -> _rollout_pb2.ReceiveWeightsRequest:
+        """What to receive."""
+
+    def __init__(
+        self,
+        *,
+        receive: _rollout_pb2.ReceiveWeightsRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["receive", b"receive"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["receive", b"receive"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReceiveVersionsRequest: _TypeAlias = ReceiveVersionsRequest  # noqa: Y015
+
+@_typing.final
+class ReceiveVersionsResponse(_message.Message):
+    """The version is there."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECEIVED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def received(self) -> _rollout_pb2.ReceiveWeightsResponse:
+        """How it was received."""
+
+    def __init__(
+        self,
+        *,
+        received: _rollout_pb2.ReceiveWeightsResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["received", b"received"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["received", b"received"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReceiveVersionsResponse: _TypeAlias = ReceiveVersionsResponse  # noqa: Y015
+
+@_typing.final
 class ComputeLogprobsRequest(_message.Message):
     """Asks for log-probs of the tokens of a sequence. Arrays are little-endian and contiguous."""
 
@@ -446,158 +494,6 @@ class GetEngineStatsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetEngineStatsResponse: _TypeAlias = GetEngineStatsResponse  # noqa: Y015
-
-@_typing.final
-class WaitChangeRequest(_message.Message):
-    """Names a pause or a resumption."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NUMBER_FIELD_NUMBER: _builtins.int
-    LOOP_ONLY_FIELD_NUMBER: _builtins.int
-    number: _builtins.int
-    """The engine's number of it."""
-    loop_only: _builtins.bool
-    """Wait for the loop only, not for the device."""
-    def __init__(
-        self,
-        *,
-        number: _builtins.int = ...,
-        loop_only: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["loop_only", b"loop_only", "number", b"number"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___WaitChangeRequest: _TypeAlias = WaitChangeRequest  # noqa: Y015
-
-@_typing.final
-class WaitChangeResponse(_message.Message):
-    """The loop has paused or resumed."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___WaitChangeResponse: _TypeAlias = WaitChangeResponse  # noqa: Y015
-
-@_typing.final
-class UpdateWeightsRequest(_message.Message):
-    """Asks to receive and take up new weights."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RECEIVE_FIELD_NUMBER: _builtins.int
-    KEY_FIELD_NUMBER: _builtins.int
-    CHANGE_FIELD_NUMBER: _builtins.int
-    key: _builtins.str
-    """The weights' key in the prefix cache."""
-    change: _builtins.int
-    """The engine's number of the pause to wait for, which the loop is told to begin now; 0: it is paused already."""
-    @_builtins.property
-    def receive(self) -> _rollout_pb2.ReceiveWeightsRequest:
-        """What to receive; its pause and resume are the engine's, but for `pause_timeout_seconds`, with `change`."""
-
-    def __init__(
-        self,
-        *,
-        receive: _rollout_pb2.ReceiveWeightsRequest | None = ...,
-        key: _builtins.str = ...,
-        change: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["receive", b"receive"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "key", b"key", "receive", b"receive"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___UpdateWeightsRequest: _TypeAlias = UpdateWeightsRequest  # noqa: Y015
-
-@_typing.final
-class HeldRequest(_message.Message):
-    """An unfinished request of the scheduler."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TOKENS_FIELD_NUMBER: _builtins.int
-    CONTINUES_FIELD_NUMBER: _builtins.int
-    tokens: _builtins.int
-    """Number of tokens that the old weights produced."""
-    continues: _builtins.bool
-    """Whether it continues with their keys and values."""
-    def __init__(
-        self,
-        *,
-        tokens: _builtins.int = ...,
-        continues: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["continues", b"continues", "tokens", b"tokens"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___HeldRequest: _TypeAlias = HeldRequest  # noqa: Y015
-
-@_typing.final
-class UpdateWeightsResponse(_message.Message):
-    """The weights are there."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    @_typing.final
-    class HeldEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        @_builtins.property
-        def value(self) -> Global___HeldRequest: ...
-        def __init__(
-            self,
-            *,
-            key: _builtins.str = ...,
-            value: Global___HeldRequest | None = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-    RECEIVED_FIELD_NUMBER: _builtins.int
-    HELD_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def received(self) -> _rollout_pb2.ReceiveWeightsResponse:
-        """How they were received."""
-
-    @_builtins.property
-    def held(self) -> _containers.MessageMap[_builtins.str, Global___HeldRequest]:
-        """The unfinished requests by SGLang's ids; of tensor-parallel rank 0 only."""
-
-    def __init__(
-        self,
-        *,
-        received: _rollout_pb2.ReceiveWeightsResponse | None = ...,
-        held: _abc.Mapping[_builtins.str, Global___HeldRequest] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["received", b"received"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "received", b"received"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___UpdateWeightsResponse: _TypeAlias = UpdateWeightsResponse  # noqa: Y015
 
 @_typing.final
 class EndAllRequest(_message.Message):

@@ -27,7 +27,7 @@ if _version_not_supported:
 
 class EngineStub:
     """Engine is served by an engine's process, besides the calls of Rollout that change it: PauseGeneration,
-    ResumeGeneration, JoinWeightGroup, ReceiveWeights, LeaveWeightGroup, Sleep and Wake.
+    ResumeGeneration, JoinWeightGroup, LeaveWeightGroup, Sleep and Wake.
     """
 
     def __init__(self, channel):
@@ -46,6 +46,11 @@ class EngineStub:
                 request_serializer=relaxd_dot_v1_dot_engine__pb2.ExchangeRequest.SerializeToString,
                 response_deserializer=relaxd_dot_v1_dot_engine__pb2.ExchangeResponse.FromString,
                 _registered_method=True)
+        self.ReceiveVersions = channel.stream_stream(
+                '/relaxd.v1.Engine/ReceiveVersions',
+                request_serializer=relaxd_dot_v1_dot_engine__pb2.ReceiveVersionsRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_engine__pb2.ReceiveVersionsResponse.FromString,
+                _registered_method=True)
         self.ComputeLogprobs = channel.unary_unary(
                 '/relaxd.v1.Engine/ComputeLogprobs',
                 request_serializer=relaxd_dot_v1_dot_engine__pb2.ComputeLogprobsRequest.SerializeToString,
@@ -60,7 +65,7 @@ class EngineStub:
 
 class EngineServicer:
     """Engine is served by an engine's process, besides the calls of Rollout that change it: PauseGeneration,
-    ResumeGeneration, JoinWeightGroup, ReceiveWeights, LeaveWeightGroup, Sleep and Wake.
+    ResumeGeneration, JoinWeightGroup, LeaveWeightGroup, Sleep and Wake.
     """
 
     def Load(self, request, context):
@@ -72,6 +77,14 @@ class EngineServicer:
 
     def Exchange(self, request_iterator, context):
         """Exchange carries all requests and outputs of the engine. Each message has whatever there was since the one before.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReceiveVersions(self, request_iterator, context):
+        """ReceiveVersions does what Rollout.ReceiveWeights does, for each request in turn: over a stream that stays open a
+        request takes half the time of a call of its own. A request that fails ends the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -104,6 +117,11 @@ def add_EngineServicer_to_server(servicer, server):
                     request_deserializer=relaxd_dot_v1_dot_engine__pb2.ExchangeRequest.FromString,
                     response_serializer=relaxd_dot_v1_dot_engine__pb2.ExchangeResponse.SerializeToString,
             ),
+            'ReceiveVersions': grpc.stream_stream_rpc_method_handler(
+                    servicer.ReceiveVersions,
+                    request_deserializer=relaxd_dot_v1_dot_engine__pb2.ReceiveVersionsRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_engine__pb2.ReceiveVersionsResponse.SerializeToString,
+            ),
             'ComputeLogprobs': grpc.unary_unary_rpc_method_handler(
                     servicer.ComputeLogprobs,
                     request_deserializer=relaxd_dot_v1_dot_engine__pb2.ComputeLogprobsRequest.FromString,
@@ -124,7 +142,7 @@ def add_EngineServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Engine:
     """Engine is served by an engine's process, besides the calls of Rollout that change it: PauseGeneration,
-    ResumeGeneration, JoinWeightGroup, ReceiveWeights, LeaveWeightGroup, Sleep and Wake.
+    ResumeGeneration, JoinWeightGroup, LeaveWeightGroup, Sleep and Wake.
     """
 
     @staticmethod
@@ -171,6 +189,33 @@ class Engine:
             '/relaxd.v1.Engine/Exchange',
             relaxd_dot_v1_dot_engine__pb2.ExchangeRequest.SerializeToString,
             relaxd_dot_v1_dot_engine__pb2.ExchangeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReceiveVersions(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/relaxd.v1.Engine/ReceiveVersions',
+            relaxd_dot_v1_dot_engine__pb2.ReceiveVersionsRequest.SerializeToString,
+            relaxd_dot_v1_dot_engine__pb2.ReceiveVersionsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -238,6 +283,7 @@ class Engine:
 
 class SchedulerStub:
     """Scheduler is served by each of SGLang's scheduler processes, besides Rollout's JoinWeightGroup and LeaveWeightGroup.
+    Pauses and updates of the weights come as SGLang's own messages do.
     """
 
     def __init__(self, channel):
@@ -246,16 +292,6 @@ class SchedulerStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.WaitChange = channel.unary_unary(
-                '/relaxd.v1.Scheduler/WaitChange',
-                request_serializer=relaxd_dot_v1_dot_engine__pb2.WaitChangeRequest.SerializeToString,
-                response_deserializer=relaxd_dot_v1_dot_engine__pb2.WaitChangeResponse.FromString,
-                _registered_method=True)
-        self.UpdateWeights = channel.unary_unary(
-                '/relaxd.v1.Scheduler/UpdateWeights',
-                request_serializer=relaxd_dot_v1_dot_engine__pb2.UpdateWeightsRequest.SerializeToString,
-                response_deserializer=relaxd_dot_v1_dot_engine__pb2.UpdateWeightsResponse.FromString,
-                _registered_method=True)
         self.EndAll = channel.unary_unary(
                 '/relaxd.v1.Scheduler/EndAll',
                 request_serializer=relaxd_dot_v1_dot_engine__pb2.EndAllRequest.SerializeToString,
@@ -275,22 +311,8 @@ class SchedulerStub:
 
 class SchedulerServicer:
     """Scheduler is served by each of SGLang's scheduler processes, besides Rollout's JoinWeightGroup and LeaveWeightGroup.
+    Pauses and updates of the weights come as SGLang's own messages do.
     """
-
-    def WaitChange(self, request, context):
-        """WaitChange waits until the scheduler's loop has paused or resumed, and the device has finished its work from before.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def UpdateWeights(self, request, context):
-        """UpdateWeights receives new weights, and takes them up in the paused loop, for whose pause it waits if it has to. If
-        another rank fails to, the engine must not generate before the next update.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
 
     def EndAll(self, request, context):
         """EndAll ends every request in the paused loop, with its tokens so far.
@@ -316,16 +338,6 @@ class SchedulerServicer:
 
 def add_SchedulerServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'WaitChange': grpc.unary_unary_rpc_method_handler(
-                    servicer.WaitChange,
-                    request_deserializer=relaxd_dot_v1_dot_engine__pb2.WaitChangeRequest.FromString,
-                    response_serializer=relaxd_dot_v1_dot_engine__pb2.WaitChangeResponse.SerializeToString,
-            ),
-            'UpdateWeights': grpc.unary_unary_rpc_method_handler(
-                    servicer.UpdateWeights,
-                    request_deserializer=relaxd_dot_v1_dot_engine__pb2.UpdateWeightsRequest.FromString,
-                    response_serializer=relaxd_dot_v1_dot_engine__pb2.UpdateWeightsResponse.SerializeToString,
-            ),
             'EndAll': grpc.unary_unary_rpc_method_handler(
                     servicer.EndAll,
                     request_deserializer=relaxd_dot_v1_dot_engine__pb2.EndAllRequest.FromString,
@@ -351,61 +363,8 @@ def add_SchedulerServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Scheduler:
     """Scheduler is served by each of SGLang's scheduler processes, besides Rollout's JoinWeightGroup and LeaveWeightGroup.
+    Pauses and updates of the weights come as SGLang's own messages do.
     """
-
-    @staticmethod
-    def WaitChange(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/relaxd.v1.Scheduler/WaitChange',
-            relaxd_dot_v1_dot_engine__pb2.WaitChangeRequest.SerializeToString,
-            relaxd_dot_v1_dot_engine__pb2.WaitChangeResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def UpdateWeights(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/relaxd.v1.Scheduler/UpdateWeights',
-            relaxd_dot_v1_dot_engine__pb2.UpdateWeightsRequest.SerializeToString,
-            relaxd_dot_v1_dot_engine__pb2.UpdateWeightsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
 
     @staticmethod
     def EndAll(request,

@@ -412,3 +412,51 @@ class ReleaseWeightsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReleaseWeightsResponse: _TypeAlias = ReleaseWeightsResponse  # noqa: Y015
+
+@_typing.final
+class BroadcastVersionsRequest(_message.Message):
+    """Asks for a rank's part in a broadcast."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BROADCAST_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def broadcast(self) -> _trainer_pb2.BroadcastWeightsRequest:
+        """What to send."""
+
+    def __init__(
+        self,
+        *,
+        broadcast: _trainer_pb2.BroadcastWeightsRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["broadcast", b"broadcast"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broadcast", b"broadcast"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BroadcastVersionsRequest: _TypeAlias = BroadcastVersionsRequest  # noqa: Y015
+
+@_typing.final
+class BroadcastVersionsResponse(_message.Message):
+    """The rank has sent its part."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SENT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sent(self) -> _trainer_pb2.BroadcastWeightsResponse:
+        """What it sent."""
+
+    def __init__(
+        self,
+        *,
+        sent: _trainer_pb2.BroadcastWeightsResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sent", b"sent"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sent", b"sent"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BroadcastVersionsResponse: _TypeAlias = BroadcastVersionsResponse  # noqa: Y015

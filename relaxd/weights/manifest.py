@@ -58,12 +58,15 @@ class TensorBucket:
 
 
 def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int, source_rank: int) -> list[TensorBucket]:
-    """Fill buckets of at most `bucket_bytes` in the given order; a larger tensor gets its own bucket."""
+    """Fill buckets of at most `bucket_bytes` in the given order; a larger tensor gets its own bucket.
+
+    So does the first tensor: NCCL sends a bucket only once it has enqueued all of it, and meanwhile nothing is sent.
+    """
     buckets: list[TensorBucket] = []
     current: list[TensorSpec] = []
     size = 0
     for spec in specs:
-        if current and size + spec.nbytes > bucket_bytes:
+        if current and (not buckets or size + spec.nbytes > bucket_bytes):
             buckets.append(TensorBucket(tuple(current), source_rank))
             current, size = [], 0
         current.append(spec)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from relaxd import telemetry
 from relaxd.config import RolloutConfig
-from relaxd.process.child_server import ChildServer
+from relaxd.process.child_server import ChildServer, in_turn
 from relaxd.v1 import engine_pb2, engine_pb2_grpc, rollout_pb2, rollout_pb2_grpc, weights_pb2
 from services.rollout.engines.output_stream import OutputStream
 from services.rollout.engines.request_encoding import decode_request
@@ -123,17 +123,18 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
         self._loaded().resume()
         return rollout_pb2.ResumeGenerationResponse()
 
-    def ReceiveWeights(
-        self, request: rollout_pb2.ReceiveWeightsRequest, context: Any
-    ) -> rollout_pb2.ReceiveWeightsResponse:
+    @in_turn
+    def ReceiveVersions(
+        self, request: engine_pb2.ReceiveVersionsRequest, context: Any
+    ) -> engine_pb2.ReceiveVersionsResponse:
         """See the proto."""
-        engine = self._loaded()
-        if request.HasField("pause"):
-            self._pause_first(request)
-        response = self._receive_weights(request)
-        if request.resume:
+        engine, receive = self._loaded(), request.receive
+        if receive.HasField("pause"):
+            self._pause_first(receive)
+        received = self._receive_weights(receive)
+        if receive.resume:
             engine.resume()
-        return response
+        return engine_pb2.ReceiveVersionsResponse(received=received)
 
     def Sleep(self, request: rollout_pb2.SleepRequest, context: Any) -> rollout_pb2.SleepResponse:
         """See the proto."""

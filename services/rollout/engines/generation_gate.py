@@ -30,8 +30,10 @@ class GenerationGate:
     """
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
-        """Lock for all state of the gate; notified at every change."""
+        self.lock = threading.RLock()
+        """Lock for all state of the gate."""
+        self.changed = threading.Condition(self.lock)
+        """The same lock; notified at every change."""
         self.mode: PauseMode | None = None
         """Mode of the pause; None while there is none."""
         self.weights: Version | None = None

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from relaxd.config import RolloutConfig
 from relaxd.process.child import Child, ChildExit, ChildExited
 from relaxd.process.gpu_lease import GpuLease
+from relaxd.process.turns import Turns
 from relaxd.roles import ROLLOUT
 from relaxd.rpc.errors import Aborted, RpcError
 from relaxd.v1 import engine_pb2, engine_pb2_grpc, rollout_pb2, rollout_pb2_grpc, weights_pb2
@@ -58,6 +59,8 @@ class ChildEngine(RolloutEngine):
         """Stub of Engine."""
         self._rollout: Any
         """Stub of Rollout, for the calls that change the engine."""
+        self._versions: Turns
+        """Takes up versions of the weights."""
         self._queues: dict[str, asyncio.Queue[Output | Exception]] = {}
         self._unsent = engine_pb2.ExchangeRequest()
         self._to_send = asyncio.Event()
@@ -118,6 +121,7 @@ class ChildEngine(RolloutEngine):
         engine._child = child
         engine._engine = engine_pb2_grpc.EngineStub(child.channel)
         engine._rollout = rollout_pb2_grpc.RolloutStub(child.channel)
+        engine._versions = Turns(engine._engine.ReceiveVersions, "ReceiveVersions of the engine")
         child.exited.add_done_callback(lambda exited: engine._on_child_exit(exited.result()))
         model = engine_pb2.LoadRequest(
             folder=str(folder),
@@ -253,10 +257,10 @@ class ChildEngine(RolloutEngine):
     async def receive(self, request: rollout_pb2.ReceiveWeightsRequest) -> rollout_pb2.ReceiveWeightsResponse:
         """See RolloutEngine."""
         timeout = request.pause_timeout_seconds + request.timeout_seconds + MARGIN_SECONDS
-        answer = await self._rollout.ReceiveWeights(request, timeout=timeout)
+        answer = await self._versions.ask(engine_pb2.ReceiveVersionsRequest(receive=request), timeout=timeout)
         self.weights, self.quarantined = Version(request.weights.term, request.weights.version), False
         self._changes += 1
-        return answer
+        return answer.received
 
     async def leave(self, group_name: str, *, quarantine: bool) -> bool:
         """See RolloutEngine."""

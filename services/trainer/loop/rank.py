@@ -17,7 +17,7 @@ from relaxd.algorithms.trial import create_tried
 from relaxd.board import Board, stages_for
 from relaxd.config import RunConfig
 from relaxd.data.vocabulary import check_vocabularies
-from relaxd.process.child_server import ChildServer
+from relaxd.process.child_server import ChildServer, in_turn
 from relaxd.process.garbage import freeze_objects
 from relaxd.roles import TEACHER
 from relaxd.rpc.errors import Aborted, FailedPrecondition, ResourceExhausted, RpcError, Unavailable
@@ -98,10 +98,15 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
         self._loaded_broadcaster().leave(request.group_name)
         return pb.TrainerLeaveWeightGroupResponse()
 
-    def BroadcastWeights(self, request: pb.BroadcastWeightsRequest, context: Any) -> pb.BroadcastWeightsResponse:
+    @in_turn
+    def BroadcastVersions(
+        self, request: rank_pb.BroadcastVersionsRequest, context: Any
+    ) -> rank_pb.BroadcastVersionsResponse:
         """Take part in a broadcast. A rank that is alone holds its weights itself: two calls less."""
-        with _group_errors(), self._held(request) if self._thread.alone else nullcontext():
-            return self._loaded_broadcaster().broadcast(request.group_name, request.timeout_seconds, request.checksum)
+        asked = request.broadcast
+        with _group_errors(), self._held(asked) if self._thread.alone else nullcontext():
+            sent = self._loaded_broadcaster().broadcast(asked.group_name, asked.timeout_seconds, asked.checksum)
+        return rank_pb.BroadcastVersionsResponse(sent=sent)
 
     def ExportHuggingFace(self, request: pb.ExportHuggingFaceRequest, context: Any) -> pb.ExportHuggingFaceResponse:
         """Have the ranks write the weights, to an absolute path."""

@@ -10,6 +10,7 @@ from typing import Any
 from relaxd.config import RunConfig
 from relaxd.process.child import Child, ChildError
 from relaxd.process.gpu_lease import GpuLease
+from relaxd.process.turns import Turns
 from relaxd.rpc.errors import RpcError
 from relaxd.v1 import rank_pb2, rank_pb2_grpc, trainer_pb2_grpc
 from relaxd.weights.ports import NoFreePort, ReservedPort, reserve_port
@@ -36,6 +37,8 @@ class RankProcess:
     """A trainer_pb2_grpc.TrainerStub."""
     control: Any
     """A rank_pb2_grpc.RankStub."""
+    broadcasts: Turns
+    """Takes part in broadcasts of the weights."""
     loaded: rank_pb2.RankLoaded | None = None
     """Its part in broadcasts; None until it has its model."""
 
@@ -86,7 +89,8 @@ class RankProcesses:
             )
             trainer = trainer_pb2_grpc.TrainerStub(child.channel)
             control = rank_pb2_grpc.RankStub(child.channel)
-            self.ranks.append(RankProcess(number, child, trainer, control))
+            broadcasts = Turns(control.BroadcastVersions, f"BroadcastVersions of {child.name}")
+            self.ranks.append(RankProcess(number, child, trainer, control, broadcasts))
             child.exited.add_done_callback(lambda _, child=child: self._exited(child))  # type: ignore[misc]
         try:
             async with asyncio.timeout(START_SECONDS):

@@ -200,9 +200,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
             # A rank that is alone holds its weights itself.
             async with _held(world.rank0, request) if len(world.ranks) > 1 else contextlib.nullcontext():
                 try:
+                    part = rank_pb.BroadcastVersionsRequest(broadcast=request)
                     results = await _first_error(
-                        rank.trainer.BroadcastWeights(request, timeout=seconds + HOLD_MARGIN_SECONDS)
-                        for rank in world.gatherers
+                        rank.broadcasts.ask(part, timeout=seconds + HOLD_MARGIN_SECONDS) for rank in world.gatherers
                     )
                 except FailedPrecondition:  # refused before it began: the group is as it was
                     raise
@@ -210,9 +210,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
                     await self._leave(world, request.group_name)
                     raise
         return pb.BroadcastWeightsResponse(
-            seconds=max(result.seconds for result in results),
-            bytes=sum(result.bytes for result in results),
-            checksums={name: value for result in results for name, value in result.checksums.items()},
+            seconds=max(result.sent.seconds for result in results),
+            bytes=sum(result.sent.bytes for result in results),
+            checksums={name: value for result in results for name, value in result.sent.checksums.items()},
         )
 
     async def LeaveWeightGroup(

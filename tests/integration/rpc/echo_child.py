@@ -9,12 +9,12 @@ from typing import Any
 
 from google.protobuf.struct_pb2 import Struct
 
-from relaxd.process.child_server import ChildServer, Outbox
+from relaxd.process.child_server import ChildServer, Outbox, in_turn
 from relaxd.rpc.errors import InvalidArgument
 from tests.kit.child_service import add_methods, struct
 
 UNARY = ("echo", "hang", "release", "refuse", "fail", "die", "freeze", "repeat", "seconds_left", "thread")
-add_echo = add_methods(UNARY, ["count"])
+add_echo = add_methods(UNARY, ["count"], ["each"])
 
 
 class Echo:
@@ -33,6 +33,13 @@ class Echo:
     def release(self, request: Struct, context: Any) -> Struct:
         self.released.set()
         return Struct()
+
+    @in_turn
+    def each(self, request: Struct, context: Any) -> Struct:
+        """Do what another method does, and say in which stream."""
+        answer = getattr(self, str(request["do"]))(request, context) if "do" in request else Struct()
+        answer.update({"stream": id(context)})
+        return answer
 
     async def count(self, request: Struct, context: Any) -> AsyncIterator[Struct]:
         outbox: Outbox[float] = Outbox()

@@ -12,7 +12,9 @@ import pytest
 from google.protobuf.struct_pb2 import Struct
 
 from relaxd.process.child import LIFELINE_VARIABLE, SOCKET_VARIABLE, TOKEN_VARIABLE, Child, ChildExited
-from relaxd.process.child_server import IDLE_THREADS, serve_socket
+from relaxd.process.child_server import serve_socket
+from relaxd.process.idle_threads import IDLE_THREADS
+from relaxd.process.turns import Turns
 from relaxd.rpc.errors import DeadlineExceeded, InvalidArgument, RpcError
 from tests.integration.rpc.echo_child import Echo, add_echo
 from tests.kit.child_service import ChildStub, struct
@@ -59,6 +61,40 @@ async def test_a_request_that_waits_holds_up_no_other(echo: ChildStub) -> None:
     assert await echo.echo(struct(a=1), timeout=30) == struct(a=1)
     await echo.release(Struct(), timeout=30)
     assert await asyncio.gather(*waiting) == [struct(answer="released")] * 100
+
+
+async def test_requests_of_a_stream_are_answered_in_turn(echo: ChildStub) -> None:
+    turns = Turns(echo.stream_stream("each"), "each")
+    answers = await asyncio.gather(*(turns.ask(struct(do="echo", number=n), timeout=30) for n in range(20)))
+    assert [answer["number"] for answer in answers] == list(range(20))
+    assert len({answer["stream"] for answer in answers}) == 1
+    again = await turns.ask(struct(do="thread"), timeout=30)
+    assert (again["name"], again["stream"]) == ("each", answers[0]["stream"])
+
+
+async def test_a_stream_of_requests_ends_with_one_that_fails_and_the_next_opens_another(echo: ChildStub) -> None:
+    turns = Turns(echo.stream_stream("each"), "each of echo")
+    with pytest.raises(RpcError, match="no") as refused:
+        await turns.ask(struct(do="refuse"), timeout=30)
+    assert refused.value.code is grpc.StatusCode.INVALID_ARGUMENT
+    with pytest.raises(RpcError, match="bad value 7"):
+        await turns.ask(struct(do="fail"), timeout=30)
+    assert await turns.ask(struct(), timeout=30)
+    late = asyncio.create_task(turns.ask(struct(do="hang"), timeout=0.3))
+    waits = asyncio.create_task(turns.ask(struct(do="echo", number=7), timeout=30))
+    with pytest.raises(DeadlineExceeded, match=r"each of echo was not answered within 0.3 s"):
+        await late
+    assert (await waits)["number"] == 7
+    left = asyncio.create_task(turns.ask(struct(do="hang"), timeout=None))
+    await asyncio.wait({left}, timeout=0.1)
+    left.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await left
+    assert await turns.ask(struct(), timeout=30)
+    with pytest.raises(ChildExited, match="last words"):
+        await turns.ask(struct(do="die", code=3), timeout=30)
+    with pytest.raises(ChildExited, match="last words"):
+        await turns.ask(struct(), timeout=30)
 
 
 async def test_calls_one_after_the_other_share_a_thread_and_the_threads_of_many_at_once_end(echo: ChildStub) -> None:

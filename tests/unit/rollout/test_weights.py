@@ -34,6 +34,7 @@ def values() -> dict[str, torch.Tensor]:
 def test_unpacked_tensors_equal_the_packed_ones_bit_for_bit(bucket_bytes: int) -> None:
     tensors = values()
     buckets = plan_buckets(SPECS, bucket_bytes, source_rank=1)
+    assert len(buckets[0].tensors) == 1
     received = {}
     for bucket in buckets:
         assert bucket.source_rank == 1

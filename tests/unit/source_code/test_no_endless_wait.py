@@ -50,7 +50,8 @@ WITHOUT_DEADLINE = {
         ("relaxd/process/child.py", "Child._watch"),  # a thread for the life of the child
         ("relaxd/process/child_server.py", "serve_socket"),
         ("relaxd/process/child_server.py", "Outbox.__aiter__"),  # its reader's call ends
-        ("relaxd/process/child_server.py", "_Threads._work"),  # until the next call
+        ("relaxd/process/idle_threads.py", "IdleThreads._work"),  # until the next call
+        ("relaxd/process/turns.py", "Turns._sent"),  # until the next request
         ("relaxd/launcher/server.py", "_serve"),
         ("relaxd/replica/replica.py", "_Life.keep_registered"),
         ("relaxd/replica/replica.py", "run_replica"),

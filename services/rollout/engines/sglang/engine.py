@@ -1,4 +1,4 @@
-"""The SGLang engine: its scheduler processes, and a thread that pauses and resumes them and ends their requests.
+"""The SGLang engine: requests to its scheduler processes, and what these generate.
 
 A request is sent to the scheduler only while the gate admits requests, and waits here otherwise, so that at an update
 everything in the scheduler was started under the weights before it.
@@ -6,35 +6,30 @@ everything in the scheduler was started under the weights before it.
 
 import logging
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchTokenIDOutput,
-    ContinueGenerationReqInput,
-    PauseGenerationReqInput,
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
 )
 
 from relaxd.rpc.errors import RpcError
-from relaxd.v1 import engine_pb2, rollout_pb2
-from services.rollout.engines.generation_gate import GatedEngine, UpdatePause
+from relaxd.v1 import engine_pb2
+from services.rollout.engines.generation_gate import GatedEngine
 from services.rollout.engines.sglang.launch import MessageChannel
 from services.rollout.engines.sglang.logprobs import LogprobRequests
+from services.rollout.engines.sglang.messages import HeldRequest
 from services.rollout.engines.sglang.samples import SGLangRequest, SGLangSample, aborted_outputs, add_output
 from services.rollout.engines.sglang.schedulers import ANSWER_SECONDS, STEP_SECONDS, Schedulers
-from services.rollout.engines.sglang.update import SchedulerUpdate
+from services.rollout.engines.sglang.supervisor import Supervisor
 from services.rollout.engines.types import EngineError, FailureHandler, MemoryPart, Output, PauseMode, Request, Version
 
 MEMORY_PARTS: tuple[MemoryPart, ...] = ("kv_cache", "weights")
 """Memory freed by a sleep, in SGLang's names."""
-LEFT = "the weight group was left before the engine paused"
-"""Why an update did not begin."""
 ENDED_AT_ONCE = 16
 """Ended samples that are decoded before they are reported, so that new requests come while the others are decoded."""
 
@@ -74,20 +69,23 @@ class SGLangEngine(GatedEngine):
         self._on_broken = on_broken
         self.logprobs = LogprobRequests(channel.send)
         """Requests for log-probs of given tokens, which pass the gate: such an engine is never paused."""
-        self._state: PauseMode | None = None
-        """Mode in which the schedulers are paused: in_place or retract; None while they run."""
         self._groups: dict[str, SGLangRequest] = {}
         self._held: deque[SGLangRequest] = deque()
         self._released: set[MemoryPart] = set()
         """Memory that is freed."""
         self._sent: dict[str, tuple[SGLangRequest, SGLangSample | None]] = {}
         """Requests and samples by the scheduler's ids; a None sample stands for the prompt's prefill."""
-        self._update: SchedulerUpdate | None = None
-        """The update under way."""
-        self._commits = 0
-        self._changes = 0
+        self.supervisor = Supervisor(
+            self._gate,
+            channel,
+            schedulers,
+            admit=self._send_held,
+            drained=lambda: not self._sent,
+            end_all=self._end_all,
+        )
+        """Pauses and updates the scheduler processes."""
         self._stats = dict.fromkeys(("running_samples", "waiting_samples", "tokens_generated", "tokens_prefilled"), 0)
-        for work in (self._supervise, self._read):
+        for work in (self.supervisor.supervise, self.supervisor.read_news, self._read):
             threading.Thread(target=self._run_thread, args=(work,), name=work.__name__.strip("_"), daemon=True).start()
 
     def stats(self) -> dict[str, int]:
@@ -154,85 +152,18 @@ class SGLangEngine(GatedEngine):
         self._gate.pause("retract", lease, STEP_SECONDS)  # which also clears the rest of a finished batch
         self._gate.sleep()
         self._released = set(MEMORY_PARTS)
-        self._change_memory(ReleaseMemoryOccupationReqInput(tags=list(MEMORY_PARTS)))
+        self.supervisor.change_memory(ReleaseMemoryOccupationReqInput(tags=list(MEMORY_PARTS)))
 
     def wake(self, parts: Collection[MemoryPart]) -> None:
         """Allocate memory again; the weights are undefined until an update. Raises EngineError."""
         missing = [part for part in MEMORY_PARTS if part in parts and part in self._released]
         if missing:
-            self._change_memory(ResumeMemoryOccupationReqInput(tags=missing))
+            self.supervisor.change_memory(ResumeMemoryOccupationReqInput(tags=missing))
             self._released -= set(missing)
         if self._gate.asleep and not self._released:
             self._gate.wake()
 
-    def _change_memory(self, message: ReleaseMemoryOccupationReqInput | ResumeMemoryOccupationReqInput) -> None:
-        """Have all paused schedulers free or allocate memory in the same turn of their loops, and wait for them."""
-        self._channel.send(message)
-        try:
-            self._set_state("retract")  # they are in it already: this waits for the answer
-        except RpcError as error:
-            raise EngineError(f"the schedulers did not change their memory: {error}") from error
-
-    @contextmanager
-    def update(
-        self, weights: Version, receive: rollout_pb2.ReceiveWeightsRequest, pause: UpdatePause | None
-    ) -> Iterator[None]:
-        """Allow changes of the model inside the block, in which every scheduler process takes up `weights`.
-
-        They are asked to as soon as the engine rests. With `pause`, in mode in_place or retract, it pauses for the
-        update, and the schedulers are asked together with it: they themselves wait for their pause.
-        """
-        gate = self._gate
-        with ExitStack() as block:
-            with gate.changed:  # at once, so that the pause is not sent without its update
-                block.enter_context(gate.update(weights) if pause is None else gate.pause_and_update(pause, weights))
-                self._commits += 1
-                deadline = time.monotonic() + ANSWER_SECONDS if pause is None else pause.deadline
-                self._update = SchedulerUpdate(self._schedulers, receive, self._key(weights), deadline)
-            try:
-                yield
-            finally:
-                with gate.changed:
-                    self._update = None
-
-    def update_answers(self) -> list[Any]:
-        """Return, inside `update`, each scheduler process's answer or RpcError.
-
-        Raises EngineError if the engine doesn't rest in time, or `end_update` was called before. Then the schedulers
-        were not asked, and are not asked later.
-        """
-        gate = self._gate
-        with gate.changed:
-            update = self._update
-            if update is None:
-                raise EngineError(LEFT)
-            seconds = update.pause_seconds
-            gate.changed.wait_for(lambda: update.begun or gate.at_rest or self._update is None, seconds)
-            if not update.begun:
-                left, self._update = self._update is None, None
-                if left:
-                    raise EngineError(LEFT)
-                if not gate.at_rest:
-                    raise EngineError(f"the engine did not pause within {seconds:.3g} s")
-                update.begin(change=0)
-        return update.answers()
-
-    def end_update(self, group_name: str, timeout: float) -> None:
-        """Wait, but not for longer than `timeout` seconds, for the end of an update in a group that was left.
-
-        If the schedulers were not asked yet, they are not any more.
-        """
-        gate = self._gate
-        with gate.changed:
-            update = self._update
-            if update is not None and update.group_name != group_name:
-                return
-            if update is not None and not update.begun:
-                self._update = None
-                gate.changed.notify_all()
-            gate.wait_no_update(timeout)
-
-    def mark_update(self, weights: Version, held: Mapping[str, engine_pb2.HeldRequest]) -> None:
+    def mark_update(self, weights: Version, held: Mapping[str, HeldRequest]) -> None:
         """Note, inside `update`, which tokens of the unfinished requests older weights produced."""
         with self._gate.changed:
             for rid, (_, sample) in self._sent.items():
@@ -244,21 +175,17 @@ class SGLangEngine(GatedEngine):
         """See GenerationGate."""
         self._gate.touch()
 
-    def _key(self, weights: Version) -> str:
-        # The number separates two commits of the same version in the prefix cache.
-        return f"{weights.term}:{weights.version}:{self._commits}"
-
     # --- sending to the scheduler (needs self._gate.changed) ----------------------------------------------------------
 
     def _send_held(self) -> None:
         weights = self._gate.weights
-        while self._held and self._state is None and self._gate.may_admit():
+        while self._held and self.supervisor.running and self._gate.may_admit():
             assert weights is not None
             self._send(self._held.popleft(), weights)
 
     def _send(self, group: SGLangRequest, weights: Version) -> None:
         samples: list[SGLangSample | None] = [None] if group.shares_prefix else list(group.samples)
-        messages = group.messages(self._key(weights), routed_experts=self._experts > 0)
+        messages = group.messages(self.supervisor.prefix_key(weights), routed_experts=self._experts > 0)
         for sample, (rid, message) in zip(samples, messages, strict=True):
             if sample is not None:
                 sample.marks.append((sample.begun, weights.version))
@@ -277,63 +204,7 @@ class SGLangEngine(GatedEngine):
         if rids:
             self._channel.send(AbortReq(rid=f"{request_id}:"))  # SGLang takes it for a prefix of ids
 
-    # --- pausing and resuming the scheduler ---------------------------------------------------------------------------
-
-    def _supervise(self) -> None:
-        gate = self._gate
-        while True:
-            with gate.changed:
-                gate.end_lease()
-                abort = gate.take_abort()
-                wanted = self._wanted_state()
-                if wanted == self._state and not abort:
-                    if self._state is None:
-                        gate.leave_rest()
-                        self._send_held()
-                        gate.wait()  # idle: until the engine is paused or ends
-                    else:
-                        gate.rest()
-                    continue
-                update = None if abort else self._update  # an abort ends requests between the pause and the update
-            self._set_state("retract" if abort else wanted, update)
-            if abort:
-                self._abort_all()
-
-    def _wanted_state(self) -> PauseMode | None:
-        gate = self._gate
-        if gate.may_run():
-            return "in_place" if gate.mode == "drain" and not self._sent else None
-        if gate.mode == "retract":
-            return "retract"
-        return self._state or "in_place"
-
-    def _set_state(self, state: PauseMode | None, update: SchedulerUpdate | None = None) -> None:
-        """Pause or resume the schedulers, and ask them for `update` at the same time if nobody has yet."""
-        self._changes += 1
-        number = str(self._changes)
-        message: ContinueGenerationReqInput | PauseGenerationReqInput
-        if state is None:
-            message = ContinueGenerationReqInput(rid=number, torch_empty_cache=False)
-        else:
-            message = PauseGenerationReqInput(rid=number, mode=state)
-        with_update = update is not None and self._begin(update)
-        # Not for the device, which may already receive: the update itself waits for its work from before.
-        change = engine_pb2.WaitChangeRequest(number=self._changes, loop_only=with_update)
-        self._channel.send(message)
-        self._schedulers.ask_all("WaitChange", change, STEP_SECONDS + ANSWER_SECONDS)
-        with self._gate.changed:
-            self._state = state
-
-    def _begin(self, update: SchedulerUpdate) -> bool:
-        """Ask for an update with the change that is made now. Returns whether it was still to do."""
-        with self._gate.changed:
-            if update is not self._update or update.begun:
-                return False
-            update.begin(self._changes)
-            self._gate.changed.notify_all()
-        return True
-
-    def _abort_all(self) -> None:
+    def _end_all(self) -> None:
         """End all requests, in the paused scheduler and here."""
         self._schedulers.ask_all("EndAll", engine_pb2.EndAllRequest(), 2 * ANSWER_SECONDS)
         gate = self._gate

@@ -29,13 +29,18 @@ from services.rollout.engines.model_folder import read_model_folder
 from services.rollout.engines.sglang.engine import SGLangEngine
 from services.rollout.engines.sglang.launch import launch
 from services.rollout.engines.sglang.logits import ENVIRONMENT, TEMPERATURE_VARIABLE
+from services.rollout.engines.sglang.messages import Updated
 from services.rollout.engines.sglang.options import OptionError, server_args
-from services.rollout.engines.sglang.schedulers import ANSWER_SECONDS, SCHEDULER_MARGIN_SECONDS, Late, Schedulers
+from services.rollout.engines.sglang.schedulers import (
+    ANSWER_SECONDS,
+    END_SECONDS,
+    SCHEDULER_MARGIN_SECONDS,
+    Late,
+    Schedulers,
+)
 from services.rollout.engines.types import PAUSE_MODES, EngineError, Version
 
 ABORT_SECONDS = 8.0
-END_SECONDS = 1.0
-"""Time for an update to end after its group was left."""
 PAUSES_WITH_UPDATE = ("in_place", "retract")
 """Modes in which nothing has to be done between a pause and the update after it."""
 
@@ -156,12 +161,11 @@ class SGLangProcess(EngineProcess):
         if request.HasField("pause") and mode in PAUSES_WITH_UPDATE:
             deadline = time.monotonic() + request.pause_timeout_seconds
             pause = UpdatePause(mode, request.pause.lease_seconds, deadline)
-        with engine.update(version, request, pause):
+        with engine.supervisor.update(version, request, pause):
             if self._group != name:  # it was left before `end_update` could find this update
                 raise EngineError(f"weight group {name} was left")
-            answers = self._update_all(engine, name)
-            engine.mark_update(version, answers[0].held)
-        results = [answer.received for answer in answers]
+            results = self._update_all(engine, name)
+            engine.mark_update(version, results[0].held)
         checksums = dict(results[0].checksums)
         for result in results[1:]:
             different = sorted(tensor for tensor, value in checksums.items() if result.checksums.get(tensor) != value)
@@ -169,22 +173,27 @@ class SGLangProcess(EngineProcess):
         seconds = max(result.seconds for result in results)
         return rollout_pb2.ReceiveWeightsResponse(seconds=seconds, checksums=checksums)
 
-    def _update_all(self, engine: SGLangEngine, group_name: str) -> list[engine_pb2.UpdateWeightsResponse]:
+    def _update_all(self, engine: SGLangEngine, group_name: str) -> list[Updated]:
         """Update every rank. If one fails, mark the engine as touched if any rank's model may have changed."""
-        answers = engine.update_answers()
-        errors = [answer for answer in answers if isinstance(answer, RpcError)]
-        if errors:
-            if len(errors) < len(answers) or any(isinstance(error, Late) for error in errors):
-                engine.touch()
-            try:
-                self._leave(group_name)
-            except RpcError:
-                engine.touch()  # nobody says that no rank was
-                raise
-            if self._left_touched:
-                engine.touch()
-            raise errors[0]
-        return answers
+        failure: RpcError
+        try:
+            results = engine.supervisor.wait_update()
+            errors = [result for result in results if isinstance(result, RpcError)]
+            if not errors:
+                return [result for result in results if isinstance(result, Updated)]
+            failure = errors[0]
+        except EngineError as error:
+            failure = error
+        try:
+            self._leave(group_name)
+        except RpcError:
+            engine.touch()  # nobody says that no rank was
+            raise
+        # Ranks that have left have told what they did.
+        last = engine.supervisor.last_results(END_SECONDS)
+        if self._left_touched or any(isinstance(result, Updated | Late) for result in last):
+            engine.touch()
+        raise failure
 
     def LeaveWeightGroup(
         self, request: rollout_pb2.LeaveWeightGroupRequest, context: Any
@@ -202,7 +211,7 @@ class SGLangProcess(EngineProcess):
         """Leave a group, and let its update end, so that the pause can be ended and another update begin."""
         if self._group == name:
             self._leave(name)
-        self._loaded().end_update(name, END_SECONDS)
+        self._loaded().supervisor.end_update(name, END_SECONDS)
 
     def _leave(self, name: str) -> None:
         if self._group == name:

@@ -1,8 +1,8 @@
 """SGLang's scheduler process with a control connection to the engine's process.
 
-Threads of their own answer the engine's requests, so that weights can be received, and a hanging broadcast aborted,
-while the scheduler's loop goes on (in a pause it only waits for messages) and its watchdog stays quiet. Work that must
-happen between two steps is handed to the loop.
+Threads of their own receive weights and answer the engine's requests, so that a hanging broadcast can be aborted, while
+the scheduler's loop goes on (in a pause it only waits for messages) and its watchdog stays quiet. Work that must happen
+between two steps is handed to the loop.
 """
 
 import asyncio
@@ -10,10 +10,10 @@ import multiprocessing
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import psutil
@@ -31,11 +31,13 @@ from relaxd.weights.group import Rendezvous
 from relaxd.weights.manifest import ManifestMismatch
 from services.rollout.engines.sglang.gpu_share import memory_of_all, show_share
 from services.rollout.engines.sglang.logits import TEMPERATURE_VARIABLE, set_temperature
+from services.rollout.engines.sglang.messages import ChangeMade, HeldRequest, PauseForUpdate
+from services.rollout.engines.sglang.scheduler_updates import NewsSender, SchedulerUpdates
 from services.rollout.engines.sglang.schedulers import (
     ANSWER_SECONDS,
     FOLDER_VARIABLE,
-    STEP_SECONDS,
     TOKEN_VARIABLE,
+    news_address,
     socket_path,
     write_failure,
 )
@@ -61,9 +63,7 @@ class ControlledScheduler(Scheduler):
     """SGLang's scheduler, controlled by the engine's process."""
 
     def __init__(self, *args: Any, **arguments: Any) -> None:
-        self.changed = threading.Condition()
-        self.change = 0
-        """The engine's number of the last pause or resume."""
+        self.news = NewsSender(news_address(os.environ[FOLDER_VARIABLE]))
         self.jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.generated_tokens = self.prefilled_tokens = 0
         rank = args[3] if len(args) > 3 else arguments["tp_rank"]
@@ -74,6 +74,12 @@ class ControlledScheduler(Scheduler):
             self.cuda_device = torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else None
             device = self.cuda_device or torch.device("cpu")
             self.weights = SGLangWeights(runner.model, device, self.ps.tp_size)
+            self.updates = SchedulerUpdates(
+                self.weights,
+                self.ps.tp_rank,
+                self.news,
+                lambda key: self.run_between_steps(partial(self.commit, key), ANSWER_SECONDS),
+            )
             self.model_config.hf_eos_token_id = None  # each request has its end tokens
             if temperature := os.environ.get(TEMPERATURE_VARIABLE):
                 set_temperature(runner.model, float(temperature))
@@ -99,14 +105,18 @@ class ControlledScheduler(Scheduler):
         super().process_batch_result(batch, result)
 
     def pause_generation(self, recv_req: PauseGenerationReqInput) -> None:
-        """Pause. Called by the loop."""
+        """Pause, and begin the update that comes with it, if any does. Called by the loop."""
         super().pause_generation(recv_req)
-        self._note_change(recv_req)
+        if isinstance(recv_req, PauseForUpdate):
+            self.updates.begin(recv_req)
+        elif self.cuda_device is not None:
+            torch.cuda.synchronize(self.cuda_device)  # the last step's work
+        self._tell_change(recv_req)
 
     def continue_generation(self, recv_req: ContinueGenerationReqInput) -> None:
         """Resume. Called by the loop."""
         super().continue_generation(recv_req)
-        self._note_change(recv_req)
+        self._tell_change(recv_req)
 
     def run_between_steps(self, job: Callable[[], Any], timeout: float) -> Any:
         """Have the paused loop run `job`. Returns its result."""
@@ -121,22 +131,22 @@ class ControlledScheduler(Scheduler):
         self.jobs.put(work)
         return done.result(timeout)
 
-    def commit(self, key: str) -> dict[str, engine_pb2.HeldRequest]:
+    def commit(self, key: str) -> dict[str, HeldRequest]:
         """Take up new weights, whose prefix cache key is `key`.
 
         Returns the unfinished requests. Those without keys and values of the old weights get the new key. The others
         keep the old key, which no new request uses.
         """
-        held: dict[str, engine_pb2.HeldRequest] = {}
+        held: dict[str, HeldRequest] = {}
         for req in self.waiting_queue:
             req.extra_key = key
-            held[req.rid] = engine_pb2.HeldRequest(tokens=len(req.output_ids))
+            held[req.rid] = HeldRequest(tokens=len(req.output_ids))
         # With the overlapped loop the last step's tokens are produced, but not yet counted.
         made = {req.rid for batch, _ in getattr(self, "result_queue", ()) for req in batch.reqs if produces_token(req)}
         for req in self._running_requests():
             if not req.finished() and req.rid not in held:
                 tokens = len(req.output_ids) + (req.rid in made)
-                held[req.rid] = engine_pb2.HeldRequest(tokens=tokens, continues=True)
+                held[req.rid] = HeldRequest(tokens=tokens, continues=True)
         return held
 
     def end_all(self) -> int:
@@ -149,10 +159,8 @@ class ControlledScheduler(Scheduler):
             self.output_streamer.stream_output(ended, any(req.return_logprob for req in ended))
         return len(ended)
 
-    def _note_change(self, message: PauseGenerationReqInput | ContinueGenerationReqInput) -> None:
-        with self.changed:
-            self.change = int(message.rid or 0)
-            self.changed.notify_all()
+    def _tell_change(self, message: PauseGenerationReqInput | ContinueGenerationReqInput) -> None:
+        self.news.tell(ChangeMade(int(message.rid or 0), self.ps.tp_rank))
 
     def _running_requests(self) -> Iterator[Req]:
         for batch in (self.running_batch, self.last_batch, self.cur_batch):
@@ -187,8 +195,6 @@ class ControlHandlers(engine_pb2_grpc.SchedulerServicer, rollout_pb2_grpc.Rollou
 
     def __init__(self, scheduler: ControlledScheduler) -> None:
         self._scheduler = scheduler
-        self._left = ""
-        """The weight group that was left last."""
 
     def serve(self) -> None:
         """Serve in a thread, for the life of the process. Returns when calls are taken."""
@@ -200,16 +206,6 @@ class ControlHandlers(engine_pb2_grpc.SchedulerServicer, rollout_pb2_grpc.Rollou
         threading.Thread(target=lambda: asyncio.run(serving), name="control", daemon=True).start()
         if not listening.wait(ANSWER_SECONDS):
             raise EngineError(f"no calls are taken at {path} after {ANSWER_SECONDS:g} s")
-
-    def WaitChange(self, request: engine_pb2.WaitChangeRequest, context: Any) -> engine_pb2.WaitChangeResponse:
-        """See the proto."""
-        scheduler = self._scheduler
-        with scheduler.changed:
-            if not scheduler.changed.wait_for(lambda: scheduler.change >= request.number, STEP_SECONDS):
-                raise EngineError(f"the scheduler did not pause or resume within {STEP_SECONDS:g} s")
-        if scheduler.cuda_device is not None and not request.loop_only:
-            torch.cuda.synchronize(scheduler.cuda_device)
-        return engine_pb2.WaitChangeResponse()
 
     def EndAll(self, request: engine_pb2.EndAllRequest, context: Any) -> engine_pb2.EndAllResponse:
         """See the proto."""
@@ -255,53 +251,9 @@ class ControlHandlers(engine_pb2_grpc.SchedulerServicer, rollout_pb2_grpc.Rollou
             raise BadManifest(str(error)) from error
         return rollout_pb2.JoinWeightGroupResponse()
 
-    def UpdateWeights(self, request: engine_pb2.UpdateWeightsRequest, context: Any) -> engine_pb2.UpdateWeightsResponse:
-        """See the proto."""
-        scheduler, receive = self._scheduler, request.receive
-        if request.change:
-            try:
-                self._wait_paused(request.change, receive.group_name, receive.pause_timeout_seconds)
-            except EngineError:
-                scheduler.weights.leave(receive.group_name)  # ends it for ranks that have begun to receive
-                raise
-        response = engine_pb2.UpdateWeightsResponse()
-
-        def commit() -> None:
-            held = scheduler.run_between_steps(lambda: scheduler.commit(request.key), ANSWER_SECONDS)
-            if scheduler.ps.tp_rank == 0:
-                for rid, sample in held.items():
-                    response.held[rid].CopyFrom(sample)
-
-        result = scheduler.weights.receive(
-            receive.group_name, receive.timeout_seconds, checksum=receive.checksum, commit=commit
-        )
-        response.received.seconds = result.seconds
-        response.received.checksums.update(result.checksums)
-        return response
-
     def LeaveWeightGroup(
         self, request: rollout_pb2.LeaveWeightGroupRequest, context: Any
     ) -> rollout_pb2.LeaveWeightGroupResponse:
         """See the proto. Answers whether a failed broadcast had touched the model."""
-        scheduler = self._scheduler
-        unusable = scheduler.weights.leave(request.group_name)
-        with scheduler.changed:
-            self._left = request.group_name
-            scheduler.changed.notify_all()
+        unusable = self._scheduler.updates.leave(request.group_name)
         return rollout_pb2.LeaveWeightGroupResponse(quarantined=unusable)
-
-    def _wait_paused(self, change: int, group_name: str, timeout: float) -> None:
-        """Wait until the loop is in the pause `change`, which only the update after it ends.
-
-        Raises EngineError if it is not within `timeout` seconds, or the group is left meanwhile.
-        """
-        scheduler, deadline = self._scheduler, time.monotonic() + timeout
-        with scheduler.changed:
-            scheduler.changed.wait_for(lambda: scheduler.change >= change or self._left == group_name, timeout)
-            if self._left == group_name:
-                raise EngineError(f"weight group {group_name} was left before the scheduler paused")
-            # A late pause doesn't count, even if this thread hears of the pause and of its deadline at once.
-            if scheduler.change < change or time.monotonic() > deadline:
-                raise EngineError(f"the scheduler did not pause within {timeout:.3g} s")
-            if scheduler.change > change or not scheduler._engine_paused:
-                raise EngineError("the scheduler is not in the pause for these weights any more")

@@ -1,7 +1,8 @@
 """Calls from the engine's process to SGLang's scheduler processes, beside SGLang's own messages.
 
 Each scheduler process (one per tensor-parallel rank) serves Scheduler and a part of Rollout on a Unix socket
-(`services.rollout.engines.sglang.scheduler`), as an engine's process does for its service.
+(`services.rollout.engines.sglang.scheduler`), as an engine's process does for its service. What they tell by
+themselves comes over a socket of ZeroMQ.
 """
 
 import os
@@ -9,16 +10,18 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
+import zmq
+from sglang.srt.utils.network import get_zmq_socket
 
 from relaxd.process.child_channel import OPTIONS
 from relaxd.rpc.client import call_metadata
 from relaxd.rpc.errors import Aborted, RpcError, Unavailable, from_call, has_status
 from relaxd.v1 import engine_pb2, engine_pb2_grpc, rollout_pb2_grpc
+from services.rollout.engines.sglang.messages import News
 
 FOLDER_VARIABLE = "RELAXD_SGLANG_FOLDER"
 """Environment variable with the folder of the sockets, for the scheduler processes."""
@@ -26,6 +29,8 @@ TOKEN_VARIABLE = "RELAXD_SGLANG_TOKEN"
 """Environment variable with the token that they have to ask for."""
 STEP_SECONDS = 60.0
 """Longest step of the model that a pause waits for. A longer one counts as a failure."""
+END_SECONDS = 1.0
+"""Time for an update to end after its group was left."""
 ANSWER_SECONDS = 10.0
 """Longest wait for anything else that the scheduler's loop does."""
 SCHEDULER_MARGIN_SECONDS = 3.0
@@ -34,16 +39,6 @@ SCHEDULER_MARGIN_SECONDS = 3.0
 
 class Late(Aborted):
     """A scheduler process has not answered in time, and may have done what it was asked to."""
-
-
-@dataclass(frozen=True)
-class SchedulersCall:
-    """A request that is on its way to every scheduler process."""
-
-    method: str
-    timeout: float
-    calls: list[Any]
-    """By rank."""
 
 
 class Schedulers:
@@ -61,6 +56,7 @@ class Schedulers:
             **(environment or {}),
         }
         """Environment of the scheduler processes."""
+        self._news: Any = get_zmq_socket(zmq.Context(1), zmq.PULL, news_address(str(self._folder)), True)
         self._channels: list[grpc.Channel] = []
         self._stubs: list[dict[str, Any]] = []
         self._ends: list[Any] = []
@@ -90,19 +86,21 @@ class Schedulers:
         """Remove the folder of the sockets: nobody else can connect."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def begin(self, method: str, request: Any, timeout: float) -> SchedulersCall:
-        """Send a request to each rank, for `answers`."""
-        metadata = self._metadata(None)
-        calls = [stub[method].future(request, timeout=timeout, metadata=metadata) for stub in self._stubs]
-        return SchedulersCall(method, timeout, calls)
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self._stubs)
 
-    def answers(self, asked: SchedulersCall) -> list[Any]:
-        """Return each rank's answer or RpcError, once all have answered or are late."""
-        return [self._answer(rank, call, asked.method, asked.timeout) for rank, call in enumerate(asked.calls)]
+    def receive_news(self) -> News:
+        """Wait for what a scheduler process tells. Only one thread may call this."""
+        news: News = self._news.recv_pyobj()
+        return news
 
     def ask_all(self, method: str, request: Any, timeout: float) -> list[Any]:
         """Return the answers by rank. Raises the first RpcError, once all have answered or are late."""
-        answers = self.answers(self.begin(method, request, timeout))
+        metadata = self._metadata(None)
+        calls = [stub[method].future(request, timeout=timeout, metadata=metadata) for stub in self._stubs]
+        answers = [self._answer(rank, call, method, timeout) for rank, call in enumerate(calls)]
         for answer in answers:
             if isinstance(answer, RpcError):
                 raise answer
@@ -125,6 +123,11 @@ class Schedulers:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 return Late(f"scheduler {rank} did not answer {method} within {timeout:g} s")
             return Unavailable(f"scheduler {rank} is gone: {error.details()}")
+
+
+def news_address(folder: str) -> str:
+    """Return the address at which the engine's process takes the schedulers' news."""
+    return f"ipc://{folder}/news"
 
 
 def socket_path(folder: str, rank: int) -> str:

@@ -1,43 +1,82 @@
-"""The request to SGLang's scheduler processes to take up new weights."""
+"""The engine's view of an update of SGLang's scheduler processes."""
 
 import time
 
-from relaxd.v1 import engine_pb2, rollout_pb2
-from services.rollout.engines.sglang.schedulers import SCHEDULER_MARGIN_SECONDS, Schedulers, SchedulersCall
+from relaxd.rpc.errors import RpcError
+from relaxd.v1 import rollout_pb2
+from services.rollout.engines.sglang.messages import GroupLeft, PauseForUpdate, Updated, UpdateEnded
+from services.rollout.engines.sglang.schedulers import SCHEDULER_MARGIN_SECONDS, Late
+from services.rollout.engines.types import EngineError, PauseMode
 
 
 class SchedulerUpdate:
-    """Asks every scheduler process to take up new weights: together with the pause for them, or when it has begun."""
+    """Has every scheduler process take up new weights, in one pause. Needs a lock of its owner."""
 
     def __init__(
-        self, schedulers: Schedulers, receive: rollout_pb2.ReceiveWeightsRequest, key: str, pause_deadline: float
+        self, number: int, ranks: int, receive: rollout_pb2.ReceiveWeightsRequest, key: str, pause_deadline: float
     ) -> None:
-        """`key` is the weights' key in the prefix cache. `pause_deadline` is a time by time.monotonic()."""
-        self._schedulers = schedulers
-        self._request = engine_pb2.UpdateWeightsRequest(receive=receive, key=key)
+        """`number` is the update's, `ranks` that of scheduler processes, `key` the weights' in the prefix cache.
+
+        `pause_deadline` is a time by time.monotonic().
+        """
+        self._number = number
+        self._ranks = ranks
+        self._receive = receive
+        self._key = key
         self._pause_deadline = pause_deadline
-        self._asked: SchedulersCall | None = None
+        self._pause_seconds = pause_deadline - time.monotonic()
+        self._results: dict[int, Updated | RpcError] = {}
+        self.asked = False
+        """Whether the scheduler processes were asked."""
+        self.change = 0
+        """Number of the pause that the message began; 0: none, they were paused already."""
         self.group_name = receive.group_name
         """The group in which the weights come."""
 
+    def ask(self, mode: PauseMode, change: int) -> PauseForUpdate:
+        """Return the message that asks them, to be sent once. `change` is as above."""
+        self.asked, self.change = True, change
+        return PauseForUpdate(
+            rid=str(change),
+            mode=mode,
+            number=self._number,
+            group_name=self.group_name,
+            key=self._key,
+            checksum=self._receive.checksum,
+            deadline=self._pause_deadline,
+            timeout=self._receive.timeout_seconds,
+        )
+
+    def take(self, news: UpdateEnded | GroupLeft) -> None:
+        """Take what a scheduler process tells. It may be about another update."""
+        if isinstance(news, UpdateEnded):
+            if news.number == self._number:
+                self._results[news.rank] = news.result
+        elif news.group_name == self.group_name:
+            left = EngineError(f"weight group {self.group_name} was left before the scheduler paused")
+            self._results.setdefault(news.rank, left)
+
     @property
-    def begun(self) -> bool:
-        """Whether the scheduler processes were asked."""
-        return self._asked is not None
+    def ended(self) -> bool:
+        """Whether all scheduler processes have taken up the weights or failed to."""
+        return len(self._results) == self._ranks
 
     @property
     def pause_seconds(self) -> float:
-        """Seconds in which they have to pause."""
+        """Seconds that are left to pause."""
         return max(self._pause_deadline - time.monotonic(), 0.0)
 
-    def begin(self, change: int) -> None:
-        """Ask them, once. `change` is the pause that they are told to begin at the same time; 0: they are paused."""
-        receive, pause_seconds = self._request.receive, self.pause_seconds if change else 0.0
-        self._request.change, receive.pause_timeout_seconds = change, pause_seconds
-        timeout = pause_seconds + receive.timeout_seconds + SCHEDULER_MARGIN_SECONDS
-        self._asked = self._schedulers.begin("UpdateWeights", self._request, timeout)
+    @property
+    def seconds(self) -> float:
+        """Seconds that are left for all of it."""
+        end = self._pause_deadline + self._receive.timeout_seconds + SCHEDULER_MARGIN_SECONDS
+        return max(end - time.monotonic(), 0.0)
 
-    def answers(self) -> list[engine_pb2.UpdateWeightsResponse | Exception]:
-        """Return each rank's answer or RpcError, once all have answered or are late."""
-        assert self._asked is not None
-        return self._schedulers.answers(self._asked)
+    def not_paused(self) -> EngineError:
+        """Return the error of an update whose pause did not begin in time."""
+        return EngineError(f"the engine did not pause within {self._pause_seconds:.3g} s")
+
+    def results(self) -> list[Updated | RpcError]:
+        """Return each rank's result; that of a rank which has told none is Late."""
+        late = {rank: Late(f"scheduler {rank} did not receive the weights in time") for rank in range(self._ranks)}
+        return [result for _, result in sorted({**late, **self._results}.items())]

@@ -126,12 +126,13 @@ class SGLangWeights:
         touched, self._dirty = self._dirty, False
         return ReceiveResult(seconds, touched, found)
 
-    def leave(self, name: str) -> bool:
-        """Abort and forget a group, also in the middle of `join` or `receive`, from any thread.
-
-        Returns whether the model is unusable, because a failed broadcast had touched it.
-        """
+    def leave(self, name: str) -> None:
+        """Abort and forget a group, also in the middle of `join` or `receive`, from any thread."""
         self._forget(name)
+
+    @property
+    def unusable(self) -> bool:
+        """Whether a failed broadcast has touched the model, or one under way has."""
         return self._dirty
 
     def _committing(self, commit: Callable[[], None]) -> Callable[[], None]:
@@ -194,6 +195,8 @@ class _Receiver:
         ]
         size = max((shape.nbytes if self._flat else piece_bytes(shape) for shape in self._shapes), default=0)
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(IN_FLIGHT)]
+        self._wires = [self._wire(number) for number in range(len(buckets))]
+        """What each bucket is received into. Made ahead, because the engine is paused when it comes."""
 
     def receive(self, deadline: float, with_checksums: bool, commit: Callable[[], None]) -> dict[str, int]:
         """Receive all buckets on the current stream. Returns when they are received and their copies are enqueued.
@@ -221,15 +224,16 @@ class _Receiver:
         left = deadline - time.monotonic()
         if left <= 0:
             raise WeightGroupError(f"the broadcast in weight group {self.group.name} did not end in time")
+        if len(self._parts[number]) > len(self._staged[number]):
+            self._touch()
+        return self.group.start_broadcasts(self._wires[number], self._buckets[number].source_rank, left)
+
+    def _wire(self, number: int) -> list[torch.Tensor]:
         buffer = self._buffers[number % IN_FLIGHT]
         if self._flat:
-            wire = [buffer[: self._buckets[number].nbytes]]
-        else:
-            staging = iter(pieces(self._shapes[number], buffer))
-            wire = [next(staging) if whole is None else whole for whole in self._wholes[number]]
-            if len(wire) > len(self._staged[number]):
-                self._touch()
-        return self.group.start_broadcasts(wire, self._buckets[number].source_rank, left)
+            return [buffer[: self._buckets[number].nbytes]]
+        staging = iter(pieces(self._shapes[number], buffer))
+        return [next(staging) if whole is None else whole for whole in self._wholes[number]]
 
     def _copy(self, number: int, transfer: Transfer, with_checksums: bool) -> dict[str, int]:
         """Copy the staged tensors when they are received. On a GPU this only enqueues, except for checksums."""

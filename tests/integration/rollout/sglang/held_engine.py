@@ -1,18 +1,18 @@
-"""The SGLang engine's process with schedulers that a test can hold up, and that say what they are asked."""
+"""The SGLang engine's process with schedulers that a test can hold up. It says what it asks them."""
 
 import os
 import time
 from pathlib import Path
 from typing import Any
 
-from relaxd.v1 import engine_pb2
 from services.rollout.engines.engine_process import read_arguments
 from services.rollout.engines.sglang import launch, scheduler
+from services.rollout.engines.sglang.messages import PauseForUpdate
 from services.rollout.engines.sglang.process import SGLangProcess
 
 FOLDER_VARIABLE = "RELAXD_TEST_HELD"
 """Environment variable with a folder. While it has a file "hold", the schedulers' loops take no messages and do no
-steps. They write a line to the file "updates" for each update: the number of the pause that it waits for."""
+steps. The engine writes a line to the file "updates" for each update: the number of the pause that it begins, or 0."""
 
 
 class HeldScheduler(scheduler.ControlledScheduler):
@@ -22,17 +22,17 @@ class HeldScheduler(scheduler.ControlledScheduler):
         super().process_input_requests(recv_reqs)
 
 
-class TellingHandlers(scheduler.ControlHandlers):
-    def UpdateWeights(self, request: engine_pb2.UpdateWeightsRequest, context: Any) -> engine_pb2.UpdateWeightsResponse:
-        with Path(os.environ[FOLDER_VARIABLE], "updates").open("a") as updates:
-            updates.write(f"{request.change}\n")
-        return super().UpdateWeights(request, context)
+class TellingChannel(launch.MessageChannel):
+    def send(self, message: Any) -> None:
+        super().send(message)
+        if isinstance(message, PauseForUpdate):
+            with Path(os.environ[FOLDER_VARIABLE], "updates").open("a") as updates:
+                updates.write(f"{message.rid or 0}\n")
 
 
 def run_held_scheduler(*args: Any) -> None:
     """Run a scheduler process."""
     scheduler.ControlledScheduler = HeldScheduler  # type: ignore[misc]
-    scheduler.ControlHandlers = TellingHandlers  # type: ignore[misc]
     scheduler.run_scheduler(*args)
 
 
@@ -40,5 +40,6 @@ if __name__ == "__main__":
     read_arguments()
     from tests.integration.rollout.sglang import held_engine  # scheduler processes import it by this name
 
+    launch.MessageChannel = TellingChannel  # type: ignore[misc]
     launch._Launcher.run_scheduler_process_func = staticmethod(held_engine.run_held_scheduler)
     SGLangProcess().serve()

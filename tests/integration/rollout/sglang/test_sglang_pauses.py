@@ -1,4 +1,4 @@
-"""Updates of the real SGLang that pause by themselves: the schedulers are asked before they pause."""
+"""Updates of the real SGLang that pause by themselves: one message to the schedulers is for both."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ class Held:
 
     @property
     def updates(self) -> list[int]:
-        """The pauses that the updates so far were told to wait for; 0: none."""
+        """The pauses that the messages for updates began; 0: none."""
         return [int(line) for line in self._updates.read_text().split()]
 
     @property
@@ -145,7 +145,7 @@ def test_a_group_that_is_left_before_the_pause_ends_the_update_at_once(held: Hel
     asked = held.ask()
     held.hold()
     begun = runner.begin(runner.engine.receive(pausing_request(name, runner.next_version(), pause_timeout=100)))
-    wait_until(lambda: len(held.updates) > before, "the scheduler is asked")
+    wait_until(lambda: len(held.updates) > before, "the schedulers are asked")
     assert held.updates[-1] > 0
     started = time.monotonic()
     assert not runner.run(runner.engine.leave(name, quarantine=False))

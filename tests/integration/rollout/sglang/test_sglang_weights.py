@@ -50,10 +50,8 @@ def make_models(folder: Path) -> dict[str, Path]:
 class Source:
     """The trainer's side of one group: new values for a model's tensors."""
 
-    def __init__(
-        self, folder: Path, seed: int, dtype: torch.dtype = torch.bfloat16, bucket_bytes: int = 20_000
-    ) -> None:
-        self._bucket_bytes = bucket_bytes
+    def __init__(self, folder: Path, seed: int, dtype: torch.dtype = torch.bfloat16, *, in_one: bool = False) -> None:
+        self._in_one = in_one
         generator = torch.Generator().manual_seed(seed)
         self.tensors = {
             name: torch.randn(tensor.shape, generator=generator).to(dtype)
@@ -63,8 +61,8 @@ class Source:
 
     @property
     def buckets(self) -> list[TensorBucket]:
-        """Several, unless they may be large."""
-        return plan_buckets(self.specs, self._bucket_bytes, 0)
+        """Several, unless all has to be in one."""
+        return [TensorBucket(tuple(self.specs), 0)] if self._in_one else plan_buckets(self.specs, 20_000, 0)
 
     def send(self, group: WeightGroup, layout: str, buckets: list[TensorBucket]) -> None:
         """As a trainer does."""
@@ -179,7 +177,7 @@ def test_the_commit_does_not_wait_for_the_last_bucket(ranks: Ranks, models: dict
 def test_ranks_that_may_have_committed_alone_are_unusable(ranks: Ranks, models: dict[str, Path]) -> None:
     folder = models["qwen3"]
     ranks.do("load", folder=str(folder))
-    group, joined = ranks.join(Source(folder, 1, bucket_bytes=1 << 30), "flat")
+    group, joined = ranks.join(Source(folder, 1, in_one=True), "flat")
     ranks.tell("receive", name=group.name, refuse=True)  # before anything has come
     assert all("refused" in answer["error"] for answer in ranks.answers())
     several = len(joined) > 1

@@ -76,7 +76,8 @@ class Member:
 
     def leave(self, name: str) -> dict[str, Any]:
         """Leave a group."""
-        return {"unusable": self.weights.leave(name)}
+        self.weights.leave(name)
+        return {"unusable": self.weights.unusable}
 
     def compare(self, file: str) -> dict[str, Any]:
         """Which parameters are not what SGLang itself makes of these tensors."""

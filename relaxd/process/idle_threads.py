@@ -1,0 +1,71 @@
+"""Threads that wait for work, because to start one takes long."""
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+IDLE_THREADS = 8
+"""Threads that wait for the next call. Those of more calls at once end with them."""
+
+
+class IdleThreads:
+    """Threads of which each runs one call at a time. One that is idle takes the next call.
+
+    A call finds no thread idle if all have calls, and gets a new one: none waits for another.
+    """
+
+    def __init__(self) -> None:
+        self._idle: deque[queue.SimpleQueue[_Work]] = deque()
+        """The queue of each idle thread, from which it takes its next call."""
+        self._lock = threading.Lock()
+
+    def run(self, name: str, do: Callable[[], Any]) -> "Future[Any]":
+        """Call `do` in a thread that is called `name` meanwhile."""
+        answer: Future[Any] = Future()
+        answer.set_running_or_notify_cancel()  # a caller that leaves doesn't end it
+        work = _Work(name, do, answer)
+        try:
+            self._idle.pop().put(work)  # the last one that became idle
+        except IndexError:
+            threading.Thread(target=self._work, args=(work,), name=name, daemon=True).start()
+        return answer
+
+    def _work(self, work: "_Work") -> None:
+        calls: queue.SimpleQueue[_Work] = queue.SimpleQueue()
+        while self._settle(work, calls):
+            del work  # an idle thread holds on to no request
+            threading.current_thread().name = "idle"
+            work = calls.get()
+            threading.current_thread().name = work.name
+
+    def _settle(self, work: "_Work", calls: "queue.SimpleQueue[_Work]") -> bool:
+        """Answer a call. Returns whether its thread, which takes others from `calls`, is idle then."""
+        try:
+            result = work.do()
+        except BaseException as error:
+            idle = self._idles(calls)
+            work.answer.set_exception(error)
+        else:
+            idle = self._idles(calls)  # before the answer, after which the caller may call again
+            work.answer.set_result(result)
+        return idle
+
+    def _idles(self, calls: "queue.SimpleQueue[_Work]") -> bool:
+        with self._lock:
+            if len(self._idle) >= IDLE_THREADS:
+                return False
+            self._idle.append(calls)
+            return True
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A call."""
+
+    name: str
+    do: Callable[[], Any]
+    answer: "Future[Any]"

@@ -1,0 +1,83 @@
+"""Messages between the engine's process and SGLang's scheduler processes about pauses and new weights.
+
+They go over ZeroMQ, with SGLang's own or beside them, because a gRPC call between processes that idle takes a
+millisecond longer.
+"""
+
+from dataclasses import dataclass, field
+
+from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+from relaxd.rpc.errors import RpcError
+
+
+class PauseForUpdate(PauseGenerationReqInput, kw_only=True):  # type: ignore[call-arg]
+    """Pauses every scheduler, and has each take up new weights in this pause."""
+
+    number: int
+    """Of the update."""
+    group_name: str
+    """Weight group in which the weights come."""
+    key: str
+    """The weights' key in the prefix cache."""
+    checksum: bool
+    """Whether to return checksums."""
+    deadline: float
+    """When the pause has to have begun, by time.monotonic(), which processes of one host share."""
+    timeout: float
+    """Seconds from then to the end of the reception."""
+
+
+@dataclass(frozen=True)
+class HeldRequest:
+    """An unfinished request of a scheduler."""
+
+    tokens: int
+    """Number of tokens that the old weights produced."""
+    continues: bool = False
+    """Whether it continues with their keys and values."""
+
+
+@dataclass(frozen=True)
+class Updated:
+    """The weights are there."""
+
+    seconds: float
+    """Duration of the reception."""
+    checksums: dict[str, int] = field(default_factory=dict)
+    """Checksums by tensor, if asked for."""
+    held: dict[str, HeldRequest] = field(default_factory=dict)
+    """The unfinished requests by SGLang's ids; of tensor-parallel rank 0 only."""
+
+
+@dataclass(frozen=True)
+class ChangeMade:
+    """A scheduler has paused or resumed."""
+
+    number: int
+    """Of the change: its message's `rid`."""
+    rank: int
+
+
+@dataclass(frozen=True)
+class UpdateEnded:
+    """A scheduler has taken up new weights, or has failed to."""
+
+    number: int
+    rank: int
+    result: Updated | RpcError
+
+
+@dataclass(frozen=True)
+class GroupLeft:
+    """A scheduler has left a weight group: it receives nothing in it, now or later.
+
+    What it said about updates in this group before was sent before.
+    """
+
+    group_name: str
+    rank: int
+
+
+News = ChangeMade | UpdateEnded | GroupLeft
+"""What a scheduler tells."""

@@ -1,0 +1,104 @@
+"""Updates of the weights in a scheduler process of SGLang, and what the process tells the engine's."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import zmq
+from sglang.srt.utils.network import get_zmq_socket
+
+from relaxd.process.idle_threads import IdleThreads
+from relaxd.rpc.errors import Aborted, RpcError
+from services.rollout.engines.sglang.messages import (
+    GroupLeft,
+    HeldRequest,
+    News,
+    PauseForUpdate,
+    Updated,
+    UpdateEnded,
+)
+from services.rollout.engines.sglang.schedulers import END_SECONDS
+from services.rollout.engines.sglang.weights import SGLangWeights
+from services.rollout.engines.types import EngineError
+
+logger = logging.getLogger(__name__)
+
+
+class NewsSender:
+    """Tells the engine's process what happens, in order, from any thread."""
+
+    def __init__(self, address: str) -> None:
+        """`address` is the engine's (see `schedulers.news_address`)."""
+        self._socket: Any = get_zmq_socket(zmq.Context(1), zmq.PUSH, address, False)
+        self._lock = threading.Lock()
+
+    def tell(self, news: News) -> None:
+        """Send it."""
+        with self._lock:
+            self._socket.send_pyobj(news)
+
+
+class SchedulerUpdates:
+    """Takes up weights in pauses of the loop, and tells the engine's process."""
+
+    def __init__(
+        self, weights: SGLangWeights, rank: int, news: NewsSender, commit: Callable[[str], dict[str, HeldRequest]]
+    ) -> None:
+        """`commit` takes up received weights by their key."""
+        self._weights = weights
+        self._rank = rank
+        self._news = news
+        self._commit = commit
+        self._threads = IdleThreads()
+        self._receiving: list[str] = []
+        """Groups in which an update receives."""
+        self._ended = threading.Condition()
+        """Lock of `_receiving`; notified at the end of an update."""
+
+    def begin(self, message: PauseForUpdate) -> None:
+        """Begin an update. The loop calls this in the pause, in which it stays until the update ends."""
+        if time.monotonic() > message.deadline:  # nobody waits for it any more
+            self._news.tell(UpdateEnded(message.number, self._rank, EngineError("the scheduler paused too late")))
+            return
+        with self._ended:
+            self._receiving.append(message.group_name)
+        self._threads.run("update", partial(self._update, message))
+
+    def leave(self, name: str) -> bool:
+        """Leave a weight group, also while weights are received, and tell when nothing is received in it any more.
+
+        Returns whether the model is unusable, because a failed broadcast had touched it.
+        """
+        self._weights.leave(name)
+        with self._ended:
+            ended = self._ended.wait_for(lambda: name not in self._receiving, END_SECONDS)
+        if ended:
+            self._news.tell(GroupLeft(name, self._rank))
+        return self._weights.unusable
+
+    def _update(self, message: PauseForUpdate) -> None:
+        result: Updated | RpcError
+        try:
+            result = self._receive(message)
+        except RpcError as error:
+            result = error
+        except Exception as error:
+            logger.exception("an update failed")
+            result = Aborted(f"{type(error).__name__}: {error}")
+        self._news.tell(UpdateEnded(message.number, self._rank, result))
+        with self._ended:
+            self._receiving.remove(message.group_name)
+            self._ended.notify_all()
+
+    def _receive(self, message: PauseForUpdate) -> Updated:
+        held: dict[str, HeldRequest] = {}
+        received = self._weights.receive(
+            message.group_name,
+            message.timeout,
+            checksum=message.checksum,
+            commit=lambda: held.update(self._commit(message.key)),
+        )
+        return Updated(received.seconds, received.checksums, held if self._rank == 0 else {})

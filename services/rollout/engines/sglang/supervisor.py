@@ -1,0 +1,233 @@
+"""Pauses, resumes and updates SGLang's scheduler processes, as an engine's gate says."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from sglang.srt.managers.io_struct import (
+    ContinueGenerationReqInput,
+    PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+)
+
+from relaxd.rpc.errors import RpcError
+from relaxd.v1 import rollout_pb2
+from services.rollout.engines.generation_gate import GenerationGate, UpdatePause
+from services.rollout.engines.sglang.launch import MessageChannel
+from services.rollout.engines.sglang.messages import ChangeMade, Updated
+from services.rollout.engines.sglang.schedulers import ANSWER_SECONDS, STEP_SECONDS, Schedulers
+from services.rollout.engines.sglang.update import SchedulerUpdate
+from services.rollout.engines.types import EngineError, PauseMode, Version
+
+LEFT = "the weight group was left before the engine paused"
+"""Why an update did not begin."""
+
+
+class Supervisor:
+    """The state of an engine's scheduler processes, which a thread keeps as the gate wants it (see `supervise`).
+
+    The gate's lock is its lock.
+    """
+
+    def __init__(
+        self,
+        gate: GenerationGate,
+        channel: MessageChannel,
+        schedulers: Schedulers,
+        *,
+        admit: Callable[[], None],
+        drained: Callable[[], bool],
+        end_all: Callable[[], None],
+    ) -> None:
+        """`admit` sends waiting requests, and `drained` says whether none is running; they are called with the lock.
+
+        `end_all` ends all requests in a pause.
+        """
+        self._gate = gate
+        self._channel = channel
+        self._schedulers = schedulers
+        self._admit = admit
+        self._drained = drained
+        self._end_all = end_all
+        self._state: PauseMode | None = None
+        """Mode in which the schedulers are paused: in_place or retract; None while they run."""
+        self._changes = 0
+        """Number of pauses and resumptions that they were told to make."""
+        self._made = [0] * schedulers.count
+        """The last that each has made."""
+        self._changing = False
+        """Whether they are being paused or resumed."""
+        self._pausing: PauseMode | None = None
+        """Mode of a pause for an update that `supervise` has to wait for."""
+        self._update: SchedulerUpdate | None = None
+        """The update under way."""
+        self._commits = 0
+        self._told = threading.Condition(gate.lock)
+        """Notified at what the schedulers tell."""
+
+    @property
+    def running(self) -> bool:
+        """Whether the schedulers run. Needs the lock."""
+        return self._state is None
+
+    def prefix_key(self, weights: Version) -> str:
+        """Return the key of these weights in the schedulers' prefix caches."""
+        return f"{weights.term}:{weights.version}:{self._commits}"  # two commits of one version are two
+
+    def supervise(self) -> None:
+        """Pause and resume the schedulers for ever. Raises EngineError if they don't do what they are told."""
+        gate = self._gate
+        while True:
+            with gate.changed:
+                gate.end_lease()
+                if (pausing := self._pausing) is None:
+                    abort = gate.take_abort()
+                    wanted = self._wanted_state()
+                    if wanted == self._state and not abort:
+                        if self._state is None:
+                            gate.leave_rest()
+                            self._admit()
+                            gate.wait()  # idle: until the engine is paused or ends
+                        else:
+                            gate.rest()
+                        continue
+                    self._changing = True
+            if pausing is not None:
+                self._finish_change(pausing)
+                continue
+            self._set_state("retract" if abort else wanted)
+            if abort:
+                self._end_all()
+
+    def read_news(self) -> None:
+        """Take what the schedulers tell, for ever."""
+        while True:
+            news = self._schedulers.receive_news()
+            with self._gate.changed:
+                if isinstance(news, ChangeMade):
+                    self._made[news.rank] = max(self._made[news.rank], news.number)
+                elif self._update is not None:
+                    self._update.take(news)
+                self._told.notify_all()
+
+    def change_memory(self, message: ReleaseMemoryOccupationReqInput | ResumeMemoryOccupationReqInput) -> None:
+        """Have all schedulers, paused in mode retract, free or allocate memory in the same turn of their loops.
+
+        Raises EngineError if they don't.
+        """
+        self._channel.send(message)
+        try:
+            self._set_state("retract")  # they are in it already: this waits for the answer
+        except RpcError as error:
+            raise EngineError(f"the schedulers did not change their memory: {error}") from error
+
+    @contextmanager
+    def update(
+        self, weights: Version, receive: rollout_pb2.ReceiveWeightsRequest, pause: UpdatePause | None
+    ) -> Iterator[None]:
+        """Allow changes of the model inside the block, in which every scheduler process takes up `weights`.
+
+        They are asked to as soon as the engine rests. With `pause`, in mode in_place or retract, it pauses for the
+        update: the message that pauses the schedulers asks them, too.
+        """
+        gate = self._gate
+        with ExitStack() as block:
+            with gate.changed:  # at once, so that the pause is not sent without its update
+                block.enter_context(gate.update(weights) if pause is None else gate.pause_and_update(pause, weights))
+                self._commits += 1
+                deadline = time.monotonic() + ANSWER_SECONDS if pause is None else pause.deadline
+                self._update = SchedulerUpdate(
+                    self._commits, self._schedulers.count, receive, self.prefix_key(weights), deadline
+                )
+                if pause is not None and self.running and not self._changing:
+                    self._channel.send(self._update.ask(pause.mode, self._next_change()))
+                    self._pausing, self._changing = pause.mode, True
+            try:
+                yield
+            finally:
+                with gate.changed:
+                    self._update = None
+
+    def wait_update(self) -> list[Updated | RpcError]:
+        """Return, inside `update`, each scheduler process's result; it is Late for those that have none in time.
+
+        Raises EngineError if they don't pause in time, or if the group was left before they were asked. In the first
+        case they may have been asked; they have to leave the group.
+        """
+        gate = self._gate
+        with gate.changed:
+            update = self._update
+            if update is None:
+                raise EngineError(LEFT)
+            gate.changed.wait_for(lambda: update.asked or gate.at_rest or self._update is None, update.pause_seconds)
+            if self._update is None:
+                raise EngineError(LEFT)
+            if not update.asked and gate.at_rest:  # they were paused before
+                self._channel.send(update.ask(self._state or "in_place", 0))
+            paused = update.asked and self._told.wait_for(
+                lambda: min(self._made) >= update.change or update.ended, update.pause_seconds
+            )
+            if not update.asked:
+                self._update = None  # nobody asks later
+            if not paused:
+                raise update.not_paused()
+        return self.last_results(update.seconds)
+
+    def last_results(self, timeout: float) -> list[Updated | RpcError]:
+        """Return, inside `update`, what each scheduler process has told in `timeout` seconds, or Late."""
+        with self._gate.changed:
+            update = self._update
+            if update is None or not update.asked:
+                return []
+            self._told.wait_for(lambda: update.ended, timeout)
+            return update.results()
+
+    def end_update(self, group_name: str, timeout: float) -> None:
+        """Wait, but not for longer than `timeout` seconds, for the end of an update in a group that was left.
+
+        If the schedulers were not asked yet, they are not any more.
+        """
+        gate = self._gate
+        with gate.changed:
+            update = self._update
+            if update is not None and update.group_name != group_name:
+                return
+            if update is not None and not update.asked:
+                self._update = None
+                gate.changed.notify_all()
+            gate.wait_no_update(timeout)
+
+    def _wanted_state(self) -> PauseMode | None:
+        gate = self._gate
+        if gate.may_run():
+            return "in_place" if gate.mode == "drain" and self._drained() else None
+        if gate.mode == "retract":
+            return "retract"
+        return self._state or "in_place"
+
+    def _set_state(self, state: PauseMode | None) -> None:
+        """Pause or resume the schedulers, and wait until they have, and the device has done their work from before."""
+        message: Any
+        with self._gate.changed:
+            rid = str(self._next_change())
+        if state is None:
+            message = ContinueGenerationReqInput(rid=rid, torch_empty_cache=False)
+        else:
+            message = PauseGenerationReqInput(rid=rid, mode=state)
+        self._channel.send(message)
+        self._finish_change(state)
+
+    def _finish_change(self, state: PauseMode | None) -> None:
+        """Wait until the schedulers have made the last change."""
+        with self._gate.changed:
+            if not self._told.wait_for(lambda: min(self._made) >= self._changes, STEP_SECONDS):
+                late = [rank for rank, made in enumerate(self._made) if made < self._changes]
+                raise EngineError(f"schedulers {late} did not pause or resume within {STEP_SECONDS:g} s")
+            self._state, self._pausing, self._changing = state, None, False
+
+    def _next_change(self) -> int:
+        self._changes += 1
+        return self._changes
