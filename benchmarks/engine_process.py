@@ -11,7 +11,7 @@ from services.rollout.engines.engine_process import read_arguments
 from services.rollout.engines.sglang import launch
 from services.rollout.engines.sglang.process import SGLangProcess
 from services.rollout.engines.sglang.scheduler import run_scheduler
-from services.rollout.engines.sglang.weights import ReceiveResult, SGLangWeights
+from services.rollout.engines.sglang.weights import ReceiveResult, Reception, SGLangWeights
 
 
 class UntrainedProcess(SGLangProcess):
@@ -24,13 +24,12 @@ class UntrainedProcess(SGLangProcess):
 def run_untrained_scheduler(*args: Any) -> None:
     """Run a scheduler process that commits the weights that it has."""
 
-    def receive(
-        self: SGLangWeights, name: str, timeout: float, *, checksum: bool, commit: Callable[[], None] = lambda: None
-    ) -> ReceiveResult:
+    def finish(self: SGLangWeights, begun: Reception, *, checksum: bool, commit: Callable[[], None]) -> ReceiveResult:
         commit()
         return ReceiveResult(0.0, touched=False)
 
-    SGLangWeights.receive = receive  # type: ignore[method-assign]
+    SGLangWeights.begin = lambda self, name, timeout: None  # type: ignore[assignment,method-assign,return-value]
+    SGLangWeights.finish = finish  # type: ignore[method-assign]
     run_scheduler(*args)
 
 

@@ -147,7 +147,8 @@ class EngineSide(Side):
 
     def sync(self, name: str, checksum: bool) -> dict[str, Any]:
         """Receive the weights."""
-        return {"checksums": self.weights.receive(name, TIMEOUT, checksum=checksum).checksums}
+        begun = self.weights.begin(name, TIMEOUT)
+        return {"checksums": self.weights.finish(begun, checksum=checksum, commit=lambda: None).checksums}
 
     def sync_stock(self) -> None:
         """Receive by SGLang's own code."""

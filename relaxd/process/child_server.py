@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -124,6 +125,14 @@ def in_turn(handler: Handler) -> Handler:
     return handler
 
 
+@dataclass(frozen=True)
+class AndThen:
+    """The answer of a handler `in_turn`, and what to do once it has left, or nobody waits for it any more."""
+
+    answer: Any
+    then: Callable[[], None]
+
+
 class _Threaded:
     """A servicer whose plain functions became coroutines, or asynchronous generators, that run them in threads."""
 
@@ -142,7 +151,14 @@ class _Threaded:
 
         async def call_in_turn(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
             async for request in requests:
-                yield await call(request, context)
+                answer = await call(request, context)
+                if not isinstance(answer, AndThen):
+                    yield answer
+                    continue
+                try:
+                    yield answer.answer
+                finally:
+                    self._threads.run(name, answer.then)
 
         return call_in_turn if getattr(handler, "in_turn", False) else call
 

@@ -94,7 +94,11 @@ class Teacher:
         """See LoadedEngine."""
         return 0
 
-    def resume(self) -> None:
+    @property
+    def pauses(self) -> int:
+        return 0
+
+    def resume(self, pause: int | None = None) -> None:
         """See LoadedEngine."""
 
     def sleep(self, timeout: float) -> None:

@@ -1,8 +1,10 @@
-"""A rollout engine asked from a test, without a service: its event loop runs while something is awaited."""
+"""A rollout engine asked from a test, without a service. Its event loop runs in a thread of its own."""
 
 import asyncio
 import itertools
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,7 +69,11 @@ class EngineRunner:
     """An engine and its event loop."""
 
     def __init__(self) -> None:
-        self._runner = asyncio.Runner()
+        running: Future[asyncio.AbstractEventLoop] = Future()
+        self._closing = asyncio.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._live(running)), name="engine", daemon=True)
+        self._thread.start()
+        self._loop = running.result()
         self.engine: ChildEngine
         self.exits: list[ChildExit] = []
         self._gone = asyncio.Event()
@@ -102,7 +108,11 @@ class EngineRunner:
             async with asyncio.timeout(timeout):
                 return await work
 
-        return self._runner.run(limited())
+        return asyncio.run_coroutine_threadsafe(limited(), self._loop).result()
+
+    async def _live(self, running: "Future[asyncio.AbstractEventLoop]") -> None:
+        running.set_result(asyncio.get_running_loop())
+        await self._closing.wait()
 
     def ask(
         self, prompt: Sequence[int], n: int = 1, *, stream: bool = False, likeliest: int = 0, **sampling: Any
@@ -168,9 +178,7 @@ class EngineRunner:
         """Start something that goes on while something else is awaited."""
 
         async def start() -> asyncio.Task[Any]:
-            task = asyncio.create_task(work)
-            await asyncio.sleep(0)
-            return task
+            return asyncio.create_task(work)
 
         task: asyncio.Task[Any] = self.run(start())
         return task
@@ -192,7 +200,8 @@ class EngineRunner:
     def close(self) -> None:
         if hasattr(self, "engine"):
             self.run(self.engine.stop())
-        self._runner.close()
+        self._loop.call_soon_threadsafe(self._closing.set)
+        self._thread.join(PATIENCE)
 
     async def _collect(self, asked: Asked, outputs: AsyncIterator[Output]) -> None:
         async for output in outputs:

@@ -6,11 +6,12 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Collection
+from functools import partial
 from typing import Any, Protocol
 
 from relaxd import telemetry
 from relaxd.config import RolloutConfig
-from relaxd.process.child_server import ChildServer, in_turn
+from relaxd.process.child_server import AndThen, ChildServer, in_turn
 from relaxd.v1 import engine_pb2, engine_pb2_grpc, rollout_pb2, rollout_pb2_grpc, weights_pb2
 from services.rollout.engines.output_stream import OutputStream
 from services.rollout.engines.request_encoding import decode_request
@@ -52,8 +53,12 @@ class LoadedEngine(Protocol):
     def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
         """Pause. Returns how many samples are held."""
 
-    def resume(self) -> None:
-        """End the pause."""
+    @property
+    def pauses(self) -> int:
+        """Number of pauses so far."""
+
+    def resume(self, pause: int | None = None) -> None:
+        """End the pause; with `pause`, only if it is the pause of this number."""
 
     def sleep(self, timeout: float) -> None:
         """Wait for running samples, then free memory."""
@@ -126,15 +131,16 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
     @in_turn
     def ReceiveVersions(
         self, request: engine_pb2.ReceiveVersionsRequest, context: Any
-    ) -> engine_pb2.ReceiveVersionsResponse:
+    ) -> engine_pb2.ReceiveVersionsResponse | AndThen:
         """See the proto."""
         engine, receive = self._loaded(), request.receive
         if receive.HasField("pause"):
             self._pause_first(receive)
         received = self._receive_weights(receive)
-        if receive.resume:
-            engine.resume()
-        return engine_pb2.ReceiveVersionsResponse(received=received)
+        answer = engine_pb2.ReceiveVersionsResponse(received=received)
+        if not receive.resume:
+            return answer
+        return AndThen(answer, partial(engine.resume, engine.pauses))  # it wakes threads that would hold the answer up
 
     def Sleep(self, request: rollout_pb2.SleepRequest, context: Any) -> rollout_pb2.SleepResponse:
         """See the proto."""

@@ -43,7 +43,7 @@ class GenerationGate:
         self.asleep = False
         """True if the engine has freed memory; the gate is closed until `wake`."""
         self._abort_asked = False
-        self._pauses = 0
+        self.pauses = 0
         """Number of pauses so far."""
         self._lease_end = 0.0
         self._at_rest = False
@@ -64,9 +64,14 @@ class GenerationGate:
                     raise EngineError(f"the engine did not pause within {timeout:g} s (mode {mode})")
                 self.changed.wait(deadline - time.monotonic())  # brief: the pause's deadline
 
-    def resume(self) -> None:
-        """End the pause. Raises EngineError during an update. A quarantine stays."""
+    def resume(self, pause: int | None = None) -> None:
+        """End the pause, or, with `pause`, the pause of this number. Raises EngineError during an update.
+
+        A quarantine stays.
+        """
         with self.changed:
+            if pause is not None and pause != self.pauses:
+                return
             if self._updating:
                 raise EngineError("weights are being received: the pause cannot end now")
             self.mode = None
@@ -128,17 +133,17 @@ class GenerationGate:
 
     def _begin_pause(self, mode: PauseMode, lease_seconds: float) -> int:
         """Begin a pause, instead of one that there may be. Returns its number."""
-        self._pauses += 1
+        self.pauses += 1
         self.mode = mode
         self._abort_asked = mode == "abort"
         self._lease_end = time.monotonic() + lease_seconds
         self._at_rest = False  # the thread must notice this pause even if it rests already
         self.changed.notify_all()
-        return self._pauses
+        return self.pauses
 
     def _end_pause(self, number: int) -> None:
         """End a pause, unless another one has begun since."""
-        if self._pauses == number:
+        if self.pauses == number:
             self.mode = None
             self.changed.notify_all()
 
@@ -245,6 +250,15 @@ class GatedEngine:
     def quarantine(self) -> None:
         """See GenerationGate."""
         self._gate.quarantine()
+
+    @property
+    def pauses(self) -> int:
+        """See GenerationGate."""
+        return self._gate.pauses
+
+    def resume(self, pause: int | None = None) -> None:
+        """See GenerationGate."""
+        self._gate.resume(pause)
 
     @property
     def asleep(self) -> bool:

@@ -9,12 +9,12 @@ from typing import Any
 
 from google.protobuf.struct_pb2 import Struct
 
-from relaxd.process.child_server import ChildServer, Outbox, in_turn
+from relaxd.process.child_server import AndThen, ChildServer, Outbox, in_turn
 from relaxd.rpc.errors import InvalidArgument
 from tests.kit.child_service import add_methods, struct
 
 UNARY = ("echo", "hang", "release", "refuse", "fail", "die", "freeze", "repeat", "seconds_left", "thread")
-add_echo = add_methods(UNARY, ["count"], ["each"])
+add_echo = add_methods(UNARY, ["count"], ["each", "release_later"])
 
 
 class Echo:
@@ -33,6 +33,10 @@ class Echo:
     def release(self, request: Struct, context: Any) -> Struct:
         self.released.set()
         return Struct()
+
+    @in_turn
+    def release_later(self, request: Struct, context: Any) -> AndThen:
+        return AndThen(struct(released=self.released.is_set()), self.released.set)
 
     @in_turn
     def each(self, request: Struct, context: Any) -> Struct:

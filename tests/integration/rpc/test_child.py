@@ -97,6 +97,13 @@ async def test_a_stream_of_requests_ends_with_one_that_fails_and_the_next_opens_
         await turns.ask(struct(), timeout=30)
 
 
+async def test_what_follows_an_answer_is_done_once_it_has_left(echo: ChildStub) -> None:
+    waits = asyncio.create_task(echo.hang(Struct(), timeout=30))
+    turns = Turns(echo.stream_stream("release_later"), "release_later")
+    assert await turns.ask(Struct(), timeout=30) == struct(released=False)
+    assert await waits == struct(answer="released")
+
+
 async def test_calls_one_after_the_other_share_a_thread_and_the_threads_of_many_at_once_end(echo: ChildStub) -> None:
     threads = [await echo.thread(Struct(), timeout=30) for _ in range(20)]
     assert {thread["id"] for thread in threads} == {threads[0]["id"]}

@@ -101,3 +101,15 @@ def test_who_waits_for_the_end_of_an_update_hears_of_it(gate: GenerationGate) ->
         assert waiting.is_alive()
     waiting.join(60)
     assert not waiting.is_alive()
+
+
+def test_a_resume_of_a_pause_ends_no_later_one(gate: GenerationGate) -> None:
+    with gate.pause_and_update(in_place(), NEW):
+        rest(gate)
+    pause = gate.pauses
+    with gate.pause_and_update(in_place(), Version(1, 2)):
+        rest(gate)
+        gate.resume(pause)  # late, and doesn't fail
+    assert not gate.may_run()
+    gate.resume(gate.pauses)
+    assert gate.may_run()

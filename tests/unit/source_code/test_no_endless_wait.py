@@ -66,7 +66,7 @@ WITHOUT_DEADLINE = {
         ("services/rollout/engines/output_stream.py", "OutputStream.messages"),
         ("services/rollout/engines/sglang/scheduler.py", "ControlHandlers.WatchEnd"),
         ("services/rollout/service/child_engine.py", "ChildEngine._requests"),
-        ("services/rollout/engines/sglang/engine.py", "SGLangEngine._supervise"),
+        ("services/rollout/engines/sglang/control.py", "SchedulerControl.supervise"),
         ("services/rollout/engines/sglang_external/engine.py", "ExternalEngine._wait_open"),  # its caller cancels it
         (
             "services/rollout/engines/sglang/process.py",
@@ -89,7 +89,7 @@ WITHOUT_DEADLINE = {
         ("relaxd/weights/group.py", "Transfer.precede_current_stream"),  # the transfer's deadline, as in the following
         ("relaxd/weights/group.py", "WeightGroup.broadcast"),
         ("services/rollout/engines/transformers/weights.py", "WeightReceiver.receive"),
-        ("services/rollout/engines/sglang/weights.py", "_Receiver.receive"),
+        ("services/rollout/engines/sglang/weights.py", "_Receiver.finish"),
         ("services/trainer/loop/broadcast.py", "WeightBroadcaster._send"),
         (
             "services/coordinator/runs/manager.py",

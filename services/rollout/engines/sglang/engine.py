@@ -20,12 +20,12 @@ from sglang.srt.managers.io_struct import (
 from relaxd.rpc.errors import RpcError
 from relaxd.v1 import engine_pb2
 from services.rollout.engines.generation_gate import GatedEngine
+from services.rollout.engines.sglang.control import SchedulerControl
 from services.rollout.engines.sglang.launch import MessageChannel
 from services.rollout.engines.sglang.logprobs import LogprobRequests
 from services.rollout.engines.sglang.messages import HeldRequest
 from services.rollout.engines.sglang.samples import SGLangRequest, SGLangSample, aborted_outputs, add_output
 from services.rollout.engines.sglang.schedulers import ANSWER_SECONDS, STEP_SECONDS, Schedulers
-from services.rollout.engines.sglang.supervisor import Supervisor
 from services.rollout.engines.types import EngineError, FailureHandler, MemoryPart, Output, PauseMode, Request, Version
 
 MEMORY_PARTS: tuple[MemoryPart, ...] = ("kv_cache", "weights")
@@ -75,7 +75,7 @@ class SGLangEngine(GatedEngine):
         """Memory that is freed."""
         self._sent: dict[str, tuple[SGLangRequest, SGLangSample | None]] = {}
         """Requests and samples by the scheduler's ids; a None sample stands for the prompt's prefill."""
-        self.supervisor = Supervisor(
+        self.control = SchedulerControl(
             self._gate,
             channel,
             schedulers,
@@ -85,7 +85,7 @@ class SGLangEngine(GatedEngine):
         )
         """Pauses and updates the scheduler processes."""
         self._stats = dict.fromkeys(("running_samples", "waiting_samples", "tokens_generated", "tokens_prefilled"), 0)
-        for work in (self.supervisor.supervise, self.supervisor.read_news, self._read):
+        for work in (self.control.supervise, self.control.read_news, self._read):
             threading.Thread(target=self._run_thread, args=(work,), name=work.__name__.strip("_"), daemon=True).start()
 
     def stats(self) -> dict[str, int]:
@@ -139,10 +139,6 @@ class SGLangEngine(GatedEngine):
         with self._gate.changed:
             return sum(group.unfinished for group in self._groups.values())
 
-    def resume(self) -> None:
-        """End the pause."""
-        self._gate.resume()
-
     def sleep(self, timeout: float) -> None:
         """Wait for running samples, then free weights and key-value cache. Raises EngineError."""
         if self._gate.asleep:
@@ -152,13 +148,13 @@ class SGLangEngine(GatedEngine):
         self._gate.pause("retract", lease, STEP_SECONDS)  # which also clears the rest of a finished batch
         self._gate.sleep()
         self._released = set(MEMORY_PARTS)
-        self.supervisor.change_memory(ReleaseMemoryOccupationReqInput(tags=list(MEMORY_PARTS)))
+        self.control.change_memory(ReleaseMemoryOccupationReqInput(tags=list(MEMORY_PARTS)))
 
     def wake(self, parts: Collection[MemoryPart]) -> None:
         """Allocate memory again; the weights are undefined until an update. Raises EngineError."""
         missing = [part for part in MEMORY_PARTS if part in parts and part in self._released]
         if missing:
-            self.supervisor.change_memory(ResumeMemoryOccupationReqInput(tags=missing))
+            self.control.change_memory(ResumeMemoryOccupationReqInput(tags=missing))
             self._released -= set(missing)
         if self._gate.asleep and not self._released:
             self._gate.wake()
@@ -179,13 +175,13 @@ class SGLangEngine(GatedEngine):
 
     def _send_held(self) -> None:
         weights = self._gate.weights
-        while self._held and self.supervisor.running and self._gate.may_admit():
+        while self._held and self.control.running and self._gate.may_admit():
             assert weights is not None
             self._send(self._held.popleft(), weights)
 
     def _send(self, group: SGLangRequest, weights: Version) -> None:
         samples: list[SGLangSample | None] = [None] if group.shares_prefix else list(group.samples)
-        messages = group.messages(self.supervisor.prefix_key(weights), routed_experts=self._experts > 0)
+        messages = group.messages(self.control.prefix_key(weights), routed_experts=self._experts > 0)
         for sample, (rid, message) in zip(samples, messages, strict=True):
             if sample is not None:
                 sample.marks.append((sample.begun, weights.version))

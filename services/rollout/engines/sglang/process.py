@@ -161,7 +161,7 @@ class SGLangProcess(EngineProcess):
         if request.HasField("pause") and mode in PAUSES_WITH_UPDATE:
             deadline = time.monotonic() + request.pause_timeout_seconds
             pause = UpdatePause(mode, request.pause.lease_seconds, deadline)
-        with engine.supervisor.update(version, request, pause):
+        with engine.control.update(version, request, pause):
             if self._group != name:  # it was left before `end_update` could find this update
                 raise EngineError(f"weight group {name} was left")
             results = self._update_all(engine, name)
@@ -177,7 +177,7 @@ class SGLangProcess(EngineProcess):
         """Update every rank. If one fails, mark the engine as touched if any rank's model may have changed."""
         failure: RpcError
         try:
-            results = engine.supervisor.wait_update()
+            results = engine.control.wait_update()
             errors = [result for result in results if isinstance(result, RpcError)]
             if not errors:
                 return [result for result in results if isinstance(result, Updated)]
@@ -190,7 +190,7 @@ class SGLangProcess(EngineProcess):
             engine.touch()  # nobody says that no rank was
             raise
         # Ranks that have left have told what they did.
-        last = engine.supervisor.last_results(END_SECONDS)
+        last = engine.control.last_results(END_SECONDS)
         if self._left_touched or any(isinstance(result, Updated | Late) for result in last):
             engine.touch()
         raise failure
@@ -211,7 +211,7 @@ class SGLangProcess(EngineProcess):
         """Leave a group, and let its update end, so that the pause can be ended and another update begin."""
         if self._group == name:
             self._leave(name)
-        self._loaded().supervisor.end_update(name, END_SECONDS)
+        self._loaded().control.end_update(name, END_SECONDS)
 
     def _leave(self, name: str) -> None:
         if self._group == name:

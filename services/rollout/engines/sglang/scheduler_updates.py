@@ -21,7 +21,7 @@ from services.rollout.engines.sglang.messages import (
     UpdateEnded,
 )
 from services.rollout.engines.sglang.schedulers import END_SECONDS
-from services.rollout.engines.sglang.weights import SGLangWeights
+from services.rollout.engines.sglang.weights import Reception, SGLangWeights
 from services.rollout.engines.types import EngineError
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,12 @@ class SchedulerUpdates:
             return
         with self._ended:
             self._receiving.append(message.group_name)
-        self._threads.run("update", partial(self._update, message))
+        try:
+            begun = self._weights.begin(message.group_name, message.timeout)
+        except Exception as error:
+            self._end(message, _told(error))
+        else:
+            self._threads.run("update", partial(self._finish, message, begun))
 
     def leave(self, name: str) -> bool:
         """Leave a weight group, also while weights are received, and tell when nothing is received in it any more.
@@ -79,26 +84,27 @@ class SchedulerUpdates:
             self._news.tell(GroupLeft(name, self._rank))
         return self._weights.unusable
 
-    def _update(self, message: PauseForUpdate) -> None:
-        result: Updated | RpcError
+    def _finish(self, message: PauseForUpdate, begun: Reception) -> None:
+        held: dict[str, HeldRequest] = {}
         try:
-            result = self._receive(message)
-        except RpcError as error:
-            result = error
+            received = self._weights.finish(
+                begun, checksum=message.checksum, commit=lambda: held.update(self._commit(message.key))
+            )
         except Exception as error:
-            logger.exception("an update failed")
-            result = Aborted(f"{type(error).__name__}: {error}")
+            self._end(message, _told(error))
+        else:
+            self._end(message, Updated(received.seconds, received.checksums, held if self._rank == 0 else {}))
+
+    def _end(self, message: PauseForUpdate, result: Updated | RpcError) -> None:
         self._news.tell(UpdateEnded(message.number, self._rank, result))
         with self._ended:
             self._receiving.remove(message.group_name)
             self._ended.notify_all()
 
-    def _receive(self, message: PauseForUpdate) -> Updated:
-        held: dict[str, HeldRequest] = {}
-        received = self._weights.receive(
-            message.group_name,
-            message.timeout,
-            checksum=message.checksum,
-            commit=lambda: held.update(self._commit(message.key)),
-        )
-        return Updated(received.seconds, received.checksums, held if self._rank == 0 else {})
+
+def _told(error: Exception) -> RpcError:
+    """Return an error as the engine's process is told of it."""
+    if isinstance(error, RpcError):
+        return error
+    logger.error("an update failed", exc_info=error)
+    return Aborted(f"{type(error).__name__}: {error}")

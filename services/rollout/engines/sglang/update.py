@@ -25,6 +25,7 @@ class SchedulerUpdate:
         self._key = key
         self._pause_deadline = pause_deadline
         self._pause_seconds = pause_deadline - time.monotonic()
+        self._end = 0.0
         self._results: dict[int, Updated | RpcError] = {}
         self.asked = False
         """Whether the scheduler processes were asked."""
@@ -36,6 +37,8 @@ class SchedulerUpdate:
     def ask(self, mode: PauseMode, change: int) -> PauseForUpdate:
         """Return the message that asks them, to be sent once. `change` is as above."""
         self.asked, self.change = True, change
+        paused = self._pause_deadline if change else time.monotonic()
+        self._end = paused + self._receive.timeout_seconds + SCHEDULER_MARGIN_SECONDS
         return PauseForUpdate(
             rid=str(change),
             mode=mode,
@@ -68,9 +71,8 @@ class SchedulerUpdate:
 
     @property
     def seconds(self) -> float:
-        """Seconds that are left for all of it."""
-        end = self._pause_deadline + self._receive.timeout_seconds + SCHEDULER_MARGIN_SECONDS
-        return max(end - time.monotonic(), 0.0)
+        """Seconds that are left for all of it, once they were asked."""
+        return max(self._end - time.monotonic(), 0.0)
 
     def not_paused(self) -> EngineError:
         """Return the error of an update whose pause did not begin in time."""

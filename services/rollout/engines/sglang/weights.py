@@ -3,7 +3,7 @@
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -95,16 +95,11 @@ class SGLangWeights:
             self._forget(group.name)
             raise
 
-    def receive(
-        self, name: str, timeout: float, *, checksum: bool, commit: Callable[[], None] = lambda: None
-    ) -> ReceiveResult:
-        """Receive one version, and `commit` while it comes. Nothing may use the model meanwhile.
-
-        If the model is spread over ranks, it counts as touched from `commit` on: after a failure, ranks that have
-        committed must not go on beside others that have not. Returns when the device has finished.
+    def begin(self, name: str, timeout: float) -> "Reception":
+        """Begin to receive one version, to be gone on with by `finish`. Nothing may use the model meanwhile.
 
         Raises:
-            WeightGroupError: this rank isn't in the group, a member died or was late, or the group was left meanwhile.
+            WeightGroupError: this rank isn't in the group, or the group broke.
         """
         started = time.monotonic()
         with self._lock:
@@ -113,21 +108,39 @@ class SGLangWeights:
             raise WeightGroupError(f"this engine is not in weight group {name}")
         if self._stream is not None:
             torch.cuda.synchronize(self._device)  # the last step before the pause may still be running
+        with self._receiving(name):
+            first = receiver.start(0, started + timeout)
+        return Reception(name, receiver, first, started, started + timeout)
+
+    def finish(self, begun: "Reception", *, checksum: bool, commit: Callable[[], None]) -> ReceiveResult:
+        """Receive the rest of a version, and `commit` while it comes. Returns when the device has finished.
+
+        If the model is spread over ranks, it counts as touched from `commit` on: after a failure, ranks that have
+        committed must not go on beside others that have not.
+
+        Raises:
+            WeightGroupError: a member died or was late, or the group was left meanwhile.
+        """
+        with self._receiving(begun.group_name):
+            found = begun.receiver.finish(begun.first, begun.deadline, checksum, self._committing(commit))
+            if self._stream is not None:
+                self._stream.synchronize()
+        touched, self._dirty = self._dirty, False
+        return ReceiveResult(time.monotonic() - begun.started, touched, found)
+
+    @contextlib.contextmanager
+    def _receiving(self, name: str) -> Iterator[None]:
+        """Work on the stream for weights; after an error, leave the group."""
         stream = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         try:
             with torch.no_grad(), stream:
-                found = receiver.receive(started + timeout, checksum, self._committing(commit))
-                if self._stream is not None:
-                    self._stream.synchronize()
-            seconds = time.monotonic() - started
+                yield
         except BaseException:
             self._forget(name)
             raise
-        touched, self._dirty = self._dirty, False
-        return ReceiveResult(seconds, touched, found)
 
     def leave(self, name: str) -> None:
-        """Abort and forget a group, also in the middle of `join` or `receive`, from any thread."""
+        """Abort and forget a group, also in the middle of `join` or `finish`, from any thread."""
         self._forget(name)
 
     @property
@@ -161,6 +174,18 @@ class SGLangWeights:
             found = find_destinations(self._model, specs, complete=self._complete)
             self._destinations = (manifest, found)
         return self._destinations[1]
+
+
+@dataclass(frozen=True)
+class Reception:
+    """A version of which the first bucket is on its way."""
+
+    group_name: str
+    receiver: "_Receiver"
+    first: Transfer
+    started: float
+    deadline: float
+    """When all has to be there, by time.monotonic(), as `started` is."""
 
 
 class _Receiver:
@@ -198,21 +223,21 @@ class _Receiver:
         self._wires = [self._wire(number) for number in range(len(buckets))]
         """What each bucket is received into. Made ahead, because the engine is paused when it comes."""
 
-    def receive(self, deadline: float, with_checksums: bool, commit: Callable[[], None]) -> dict[str, int]:
-        """Receive all buckets on the current stream. Returns when they are received and their copies are enqueued.
+    def finish(
+        self, first: Transfer, deadline: float, with_checksums: bool, commit: Callable[[], None]
+    ) -> dict[str, int]:
+        """Receive the other buckets on the current stream. Returns when all are there and their copies are enqueued.
 
         Bucket n + 1 is received while bucket n is copied; the host does not wait in between. `commit` is called once
         the last bucket is on its way.
         """
         found: dict[str, int] = {}
-        transfers: list[Transfer] = []
-        for number in range(len(self._buckets)):
-            transfers.append(self._start(number, deadline))
-            if number:
-                found |= self._copy(number - 1, transfers[number - 1], with_checksums)
+        transfers = [first]
+        for number in range(1, len(self._buckets)):
+            transfers.append(self.start(number, deadline))
+            found |= self._copy(number - 1, transfers[number - 1], with_checksums)
         commit()
-        if transfers:
-            found |= self._copy(len(transfers) - 1, transfers[-1], with_checksums)
+        found |= self._copy(len(transfers) - 1, transfers[-1], with_checksums)
         for transfer in transfers:
             transfer.wait()  # brief: the transfer's deadline
         if with_checksums:
@@ -220,7 +245,8 @@ class _Receiver:
             found |= checksums({part.spec.name: whole for part, whole in received if whole is not None})
         return found
 
-    def _start(self, number: int, deadline: float) -> Transfer:
+    def start(self, number: int, deadline: float) -> Transfer:
+        """Begin to receive a bucket, after the one before."""
         left = deadline - time.monotonic()
         if left <= 0:
             raise WeightGroupError(f"the broadcast in weight group {self.group.name} did not end in time")

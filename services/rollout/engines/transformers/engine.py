@@ -122,10 +122,6 @@ class TransformersEngine(GatedEngine):
         with self._gate.changed:
             return sum(1 for _ in self._samples())
 
-    def resume(self) -> None:
-        """End the pause."""
-        self._gate.resume()
-
     def sleep(self, timeout: float) -> None:
         """Wait for running samples, then free the weights' memory. Raises EngineError."""
         if self._memory.released or self._gate.asleep:

@@ -70,7 +70,7 @@ class Member:
                 Path(f"{committed}-{self.rank}").touch()
 
         before = {parameter: parameter.data_ptr() for parameter in self.model.parameters()}
-        result = self.weights.receive(name, TIMEOUT, checksum=True, commit=commit)
+        result = self.weights.finish(self.weights.begin(name, TIMEOUT), checksum=True, commit=commit)
         assert all(parameter.data_ptr() == address for parameter, address in before.items())
         return {"checksums": result.checksums, "touched": result.touched}
 

@@ -26,7 +26,7 @@ LEFT = "the weight group was left before the engine paused"
 """Why an update did not begin."""
 
 
-class Supervisor:
+class SchedulerControl:
     """The state of an engine's scheduler processes, which a thread keeps as the gate wants it (see `supervise`).
 
     The gate's lock is its lock.
