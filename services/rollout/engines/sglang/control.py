@@ -137,6 +137,7 @@ class SchedulerControl:
         with ExitStack() as block:
             with gate.changed:  # at once, so that the pause is not sent without its update
                 block.enter_context(gate.update(weights) if pause is None else gate.pause_and_update(pause, weights))
+                block.callback(self._forget_update)
                 self._commits += 1
                 deadline = time.monotonic() + ANSWER_SECONDS if pause is None else pause.deadline
                 self._update = SchedulerUpdate(
@@ -145,11 +146,7 @@ class SchedulerControl:
                 if pause is not None and self.running and not self._changing:
                     self._channel.send(self._update.ask(pause.mode, self._next_change()))
                     self._pausing, self._changing = pause.mode, True
-            try:
-                yield
-            finally:
-                with gate.changed:
-                    self._update = None
+            yield
 
     def wait_update(self) -> list[Updated | RpcError]:
         """Return, inside `update`, each scheduler process's result; it is Late for those that have none in time.
@@ -199,6 +196,10 @@ class SchedulerControl:
                 self._update = None
                 gate.changed.notify_all()
             gate.wait_no_update(timeout)
+
+    def _forget_update(self) -> None:
+        with self._gate.changed:
+            self._update = None
 
     def _wanted_state(self) -> PauseMode | None:
         gate = self._gate
