@@ -81,7 +81,7 @@ class TrainerSide(Side):
 
         if self.name:
             self.broadcaster.leave(self.name)
-        self.buckets = weight_buckets(self.learner, bucket_bytes)
+        self.buckets = weight_buckets(self.learner, bucket_bytes, first_alone=True)
         self.broadcaster = WeightBroadcaster(self.learner, self.buckets, "sglang")
         manifest = to_proto(self.buckets).SerializeToString()
         return {"manifest": manifest.hex(), "bytes": sum(bucket.nbytes for bucket in self.buckets)}

@@ -11,6 +11,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -145,22 +146,35 @@ class _Threaded:
         if inspect.iscoroutinefunction(handler) or inspect.isasyncgenfunction(handler):
             return handler
 
-        async def call(request: Any, context: Any) -> Any:
+        def run(request: Any, context: Any) -> "Future[Any]":
             carried = contextvars.copy_context()
-            return await asyncio.wrap_future(self._threads.run(name, partial(carried.run, handler, request, context)))
+            return self._threads.run(name, partial(carried.run, handler, request, context))
+
+        async def call(request: Any, context: Any) -> Any:
+            return await asyncio.wrap_future(run(request, context))
 
         async def call_in_turn(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
             async for request in requests:
-                answer = await call(request, context)
-                if not isinstance(answer, AndThen):
-                    yield answer
-                    continue
+                answering = run(request, context)
                 try:
-                    yield answer.answer
-                finally:
-                    self._threads.run(name, answer.then)
+                    answer = await asyncio.wrap_future(answering)
+                    yield answer.answer if isinstance(answer, AndThen) else answer
+                finally:  # also if the caller leaves meanwhile
+                    answering.add_done_callback(partial(self._follow, name))
 
         return call_in_turn if getattr(handler, "in_turn", False) else call
+
+    def _follow(self, name: str, answered: "Future[Any]") -> None:
+        """Do what follows an answer."""
+        if answered.exception() is None and isinstance(answered.result(0), AndThen):
+            self._threads.run(name, partial(_do, answered.result(0).then, name))
+
+
+def _do(then: Callable[[], None], name: str) -> None:
+    try:
+        then()
+    except Exception:
+        logger.exception("what follows an answer to %s failed", name)
 
 
 def die_with_parent() -> None:

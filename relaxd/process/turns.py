@@ -1,7 +1,7 @@
 """Requests to a child, one after the other, over one stream that stays open.
 
-A call of its own takes about twice as long between processes that idle: 1.0 instead of 0.5 ms to the child, and 0.4
-instead of 0.2 ms back.
+A call of its own takes about twice as long between processes that idle: 1.1 instead of 0.6 ms to the child, and 0.4
+instead of 0.3 ms back.
 """
 
 import asyncio
@@ -44,15 +44,19 @@ class Turns:
             self._requests.put_nowait(request)
             return await anext(self._answers)
         except StopAsyncIteration:
-            self._answers = None
+            self._forget()
             raise Unavailable(f"{self._name} ended without an answer") from None
         except BaseException:
-            self._answers = None  # its error has closed it
+            self._forget()  # its error has closed it
             raise
         finally:
             detach(outside)
 
+    def _forget(self) -> None:
+        self._answers = None
+        self._requests.put_nowait(None)  # gRPC goes on reading the requests of a stream that has ended
+
     @staticmethod
     async def _sent(requests: "asyncio.Queue[Any]") -> AsyncIterator[Any]:
-        while True:
-            yield await requests.get()
+        while (request := await requests.get()) is not None:
+            yield request

@@ -55,15 +55,15 @@ class RankStub:
                 request_serializer=relaxd_dot_v1_dot_rank__pb2.HoldWeightsRequest.SerializeToString,
                 response_deserializer=relaxd_dot_v1_dot_rank__pb2.HoldWeightsResponse.FromString,
                 _registered_method=True)
-        self.BroadcastVersions = channel.stream_stream(
-                '/relaxd.v1.Rank/BroadcastVersions',
-                request_serializer=relaxd_dot_v1_dot_rank__pb2.BroadcastVersionsRequest.SerializeToString,
-                response_deserializer=relaxd_dot_v1_dot_rank__pb2.BroadcastVersionsResponse.FromString,
-                _registered_method=True)
         self.ReleaseWeights = channel.unary_unary(
                 '/relaxd.v1.Rank/ReleaseWeights',
                 request_serializer=relaxd_dot_v1_dot_rank__pb2.ReleaseWeightsRequest.SerializeToString,
                 response_deserializer=relaxd_dot_v1_dot_rank__pb2.ReleaseWeightsResponse.FromString,
+                _registered_method=True)
+        self.BroadcastVersions = channel.stream_stream(
+                '/relaxd.v1.Rank/BroadcastVersions',
+                request_serializer=relaxd_dot_v1_dot_rank__pb2.BroadcastVersionsRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_rank__pb2.BroadcastVersionsResponse.FromString,
                 _registered_method=True)
 
 
@@ -94,15 +94,8 @@ class RankServicer:
         raise NotImplementedError('Method not implemented!')
 
     def HoldWeights(self, request, context):
-        """HoldWeights (a trainer's ranks only, as the next one) keeps the optimizer from changing the weights while all ranks broadcast them.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def BroadcastVersions(self, request_iterator, context):
-        """BroadcastVersions (a trainer's ranks only) does this rank's part of Trainer.BroadcastWeights, for each request in
-        turn, as Engine.ReceiveVersions does.
+        """HoldWeights (a trainer's ranks only, as the two that follow) keeps the optimizer from changing the weights while all
+        ranks broadcast them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -110,6 +103,14 @@ class RankServicer:
 
     def ReleaseWeights(self, request, context):
         """ReleaseWeights ends a hold.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def BroadcastVersions(self, request_iterator, context):
+        """BroadcastVersions does this rank's part of Trainer.BroadcastWeights, for each request in turn, as
+        Engine.ReceiveVersions does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -138,15 +139,15 @@ def add_RankServicer_to_server(servicer, server):
                     request_deserializer=relaxd_dot_v1_dot_rank__pb2.HoldWeightsRequest.FromString,
                     response_serializer=relaxd_dot_v1_dot_rank__pb2.HoldWeightsResponse.SerializeToString,
             ),
-            'BroadcastVersions': grpc.stream_stream_rpc_method_handler(
-                    servicer.BroadcastVersions,
-                    request_deserializer=relaxd_dot_v1_dot_rank__pb2.BroadcastVersionsRequest.FromString,
-                    response_serializer=relaxd_dot_v1_dot_rank__pb2.BroadcastVersionsResponse.SerializeToString,
-            ),
             'ReleaseWeights': grpc.unary_unary_rpc_method_handler(
                     servicer.ReleaseWeights,
                     request_deserializer=relaxd_dot_v1_dot_rank__pb2.ReleaseWeightsRequest.FromString,
                     response_serializer=relaxd_dot_v1_dot_rank__pb2.ReleaseWeightsResponse.SerializeToString,
+            ),
+            'BroadcastVersions': grpc.stream_stream_rpc_method_handler(
+                    servicer.BroadcastVersions,
+                    request_deserializer=relaxd_dot_v1_dot_rank__pb2.BroadcastVersionsRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_rank__pb2.BroadcastVersionsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -269,33 +270,6 @@ class Rank:
             _registered_method=True)
 
     @staticmethod
-    def BroadcastVersions(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/relaxd.v1.Rank/BroadcastVersions',
-            relaxd_dot_v1_dot_rank__pb2.BroadcastVersionsRequest.SerializeToString,
-            relaxd_dot_v1_dot_rank__pb2.BroadcastVersionsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
     def ReleaseWeights(request,
             target,
             options=(),
@@ -312,6 +286,33 @@ class Rank:
             '/relaxd.v1.Rank/ReleaseWeights',
             relaxd_dot_v1_dot_rank__pb2.ReleaseWeightsRequest.SerializeToString,
             relaxd_dot_v1_dot_rank__pb2.ReleaseWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def BroadcastVersions(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/relaxd.v1.Rank/BroadcastVersions',
+            relaxd_dot_v1_dot_rank__pb2.BroadcastVersionsRequest.SerializeToString,
+            relaxd_dot_v1_dot_rank__pb2.BroadcastVersionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -57,16 +57,19 @@ class TensorBucket:
         return sum(spec.nbytes for spec in self.tensors)
 
 
-def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int, source_rank: int) -> list[TensorBucket]:
+def plan_buckets(
+    specs: Sequence[TensorSpec], bucket_bytes: int, source_rank: int, *, first_alone: bool = False
+) -> list[TensorBucket]:
     """Fill buckets of at most `bucket_bytes` in the given order; a larger tensor gets its own bucket.
 
-    So does the first tensor: NCCL sends a bucket only once it has enqueued all of it, and meanwhile nothing is sent.
+    So does the first tensor with `first_alone`, for NCCL: it sends a bucket once it has enqueued all of it, and nothing
+    is sent before the first.
     """
     buckets: list[TensorBucket] = []
     current: list[TensorSpec] = []
     size = 0
     for spec in specs:
-        if current and (not buckets or size + spec.nbytes > bucket_bytes):
+        if current and ((first_alone and not buckets) or size + spec.nbytes > bucket_bytes):
             buckets.append(TensorBucket(tuple(current), source_rank))
             current, size = [], 0
         current.append(spec)

@@ -30,8 +30,8 @@ IN_FLIGHT = 2
 _POLL_SECONDS = 0.0005
 
 
-def weight_buckets(learner: Learner, bucket_bytes: int) -> list[TensorBucket]:
-    """Return all buckets of a broadcast, by pipeline stage; a stage's source rank is its number."""
+def weight_buckets(learner: Learner, bucket_bytes: int, *, first_alone: bool = False) -> list[TensorBucket]:
+    """Return all buckets of a broadcast, by pipeline stage; a stage's source rank is its number (see plan_buckets)."""
     specs = learner.hf_tensor_specs()
     return [
         bucket
@@ -40,6 +40,7 @@ def weight_buckets(learner: Learner, bucket_bytes: int) -> list[TensorBucket]:
             [TensorSpec(spec.name, spec.dtype, spec.shape) for spec in specs if spec.stage == stage],
             bucket_bytes,
             source_rank=stage,
+            first_alone=first_alone,
         )
     ]
 

@@ -204,7 +204,8 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
     def _load(self, config: RunConfig) -> tuple[Learner, list[TensorBucket], WeightBroadcaster]:
         """Load the model. Return learner, what a broadcast sends, and this rank's part in it."""
         learner = Learner.of_run(config, self._report_loading if self._thread.number == 0 else None)
-        buckets = weight_buckets(learner, config.weights.bucket_bytes)
+        weights = config.weights
+        buckets = weight_buckets(learner, weights.bucket_bytes, first_alone=weights.transport == "nccl")
         return learner, buckets, WeightBroadcaster(learner, buckets, config.rollout.engine)
 
     def _report_loading(self, detail: str) -> None:

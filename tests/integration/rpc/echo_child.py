@@ -13,8 +13,11 @@ from relaxd.process.child_server import AndThen, ChildServer, Outbox, in_turn
 from relaxd.rpc.errors import InvalidArgument
 from tests.kit.child_service import add_methods, struct
 
-UNARY = ("echo", "hang", "release", "refuse", "fail", "die", "freeze", "repeat", "seconds_left", "thread")
-add_echo = add_methods(UNARY, ["count"], ["each", "release_later"])
+UNARY = (
+    *("echo", "hang", "release", "refuse", "fail", "die", "freeze", "repeat", "seconds_left", "thread"),
+    *("wait_asked", "wait_followed"),
+)
+add_echo = add_methods(UNARY, ["count"], ["each", "answer_first"])
 
 
 class Echo:
@@ -22,6 +25,8 @@ class Echo:
 
     def __init__(self) -> None:
         self.released = threading.Event()
+        self.asked = threading.Event()
+        self.followed = threading.Event()
 
     def echo(self, request: Struct, context: Any) -> Struct:
         return request
@@ -35,8 +40,23 @@ class Echo:
         return Struct()
 
     @in_turn
-    def release_later(self, request: Struct, context: Any) -> AndThen:
-        return AndThen(struct(released=self.released.is_set()), self.released.set)
+    def answer_first(self, request: Struct, context: Any) -> AndThen:
+        def then() -> None:
+            self.released.wait()
+            self.followed.set()
+
+        self.asked.set()
+        if "hang" in request:
+            self.released.wait()
+        return AndThen(struct(), then)
+
+    def wait_asked(self, request: Struct, context: Any) -> Struct:
+        self.asked.wait()
+        return struct()
+
+    def wait_followed(self, request: Struct, context: Any) -> Struct:
+        self.followed.wait()
+        return struct()
 
     @in_turn
     def each(self, request: Struct, context: Any) -> Struct:

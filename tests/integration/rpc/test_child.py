@@ -97,11 +97,35 @@ async def test_a_stream_of_requests_ends_with_one_that_fails_and_the_next_opens_
         await turns.ask(struct(), timeout=30)
 
 
-async def test_what_follows_an_answer_is_done_once_it_has_left(echo: ChildStub) -> None:
-    waits = asyncio.create_task(echo.hang(Struct(), timeout=30))
-    turns = Turns(echo.stream_stream("release_later"), "release_later")
-    assert await turns.ask(Struct(), timeout=30) == struct(released=False)
-    assert await waits == struct(answer="released")
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_what_follows_an_answer_is_done_after_it_and_also_if_the_caller_has_left(
+    echo: ChildStub, leaves: bool
+) -> None:
+    turns = Turns(echo.stream_stream("answer_first"), "answer_first")
+    if leaves:
+        left = asyncio.create_task(turns.ask(struct(hang=True), timeout=30))
+        await echo.wait_asked(Struct(), timeout=30)
+        left.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await left
+    else:
+        await turns.ask(Struct(), timeout=30)
+    followed = asyncio.create_task(echo.wait_followed(Struct(), timeout=30))
+    await echo.release(Struct(), timeout=30)
+    await followed
+
+
+async def test_a_stream_that_fails_leaves_nothing_behind(echo: ChildStub) -> None:
+    turns = Turns(echo.stream_stream("each"), "each")
+    before = len(asyncio.all_tasks())
+    for _ in range(5):
+        with pytest.raises(RpcError, match="no"):
+            await turns.ask(struct(do="refuse"), timeout=30)
+
+    async def gone() -> bool:
+        return len(asyncio.all_tasks()) <= before
+
+    await eventually(gone, "gRPC's tasks have ended")
 
 
 async def test_calls_one_after_the_other_share_a_thread_and_the_threads_of_many_at_once_end(echo: ChildStub) -> None:

@@ -31,10 +31,12 @@ def values() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 64, 80, 1 << 20])
-def test_unpacked_tensors_equal_the_packed_ones_bit_for_bit(bucket_bytes: int) -> None:
+@pytest.mark.parametrize("first_alone", [False, True])
+def test_unpacked_tensors_equal_the_packed_ones_bit_for_bit(bucket_bytes: int, first_alone: bool) -> None:
     tensors = values()
-    buckets = plan_buckets(SPECS, bucket_bytes, source_rank=1)
-    assert len(buckets[0].tensors) == 1
+    buckets = plan_buckets(SPECS, bucket_bytes, source_rank=1, first_alone=first_alone)
+    if bucket_bytes == 1 << 20:
+        assert [len(bucket.tensors) for bucket in buckets] == ([1, len(SPECS) - 1] if first_alone else [len(SPECS)])
     received = {}
     for bucket in buckets:
         assert bucket.source_rank == 1

@@ -131,7 +131,7 @@ class SchedulerControl:
         """Allow changes of the model inside the block, in which every scheduler process takes up `weights`.
 
         They are asked to as soon as the engine rests. With `pause`, in mode in_place or retract, it pauses for the
-        update: the message that pauses the schedulers asks them, too.
+        update; if the schedulers run, the message that pauses them asks them, too.
         """
         gate = self._gate
         with ExitStack() as block:

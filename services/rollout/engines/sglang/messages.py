@@ -6,7 +6,7 @@ millisecond longer.
 
 from dataclasses import dataclass, field
 
-from sglang.srt.managers.io_struct import PauseGenerationReqInput
+from sglang.srt.managers.io_struct import PauseGenerationReqInput, hook_custom_types
 
 from relaxd.rpc.errors import RpcError
 
@@ -25,7 +25,10 @@ class PauseForUpdate(PauseGenerationReqInput, kw_only=True):  # type: ignore[cal
     deadline: float
     """When the pause has to have begun, by time.monotonic(), which processes of one host share."""
     timeout: float
-    """Seconds from then to the end of the reception."""
+    """Seconds from the beginning of the reception to its end."""
+
+
+hook_custom_types(PauseForUpdate)
 
 
 @dataclass(frozen=True)

@@ -162,8 +162,6 @@ class SGLangProcess(EngineProcess):
             deadline = time.monotonic() + request.pause_timeout_seconds
             pause = UpdatePause(mode, request.pause.lease_seconds, deadline)
         with engine.control.update(version, request, pause):
-            if self._group != name:  # it was left before `end_update` could find this update
-                raise EngineError(f"weight group {name} was left")
             results = self._update_all(engine, name)
             engine.mark_update(version, results[0].held)
         checksums = dict(results[0].checksums)
@@ -177,6 +175,8 @@ class SGLangProcess(EngineProcess):
         """Update every rank. If one fails, mark the engine as touched if any rank's model may have changed."""
         failure: RpcError
         try:
+            if self._group != group_name:  # it was left before `end_update` could find this update
+                raise EngineError(f"weight group {group_name} was left")
             results = engine.control.wait_update()
             errors = [result for result in results if isinstance(result, RpcError)]
             if not errors:
@@ -204,7 +204,9 @@ class SGLangProcess(EngineProcess):
         self._end(request.group_name)
         if request.quarantine:
             self._engine.quarantine()
-        quarantined = self._engine.quarantined or self._left_touched
+        if self._left_touched:
+            self._engine.quarantine()
+        quarantined = self._engine.quarantined
         return rollout_pb2.LeaveWeightGroupResponse(quarantined=quarantined)
 
     def _end(self, name: str) -> None:

@@ -1,8 +1,8 @@
 """SGLang's scheduler process with a control connection to the engine's process.
 
-Threads of their own receive weights and answer the engine's requests, so that a hanging broadcast can be aborted, while
-the scheduler's loop goes on (in a pause it only waits for messages) and its watchdog stays quiet. Work that must happen
-between two steps is handed to the loop.
+The loop pauses and begins to receive weights. Threads of their own receive the rest and answer the engine's requests,
+so that a hanging broadcast can be aborted, while the loop goes on (in a pause it only waits for messages) and its
+watchdog stays quiet. Work that must happen between two steps is handed to the loop.
 """
 
 import asyncio
@@ -109,7 +109,7 @@ class ControlledScheduler(Scheduler):
         super().pause_generation(recv_req)
         if isinstance(recv_req, PauseForUpdate):
             self.updates.begin(recv_req)
-        elif self.cuda_device is not None:
+        elif self.cuda_device is not None and not self.updates.receiving:  # else it would wait for the reception
             torch.cuda.synchronize(self.cuda_device)  # the last step's work
         self._tell_change(recv_req)
 

@@ -60,7 +60,8 @@ class SchedulerUpdates:
 
     def begin(self, message: PauseForUpdate) -> None:
         """Begin an update. The loop calls this in the pause, in which it stays until the update ends."""
-        if time.monotonic() > message.deadline:  # nobody waits for it any more
+        if time.monotonic() > message.deadline:
+            self._weights.leave(message.group_name)  # ends the update for ranks that have begun to receive
             self._news.tell(UpdateEnded(message.number, self._rank, EngineError("the scheduler paused too late")))
             return
         with self._ended:
@@ -71,6 +72,11 @@ class SchedulerUpdates:
             self._end(message, _told(error))
         else:
             self._threads.run("update", partial(self._finish, message, begun))
+
+    @property
+    def receiving(self) -> bool:
+        """Whether an update is under way."""
+        return bool(self._receiving)
 
     def leave(self, name: str) -> bool:
         """Leave a weight group, also while weights are received, and tell when nothing is received in it any more.

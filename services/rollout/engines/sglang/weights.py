@@ -96,7 +96,7 @@ class SGLangWeights:
             raise
 
     def begin(self, name: str, timeout: float) -> "Reception":
-        """Begin to receive one version, to be gone on with by `finish`. Nothing may use the model meanwhile.
+        """Begin to receive one version; `finish` does the rest. Nothing may use the model meanwhile.
 
         Raises:
             WeightGroupError: this rank isn't in the group, or the group broke.
