@@ -28,7 +28,7 @@ from services.coordinator.weights.weight_group_client import SyncFailed, WeightG
 logger = logging.getLogger(__name__)
 
 OTHERS_SECONDS = 0.003
-"""How much later than the synchronisation others hear of a version, so that its calls leave before they have work."""
+"""Delay after which others hear of a new version: a synchronisation sends its calls before they begin to work."""
 IDLE_SECONDS = 0.5
 BACKOFF = Backoff(first_seconds=0.1, max_seconds=2.0)
 

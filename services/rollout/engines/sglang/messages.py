@@ -83,4 +83,4 @@ class GroupLeft:
 
 
 News = ChangeMade | UpdateEnded | GroupLeft
-"""What a scheduler tells."""
+"""A message from a scheduler process to the engine's process."""

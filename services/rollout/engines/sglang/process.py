@@ -202,12 +202,9 @@ class SGLangProcess(EngineProcess):
         if self._engine is None:
             return rollout_pb2.LeaveWeightGroupResponse()
         self._end(request.group_name)
-        if request.quarantine:
+        if request.quarantine or self._left_touched:
             self._engine.quarantine()
-        if self._left_touched:
-            self._engine.quarantine()
-        quarantined = self._engine.quarantined
-        return rollout_pb2.LeaveWeightGroupResponse(quarantined=quarantined)
+        return rollout_pb2.LeaveWeightGroupResponse(quarantined=self._engine.quarantined)
 
     def _end(self, name: str) -> None:
         """Leave a group, and let its update end, so that the pause can be ended and another update begin."""

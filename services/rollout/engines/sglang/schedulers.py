@@ -88,7 +88,7 @@ class Schedulers:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of scheduler processes that are connected."""
         return len(self._stubs)
 
     def receive_news(self) -> News:

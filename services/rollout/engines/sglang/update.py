@@ -80,5 +80,7 @@ class SchedulerUpdate:
 
     def results(self) -> list[Updated | RpcError]:
         """Return each rank's result; that of a rank which has told none is Late."""
-        late = {rank: Late(f"scheduler {rank} did not receive the weights in time") for rank in range(self._ranks)}
-        return [result for _, result in sorted({**late, **self._results}.items())]
+        return [
+            self._results.get(rank, Late(f"scheduler {rank} did not receive the weights in time"))
+            for rank in range(self._ranks)
+        ]

@@ -221,7 +221,7 @@ class _Receiver:
         size = max((shape.nbytes if self._flat else piece_bytes(shape) for shape in self._shapes), default=0)
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(IN_FLIGHT)]
         self._wires = [self._wire(number) for number in range(len(buckets))]
-        """What each bucket is received into. Made ahead, because the engine is paused when it comes."""
+        """The tensors that each bucket is received into. They are made here because the engine is paused later."""
 
     def finish(
         self, first: Transfer, deadline: float, with_checksums: bool, commit: Callable[[], None]
