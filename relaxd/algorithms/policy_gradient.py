@@ -235,11 +235,9 @@ class PolicyGradient:
         return Advantages(values.astype(np.float32))
 
     def token_weights(self, mask: NDArray[np.uint8], lengths: NDArray[np.int32]) -> NDArray[np.float32]:
-        """See `aggregation.token_weights`."""
         return aggregation.token_weights(self.config.loss_aggregation, mask, lengths)
 
     def normalizer(self, trained_tokens: int, samples: int) -> float:
-        """See `aggregation.normalizer`."""
         config = self.config
         return aggregation.normalizer(config.loss_aggregation, trained_tokens, samples, config.constant_length)
 

@@ -37,7 +37,6 @@ class PPO(Clipped):
 
     @property
     def value_clip(self) -> float:
-        """See `WithCritic`."""
         return self.config.value_clip
 
     def token_advantages(

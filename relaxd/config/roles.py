@@ -134,7 +134,6 @@ class TeacherConfig(FrozenModelConfig):
 
     @property
     def settings(self) -> dict[str, str]:
-        """See FrozenModelConfig."""
         several = {f"{self.section}.models.{index}.model": one.model for index, one in enumerate(self.models)}
         return ({f"{self.section}.model": self.model} if self.model else {}) | several
 

@@ -35,7 +35,6 @@ class LocalHost:
         self._writing = threading.Lock()
 
     def launch(self, launch_id: str, role: str, gpu_uuids: tuple[str, ...]) -> pb.Instance:
-        """See Host."""
         if launch_id in self._reserved:
             raise FailedPrecondition(f"{launch_id!r} is the name of a service that `relaxd up` started")
         with self._writing:
@@ -49,7 +48,6 @@ class LocalHost:
         return self._instance(launch_id, role, self._services().get(launch_id))
 
     def remove(self, launch_id: str, grace_seconds: float) -> None:
-        """See Host."""
         with self._writing:
             wishes = self._folder.read_launched()
             wish = wishes.wishes.get(launch_id)
@@ -67,8 +65,6 @@ class LocalHost:
             self._folder.write_launched(wishes)
 
     def restart(self, instance: str, replica_id: str) -> str:
-        """See Host."""
-
         def found() -> ServiceState | None:
             return next((service for service in self._all_services() if service.name == instance), None)
 
@@ -94,7 +90,6 @@ class LocalHost:
         return f"{instance} was {service.phase}" + (f", process {service.pid}" if service.pid else "")
 
     def instances(self) -> list[pb.Instance]:
-        """See Host."""
         wanted: LaunchWishes = self._folder.read_launched()
         services = self._services()
         return [self._instance(name, wish.role, services.get(name)) for name, wish in wanted.wishes.items()]

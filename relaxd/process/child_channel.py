@@ -46,7 +46,6 @@ class ChildChannel(AsyncChannel):
         self._wait_exited = wait_exited
 
     def unary_unary(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """See grpc.aio.Channel."""
         plain = super().unary_unary(method, *arguments, **options)
 
         async def call(request: Any, *, timeout: float | None) -> Any:
@@ -56,11 +55,9 @@ class ChildChannel(AsyncChannel):
         return call
 
     def unary_stream(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """See grpc.aio.Channel."""
         return self._streaming(method, super().unary_stream(method, *arguments, **options))
 
     def stream_stream(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """See grpc.aio.Channel."""
         return self._streaming(method, super().stream_stream(method, *arguments, **options))
 
     def _streaming(self, method: str, plain: Any) -> Any:

@@ -168,7 +168,6 @@ class _Life:
             await self.server.set_serving(not self.follower.draining)
 
     def join(self, launch_id: str) -> None:
-        """See Standby."""
         assert self.membership
         if self.joined.is_set() and self.membership.launch_id != launch_id:
             raise FailedPrecondition(f"it has joined already, as {self.membership.launch_id!r}")
@@ -176,7 +175,6 @@ class _Life:
         self.joined.set()
 
     async def leave(self, launch_id: str, seconds: float) -> None:
-        """See Standby."""
         assert self.membership
         if not self.joined.is_set() or self.membership.launch_id != launch_id:
             return  # it has left already

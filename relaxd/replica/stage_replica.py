@@ -36,7 +36,6 @@ class StageReplica(ReplicaService):
         """
 
     async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
-        """See ReplicaService."""
         stages = stages_for(config)
         self._detail = ""
         if self.stage not in {stage.name for stage in stages}:
@@ -55,7 +54,6 @@ class StageReplica(ReplicaService):
         await asyncio.to_thread(self._worker.start)
 
     async def stop_run(self) -> None:
-        """See ReplicaService."""
         worker, board = self._worker, self._board
         self._worker = self._board = None
         if worker is not None:
@@ -65,17 +63,14 @@ class StageReplica(ReplicaService):
             await asyncio.to_thread(board.close)
 
     async def pause_run(self) -> None:
-        """See ReplicaService."""
         if self._worker is not None:
             self._worker.pause()
 
     async def resume_run(self) -> None:
-        """See ReplicaService."""
         if self._worker is not None:
             self._worker.resume()
 
     async def drain(self, seconds: float) -> int:
-        """See ReplicaService."""
         if self._worker is None:
             return 0
         # Handing back unfinished groups takes part of the time.
@@ -83,7 +78,6 @@ class StageReplica(ReplicaService):
         return self._worker.held if self._worker is not None else 0
 
     def status(self) -> ServiceStatus:
-        """See ReplicaService."""
         if self._worker is None:
             return ServiceStatus(done_groups=self._done_before, detail=self._detail)
         done = self._done_before + self._worker.done

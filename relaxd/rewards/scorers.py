@@ -37,7 +37,6 @@ class Single:
         self.awaits = awaits(self._reward)
 
     def score(self, samples: Sequence[RewardInput], runner: asyncio.Runner) -> list[Outcome]:
-        """See Scorer."""
         return call(self._reward, samples, runner, self._key)
 
 
@@ -51,7 +50,6 @@ class Sum:
         self.awaits = any(scorer.awaits for _, scorer in self._terms)
 
     def score(self, samples: Sequence[RewardInput], runner: asyncio.Runner) -> list[Outcome]:
-        """See Scorer."""
         outputs = [scorer.score(samples, runner) for _, scorer in self._terms]
         return [self._sum(of_sample) for of_sample in zip(*outputs, strict=True)]
 

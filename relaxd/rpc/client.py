@@ -208,22 +208,18 @@ class AsyncChannel(grpc.aio.Channel):
         self._deadline_seconds, self._stream_deadline_seconds = deadline_seconds, stream_deadline_seconds
 
     def unary_unary(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """See grpc.aio.Channel."""
         plain = self._plain.unary_unary(method, *arguments, **options)
         return MultiCallable(plain, method, self._target, self._deadline_seconds, self._metadata)
 
     def unary_stream(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """See grpc.aio.Channel."""
         plain = self._plain.unary_stream(method, *arguments, **options)
         return MultiCallable(plain, method, self._target, self._stream_deadline_seconds, self._metadata)
 
     def stream_unary(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """See grpc.aio.Channel."""
         plain = self._plain.stream_unary(method, *arguments, **options)
         return MultiCallable(plain, method, self._target, self._stream_deadline_seconds, self._metadata)
 
     def stream_stream(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """See grpc.aio.Channel."""
         plain = self._plain.stream_stream(method, *arguments, **options)
         return MultiCallable(plain, method, self._target, self._stream_deadline_seconds, self._metadata)
 
@@ -234,19 +230,15 @@ class AsyncChannel(grpc.aio.Channel):
         await self.close()
 
     async def close(self, grace: float | None = None) -> None:
-        """See grpc.aio.Channel."""
         await self._plain.close(grace)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """See grpc.aio.Channel."""
         return self._plain.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """See grpc.aio.Channel."""
         await self._plain.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        """See grpc.aio.Channel."""
         await self._plain.channel_ready()
 
 

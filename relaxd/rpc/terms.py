@@ -62,7 +62,6 @@ class NewestTerm:
         """Answers to heartbeats replace it, also by a smaller one: terms begin anew on a new Redis."""
 
     async def check(self, term: int) -> None:
-        """See Fence."""
         if term < self.newest:
             raise _superseded(term, self.newest)
         self.newest = term

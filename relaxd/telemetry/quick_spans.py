@@ -58,41 +58,32 @@ class QuickSpan(ReadableSpan, Span):
         self._processor = processor
 
     def get_span_context(self) -> SpanContext:
-        """See Span."""
         return self._span_context
 
     def is_recording(self) -> bool:
-        """See Span."""
         return self._end_time is None
 
     def set_attribute(self, key: str, value: Any) -> None:
-        """See Span."""
         self.set_attributes({key: value})
 
     def set_attributes(self, attributes: Mapping[str, Any]) -> None:
-        """See Span."""
         self._attributes = {**(self._attributes or {}), **attributes}
 
     def add_event(self, name: str, attributes: Any = None, timestamp: int | None = None) -> None:
-        """See Span."""
         self._events = [*self._events, Event(name, attributes, timestamp or time.time_ns())]
 
     def record_exception(
         self, exception: BaseException, attributes: Any = None, timestamp: int | None = None, escaped: bool = False
     ) -> None:
-        """See Span."""
         told = {"exception.type": type(exception).__qualname__, "exception.message": str(exception)}
         self.add_event("exception", {**told, **(attributes or {})}, timestamp)
 
     def update_name(self, name: str) -> None:
-        """See Span."""
         self._name = name
 
     def set_status(self, status: Status | StatusCode, description: str | None = None) -> None:
-        """See Span."""
         self._status = status if isinstance(status, Status) else Status(status, description)
 
     def end(self, end_time: int | None = None) -> None:
-        """See Span."""
         self._end_time = time.time_ns() if end_time is None else end_time
         self._processor.on_end(self)

@@ -44,7 +44,6 @@ class AdvantageService(StageReplica):
     stage = "advantage"
 
     async def prepare(self, config: RunConfig) -> tuple[Process, int]:
-        """See StageReplica."""
         algorithm = create_tried(config.algorithm, with_loss=False)
         own = config.data.curriculum.filter
         group_filter = GroupFilter(own) if own else None

@@ -47,7 +47,6 @@ class DockerHost:
             self.project = project or self._own_project()
 
     def launch(self, launch_id: str, role: str, gpu_uuids: tuple[str, ...]) -> pb.Instance:
-        """See relaxd.launcher.host.Host."""
         with _translate_errors(), self._launching:
             found = self._launched(launch_id)
             if not found:
@@ -61,7 +60,6 @@ class DockerHost:
             return _instance(self._launched(launch_id)[0])
 
     def remove(self, launch_id: str, grace_seconds: float) -> None:
-        """See relaxd.launcher.host.Host."""
         with _translate_errors():
             for container in self._launched(launch_id):
                 try:
@@ -87,7 +85,6 @@ class DockerHost:
             return f"container {container['Names'][0].removeprefix('/')} was {container['State']}"
 
     def instances(self) -> list[pb.Instance]:
-        """See relaxd.launcher.host.Host."""
         with _translate_errors():
             return [_instance(container) for container in self._launched()]
 

@@ -74,7 +74,6 @@ class RewardService(StageReplica):
         """Names of the run's evaluation sets that have a reward of their own."""
 
     async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
-        """See ReplicaService."""
         self._run_id = assignment.run_id
         await super().start_run(config, assignment)
 
@@ -193,7 +192,6 @@ class RewardService(StageReplica):
         await super().resume_run()
 
     async def stop_run(self) -> None:
-        """See ReplicaService."""
         self.reward_of_run, self.sets = "", frozenset()
         await super().stop_run()
         await self._close_clients()

@@ -193,7 +193,6 @@ class CoordinatorSide(BoardCore):
         return (yield from self._sweep(term))
 
     def _sweep(self, term: int) -> Move[int]:
-        """See `sweep`."""
         freed: list[bytes] = []
         count = 0
         while True:

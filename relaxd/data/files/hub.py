@@ -52,9 +52,7 @@ class HubRows:
         return row
 
     def scan(self) -> Iterator[dict[str, Any] | None]:
-        """See Rows."""
         return iter(self._rows)
 
     def place(self, index: int) -> str:
-        """See Rows."""
         return f"{self._path} row {index + 1}"

@@ -55,7 +55,6 @@ class JsonArray(JsonObjects):
         self._starts, self._ends = np.array(starts, np.int64), np.array(ends, np.int64)
 
     def place(self, index: int) -> str:
-        """See Rows."""
         return f"{self._path} entry {index + 1}"
 
     def _object(self, reader: "_Reader", entry: int) -> tuple[int, int]:

@@ -33,7 +33,6 @@ class JsonObjects:
         return parse(self._read(self._starts[index], self._ends[index]))
 
     def scan(self) -> Iterator[dict[str, Any] | None]:
-        """See Rows."""
         for start, end in zip(self._starts, self._ends, strict=True):
             try:
                 yield parse(self._read(start, end))
@@ -59,7 +58,6 @@ class JsonLines(JsonObjects):
         self._starts, self._ends, self._lines = starts[lines], ends[lines], lines
 
     def place(self, index: int) -> str:
-        """See Rows."""
         return f"{self._path} line {self._lines[index] + 1}"
 
 

@@ -37,11 +37,9 @@ class Part:
         return self._rows[self._range[index]]
 
     def scan(self) -> Iterator[dict[str, Any] | None]:
-        """See Rows."""
         return islice(self._rows.scan(), self._range.start, self._range.stop)
 
     def place(self, index: int) -> str:
-        """See Rows."""
         return self._rows.place(self._range[index])
 
 
@@ -92,11 +90,9 @@ class JoinedRows:
         return self._files[file][inside]
 
     def scan(self) -> Iterator[dict[str, Any] | None]:
-        """See Rows."""
         return chain.from_iterable(file.scan() for file in self._files)
 
     def place(self, index: int) -> str:
-        """See Rows."""
         file, inside = _find(self._ends, index)
         return self._files[file].place(inside)
 

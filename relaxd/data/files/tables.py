@@ -71,12 +71,10 @@ class Table:
         return row
 
     def scan(self) -> Iterator[dict[str, Any] | None]:
-        """See Rows."""
         for batch in range(len(self._starts)):
             yield from self._reader.get_batch(batch).to_pylist()
 
     def place(self, index: int) -> str:
-        """See Rows."""
         return f"{self._path} row {index + 1}"
 
 

@@ -45,7 +45,6 @@ class OwnRows:
         return row
 
     def scan(self) -> Iterator[dict[str, Any] | None]:
-        """See Rows."""
         for index in range(self._length):
             try:
                 yield self[index]
@@ -53,7 +52,6 @@ class OwnRows:
                 yield None
 
     def place(self, index: int) -> str:
-        """See Rows."""
         return f"{self._name} row {index}"
 
 

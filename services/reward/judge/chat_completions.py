@@ -43,7 +43,6 @@ class ChatCompletions:
             raise UnreachableError(str(error) or f"no answer within {PROBE_SECONDS:g} s") from error
 
     async def ask(self, question: AskRequest, seconds: float) -> AskResponse:
-        """See Judges."""
         limit = aiohttp.ClientTimeout(total=seconds, sock_connect=min(seconds / 2, PROBE_SECONDS))
         url = f"{self.on}/chat/completions"
         try:
@@ -63,7 +62,6 @@ class ChatCompletions:
         return self._reply(body)
 
     async def close(self) -> None:
-        """See Judges."""
         if self._session is not None:
             await self._session.close()
 

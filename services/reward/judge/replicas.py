@@ -58,12 +58,10 @@ class JudgeReplicas:
         self._looking = asyncio.Lock()
 
     async def probe(self) -> None:
-        """See Judges."""
         await self._look()
         self._choose()
 
     async def ask(self, question: AskRequest, seconds: float) -> AskResponse:
-        """See Judges."""
         if time.monotonic() >= self._look_at:
             await self._look()
         replica_id = self._choose()
@@ -83,7 +81,6 @@ class JudgeReplicas:
             replica.open -= 1
 
     async def close(self) -> None:
-        """See Judges."""
         replicas, self._replicas = self._replicas, {}
         for replica in replicas.values():
             await replica.channel.close(None)

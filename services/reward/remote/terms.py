@@ -35,12 +35,10 @@ class RemoteTerms:
 
     @property
     def pieces(self) -> int:
-        """See RemoteScorer."""
         return sum(remote.pieces for remote in self._remote.values())
 
     @property
     def detail(self) -> str:
-        """See RemoteScorer."""
         return next((remote.detail for remote in self._remote.values() if remote.detail), "")
 
     async def check(self) -> None:
@@ -54,7 +52,6 @@ class RemoteTerms:
             await remote.start()
 
     def forgive(self) -> None:
-        """See RemoteScorer."""
         for remote in self._remote.values():
             remote.forgive()
 

@@ -25,7 +25,6 @@ class JudgeLine:
         self._lock = threading.Lock()
 
     async def ask(self, question: AskRequest) -> AskResponse:
-        """See relaxd.rewards.judge.asking.Line."""
         number, answered = next(self._numbers), Future[pb.CarryQuestionsRequest]()
         with self._lock:
             self._open[number] = answered
@@ -43,7 +42,6 @@ class JudgeLine:
         return answer.reply
 
     def count_unreadable(self) -> None:
-        """See relaxd.rewards.judge.asking.Line."""
         self._questions.put(pb.CarryQuestionsResponse())
 
     async def carry(self, answers: AsyncIterator[pb.CarryQuestionsRequest]) -> AsyncIterator[pb.CarryQuestionsResponse]:

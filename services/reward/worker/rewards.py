@@ -32,7 +32,6 @@ class Rewards(reward_worker_pb2_grpc.RewardWorkerServicer):
     """Loads and runs rewards in the main thread, because signals, which some use to limit their time, need it."""
 
     def __init__(self, plan: Plan | None, measures: Sequence[Measure]) -> None:
-        """See `serve`."""
         self._plan, self._measures = plan, measures
         self._loaded: dict[str, Scorer] = {}
         self._judge = JudgeLine()

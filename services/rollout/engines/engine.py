@@ -74,7 +74,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def _generate(self, request: Request) -> AsyncIterator[Output]:
-        """See `generate`."""
+        """Generate as `generate` does, for one request."""
 
     @abstractmethod
     async def abort(self, request_id: str) -> None:

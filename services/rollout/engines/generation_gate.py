@@ -240,27 +240,21 @@ class GatedEngine:
 
     @property
     def quarantined(self) -> bool:
-        """See GenerationGate."""
         return self._gate.quarantined
 
     def serve_loaded(self) -> None:
-        """See GenerationGate."""
         self._gate.serve_loaded()
 
     def quarantine(self) -> None:
-        """See GenerationGate."""
         self._gate.quarantine()
 
     @property
     def pauses(self) -> int:
-        """See GenerationGate."""
         return self._gate.pauses
 
     def resume(self, pause: int | None = None) -> None:
-        """See GenerationGate."""
         self._gate.resume(pause)
 
     @property
     def asleep(self) -> bool:
-        """See GenerationGate."""
         return self._gate.asleep

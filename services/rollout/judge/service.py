@@ -149,19 +149,18 @@ class JudgeService(ReplicaService):
         logger.info("%s is loaded (process %d)", folder.name, self._engine.pid)
 
     async def stop_run(self) -> None:
-        """See ReplicaService."""
         engine, self._engine, self._tokenizer, self._detail = self._engine, None, None, ""
         if engine is not None:
             await engine.stop()
 
     async def pause_run(self) -> None:
-        """See ReplicaService. Rewards that are being computed still ask."""
+        """Keep answering: rewards that are being computed still ask."""
 
     async def resume_run(self) -> None:
-        """See ReplicaService."""
+        """Do nothing: a paused judge went on answering."""
 
     async def drain(self, seconds: float) -> int:
-        """See ReplicaService. Refuses new questions, which are then asked elsewhere, and answers the open ones."""
+        """Refuse new questions, which are then asked elsewhere, and answer the open ones."""
         self._draining = True
         end = asyncio.get_running_loop().time() + seconds
         while self._open and asyncio.get_running_loop().time() < end:

@@ -50,7 +50,6 @@ class Answer:
             self.outputs.append(output)
 
     def go_on(self, version: int, *, mask_off_policy: bool) -> None:
-        """See `Answers.go_on`."""
         self.continued += 1
         if mask_off_policy:
             self.cut = self.length

@@ -154,11 +154,9 @@ class ChildEngine(RolloutEngine):
 
     @property
     def alive(self) -> bool:
-        """See RolloutEngine."""
         return self._child.alive
 
     async def _generate(self, request: Request) -> AsyncIterator[Output]:
-        """See RolloutEngine."""
         count = len(request.samples)
         queue: asyncio.Queue[Output | Exception] = asyncio.Queue()
         self._queues[request.request_id] = queue
@@ -216,17 +214,14 @@ class ChildEngine(RolloutEngine):
         return logprobs, ids.reshape(len(logprobs), top_k), values.reshape(len(logprobs), top_k)
 
     async def abort(self, request_id: str) -> None:
-        """See RolloutEngine."""
         self._send(abort=[request_id])
 
     async def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
-        """See RolloutEngine."""
         request = rollout_pb2.PauseGenerationRequest(mode=_number(PAUSE_MODES, mode), lease_seconds=lease_seconds)
         answer = await self._rollout.PauseGeneration(request, timeout=timeout + MARGIN_SECONDS)
         return int(answer.paused_samples)
 
     async def resume(self) -> None:
-        """See RolloutEngine."""
         await self._rollout.ResumeGeneration(rollout_pb2.ResumeGenerationRequest(), timeout=CONTROL_SECONDS)
 
     async def sleep(self, timeout: float) -> weights_pb2.MemoryChange:
@@ -251,11 +246,9 @@ class ChildEngine(RolloutEngine):
         return answer.memory
 
     async def join(self, request: rollout_pb2.JoinWeightGroupRequest) -> None:
-        """See RolloutEngine."""
         await self._rollout.JoinWeightGroup(request, timeout=request.group.timeout_seconds + MARGIN_SECONDS)
 
     async def receive(self, request: rollout_pb2.ReceiveWeightsRequest) -> rollout_pb2.ReceiveWeightsResponse:
-        """See RolloutEngine."""
         timeout = request.pause_timeout_seconds + request.timeout_seconds + MARGIN_SECONDS
         answer = await self._versions.ask(engine_pb2.ReceiveVersionsRequest(receive=request), timeout=timeout)
         self.weights, self.quarantined = Version(request.weights.term, request.weights.version), False
@@ -263,7 +256,6 @@ class ChildEngine(RolloutEngine):
         return answer.received
 
     async def leave(self, group_name: str, *, quarantine: bool) -> bool:
-        """See RolloutEngine."""
         request = rollout_pb2.LeaveWeightGroupRequest(group_name=group_name, quarantine=quarantine)
         answer = await self._rollout.LeaveWeightGroup(request, timeout=CONTROL_SECONDS)
         self.quarantined = answer.quarantined
@@ -271,7 +263,6 @@ class ChildEngine(RolloutEngine):
         return self.quarantined
 
     async def stop(self) -> None:
-        """See RolloutEngine."""
         self._on_exit = lambda ended: None
         self._child.kill()  # it has nothing to clean up
         await asyncio.shield(self._child.exited)

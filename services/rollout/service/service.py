@@ -81,7 +81,6 @@ class RolloutService(ReplicaService):
         self._update_intake()
 
     async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
-        """See ReplicaService."""
         self._config, self._run_paused = config, False
         self._run_id = assignment.run_id
         rollout = config.rollout
@@ -113,7 +112,6 @@ class RolloutService(ReplicaService):
         self._update_intake()
 
     async def stop_run(self) -> None:
-        """See ReplicaService."""
         if self._generator is not None:
             await self._generator.cut_off()
         # Not before: an engine that ends meanwhile is replaced.
@@ -132,12 +130,10 @@ class RolloutService(ReplicaService):
             await asyncio.to_thread(board.close)
 
     async def pause_run(self) -> None:
-        """See ReplicaService."""
         self._run_paused = True
         self._update_intake()
 
     async def resume_run(self) -> None:
-        """See ReplicaService."""
         self._run_paused = False
         self._update_intake()
 
@@ -161,7 +157,6 @@ class RolloutService(ReplicaService):
         return worker.held
 
     def status(self) -> ServiceStatus:
-        """See ReplicaService."""
         worker, engine = self._worker, self.engine
         state: replica_pb2.ReplicaState.ValueType | None = None
         weights, detail = None, self._detail

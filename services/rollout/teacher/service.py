@@ -125,14 +125,12 @@ class TeacherService(StageReplica):
         return engine
 
     async def stop_run(self) -> None:
-        """See ReplicaService."""
         await super().stop_run()
         engine, self._engine, self._columns, self._detail = self._engine, None, None, ""
         if engine is not None:
             await engine.stop()
 
     def status(self) -> ServiceStatus:
-        """See ReplicaService."""
         of_groups, engine = super().status(), self._engine
         read = engine.prefilled_tokens if engine is not None else 0
         gauges = {"rss_bytes": float(self._process.memory_info().rss)}

@@ -115,7 +115,6 @@ class CriticLearner:
         return bit_sum(self._critic.module.parameters(), self.world.device)
 
     def prepare_snapshots(self) -> None:
-        """See `Checkpointed`."""
         prepare(self._stateful(self.step), self._kept)
 
     def snapshot(self, folder: Path) -> Snapshot:
@@ -127,7 +126,6 @@ class CriticLearner:
         return snapshot
 
     def restore(self, folder: Path, step: int, *, same_layout: bool) -> None:
-        """See `Checkpointed`."""
         self._wait_for_copies()
         loaded = load_snapshot(self._stateful(step), folder, same_layout=same_layout)
         self._optimizer_steps, self.metrics, self.step = loaded.optimizer_steps, loaded.metrics, step

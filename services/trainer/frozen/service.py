@@ -87,7 +87,6 @@ class StageService(ReplicaService):
         self._watching = asyncio.create_task(self._give_up_with(ranks), name="watch the ranks")
 
     async def stop_run(self) -> None:
-        """See ReplicaService."""
         ranks, watching = self._ranks, self._watching
         if self._loaded.is_set():
             await self.drain(0.0)
@@ -102,11 +101,9 @@ class StageService(ReplicaService):
         self._held = self._done = self._turns = 0
 
     async def pause_run(self) -> None:
-        """See ReplicaService."""
         await self._set_paused(True)
 
     async def resume_run(self) -> None:
-        """See ReplicaService."""
         await self._set_paused(False)
 
     async def drain(self, seconds: float) -> int:
@@ -120,7 +117,6 @@ class StageService(ReplicaService):
         return self._held
 
     def status(self) -> ServiceStatus:
-        """See ReplicaService."""
         pids = [rank.child.pid for rank in self._ranks.ranks] if self._ranks is not None else []
         return ServiceStatus(
             held_groups=self._held,

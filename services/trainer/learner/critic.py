@@ -78,7 +78,6 @@ class Critic:
         return TrainedModel(self.module, self.optimizer, self._schedule)
 
     def values(self, micro_batches: Sequence[PackedMicroBatch]) -> list[NDArray[np.float32]]:
-        """See `Forward.values`."""
         return self._forward.values(self.model, micro_batches)
 
     def accumulate(self, micro_batches: Sequence[PackedMicroBatch], *, last: bool) -> list[dict[str, Tensor]]:

@@ -173,7 +173,6 @@ class OverlappedReduction:
         """Buckets of the last update that were started before the end of its backward passes."""
 
     def begin(self, micro_batches: int, *, last: bool) -> None:
-        """See `DataParallel.accumulating`."""
         if self._left or self._started:
             raise RuntimeError("micro-batches come after the last ones of an update, whose gradients are reduced")
         if last:

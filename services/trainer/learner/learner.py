@@ -419,7 +419,6 @@ class Learner:
         return before, memory_in_use(self.world.device)
 
     def prepare_snapshots(self) -> None:
-        """See `Checkpointed`."""
         prepare(self._stateful(self._step), self._kept)
 
     def snapshot(self, folder: Path) -> Snapshot:

@@ -240,7 +240,6 @@ class GradientBucket:
             self._release()
 
     def show(self) -> None:
-        """See `ShardedGradients.show`."""
         for parameter, part in self._shown.items():
             parameter.main_grad = self.shard[part]
 

@@ -188,7 +188,6 @@ class InterleavedModel(MegatronModule):
         return weight
 
     def offload_activations(self, offload: ActivationOffload | None) -> None:
-        """See `PolicyModel`."""
         for chunk in self.parts:
             chunk.offload_activations(offload)
 

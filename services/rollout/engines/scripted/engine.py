@@ -93,7 +93,6 @@ class ScriptedEngine(RolloutEngine):
 
     @property
     def tokens(self) -> int:
-        """See RolloutEngine."""
         return int(self._decoder.tokens)
 
     @property
@@ -171,7 +170,6 @@ class ScriptedEngine(RolloutEngine):
         return np.resize(np.arange(EXPERTS, dtype=expert_dtype(EXPERTS)), (tokens, layers, top_k))
 
     async def abort(self, request_id: str) -> None:
-        """See RolloutEngine."""
         self._aborted.add(request_id)
         for task in self._tasks.get(request_id, ()):
             task.cancel()
@@ -189,7 +187,6 @@ class ScriptedEngine(RolloutEngine):
         return self._decoder.running
 
     async def resume(self) -> None:
-        """See RolloutEngine."""
         self._end_lease()
         self._decoder.pause(False)
 
@@ -210,7 +207,6 @@ class ScriptedEngine(RolloutEngine):
         return rollout_pb2.ReceiveWeightsResponse(seconds=self._rehearsal.sync_seconds, checksums=checksums)
 
     async def leave(self, group_name: str, *, quarantine: bool) -> bool:
-        """See RolloutEngine."""
         return False
 
     async def stop(self) -> None:

@@ -89,7 +89,6 @@ class SGLangEngine(GatedEngine):
             threading.Thread(target=self._run_thread, args=(work,), name=work.__name__.strip("_"), daemon=True).start()
 
     def stats(self) -> dict[str, int]:
-        """See LoadedEngine."""
         try:
             answer = self._schedulers.ask_first(
                 "GetSchedulerStats", engine_pb2.GetSchedulerStatsRequest(), ANSWER_SECONDS
@@ -168,7 +167,6 @@ class SGLangEngine(GatedEngine):
                     sample.spans_weight_update = sample.spans_weight_update or held[rid].continues
 
     def touch(self) -> None:
-        """See GenerationGate."""
         self._gate.touch()
 
     # --- sending to the scheduler (needs self._gate.changed) ----------------------------------------------------------

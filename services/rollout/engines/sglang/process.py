@@ -63,7 +63,6 @@ class SGLangProcess(EngineProcess):
         signal.signal(signal.SIGQUIT, lambda *_: self._scheduler_gone("a scheduler process of SGLang failed"))
 
     def load(self, folder: str, config: RolloutConfig, colocate: bool) -> engine_pb2.LoadResponse:
-        """See EngineProcess."""
         for_logprobs = {TEMPERATURE_VARIABLE: str(config.temperature), **ENVIRONMENT} if self.for_logprobs else {}
         schedulers = Schedulers(
             lambda rank: self._scheduler_gone(f"scheduler process {rank} of SGLang is gone"), for_logprobs
@@ -147,7 +146,6 @@ class SGLangProcess(EngineProcess):
         return rollout_pb2.JoinWeightGroupResponse()
 
     def _pause_first(self, request: rollout_pb2.ReceiveWeightsRequest) -> None:
-        """See EngineProcess."""
         if PAUSE_MODES[request.pause.mode] not in PAUSES_WITH_UPDATE:
             super()._pause_first(request)
 

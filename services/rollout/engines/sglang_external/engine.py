@@ -75,7 +75,6 @@ class ExternalEngine(RolloutEngine):
 
     @property
     def tokens(self) -> int:
-        """See RolloutEngine."""
         return self._requests.tokens
 
     @classmethod
@@ -110,18 +109,15 @@ class ExternalEngine(RolloutEngine):
 
     @property
     def alive(self) -> bool:
-        """See RolloutEngine."""
         return self._ended is None
 
     async def _generate(self, request: Request) -> AsyncIterator[Output]:
-        """See RolloutEngine."""
         self._raise_if_gone()
         async with aclosing(self._requests.generate(request)) as outputs:  # type: ignore[type-var]
             async for output in outputs:
                 yield output
 
     async def abort(self, request_id: str) -> None:
-        """See RolloutEngine."""
         self._requests.end(request_id)
 
     async def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
@@ -166,7 +162,6 @@ class ExternalEngine(RolloutEngine):
             raise
 
     async def join(self, request: rollout_pb2.JoinWeightGroupRequest) -> None:
-        """See RolloutEngine."""
         with self._detecting_loss():
             await self._updates.join(request)
 
@@ -201,7 +196,6 @@ class ExternalEngine(RolloutEngine):
         return rollout_pb2.ReceiveWeightsResponse(seconds=seconds)
 
     async def leave(self, group_name: str, *, quarantine: bool) -> bool:
-        """See RolloutEngine."""
         await self._updates.leave(group_name)
         self.quarantined = self.quarantined or quarantine
         return self.quarantined

@@ -85,7 +85,6 @@ class ExternalRequests:
         return sum(len(request.sample_ids) for request in self._requests.values() if not request.samples)
 
     async def generate(self, request: Request) -> AsyncIterator[Output]:
-        """See RolloutEngine.generate."""
         sampling = request.sampling
         if (sampling.stop or sampling.min_new_tokens) and not self._facts.tokenizer:
             raise InvalidArgument(

@@ -77,7 +77,6 @@ class TransformersEngine(GatedEngine):
         self._thread.start()
 
     def stats(self) -> dict[str, int]:
-        """See LoadedEngine."""
         batch = self._batch
         with self._gate.changed:
             waiting = sum(map(len, self._waiting))
@@ -148,7 +147,6 @@ class TransformersEngine(GatedEngine):
                 sample.spans_weight_update = sample.spans_weight_update or bool(sample.logprobs)
 
     def touch(self) -> None:
-        """See GenerationGate."""
         self._gate.touch()
 
     def stop(self) -> None:

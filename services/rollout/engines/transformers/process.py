@@ -35,7 +35,6 @@ class TransformersProcess(EngineProcess):
         self._receivers: dict[str, WeightReceiver] = {}
 
     def load(self, folder: str, config: RolloutConfig, colocate: bool) -> engine_pb2.LoadResponse:
-        """See EngineProcess."""
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, config.dtype)).eval()
         self._engine = TransformersEngine(
