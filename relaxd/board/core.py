@@ -137,7 +137,7 @@ class BoardCore:
 
     @operation
     def oldest_held(self) -> Move[dict[str, HeldGroup]]:
-        """Return for each stage that holds groups the one that was offered to it first. Raises RunMissing."""
+        """Return the oldest held group of each stage that holds groups. Raises RunMissing."""
         stages = [stage.name for stage in self.stages]
         pending = yield Send(
             [("XPENDING", self._stream(stage), WORKERS, "-", "+", 1) for stage in stages], how="atomic"

@@ -11,7 +11,7 @@ from relaxd.board.types import JSON, Column
 
 
 def facts_of(columns: Mapping[str, Column]) -> dict[str, float]:
-    """Return the facts that a stage's columns hold.
+    """Return the summary figures of a stage's columns.
 
     tokens: mean length of the group's samples; truncated: share of samples that ended at max_new_tokens; continued:
     number of times that a sample was cut off and continued, of the one with most (where the run counts them); reward:

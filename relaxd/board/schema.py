@@ -34,9 +34,9 @@ class ColumnSpec:
     shape: Shape
     meaning: str
     trained: bool = True
-    """Whether the trainer takes it in and keeps it in step files."""
+    """True if the trainer takes it in and keeps it in step files."""
     optional: bool = False
-    """Whether only some runs have it."""
+    """True if only some runs have it."""
 
     @property
     def kinds(self) -> str:
@@ -52,7 +52,7 @@ CONTINUED = "continued"
 OFF_POLICY_TOKENS = "off_policy_tokens"
 """The column that a run has where rollout.partial.mask_off_policy is set."""
 STUDENT_CANDIDATES = "student_candidates"
-"""The column that a run has where a teacher service is asked about the tokens that the student finds likeliest."""
+"""Column of the student's likeliest tokens, which a teacher service scores."""
 REF_LOGPROBS = "ref_logprobs"
 """The column that a run has where a reference service computes it; otherwise the trainer computes it if it needs it."""
 REFERENCE_WEIGHTS = "reference_weights"
@@ -273,7 +273,7 @@ def trained_columns(optional: Collection[str] = ()) -> tuple[str, ...]:
 
 
 def expert_dtype(experts: int) -> np.dtype[np.unsignedinteger[Any]]:
-    """Return the dtype of ROUTED_EXPERTS for a model with so many experts in a layer."""
+    """Return the dtype of ROUTED_EXPERTS for a model with `experts` experts in a layer."""
     return np.dtype(np.uint8 if experts <= 1 << 8 else np.uint16)
 
 

@@ -97,7 +97,7 @@ class CriticOrders:
     term: int
     """The current critic term; 0 before the first."""
     checkpoint: int | None
-    """The last step of which the trainer has asked for a checkpoint; None: of none yet."""
+    """Step of the trainer's latest checkpoint request; None before the first."""
     kept: int | None
     """The same, of those that are never removed."""
 

@@ -27,7 +27,7 @@ T = TypeVar("T")
 TAKE_SECONDS = 0.5
 """Longest wait of one read, and so the longest delay of a pause or stop."""
 BATCH = 256
-"""Most groups in one commit."""
+"""Maximum groups in one commit."""
 OUTAGE_PAUSE_SECONDS = 0.5
 MAX_THREADS = 16
 """Threads of a worker whose concurrency changes: its `process` returns futures, and so needs a thread only to begin."""

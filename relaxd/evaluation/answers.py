@@ -31,7 +31,7 @@ class ScoredAnswer:
     finish_reason: str
     """"stop" or "length"."""
     vote: str = ""
-    """What it votes for in maj@k; "" is nothing."""
+    """Its vote in maj@k; "" for none."""
     parts: Mapping[str, float] = field(default_factory=dict)
     error: str = ""
     """Why it couldn't be scored."""
@@ -105,16 +105,16 @@ def _maj(one: ResolvedSet, group: Sequence[ScoredAnswer], k: int) -> float:
 
 
 def is_estimate(name: str) -> bool:
-    """Whether a metric's name, without its prefix, is that of pass@k, maj@k or an end of their interval."""
+    """Return True if a metric's name, without its prefix, is that of pass@k, maj@k or an end of their interval."""
     return _ESTIMATE.fullmatch(name) is not None
 
 
 def is_end(name: str) -> bool:
-    """Whether a metric's name, with or without prefix, is that of an end of an interval."""
+    """Return True if a metric's name, with or without prefix, is that of an end of an interval."""
     return re.search(r"(?:pass|maj)_at_\d+_(?:low|high)$", name) is not None
 
 
 def shown_name(name: str) -> str:
-    """Return how people write a metric: "pass_at_4" is pass@4."""
+    """Return the display name of a metric: "pass_at_4" becomes pass@4."""
     found = _ESTIMATE.fullmatch(name)
     return f"{found[1]}@{found[2]}" if found and not found[3] else name

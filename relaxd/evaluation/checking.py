@@ -14,7 +14,7 @@ from relaxd.run_folder import HELD_OUT
 def set_problems(
     config: RunConfig, data: Mapping[str, PromptDataset], names: Collection[str] | None = None
 ) -> list[tuple[str, str]]:
-    """Return what is wrong with the sets that a run evaluates on, or those with these names: settings and problems."""
+    """Return (setting, problem) for each fault of a run's evaluation sets, or of those with these names."""
     problems = []
     numbers = {one.name: number for number, one in enumerate(config.eval.sets)}
     for one in sets_of(config):

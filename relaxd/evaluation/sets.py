@@ -46,7 +46,7 @@ class ResolvedSet:
 
     @property
     def prefix(self) -> str:
-        """What the names of its metrics begin with."""
+        """Prefix of its metrics' names."""
         return "eval_" if self.name == HELD_OUT else f"eval/{self.name}/"
 
 

@@ -19,7 +19,7 @@ _ANSWER = re.compile(r"answer\s*(?:is\b|:|=)\s*:?", re.IGNORECASE)
 
 
 def vote_of(reply: str) -> str:
-    r"""Return what a reply votes for: its final answer, without blanks and capitals. "" is no vote.
+    r"""Return a reply's vote: its final answer in lower case without blanks. "" is no vote.
 
     The final answer is what is in the last \boxed{...}, else in the last <answer> tag, else behind "answer:" or "answer
     is" in the last line that has any text, else the last number of that line, else that line.

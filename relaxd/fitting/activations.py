@@ -24,11 +24,11 @@ class MicroBatch:
     slots: int
     """Tokens that attention sees: a prompt that samples share is repeated for each."""
     fused: bool
-    """Whether the fused kernels run."""
+    """True if the fused kernels run."""
     element: int
     """Bytes of an element."""
     float32_logits: bool = False
-    """Whether logits are in float32 whatever the element is."""
+    """True if logits are in float32 whatever the element is."""
 
     @property
     def logit_bytes(self) -> int:
@@ -45,7 +45,7 @@ class SavedTensor:
     size: int
     """Bytes of all ranks that share the micro-batch, together."""
     recomputed: bool = False
-    """Whether "selective" recomputes it."""
+    """True if "selective" recomputes it."""
 
 
 def layer_tensors(shape: ModelShape, layout: Layout, batch: MicroBatch) -> list[SavedTensor]:

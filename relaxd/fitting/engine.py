@@ -23,7 +23,7 @@ class EngineMemory:
     token_bytes: int
     """Bytes of a token in the cache."""
     assumed: bool
-    """Whether SGLang decides how much is for weights and cache (DEFAULT_FRACTION of a whole GPU)."""
+    """True if SGLang decides how much is for weights and cache (DEFAULT_FRACTION of a whole GPU)."""
     share: float = 1.0
     """Share of the GPU that is the engine's."""
 
@@ -38,7 +38,7 @@ class EngineMemory:
         return max(0, self.cache) // self.token_bytes
 
     def answers(self, tokens: int) -> int:
-        """Return how many sequences of so many tokens fit at once."""
+        """Return the number of sequences of `tokens` tokens that fit at once."""
         return self.cached_tokens // tokens
 
 

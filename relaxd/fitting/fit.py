@@ -49,7 +49,7 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Whether every GPU has room, and every engine for at least one sequence of maximal length."""
+        """True if every GPU has room, and every engine for at least one sequence of maximal length."""
         return all(one.fits for one in self.held) and all(one.answers for one in self.engines.values())
 
 

@@ -11,7 +11,7 @@ from relaxd.fitting.parameters import layer_parameters, stage_parameters
 from relaxd.fitting.shape import ModelShape
 
 LEAST_PARAMETERS = 40_000_000
-"""Parameters of a bucket at least, but for the last one; a million for each data-parallel rank, if that is more."""
+"""Minimum parameters of a bucket except the last; a million per data-parallel rank, if that is more."""
 
 
 def buckets_in_memory(

@@ -49,5 +49,5 @@ class Held:
 
     @property
     def fits(self) -> bool:
-        """Whether there is room for them."""
+        """True if there is room for them."""
         return self.total <= self.room

@@ -21,12 +21,12 @@ class Models:
 
     policy: ModelShape
     critic: bool
-    """Whether a critic is in these ranks. It has the policy's architecture."""
+    """True if a critic is in these ranks. It has the policy's architecture."""
     frozen: tuple[ModelShape, ...]
 
     @property
     def trained(self) -> list[int]:
-        """Parameters of the policy, and of the critic if there is one."""
+        """Parameters of the policy, then of the critic if the run has one."""
         return [
             stage_parameters(self.policy, Layout(1), 0).all,
             *([critic_parameters(self)] if self.critic else []),
@@ -73,7 +73,7 @@ def critic_checkpoint_bytes(config: RunConfig, models: Models) -> int:
 
 
 def kept_checkpoints(config: RunConfig, models: Models) -> int:
-    """Return how many checkpoints stay: as many as trainer.checkpoint says, and as its limit of bytes allows."""
+    """Return the number of kept checkpoints: trainer.checkpoint's number, within its limit of bytes."""
     settings, size = config.trainer.checkpoint, checkpoint_bytes(config, models)
     if not settings.max_bytes:
         return settings.keep

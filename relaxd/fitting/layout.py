@@ -26,7 +26,7 @@ class Layout:
     recompute_layers: int = 0
     """Layers of each stage that recompute; 0: all."""
     offload: bool = False
-    """Whether the optimizer's state is in the host's memory."""
+    """True if the optimizer's state is in the host's memory."""
     pipeline_layers: tuple[int, ...] = ()
     """Layers of each stage; none: equally many."""
     pipeline_chunks: int = 1
@@ -34,9 +34,9 @@ class Layout:
     activations_on_host: int = 0
     """Bytes of the host's memory in which each rank keeps activations."""
     shard_gradients: bool = False
-    """Whether a rank keeps its shard of the gradients."""
+    """True if a rank keeps its shard of the gradients."""
     overlap_grad_reduce: bool = False
-    """Whether gradients are reduced during the backward pass."""
+    """True if gradients are reduced during the backward pass."""
 
     @classmethod
     def of_trainer(cls, config: TrainerConfig) -> "Layout":
@@ -180,13 +180,13 @@ def _divisors(number: int, most: int) -> str:
 
 
 def possible_layouts(shape: ModelShape, ranks: int, groups: int, *, offload: bool) -> list[Layout]:
-    """Return every layout of so many ranks that divides the model and a step's groups.
+    """Return every layout of `ranks` ranks that divides the model and a step's groups.
 
     Args:
         shape: the model.
         ranks: number of ranks.
         groups: groups of a step.
-        offload: whether the optimizer's state may be in the host's memory.
+        offload: True if the optimizer's state may be in the host's memory.
     """
     sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
     found = []

@@ -28,7 +28,7 @@ def check_layout(layout: Layout, shapes: Sequence[ModelShape], section: str, har
 
 
 def on_trainer(config: RunConfig, models: Models, layout: Layout, hardware: Hardware) -> list[Held]:
-    """Return what the ranks of the trainer's pipeline stages hold."""
+    """Return the memory of the trainer's ranks, by pipeline stage."""
     critic = config.roles.critic.optimizer
     trained = [TrainedModelShape("", models.policy, layout.offload, config.trainer.optimizer.moment_bytes)]
     if models.critic:
@@ -44,7 +44,7 @@ def on_trainer(config: RunConfig, models: Models, layout: Layout, hardware: Hard
 
 
 def on_frozen(config: RunConfig, role: str, hardware: Hardware) -> list[Held]:
-    """Return what the ranks of a frozen model's replica hold, by pipeline stage."""
+    """Return the memory of the ranks of a frozen model's replica, by pipeline stage."""
     own = config.roles.frozen[role]
     layout, folders = Layout.of_replica(own), frozen_models(config, role, weights=False)
     shapes = [read_shape(folder, f"{own.section}.model") for folder in folders.values()]
@@ -59,7 +59,7 @@ def on_frozen(config: RunConfig, role: str, hardware: Hardware) -> list[Held]:
 
 
 def on_critic(config: RunConfig, models: Models, hardware: Hardware) -> list[Held]:
-    """Return what the ranks of the critic's replica hold, by pipeline stage. They recompute and shard
+    """Return the memory of the critic's ranks, by pipeline stage. They recompute and shard
     gradients as the trainer does."""
     own, trainer = config.roles.critic, config.trainer
     layout = replace(
@@ -115,7 +115,7 @@ def engines(config: RunConfig, hardware: Hardware) -> dict[str, EngineMemory]:
 
 
 def on_engine(role: str, engine: EngineMemory, hardware: Hardware) -> Held:
-    """Return what an engine holds of its GPU, or of its share. Its cache takes what the other parts leave of its
+    """Return an engine's memory on its GPU, or its share of one. Its cache takes what the other parts leave of its
     memory_fraction, up to the last GB."""
     place = f"{engine.share:g} of a GPU" if engine.share < 1 else ""
     return Held(role, place, engine.bytes, int(engine.share * hardware.gpu_bytes))
@@ -128,7 +128,7 @@ def in_turns(
     bucket_bytes: int,
     judge: EngineMemory | None = None,
 ) -> list[Held]:
-    """Return what a GPU holds that trainer and engine share, in each turn. `judge` is one on the same GPU, if any."""
+    """Return the memory of a GPU that trainer and engine share, in each turn. `judge`: a judge on the same GPU."""
     worst = max(trainer, key=lambda held: held.total)
     waiting = {name: size for name, size in worst.bytes.items() if name.split(":")[0] not in _OF_A_PASS}
     awake = {f"judge's {name}": size for name, size in judge.bytes.items()} if judge is not None else {}

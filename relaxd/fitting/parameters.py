@@ -11,7 +11,7 @@ class Parameters:
     """Numbers of parameters that a rank holds."""
 
     dense: int
-    """Those that all data- and context-parallel ranks of the stage share."""
+    """Parameters that all data- and context-parallel ranks of the stage share."""
     experts: int
     """Those of its experts, which fewer ranks share."""
 

@@ -41,11 +41,11 @@ class ModelShape:
     kv_heads: int
     head_size: int
     tied: bool
-    """Whether the output layer is the embedding."""
+    """True if the output layer is the embedding."""
     qk_norm: bool
     qkv_bias: bool
     output_bias: bool
-    """Whether attention's output projection has a bias."""
+    """True if attention's output projection has a bias."""
     experts: ExpertShape | None
 
     @property
@@ -66,7 +66,7 @@ def _both_biases(config: Config) -> dict[str, bool]:
 
 @dataclass(frozen=True)
 class _Family:
-    """How a `model_type` differs from Llama."""
+    """Differences of a `model_type` from Llama."""
 
     switches: Callable[[Config], dict[str, bool]] = lambda config: {}
     """Fields of ModelShape that are true."""
@@ -76,7 +76,7 @@ class _Family:
     """Default of head_dim; 0: the hidden size divided among the heads."""
     experts: bool = False
     shared: bool = False
-    """Whether there is a shared expert."""
+    """True if there is a shared expert."""
 
 
 FAMILIES = {

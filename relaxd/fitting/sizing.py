@@ -8,7 +8,7 @@ from relaxd.fitting.shape import read_shape
 from relaxd.fitting.speed import StepWork
 
 MAX_REPEAT = 2
-"""Most tokens that attention sees over those of a row, as the trainer packs them."""
+"""Maximum tokens that attention sees over those of a row, as the trainer packs them."""
 
 
 def read_models(config: RunConfig) -> Models:

@@ -48,7 +48,7 @@ class StepWork:
     passes: float = 1.0
     """Times that it trains on its tokens."""
     mini_batches: int = 1
-    """Parts of the step, of which each has pipeline schedules of its own."""
+    """Parts of the step with separate pipeline schedules."""
 
 
 @dataclass(frozen=True)

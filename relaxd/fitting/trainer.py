@@ -29,7 +29,7 @@ class TrainedModelShape:
     """"" for the policy, or "critic"."""
     shape: ModelShape
     offload: bool
-    """Whether its optimizer's state is in the host's memory."""
+    """True if its optimizer's state is in the host's memory."""
     moment_bytes: float = 8
     """Bytes of the two moments of a parameter."""
 
@@ -109,7 +109,7 @@ def trainer_stage(
     *,
     bucket_bytes: int = 0,
 ) -> Bytes:
-    """Return what a rank of a stage holds when it holds the most, tensors only.
+    """Return the peak memory of tensors on a rank of a stage.
 
     Args:
         models: the policy, and a critic if there is one, which take turns: each has the activations of its own pass.
@@ -118,7 +118,7 @@ def trainer_stage(
         stage: the stage.
         batch: the largest micro-batch.
         gpu_bytes: memory of the GPU.
-        bucket_bytes: bytes of a bucket in which weights are sent; one is sent while the next is gathered.
+        bucket_bytes: bytes of a weight bucket; the next one is gathered while one is sent.
     """
     found: Bytes = {}
     for model in models:
@@ -134,7 +134,7 @@ def trainer_stage(
 
 
 def critic_stage(model: TrainedModelShape, layout: Layout, stage: int, batch: MicroBatch, gpu_bytes: int) -> Bytes:
-    """Return what a rank of a critic's replica holds when it holds the most, tensors only."""
+    """Return the peak memory of tensors on a rank of a critic's replica."""
     state = weights_and_state(model, layout, stage, batch.element)
     own = {name.removeprefix(f"{model.name} "): size for name, size in state.items()}
     if layout.shard_gradients and (buckets := buckets_in_memory(model.shape, layout, stage, critic=True)):
@@ -143,7 +143,7 @@ def critic_stage(model: TrainedModelShape, layout: Layout, stage: int, batch: Mi
 
 
 def frozen_stage(shapes: Sequence[ModelShape], layout: Layout, stage: int, batch: MicroBatch) -> Bytes:
-    """Return what a rank of a frozen model's replica holds; with several models, all of them."""
+    """Return the memory of a rank of a frozen model's replica, all of its models together."""
     return {
         "weights": sum(stage_parameters(shape, layout, stage).all for shape in shapes) * batch.element,
         "work space": max(forward_work(shape, layout, batch) for shape in shapes),

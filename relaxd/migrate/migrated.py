@@ -38,7 +38,7 @@ class Migrated:
     idle: list[tuple[str, Any]] = field(default_factory=list)
     """Every key that is off, or says what relaxd does anyway, and its value."""
     fates: dict[str, KeyFate] = field(default_factory=dict)
-    """What became of every key."""
+    """Outcome of every key."""
     problems: list[str] = field(default_factory=list)
     """Why relaxd would refuse the settings."""
 

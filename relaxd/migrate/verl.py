@@ -16,7 +16,7 @@ from relaxd.migrate.verl_training import TRAINING, algorithm_of, complete_traini
 
 _NAMES: dict[str, Equivalent] = {name: one for one in reversed(EQUIVALENTS) for name in one.names["verl"]}
 _CONVERSIONS = TRAINING | DATA | REWARDS
-"""What needs more than another name, by verl's names without actor_rollout_ref."""
+"""Conversions of verl's options beyond renaming, by their names without actor_rollout_ref."""
 _TABLES = {
     "rollout.engine_kwargs.sglang": "rollout.sglang",
     "data.apply_chat_template_kwargs": "model.chat_template_arguments",

@@ -56,7 +56,7 @@ def _sets(reader: Reader, value: Any) -> None:
 
 
 def _sampling(reader: Reader) -> dict[str, Any]:
-    """Return how a set is answered; nothing for one greedy answer."""
+    """Return the sampling of a set; empty for one greedy answer."""
     n = int(reader.get("rollout.val_kwargs.n", 1))
     temperature = float(reader.get("rollout.val_kwargs.temperature", 0))
     if temperature <= 0:
@@ -113,4 +113,4 @@ DATA: dict[str, Conversion] = {
     "data.sampler.class_path": off("a sampler is written anew: it has choose(visit, record) (docs/curriculum.md)"),
     "data.sampler.class_name": off("a sampler is written anew: it has choose(visit, record) (docs/curriculum.md)"),
 }
-"""What needs more than another name."""
+"""verl options that need conversion, not only renaming."""

@@ -107,7 +107,7 @@ def _overlong(reader: Reader, name: str) -> Any:
 
 
 def _flat(value: Any, prefix: str) -> list[tuple[str, Any]]:
-    """Return what a table has, by dotted names."""
+    """Flatten a table to (dotted name, value) pairs."""
     if not isinstance(value, dict):
         return [(prefix.removeprefix(".").replace("overlong_buffer.", "overlong_buffer_cfg."), value)]
     return [pair for name, one in value.items() for pair in _flat(one, f"{prefix}.{name}")]
@@ -168,7 +168,7 @@ REWARDS: dict[str, Conversion] = {
     "reward_model.use_reward_loop": off(implied=(True,)),
     "data.reward_fn_key": _reward_key,
 }
-"""What needs more than another name."""
+"""verl options that need conversion, not only renaming."""
 REWARDS_BY_PATTERN: tuple[tuple[str, Callable[[Reader, Any, str], None]], ...] = (
     (r"(?:reward\.)?custom_reward_function\.reward_kwargs(\..*|)", _settings),
     (r"(?:reward|reward_model)\.reward_kwargs(\..*|)", _manager_arguments),

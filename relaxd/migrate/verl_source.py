@@ -9,7 +9,7 @@ from typing import Any
 OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w-]*(?:[.@/][\w@/-]+)+|model_engine)=(.*)", re.DOTALL)
 """A hydra override. Other assignments in a script are its own: a shell's variables have no dots."""
 _OTHERS = re.compile(r"(~[A-Za-z_][\w.@/-]*|--config-(?:name|path|dir))(?:=(.*))?", re.DOTALL)
-"""What else hydra takes: deletions, and the names of files."""
+"""Other words that hydra accepts: deletions, and the names of files."""
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([A-Za-z_][\w.]*)(?:,\s*([^{}]*?)\s*)?\}")
 """An interpolation, perhaps with a default."""
 
@@ -61,7 +61,7 @@ def _assignments(words: Sequence[str], parse: Any) -> dict[str, Any]:
 
 
 def _others(words: Sequence[str]) -> dict[str, Any]:
-    """Return what hydra takes besides overrides. No setting is made of it, so that it is named as lost."""
+    """Return hydra's words besides overrides, which are reported as lost."""
     found = {}
     for word, following in zip(words, [*words[1:], ""], strict=True):
         if match := _OTHERS.fullmatch(word.strip()):

@@ -309,4 +309,4 @@ TRAINING: dict[str, Conversion] = {
     "rollout.multi_turn.enable": off("there are no conversations of several turns yet"),
     "model.lora_rank": off("there is no LoRA"),
 }
-"""What needs more than another name."""
+"""verl options that need conversion, not only renaming."""

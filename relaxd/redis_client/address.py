@@ -34,7 +34,7 @@ class RedisAddress:
     nodes: tuple[tuple[str, int], ...] = ()
     """Hosts and ports of some nodes of a cluster; none: the URL is of no cluster."""
     service: str = ""
-    """What the Sentinels call the primary and its replicas."""
+    """The Sentinels' name for the primary and its replicas."""
     wait_replicas: int = 0
     """Replicas that must have a write before it counts."""
     sentinel_user: str = ""
@@ -43,7 +43,7 @@ class RedisAddress:
 
     @property
     def tls(self) -> bool:
-        """Whether connections use TLS."""
+        """True if connections use TLS."""
         return self.url.startswith("rediss://")
 
 

@@ -27,7 +27,7 @@ class PacksCommands(Protocol):
 
 
 class _Packed(redis.asyncio.connection.AbstractConnection):
-    """A connection that may have a packer of its own, for which redis.asyncio has no setting."""
+    """A connection with a custom packer, for which redis.asyncio has no setting."""
 
     def __init__(self, *, packer: PacksCommands | None = None, **settings: Any) -> None:
         super().__init__(**settings)

@@ -106,7 +106,7 @@ def _found(address: RedisAddress, tag: str, settings: dict[str, Any]) -> redis.R
 
 
 def lookup_of(address: RedisAddress, tag: str) -> tuple[Lookup, dict[str, Any]]:
-    """Return what finds the server of a tag's keys, and the settings of connections that the URL has."""
+    """Return the lookup for the server of a tag's keys, and the URL's connection settings."""
     given: dict[str, Any] = dict(parse_url(address.url))
     for name in ("host", "port", "connection_class"):
         given.pop(name, None)
@@ -167,7 +167,7 @@ def doubt(client: Any) -> None:
 def keys_of(client: redis.Redis, prefix: str) -> list[str]:
     """Return the keys of a server that begin with the prefix of the client's tag, which must have no wildcards.
 
-    Raises redis.ConnectionError: a node of a cluster lost the slot while it was asked, and may have named too few.
+    Raises redis.ConnectionError: a cluster's node lost the slot during the scan, so keys may be missing.
     """
     with client.client() as one:  # a connection of its own
         found = [key if isinstance(key, str) else key.decode() for key in one.scan_iter(match=f"{prefix}*", count=1000)]

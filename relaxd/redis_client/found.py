@@ -8,7 +8,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 ASK_SECONDS = 1.0
-"""Deadline for each answer of a server that is asked where another one is: the next one may know better."""
+"""Deadline of each lookup, in seconds: the next server may know better."""
 
 
 class Lookup(Protocol):

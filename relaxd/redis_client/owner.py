@@ -21,7 +21,7 @@ ELSEWHERE = (AskError, ClusterDownError, TryAgainError, redis.ReadOnlyError)
 
 
 class OwnerLookup:
-    """Asks nodes who owns the slot of a tag, the one first that last knew."""
+    """Asks nodes for the owner of a tag's slot, beginning with the last one that knew."""
 
     def __init__(self, address: RedisAddress, tag: str, settings: Mapping[str, Any]) -> None:
         """`settings`: redis-py's, of users and TLS."""
@@ -29,7 +29,7 @@ class OwnerLookup:
         self.slot = slot_of(tag)
         self._given = address.nodes
         self._nodes = address.nodes
-        """Those that were named in the URL or by a node, in the order in which they are asked."""
+        """Nodes named in the URL or by another node, in the order of queries."""
         self._settings = settings
 
     def find(self) -> Node:
@@ -87,5 +87,5 @@ class OwnerTlsConnection(OwnerConnection, redis.SSLConnection):
 
 
 def _address(server: list[Any], asked: Node) -> Node:
-    """Return where a server of CLUSTER SLOTS is. One that names no host is where the node is that was asked."""
+    """Return the address of a server in CLUSTER SLOTS. Without a host it is on the queried node's host."""
     return str(server[0] or asked[0]), int(server[1])

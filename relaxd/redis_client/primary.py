@@ -15,7 +15,7 @@ from relaxd.redis_client.found import FoundConnection, Lookup, ask
 
 
 class PrimaryLookup:
-    """Asks Sentinels where the primary is, the one first that last knew."""
+    """Asks Sentinels for the primary, beginning with the last one that knew."""
 
     def __init__(self, address: RedisAddress, tls: Mapping[str, Any]) -> None:
         """`tls`: redis-py's settings of TLS, for the Sentinels, too."""

@@ -33,7 +33,7 @@ MIN_TOKENS = 64
 
 @dataclass(frozen=True)
 class Scale:
-    """How a rehearsal differs from the run in size."""
+    """Scale of a rehearsal: its time and payloads as fractions of the run's."""
 
     rollout: int
     """Rollout replicas."""
@@ -69,7 +69,7 @@ def payload_scale(config: RunConfig, memory_bytes: int) -> int:
 
 
 def admitted_groups(config: RunConfig) -> int:
-    """Return how many groups the gate admits at once."""
+    """Return the number of groups that the gate admits at once."""
     return int(config.trainer.groups_per_step * (1 + config.board.max_staleness) * config.board.oversample)
 
 
@@ -83,10 +83,10 @@ def mean_tokens(config: RunConfig, of_longest: int = 1) -> float:
 
 
 def least_step_seconds(config: RunConfig, rollout: int) -> float:
-    """Return the seconds that a step takes at least, on average.
+    """Return the minimum mean seconds of a step.
 
-    They are those of its tokens in the engines that work or in the trainer, or those in which the gate, which admits so
-    many groups at once, lets a step's groups through: each stays as long as its longest answer takes.
+    They are those of its tokens in the engines that work or in the trainer, or those in which the gate, which admits a
+    limited number of groups, lets a step's groups through: each stays as long as its longest answer takes.
     """
     own, groups, samples = config.rehearsal, config.trainer.groups_per_step, config.rollout.samples_per_prompt
     tokens, admitted = groups * samples * mean_tokens(config), admitted_groups(config)

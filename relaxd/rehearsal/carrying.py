@@ -1,4 +1,4 @@
-"""Whether this machine carries a rehearsal, and at which scale it would. Pure arithmetic.
+"""Arithmetic: does this machine carry a rehearsal, and at which scale?
 
 At rest it costs processors, and each step costs processor seconds, however fast steps come. A time scale at which both
 need more than this machine has doesn't show how long steps take, but how slow the machine is.
@@ -72,7 +72,7 @@ def doubt(load: HostLoad, own_share: float) -> str:
 
 
 def advice(machine_share: float) -> str:
-    """Return what may help a rehearsal in which no step ended."""
+    """Return advice for a rehearsal in which no step ended."""
     if machine_share > BUSY_MACHINE:
         return (
             "a smaller --time-scale with a longer --seconds, a larger --payload-scale, or fewer --rollout replicas: "

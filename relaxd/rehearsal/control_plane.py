@@ -1,4 +1,4 @@
-"""Whether the coordinator carries as many replicas: its processor, and how long replicas wait for its answers.
+"""Load of the coordinator with this many replicas: its processor, and the replicas' wait for its answers.
 
 Heartbeats are judged at rest, where nothing is scaled. In the other window steps, and so weight synchronisations, come
 `time_scale` times as often as they will: p99 there is an upper bound.
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from relaxd.rehearsal.calls import AnsweredCall, p99
 
 CORES = 1.0
-"""Most processors that the coordinator should use."""
+"""Maximum processors that the coordinator should use."""
 HEARTBEAT_SECONDS = 0.1
 """Longest p99 of Heartbeat."""
 LEASE_SECONDS = 5.0

@@ -51,7 +51,7 @@ class Counters:
     call_seconds: list[float] = field(default_factory=list)
     """Times of the calls to the coordinator."""
     peak_bytes: int = 0
-    """Most memory that Redis used."""
+    """Maximum memory that Redis used."""
     step_bytes: dict[int, int] = field(default_factory=dict)
     """Bytes of each step's file."""
     run: Run = field(default_factory=Run)
@@ -114,6 +114,6 @@ def busy_share(before: Sample, after: Sample) -> float:
 
 
 def _described(run: Run) -> str:
-    """Return what the open step waits for: the kind, and the stage if it is one."""
+    """Return the open step's wait: its kind, and the stage if it has one."""
     kind = run.wait.current_kind
     return f"{kind} {run.wait.current_on}" if kind == "stage" else kind

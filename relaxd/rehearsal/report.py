@@ -26,7 +26,7 @@ MANY_TIMES = 1000.0
 
 @dataclass(frozen=True)
 class Measured:
-    """What a rehearsal measured, in its own time and with its own payloads."""
+    """Measurements of a rehearsal, unscaled."""
 
     scale: Scale
     first: Sample
@@ -91,13 +91,13 @@ class Measured:
 
     @property
     def busy_at_rest(self) -> bool:
-        """Whether this machine had no processor left while the run was paused."""
+        """True if this machine had no processor left while the run was paused."""
         core_seconds = self.cores * (self.idle_last.time - self.idle_first.time)
         return (self.idle_last.cpu[MACHINE] - self.idle_first.cpu[MACHINE]) / core_seconds > BUSY_MACHINE
 
     @property
     def load(self) -> HostLoad:
-        """What the rehearsal needs of this machine."""
+        """The rehearsal's load on this machine."""
         roles = [role for role in self.last.cpu if role != MACHINE]
         return HostLoad(
             cores=self.cores,
@@ -158,18 +158,18 @@ class Measured:
 
 @dataclass(frozen=True)
 class ResourceLimit:
-    """Something that there is only so much of."""
+    """A limited resource."""
 
     name: str
     used: float
     available: float
     unit: str
     advice: str
-    """What to change when it is not enough."""
+    """Advice for when it is not enough."""
 
     @property
     def factor(self) -> float:
-        """How many times as much would fit."""
+        """Capacity divided by use."""
         return self.available / self.used if self.used > 0 else float("inf")
 
 
@@ -309,7 +309,7 @@ def rows(found: Measured) -> list[tuple[str, str]]:
 
 
 def _verdicts(found: Measured) -> list[tuple[str, str]]:
-    """Return what depends on the seconds that steps took."""
+    """Return the verdicts that depend on the seconds of steps."""
     result = [
         ("would it fill steps?", verdict(found)),
         ("the open step waits for", _shares(found.waits)),
@@ -326,7 +326,7 @@ def _verdicts(found: Measured) -> list[tuple[str, str]]:
 
 
 def _costs(found: Measured) -> list[tuple[str, str]]:
-    """Return what a step costs."""
+    """Return the costs of a step."""
     scale = found.scale
     result = [
         ("Redis, memory at most", amount(found.peak_bytes * scale.payload, "bytes")),

@@ -8,7 +8,7 @@ from google.protobuf.message import Message
 from relaxd.rpc.errors import Violations
 
 MAX_PAGE_BYTES = 1 << 20
-"""Most bytes of a page of several items. gRPC clients refuse messages above 4 MiB unless they are told otherwise."""
+"""Maximum bytes of a page of several items. gRPC clients refuse messages above 4 MiB by default."""
 Item = TypeVar("Item", bound=Message)
 
 

@@ -74,7 +74,7 @@ class ServiceSettings:
     launcher: str = ""
     """Coordinator: host:port of the launcher that starts replicas; empty: none."""
     project: str = ""
-    """Launcher: compose project whose services it scales; empty: that of its own container."""
+    """Launcher: compose project whose services it scales; empty: its container's project."""
     log_level: str = "info"
     """debug, info, warning or error."""
     deadline_seconds: float = 120.0

@@ -55,7 +55,7 @@ async def check_term(fence: Fence, method: str, given: str | bytes | None) -> No
 
 
 class NewestTerm:
-    """The term of the newest coordinator that a replica has heard from: by a call, or by the answer to a heartbeat."""
+    """Newest coordinator term seen by a replica, in a call or in the answer to a heartbeat."""
 
     def __init__(self) -> None:
         self.newest = 0

@@ -42,7 +42,7 @@ class LogExport:
 
 
 class _Handler(logging.Handler):
-    """Hands records to the provider, which sends them from a thread of its own."""
+    """Hands records to the provider, which sends them from another thread."""
 
     def __init__(self, provider: LoggerProvider) -> None:
         super().__init__()

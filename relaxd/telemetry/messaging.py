@@ -35,9 +35,9 @@ def operation_attributes(
 
 
 class BatchSpan:
-    """Records what is done in its block as an operation on a batch of groups, if one of them is traced.
+    """Records its block as an operation on a batch of groups, if one of them is traced.
 
-    The span is a child of the current one, if that is recorded, and else in a trace of its own.
+    The span is a child of the current recorded span, or else begins a new trace.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ class Metric:
     bounds: tuple[float, ...] | None = None
     """Upper bounds of a histogram's buckets."""
     of_convention: bool = False
-    """Whether OpenTelemetry's semantic conventions define it, and so its name."""
+    """True if OpenTelemetry's semantic conventions define it, and so its name."""
 
     @property
     def exported_name(self) -> str:

@@ -21,7 +21,7 @@ FAULTS = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL",
 
 
 class RpcMethod:
-    """What all calls of a method have in common."""
+    """Attributes that all calls of a method share."""
 
     def __init__(self, path: str, target: str = "") -> None:
         """`path`: "/PACKAGE.SERVICE/METHOD"; `target`: the server that a client calls, as gRPC names it."""

@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class TraceFiles(SpanExporter):
-    """Appends the spans of this process to a file of its own in a run's folder; drops them while there is no run."""
+    """Appends this process's spans to its file in a run's folder; drops them while there is no run."""
 
     def __init__(self, process: str) -> None:
         """`process`: the beginning of the file's name, such as a replica id, or "ID/PART" of a child process."""
@@ -34,7 +34,7 @@ class TraceFiles(SpanExporter):
 
     @property
     def is_open(self) -> bool:
-        """Whether spans are written."""
+        """True if spans are written."""
         return self._path is not None
 
     def open(self, run_folder: Path | None) -> None:

@@ -1,7 +1,7 @@
 """Broadcasts between processes on one machine through CUDA IPC, for members that share a GPU, which NCCL refuses.
 
 The source copies a bucket into one of its two slots and announces it in the group's store. Every other member copies it
-out and acknowledges it, which frees the slot, so one bucket is copied in while the one before is copied out. A GPU
+out and acknowledges it, which frees the slot, so a bucket is copied in while the previous one is copied out. A GPU
 copies within itself at terabytes a second, so the cost is the messages: two per bucket and member.
 """
 

@@ -45,7 +45,7 @@ _ABORTED = "aborted"
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Where the members of a weight group meet."""
+    """Meeting point of a weight group's members."""
 
     transport: Transport
     store_host: str = "127.0.0.1"

@@ -138,7 +138,7 @@ class NcclConnection:
         """Enqueue one broadcast per tensor, as one group, after the current stream's work.
 
         The tensors are contiguous and on the device. Keep them until the broadcasts are done or aborted. NCCL enqueues
-        them in a thread of its own; whatever the caller does meanwhile costs no time. Raises NcclError.
+        them in another thread, so the caller continues at once. Raises NcclError.
         """
         deadline = time.monotonic() + timeout
         with self._lock, torch.cuda.device(self.device):

@@ -21,7 +21,7 @@ from relaxd.redis_client.moves import Asynchronous, Command, FindKeys, Request
 T = TypeVar("T")
 
 AT_ONCE = 64
-"""Operations that are under way together, each with a connection of its own; others wait for their turn."""
+"""Maximum number of concurrent operations, one connection each; further ones wait."""
 
 
 class AsyncRedisConnection:

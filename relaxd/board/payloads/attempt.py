@@ -21,7 +21,7 @@ from relaxd.board.types import Column
 from relaxd.config import LARGE_COLUMN_BYTES
 
 SLICE_BYTES = 1 << 20
-"""Most bytes under one key."""
+"""Maximum bytes under one key."""
 SEPARATORS = frozenset(",:|@")
 """Characters that a large column's name must not have: pointers, and lists of them, use them."""
 
@@ -49,7 +49,7 @@ class Attempt:
         nodes: int = 0,
         large_bytes: int = LARGE_COLUMN_BYTES,
     ) -> None:
-        """Encode columns for a run's `prefix` and so many data nodes, under a new name. Raises ColumnError.
+        """Encode columns for a run's `prefix` and `nodes` data nodes, under a new name. Raises ColumnError.
 
         A column of at least `large_bytes` gets a payload of its own.
         """
@@ -91,7 +91,7 @@ class Attempt:
 
     @property
     def on_nodes(self) -> bool:
-        """Whether it has payloads on data nodes."""
+        """True if it has payloads on data nodes."""
         return bool(self._nodes and self._large)
 
     def slices(self) -> Iterator["Slice"]:
@@ -112,7 +112,7 @@ def new_names(group_ids: Iterable[str]) -> list[str]:
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """Where a payload is."""
+    """Location of a payload."""
 
     keys: tuple[str, ...]
     """Of its slices, in order. No other payload has any of them."""

@@ -18,12 +18,12 @@ UNLIMITED_SHARE = 0.25
 
 
 def node_of(payload: str, nodes: int) -> int:
-    """Return which of so many data nodes a payload goes to: a hash of its name spreads them evenly."""
+    """Return the index of a payload's data node: a hash of its name spreads payloads evenly."""
     return crc32(payload.encode()) % nodes
 
 
 def memory(nodes: int) -> Move[RedisMemory | None]:
-    """Return the memory of so many data nodes together, as if each were as large and as full as the worst of them.
+    """Return the memory of all data nodes together, as if each were as large and as full as the worst of them.
 
     Payloads are spread evenly, so the first that is full is where the run stops. None: there are no data nodes.
     """

@@ -13,11 +13,11 @@ from relaxd.board.payloads.attempt import Attempt, Place, new_names, places
 from relaxd.board.payloads.encoding import decode_columns
 
 SHOWN_BYTES = 16 << 20
-"""Most bytes of a step's samples, unless the first alone has more. Redis keeps as many bytes of all steps."""
+"""Maximum bytes of a step's samples, unless the first alone has more. Redis keeps as many bytes of all steps."""
 
 
 def samples_attempt(prefix: str, step: int, samples: Sequence[Mapping[str, Any]]) -> tuple[int, Attempt]:
-    """Encode samples, of which none is for the script to store. Returns how many are within SHOWN_BYTES, and these."""
+    """Encode samples outside the script. Returns the number that fits into SHOWN_BYTES, and those samples."""
     columns = {}
     left = SHOWN_BYTES
     for index, sample in enumerate(samples):

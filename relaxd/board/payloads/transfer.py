@@ -10,15 +10,15 @@ T = TypeVar("T")
 Placed = TypeVar("Placed", Slice, Place)
 
 BYTES_TOGETHER = 4 << 20
-"""Most bytes in one round trip, unless a single value has more: Redis copies a reply before it serves others."""
+"""Maximum bytes in one round trip, unless a single value has more: Redis copies a reply before it serves others."""
 KEYS_TOGETHER = 64
-"""Most keys in one UNLINK: Redis frees strings before it serves others."""
+"""Maximum keys in one UNLINK: Redis frees strings before it serves others."""
 SLOWEST_BYTES_PER_SECOND = 1 << 20
 """A writer that is slower than this may be taken for dead."""
 
 
 def patience(nbytes: int, orphan_seconds: float) -> int:
-    """Return the milliseconds that attempts with so many bytes may take from registration to commit."""
+    """Return the milliseconds that attempts of `nbytes` may take from registration to commit."""
     return max(1, int(1000 * (orphan_seconds + nbytes / SLOWEST_BYTES_PER_SECOND)))
 
 

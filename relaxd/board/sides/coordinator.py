@@ -292,7 +292,7 @@ class CoordinatorSide(BoardCore):
 
     @operation
     def fates(self, after: str = "", limit: int = 1000) -> Move[list[Fate]]:
-        """Return what became of closed groups, oldest first: those after `after`, unless forgotten."""
+        """Return the outcomes of closed groups after `after`, oldest first, unless forgotten."""
         start = f"({after}" if after else "-"
         entries = yield from ask("XRANGE", f"{self.prefix}fates", start, "+", "COUNT", limit)
         with reading(f"the fates of groups of run {self.run_id}"):

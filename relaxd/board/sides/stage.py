@@ -24,7 +24,7 @@ from relaxd.redis_client.moves import Move, Send, ask, operation
 
 MAX_CLAIM_INTERVAL = 5.0
 COMMIT_BYTES = 16 << 20
-"""Most bytes of the groups that are committed together, so that the first doesn't wait for the bytes of all."""
+"""Maximum bytes of the groups that are committed together, so that the first doesn't wait for the bytes of all."""
 
 NOTHING: AbstractContextManager[None, None] = nullcontext()
 
@@ -242,7 +242,7 @@ class StageSide(BoardCore):
         return telemetry.BatchSpan(name, "settle", deliveries[0].stage, (one.trace for one in deliveries), more)
 
     def _prepare(self, delivery: Delivery, columns: Mapping[str, Column], name: str) -> tuple[GroupAttempt, list[Any]]:
-        """Return an attempt to commit these columns, and what the script is told besides its pointer and bytes."""
+        """Return an attempt to commit these columns, and the script's arguments besides its pointer and bytes."""
         writes = self._by_name[delivery.stage].writes
         if set(columns) != set(writes):
             raise ValueError(

@@ -45,7 +45,7 @@ class TrainerSide(BoardCore):
 
     @operation
     def critic_orders(self) -> Move[CriticOrders]:
-        """Return the critic's term, and the checkpoints that it is asked for. Raises RunMissing."""
+        """Return the critic's term and its requested checkpoints. Raises RunMissing."""
         names = ("critic_term", "critic_checkpoint", "critic_kept")
         term, checkpoint, kept = yield from ask("HMGET", f"{self.prefix}state", *names)
         if term is None:

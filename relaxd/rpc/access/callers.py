@@ -1,4 +1,4 @@
-"""Who may make which call, and on whose behalf: by the role that the caller's token is for."""
+"""Access control: the calls that a role's token may make, and for which replicas."""
 
 from collections.abc import Iterable
 from contextvars import ContextVar
@@ -14,14 +14,14 @@ READ = "read"
 ADMIN = "admin"
 """May make every call, on behalf of everyone."""
 REPLICA = "replica"
-"""In protos: every role that registers, each on behalf of its own replicas."""
+"""Caller in protos: every role that registers, for its own replicas."""
 TOKEN_ROLES = (READ, ADMIN, *ROLES)
-"""What a token may be for."""
+"""Roles of tokens."""
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Who makes a call."""
+    """The caller of a call: the role and name of its token."""
 
     name: str
     """Name of the token."""
@@ -44,7 +44,7 @@ def callers_of(method: str) -> tuple[str, ...]:
 
 
 def admit(caller: Caller, method: str) -> None:
-    """Let a call of a method be that of `caller`, for what `speak_for` is asked in it. Raises PermissionDenied."""
+    """Allow `caller` to call a method; `speak_for` checks the replicas it names. Raises PermissionDenied."""
     if caller.role != ADMIN and caller.role not in callers_of(method):
         raise PermissionDenied(
             f"{_token(caller)}, but {method} is for {_either(callers_of(method))}: call it with such a token"

@@ -14,7 +14,7 @@ class RolloutEngine(ABC):
     vocabulary: int
     """Token ids are below this."""
     context: int
-    """Most tokens of prompt and answer together; 0 when unknown."""
+    """Maximum tokens of prompt and answer together; 0 when unknown."""
     device: str
     """Device of the model: "cpu" or "cuda"."""
     weights: Version | None
@@ -94,7 +94,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def receive(self, request: rollout_pb2.ReceiveWeightsRequest) -> rollout_pb2.ReceiveWeightsResponse:
-        """Receive and commit one version, with the pause before it and the resume after it that are asked for."""
+        """Receive and commit one version, with the requested pause before and resume after it."""
 
     @abstractmethod
     async def leave(self, group_name: str, *, quarantine: bool) -> bool:

@@ -51,7 +51,7 @@ class LoadedEngine(Protocol):
         """End a request's samples with what they have."""
 
     def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
-        """Pause. Returns how many samples are held."""
+        """Pause. Returns the number of held samples."""
 
     @property
     def pauses(self) -> int:
@@ -76,9 +76,9 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
     def __init__(self) -> None:
         self.outputs = OutputStream()
         self.frozen = False
-        """Whether the engine serves the weights that it loads, so that a sleep has to keep them."""
+        """True if the engine serves the weights that it loads, so that a sleep has to keep them."""
         self.for_logprobs = False
-        """Whether the engine only computes log-probs of given tokens."""
+        """True if the engine only computes log-probs of given tokens."""
 
     def serve(self) -> None:
         """Answer until the service ends."""

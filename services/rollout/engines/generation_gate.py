@@ -194,7 +194,7 @@ class GenerationGate:
 
     @property
     def at_rest(self) -> bool:
-        """Whether the generating thread rests in the pause. Needs `changed`."""
+        """True if the generating thread rests in the pause. Needs `changed`."""
         return self._at_rest
 
     def take_abort(self) -> bool:

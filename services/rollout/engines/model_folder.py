@@ -19,7 +19,7 @@ class ModelFolder:
     vocabulary: int
     """Token ids are below this."""
     context: int
-    """Most tokens of prompt and answer together; 0 when the model doesn't say."""
+    """Maximum tokens of prompt and answer together; 0 when the model doesn't say."""
     architectures: tuple[str, ...]
     """Names of its classes in transformers."""
     end_ids: tuple[int, ...]

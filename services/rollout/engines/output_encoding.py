@@ -83,9 +83,9 @@ def _joined(outputs: list[Output]) -> Output:
 def pack_messages(
     outputs: Iterable[engine_pb2.EngineOutput], message_bytes: int, max_bytes: int
 ) -> list[engine_pb2.ExchangeResponse]:
-    """Pack outputs, in order, into messages of at most `message_bytes`; a larger one gets a message of its own.
+    """Pack outputs, in order, into messages of at most `message_bytes`; a larger output gets its own message.
 
-    Of one larger than `max_bytes`, which no message can carry, the request fails.
+    The request of an output above `max_bytes`, which no message can carry, fails.
     """
     messages: list[engine_pb2.ExchangeResponse] = []
     room = 0

@@ -11,7 +11,7 @@ def end_across(
     min_tokens: int,
     decode: Callable[[list[int]], str],
 ) -> tuple[int, str] | None:
-    """Return how many tokens an answer has when it ends at a stop string that began before the request, and the string.
+    """Return (tokens, stop string) of an answer that ends at a stop string begun before the request.
 
     None if there is no such string. SGLang looks for stop strings only in what a request generates.
 
@@ -20,7 +20,7 @@ def end_across(
         begun: number of tokens from before the request; no stop string ended in them.
         checked: number of tokens up to which the caller has looked already; at least `begun`.
         stop: stop strings.
-        min_tokens: least tokens of an answer.
+        min_tokens: minimum tokens of an answer.
         decode: text of tokens.
     """
     if not begun or not stop:

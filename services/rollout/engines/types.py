@@ -101,12 +101,12 @@ class Request:
     stream: bool = False
     """Report tokens as they are made instead of each sample when it has ended."""
     report_every: int = 1
-    """With `stream`: least number of tokens in a report of a sample, but for its last one."""
+    """With `stream`: minimum number of tokens in a report of a sample, except its last report."""
     begun: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Samples to continue, by index, and the tokens that each has. These count towards its length and its stop
     conditions, and aren't reported. Other samples aren't generated. Empty: all n, from their beginning."""
     likeliest: int = 0
-    """Report so many of the tokens that the model finds likeliest in each token's place; 0: none."""
+    """Number of likeliest tokens to report for each token's place; 0: none."""
 
     @property
     def samples(self) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ class Answer:
 
     @property
     def ended(self) -> bool:
-        """Whether it is complete."""
+        """True if it is complete."""
         return bool(self.outputs) and self.outputs[-1].finish_reason is not None
 
     @property
@@ -71,7 +71,7 @@ class Answers:
 
     @property
     def ended(self) -> bool:
-        """Whether all are complete."""
+        """True if all are complete."""
         return all(answer.ended for answer in self._answers)
 
     @property

@@ -43,7 +43,7 @@ class Occupancy:
 
     @property
     def is_paused(self) -> bool:
-        """Whether there is a pause, whose lease hasn't ended."""
+        """True if there is a pause, whose lease hasn't ended."""
         self._count()
         return self._paused_until is not None
 

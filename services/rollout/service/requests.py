@@ -10,9 +10,9 @@ from relaxd.v1 import rollout_pb2
 from services.rollout.engines.types import Sampling
 
 TEMPERATURES = (1e-3, 1e3)
-"""Least and greatest temperature. Logits divided by less are infinite and would fail every request in the batch."""
+"""Minimum and maximum temperature. Logits divided by less are infinite and would fail every request in the batch."""
 MAX_SAMPLES = 4096
-"""Most samples of one request."""
+"""Maximum samples of one request."""
 
 
 def parse_generate(

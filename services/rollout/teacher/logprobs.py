@@ -27,7 +27,7 @@ SHARED_PROMPT_TOKENS = 64
 """Shortest prompt of which the other sequences wait until the first has filled the engine's prefix cache with it."""
 REQUEST_SECONDS = 120.0
 TOKENS_PER_SECOND = 100.0
-"""Fewest tokens of a sequence that an engine reads in a second, besides REQUEST_SECONDS: less counts as a failure."""
+"""Minimum tokens of a sequence that an engine reads in a second, besides REQUEST_SECONDS: less counts as a failure."""
 LEAST_GROUPS = 2
 MOST_GROUPS = 256
 

@@ -19,7 +19,7 @@ class MalformedGroup(ValueError):
 
 @dataclass(frozen=True)
 class RoutingShape:
-    """What the column of routed experts must fit: the model."""
+    """Shape of the model that the column of routed experts must fit."""
 
     layers: int
     """Layers with experts."""

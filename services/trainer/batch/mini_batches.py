@@ -11,7 +11,7 @@ from services.trainer.batch.step_plan import MicroBatchRound, MiniBatch
 
 
 def split(groups: Sequence[TrainGroup], count: int, seed: Sequence[int]) -> list[list[TrainGroup]]:
-    """Divide groups into mini-batches with about as many tokens, and as many groups but for one.
+    """Divide groups into mini-batches with about as many tokens, and as many groups except one.
 
     The division depends on nothing but the groups' tokens, their order and the seed. Groups of about the same size go
     to different mini-batches, so that none has only long answers.

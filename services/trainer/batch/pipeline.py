@@ -18,9 +18,9 @@ def schedule_length(stages: int, chunks: int = 1) -> int:
 
 
 def group_size(micro_batches: int, stages: int) -> int:
-    """Return how many micro-batches a stage takes through one of its chunks before it turns to the next.
+    """Return the number of micro-batches that a stage takes through one chunk before the next chunk.
 
-    The fewest that don't let a stage wait for another one: as many as there are stages, and in the last group, too.
+    The minimum at which no stage waits for another one: the number of stages, also in the last group.
     Megatron refuses others. More of them take more memory.
 
     Raises:

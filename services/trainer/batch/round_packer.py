@@ -117,7 +117,7 @@ class Packer:
         return self._round(chosen, self._per_rank)
 
     def rest(self) -> MicroBatchRound | None:
-        """Return what is left, as one round; None if nothing is."""
+        """Return the rest as one round; None if it is empty."""
         sequences, self._sequences = self._sequences, []
         if not sequences:
             return None

@@ -43,7 +43,7 @@ class Selection:
     chosen: list[DeliveredGroup]
     """Groups that the step takes now."""
     may_close: bool
-    """Whether the step is then complete and need not wait for more."""
+    """True if the step is then complete and need not wait for more."""
 
 
 def oldest_allowed(step: int, max_staleness: int) -> int:

@@ -120,7 +120,7 @@ class StepPlan:
     epochs: int = 1
     """Number of passes over the mini-batches."""
     whitening: Whitening | None = None
-    """What the columns' advantages are normalised with before they are trained on; None: they aren't."""
+    """Normalisation of the columns' advantages before training; None: they are used as they are."""
     refreshed: tuple[str, ...] = ()
     """Roles whose models take over the weights after the step."""
     reference: str = ""

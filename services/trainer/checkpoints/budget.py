@@ -16,7 +16,7 @@ def is_marked(run_folder: Path, step: int) -> bool:
 
 
 def room_for_more(run_folder: Path, max_bytes: int) -> int:
-    """Return how many bytes the checkpoints that are there leave of the limit, with the next one being written.
+    """Return the bytes of the limit that remain beside the existing checkpoints and the next one.
 
     The next one is taken to be as large as the newest. Negative: they take more.
     """

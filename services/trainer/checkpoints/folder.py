@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 PART = re.compile(r"rank-(\d+)-")
-"""How names of a rank's files begin."""
+"""Prefix of the names of a rank's files."""
 CHUNK_BYTES = 1 << 20
 """Bytes per read for a checksum."""
 REMOVED_TERM = 0
@@ -239,7 +239,7 @@ def _remove(path: Path) -> None:
 
 
 def has_room(folder: Path, size: int) -> bool:
-    """Return whether a folder's disk has room for so many bytes; True if it doesn't say."""
+    """Return True if a folder's disk has room for `size` bytes, or if it doesn't say."""
     try:
         return shutil.disk_usage(folder).free >= size
     except OSError:

@@ -82,7 +82,7 @@ class CheckpointPart:
 
 
 def _write(snapshot: Snapshot, partial: Path, rank: int, problem: str, tell: Callable[[dict[str, Any]], None]) -> None:
-    """Write this rank's files and tell which. An error is told, too, and doesn't end training."""
+    """Write this rank's files and report them. An error is reported, too, and doesn't end training."""
     report: dict[str, Any]
     try:
         if problem:

@@ -1,4 +1,4 @@
-"""The stage of a model in ranks of its own: packs several groups into one forward pass, and commits what it finds."""
+"""The stage of a model service: packs several groups into one forward pass, and commits the columns."""
 
 import logging
 import queue
@@ -44,7 +44,7 @@ class _Group:
 
     group_id: str
     model: str
-    """Name of the model that is asked."""
+    """Name of the model that scores the group."""
     prompt_tokens: int
     """Tokens of the shared prompt."""
     sequences: list[TrainSequence]
@@ -98,11 +98,11 @@ class ModelStage:
             prompt: the column with the prompt that the model gets.
             temperature: sampling temperature.
             micro_batch_tokens: maximum tokens of a micro-batch. A group with a longer sequence is dropped.
-            of_student: tokens in each place that the model is asked about, of the column STUDENT_CANDIDATES; 0: none.
+            of_student: tokens to score in each place, of the column STUDENT_CANDIDATES; 0: none.
             pipeline_stages: ranks that share the layers.
             of_each: further columns, the same for all groups of a pass.
-            what: what the model gives each token, for errors.
-            reason: why a group is dropped to whose tokens it gives none.
+            what: name of the model's output for each token, for errors.
+            reason: drop reason of a group without output for a token.
             on_failure: called with the reason when the worker fails.
         """
         self._role, self._stage = role, ROLES[role].stage
@@ -220,7 +220,7 @@ class ModelStage:
         return group.answer
 
     def _most_groups(self) -> int:
-        """Return how many groups to hold: two passes' worth, so that other replicas get the rest."""
+        """Return the number of groups to hold: two passes' worth, so that other replicas get the rest."""
         if not self._group_tokens:
             return LEAST_GROUPS
         return max(LEAST_GROUPS, round(2 * self._batches * self._budget / self._group_tokens))

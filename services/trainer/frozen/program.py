@@ -1,4 +1,4 @@
-"""The program of a role that holds a model in ranks of its own."""
+"""The program of a role whose model runs in ranks."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ from services.trainer.frozen.service import StageService
 
 
 def main(role: str, service: type[StageService] = StageService) -> None:
-    """Run the service of a role until it is told to end."""
+    """Run the service of a role until it is stopped."""
     asyncio.run(_run(role, service))
 
 

@@ -1,4 +1,4 @@
-"""The run's folder, as a service that follows the ledger needs it: the one that the trainer writes to."""
+"""The trainer's run folder, for a service that follows the ledger."""
 
 import time
 from collections.abc import Callable
@@ -12,9 +12,9 @@ from services.trainer.batch.step_file import StepFileError
 from services.trainer.megatron.tick import TICK_SECONDS
 
 FOLDER_SECONDS = 10.0
-"""How long a run's folder may take to appear: a network file system shows new files late."""
+"""Seconds that a run's folder may take to appear: a network file system shows new files late."""
 FILE_SECONDS = 60.0
-"""How long what a committed step has written may take to appear."""
+"""Seconds that a committed step's files may take to appear."""
 POLL_SECONDS = 0.2
 
 

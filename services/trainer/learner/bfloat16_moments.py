@@ -14,7 +14,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ShardPlace(NamedTuple):
-    """Where a shard's elements are in the model. Copies of a parameter on several ranks are rounded alike."""
+    """Place of a shard's elements in the model. Copies of a parameter on several ranks are rounded alike."""
 
     parameter: str
     """Name of the parameter, the same for all copies."""

@@ -47,7 +47,7 @@ class DataParallel(DistributedDataParallel):
         self.sharded = ShardedGradients(self, overlap=overlap) if self._shard else None
         """The gradients, if they are sharded."""
         self.overlapped = OverlappedReduction(self) if overlap and self.sharded is None else None
-        """The reduction during the backward pass of the last micro-batch, if there is one."""
+        """Reduction during the backward pass of the last micro-batch, if enabled."""
 
     @property
     def bucket_size(self) -> int | None:
@@ -126,7 +126,7 @@ class DataParallel(DistributedDataParallel):
             super().start_param_sync(*args, force_sync=force_sync, force_dispatch=force_dispatch)
 
     def _make_backward_post_hook(self, param: Parameter) -> Callable[..., None]:
-        """Return what autograd calls whenever it has a parameter's gradient: once in each backward pass."""
+        """Return autograd's hook for a parameter's gradient, which runs once in each backward pass."""
         if not self.ddp_config.overlap_grad_reduce:
             hook: Callable[..., None] = super()._make_backward_post_hook(param)
             return hook

@@ -36,7 +36,7 @@ class Float8Values:
     """Element type of `read` and of checkpoints."""
 
     def numel(self) -> int:
-        """Return how many there are."""
+        """Return the number of elements."""
         return self.codes.numel()
 
     def element_size(self) -> int:
@@ -50,7 +50,7 @@ class Float8Values:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether they are on a GPU."""
+        """True if they are on a GPU."""
         return self.codes.is_cuda
 
     def __getitem__(self, part: slice) -> "Float8Values":
@@ -74,7 +74,7 @@ class Float8Values:
         return self.codes.float().mul_(scales[self.start : self.start + self.numel()])
 
     def keep(self, values: Tensor, random: Tensor | None) -> None:
-        """Set the numbers, which fill their blocks but for those that the shard cuts.
+        """Set the numbers, which fill their blocks except those that the shard cuts.
 
         A block's scale is a power of two, so that a number that is kept, read and kept again stays what it is.
 

@@ -137,7 +137,7 @@ class Forward:
         return model
 
     def load_critic(self, folder: Path) -> StageModel:
-        """Build this rank's part of the critic and load its weights but for the head, which is zero.
+        """Build this rank's part of the critic and load its weights except the head, which is zero.
 
         Raises:
             ModelError: the folder's model has another architecture than this one.
@@ -223,7 +223,7 @@ class Forward:
         compute: TokenFunction,
         width: int | None = None,
     ) -> list[NDArray[np.float32]]:
-        """Return what `compute` finds for the trained tokens: [T] for each micro-batch, or [T, width], 0 elsewhere."""
+        """Return `compute`'s values of the trained tokens: [T] for each micro-batch, or [T, width], 0 elsewhere."""
         shape = () if width is None else (width,)
         results = [np.zeros((len(batch.tokens), *shape), np.float32) for batch in micro_batches]
         if not micro_batches:
@@ -306,7 +306,7 @@ class Forward:
         return [*micro_batches, *[empty_micro_batch(micro_batches[0].columns)] * missing]
 
     def _exchange(self, config: ModelParallelConfig, micro_batches: Sequence[PackedMicroBatch]) -> dict[str, Any]:
-        """Return what a schedule of several stages needs in order to exchange hidden states."""
+        """Return the settings with which a schedule of several stages exchanges hidden states."""
         if self.world.pp_size == 1:
             return {}
         ranks, hidden = self.world.cp_size * self.world.tp_size, self.architecture.hidden_size
@@ -321,7 +321,7 @@ class Forward:
             yield self._to_device(batch)
 
     def token_logprobs(self, weight: Tensor, batch: DeviceBatch, hidden: Tensor) -> TokenLogprobs:
-        """Return log-probs and entropies of the trained tokens, and log-probs of the column CANDIDATES if there is one.
+        """Return log-probs and entropies of the trained tokens, and log-probs of the column CANDIDATES if present.
 
         No other position's logits are computed. See `OutputFunction` for the arguments.
         """

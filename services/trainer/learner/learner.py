@@ -161,7 +161,7 @@ class Learner:
         self._step = 0
         self._optimizer_steps = 0
         self._changed_in_step = False
-        """Whether the open step has changed the weights."""
+        """True if the open step has changed the weights."""
         self._copies: HostCopies | None = None
         self._kept = Kept()
         self._sums: dict[str, Tensor] = {}

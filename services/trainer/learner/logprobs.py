@@ -34,7 +34,7 @@ class VocabShard:
 
 
 class TokenLogprobs(NamedTuple):
-    """What is computed for N predicted tokens, in float32."""
+    """Values of N predicted tokens, in float32."""
 
     tokens: Tensor
     """[N]: their log-probs."""
@@ -183,7 +183,7 @@ class _Chunks:
     """Number of chunks whose logits are kept."""
     shard: VocabShard
     float32: bool
-    """Whether logits are computed in float32."""
+    """True if logits are computed in float32."""
 
     def logits(self, hidden: Tensor, weight: Tensor, rows: slice) -> Tensor:
         """Return the logits of some rows, [rows, shard.size]."""

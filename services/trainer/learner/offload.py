@@ -34,7 +34,7 @@ class Offload:
 
     @property
     def away(self) -> bool:
-        """Whether the tensors are in the host's memory."""
+        """True if the tensors are in the host's memory."""
         return bool(self._away)
 
     def offload(self, tensors: Iterable[Tensor], zeros: Iterable[Tensor] = ()) -> None:

@@ -21,7 +21,7 @@ class UpdateStats:
     grad_norm: float
     """Norm of the gradient before clipping."""
     skipped: bool
-    """Whether the update was skipped, leaving weights, optimizer and schedule unchanged."""
+    """True if the update was skipped, leaving weights, optimizer and schedule unchanged."""
     lr: float
     """Learning rate of the last applied update."""
     tokens: int

@@ -48,7 +48,7 @@ class _RankProgress:
 
 
 class DiskWork:
-    """Disk work of all ranks, as seen by this rank. Used by the training thread only, but for `tell`."""
+    """Disk work of all ranks, as seen by this rank. Used by the training thread only, except `tell`."""
 
     def __init__(
         self,
@@ -113,29 +113,29 @@ class DiskWork:
             self._delete_keys()
 
     def tell(self, work: str, text: str) -> None:
-        """Tell rank 0 how this rank's part of work in the background has ended. Any thread may call it, once.
+        """Report the end of this rank's background work to rank 0. Any thread may call it, once.
 
         This needs no disk, which may be the one that is full.
 
         Args:
             work: a name that all ranks use, and no other work has.
-            text: what there is to say.
+            text: the report.
         """
         self._store.set(self._told_key(work, self._rank), text)
         self._store.add(f"{work}/told", 1)
 
     def told(self, work: str) -> list[str] | None:
-        """Return what each rank has told, once all have; None before. Doesn't wait."""
+        """Return each rank's report once all have reported, else None. Doesn't wait."""
         if self._store.add(f"{work}/told", 0) < self._size:
             return None
         return [self._store.get(self._told_key(work, rank)).decode() for rank in range(self._size)]
 
     def silent(self, work: str) -> list[int]:
-        """Return the ranks that have told nothing yet."""
+        """Return the ranks that have not reported yet."""
         return [rank for rank in range(self._size) if not self._store.check([self._told_key(work, rank)])]
 
     def forget(self, work: str) -> None:
-        """Forget what this rank has told. All ranks call it, after `told`."""
+        """Clear this rank's report. Collective: call after `told` on every rank."""
         self._store.delete_key(self._told_key(work, self._rank))
         if self._rank == 0:
             self._store.delete_key(f"{work}/told")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 PIECE_BYTES = 64 * 2**20
-"""Most bytes of one broadcast. A value of gigabytes needs no second copy of itself, and no piece takes long."""
+"""Maximum bytes of one broadcast. A value of gigabytes needs no second copy of itself, and no piece takes long."""
 
 
 class ModelParallelChannel:
@@ -29,7 +29,7 @@ class ModelParallelChannel:
         members = {of: [rank for rank, its in enumerate(dp_ranks) if its == of] for of in sorted(set(dp_ranks))}
         self._source = members[dp_rank][0]
         self.reads = dist.get_rank() == self._source
-        """Whether this is the rank that reads."""
+        """True on the rank that reads."""
         self._group: dist.ProcessGroup | None = None
         """None if this rank is alone."""
         for of, ranks in members.items():
@@ -38,7 +38,7 @@ class ModelParallelChannel:
                 self._group = group if of == dp_rank else self._group
 
     def share(self, read: Callable[[], T]) -> T:
-        """Return what `read` returns on the rank that reads, on all ranks of the group, which call this together.
+        """Return on all ranks of the group the value of `read` on the reading rank. Collective.
 
         The value must be one that pickle can copy. Arrays arrive read-only. If `read` raises, all ranks raise its
         error; one that can't be pickled becomes a RuntimeError.

@@ -39,7 +39,7 @@ class GatherGroups:
     """
 
     source: bool
-    """Whether this rank receives its stage's full tensors."""
+    """True if this rank receives its stage's full tensors."""
     dense: dist.ProcessGroup | None
     """The tensor-parallel ranks that gather dense tensors; None on other ranks."""
     experts: dist.ProcessGroup | None
@@ -92,22 +92,22 @@ class World:
     """Disk work shared with the other ranks."""
 
     def stage_layers(self, layers: int) -> list[list[int]]:
-        """Return the layers that each stage has of a model of so many, chunk after chunk."""
+        """Return each stage's layers of a model with `layers` layers, chunk after chunk."""
         stages = chunk_layers(layers, self.pp_size, self.pipeline_layers, self.pipeline_chunks)
         return [[layer for chunk in chunks for layer in chunk] for chunks in stages]
 
     def layers_of(self, layers: int) -> list[int]:
-        """Return the layers that this stage has of a model of so many, chunk after chunk."""
+        """Return this stage's layers of a model with `layers` layers, chunk after chunk."""
         return self.stage_layers(layers)[self.pp_rank]
 
     @property
     def first_stage(self) -> bool:
-        """Whether this rank has the embedding."""
+        """True if this rank has the embedding."""
         return self.pp_rank == 0
 
     @property
     def last_stage(self) -> bool:
-        """Whether this rank computes log-probs and the loss."""
+        """True if this rank computes log-probs and the loss."""
         return self.pp_rank == self.pp_size - 1
 
 
@@ -226,7 +226,7 @@ def leave_layout() -> None:
 
 
 def shut_down() -> None:
-    """Leave the world, if there is one, so that this process can initialize another."""
+    """Leave the current world, if any, so that this process can initialize another."""
     global _store
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():

@@ -22,7 +22,7 @@ TICK = None
 def all_ranks_agree(yes: bool, *, device: torch.device | None = None, group: dist.ProcessGroup | None = None) -> bool:
     """Return whether `yes` is True on all ranks of a group, by default the world. All call it together.
 
-    `device` is one on which the group communicates; by default the CPU.
+    `device`: where the group communicates; by default the CPU.
     """
     votes = torch.tensor([int(yes)], device=device)
     if dist.get_world_size(group) > 1:

@@ -91,7 +91,7 @@ class ShardedGradients:
         return [bucket.shard for bucket in self.buckets]
 
     def begin(self, micro_batches: int) -> None:
-        """Announce the backward passes of so many micro-batches, the same number on all ranks.
+        """Announce the backward passes of `micro_batches` micro-batches, the same number on all ranks.
 
         Raises:
             RuntimeError: the gradients are in use already.
@@ -177,7 +177,7 @@ class ShardedGradients:
 class GradientBucket:
     """Parameters whose gradients are reduced together.
 
-    Where no other rank has the same parameters, such as experts of which there is one copy, nothing is reduced: the
+    Where no other rank has the same parameters, such as experts with a single copy, nothing is reduced: the
     shard is all of the gradients, which keep their memory.
     """
 
@@ -256,7 +256,7 @@ class GradientBucket:
 
 
 def use_shards(optimizer: Any) -> Callable[[], None]:
-    """Return what gives one of Megatron's distributed optimizers its gradients, once they are shown.
+    """Return a hook that feeds ready gradients to one of Megatron's distributed optimizers.
 
     Megatron's own takes them out of whole gradients (`_copy_model_grads_to_main_grads`).
     """

@@ -20,7 +20,7 @@ class ExpertArchitecture:
     ffn_size: int
     """Inner width of one expert."""
     normalize: bool
-    """Whether the chosen experts' weights are normalised to add up to 1."""
+    """True if the chosen experts' weights are normalised to add up to 1."""
     shared_ffn_size: int | None
     """Inner width of the gated expert shared by all tokens; None without one."""
 
@@ -50,18 +50,18 @@ class Architecture:
     max_positions: int
     """Longest supported sequence."""
     tied_embeddings: bool
-    """Whether the output layer is the embedding."""
+    """True if the output layer is the embedding."""
     rope: Rope
     """Rotary embedding."""
     qk_norm: bool = False
-    """Whether queries and keys are normalised per head."""
+    """True if queries and keys are normalised per head."""
     qkv_bias: bool = False
-    """Whether queries, keys and values have biases."""
+    """True if queries, keys and values have biases."""
     output_bias: bool = False
-    """Whether attention's output projection has a bias."""
+    """True if attention's output projection has a bias."""
     experts: ExpertArchitecture | None = None
     """Mixture of experts, or None for a dense model."""
     window: int | None = None
     """Tokens that a token of a `windowed` layer attends to, itself included; None if no layer is windowed."""
     windowed: tuple[bool, ...] = ()
-    """Whether each layer's attention is limited to `window`; empty if `window` is None."""
+    """True if each layer's attention is limited to `window`; empty if `window` is None."""

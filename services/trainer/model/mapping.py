@@ -36,11 +36,11 @@ class ParameterEntry:
     """Number of the expert on its rank, None for a whole parameter. On each expert-parallel rank the number is that of
     another expert."""
     exported: bool
-    """Whether its tensors are exported by this entry."""
+    """True if its tensors are exported by this entry."""
 
     @property
     def expert(self) -> bool:
-        """Whether it belongs to an expert."""
+        """True if it belongs to an expert."""
         return self.index is not None
 
     def of(self, parameter: Tensor) -> Tensor:

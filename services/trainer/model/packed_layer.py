@@ -24,7 +24,7 @@ class PolicyConfig(TransformerConfig):
     selective_layers: int = 0
     """Number of layers, the first of each pipeline stage, that recompute most of their tensors in the backward pass."""
     attention_output_bias: bool = False
-    """Whether attention's output projection has a bias."""
+    """True if attention's output projection has a bias."""
 
 
 class PackedLayer(TransformerLayer):

@@ -25,7 +25,7 @@ class Rule:
     """Hugging Face tensors: name ({layer} and {expert} count over the whole model) and shape, as names of
     sizes (`mapping.py`) and their sums, such as "query+kv+kv hidden"."""
     exported: bool = True
-    """Whether the tensor is exported by this rule; False if another rule does."""
+    """True if the tensor is exported by this rule; False if another rule does."""
 
 
 LAYER, HF_LAYER = "decoder.layers.{layer}", "model.layers.{layer}"

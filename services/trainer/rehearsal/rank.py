@@ -14,7 +14,7 @@ from services.trainer.loop.rank import Rank
 from services.trainer.rehearsal.learner import ScriptedLearner
 
 CHECKSUM = {"scripted": 1}
-"""What trainer and engines of a rehearsal report when weights are to be verified."""
+"""Checksums that trainer and engines of a rehearsal report."""
 
 
 class ScriptedBroadcaster:

@@ -20,7 +20,7 @@ from services.rollout.engines.scripted.lengths import draw_lengths
 from services.rollout.engines.types import PAUSE_MODES, Output, PauseMode, Request, Version
 
 CHECKSUM = {"scripted": 1}
-"""What trainer and engines of a rehearsal report when weights are to be verified."""
+"""Checksums that trainer and engines of a rehearsal report."""
 VOCABULARY = 1 << 31
 TEXT_BYTES = 4
 """Bytes of a token's text, on average."""

@@ -55,11 +55,11 @@ class SchedulerControl:
         self._state: PauseMode | None = None
         """Mode in which the schedulers are paused: in_place or retract; None while they run."""
         self._changes = 0
-        """Number of pauses and resumptions that they were told to make."""
+        """Number of pauses and resumptions sent to the schedulers."""
         self._made = [0] * schedulers.count
         """The last that each has made."""
         self._changing = False
-        """Whether they are being paused or resumed."""
+        """True if they are being paused or resumed."""
         self._pausing: PauseMode | None = None
         """Mode of a pause for an update that `supervise` has to wait for."""
         self._update: SchedulerUpdate | None = None
@@ -70,7 +70,7 @@ class SchedulerControl:
 
     @property
     def running(self) -> bool:
-        """Whether the schedulers run. Needs the lock."""
+        """True if the schedulers run. Needs the lock."""
         return self._state is None
 
     def prefix_key(self, weights: Version) -> str:
@@ -78,7 +78,7 @@ class SchedulerControl:
         return f"{weights.term}:{weights.version}:{self._commits}"  # two commits of one version are two
 
     def supervise(self) -> None:
-        """Pause and resume the schedulers for ever. Raises EngineError if they don't do what they are told."""
+        """Pause and resume the schedulers for ever. Raises EngineError if they don't obey."""
         gate = self._gate
         while True:
             with gate.changed:
@@ -174,7 +174,7 @@ class SchedulerControl:
         return self.last_results(update.seconds)
 
     def last_results(self, timeout: float) -> list[Updated | RpcError]:
-        """Return, inside `update`, what each scheduler process has told in `timeout` seconds, or Late."""
+        """Return, inside `update`, each scheduler process's result within `timeout` seconds, or Late."""
         with self._gate.changed:
             update = self._update
             if update is None or not update.asked:

@@ -53,7 +53,7 @@ class SGLangEngine(GatedEngine):
     ) -> None:
         """`decode` turns token ids into text; `end_ids` are the model's end tokens.
 
-        `experts` is how many experts a layer has if the run wants to know which were chosen, else 0.
+        `experts`: the experts of a layer if the run records routing, else 0.
 
         `on_output` is called with the new outputs by request; `on_broken` with the reason when the scheduler processes
         don't do what they are told.
@@ -129,7 +129,7 @@ class SGLangEngine(GatedEngine):
                 self._channel.send(AbortReq(rid=f"{request_id}:"))
 
     def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
-        """Pause between two steps. Returns how many samples are held.
+        """Pause between two steps. Returns the number of held samples.
 
         in_place keeps requests where they are, retract drops their keys and values, abort ends them now, drain waits
         for those that have started.

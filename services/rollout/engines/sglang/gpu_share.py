@@ -1,6 +1,6 @@
-"""The memory of an engine that has only a share of its GPUs.
+"""Memory of an engine with a share of its GPUs.
 
-SGLang's cache takes what is free once the model is loaded, but for 1 - mem_fraction_static of what was free before. On
+SGLang's cache takes what is free once the model is loaded, except 1 - mem_fraction_static of what was free before. On
 a GPU that other engines use, too, the result would depend on who starts first and on what the others allocate
 meanwhile. So SGLang is shown a GPU of the share's size, on which only its own process allocates. Then weights and cache
 are mem_fraction_static x share x the GPU's memory, in whatever order engines start, at once or one after the other. The

@@ -1,4 +1,4 @@
-"""What a scheduler process changes in a model that only computes log-probs of given tokens."""
+"""Changes to a scheduler's model that only computes log-probs of given tokens."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,7 @@
 """Log-probs of given tokens: requests that SGLang only prefills, and its answers.
 
 The prompts of a group's answers are prefilled once: SGLang finds a prompt in its prefix cache, up to the first token
-whose log-prob is asked for, so that an answer from the cache has as many log-probs as any other.
+with a requested log-prob, so that an answer from the cache has as many log-probs as any other.
 """
 
 import itertools

@@ -21,7 +21,7 @@ class PauseForUpdate(PauseGenerationReqInput, kw_only=True):  # type: ignore[cal
     key: str
     """The weights' key in the prefix cache."""
     checksum: bool
-    """Whether to return checksums."""
+    """True to return checksums."""
     deadline: float
     """When the pause has to have begun, by time.monotonic(), which processes of one host share."""
     timeout: float
@@ -38,7 +38,7 @@ class HeldRequest:
     tokens: int
     """Number of tokens that the old weights produced."""
     continues: bool = False
-    """Whether it continues with their keys and values."""
+    """True if it continues with their keys and values."""
 
 
 @dataclass(frozen=True)

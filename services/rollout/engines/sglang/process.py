@@ -259,7 +259,7 @@ class SGLangProcess(EngineProcess):
 
 
 def expert_count(config: Any) -> int:
-    """Return how many experts a layer of a model has, from its configuration; 0 if it is no mixture of experts."""
+    """Return the number of experts in a model's layer, from its configuration; 0 if it is no mixture of experts."""
     return max(int(getattr(config, name, None) or 0) for name in EXPERT_COUNTS)
 
 

@@ -151,7 +151,7 @@ class StopLengths:
 
     @staticmethod
     def encode(text: str, *, add_special_tokens: bool) -> bytes:
-        """Return the bytes of a text. It may be sampled as so many tokens, which is more than its usual ones."""
+        """Return the bytes of a text, which may have been sampled as more tokens than it usually has."""
         return text.encode()
 
 
@@ -170,7 +170,7 @@ def add_output(
     *,
     experts: int,
 ) -> str:
-    """Add one row of the scheduler's output to a sample, of a model with so many experts in a layer.
+    """Add one row of the scheduler's output to a sample.
 
     Returns the reason if the request failed, else "".
     """

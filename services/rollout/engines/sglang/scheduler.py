@@ -1,6 +1,6 @@
 """SGLang's scheduler process with a control connection to the engine's process.
 
-The loop pauses and begins to receive weights. Threads of their own receive the rest and answer the engine's requests,
+The loop pauses and begins to receive weights. Other threads receive the rest and answer the engine's requests,
 so that a hanging broadcast can be aborted, while the loop goes on (in a pause it only waits for messages) and its
 watchdog stays quiet. Work that must happen between two steps is handed to the loop.
 """
@@ -150,7 +150,7 @@ class ControlledScheduler(Scheduler):
         return held
 
     def end_all(self) -> int:
-        """End every request with its tokens so far, in a pause of mode "retract". Returns how many there were."""
+        """End every request with its tokens so far, in a pause of mode "retract". Returns the number of requests."""
         ended = list(self.waiting_queue)
         self.waiting_queue.clear()
         for req in ended:
@@ -178,9 +178,9 @@ def produces_token(req: Req) -> bool:
 
 
 class RequestTokenizer:
-    """What SGLang asks the tokenizer of a request for, when the request has stop strings or min_new_tokens.
+    """Tokenizer interface that SGLang needs for requests with stop strings or min_new_tokens.
 
-    The end tokens are the request's own, so it names none: SGLang ignores an id that is the size of the vocabulary.
+    The request lists its end tokens, so this names none: SGLang ignores an id that is the size of the vocabulary.
     """
 
     additional_stop_token_ids = None

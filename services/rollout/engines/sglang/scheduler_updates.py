@@ -75,7 +75,7 @@ class SchedulerUpdates:
 
     @property
     def receiving(self) -> bool:
-        """Whether an update is under way."""
+        """True if an update is under way."""
         return bool(self._receiving)
 
     def leave(self, name: str) -> bool:
@@ -109,7 +109,7 @@ class SchedulerUpdates:
 
 
 def _told(error: Exception) -> RpcError:
-    """Return an error as the engine's process is told of it."""
+    """Return an error as the engine's process sees it."""
     if isinstance(error, RpcError):
         return error
     logger.error("an update failed", exc_info=error)

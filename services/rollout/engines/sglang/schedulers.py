@@ -38,7 +38,7 @@ SCHEDULER_MARGIN_SECONDS = 3.0
 
 
 class Late(Aborted):
-    """A scheduler process has not answered in time, and may have done what it was asked to."""
+    """A scheduler process has not answered in time, and may still have acted."""
 
 
 class Schedulers:

@@ -28,7 +28,7 @@ class SchedulerUpdate:
         self._end = 0.0
         self._results: dict[int, Updated | RpcError] = {}
         self.asked = False
-        """Whether the scheduler processes were asked."""
+        """True if the scheduler processes were asked."""
         self.change = 0
         """Number of the pause that the message began; 0: none, they were paused already."""
         self.group_name = receive.group_name
@@ -61,7 +61,7 @@ class SchedulerUpdate:
 
     @property
     def ended(self) -> bool:
-        """Whether all scheduler processes have taken up the weights or failed to."""
+        """True if all scheduler processes have taken up the weights or failed to."""
         return len(self._results) == self._ranks
 
     @property
@@ -71,7 +71,7 @@ class SchedulerUpdate:
 
     @property
     def seconds(self) -> float:
-        """Seconds that are left for all of it, once they were asked."""
+        """Remaining seconds of the update since its request."""
         return max(self._end - time.monotonic(), 0.0)
 
     def not_paused(self) -> EngineError:
@@ -79,7 +79,7 @@ class SchedulerUpdate:
         return EngineError(f"the engine did not pause within {self._pause_seconds:.3g} s")
 
     def results(self) -> list[Updated | RpcError]:
-        """Return each rank's result; that of a rank which has told none is Late."""
+        """Return each rank's result; Late for a rank without one."""
         return [
             self._results.get(rank, Late(f"scheduler {rank} did not receive the weights in time"))
             for rank in range(self._ranks)

@@ -145,7 +145,7 @@ class SGLangWeights:
 
     @property
     def unusable(self) -> bool:
-        """Whether a failed broadcast has touched the model, or one under way has."""
+        """True if a failed broadcast has touched the model, or one under way has."""
         return self._dirty
 
     def _committing(self, commit: Callable[[], None]) -> Callable[[], None]:
@@ -246,7 +246,7 @@ class _Receiver:
         return found
 
     def start(self, number: int, deadline: float) -> Transfer:
-        """Begin to receive a bucket, after the one before."""
+        """Begin to receive the next bucket."""
         left = deadline - time.monotonic()
         if left <= 0:
             raise WeightGroupError(f"the broadcast in weight group {self.group.name} did not end in time")

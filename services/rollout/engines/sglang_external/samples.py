@@ -146,7 +146,7 @@ class ExternalSample:
             output.text = self._decode(output.tokens[:-1] if reason == "stop" else output.tokens)
 
     def undelivered(self) -> Output:
-        """Return what was not delivered yet, and mark it as delivered."""
+        """Return undelivered output, and mark it as delivered."""
         start, output = self._delivered, self._output
         self._delivered = len(self._logprobs)
         return Output(

@@ -90,7 +90,7 @@ class ExternalWeights:
             logger.warning("the server did not leave weight group %s: %s", group_name, error)
 
     async def leave_all(self) -> None:
-        """Leave the current group, if there is one."""
+        """Leave the current group, if any."""
         if self._group is not None:
             await self.leave(self._group)
 

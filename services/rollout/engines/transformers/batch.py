@@ -54,7 +54,7 @@ class RunningSample:
 
     @property
     def prefix(self) -> tuple[int, ...]:
-        """What it is generated from: the prompt, and the tokens that it had before the request."""
+        """Tokens that it is generated from: the prompt, and those from before the request."""
         return (*self.request.prompt_tokens, *self.tokens[: self.begun])
 
     @property

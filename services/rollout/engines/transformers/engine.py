@@ -31,7 +31,7 @@ from services.rollout.engines.types import (
 )
 
 PREFILL_TOKENS = 1024
-"""Most prompt tokens, padding included, of one prefill, because a pause waits for it. A longer prompt runs alone."""
+"""Maximum prompt tokens, padding included, of one prefill, because a pause waits for it. A longer prompt runs alone."""
 SLEEP_LEASE_SECONDS = 10.0
 """Lease of the pause before a sleep, beyond the time to wait for running samples."""
 

@@ -7,7 +7,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 _MIN_GROWTH = 64
-"""Least number of tokens by which a buffer grows."""
+"""Minimum number of tokens by which a buffer grows."""
 
 
 class GrowingLayer(DynamicLayer):

@@ -1,7 +1,7 @@
 """A model that isn't trained, and the columns of tokens that it makes: a reference or a teacher.
 
-It runs in a replica of its own or in the trainer's ranks. There it asks the student what that finds likeliest; in a
-replica of its own the groups have a column with it, from the engine that wrote their answers.
+It runs in its own replica or in the trainer's ranks. There it asks the student for its likeliest tokens; in a
+separate replica a column of the groups has them, from the engine that wrote the answers.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -86,7 +86,7 @@ class FrozenModel:
         self.module: StageModel = forward.load().requires_grad_(False)
         """Its weights."""
         self.refreshed = False
-        """Whether it has taken over weights since it was loaded from its folder."""
+        """True if it has taken over weights since it was loaded from its folder."""
 
     @torch.no_grad()
     def refresh(self, trained: StageModel) -> None:

@@ -8,7 +8,7 @@ from relaxd.roles import TEACHER
 
 
 def model_of(config: RunConfig, role: str, columns: Mapping[str, Column]) -> str:
-    """Return the name of the model that is asked about a group of these columns.
+    """Return the name of the model that scores a group with these columns.
 
     Raises:
         ValueError: no teacher is for its source.

@@ -1,4 +1,4 @@
-"""Where elements of a rank's tensors are in the whole model's, whatever the parallel layout.
+"""Places of a rank's elements in the whole model's tensors, under any parallel layout.
 
 A whole tensor is divided into boxes, one for each tensor-parallel, pipeline and expert rank. Data-parallel ranks divide
 a box further, into ranges of its elements in row-major order.
@@ -25,7 +25,7 @@ class Box:
     shape: tuple[int, ...]
     """Its shape, with as many dimensions."""
     padded: bool = False
-    """Whether other layouts pad the first dimension otherwise, as that of the vocabulary."""
+    """True if other layouts pad the first dimension differently, as for the vocabulary."""
 
     @property
     def numel(self) -> int:
@@ -43,7 +43,7 @@ class Box:
         return sum(at * stride for at, stride in zip(local, self.strides, strict=True))
 
     def rectangles(self, begin: int, end: int) -> list[Rectangle]:
-        """Return what elements `begin` to `end - 1` of the row-major order are: rectangles of the whole tensor."""
+        """Return elements `begin` to `end - 1` in row-major order as rectangles of the whole tensor."""
         return [
             (tuple(at + first for at, first in zip(local, self.offset, strict=True)), sizes)
             for local, sizes in _rectangles(self.shape, begin, end)
@@ -107,7 +107,7 @@ def without(one: Rectangle, other: Rectangle) -> list[Rectangle]:
 
 
 def elements(rectangles: Iterable[Rectangle]) -> int:
-    """Return how many elements rectangles have, which have none in common."""
+    """Return the number of elements of disjoint rectangles."""
     return sum(prod(sizes) for _, sizes in rectangles)
 
 

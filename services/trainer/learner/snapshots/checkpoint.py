@@ -115,13 +115,13 @@ class Checkpointed(Protocol):
 
 
 class Kept:
-    """What a learner keeps from one snapshot for the next: the host's memory, and where its parameters are."""
+    """State kept between a learner's snapshots: host memory, and the places of its parameters."""
 
     def __init__(self) -> None:
         self.memory = HostMemory()
         self._boxes: dict[str, Boxes] = {}
         self.in_use = False
-        """Whether a snapshot isn't written yet."""
+        """True if a snapshot isn't written yet."""
 
     def boxes(self, model: Any, name: str) -> Boxes:
         """Return `boxes_of` a model, which stay where they are."""
@@ -204,7 +204,7 @@ def _trained(state: Stateful) -> dict[str, TrainedModel]:
 
 
 def _common(state: Stateful) -> dict[str, Any]:
-    """Return what isn't of one rank, as plain values."""
+    """Return the state that all ranks share, as plain values."""
     content: dict[str, Any] = {
         name: {"optimizer": read_groups(model.optimizer), "schedule": model.schedule.state_dict(), "step": state.step}
         for name, model in _trained(state).items()
@@ -237,7 +237,7 @@ def load_snapshot(state: Stateful, folder: Path, *, same_layout: bool) -> Loaded
     """Load a checkpoint into a learner. All ranks call it together.
 
     Args:
-        state: the newly built learner's state; its step is the one that the checkpoint must be of.
+        state: the newly built learner's state; the checkpoint must be of its step.
         folder: the checkpoint.
         same_layout: whether the parallel layout is the same as when it was saved. Only then are the random generators
             restored.
@@ -284,13 +284,13 @@ def load_model(model: StageModel, folder: Path, world: World) -> None:
 
 
 def _weights(model: Any, name: str) -> list[Wanted]:
-    """Return what a model's weights are loaded into."""
+    """Return the load targets of a model's weights."""
     boxes = boxes_of(model, name)
     return [one for each in boxes for one in _wanted(weight_pieces(boxes, each))]
 
 
 def _wanted(pieces: Pieces) -> list[Wanted]:
-    """Return what pieces are loaded into: `write_groups` has made tensors of numbers with scales."""
+    """Return the load targets of pieces: `write_groups` has made tensors of numbers with scales."""
     return [Wanted(piece, cast(Tensor, tensor)) for piece, tensor, _ in pieces]
 
 

@@ -31,7 +31,7 @@ class HostMemory:
         self._taken = 0
 
     def take(self, size: int) -> Tensor:
-        """Return so many bytes: uint8 [size], aligned. They are new unless the last snapshot took as many here."""
+        """Return memory: uint8 [size], aligned. It is new unless the last snapshot took as much here."""
         index, self._taken = self._taken, self._taken + 1
         if index < len(self._tensors) and len(self._tensors[index]) == size:
             return self._tensors[index]
@@ -74,7 +74,7 @@ class HostCopies:
         self._error: Exception | None = None
 
     def memory(self, size: int) -> Tensor:
-        """Return so many bytes of the host's memory; see `HostMemory.take`."""
+        """Return `size` bytes of the host's memory, as `HostMemory.take` does."""
         return self._memory.take(size)
 
     def add(self, target: Tensor, source: Tensor | Float8Values) -> None:

@@ -1,4 +1,4 @@
-"""What Megatron's distributed optimizers have beside their tensors, and how these get a state that is loaded.
+"""State of Megatron's distributed optimizers beside their tensors, and its restoration.
 
 Loading Megatron's distributed optimizer over torch's AdamW, without Transformer Engine or apex, has two pitfalls,
 handled by `fill` and `_separate_steps`.

@@ -43,7 +43,7 @@ class Stored:
     """A piece in a rank's memory."""
 
     piece: Piece
-    """What it is."""
+    """The piece that it stores."""
     tensor: Elements
     """Its elements."""
 
@@ -142,7 +142,7 @@ def _header(content: list[Stored], metadata: dict[str, str]) -> bytes:
 
 
 def described(piece: Piece) -> dict[str, Any]:
-    """Return what a file's metadata says of a piece; see `Piece` and `Box`."""
+    """Return a piece's metadata for its file (`Piece`, `Box`)."""
     box = piece.box
     return {
         "tensor": box.tensor,
@@ -195,7 +195,7 @@ def _write_all(file: FileIO, content: memoryview) -> None:
 
 
 def _write(file: FileIO, content: memoryview, direct: int) -> int:
-    """Write some of it, with O_DIRECT or 0. Return how many bytes. Raises OSError: EINVAL if it can't be direct."""
+    """Write a part of it, with O_DIRECT or 0. Return the bytes written. Raises OSError: EINVAL if not direct."""
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     fcntl.fcntl(file, fcntl.F_SETFL, flags & ~os.O_DIRECT | direct)
     return file.write(content)

@@ -34,9 +34,9 @@ class Wanted:
     """Elements to load."""
 
     piece: Piece
-    """What they are."""
+    """The piece of the model that these elements are."""
     target: Tensor
-    """Where they go: a flat tensor of any element type on any device."""
+    """Their destination: a flat tensor of any element type on any device."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def part_files(folder: Path, rank: int) -> Iterator[PartFile]:
 
 
 class Loading:
-    """What a rank loads from a checkpoint, and where it is."""
+    """Elements that a rank loads from a checkpoint, and their places."""
 
     def __init__(self, folder: Path, rank: int, wanted: list[Wanted]) -> None:
         """Look for elements in the parts of a checkpoint.
@@ -164,7 +164,7 @@ def _nothing() -> None:
 
 
 def _within(piece: Piece, whole: tuple[int, ...]) -> Iterator[Rectangle]:
-    """Return what a piece has within a whole tensor of another shape."""
+    """Return a piece's rectangles within a whole tensor of another shape."""
     everything = (tuple(0 for _ in whole), whole)
     for rectangle in piece.box.rectangles(piece.begin, piece.end):
         if (found := intersection(rectangle, everything)) is not None:
@@ -210,7 +210,7 @@ def _read_file(path: Path, reads: list[_Read], progress: Progress) -> None:
 
 
 def _chunks(rectangle: Rectangle, box: Box, most: int) -> Iterator[Rectangle]:
-    """Divide a rectangle until each one's elements, and those between them in the box, are at most so many."""
+    """Divide a rectangle until each part spans at most `most` elements of the box."""
     first, last = _ends(rectangle, box)
     starts, sizes = rectangle
     cut = next((dimension for dimension, size in enumerate(sizes) if size > 1), None)

@@ -47,11 +47,11 @@ class LocalBox:
     """A box of a rank's parameter. Some parameters are of two boxes, such as a gate and its projection."""
 
     box: Box
-    """Where it is in the whole model."""
+    """Its place in the whole model."""
     start: int
     """Place of its first element in the parameter's row-major order."""
     saved: bool
-    """Whether this rank, of those that have copies of the parameter, saves it. Data-parallel ranks all do."""
+    """True if this rank saves its copy of the parameter. Data-parallel ranks all do."""
 
 
 Boxes = Mapping[Tensor, list[LocalBox]]

@@ -64,11 +64,11 @@ class SequenceLayout:
     cudnn_batches: tuple[CudnnBatch, ...]
     """The cuDNN calls."""
     as_packed: bool
-    """Whether packed and scattered tokens are the same, so that nothing has to be moved."""
+    """True if packed and scattered tokens are the same, so that nothing has to be moved."""
     slots: Slots
     """The slots. A sequence is padded to its block with its own tokens."""
     shared: bool
-    """Whether any token is in more than one sequence."""
+    """True if any token is in more than one sequence."""
     query_slice: QuerySlice | None
     """The queries of this rank's tokens, each once: if it has a slice of the tokens in attention, or samples share long
     prompts. What is above isn't used then."""

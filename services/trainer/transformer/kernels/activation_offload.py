@@ -59,7 +59,7 @@ class ActivationOffload:
         return self._pool.allocated
 
     def saving(self, staying: Iterable[Tensor]) -> AbstractContextManager[Any]:
-        """Return a context in which autograd saves tensors on the host, but for `staying`, such as parameters."""
+        """Return a context in which autograd saves tensors on the host, except `staying`, such as parameters."""
         if not torch.is_grad_enabled():
             return nullcontext()
         self._staying = {_address(tensor) for tensor in staying}

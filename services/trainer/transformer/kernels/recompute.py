@@ -42,7 +42,7 @@ class Recompute:
 
     @property
     def active(self) -> bool:
-        """Whether tensors are recomputed."""
+        """True if tensors are recomputed."""
         return self._hooks is not None
 
     def __enter__(self) -> Self:
