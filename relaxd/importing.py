@@ -24,7 +24,7 @@ _changed_at: dict[str, float] = {}
 
 
 class ImportProblem(ValueError):
-    """What a name says can't be imported. The message doesn't name the setting."""
+    """A name can't be imported. The message doesn't name the setting."""
 
 
 def check_own(setting: str, name: str, kind: str) -> str:
@@ -58,9 +58,9 @@ def check_known_or_own(setting: str, name: str, known: Sequence[str], there_are:
 
 
 def import_own(name: str) -> Any:
-    """Return what a name such as "package.module:Class" or "file.py:function" says.
+    """Import "package.module:Class" or "file.py:function".
 
-    It is that of the file as it is now: services outlive many runs. Modules are found in the folder in which the
+    The file is read anew: services outlive many runs. Modules are found in the folder in which the
     service was started, and on PYTHONPATH.
 
     Raises:

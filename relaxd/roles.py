@@ -32,15 +32,15 @@ class Role:
     modules: Mapping[str, str] = field(default_factory=dict)
     """Modules by what holds the model, where a run chooses that (`engine`); `module` is that of the default."""
     engine: Callable[[RunConfig], str] = lambda config: ""
-    """What holds the model in a run: a key of `modules`."""
+    """Engine that holds the model in a run: a key of `modules`."""
     stage: str = ""
     """Stage of the board that it works on; a run needs the roles of its stages. Empty: it works on none."""
     needed: Callable[[RunConfig], bool] = lambda config: False
-    """Whether a run needs a role that works on no stage."""
+    """True if a run needs this role although it works on no stage."""
     replicas: int = 1
-    """Replicas that `relaxd up` starts unless it is told otherwise."""
+    """Replicas that `relaxd up` starts by default."""
     scalable: bool = True
-    """Whether replicas may be added and removed."""
+    """True if replicas may be added and removed."""
     most: int = 0
     """Largest number of replicas; 0: any."""
     model: Literal["", "policy", "reference", "teacher", "critic", "judge"] = ""
@@ -52,9 +52,9 @@ class Role:
     gpu_share: Callable[[RunConfig], float] = lambda config: 1.0
     """Share of each of these GPUs' memory that it leases."""
     takes_turns: bool = False
-    """Whether it shares its GPUs with the other roles that take turns, in a colocated run."""
+    """True if it shares its GPUs with the other roles that take turns, in a colocated run."""
     always_busy: bool = False
-    """Whether its progress goes on while it holds no group: the work of its children, which take the groups."""
+    """True if its children take the groups, so that its progress goes on while it holds none."""
     timeout_seconds: Callable[[RunConfig], float] = lambda config: 0.0
     """Longest time without progress that its own timeouts allow; it is stuck only after that."""
 

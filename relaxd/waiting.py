@@ -28,7 +28,7 @@ class Wait:
     reason: str
     """The awaited thing, such as "the last groups of step 12"."""
     on: str = ""
-    """Who has to act for the wait to end, such as a replica's id; empty if nobody in particular."""
+    """The party that has to act for the wait to end, such as a replica's id; empty if nobody in particular."""
     since: float = field(default_factory=time.monotonic)
     """Monotonic time of its start."""
     next_notice: float = FIRST_NOTICE_SECONDS
@@ -105,7 +105,7 @@ def waiting(reason: str, *, on: str = "") -> Iterator[Wait]:
 
 
 def waits(min_seconds: float = 0.0) -> list[Wait]:
-    """Return what this process has been waiting for, for at least `min_seconds`; the longest wait first."""
+    """Return this process's waits of at least `min_seconds`, the longest first."""
     return [wait for wait in _OF_THIS_PROCESS.all() if wait.seconds >= min_seconds]
 
 

@@ -70,12 +70,12 @@ class Needs:
     "old_logprobs", and "ref_logprobs" and "teacher_logprobs" of models in its ranks. A run that needs one of these has
     no advantage stage: the trainer computes the advantages once the step is full."""
     old_logprobs: bool = False
-    """Whether `Algorithm.loss` reads `LossInputs.old_logprobs`."""
+    """True if `Algorithm.loss` reads `LossInputs.old_logprobs`."""
     whitened: bool = False
-    """Whether the trainer normalises the advantages over all trained tokens of a step (`Whitening`). A step is then
+    """True if the trainer normalises the advantages over all trained tokens of a step (`Whitening`). A step is then
     trained once it is full."""
     values: bool = False
-    """Whether a critic is trained. `Algorithm.advantages` then returns rewards of tokens, from which, and from the
+    """True if a critic is trained. `Algorithm.advantages` then returns rewards of tokens, from which, and from the
     critic's values, `WithCritic.advantages_and_returns` makes the column "advantages"."""
     candidates: Candidates | None = None
     """Content of the columns "candidates" and "teacher_candidate_logprobs", if `loss` names them."""
@@ -218,7 +218,7 @@ class WithFilter(Protocol):
         Args:
             rewards: as for `Algorithm.advantages`.
             lengths: as for `Algorithm.advantages`.
-            columns: those columns of the board that the trainer takes in; log-probs of its own aren't among them.
+            columns: the board's columns that the trainer takes in, without the trainer's log-probs.
         """
 
 
@@ -248,7 +248,7 @@ class ValuedGroup:
 
 
 class AdvantagesAndReturns(NamedTuple):
-    """What follows from a group's values; float32 [T], 0 where the mask is 0."""
+    """Advantages and returns from a group's values; float32 [T], 0 where the mask is 0."""
 
     advantages: NDArray[np.float32]
     returns: NDArray[np.float32]

@@ -45,7 +45,7 @@ def filtered_by(
         algorithm: the algorithm; without a method `filtered` it keeps every group.
         rewards: [n].
         lengths: [n], tokens of each sample.
-        columns: the group's columns that are there before its advantages.
+        columns: the group's columns from before its advantages.
 
     Raises:
         AlgorithmError: it raises, or returns something else.
@@ -100,7 +100,7 @@ def loss_of(algorithm: Algorithm, inputs: LossInputs) -> LossOutput:
 
 
 def unexplained(algorithm: Algorithm) -> str:
-    """Return what is said of losses that aren't finite although everything that they were made of is."""
+    """Return the error text for losses that aren't finite although all of their inputs are."""
     return f"{_name(algorithm)}: loss() returned NaN or infinity for inputs that are finite"
 
 
@@ -108,7 +108,7 @@ def unexplained(algorithm: Algorithm) -> str:
 
 
 def check_advantages(result: Any, tokens: int) -> Advantages | Filtered:
-    """Return what `Algorithm.advantages` returned.
+    """Check and return the result of `Algorithm.advantages`.
 
     Raises:
         AlgorithmError: it is no Advantages or Filtered, or the values aren't finite float32 [tokens].
@@ -122,7 +122,7 @@ def check_advantages(result: Any, tokens: int) -> Advantages | Filtered:
 
 
 def check_returns(result: Any, tokens: int, *, finite: bool = True) -> AdvantagesAndReturns:
-    """Return what `WithCritic.advantages_and_returns` returned.
+    """Check and return the result of `WithCritic.advantages_and_returns`.
 
     Raises:
         AlgorithmError: it is something else, or its arrays aren't float32 [tokens], or not finite if they must be.
@@ -135,7 +135,7 @@ def check_returns(result: Any, tokens: int, *, finite: bool = True) -> Advantage
 
 
 def check_token_weights(result: Any, mask: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Return what `Algorithm.token_weights` returned.
+    """Check and return the result of `Algorithm.token_weights`.
 
     Raises:
         AlgorithmError: it isn't finite float32 [T], or not 0 where the mask is 0.
@@ -148,7 +148,7 @@ def check_token_weights(result: Any, mask: NDArray[np.uint8]) -> NDArray[np.floa
 
 
 def check_loss(result: Any) -> LossOutput:
-    """Return what `Algorithm.loss` returned. It may be NaN, but not of another kind.
+    """Check and return the result of `Algorithm.loss`. It may be NaN, but not of another kind.
 
     Raises:
         AlgorithmError: it is no LossOutput with a scalar loss that has a gradient, and detached scalar sums.
@@ -168,7 +168,7 @@ def check_loss(result: Any) -> LossOutput:
 
 
 def shown(value: Any) -> str:
-    """Return what an error says of a value."""
+    """Return a short form of a value for errors."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     return f"{type(value).__name__} {value!r}"[:80]

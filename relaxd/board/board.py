@@ -14,7 +14,7 @@ class Board(BlockingFace, CoordinatorSide, StageSide, TrainerSide):
     timeout_seconds limits each wait for Redis. While Redis is unavailable, an operation is retried for retry_seconds
     before it raises BoardUnavailable. Payloads whose writer died before committing them expire after orphan_seconds.
 
-    Every operation is idempotent, so that it can be retried after a lost reply. Every write that must be atomic is one
+    Every operation is idempotent, so that it can be retried after a lost reply. Every atomic write is a single
     script (relaxd/board/lua).
     """
 

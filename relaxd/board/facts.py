@@ -14,7 +14,7 @@ def facts_of(columns: Mapping[str, Column]) -> dict[str, float]:
     """Return the summary figures of a stage's columns.
 
     tokens: mean length of the group's samples; truncated: share of samples that ended at max_new_tokens; continued:
-    number of times that a sample was cut off and continued, of the one with most (where the run counts them); reward:
+    maximum number of times that a sample was cut off and continued (where the run counts them); reward:
     mean.
     """
     facts: dict[str, float] = {}

@@ -113,7 +113,7 @@ class Layout:
         }
 
     def division(self, shape: ModelShape) -> ContextDivision:
-        """Return how the context-parallel ranks share attention, for a model that tensor_parallel divides."""
+        """Return the context-parallel ranks' division of attention, for a model that tensor_parallel divides."""
         return context_division(self.context, shape.heads // self.tensor, shape.kv_heads // self.tensor)
 
     def stage_layers(self, shape: ModelShape, stage: int = 0) -> int:

@@ -112,7 +112,7 @@ def trainer_stage(
     """Return the peak memory of tensors on a rank of a stage.
 
     Args:
-        models: the policy, and a critic if there is one, which take turns: each has the activations of its own pass.
+        models: the policy, and a critic if any, which take turns: each has the activations of one pass.
         frozen: models beside them that aren't trained.
         layout: the division of each model.
         stage: the stage.

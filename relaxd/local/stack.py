@@ -211,7 +211,7 @@ def failure(folder: StateFolder, service: str, message: str) -> CliError:
 def down(folder: StateFolder, say: Callable[[str], None] = lambda text: None) -> bool:
     """Stop the services. Returns False if none were up. Raises CliError when they don't stop.
 
-    `say` is told every few seconds which services are awaited.
+    `say` is called every few seconds with the services that have not stopped.
     """
     state = folder.read()
     if state is None:

@@ -1,6 +1,6 @@
 """The charts of a report: which metrics of metrics.jsonl are drawn together, and their numbers.
 
-A metric that no chart names gets a chart of its own, so that none is left out.
+A metric that no chart names gets a separate chart, so that none is left out.
 """
 
 import math
@@ -100,7 +100,7 @@ STACKS: tuple[Breakdown, ...] = (TRAINER, GROUP)
 UNDRAWN = frozenset({"step", "weights_checksum", "eval_step", "eval_prompts", *(whole.name for whole in STACKS)}) | {
     part.name for whole in STACKS for part in whole.parts
 }
-"""Names that need no chart of their own."""
+"""Metrics that are not drawn separately."""
 
 
 def chart_data(lines: Lines) -> dict[str, Any]:

@@ -17,7 +17,7 @@ FIELDS = (
     *("group", "index", "source", "prompt_tokens", "fate", "step", "reason", "stage", "attempt", "retry", "retried"),
     *("tokens", "truncated", "continued", "reward", "visit"),
 )
-"""What a condition may name."""
+"""Fields that a condition may name."""
 OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "<=": operator.le,
     ">=": operator.ge,
@@ -84,7 +84,7 @@ def _with_fate(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_prompt(prompt: str) -> Test:
-    """Return a test for the groups of a prompt: its row in the data, as digits, or the id of a group of it.
+    """Return a test for the groups of a prompt, given by its row in the data or the id of one of its groups.
 
     An id such as "0-000012" is one visit of the prompt, with its retries.
     """
@@ -174,7 +174,7 @@ class Mean:
 
 @dataclass
 class Summary:
-    """Published groups beside trained ones. Memory doesn't grow with their number, but for the sources'."""
+    """Published groups beside trained ones. Memory grows with the number of sources, not of groups."""
 
     all: GroupTally = field(default_factory=GroupTally)
     retried: int = 0
@@ -269,4 +269,4 @@ DIMENSIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "source": _source,
     "difficulty": _difficulty,
 }
-"""What the summary compares groups by, and the label of a group."""
+"""Dimensions of the summary, with the function that labels a group."""

@@ -96,7 +96,7 @@ class RunResult:
             raise CliError(f"the answers of the evaluation of step {step} can't be read: {error}") from error
 
     def facts(self) -> dict[str, str]:
-        """Return what the run trained on what, by name, for display."""
+        """Return the run's model, data and settings by name, for display."""
         facts = {}
         if config := self.config:
             source = config.data.source

@@ -28,7 +28,7 @@ class TracedSpan:
     """Nanoseconds of Unix time."""
     end: int
     error: str
-    """What failed; "" if nothing did."""
+    """Error text; "" without an error."""
     attributes: Mapping[str, Any]
     links: tuple[str, ...]
     """Ids of spans in other traces."""

@@ -1,6 +1,6 @@
 """Clients: channels that add a default deadline, the token, the trace context and retries to every call.
 
-A call within a recorded span has a span of its own, whose context travels with it.
+A call within a recorded span gets a child span, whose context travels with it.
 """
 
 import asyncio

@@ -12,7 +12,7 @@ from services.advantage.service import AdvantageService
 
 
 async def main() -> None:
-    """Run the service until it is told to end."""
+    """Run the service until it is stopped."""
     async with open_context(parse_settings("advantage")) as context:
         calls = Service(advantage_pb2_grpc.add_AdvantageServicer_to_server, AdvantageServicer(), "relaxd.v1.Advantage")
         await run_replica(AdvantageService(context), context, [calls])

@@ -19,7 +19,7 @@ CONCURRENCY = 8
 
 
 def column_problem(columns: Mapping[str, Column], names: Iterable[str], tokens: int) -> str:
-    """Return what is wrong with the columns of tokens among `names`, which other services wrote; "" if nothing is.
+    """Return the fault of the token columns among `names`, which other services wrote; "" without one.
 
     Args:
         columns: the group's.

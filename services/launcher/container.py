@@ -15,7 +15,7 @@ SUFFIX = "-scaled"
 orphan: `docker compose up --scale`, which knows nothing of scale requests, ignores it, and `down --remove-orphans`
 removes it."""
 MAX_RESTARTS = 5
-"""Most restarts of a container that fails."""
+"""Maximum restarts of a container that fails."""
 NOT_COPIED = ("Hostname", "Image", "Labels", "Env")
 """Keys of a container's configuration that are not copied as they are."""
 

@@ -35,7 +35,7 @@ class DockerHost:
     roles = frozenset(SCALABLE_ROLES)
 
     def __init__(self, project: str = "") -> None:
-        """Connect to the engine. `project` is the compose project; empty: the one of this process's own container.
+        """Connect to the engine. `project` is the compose project; empty: that of this process's container.
 
         Raises Unavailable when no engine answers, FailedPrecondition when this process runs in no project's container.
         """
@@ -89,7 +89,7 @@ class DockerHost:
             return [_instance(container) for container in self._launched()]
 
     def _template(self, role: str) -> dict[str, Any]:
-        """Return the container of a role's service to copy: a running one if there is one, then the oldest."""
+        """Return the container of a role's service to copy: running before stopped, then the oldest."""
         containers = self._containers(f"{SERVICE}={role}", f"{ONEOFF}=False")
         if not containers:
             raise FailedPrecondition(

@@ -12,7 +12,7 @@ from services.reward.service import RewardService
 
 
 async def main() -> None:
-    """Run the service until it is told to end."""
+    """Run the service until it is stopped."""
     async with open_context(parse_settings("reward")) as context:
         service = RewardService(context)
         servicer = RewardServicer(service, context.settings.allowed_rewards)

@@ -12,7 +12,7 @@ from services.rollout.service.service import RolloutService
 
 
 async def main() -> None:
-    """Run the service until it is told to end."""
+    """Run the service until it is stopped."""
     async with open_context(parse_settings("rollout")) as context:
         service = RolloutService(context)
         calls = Service(rollout_pb2_grpc.add_RolloutServicer_to_server, RolloutServicer(service), "relaxd.v1.Rollout")

@@ -1,7 +1,7 @@
 """`python -m services.rollout.many COUNT GPUS FILE`: many rollout replicas in one process, for `relaxd rehearse`.
 
-Each replica has its own gRPC server, registration, heartbeats, connections to Redis and threads, as if it had a process
-of its own, and GPUS GPUs that aren't there, which it leases as if they were. They share the interpreter and the event
+Each replica has its own gRPC server, registration, heartbeats, connections to Redis and threads, as in a separate
+process, and GPUS simulated GPUs, which it leases like real ones. They share the interpreter and the event
 loop, so their engine must need no time: "scripted". FILE gets the times of their heartbeats and leases.
 """
 
@@ -41,7 +41,7 @@ async def _replica(process: ReplicaContext, coordinator: CoordinatorStub, number
 
 
 async def main(count: int, gpus: int, calls: Path) -> None:
-    """Run the replicas until they are told to end."""
+    """Run the replicas until they are stopped."""
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, thread_name_prefix="shared"))
     async with open_context(parse_settings("rollout", [])) as process:
         coordinator = cast(CoordinatorStub, TimedCoordinator(process.coordinator, calls))

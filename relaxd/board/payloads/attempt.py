@@ -1,7 +1,7 @@
 """Attempts: the columns of one commit, as payloads under Redis keys that were never used before.
 
-Small columns share a payload, which is stored by the committing script or in one transaction with it. Each large column
-is a payload of its own, written before the script in slices: no script handles its bytes, Redis serves others between
+Small columns share a payload, which is stored by the committing script or in one transaction with it. A large column
+is a separate payload, written before the script in slices: no script handles its bytes, Redis serves others between
 two slices, and a stage that needs only the text doesn't fetch megabytes. A pointer names an attempt and says what is
 stored: "<name>:<bytes>[,<column>:<bytes>:<slices>[@<node>]]...", where the first bytes are those of the shared payload.
 Its keys are "columns:<name>:<bytes>" and, from 0 on, "columns:<name>:<bytes>:<column>:<slice>". A payload with a node
@@ -51,7 +51,7 @@ class Attempt:
     ) -> None:
         """Encode columns for a run's `prefix` and `nodes` data nodes, under a new name. Raises ColumnError.
 
-        A column of at least `large_bytes` gets a payload of its own.
+        A column of at least `large_bytes` gets a separate payload.
         """
         small = []
         self._large: dict[str, Payload] = {}

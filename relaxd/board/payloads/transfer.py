@@ -56,7 +56,7 @@ def keep(places: Iterable[Place]) -> Move[set[Place]]:
 def read(places: Iterable[Place], *last: Any) -> Move[tuple[dict[str, bytes | None], Any]]:
     """Read payloads. Return them with the board's reply to a `last` command.
 
-    Each is under the first key of its place; None for one of which a part is missing. The last command, if there is
+    Each is under the first key of its place; None if a part of it is missing. The last command, if there is
     one, comes after all that was read.
     """
     found: dict[str, bytes | None] = {}

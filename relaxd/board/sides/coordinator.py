@@ -116,7 +116,7 @@ class CoordinatorSide(BoardCore):
 
     @operation
     def admission(self, worst_bytes: int) -> Move[Admission]:
-        """Return how many groups of up to `worst_bytes` the gate (lua/library/admission.lua) admits now.
+        """Return the number of groups of up to `worst_bytes` that the gate (lua/library/admission.lua) admits now.
 
         Raises RunMissing.
         """

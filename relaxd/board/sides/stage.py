@@ -162,7 +162,7 @@ class StageSide(BoardCore):
 
     @operation
     def nack(self, stage: str, consumer: str, deliveries: Sequence[Delivery], *, failed: bool = False) -> Move[int]:
-        """Hand groups back for immediate redelivery. Returns how many were still held.
+        """Hand groups back for immediate redelivery. Returns the number that were still held.
 
         The deliveries count towards limits.max_deliveries only if `failed`.
         """
@@ -175,7 +175,7 @@ class StageSide(BoardCore):
 
     @operation
     def redo(self, stage: str, consumer: str, deliveries: Sequence[Delivery], *, again: str) -> Move[int]:
-        """Have another stage write its columns of held groups again. Returns how many were still held.
+        """Have another stage write its columns of held groups again. Returns the number that were still held.
 
         The hold ends. Once `again` has committed, the groups are offered to this stage anew; until then they lack
         its columns. The deliveries don't count towards limits.max_deliveries.

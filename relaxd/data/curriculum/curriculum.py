@@ -1,4 +1,4 @@
-"""The curriculum of a run: its record, its visits, and what people are told of them."""
+"""The curriculum of a run: its record, its visits, and their summary for people."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -104,7 +104,7 @@ class Curriculum:
 
 
 def own_problems(config: RunConfig, prompts: PromptDataset) -> list[tuple[str, str]]:
-    """Return what is wrong with a user's own sampler and filter: settings and messages."""
+    """Return (setting, problem) for each fault of a user's sampler and filter."""
     problems, own = [], config.data.curriculum
     if own.is_own:
         try:
@@ -120,7 +120,7 @@ def own_problems(config: RunConfig, prompts: PromptDataset) -> list[tuple[str, s
 
 
 def summary(record: PromptRecord) -> list[str]:
-    """Return what a record holds, in lines for people."""
+    """Summarize a record, in lines for people."""
     counts = [(bucket / BUCKETS, count) for bucket, count in enumerate(record.histogram) if count]
     rates = ", ".join(f"{count} at {rate:g} to {rate + 1 / BUCKETS:g}" for rate, count in counts)
     left_out = f"{record.solved} solved and {record.too_hard} too hard ones are left out"

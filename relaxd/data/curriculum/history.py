@@ -51,9 +51,9 @@ def save(record: PromptRecord, folder: Path, end: int, last: str) -> None:
 
 
 def _read_snapshot(record: PromptRecord, path: Path, size: int) -> tuple[int, str]:
-    """Restore a record from a snapshot, if there is one of these prompts and of a file of at most this size.
+    """Restore a record from a snapshot of these prompts and of a file of at most this size.
 
-    Returns the bytes and the last entry that it has; 0 and "" without one.
+    Returns its bytes and last entry; 0 and "" without such a snapshot.
     """
     try:
         first, _, arrays = path.read_bytes().partition(b"\n")

@@ -17,7 +17,7 @@ SETTING = "data.curriculum.sampler"
 
 
 class Sampler(Protocol):
-    """What a user's own class must have. It is made with (prompts, seed, **data.curriculum.settings)."""
+    """Interface of a user's sampler class, which is made with (prompts, seed, **data.curriculum.settings)."""
 
     def choose(self, visit: int, record: PromptRecord) -> int:
         """Return the index of the prompt for a visit, 0 <= index < prompts.

@@ -77,11 +77,11 @@ class PromptRecord:
 
     @property
     def exhausted(self) -> bool:
-        """Whether too few prompts remain. Then none is left out until there are enough again."""
+        """True if too few prompts remain. Then none is left out until there are enough again."""
         return self._counts[OPEN] < self._needed
 
     def observe(self, lines: Iterable[Mapping[str, Any]]) -> int:
-        """Take in what became of groups, oldest first: lines of groups.jsonl. Returns how many name no prompt here.
+        """Take in outcomes of groups, oldest first: lines of groups.jsonl. Returns the number without a prompt here.
 
         A group counts once it was scored, whether it was trained on or dropped.
         """

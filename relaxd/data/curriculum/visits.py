@@ -11,7 +11,7 @@ from relaxd.data.dataset import Cursor, Prompt, PromptDataset
 FIRST_LOOK = 64
 """Places that are first searched for the next visit; four times as many each time that none is found."""
 OWN_CHOICES = 1000
-"""Most choices of a user's own sampler in a row that are passed over because they are left out."""
+"""Maximum choices in a row of a user's sampler that are skipped because they are left out."""
 
 
 @dataclass(frozen=True)

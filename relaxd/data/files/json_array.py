@@ -12,7 +12,7 @@ from relaxd.data.files.json_lines import JsonObjects
 
 _CHUNK = 16 << 20
 _MOST = 256 << 20
-"""Most bytes of an object: what has no end by then is taken for broken."""
+"""Maximum bytes of an object: one that is longer counts as broken."""
 _LONGEST_MARK = 16
 """More bytes than what the end of the text may cut in two, such as "false" or an escaped letter."""
 _SPACE = b" \t\r\n"

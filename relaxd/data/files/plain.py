@@ -46,7 +46,7 @@ def _converted(value: Any) -> Any:
 
 
 def kind_of(value: Any) -> str:
-    """Return what kind of value it is, in words."""
+    """Return the kind of a value, in words."""
     kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null", bytes: "bytes"}
     other = "a number" if isinstance(value, int | float) else f"a value of type {type(value).__name__}"
     return kinds.get(type(value), other) + (" without entries" if type(value) is list and not value else "")

@@ -44,7 +44,7 @@ class Part:
 
 
 class OnDemand(Sequence[Item], ABC):
-    """A sequence whose items are made when they are asked for."""
+    """A sequence whose items are made on access."""
 
     @abstractmethod
     def _item(self, index: int) -> Item:

@@ -12,7 +12,7 @@ from relaxd.data.errors import DataError
 
 _READ_ROWS = 8192
 _KEPT_ROWS = 128
-"""Most rows of a batch in the temporary file: what is read for one row."""
+"""Maximum rows of a batch in the temporary file: the unit of reading."""
 PACKAGE = "pyarrow is not installed: pip install 'relaxd[data]'"
 
 

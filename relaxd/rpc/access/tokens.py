@@ -43,7 +43,7 @@ class AccessTokens:
     def __init__(self, file: Path | None = None, token: str | None = None) -> None:
         """Accept the tokens of `file`, else `token` for admins.
 
-        Each line of the file is `role name token`: role is one of TOKEN_ROLES, name is for people, and token is the
+        Each line of the file is `role name token`: role is in TOKEN_ROLES, name is for people, and token is the
         token itself or `sha256:` and its hexadecimal SHA-256. `#` begins a comment. A changed file is read again; if it
         is invalid, the error is logged and the former tokens stay.
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a critic service, which takes them by itself once the trainer has asked it for them on the board."""
+"""Checkpoints of a critic service, which takes them after the trainer's request on the board."""
 
 import asyncio
 import time
@@ -48,9 +48,9 @@ class CriticPatience:
         self._last: tuple[object, ...] = ()
 
     def exhausted(self, critic: Replica | None) -> str:
-        """Return why to wait no longer, or "". Call it again and again, with pauses shorter than a lease.
+        """Return the reason to wait no longer, or "". Poll it, with pauses shorter than a lease.
 
-        `critic`: the run's newest critic, if there is one.
+        `critic`: the run's newest critic, if any.
         """
         now = self._clock()
         away, failed, still, max_restarts = self._limits
@@ -76,16 +76,16 @@ class CriticPatience:
 
 
 async def await_critic(context: RunContext, run_folder: Path, step: int, *, kept: bool = False) -> None:
-    """Wait until the critic has the checkpoint of a step for which the trainer has asked it.
+    """Wait until the critic has the trainer's requested checkpoint of a step.
 
-    Return at once in a run without a critic service. A checkpoint of a later step does, too: a critic that still writes
+    Return at once in a run without a critic service. A later checkpoint will do, too: a critic that still writes
     an earlier one takes the next one once that is done. A critic that restarts is waited for.
 
     Args:
         context: the run.
         run_folder: the run's folder.
         step: the step.
-        kept: whether it must be one that is never removed.
+        kept: True if it must never be removed.
 
     Raises:
         NoCriticCheckpoint: the critic has been away, has failed or has stood still for too long.

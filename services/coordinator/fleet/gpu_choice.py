@@ -12,7 +12,7 @@ SHARED = "/shared"
 a second holder."""
 PART = "@"
 """Begins the suffix if a replica holds a share of the GPU: "@judge:0.3" has its role and the share, so that each holder
-of a share has a record of its own. No UUID has this sign. In a colocated run it comes after SHARED."""
+of a share has a separate record. No UUID has this sign. In a colocated run it comes after SHARED."""
 ROUNDING = 1e-9
 """The sum of shares may exceed 1 by this much, because it is rounded: that of 0.33, 0.56 and 0.11 does."""
 
@@ -43,13 +43,13 @@ def seen_by(
 
     Replicas that don't take turns exclude all others. In a colocated run, otherwise only engines exclude an engine, and
     only non-engines exclude the trainer. A replica with a share of a GPU excludes other replicas of its role, those
-    that want the whole GPU (but for the trainer of a colocated run), and shares with which the sum would exceed 1.
+    that want the whole GPU (except the trainer of a colocated run), and shares with which the sum would exceed 1.
 
     Args:
         replica_id: the replica, which is the holder itself of GPUs that it holds if nobody excludes it there.
         role: its role.
         holders: replica ids by record.
-        shared: whether the run is colocated.
+        shared: True if the run is colocated.
         share: the share of each GPU that it wants.
     """
     held = {uuid_of(record): replica_id for record, holder in holders.items() if holder == replica_id}

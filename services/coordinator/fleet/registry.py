@@ -40,7 +40,7 @@ class Replica:
     status: ReplicaStatus
     """Content of the last heartbeat; empty before the first."""
     draining: bool = False
-    """It was asked to drain."""
+    """True after a request to drain."""
     drain_until: float | None = None
     """Unix time until which it may drain; None: as long as its own grace period lasts."""
     unheard: bool = False
@@ -391,5 +391,5 @@ class Registry:
 
 
 def _shown(replica: Replica) -> tuple[int, str, Version | None, bool]:
-    """Return what others wait for to change."""
+    """Return the state whose changes others wait for."""
     return replica.status.state, replica.status.run_id, replica.version, replica.unheard

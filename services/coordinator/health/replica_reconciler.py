@@ -21,7 +21,7 @@ from services.coordinator.state.health_records import Health, ReplicaHealth
 logger = logging.getLogger(__name__)
 
 IGNORED_RESTART_SECONDS = 10.0
-"""A process that works this long after it was asked to end counts as healthy again."""
+"""A process that works this long after a request to end counts as healthy again."""
 
 
 class ReplicaReconciler:

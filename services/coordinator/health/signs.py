@@ -60,7 +60,7 @@ class Signs:
     ) -> None:
         """`sync_failures` returns the consecutive weight synchronisations that failed because of a replica.
 
-        `handoff_failure` returns what a replica of a colocated run fails to do when turns change, and whether that has
+        `handoff_failure` returns the failed action of a colocated replica when turns change, and whether it has
         lasted long enough. `clock` is the one of the registry.
         """
         self._config = config
@@ -75,7 +75,7 @@ class Signs:
         self._watches.clear()
 
     def stuck_seconds(self, role: str) -> float:
-        """Return how long a replica with groups may make no progress: longer than its own timeouts."""
+        """Return the seconds that a replica with groups may make no progress: longer than its own timeouts."""
         return self._config.health.stuck_seconds + ROLES[role].timeout_seconds(self._config)
 
     def issue(self, replica: Replica) -> HealthIssue | None:

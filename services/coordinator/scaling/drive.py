@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.2
 POLL_SECONDS = 1.0
-"""Interval at which the launcher is asked for the state of a replica that has not registered."""
+"""Interval of queries to the launcher for a replica that has not registered, in seconds."""
 RETRY_SECONDS = 0.5
 REMOVE_GRACE_SECONDS = 15.0
 """Grace period of a removed replica: it is drained already, or was never active."""

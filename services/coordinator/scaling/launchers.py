@@ -51,7 +51,7 @@ class LauncherError(Exception):
 
 
 class Launchers:
-    """Calls to the launcher, if there is one, and to replicas given by address."""
+    """Calls to the launcher, if any, and to replicas given by address."""
 
     def __init__(self, peers: Peers, address: str) -> None:
         """`address`: that of the launcher; empty: there is none."""

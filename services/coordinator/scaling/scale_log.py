@@ -84,7 +84,7 @@ class ScaleLog:
             await RedisRetry(f"scale request {record.request_id}").call(self._write, record, forget)
 
     async def cancel(self, request_id: str) -> ScaleRecord:
-        """Cancel a request as soon as Redis is available; without an id, the one in progress.
+        """Cancel a request as soon as Redis is available; without an id, the request in progress.
 
         It is repeated, as `add` is: Redis may have the cancellation although its answer was lost. Raises NotFound;
         FailedPrecondition: nothing can be rolled back, or several are in progress.

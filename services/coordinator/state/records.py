@@ -28,7 +28,7 @@ class Phase(StrEnum):
 
 
 class Outcome(StrEnum):
-    """How a run ended; names and meanings are those of the RunOutcome enum."""
+    """End of a run; names and meanings are those of the RunOutcome enum."""
 
     COMPLETED = "COMPLETED"
     STOPPED = "STOPPED"

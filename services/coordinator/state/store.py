@@ -106,7 +106,7 @@ def health_key(run_id: str) -> str:
 
 @dataclass
 class _Standing:
-    """Whether a coordinator is still the one."""
+    """Tracks whether this coordinator is still the leader."""
 
     term: int = 0
     superseded: bool = False

@@ -9,7 +9,7 @@ are ready only with their rewards, so when the trainer's turn begins, the judge 
 One that can't wake up for long (`handoff_failures`) is restarted by its health, and until then no turn waits for it.
 
 No state is stored: replicas report whether they are awake, and the next move follows from that and from the board
-(`gpu_handoff_rules`). So the death of an engine, a trainer or a coordinator needs no rules of its own. A replica
+(`gpu_handoff_rules`). So the death of an engine, a trainer or a coordinator needs no special rules. A replica
 requests the GPU before it starts (`request_gpu`).
 """
 
@@ -93,7 +93,7 @@ class GpuHandoff:
         return "; ".join(filter(None, (moving, failed, *map(self._lost, self._judges()))))
 
     def failure(self, replica: Replica) -> tuple[HandoffFailure, bool] | None:
-        """Return what an engine or judge fails to do, and whether it is given up; None if it does what it is asked."""
+        """Return the failed action of an engine or judge, and whether it is given up; None without a failure."""
         found = self._failures.of(replica.replica_id)
         return None if found is None else (found, self._failures.given_up(replica.replica_id))
 

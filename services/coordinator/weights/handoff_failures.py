@@ -13,7 +13,7 @@ class HandoffFailure:
     """The calls in a row that one process failed."""
 
     action: str
-    """What it did not do, such as "wake up"."""
+    """The failed action, such as "wake up"."""
     error: str
     """Error of the last call."""
     began: float
@@ -22,7 +22,7 @@ class HandoffFailure:
 
     @property
     def seconds(self) -> float:
-        """How long it is known to have failed. What nobody asked of it doesn't count."""
+        """Seconds of known failure, without those in which nothing was requested."""
         return self.ended - self.began
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ class HandoffFailures:
         self._failures.pop(replica_id, None)
 
     def of(self, replica_id: str) -> HandoffFailure | None:
-        """Return what a process fails to do; None if its last call worked."""
+        """Return the failure of a process; None if its last call worked."""
         return self._failures.get(replica_id)
 
     def given_up(self, replica_id: str) -> bool:

@@ -8,7 +8,7 @@ from services.coordinator.state.records import GroupRecord, Member
 QUIET_SHARE = 0.5
 """Newcomers join once none has come for this share of the time that connecting a group takes ..."""
 MOST_SHARE = 4.0
-"""... or once the first of them has waited for so many times as long."""
+"""... or once the first of them has waited for this multiple of it."""
 
 
 class Newcomers:
@@ -24,7 +24,7 @@ class Newcomers:
         self._seen: dict[Member, float] = {}
         """When each engine was seen first."""
         self.connect_seconds = 0.0
-        """What connecting the last group took."""
+        """Seconds that connecting the last group took."""
         self.due_seconds = float("inf")
         """Time until those that `admit` left out may join."""
 

@@ -45,7 +45,7 @@ class WeightSync:
         self._client = WeightGroupClient(context.registry, context.peers, context.config.weights)
         self._saving = asyncio.Lock()
         self._recorded_ahead = False
-        """Whether Redis says already that a synchronisation may be in progress."""
+        """True if Redis says already that a synchronisation may be in progress."""
         self._set_aside = SetAside()
         self._newcomers = Newcomers()
         self._waiting_for_newest = 0

@@ -1,1 +1,1 @@
-"""The judge: an engine with a model of its own, which is never trained and answers the questions of rewards."""
+"""The judge: an engine whose model is never trained and answers the questions of rewards."""

@@ -13,7 +13,7 @@ from services.rollout.judge.service import JudgeService
 
 
 async def main() -> None:
-    """Run the service until it is told to end."""
+    """Run the service until it is stopped."""
     async with open_context(parse_settings(JUDGE)) as context:
         service = JudgeService(context)
         calls = Service(judge_pb2_grpc.add_JudgeServicer_to_server, JudgeServicer(service), "relaxd.v1.Judge")

@@ -119,7 +119,7 @@ class Answers:
         return min((int(each.min()) for each in versions if each.size), default=None)
 
     def unsaved(self) -> tuple[dict[str, Column], int, list[int]]:
-        """Return what isn't on the board, as columns, the number of its tokens, and a mark for `mark_saved`."""
+        """Return unsaved columns, the number of their tokens, and a mark for `mark_saved`."""
         rows = [(answer, output) for answer in self._answers for output in _merged(answer.outputs[answer.saved :])]
         outputs = [output for _, output in rows]
         tokens = _joined((output.tokens for output in outputs), np.int32)
@@ -226,7 +226,7 @@ def _joined(arrays: Iterable[Any], dtype: Any) -> Any:
 
 
 def _likeliest(outputs: Sequence[Output]) -> Any:
-    """Return the likeliest tokens in all places, int32 [tokens, k]; an empty array if none were asked for."""
+    """Return the likeliest tokens in all places, int32 [tokens, k]; an empty array if none were requested."""
     found = [np.asarray(output.likeliest, dtype=np.int32) for output in outputs if len(output.likeliest)]
     return np.concatenate(found) if found else np.empty((0, 0), np.int32)
 

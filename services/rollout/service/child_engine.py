@@ -183,13 +183,13 @@ class ChildEngine(RolloutEngine):
 
         Args:
             tokens: token ids [L].
-            start: place of the first token that is asked about.
+            start: place of the first token to score.
             top_k: likeliest tokens to return in each place; 0: none.
             timeout: seconds.
 
         Returns:
             Log-probs [n], ids of the likeliest tokens [n, top_k], the likeliest first, and their log-probs [n, top_k].
-            n is what the engine gave.
+            n is the number that the engine gave.
 
         Raises:
             RequestFailed: the engine failed the request, or its answer has no such shape.

@@ -71,7 +71,7 @@ class GroupGenerator:
         self._cut_off = False
 
     def room(self, held: int) -> int:
-        """Return how many groups may be held, given that `held` are now. The engine's limit counts samples."""
+        """Return the number of groups to hold, given that `held` are now. The engine's limit counts samples."""
         if self._cut_off:
             return held
         per_group = self._config.rollout.samples_per_prompt
@@ -166,7 +166,7 @@ class GroupGenerator:
         return kept.answers.columns(self._writes)
 
     async def _pause_over(self) -> None:
-        """Wait for the end of a pause, if there is one: only then it is known which weights continue an answer."""
+        """Wait for the end of a pause, if any: only then it is known which weights continue an answer."""
         if not self._occupancy.is_paused:
             return
         with waiting("the engine's pause to end, because the weights after it continue unfinished answers"):

@@ -37,7 +37,7 @@ class Occupancy:
         self._paused_until = self._clock() + lease_seconds
 
     def resume(self) -> None:
-        """End the pause, if there is one."""
+        """End the pause, if any."""
         self._count()
         self._paused_until = None
 

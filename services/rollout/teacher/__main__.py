@@ -10,7 +10,7 @@ from services.rollout.teacher.service import TeacherService
 
 
 async def main() -> None:
-    """Run the service until it is told to end."""
+    """Run the service until it is stopped."""
     async with open_context(parse_settings(TEACHER)) as context:
         await run_replica(TeacherService(context), context)
 

@@ -18,7 +18,7 @@ class TokenBudget:
 
     @asynccontextmanager
     async def hold(self, tokens: int) -> AsyncIterator[None]:
-        """Wait until there is room for so many tokens, and take it for the block."""
+        """Wait until there is room for `tokens` tokens, and take it for the block."""
         async with self._turn, self._freed:  # in turns, or a large one would wait for ever
             while self.used and self.used + tokens > self._most:
                 await self._freed.wait()  # brief: the deadlines of the requests that were admitted

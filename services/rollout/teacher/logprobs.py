@@ -94,7 +94,7 @@ class TeacherColumns:
         return self._budget.used
 
     def most_groups(self) -> int:
-        """Return how many groups to hold: twice as many as the engine may have, so that other replicas get the rest."""
+        """Return the number of groups to hold: twice as many as the engine may have, so that others get the rest."""
         if not self._group_tokens:
             return LEAST_GROUPS
         return min(MOST_GROUPS, max(LEAST_GROUPS, round(2 * self._max_tokens / self._group_tokens)))

@@ -93,7 +93,7 @@ class Follower:
             self._rank.channel.tick()
 
     def state(self) -> dict[str, Column]:
-        """Return what the critic is, for the column CRITIC_STATE."""
+        """Return the critic's state, for the column CRITIC_STATE."""
         learner = self._rank.learner
         return {"step": learner.step, "metrics": learner.metrics}
 

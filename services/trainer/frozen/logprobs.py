@@ -229,7 +229,7 @@ class ModelStage:
 def _group(
     group_id: str, model: str, columns: Mapping[str, Column], prompt: str, temperature: float, of_student: int
 ) -> _Group:
-    """Make a group of columns; `prompt` names the one with the prompt. Raises ValueError: they are malformed."""
+    """Make a group of columns; `prompt` names the prompt's column. Raises ValueError: they are malformed."""
     read = read_sequences(columns, prompt)
     lengths = [len(one.tokens) for one in read]
     own: list[dict[str, NDArray[Any]]] = [{} for _ in read]

@@ -63,7 +63,7 @@ class Checkpoints:
         self._schedule = Schedule(self._settings)
         self._wanted = False
         self._keep = False
-        """Whether the next checkpoint is never removed."""
+        """True if the next checkpoint is never removed."""
         self._requesters: list[Answer] = []
         """Requesters of the next checkpoint."""
         self._saving: _Saving | None = None
@@ -230,7 +230,7 @@ class Checkpoints:
         self._fail(saving.answers, f"{reason}; {self._room(saving)}")
 
     def _room(self, saving: "_Saving") -> str:
-        """Return how much room a checkpoint needs, how much there is, and what would make room."""
+        """Return a sentence on the room that a checkpoint needs and the disk has, and on what would make room."""
         folder = saving.final.parent
         try:
             free = byte_amount(shutil.disk_usage(folder).free)

@@ -116,7 +116,7 @@ class BeginCheckpoint:
 
 @dataclass(frozen=True)
 class EndCheckpoint:
-    """Drop the snapshot, once every rank has told how its writing has ended, or is late."""
+    """Drop the snapshot, once every rank has reported the end of its writing, or is late."""
 
     def execute(self, rank: CommandedRank) -> None:
         """Drop it."""

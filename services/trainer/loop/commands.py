@@ -99,7 +99,7 @@ class Round:
     whitening: Whitening | None = None
     """`StepPlan.whitening`."""
     last: bool = False
-    """Whether it is the last round of its update."""
+    """True if it is the last round of its update."""
 
     def execute(self, rank: TrainingRank) -> None:
         """Get this rank's missing groups and accumulate gradients."""

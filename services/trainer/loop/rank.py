@@ -1,7 +1,7 @@
 """One rank of the Megatron world: a child process of the trainer service.
 
 Its place in the world comes from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, everything else from the parent's Work
-call. Training runs in a thread of its own, and each of the parent's calls in another, so that broadcasts overlap
+call. Training runs in one thread, and each of the parent's calls in another, so that broadcasts overlap
 training and LeaveWeightGroup reaches a rank that is stuck.
 """
 

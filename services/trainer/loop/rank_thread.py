@@ -23,11 +23,11 @@ class RankThread:
     def __init__(self) -> None:
         self.number = int(os.environ.get("RANK", "0"))
         self.alone = os.environ.get("WORLD_SIZE", "1") == "1"
-        """Whether there is no other rank."""
+        """True if there is no other rank."""
         self.events: Outbox[WorkResponse] = Outbox()
 
     def start(self, request: WorkRequest, work: Callable[[WorkRequest], None]) -> None:
-        """Run `work`, which doesn't return, in a thread of its own."""
+        """Run `work`, which doesn't return, in a new thread."""
         threading.Thread(target=self._run, args=(request, work), name=request.role, daemon=True).start()
 
     def fail(self, reason: str) -> None:

@@ -64,7 +64,7 @@ class ColumnPass(NamedTuple):
     prompt: str = "prompt_tokens"
     """The column with the prompt of the micro-batches' sequences."""
     is_for: Callable[[TrainGroup], bool] = lambda group: True
-    """Whether it computes the columns of a group."""
+    """True if it computes the columns of a group."""
 
 
 class RoundRunner:
@@ -82,7 +82,7 @@ class RoundRunner:
         """Forward passes before a step's updates."""
         several = config.trainer.updates_per_step > 1
         self.makes_advantages = ADVANTAGES not in self._columns
-        """Whether no stage makes the advantages: they need columns that forward passes compute."""
+        """True if no stage makes the advantages: they need columns that forward passes compute."""
         of_advantages = needs.advantages if self.makes_advantages else ()
         if config.trainer.routing_replay == "trainer":
             self._forward.append(ColumnPass((OLD_LOGPROBS, ROUTED_EXPERTS), partial(_routed, learner)))
@@ -114,7 +114,7 @@ class RoundRunner:
 
     @property
     def prepares(self) -> bool:
-        """Whether a step's updates need columns that `prepare` computes: what doesn't change from update to update."""
+        """True if a step's updates need columns that `prepare` computes: those that stay the same in all updates."""
         return bool(self._forward)
 
     def own_groups(self, entry: MicroBatchRound) -> set[str]:
@@ -150,11 +150,11 @@ class RoundRunner:
         return prepared
 
     def prepared_columns(self, group: TrainGroup, prepared: PreparedColumns) -> dict[str, NDArray[Any]]:
-        """Return what the trainer adds to a group of a step: [T] each, by name.
+        """Return the trainer's additional columns of a step's group: [T] each, by name.
 
         Args:
             group: the group as it came.
-            prepared: what forward passes have computed. What is missing is NaN, as are columns that follow from it;
+            prepared: results of forward passes. Missing ones are NaN, as are columns that follow from them;
                 there are no candidates. Experts that are missing, of a step that can't be trained, are left out.
 
         Raises:
@@ -247,7 +247,7 @@ class RoundRunner:
     def _advantages(self, group: TrainGroup) -> tuple[NDArray[np.float32], bool]:
         """Return the advantages of a group that has its other columns, and whether the algorithm filters it.
 
-        They are 0 then: the group has its place in the step. They are NaN where a column of its own log-probs isn't
+        They are 0 then: the group has its place in the step. They are NaN where one of the trainer's log-probs isn't
         finite, as after weights that went wrong, so that the update is skipped.
         """
         columns, mask = group.columns, group.columns[LOSS_MASK]
@@ -308,7 +308,7 @@ class RoundRunner:
 
 
 def _is_asked(config: RunConfig, role: str, name: str, group: TrainGroup) -> bool:
-    """Return whether the model of a name is asked about a group."""
+    """Return True if the model `name` scores a group."""
     return model_of(config, role, group.columns) == name
 
 

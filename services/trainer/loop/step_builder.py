@@ -26,11 +26,11 @@ class StepBuilder:
         self.rounds: list[MicroBatchRound] = []
         """Rounds that were trained while it filled."""
         self.sealed = False
-        """Whether the last of them is trained: the step takes no more groups."""
+        """True once the last of them is trained: the step takes no more groups."""
         self.mini_batches: tuple[MiniBatch, ...] = ()
         """Its mini-batches; known when the step closes."""
         self.whitening: Whitening | None = None
-        """What its advantages are normalised with, if they are; known when the step closes."""
+        """Normalisation of its advantages, if any; known when the step closes."""
         self.waited = 0.0
         """Seconds spent waiting for groups."""
         self.worked = 0.0

@@ -45,7 +45,7 @@ def group_metrics(groups: Sequence[TrainGroup], step: int) -> dict[str, float]:
 
 
 def _value_metrics(groups: Sequence[TrainGroup]) -> dict[str, float]:
-    """Return how the critic's values at the step's beginning and the returns are related, over all trained tokens."""
+    """Return metrics of the critic's values at the step's beginning against the returns, over all trained tokens."""
     trained = [group.columns[LOSS_MASK] != 0 for group in groups]
     values, returns = (
         np.concatenate([group.columns[name][mask] for group, mask in zip(groups, trained, strict=True)])
@@ -61,7 +61,7 @@ def _value_metrics(groups: Sequence[TrainGroup]) -> dict[str, float]:
 
 
 def _critic_metrics(groups: Sequence[TrainGroup], step: int) -> dict[str, float]:
-    """Return how old the values of a critic service are, and the numbers of the newest critic that gave some."""
+    """Return the age of a critic service's values, and the metrics of the newest critic among them."""
     states = [group.columns[CRITIC_STATE] for group in groups]
     staleness = step - 1 - np.array([state["step"] for state in states])
     newest = max(states, key=lambda state: int(state["step"]))

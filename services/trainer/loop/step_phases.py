@@ -61,7 +61,7 @@ class StepPhases(Protocol):
 
 
 def training_packer(config: RunConfig) -> Packer:
-    """Return an empty packer of micro-batches to train on. A round is one schedule of the pipeline."""
+    """Return an empty packer of training micro-batches. A round is one schedule of the pipeline."""
     trainer = config.trainer
     per_rank = schedule_length(trainer.pipeline_parallel, trainer.pipeline_chunks)
     return Packer(trainer.micro_batch_tokens, trainer.data_parallel, per_rank)
@@ -87,7 +87,7 @@ class _Phases:
 
 
 class TrainedWhileFilling(_Phases):
-    """Gradients of micro-batches are added up as they come. A step is one update."""
+    """Adds up gradients as micro-batches come: a step with one update."""
 
     def take(self, opened: StepBuilder, entry: MicroBatchRound, *, last: bool) -> None:
         """Run forward and backward. With the last round's gradients the reduction begins, so no other may follow."""

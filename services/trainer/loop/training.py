@@ -77,7 +77,7 @@ class Training:
         self.checkpoints = Checkpoints(config, run_id, weights.term, rank, self._ask_critic)
         self._weights_checksum = 0
         self._refreshes = REFERENCE_WEIGHTS in rank.board.needs(TRAIN)
-        """Whether a reference service takes over weights."""
+        """True if a reference service takes over weights."""
         self._reference = ""
         """Name of the weights with which it must have scored the groups of the next step."""
         self._skipped = SkippedUpdates(config.trainer.max_skipped_updates)
@@ -156,7 +156,7 @@ class Training:
                 time.sleep(TICK_SECONDS)  # named: by the warning
 
     def _add(self, opened: StepBuilder) -> bool:
-        """Add groups that are there, and work on full rounds. Return whether the step may close with what is left."""
+        """Add available groups, and work on full rounds. Return True if the step may close with the rest."""
         selection = self._intake.select(opened.number, opened.members, self._reference)
         opened.add(selection.chosen)
         while (entry := opened.packer.full_round()) is not None:  # leaves a rest
@@ -296,7 +296,7 @@ class Training:
         return updates
 
     def _abandon_if_draining(self) -> None:
-        """Hand the groups back and wait for this process's end, if that is asked for: updates may take minutes.
+        """Hand the groups back and wait for this process's end, if requested: updates may take minutes.
 
         The weights are of no version by then, so no other request is served.
         """

@@ -36,7 +36,7 @@ class WeightReadLock:
 
     @property
     def changing(self) -> bool:
-        """Whether holds are refused because the weights are being changed."""
+        """True if holds are refused because the weights are being changed."""
         return self._version is None and bool(self._changed_by)
 
     def publish(self, version: int) -> None:

@@ -118,7 +118,7 @@ class DiskWork:
         This needs no disk, which may be the one that is full.
 
         Args:
-            work: a name that all ranks use, and no other work has.
+            work: a name that all ranks use for this work only.
             text: the report.
         """
         self._store.set(self._told_key(work, self._rank), text)

@@ -1,6 +1,6 @@
 """The layer specification for Megatron: packed sequences, without Transformer Engine.
 
-A micro-batch is one row of consecutive sequences (Megatron's THD layout), with hidden states [T, 1, hidden]. Only
+Each micro-batch is a row of consecutive sequences (Megatron's THD layout), with hidden states [T, 1, hidden]. Only
 attention distinguishes the sequences.
 """
 

@@ -166,9 +166,9 @@ class PolicyModel(GPTModel):
 
 
 class InterleavedModel(MegatronModule):
-    """A pipeline stage of several chunks, between which other stages have theirs (`chunk_layers`).
+    """A pipeline stage whose chunks alternate with those of other stages (`chunk_layers`).
 
-    To gradient buffers, optimizer and checkpoints it is one model. Only Megatron's schedule knows the chunks.
+    Gradient buffers, optimizer and checkpoints see a single model. Only Megatron's schedule knows the chunks.
     """
 
     def __init__(self, chunks: Sequence[PolicyModel]) -> None:
@@ -261,7 +261,7 @@ def routers(model: torch.nn.Module) -> list[Router]:
 
 
 def _megatron_layout(stages: list[range]) -> list[list[str]]:
-    """Return what Megatron calls the layout of a pipeline."""
+    """Return a pipeline's layout in Megatron's form."""
     layout = [["decoder"] * len(layers) for layers in stages]
     layout[0].insert(0, "embedding")
     layout[-1].append("loss")

@@ -37,7 +37,7 @@ class PackedLayer(TransformerLayer):
         self._index = _index_in_stage(self.layer_number - 1, self.config, named.get("vp_stage"))
         """Number of the layer within this pipeline stage, from 0, chunk after chunk."""
         self.offload: ActivationOffload | None = None
-        """What keeps this layer's activations on the host, if they are to be there."""
+        """Offload of this layer's activations to the host, if enabled."""
 
     def forward(
         self, hidden_states: Tensor, *, rotary_pos_emb: Tensor, packed_seq_params: SequenceLayout, **_: object

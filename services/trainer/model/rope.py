@@ -98,7 +98,7 @@ def _yarn(rope: Rope, size: int) -> Rotary:
     factor, trained = given["factor"], given["original_max_position_embeddings"]
 
     def dimension(rotations: float) -> float:
-        """Return the dimension that makes so many rotations over the context of the training."""
+        """Return the dimension that makes `rotations` rotations over the context of the training."""
         return size * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dimension(given.get("beta_fast") or 32), dimension(given.get("beta_slow") or 1)

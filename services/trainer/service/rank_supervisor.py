@@ -52,7 +52,7 @@ class RankSupervisor:
         Args:
             settings: the service's settings.
             count: number of ranks.
-            request: what the ranks are asked to train.
+            request: the work of the ranks.
             environment: environment variables, in addition to this process's.
             take_turn: in a colocated run, awaited before each start (ReplicaContext.take_turn).
             gpu_lease: the ranks are killed when it is over.
@@ -64,7 +64,7 @@ class RankSupervisor:
         self._gpu_lease = gpu_lease
         self._module = module
         self.awake = False
-        """Whether the ranks use the devices, in a colocated run."""
+        """True if the ranks use the devices, in a colocated run."""
         self._count = count
         self._request = request
         self._processes: RankProcesses | None = None
@@ -79,20 +79,20 @@ class RankSupervisor:
         self.done_groups = 0
         self._done_before = 0
         self.changing_weights = False
-        """Whether the ranks are changing the weights, so that none can be sent."""
+        """True while the ranks change the weights, so that none can be sent."""
         self.iterations = 0
         """Iterations of the training loop, as last reported by rank 0."""
         self.manifest = trainer_pb2.GetWeightManifestResponse()
-        """What a broadcast sends, without the store's host and the weights' version; empty while the ranks load."""
+        """Manifest of a broadcast, without the store's host and the weights' version; empty while the ranks load."""
 
     @property
     def colocated(self) -> bool:
-        """Whether the ranks share their devices with engines."""
+        """True if the ranks share their devices with engines."""
         return self._take_turn is not None
 
     @property
     def ready(self) -> bool:
-        """Whether the ranks have weights."""
+        """True if the ranks have weights."""
         return self.weights.term > 0 and all(rank.loaded for rank in self.ranks)
 
     @property

@@ -149,10 +149,10 @@ class SchedulerControl:
             yield
 
     def wait_update(self) -> list[Updated | RpcError]:
-        """Return, inside `update`, each scheduler process's result; it is Late for those that have none in time.
+        """Return, inside `update`, each scheduler process's result; Late for those without one in time.
 
-        Raises EngineError if they don't pause in time, or if the group was left before they were asked. In the first
-        case they may have been asked; they have to leave the group.
+        Raises EngineError if they don't pause in time, or if the group was left before the request. In the first
+        case they may have got it; they have to leave the group.
         """
         gate = self._gate
         with gate.changed:

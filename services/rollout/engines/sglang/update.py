@@ -28,7 +28,7 @@ class SchedulerUpdate:
         self._end = 0.0
         self._results: dict[int, Updated | RpcError] = {}
         self.asked = False
-        """True if the scheduler processes were asked."""
+        """True once the update was requested of the scheduler processes."""
         self.change = 0
         """Number of the pause that the message began; 0: none, they were paused already."""
         self.group_name = receive.group_name

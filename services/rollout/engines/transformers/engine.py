@@ -108,7 +108,7 @@ class TransformersEngine(GatedEngine):
             self._gate.changed.notify_all()
 
     def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
-        """Pause between two tokens. Returns how many samples are held in place.
+        """Pause between two tokens. Returns the number of samples held in place.
 
         in_place keeps requests where they are; abort ends them now; drain waits for the running ones. Raises
         EngineError for retract, because this engine can't hold samples without their keys and values.

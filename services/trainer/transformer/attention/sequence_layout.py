@@ -24,7 +24,7 @@ MAX_PADDING = 0.25
 MAX_LENGTH_RATIO = 16
 """Largest ratio of the longest to the shortest sequence in one cuDNN call."""
 MIN_SEQUENCES = 8
-"""Shorter sequences get a cuDNN call of their own only if there are at least this many."""
+"""Minimum number of shorter sequences for a separate cuDNN call."""
 MIN_LENGTH = 128
 """cuDNN takes the same time for all sequences up to this many tokens."""
 MIN_SAVING: dict[AttentionKernel, float] = {"cudnn": 3.0, "varlen": 1.25, "blocks": 1.25}
@@ -51,7 +51,7 @@ class CudnnBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceLayout:
-    """Where the sequences of a packed micro-batch are, in the forms that attention needs: T tokens, P slots."""
+    """Places of a packed micro-batch's sequences, in the forms that attention needs: T tokens, P slots."""
 
     cu_seqlens: Tensor
     """int32 [sequences + 1]: first slot of each sequence, and P."""

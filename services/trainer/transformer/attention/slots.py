@@ -30,7 +30,7 @@ class Slots:
 
     @classmethod
     def of(cls, token_of_slot: NDArray[np.int64], tokens: int, device: torch.device) -> "Slots":
-        """Make them from the token in each slot, for a row of so many tokens."""
+        """Make slots from the token in each slot, for a row of `tokens` tokens."""
         slot_of_token = np.zeros(tokens, np.int64)
         slot_of_token[token_of_slot[::-1]] = np.arange(len(token_of_slot))[::-1]  # the last write wins: the first slot
         return cls(

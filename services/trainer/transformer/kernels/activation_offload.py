@@ -1,6 +1,6 @@
-"""Activations on the host: what the layers keep for the backward pass, in pinned memory instead of the GPU's.
+"""Activations on the host: the layers' saved tensors in pinned memory instead of the GPU's.
 
-The forward pass copies each tensor to the host on a stream of its own and goes on. The backward pass fetches tensors a
+The forward pass copies each tensor to the host on a separate stream and goes on. The backward pass fetches tensors a
 little ahead of their use. A bounded pool of pinned memory holds them; what has no room stays on the GPU.
 """
 
@@ -66,7 +66,7 @@ class ActivationOffload:
         return torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
 
     def pack(self, tensor: Tensor) -> "Tensor | Deferred":
-        """Begin to move a tensor to the host. Return what `unpack` takes: the tensor itself if it stays."""
+        """Begin to move a tensor to the host. Return the argument for `unpack`: the tensor itself if it stays."""
         storage = tensor.untyped_storage()
         size, address = storage.nbytes(), _address(tensor)
         if tensor.is_cuda != self._cuda or size < (LEAST_BYTES if self._cuda else 1) or address in self._staying:
@@ -107,7 +107,7 @@ class ActivationOffload:
                 oldest.free_device()
 
     def fetch(self, order: int) -> None:
-        """Begin to fetch the tensors that are used at and soon after the one with this number."""
+        """Begin to fetch the tensors used at `order` and soon after."""
         for number in range(order, max(order - self._ahead, 0) - 1, -1):
             away = self._saved.get(number)
             if away is not None:
@@ -128,7 +128,7 @@ class _Pool:
         self.allocated = 0
 
     def take(self, size: int) -> list[Tensor] | None:
-        """Return blocks for so many bytes; None if the limit doesn't allow as many."""
+        """Return blocks for `size` bytes; None if the limit doesn't allow them."""
         count = -(-size // BLOCK_BYTES)
         if count > len(self._free) + self._left:
             return None

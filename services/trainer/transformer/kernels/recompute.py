@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Deferred(ABC):
-    """What autograd saves in place of a tensor."""
+    """Placeholder that autograd saves instead of a tensor."""
 
     @abstractmethod
     def __call__(self) -> Tensor:
@@ -69,7 +69,7 @@ class Recompute:
         return output
 
     def register(self, output: Any, function: Callable[..., Any], *arguments: Any) -> None:
-        """Let the backward pass recompute tensors by a function that need not be the one that computed them.
+        """Let the backward pass recompute tensors, perhaps by another function than the forward pass.
 
         Args:
             output: the tensor or tuple of tensors. One that is a view of an argument is kept, at no cost.

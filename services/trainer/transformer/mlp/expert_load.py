@@ -23,7 +23,7 @@ def metrics(routers: Sequence[Router], world: World, *, with_losses: bool) -> di
     Args:
         routers: this stage's routers, at least one.
         world: this rank's place in the world.
-        with_losses: whether the routers have losses of their own.
+        with_losses: True if the routers have losses.
 
     Returns:
         expert_load_max: tokens of the fullest expert relative to the mean, in the layer with the largest ratio.

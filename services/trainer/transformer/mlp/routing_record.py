@@ -33,7 +33,7 @@ def recording(routers: Sequence[Router]) -> Iterator[None]:
 def recorded_experts(
     routers: Sequence[Router], micro_batches: Sequence[PackedMicroBatch], world: World
 ) -> list[NDArray[np.unsignedinteger]]:
-    """Return what the routers chose since `recording` began. All ranks of a data-parallel replica call it together.
+    """Return the routers' choices since `recording` began. Collective in a data-parallel replica.
 
     Args:
         routers: this stage's routers, by layer.
