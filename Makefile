@@ -97,6 +97,10 @@ lint: $(STAMP) ## ruff, mypy, import-linter, buf
 	$(BIN)/lint-imports
 	cd protos && ../$(BIN)/buf lint
 
+.PHONY: house
+house: $(STAMP) ## the size of relaxd and services, and signs of code that is hard to live in
+	$(BIN)/python -m tests.house
+
 # Field numbers, types and JSON names: what services of two versions, and what is stored, must agree on.
 .PHONY: breaking
 breaking: $(STAMP) ## what in protos/ callers of the commit AGAINST= (default: the last one) would not understand
