@@ -21,6 +21,8 @@ IDLE_FACTOR = 3.0
 """A process that waits instead of computing is stopped after this many times its seconds."""
 MESSAGE_ROOM = 1 << 16
 """Bytes of a message beside what a process returns."""
+ZYGOTE = ("-m", "relaxd.sandbox.zygote")
+"""Arguments of Python that start the zygote."""
 _ROOT = str(Path(__file__).parents[2])
 
 
@@ -112,7 +114,7 @@ class Sandbox:
         }
         with theirs:
             os.set_inheritable(theirs.fileno(), True)
-            command = [sys.executable, "-s", "-P", "-m", "relaxd.sandbox.zygote"]
+            command = [sys.executable, "-s", "-P", *ZYGOTE]
             self._zygote = subprocess.Popen(
                 [*command, str(theirs.fileno()), self.limits.to_json()],
                 env=environment,

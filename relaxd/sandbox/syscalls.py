@@ -1,8 +1,15 @@
 """System calls that a confined process may not make, by their numbers on x86-64 and on arm64 (None: it has no such)."""
 
 DENIED: dict[str, tuple[int, int | None]] = {
-    # Connections. Socket pairs stay allowed: asyncio needs one.
+    # Connections. Socket pairs are in ARGUMENTS: asyncio needs one. Nobody can see the addresses of sendmsg.
     "socket": (41, 198),
+    "connect": (42, 203),
+    "bind": (49, 200),
+    "listen": (50, 201),
+    "accept": (43, 202),
+    "accept4": (288, 242),
+    "sendmsg": (46, 211),
+    "sendmmsg": (307, 269),
     "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
@@ -33,7 +40,11 @@ DENIED: dict[str, tuple[int, int | None]] = {
     "ioprio_set": (251, 30),
     "migrate_pages": (256, 238),
     "move_pages": (279, 239),
-    # Attributes of files, which Landlock doesn't guard.
+    # Attributes, locks and changes of files, which Landlock doesn't guard.
+    "flock": (73, 32),
+    "inotify_add_watch": (254, 27),
+    "sync": (162, 81),
+    "syncfs": (306, 267),
     "chmod": (90, None),
     "fchmod": (91, 52),
     "fchmodat": (268, 53),
@@ -136,6 +147,10 @@ ARGUMENTS: dict[str, tuple[int, int | None]] = {
     "prctl": (157, 167),
     "open": (2, None),
     "openat": (257, 56),
+    "socketpair": (53, 199),
+    "sendto": (44, 206),
+    "fcntl": (72, 25),
+    "ioctl": (16, 29),
 }
 """Calls that are allowed with some arguments; `relaxd.sandbox.seccomp` says which."""
 SOCKETS: dict[str, tuple[int, int]] = {"socket": (41, 198), "socketpair": (53, 199)}
