@@ -18,11 +18,12 @@ from relaxd.sandbox import program
 from relaxd.sandbox.channel import Channel
 from relaxd.sandbox.confinement import confine, make_rules
 from relaxd.sandbox.limits import Limits
+from relaxd.sandbox.loading import CONTEST
 
 CHANNEL = 3
 """Descriptor of a child's socket."""
 MESSAGE_BYTES = 64
-IMPORTED = (*program.CONTEST, "dataclasses", "decimal", "fractions", "queue")
+IMPORTED = (*CONTEST, "dataclasses", "decimal", "fractions", "queue")
 """Modules that answers use: a child has them as soon as it imports them."""
 
 

@@ -41,6 +41,8 @@ class Asserts:
     tests: tuple[str, ...]
     prefix: str = ""
     """Code before the answer's: the beginning that the answer completes."""
+    entry_point: str = ""
+    """The tested function, if the data say which it is."""
 
 
 Cases = tuple[Script, ...] | tuple[Call, ...] | Asserts
@@ -56,13 +58,15 @@ def cases_of(sample: RewardInput) -> Cases:
     if metadata.get("test") and metadata.get("entry_point"):
         entry_point = str(metadata["entry_point"])
         prefix, _ = code_in(str(metadata.get("prompt_text") or sample.prompt))
-        return Asserts(str(metadata["test"]), (f"check({entry_point})",), prefix if entry_point in prefix else "")
+        return Asserts(
+            str(metadata["test"]), (f"check({entry_point})",), prefix if entry_point in prefix else "", entry_point
+        )
     if tests := metadata.get("test_list"):
         if not isinstance(tests, list) or not all(isinstance(one, str) for one in tests):
             raise ValueError(f"metadata.test_list is {_short(tests)}: it must be a list of asserts, as text")
         imports = metadata.get("test_imports") or []
         setup = [*([imports] if isinstance(imports, str) else imports), str(metadata.get("test_setup_code") or "")]
-        return Asserts("\n".join(setup), tuple(tests))
+        return Asserts("\n".join(setup), tuple(tests), entry_point=str(metadata.get("entry_point") or ""))
     raise ValueError(RIGHT)
 
 

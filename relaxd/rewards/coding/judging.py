@@ -153,6 +153,7 @@ def _start_tester(sandbox: Sandbox, cases: Asserts, deadline: float, given: Any)
     if given is None:
         return None
     job = {"kind": "tests", "setup": cases.setup, "tests": list(cases.tests)}
+    job |= {"prefix": cases.prefix, "entry_point": cases.entry_point}
     tester = sandbox.start(job | (given if "programs" in given else {"names": given}), deadline)
     try:
         begun = tester.receive()
@@ -162,7 +163,7 @@ def _start_tester(sandbox: Sandbox, cases: Asserts, deadline: float, given: Any)
         raise BrokenTestError("the tests' setup doesn't end") from None
     if "broken" in begun:
         tester.end()
-        raise BrokenTestError(f"the tests can't be compiled: {begun['broken']}")
+        raise BrokenTestError(begun["broken"])
     if "ready" not in begun:
         tester.end()
         return None

@@ -22,7 +22,8 @@ ARGUED = {
     "services/trainer/megatron/model_parallel_channel.py": RANKS,
     "services/trainer/megatron/rank_channel.py": RANKS,
     "services/trainer/megatron/cpu.py": "compiles Megatron's own source, as it is installed",
-    "relaxd/sandbox/program.py": "a model's code and its tests, in a confined process: that is what it is for",
+    "relaxd/sandbox/loading.py": "a model's code, in a confined process: that is what it is for",
+    "relaxd/sandbox/testing.py": "tests of a model's code, in a confined process",
     "relaxd/data/tools_file.py": "yaml.safe_load, which makes plain values; the configuration names the file",
     "relaxd/migrate/verl_source.py": "yaml.safe_load, which makes plain values; a person names the file",
     "services/rollout/engines/sglang/scheduler.py": "SGLang's scheduler is a child process of SGLang's own making",
@@ -62,7 +63,8 @@ def test_only_code_that_a_configuration_names_is_imported_by_a_name_that_is_give
     assert found == {
         "relaxd/importing.py",  # names in the run's configuration; Compute refuses an algorithm's
         "relaxd/rewards/loading.py",  # a name in the run's configuration; Score takes no other
-        "relaxd/sandbox/program.py",  # standard modules, in a confined process
+        "relaxd/sandbox/loading.py",  # a constant list of standard modules
+        "relaxd/sandbox/testing.py",  # standard modules, in a confined process
         "relaxd/sandbox/zygote.py",  # a constant list of standard modules
         "services/trainer/model/architectures/__init__.py",  # the files beside it
     }
