@@ -234,8 +234,9 @@ class WeightSync:
         seconds = time.monotonic() - started
         if then is not None:
             await then()
+        for member in (trainer, *engines):
+            self._set_aside.forgive(member)
         for engine in engines:
-            self._set_aside.forgive(engine)
             self._registry.mark_synced(engine, version)
             self._verified.add((trainer, engine))
         await self._save(running=False, last_sync_seconds=seconds)

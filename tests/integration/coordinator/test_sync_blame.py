@@ -1,0 +1,89 @@
+"""Whom a failed weight synchronisation is counted against, and until when."""
+
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+
+from relaxd.config import RunConfig
+from relaxd.roles import ROLLOUT, TRAINER
+from relaxd.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+from services.coordinator.state.records import Announcement, WeightsRecord
+from services.coordinator.weights.weight_sync import WeightSync
+from tests.integration.coordinator.fleet_kit import RUN, FleetKit
+
+CONFIG = RunConfig.model_validate(
+    {
+        "run": {"steps": 9},
+        "model": {"path": "model"},
+        "data": {"source": "addition"},
+        "reward": {"name": "addition"},
+        "weights": {"verify": "never"},
+    }
+)
+
+
+class Trainer(trainer_pb2_grpc.TrainerServicer):
+    """Sends nothing, and fails the first broadcasts as a trainer that is restarting does."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
+
+    async def GetWeightManifest(self, request, context):  # noqa: N802
+        return trainer_pb2.GetWeightManifestResponse(source_ranks=1, store_host="127.0.0.1", store_port=1)
+
+    async def JoinWeightGroup(self, request, context):  # noqa: N802
+        return trainer_pb2.TrainerJoinWeightGroupResponse()
+
+    async def BroadcastWeights(self, request, context):  # noqa: N802
+        if self.failures:
+            self.failures -= 1
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the ranks are starting")
+        return trainer_pb2.BroadcastWeightsResponse()
+
+    async def LeaveWeightGroup(self, request, context):  # noqa: N802
+        return trainer_pb2.TrainerLeaveWeightGroupResponse()
+
+
+class Engine(rollout_pb2_grpc.RolloutServicer):
+    """Receives nothing, always."""
+
+    async def JoinWeightGroup(self, request, context):  # noqa: N802
+        return rollout_pb2.JoinWeightGroupResponse()
+
+    async def ReceiveWeights(self, request, context):  # noqa: N802
+        return rollout_pb2.ReceiveWeightsResponse(seconds=0.001)
+
+    async def ResumeGeneration(self, request, context):  # noqa: N802
+        return rollout_pb2.ResumeGenerationResponse()
+
+    async def LeaveWeightGroup(self, request, context):  # noqa: N802
+        return rollout_pb2.LeaveWeightGroupResponse()
+
+
+@pytest.fixture
+async def kit(redis_url: str) -> AsyncIterator[FleetKit]:
+    kit = FleetKit(redis_url)
+    yield kit
+    await kit.close()
+
+
+async def test_a_success_forgets_the_failures_of_the_trainer(kit: FleetKit) -> None:
+    """Else a trainer would stay suspect for ever after its restarts, and be restarted for them one day."""
+    trainer = Trainer(failures=3)
+    await kit.serve("trainer-0", TRAINER, trainer_pb2_grpc.add_TrainerServicer_to_server, trainer, "relaxd.v1.Trainer")
+    await kit.serve("rollout-0", ROLLOUT, rollout_pb2_grpc.add_RolloutServicer_to_server, Engine(), "relaxd.v1.Rollout")
+    sender, engine = kit.registry.get("trainer-0"), kit.registry.get("rollout-0")
+    assert sender is not None
+    assert engine is not None
+    sync = WeightSync(kit.context(CONFIG), WeightsRecord())
+    announced = Announcement(run_id=RUN, term=1, version=1, replica_id="trainer-0")
+
+    async def then() -> None:
+        return None
+
+    counts = []
+    for _ in range(4):
+        await sync.synchronise(sender.member, [engine.member], announced, then)
+        counts.append((sync.failures(sender), sync.last_failure == ""))
+    assert counts == [(1, False), (2, False), (3, False), (0, True)]
