@@ -106,8 +106,9 @@ def _tables() -> str:
 
 def _needs(name: str) -> str:
     section = BUILT_IN[name]
-    needs = [f"n ≥ {section.min_samples}"] if section.min_samples > 1 else []
-    if section().on_policy_only:
+    default = section()
+    needs = [f"n ≥ {default.min_samples}"] if default.min_samples > 1 else []
+    if default.on_policy_only:
         needs.append("`board.max_staleness = 0` or a correction")
     if section.model_fields["distill_coef"].default > 0:
         needs.append("`roles.teacher.model`")

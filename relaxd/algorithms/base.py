@@ -69,6 +69,9 @@ class Needs:
     """Columns that `Algorithm.advantages` reads besides rewards and lengths. Some are made in the trainer only:
     "old_logprobs", and "ref_logprobs" and "teacher_logprobs" of models in its ranks. A run that needs one of these has
     no advantage stage: the trainer computes the advantages once the step is full."""
+    finite: tuple[str, ...] = ()
+    """Columns of `loss` that must be finite. Models in the trainer's ranks compute them before a step's updates, so
+    that a group without a finite value is dropped instead of making an update skip."""
     old_logprobs: bool = False
     """True if `Algorithm.loss` reads `LossInputs.old_logprobs`."""
     whitened: bool = False

@@ -4,6 +4,7 @@ from typing import ClassVar
 
 from relaxd.algorithms.policy_gradient import GroupNormalized, PolicyTerm, Tokens
 from relaxd.algorithms.terms.clipping import clipped_loss
+from relaxd.algorithms.terms.correction import MAX_LOG_RATIO
 from relaxd.config.algorithm import GSPOConfig
 from relaxd.config.policy_gradient import PolicyGradientConfig
 
@@ -20,6 +21,8 @@ class GSPO(GroupNormalized):
 
     def policy_term(self, tokens: Tokens) -> PolicyTerm:
         """Return PPO's clipped objective of the ratio of each token's sequence."""
-        ratio = tokens.sequence_mean(tokens.log_ratio).exp()
+        # The paper's mean is of unlimited ratios (unlike `tokens.log_ratio`); only its exponential must be finite.
+        mean = tokens.sequence_mean(tokens.logprobs - tokens.old_logprobs)
+        ratio = mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         loss, clipped = clipped_loss(ratio, tokens.advantages, self.config)
         return PolicyTerm(loss, ratio, clipped)

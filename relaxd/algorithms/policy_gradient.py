@@ -130,7 +130,7 @@ class PolicyGradient:
             ValueError: `sample_advantages` returned another shape.
         """
         if self.config.kl_reward_coef > 0:
-            kl = shaping.kl_estimates(columns["rollout_logprobs"], columns["ref_logprobs"], columns["loss_mask"])
+            kl = shaping.kl_estimates(columns[self._student_column], columns["ref_logprobs"], columns["loss_mask"])
             sample_of_token = np.repeat(np.arange(lengths.size), lengths)
             rewards = rewards - self.config.kl_reward_coef * np.bincount(sample_of_token, kl, lengths.size)
         values = np.asarray(self.sample_advantages(rewards))
@@ -154,14 +154,15 @@ class PolicyGradient:
             teacher = OF_CANDIDATES
         advantages: list[str] = []
         if self.config.kl_reward_coef > 0:
-            advantages += ["loss_mask", "rollout_logprobs", "ref_logprobs"]
-        if self.config.distill_coef > 0:
-            advantages += ["loss_mask", "rollout_logprobs", "teacher_logprobs"]
+            advantages += ["loss_mask", self._student_column, "ref_logprobs"]
+        if self.config.distill_coef > 0 and not self._distills_in_loss:
+            advantages += ["loss_mask", self._student_column, "teacher_logprobs"]
         if self.config.mask_truncated:
             advantages += ["finish", "sample_of_sequence"]
         return Needs(
             loss=("rollout_logprobs", "advantages", *reference, *teacher),
             advantages=tuple(dict.fromkeys(advantages)),
+            finite=("teacher_logprobs",) if self._distills_in_loss else (),
             old_logprobs=not self._old_is_engine or self.config.correction != "none",
             whitened=self.config.needs_whole_step,
             candidates=Candidates(self.config.distill_candidates, top_k) if top_k else None,
@@ -221,8 +222,8 @@ class PolicyGradient:
         # Before anything is added to them: numpy would make [T, T] of [T, 1] and [T].
         if np.shape(values) != (lengths.sum(),):
             raise ValueError(f"token_advantages() returned {shown(values)}: it must be [{lengths.sum()}], one a token")
-        if self.config.distill_coef > 0:
-            own, teachers = columns["rollout_logprobs"], columns["teacher_logprobs"]
+        if self.config.distill_coef > 0 and not self._distills_in_loss:
+            own, teachers = columns[self._student_column], columns["teacher_logprobs"]
             values = distilled(values, own, teachers, columns["loss_mask"], self.config.distill_coef)
         if self.config.mask_truncated:
             values = np.where(np.repeat(self._cut(columns, rewards.size), lengths), 0.0, values)
@@ -269,10 +270,11 @@ class PolicyGradient:
             per_token = per_token * weights
             sums |= {"correction_weight": weights, "correction_fraction": limited}
         rollout_log_ratio = tokens.logprobs.detach() - tokens.rollout_logprobs
+        vetoed = ~trained
         if excluded_tokens.has_veto(config):
-            left_out = excluded_tokens.vetoed([rollout_log_ratio, tokens.log_ratio.detach()], trained, inputs, config)
-            per_token = per_token.masked_fill(left_out, 0.0)
-            sums["veto_fraction"] = left_out
+            vetoed = excluded_tokens.vetoed([rollout_log_ratio, tokens.log_ratio.detach()], trained, inputs, config)
+            per_token = per_token.masked_fill(vetoed, 0.0)
+            sums["veto_fraction"] = vetoed
         if config.opsm_delta > 0:
             left_out = excluded_tokens.off_policy_sequences(
                 rollout_log_ratio, tokens.advantages, trained, inputs, config.opsm_delta
@@ -283,7 +285,9 @@ class PolicyGradient:
             kl = kl_divergence(tokens.logprobs, _masked(inputs.columns["ref_logprobs"], trained), config.kl_estimator)
             sums["kl"] = kl
             if config.kl_coef > 0:
-                per_token = per_token + config.kl_coef * (tokens.ratio * kl if config.kl_unbiased else kl)
+                # With the ratio as a factor this term has the extreme gradients that the veto is for.
+                term_kl = (tokens.ratio * kl).masked_fill(vetoed, 0.0) if config.kl_unbiased else kl
+                per_token = per_token + config.kl_coef * term_kl
         if "teacher_logprobs" in inputs.columns:
             teacher = _masked(inputs.columns["teacher_logprobs"], trained)
             sums["teacher_kl"] = kl_divergence(tokens.logprobs, teacher, "k1")
@@ -314,6 +318,22 @@ class PolicyGradient:
         return shaping.truncated_samples(columns["finish"], columns["sample_of_sequence"], samples)
 
     @property
+    def _student_column(self) -> str:
+        """The column of the student's log-probs that advantages read."""
+        return "old_logprobs" if self.config.student_logprobs == "current" else "rollout_logprobs"
+
+    @property
+    def _distills_in_loss(self) -> bool:
+        """True if the loss subtracts the teacher's term from the advantages, where the log-probs are current.
+
+        Otherwise something follows from the advantages before the loss: their normalisation, a critic's returns, or
+        which samples have none.
+        """
+        config = self.config
+        late = not (config.needs_whole_step or config.needs_critic or config.mask_truncated)
+        return config.distill_coef > 0 and config.student_logprobs == "current" and late
+
+    @property
     def _old_is_engine(self) -> bool:
         return isinstance(self.config, RatioConfig) and self.config.old_logprobs == "rollout"
 
@@ -323,6 +343,10 @@ class PolicyGradient:
         logprobs = _masked(inputs.logprobs, trained)
         rollout = _masked(inputs.columns["rollout_logprobs"], trained)
         old = rollout if self._old_is_engine else _masked(inputs.old_logprobs, trained)
+        advantages = _masked(inputs.columns["advantages"], trained)
+        if self._distills_in_loss:
+            teacher = _masked(inputs.columns["teacher_logprobs"], trained)
+            advantages = advantages - self.config.distill_coef * (logprobs.detach() - teacher)
         return Tokens(
             inputs=inputs,
             trained=trained,
@@ -330,7 +354,7 @@ class PolicyGradient:
             old_logprobs=old,
             rollout_logprobs=rollout,
             log_ratio=(logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO),
-            advantages=_masked(inputs.columns["advantages"], trained),
+            advantages=advantages,
         )
 
 

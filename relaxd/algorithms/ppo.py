@@ -50,7 +50,7 @@ class PPO(Clipped):
         mask, kl_coef = columns["loss_mask"], self.config.kl_reward_coef
         kl = np.zeros(mask.size)
         if kl_coef > 0:
-            kl = shaping.kl_estimates(columns["rollout_logprobs"], columns["ref_logprobs"], mask)
+            kl = shaping.kl_estimates(columns[self._student_column], columns["ref_logprobs"], mask)
         return returns.token_rewards(rewards, lengths, mask, kl, kl_coef)
 
     def advantages_and_returns(self, group: ValuedGroup) -> AdvantagesAndReturns:

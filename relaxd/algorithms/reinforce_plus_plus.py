@@ -38,7 +38,7 @@ class ReinforcePlusPlus(Clipped):
         mask, kl_coef = columns["loss_mask"], self.config.kl_reward_coef
         kl = np.zeros(mask.size)
         if kl_coef > 0:
-            kl = shaping.kl_estimates(columns["rollout_logprobs"], columns["ref_logprobs"], mask)
+            kl = shaping.kl_estimates(columns[self._student_column], columns["ref_logprobs"], mask)
         per_token = returns.token_rewards(rewards, lengths, mask, kl, kl_coef)
         return returns.discounted_returns(per_token, lengths, mask, self.config.gamma)
 

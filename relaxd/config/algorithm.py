@@ -30,6 +30,10 @@ class DrGRPOConfig(ClippedConfig):
     loss_aggregation: Aggregation = "constant_length"
     """As for the other algorithms; the paper divides by a constant."""
 
+    @property
+    def min_samples(self) -> int:
+        return 2
+
 
 class DAPOConfig(NormalizedConfig, ClippedConfig):
     """DAPO (arXiv 2503.14476): GRPO with a higher upper clip, dynamic sampling, token mean and overlong shaping."""
@@ -82,10 +86,12 @@ class CISPOConfig(NormalizedConfig, RatioConfig):
 class RLOOConfig(PolicyGradientConfig):
     """REINFORCE Leave-One-Out (arXiv 2402.14740): each sample's baseline is the mean reward of the others."""
 
-    min_samples: ClassVar[int] = 2
-
     name: Literal["rloo"] = "rloo"
     """Chooses the algorithm."""
+
+    @property
+    def min_samples(self) -> int:
+        return 2
 
     @property
     def on_policy_only(self) -> str:
@@ -110,13 +116,16 @@ class ReinforcePlusPlusConfig(ClippedConfig):
 class ReinforcePlusPlusBaselineConfig(ClippedConfig):
     """REINFORCE++-baseline (arXiv 2501.03262): the group's mean as baseline, normalised over the step."""
 
-    min_samples: ClassVar[int] = 2
     needs_whole_step: ClassVar[bool] = True
 
     name: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
     """Chooses the algorithm."""
     kl_estimator: KLEstimator = "k2"
     """Estimator of the KL divergence in the loss; the paper uses k2."""
+
+    @property
+    def min_samples(self) -> int:
+        return 2
 
 
 class OPDConfig(NormalizedConfig, ClippedConfig):
@@ -131,6 +140,10 @@ class OPDConfig(NormalizedConfig, ClippedConfig):
     """As for the other algorithms."""
     drop_zero_variance: bool = False
     """Drop groups whose rewards are all equal. The teacher has something to say about them all the same."""
+
+    @property
+    def min_samples(self) -> int:
+        return 2 if self.reward_coef > 0 else 1
 
     @model_validator(mode="after")
     def _teacher_counts(self) -> Self:

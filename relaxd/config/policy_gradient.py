@@ -12,13 +12,12 @@ KLEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
 DistillEstimator = Literal["k2", "k3", "low_var_kl"]
 Candidates = Literal["teacher", "student", "union"]
 Divergence = Literal["reverse_kl", "forward_kl", "jensen_shannon"]
+StudentLogprobs = Literal["current", "rollout"]
 
 
 class PolicyGradientConfig(Section):
     """Settings of every algorithm."""
 
-    min_samples: ClassVar[int] = 1
-    """Samples that a group needs at least."""
     needs_whole_step: ClassVar[bool] = False
     """Whether advantages are normalised over all groups of a step."""
     needs_critic: ClassVar[bool] = False
@@ -68,11 +67,16 @@ class PolicyGradientConfig(Section):
     """Multiply that estimate by the probability ratio to the old policy, so that its gradient is unbiased, too
     (DeepSeek-V3.2, arXiv 2512.02556)."""
     kl_reward_coef: float = Field(default=0.0, ge=0)
-    """Subtract this many times the KL divergence to the reference, estimated as the sum of log(engine's probability /
-    reference's) over an answer's tokens, from its reward."""
+    """Subtract this many times the KL divergence to the reference, estimated as the sum of log(student's probability /
+    reference's) over an answer's tokens, from its reward. student_logprobs says whose probability is the student's."""
     distill_coef: float = Field(default=0.0, ge=0)
-    """On-policy distillation (arXiv 2306.13649) in the advantages: subtract this many times log(engine's probability /
-    teacher's) from each token's. Needs roles.teacher.model."""
+    """On-policy distillation (arXiv 2306.13649) in the advantages: subtract this many times log(student's probability /
+    teacher's) from each token's; student_logprobs says whose probability is the student's. Needs
+    roles.teacher.model."""
+    student_logprobs: StudentLogprobs = "current"
+    """The student's log-probs in distill_coef and kl_reward_coef. current: the trainer's, under its current weights
+    (kl_reward_coef: at the step's beginning). rollout: the engine's; with stale samples the expected gradient is then
+    not that of the divergence."""
     distill_loss_coef: float = Field(default=0.0, ge=0)
     """On-policy distillation in the loss: weight of the KL divergence to the teacher, estimated at the sampled tokens,
     or computed over distill_top_k. Needs roles.teacher.model."""
@@ -134,6 +138,11 @@ class PolicyGradientConfig(Section):
             )
         return self
 
+    @property
+    def min_samples(self) -> int:
+        """Minimum samples of a group: 2 where a sample is compared with the others."""
+        return 1
+
     @model_validator(mode="after")
     def _what_is_set_counts(self) -> Self:
         for correction, names in (("tis", ("tis_clip_low", "tis_clip")), ("icepop", ("icepop_low", "icepop_high"))):
@@ -152,6 +161,10 @@ class PolicyGradientConfig(Section):
             self._refuse(("kl_estimator",), "algorithm.kl_coef is 0: set kl_coef")
         if self.distill_loss_coef == 0:
             self._refuse(("distill_estimator",), "algorithm.distill_loss_coef is 0: set distill_loss_coef")
+        if self.distill_coef == self.kl_reward_coef == 0:
+            self._refuse(
+                ("student_logprobs",), "algorithm.distill_coef and algorithm.kl_reward_coef are 0: set one of them"
+            )
         if self.loss_aggregation != "constant_length":
             self._refuse(
                 ("constant_length",),
@@ -260,6 +273,10 @@ class NormalizedConfig(PolicyGradientConfig):
     """Divide advantages by the group's standard deviation."""
     std_epsilon: float = Field(default=1e-6, gt=0)
     """Added to the standard deviation before dividing."""
+
+    @property
+    def min_samples(self) -> int:
+        return 2
 
     @model_validator(mode="after")
     def _epsilon_counts(self) -> Self:

@@ -326,8 +326,9 @@ class RunConfig(Section):
         who = f'algorithm.name is "{algorithm.name}"'
         if samples < algorithm.min_samples:
             raise ValueError(
-                f"{who}, but rollout.samples_per_prompt is {samples}: it compares the samples of a group, so there "
-                f"must be at least {algorithm.min_samples}"
+                f"{who}, but rollout.samples_per_prompt is {samples}: its baseline is made of the group's other "
+                f"rewards, so there must be at least {algorithm.min_samples}; for one sample a prompt use "
+                '"reinforce_plus_plus" or "ppo"'
             )
         if algorithm.on_policy_only and self.board.max_staleness > 0:
             raise ValueError(

@@ -39,7 +39,7 @@ def distilled(
 
     Args:
         advantages: [T], those of the rewards; zeros for distillation alone.
-        student_logprobs: [T], the engine's, or those at the beginning of the step.
+        student_logprobs: [T], those at the beginning of the step, or the engine's.
         teacher_logprobs: [T].
         mask: [T].
         coefficient: weight of the teacher.

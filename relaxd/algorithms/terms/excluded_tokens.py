@@ -1,6 +1,7 @@
 """Tokens that are left out of the policy gradient. Tensor methods only: no torch import.
 
-They keep their place in the divisors of the loss, and their KL and entropy terms.
+They keep their place in the divisors of the loss, and their KL and entropy terms, except an unbiased KL term, which has
+the ratio as a factor.
 """
 
 from __future__ import annotations

@@ -47,19 +47,19 @@ def truncated_samples(
 
 
 def kl_estimates(
-    rollout_logprobs: NDArray[np.floating], ref_logprobs: NDArray[np.floating], mask: NDArray[np.uint8]
+    student_logprobs: NDArray[np.floating], ref_logprobs: NDArray[np.floating], mask: NDArray[np.uint8]
 ) -> NDArray[np.float64]:
-    """Return an unbiased estimate of KL(engine || reference) at each token: log(engine's / reference's probability).
+    """Return an unbiased estimate of KL(student || reference) at each token: log(student's / reference's probability).
 
     It is Schulman's k1. In a reward, which carries no gradient, nothing speaks for another estimator.
 
     Args:
-        rollout_logprobs: [T].
+        student_logprobs: [T].
         ref_logprobs: [T].
         mask: [T].
 
     Returns:
         [T], 0 where mask is 0.
     """
-    difference = rollout_logprobs.astype(np.float64) - ref_logprobs.astype(np.float64)
+    difference = student_logprobs.astype(np.float64) - ref_logprobs.astype(np.float64)
     return np.where(mask != 0, difference, 0.0)

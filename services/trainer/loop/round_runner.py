@@ -94,7 +94,8 @@ class RoundRunner:
             # A teacher with prompts of its own, or one of several, has other rows than the student.
             privileged = role == TEACHER and TEACHER_PROMPT_TOKENS in self._columns
             names = list(dict.fromkeys(config.roles.frozen[role].settings.values()))
-            if not own or not (several or privileged or len(names) > 1 or set(own).intersection(of_advantages)):
+            early = several or privileged or len(names) > 1 or set(own).intersection((*of_advantages, *needs.finite))
+            if not own or not early:
                 continue
             prompt = TEACHER_PROMPT_TOKENS if privileged else "prompt_tokens"
             for name in names:

@@ -29,35 +29,35 @@ class Trainer(trainer_pb2_grpc.TrainerServicer):
     def __init__(self, failures: int) -> None:
         self.failures = failures
 
-    async def GetWeightManifest(self, request, context):  # noqa: N802
+    async def GetWeightManifest(self, request, context):
         return trainer_pb2.GetWeightManifestResponse(source_ranks=1, store_host="127.0.0.1", store_port=1)
 
-    async def JoinWeightGroup(self, request, context):  # noqa: N802
+    async def JoinWeightGroup(self, request, context):
         return trainer_pb2.TrainerJoinWeightGroupResponse()
 
-    async def BroadcastWeights(self, request, context):  # noqa: N802
+    async def BroadcastWeights(self, request, context):
         if self.failures:
             self.failures -= 1
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the ranks are starting")
         return trainer_pb2.BroadcastWeightsResponse()
 
-    async def LeaveWeightGroup(self, request, context):  # noqa: N802
+    async def LeaveWeightGroup(self, request, context):
         return trainer_pb2.TrainerLeaveWeightGroupResponse()
 
 
 class Engine(rollout_pb2_grpc.RolloutServicer):
     """Receives nothing, always."""
 
-    async def JoinWeightGroup(self, request, context):  # noqa: N802
+    async def JoinWeightGroup(self, request, context):
         return rollout_pb2.JoinWeightGroupResponse()
 
-    async def ReceiveWeights(self, request, context):  # noqa: N802
+    async def ReceiveWeights(self, request, context):
         return rollout_pb2.ReceiveWeightsResponse(seconds=0.001)
 
-    async def ResumeGeneration(self, request, context):  # noqa: N802
+    async def ResumeGeneration(self, request, context):
         return rollout_pb2.ResumeGenerationResponse()
 
-    async def LeaveWeightGroup(self, request, context):  # noqa: N802
+    async def LeaveWeightGroup(self, request, context):
         return rollout_pb2.LeaveWeightGroupResponse()
 
 

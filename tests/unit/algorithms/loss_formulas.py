@@ -42,14 +42,18 @@ def formula(s: dict[str, Any], micro: Micro, new: list[float]) -> float:
     means = {}
     for sequence in set(micro.sequence):
         own = [t for t in tokens if micro.sequence[t] == sequence]
-        changes = [limit(new[t] - old[t], -20, 20) for t in own]
-        means[sequence] = mean_of(changes), mean_of([micro.rollout[t] - micro.frozen[t] for t in own])
+        means[sequence] = (
+            mean_of([new[t] - old[t] for t in own]),
+            mean_of([micro.rollout[t] - micro.frozen[t] for t in own]),
+        )
     for t in tokens:
         a = micro.advantage[t]
+        if s["student_logprobs"] == "current":  # the divergence from the teacher, under the current weights
+            a -= s["distill_coef"] * (micro.frozen[t] - micro.teacher[t])
         r = math.exp(limit(new[t] - old[t], -20, 20))
         frozen_r = math.exp(limit(micro.frozen[t] - old[t], -20, 20))
         mean, moved = means[micro.sequence[t]]
-        policy, ratio, clipped = policy_term(s, a, r, frozen_r, math.exp(mean), new[t])
+        policy, ratio, clipped = policy_term(s, a, r, frozen_r, math.exp(limit(mean, -20, 20)), new[t])
         w, limited = correction(s, math.exp(limit(at_start[t] - micro.rollout[t], -20, 20)))
         policy *= w
         if t in extreme:
@@ -57,7 +61,9 @@ def formula(s: dict[str, Any], micro: Micro, new: list[float]) -> float:
         if 0 < s["opsm_delta"] < moved and a < 0:
             policy, sums["opsm_fraction"] = 0.0, sums["opsm_fraction"] + 1
         kl = divergence(s["kl_estimator"], new[t] - micro.ref[t])
-        term = policy + s["kl_coef"] * kl * (r if s["kl_unbiased"] else 1.0) - s["entropy_coef"] * micro.entropy[t]
+        unbiased = 0.0 if t in extreme else r
+        term = policy + s["kl_coef"] * kl * (unbiased if s["kl_unbiased"] else 1.0)
+        term -= s["entropy_coef"] * micro.entropy[t]
         disagreement = new[t] - micro.teacher[t]
         term += s["distill_loss_coef"] * divergence(s["distill_estimator"], disagreement)
         loss += micro.weight[t] * term

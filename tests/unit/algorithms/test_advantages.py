@@ -25,14 +25,17 @@ MASK = [1, 0, 1, 1, 1, 1, 0, 1, 0, 0, 1]
 SAMPLE = [sample for sample, length in enumerate(LENGTHS) for _ in range(length)]
 ROLLOUT = np.random.default_rng(3).uniform(-2, 0, len(MASK)).astype(np.float32)
 REFERENCE = np.random.default_rng(4).uniform(-2, 0, len(MASK)).astype(np.float32)
+CURRENT = np.random.default_rng(8).uniform(-2, 0, len(MASK)).astype(np.float32)
 COLUMNS = {
     "loss_mask": np.array(MASK, np.uint8),
     "rollout_logprobs": np.where(np.array(MASK) == 1, ROLLOUT, np.nan).astype(np.float32),
+    "old_logprobs": np.where(np.array(MASK) == 1, CURRENT, np.nan).astype(np.float32),
     "ref_logprobs": REFERENCE,
     "finish": ["stop", "length", "length", "stop", "stop", "length"],
     "sample_of_sequence": np.array([0, 0, 1, 1, 2, 3]),
 }
-KL = [float(q) - float(p) if m else 0.0 for q, p, m in zip(ROLLOUT, REFERENCE, MASK, strict=True)]
+KL = [float(q) - float(p) if m else 0.0 for q, p, m in zip(CURRENT, REFERENCE, MASK, strict=True)]
+ENGINE_KL = [float(q) - float(p) if m else 0.0 for q, p, m in zip(ROLLOUT, REFERENCE, MASK, strict=True)]
 
 
 def advantages(name: str, rewards: list[float] = REWARDS, **settings: Any) -> list[float] | str:
@@ -105,6 +108,7 @@ def test_kl_in_the_reward_counts_before_the_group_is_compared(name: str) -> None
     expected = centred(less, deviation=name == "grpo")
     expected = [value * (4 / 3 if name == "rloo" else 1) for value in expected]
     assert advantages(name, kl_reward_coef=0.3) == per_token(expected)
+    assert advantages(name, kl_reward_coef=0.3, student_logprobs="rollout") != per_token(expected)
     # Equal rewards are dropped all the same: their divergences alone are no reason to learn.
     assert advantages(name, [1.0] * 4, kl_reward_coef=0.3) == "zero_variance"
 
@@ -263,7 +267,7 @@ def test_the_value_loss_stops_where_a_value_has_moved_far_enough() -> None:
 def test_a_teacher_counts_where_the_student_disagrees_and_never_as_agreement() -> None:
     mask, base = np.array(MASK, np.uint8), np.arange(len(MASK), dtype=np.float64)
     teacher = np.where(mask == 1, REFERENCE, np.nan).astype(np.float32)
-    found = distilled(base, COLUMNS["rollout_logprobs"], teacher, mask, 0.5)
+    found = distilled(base, COLUMNS["old_logprobs"], teacher, mask, 0.5)
     expected = [a - 0.5 * d if m else 0.0 for a, d, m in zip(base, KL, MASK, strict=True)]
     assert found.tolist() == pytest.approx(expected, rel=1e-12)
     teacher[0] = np.nan
@@ -277,23 +281,40 @@ def test_a_teacher_counts_where_the_student_disagrees_and_never_as_agreement() -
 def test_every_algorithm_can_have_a_teacher(name: str) -> None:
     columns = COLUMNS | {"teacher_logprobs": REFERENCE}
     rewarded = {"reward_coef": 0.25} if name == "opd" else {}
-    algorithm = create(ALGORITHM.validate_python({"name": name, "distill_coef": 0.5, **rewarded}))
-    result = algorithm.advantages(np.array(REWARDS), np.array(LENGTHS, np.int32), columns)
-    assert isinstance(result, Advantages)
     own = centred(REWARDS, deviation=name in ("grpo", "opd"))
     factor = {"rloo": 4 / 3, "opd": 0.25}.get(name, 1.0)
-    expected = [factor * own[s] - 0.5 * d if m else 0.0 for s, d, m in zip(SAMPLE, KL, MASK, strict=True)]
+    plain = [factor * own[s] for s in SAMPLE]
+    by_engine = [a - 0.5 * d if m else 0.0 for a, d, m in zip(plain, ENGINE_KL, MASK, strict=True)]
+    # By default the loss subtracts it, where log-probs are current (test_losses.py).
+    for student, expected in (("current", plain), ("rollout", by_engine)):
+        settings = {"distill_coef": 0.5, "student_logprobs": student, **rewarded}
+        algorithm = create(ALGORITHM.validate_python({"name": name, **settings}))
+        result = algorithm.advantages(np.array(REWARDS), np.array(LENGTHS, np.int32), columns)
+        assert isinstance(result, Advantages)
+        assert result.values.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_teacher_counts_before_the_loss_where_advantages_are_normalised() -> None:
+    columns = COLUMNS | {"teacher_logprobs": REFERENCE}
+    settings = {"name": "reinforce_plus_plus_baseline", "distill_coef": 0.5}
+    algorithm = create(ALGORITHM.validate_python(settings))
+    assert {"old_logprobs", "teacher_logprobs"} <= set(algorithm.needs.advantages)
+    result = algorithm.advantages(np.array(REWARDS), np.array(LENGTHS, np.int32), columns)
+    assert isinstance(result, Advantages)
+    own = centred(REWARDS, deviation=False)
+    expected = [own[s] - 0.5 * d if m else 0.0 for s, d, m in zip(SAMPLE, KL, MASK, strict=True)]
     assert result.values.tolist() == pytest.approx(expected, rel=1e-6)
 
 
 def test_distillation_alone_does_not_see_the_rewards() -> None:
     columns = COLUMNS | {"teacher_logprobs": REFERENCE}
-    for rewards in (REWARDS, [1.0] * 4):
-        result = create(ALGORITHM.validate_python({"name": "opd"})).advantages(
-            np.array(rewards), np.array(LENGTHS, np.int32), columns
-        )
-        assert isinstance(result, Advantages)
-        assert result.values.tolist() == pytest.approx([-d if m else 0.0 for d, m in zip(KL, MASK, strict=True)])
+    by_engine = [-d if m else 0.0 for d, m in zip(ENGINE_KL, MASK, strict=True)]
+    for student, expected in (("current", [0.0] * len(MASK)), ("rollout", by_engine)):
+        algorithm = create(ALGORITHM.validate_python({"name": "opd", "student_logprobs": student}))
+        for rewards in (REWARDS, [1.0] * 4):
+            result = algorithm.advantages(np.array(rewards), np.array(LENGTHS, np.int32), columns)
+            assert isinstance(result, Advantages)
+            assert result.values.tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -328,10 +349,12 @@ def test_columns_that_advantages_need_reach_their_stage() -> None:
 
     plain = needs("")
     assert needs("mask_truncated = true") - plain == {"finish"}
-    served = needs('kl_reward_coef = 0.1\n[roles.reference]\nplacement = "service"')
+    engine = 'student_logprobs = "rollout"'
+    served = needs(f'kl_reward_coef = 0.1\n{engine}\n[roles.reference]\nplacement = "service"')
     assert served - plain == {"loss_mask", "rollout_logprobs", "ref_logprobs"}
-    taught = needs('distill_coef = 0.1\n[roles.teacher]\nmodel = "big"')
+    taught = needs(f'distill_coef = 0.1\n{engine}\n[roles.teacher]\nmodel = "big"')
     assert taught - plain == {"loss_mask", "rollout_logprobs", "teacher_logprobs"}
+    assert needs('distill_coef = 0.1\n[roles.teacher]\nmodel = "big"') == plain  # the loss subtracts it
     assert needs('distill_loss_coef = 0.1\n[roles.teacher]\nmodel = "big"') == plain  # only the loss sees it
 
 
@@ -339,7 +362,9 @@ def test_columns_that_advantages_need_reach_their_stage() -> None:
     ("settings", "taken_in"),
     [
         ("kl_reward_coef = 0.1", set()),
-        ('distill_coef = 0.1\n[roles.teacher]\nmodel = "big"\nplacement = "trainer"', set()),
+        ('distill_coef = 0.1\nmask_truncated = true\n[roles.teacher]\nmodel = "big"\nplacement = "trainer"', set()),
+        # The trainer's own log-probs.
+        ('kl_reward_coef = 0.1\n[roles.reference]\nplacement = "service"', {"ref_logprobs"}),
         # The trainer knows with which weights a group must be scored once it is part of a step.
         (
             'kl_reward_coef = 0.1\n[roles.reference]\nplacement = "service"\nrefresh_every = 5',
@@ -398,3 +423,14 @@ def test_weights_and_normalizer_make_the_mean(aggregation: str) -> None:
         "constant_length": math.fsum(tokens) / 6 / 7,
     }[aggregation]
     assert found == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_whoever_compares_the_samples_of_a_group_needs_two(name: str) -> None:
+    """One sample has the raw reward as its advantage: no baseline."""
+    alone = {"reinforce_plus_plus", "ppo", "opd"}
+    assert ALGORITHM.validate_python({"name": name}).min_samples == (1 if name in alone else 2)
+
+
+def test_distillation_with_rewards_compares_the_samples_of_a_group() -> None:
+    assert ALGORITHM.validate_python({"name": "opd", "reward_coef": 0.5}).min_samples == 2

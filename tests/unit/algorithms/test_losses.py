@@ -25,6 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "grpo k1": {"kl_coef": 0.3, "kl_estimator": "k1"},
     "grpo opsm": {"opsm_delta": 0.01},
     "grpo veto": {"veto_high": 1.8, "veto_low": 0.5},
+    "grpo veto of unbiased kl": {"veto_high": 1.8, "veto_low": 0.5, "kl_coef": 0.3, "kl_unbiased": True},
     "grpo veto of sequences": {"veto_high": 2.1, "veto_low": 0.45, "veto_sequences": True},
     "grpo no veto": {"veto_high": 0.0},
     "grpo tis with both limits": {
@@ -55,6 +56,8 @@ CASES: dict[str, dict[str, Any]] = {
     "reinforce_plus_plus": {"kl_coef": 0.1},
     "reinforce_plus_plus_baseline": {"kl_coef": 0.1},
     "opd": {},
+    "opd of the engine": {"student_logprobs": "rollout"},
+    "grpo with a teacher, tis": {"distill_coef": 0.4, "old_logprobs": "current", "correction": "tis", "tis_clip": 1.1},
     "opd loss form": {"distill_coef": 0.0, "distill_loss_coef": 0.7},
     "opd loss form, k3": {"distill_coef": 0.0, "distill_loss_coef": 0.7, "distill_estimator": "k3"},
     "gspo with a teacher in the loss": {"clip_low": 0.1, "clip_high": 0.1, "distill_loss_coef": 0.2, "kl_coef": 0.3},
@@ -220,10 +223,11 @@ def test_what_stands_where_the_mask_is_0_does_not_matter(case: str) -> None:
     torch.testing.assert_close(dirtied.logprobs.grad, clean.logprobs.grad, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("settings", [{}, {"kl_coef": 0.1, "kl_unbiased": True}], ids=["", "unbiased kl"])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_one_extreme_token_does_not_own_the_step(name: str) -> None:
+def test_one_extreme_token_does_not_own_the_step(name: str, settings: dict[str, Any]) -> None:
     """A token whose probability rose by e^10 had 22,026 times the gradient of the others; NaN isn't hidden."""
-    algorithm = create(ALGORITHM.validate_python({"name": name}))
+    algorithm = create(ALGORITHM.validate_python({"name": name, **settings}))
     inputs = make_inputs(spread=0.01)
     inputs = replace(inputs, sequence=torch.zeros_like(inputs.sequence), sequences=1)
     token = int(inputs.mask.argmax())
@@ -243,18 +247,68 @@ def test_one_extreme_token_does_not_own_the_step(name: str) -> None:
 
 def test_distillation_in_the_loss_has_the_gradient_of_distillation_in_the_advantages() -> None:
     """On new samples, k2's gradient is (log π - log π_teacher) ∇ log π: what the advantages make of it."""
-    in_loss, in_advantages = make_inputs(spread=0.3), make_inputs(spread=0.3)
-    for inputs in (in_loss, in_advantages):
+    gradients = []
+    for settings in (
+        {"distill_coef": 0.0, "distill_loss_coef": 0.7},
+        {"distill_coef": 0.7},
+        {"distill_coef": 0.7, "student_logprobs": "rollout"},
+    ):
+        inputs = make_inputs(spread=0.3)
         with torch.no_grad():
             inputs.logprobs.copy_(inputs.columns["rollout_logprobs"])
-    columns = in_advantages.columns
-    in_loss.columns["advantages"].zero_()
-    columns["advantages"].copy_(-0.7 * (columns["rollout_logprobs"] - columns["teacher_logprobs"]))
-    algorithm_of("opd loss form").loss(in_loss).loss.backward()
-    algorithm_of("opd").loss(in_advantages).loss.backward()
-    assert in_loss.logprobs.grad is not None
-    assert in_loss.logprobs.grad.abs().max() > 0.1
-    torch.testing.assert_close(in_loss.logprobs.grad, in_advantages.logprobs.grad)
+        columns = inputs.columns
+        columns["advantages"].zero_()
+        if "student_logprobs" in settings:  # as the advantage service does
+            columns["advantages"].copy_(-0.7 * (columns["rollout_logprobs"] - columns["teacher_logprobs"]))
+        create(ALGORITHM.validate_python({"name": "opd", **settings})).loss(inputs).loss.backward()
+        assert inputs.logprobs.grad is not None
+        gradients.append(inputs.logprobs.grad)
+    assert gradients[0].abs().max() > 0.1
+    for gradient in gradients[1:]:
+        torch.testing.assert_close(gradient, gradients[0])
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1, 0.3])
+def test_distillation_of_stale_samples_has_the_gradient_of_the_divergence(noise: float) -> None:
+    """Every token of a small vocabulary, weighted by the engine's probability: an expectation without sampling.
+
+    The engine's logits differ by noise, as stale weights do. The reference is ∇ KL(student || teacher) by autograd.
+    """
+    random = np.random.default_rng(7)
+    student, teacher = (torch.tensor(random.normal(0, 1, 30)) for _ in range(2))
+    engine = (student + torch.tensor(random.normal(0, 1, 30)) * noise).log_softmax(-1)
+    exact = student.clone().requires_grad_()
+    p = exact.log_softmax(-1)
+    (p.exp() * (p - teacher.log_softmax(-1))).sum().backward()
+    assert exact.grad is not None
+
+    def gradient(**settings: Any) -> torch.Tensor:
+        logits = student.clone().requires_grad_()
+        columns = {
+            "rollout_logprobs": engine,
+            "teacher_logprobs": teacher.log_softmax(-1),
+            "advantages": torch.zeros(30, dtype=torch.float64),
+        }
+        if settings:
+            columns["advantages"] = -(engine - teacher.log_softmax(-1))  # as the advantage service does
+        wide = {"clip_low": 0.999, "clip_high": 1e6, "veto_high": 0.0}
+        algorithm = create(ALGORITHM.validate_python({"name": "opd", **wide, **settings}))
+        inputs = LossInputs(
+            logprobs=logits.log_softmax(-1),
+            columns=columns,
+            mask=torch.ones(30),
+            weight=engine.exp(),
+            sequence=torch.arange(30),
+            sequences=30,
+        )
+        algorithm.loss(inputs).loss.backward()
+        assert logits.grad is not None
+        return logits.grad
+
+    torch.testing.assert_close(gradient(), exact.grad, rtol=1e-9, atol=1e-12)
+    biased = gradient(student_logprobs="rollout")
+    off = float((biased - exact.grad).norm() / exact.grad.norm())
+    assert off < 1e-9 if noise == 0 else off > 0.05, "the engine's log-probs are another function of the tokens"
 
 
 def test_where_algorithms_agree() -> None:
@@ -263,7 +317,8 @@ def test_where_algorithms_agree() -> None:
     expected = -inputs.weight * inputs.mask * inputs.columns["advantages"]
     for name in ALGORITHMS:
         inputs = make_inputs(spread=0.0)
-        create(ALGORITHM.validate_python({"name": name})).loss(inputs).loss.backward()
+        by_engine = {"student_logprobs": "rollout"} if name == "opd" else {}  # no term of a teacher in the loss
+        create(ALGORITHM.validate_python({"name": name, **by_engine})).loss(inputs).loss.backward()
         found = inputs.logprobs.grad
         if name == "gspo":  # each token's share is the mean of its sequence's weights
             weight = inputs.segment_sum(inputs.weight * inputs.mask) / inputs.segment_sum(inputs.mask).clamp(min=1)

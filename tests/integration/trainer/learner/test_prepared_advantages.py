@@ -35,9 +35,15 @@ pytestmark = pytest.mark.usefixtures("alone")
 KL, DISTILL, DRIFT = 0.05, 0.3, 0.2
 """Coefficients: of the divergence in the reward, of the teacher, and of `Drifting`."""
 ONE_UPDATE = {"mini_batches": 1, "epochs": 1}
-WITH_BOTH = {"old_logprobs": "current", "kl_reward_coef": KL, "distill_coef": DISTILL, "normalize_std": False}
-"""GRPO with a reference in the reward and a teacher in the advantages. Two samples would have the same normalised
-advantages whatever their rewards are."""
+WITH_BOTH = {
+    "old_logprobs": "current",
+    "kl_reward_coef": KL,
+    "distill_coef": DISTILL,
+    "normalize_std": False,
+    "mask_truncated": True,
+}
+"""GRPO with a reference in the reward and a teacher in the advantages: cut answers have none, so the loss can't add it.
+Two samples would have the same normalised advantages whatever their rewards are."""
 MASKS = {"g2": {"loss_mask": np.array([1, 0, 1] * 6, np.uint8)}}
 
 
@@ -147,10 +153,10 @@ class ExactLoop(PlainLoop):
     def with_both(self, group: dict[str, Any]) -> np.ndarray:
         """Advantages of `WITH_BOTH`."""
         trained, lengths = group["loss_mask"] != 0, group["lengths"]
-        engine = group["rollout_logprobs"].astype(np.float64)
-        divergence = np.where(trained, engine - self.logprobs_of(self.reference, group), 0.0)
+        student = self.logprobs_of(self.model, group)
+        divergence = np.where(trained, student - self.logprobs_of(self.reference, group), 0.0)
         per_sample = np.array([one.sum() for one in np.split(divergence, np.cumsum(lengths)[:-1])])
-        towards_teacher = np.where(trained, self.logprobs_of(self.teacher, group) - engine, 0.0)
+        towards_teacher = np.where(trained, self.logprobs_of(self.teacher, group) - student, 0.0)
         return relative(group["reward"] - KL * per_sample, lengths) + DISTILL * towards_teacher
 
     def drifting(self, group: dict[str, Any]) -> np.ndarray:
@@ -305,7 +311,7 @@ def test_a_critic_learns_rewards_less_the_divergence(tiny_qwen3: Path, redis_url
     trained = run_job(prepare_run(redis_url, 1, config, tmp_path / "run"))
     (entry,), loop = trained["ledger"], ExactLoop(config, tiny_qwen3)
     for group in read_committed(tmp_path / "run", 1, entry.plan).groups.values():
-        rewards = -KL * (group["rollout_logprobs"] - loop.logprobs_of(loop.reference, group))
+        rewards = -KL * (loop.logprobs_of(loop.model, group) - loop.logprobs_of(loop.reference, group))
         rewards[np.cumsum(group["lengths"]) - 1] += group["reward"]
         lengths, values = group["lengths"].tolist(), torch.from_numpy(group["values"]).double()
         advantages, returns = generalized(rewards, values, lengths)
