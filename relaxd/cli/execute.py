@@ -194,7 +194,7 @@ def unfinished(run_folder: Path) -> bool:
 
 def _redis_data(where: Where, run_id: str) -> Path:
     """Return the folder of Redis's data: a single run gets its own, unless the services stay up."""
-    return where.folder.redis_data if where.keep_up or where.shared_redis else where.folder.path / f"redis-{run_id}"
+    return where.folder.redis_data if where.keep_up or where.shared_redis else where.folder.redis_data_of(run_id)
 
 
 def _train(coordinator: CoordinatorClient, begin: Begin, where: Where, console: Console) -> Path:

@@ -73,6 +73,7 @@ def server_command(folder: Path, port: int, password: str = "") -> list[str]:
     Raises CliError when RELAXD_REDIS_MAXMEMORY is not a size.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o700)
     settings = folder / "redis.conf"
     write_private(settings, f"requirepass {password}\n" if password else "")
     options = {

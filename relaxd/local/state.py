@@ -86,7 +86,9 @@ class StateFolder:
         self.logs = self.path / "logs"
         """Logs of the services; of those started for one run, a link to its folder."""
         self.redis_data = self.path / "redis"
-        self.redis_password = self.path / "redis_password"
+        """Data of the embedded Redis, those of single runs, and its password: a folder of its own, in which nothing is
+        that a reward needs, so that reward workers can be kept out of it (`services.reward.enclosure`)."""
+        self.redis_password = self.redis_data / "password"
         self.plan = self.path / "plan.json"
         self._state = self.path / "state.json"
         self._launched = self.path / "launched.json"
@@ -98,6 +100,8 @@ class StateFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             if not self.logs.is_symlink():  # else they are a run's, whose folder may be gone
                 self.logs.mkdir(exist_ok=True)
+            self.redis_data.mkdir(exist_ok=True)
+            self.redis_data.chmod(0o700)
             (self.path / ".gitignore").write_text("*\n")
         except OSError as error:
             problem = f"cannot write the state folder {self.path}: {error.strerror}"
@@ -118,6 +122,10 @@ class StateFolder:
         if target is None:
             for log in self.logs.glob("*.log"):
                 log.unlink()
+
+    def redis_data_of(self, run_id: str) -> Path:
+        """Return the folder of the data of a Redis that serves a single run."""
+        return self.redis_data / f"run-{run_id}"
 
     def log(self, service: str) -> Path:
         """Return the path of a service's log."""

@@ -36,7 +36,11 @@ NOT_YET = (
 
 
 async def try_reward(
-    config: RewardConfig, samples: Sequence[RewardInput], workers: int, judge: JudgeConfig | None = None
+    config: RewardConfig,
+    samples: Sequence[RewardInput],
+    workers: int,
+    judge: JudgeConfig | None = None,
+    secret_files: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Score samples, as many at once as there are workers. Returns what the program prints."""
     if config.address:
@@ -56,7 +60,7 @@ async def try_reward(
     own = of_workers(config)
     terms: RemoteTerms | None = None
     try:
-        pool = WorkerPool(workers, own or config, ask)
+        pool = WorkerPool(workers, own or config, ask, secret_files=secret_files)
         terms = RemoteTerms(config, pool) if config.calls_services else None
     except (MissingVariableError, MissingPathError) as error:
         return {"error": str(error)}
@@ -119,12 +123,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m services.reward.trial", description=__doc__)
     parser.add_argument("--config", required=True, help="the run's section [reward] as JSON")
     parser.add_argument("--judge", default="{}", help="the run's section [roles.judge] as JSON")
+    parser.add_argument("--secret-file", action="append", default=[], help="a file that the reward can't open")
     parser.add_argument("--workers", type=int, default=1, help="samples to score at once")
     words = parser.parse_args()
     samples = [RewardInput(**json.loads(line)) for line in sys.stdin if line.strip()]
     try:
         reward, judge = RewardConfig.model_validate_json(words.config), JudgeConfig.model_validate_json(words.judge)
-        result = asyncio.run(try_reward(reward, samples, words.workers, judge))
+        result = asyncio.run(try_reward(reward, samples, words.workers, judge, words.secret_file))
     except KeyboardInterrupt:
         sys.exit(130)
     print(json.dumps(result))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from relaxd.local.state import StateFolder
 from tests.e2e.conftest import Workplace
 from tests.e2e.test_run import check_books, read_summary
 
@@ -63,7 +64,7 @@ def test_a_run_goes_on_after_its_reward_was_repaired(workplace: Workplace) -> No
     rest, _ = process.communicate(timeout=180)
     assert process.returncode == 130, rest
     assert saved_step(rest) >= 2
-    assert (place / ".relaxd" / "redis-r").is_dir()
+    assert StateFolder(place / ".relaxd").redis_data_of("r").is_dir()
     code, output = workplace.relaxd("why")
     assert (code, "it is paused: until it is repaired" in output) == (0, True), output
 

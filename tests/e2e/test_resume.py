@@ -68,7 +68,7 @@ def interrupt_at(process: "Popen[str]", step: int) -> str:
 @pytest.mark.timeout(900)
 def test_a_run_goes_on_after_ctrl_c_and_after_everything_was_killed(workplace: Workplace, tiny_model: Path) -> None:
     state, steps = StateFolder(workplace.folder / ".relaxd"), iter((4, 6))
-    folder, redis_data = workplace.folder / "runs" / "r", state.path / "redis-r"
+    folder, redis_data = workplace.folder / "runs" / "r", state.redis_data_of("r")
     output = interrupt_at(workplace.start("run", "tiny.toml", "--run-id", "r", *SETTINGS), 2)
     assert "run r has not ended: relaxd resume r continues it" in output
     assert redis_data.is_dir()

@@ -15,6 +15,7 @@ from urllib.parse import quote, quote_plus
 import psutil
 import pytest
 
+from relaxd.local.state import StateFolder
 from tests.e2e.conftest import Workplace
 from tests.e2e.test_run import check_books, read_summary
 from tests.kit.certificates import CertificateAuthority, environment
@@ -96,7 +97,7 @@ def test_a_run_behind_locked_doors_leaves_no_secret(workplace: Workplace, redis_
     for path in place.rglob("*"):
         if path.is_file() and not path.is_relative_to(hidden) and not path.is_relative_to(ca.folder):
             texts[str(path)] = path.read_bytes()
-    kept = {place / ".relaxd" / "redis_password"}
+    kept = {StateFolder(place / ".relaxd").redis_password}
     found = {Path(name) for name, text in texts.items() if any(form in text for form in forms)}
     assert found == kept
     assert all(stat.S_IMODE(os.stat(path).st_mode) == 0o600 for path in kept)

@@ -1,15 +1,17 @@
 """`relaxd reward test`, and the call of a run's reward before its services start."""
 
 import json
+import os
 from collections.abc import Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from relaxd.cli.options import PASS_ON, WordsArgument, load_words, new_console
+from relaxd.cli.options import DEFAULT_STATE, PASS_ON, WordsArgument, load_words, new_console
 from relaxd.cli.preparing.models import prepare_model
 from relaxd.client.errors import CliError
 from relaxd.config import RunConfig
@@ -22,6 +24,7 @@ from relaxd.data.sources.sources import read_sources
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.local.modules import REWARD_TRIAL, ROLLOUT_TRIAL
 from relaxd.local.programs import run_program
+from relaxd.local.state import StateFolder
 from relaxd.rewards import RewardInput
 from relaxd.rewards.references import references
 
@@ -108,6 +111,8 @@ def try_reward(config: RunConfig, samples: Sequence[RewardInput], workers: int =
     settings = config.reward
     judge = config.roles.judge
     words = ["--config", settings.model_dump_json(), "--judge", judge.model_dump_json(), "--workers", str(workers)]
+    state = StateFolder(Path(os.environ.get("RELAXD_STATE", DEFAULT_STATE)))
+    words += ["--secret-file", str(state.redis_password)]
     # A sample whose process dies is tried twice.
     seconds = LOAD_SECONDS + 2 * len(samples) * (settings.timeout_seconds + bool(judge.address) * judge.timeout_seconds)
     lines = "".join(json.dumps(vars(sample)) + "\n" for sample in samples)

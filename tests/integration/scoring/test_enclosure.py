@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from relaxd.local.stack import make_plan
+from relaxd.local.state import StateFolder
 from relaxd.sandbox import landlock
 from services.reward.enclosure import NEEDED
 from tests.kit.processes import ROOT, run_python
@@ -99,6 +101,28 @@ def test_secrets_cannot_be_read_and_little_can_be_written(forbid, tmp_path):
     assert beside.read_text() == "secret"
     for reason in refused:
         assert "Error" in reason
+
+
+def test_no_secret_of_a_local_stack_can_be_read(forbid, tmp_path, monkeypatch):
+    """Also not where the worker stays the service's user: Redis's password, its settings, and its data."""
+    monkeypatch.delenv("REDIS_URL", raising=False)
+    folder = StateFolder(tmp_path / "state")
+    plan = make_plan(folder, port=0, redis_data=folder.redis_data_of("r"))
+    folder.plan.write_text(plan.model_dump_json())
+    (data := folder.redis_data_of("r") / "appendonlydir").mkdir()
+    (data / "appendonly.aof").write_text("a prompt")
+    password = folder.redis_password.read_text()
+    files = [path for path in folder.path.rglob("*") if path.is_file()]
+    secret = {path.name for path in files if password in path.read_text() or "a prompt" in path.read_text()}
+    assert secret == {"password", "redis.conf", "appendonly.aof"}
+    outcomes = score(*(f"read {path}" for path in files), forbid=forbid, secret_files=[plan.redis_password_file])[
+        "outcomes"
+    ]
+    for path, outcome in zip(files, outcomes, strict=True):
+        if path.name in secret:
+            assert outcome.startswith("PermissionError: [Errno 13]"), path
+        else:
+            assert outcome == 1.0, path
 
 
 def test_a_writable_path_that_is_not_there_is_named(tmp_path):
