@@ -2,6 +2,7 @@
 
 import base64
 import gzip
+import hashlib
 import html
 import json
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,10 @@ STEP_COLUMNS = (
 )
 
 
+SCRIPTS = ("uplot/uPlot.iife.min.js", "report.js")
+"""Scripts of the page. It runs no others, whatever a model has written."""
+
+
 def render_html(result: RunResult) -> str:
     """Render the report of a run as one self-contained HTML file."""
     return Template(_asset("report.html")).substitute(
@@ -45,11 +50,12 @@ def render_html(result: RunResult) -> str:
         changes=html.escape(result.changes_toml or "unknown"),
         config=html.escape(result.config_toml),
         notes="".join(f"<li>{html.escape(str(note))}</li>" for note in result.summary.get("notes", [])),
+        policy=_policy(),
         uplot_css=_asset("uplot/uPlot.min.css"),
         css=_asset("report.css"),
         license=html.escape(_asset("uplot/LICENSE")),
-        uplot=_asset("uplot/uPlot.iife.min.js"),
-        script=_asset("report.js"),
+        uplot=_asset(SCRIPTS[0]),
+        script=_asset(SCRIPTS[1]),
         data=_packed(chart_data(result.lines)),
         time=_times(result.steps, result.summary.get("wall_seconds")),
         answers=_answers(result),
@@ -61,6 +67,13 @@ def render_html(result: RunResult) -> str:
 
 def _asset(name: str) -> str:
     return (ASSETS / name).read_text(encoding="utf-8")
+
+
+def _policy() -> str:
+    """Return the page's Content-Security-Policy: its own two scripts, its styles, and nothing from elsewhere."""
+    digests = [base64.b64encode(hashlib.sha256(_asset(name).encode()).digest()).decode() for name in SCRIPTS]
+    scripts = " ".join(f"'sha256-{digest}'" for digest in digests)
+    return f"default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 
 def _packed(data: Mapping[str, Any]) -> str:

@@ -10,6 +10,11 @@ from tests.kit.browser import browser_page, find_browser
 from tests.kit.waiting import wait_until
 
 BROWSER = find_browser()
+TEXTS = ("prompt", "response", "answer")
+INJECTED = (
+    "</script><script>document.title = 'taken over'</script><img src=x onerror=\"document.title = 'taken over'\">"
+)
+RUN_INJECTED = f"document.body.insertAdjacentHTML('beforeend', {json.dumps(INJECTED)}); 1"
 LABELS = "[...document.querySelectorAll('.chart:not([hidden]) h3')].map((one) => one.textContent.trim())"
 
 
@@ -17,6 +22,9 @@ LABELS = "[...document.querySelectorAll('.chart:not([hidden]) h3')].map((one) =>
 def test_the_charts_are_drawn_smoothed_and_filtered(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("[run]\nsteps = 40\n")
     (tmp_path / "summary.json").write_text(json.dumps({"run_id": "r", "state": "stopped", "steps": 40}))
+    (tmp_path / "samples.jsonl").write_text(
+        json.dumps({"step": 40, "reward": 1.0, **dict.fromkeys(TEXTS, INJECTED)}) + "\n"
+    )
     lines = [{"step": step, "reward_mean": step / 40, "loss": (-1) ** step, "entropy": 5.539} for step in range(1, 41)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     write_report(tmp_path)
@@ -41,3 +49,14 @@ def test_the_charts_are_drawn_smoothed_and_filtered(tmp_path: Path) -> None:
         enter("filter", "loss")
         assert page.value(LABELS) == ["loss"]
         assert page.errors == []
+
+        # Were something not escaped, the page's policy would still not run it.
+        note = "(one) => blocked.push(one.violatedDirective)"
+        page.value(f"window.blocked = []; addEventListener('securitypolicyviolation', {note}); 1")
+        page.value(RUN_INJECTED)
+        page.value(
+            "document.body.append(Object.assign(document.createElement('script'), {text: 'document.title = 2'})); 1"
+        )
+        wait_until(lambda: page.value("blocked.some((one) => one == 'script-src-elem')"), "the script is blocked")
+        wait_until(lambda: page.value("blocked.includes('img-src')"), "the image is blocked")
+        assert page.value("document.title") == "relaxd · r"
