@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from relaxd import __version__
 from relaxd.cli import recovery, run_commands
@@ -27,6 +26,7 @@ from relaxd.cli.options import (
     new_console,
     with_replica_options,
 )
+from relaxd.cli.output import EscapingConsole, show
 from relaxd.cli.preparing.config_command import config_app
 from relaxd.cli.preparing.data_command import data
 from relaxd.cli.preparing.eval_command import evaluate
@@ -117,9 +117,9 @@ app.add_typer(model_app, name="model")
 app.add_typer(reward_app, name="reward")
 
 
-def _version(show: bool) -> None:
-    if show:
-        print(f"relaxd {__version__}")
+def _version(asked: bool) -> None:
+    if asked:
+        show(f"relaxd {__version__}")
         raise typer.Exit
 
 
@@ -238,11 +238,11 @@ def down(state: StateOption = DEFAULT_STATE) -> None:
     """
     folder = StateFolder(state)
     address = address_here(state, None)
-    run_id = save_of_run_in_progress(address, print) if address else ""
-    was_up = [compose.down(folder), stack.down(folder, print)]
-    print("down" if any(was_up) else f"nothing is up (in {folder.path})")
+    run_id = save_of_run_in_progress(address, show) if address else ""
+    was_up = [compose.down(folder), stack.down(folder, show)]
+    show("down" if any(was_up) else f"nothing is up (in {folder.path})")
     if run_id:
-        print(f"run {run_id} has not ended: relaxd up continues it")
+        show(f"run {run_id} has not ended: relaxd up continues it")
 
 
 @app.command()
@@ -263,7 +263,7 @@ def status(
     containers = compose.read(folder) if coordinator is None else None
     with CoordinatorClient(_address(state, coordinator)) as client:
         if addresses:
-            print("\n".join(address_lines(client.address, client.replicas())))
+            show("\n".join(address_lines(client.address, client.replicas())))
             return
         shown = compose.containers(containers) if containers else None
         print_status(client, folder.read(), console, shown, run_id)
@@ -330,7 +330,7 @@ app.command()(recovery.export)
 def main() -> None:
     """Run the command. Errors print one line and exit with 1; RELAXD_DEBUG=1 shows the traceback."""
     debug = os.environ.get("RELAXD_DEBUG") == "1"
-    errors = Console(stderr=True, highlight=False)
+    errors = EscapingConsole(stderr=True, highlight=False)
     try:
         app()
     except (CliError, ConfigError) as error:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from relaxd.cli.output import EscapingConsole
 from relaxd.client.errors import CliError
 from relaxd.config import RunConfig
 from relaxd.config.load import load_file
@@ -59,7 +60,7 @@ PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": False}
 def new_console() -> Console:
     """Make a console with colours on a terminal."""
     # A live display would flood CI logs with control characters; a model's text may look like markup.
-    return Console(force_terminal=False if os.environ.get("CI") else None, highlight=False, markup=False)
+    return EscapingConsole(force_terminal=False if os.environ.get("CI") else None, highlight=False, markup=False)
 
 
 def with_replica_options(command: Callable[..., None]) -> Callable[..., None]:

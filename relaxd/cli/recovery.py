@@ -7,6 +7,7 @@ import typer
 from rich.table import Table
 
 from relaxd.cli.options import FolderOption, RunNameArgument, new_console
+from relaxd.cli.output import show
 from relaxd.cli.reading.source import RUNS
 from relaxd.client.coordinator import ENDED
 from relaxd.client.errors import CliError
@@ -42,7 +43,7 @@ def export(
 ) -> None:
     """Export a checkpoint's model as a Hugging Face folder."""
     result = export_model(run_folder(run_id, folder), step, out)
-    print(f"step {result['step']}: {result['path']}")
+    show(f"step {result['step']}: {result['path']}")
 
 
 def run_folder(run_id: str, folder: Path | None) -> Path:

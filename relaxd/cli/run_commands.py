@@ -20,6 +20,7 @@ from relaxd.cli.options import (
     new_console,
     with_replica_options,
 )
+from relaxd.cli.output import show
 from relaxd.cli.reading.source import refuse_ended
 from relaxd.client.coordinator import ENDED, CoordinatorClient, state_name
 from relaxd.client.errors import CliError
@@ -40,7 +41,7 @@ def pause(
 ) -> None:
     """Pause a run: publish no prompts and end no step until `relaxd resume`."""
     with CoordinatorClient(coordinator_address(state, coordinator)) as client:
-        print(_state_line(client.pause_run(run_id, reason)))
+        show(_state_line(client.pause_run(run_id, reason)))
 
 
 @with_replica_options
@@ -67,10 +68,10 @@ def resume(
             raise CliError("--run.steps needs the run that it extends", f"relaxd resume RUN --run.steps {steps}")
         local = recovery.run_folder(run_id, folder) if folder or steps or (run_id and run_id not in known) else None
         if local is None:
-            print(_state_line(client.resume_run(run_id)))
+            show(_state_line(client.resume_run(run_id)))
             return
         refuse_ended(read_run(local), steps)
-        print(_state_line(client.restore_run(local, steps)))
+        show(_state_line(client.restore_run(local, steps)))
 
 
 def checkpoint(
@@ -79,7 +80,7 @@ def checkpoint(
     """Save a checkpoint now, without interrupting training. It is kept until you remove it."""
     with CoordinatorClient(coordinator_address(state, coordinator)) as client:
         saved = client.save_checkpoint(run_id)
-    print(f"step {saved.weights.version}: {saved.path}")
+    show(f"step {saved.weights.version}: {saved.path}")
 
 
 def stop(
@@ -92,12 +93,12 @@ def stop(
     """End a run early: drop its open groups, save a checkpoint, evaluate, export the model. The services stay up."""
     with CoordinatorClient(coordinator_address(state, coordinator)) as client:
         run = client.stop_run(run_id, reason)
-        print(_state_line(run))
+        show(_state_line(run))
         if wait:
             try:
                 _print_stopping(client, run.run_id)
             except KeyboardInterrupt:
-                print(f"run {run.run_id} goes on stopping; relaxd watch follows it")
+                show(f"run {run.run_id} goes on stopping; relaxd watch follows it")
                 raise typer.Exit(130) from None
 
 
@@ -107,9 +108,9 @@ def _print_stopping(client: CoordinatorClient, run_id: str) -> None:
     for response in client.watch(run_id):
         run, now = response.run, time.monotonic()
         if run.state in ENDED:
-            print(_state_line(run))
+            show(_state_line(run))
         elif run.wait.kind == "stopping" and (run.wait.on != told[0] or now - told[1] > STOPPING_SECONDS):
-            print(f"run {run_id}: {run.waiting_for}", flush=True)
+            show(f"run {run_id}: {run.waiting_for}", flush=True)
             told = (run.wait.on, now)
 
 
@@ -117,7 +118,7 @@ def delete(run_id: RunNameArgument, state: StateOption = DEFAULT_STATE, coordina
     """Delete an ended run from Redis, samples and ledger included. Its folder stays."""
     with CoordinatorClient(coordinator_address(state, coordinator)) as client:
         client.delete_run(run_id)
-    print(f"deleted run {run_id} from Redis")
+    show(f"deleted run {run_id} from Redis")
 
 
 def _state_line(run: pb.Run) -> str:

@@ -138,7 +138,8 @@ class StateFolder:
             return []
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 64 * 1024))
-            return file.read().decode(errors="replace").splitlines()[-lines:]
+            text = file.read().decode(errors="replace").rstrip("\n")
+        return text.split("\n")[-lines:] if text else []
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -29,6 +29,7 @@ import grpc
 from relaxd.process.child_channel import ChildChannel
 from relaxd.process.gpu_lease import LEASE_VARIABLE, GpuLease, LeaseOver
 from relaxd.rpc.errors import Unavailable
+from relaxd.telemetry.printable import escape
 
 LIFELINE_VARIABLE = "RELAXD_CHILD_LIFELINE"
 """Environment variable with a descriptor of a socket whose other end the parent holds. It closes with the parent."""
@@ -213,7 +214,7 @@ class Child:
         assert self._process.stdout is not None
         with self._process.stdout as output:
             for line in output:
-                text = line.decode(errors="replace").rstrip("\n")
+                text = escape(line.decode(errors="replace").rstrip("\n"), keep="\t")
                 self._last_lines.append(text)
                 self.line_count += 1
                 print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Logging: one line per record on standard error, as text or, with RELAXD_LOG_FORMAT=json, as JSON.
+"""Logging: records on standard error, as text or, with RELAXD_LOG_FORMAT=json, as JSON. Control characters are escaped.
 
 Lines of traced work end with the ids of its trace and span. setup.py sends the records to a collector, too.
 """
@@ -8,8 +8,15 @@ import logging
 import os
 import sys
 import time
+import traceback
+from types import TracebackType
 
 from opentelemetry import trace
+
+from relaxd.telemetry.printable import escape, escape_lines
+
+INDENT = "    "
+"""Beginning of further lines of a record, so that no text can pass for a record of its own."""
 
 
 class _Formatter(logging.Formatter):
@@ -31,14 +38,16 @@ class _Formatter(logging.Formatter):
 class TextFormatter(_Formatter):
     """`2026-01-01T12:00:00.000Z INFO reward-3f9a message`, then `trace_id=... span_id=...` in a span.
 
-    A traceback follows on separate lines.
+    Further lines of a message and a traceback are indented.
     """
 
     def format(self, record: logging.LogRecord) -> str:
         """Format a record as text."""
         ids = "".join(f" {name}={value}" for name, value in self._ids().items())
-        line = f"{self._time(record)} {record.levelname} {self.service} {record.getMessage()}{ids}"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        text = f"{record.levelname} {self.service} {record.getMessage()}{ids}"
+        if record.exc_info:
+            text += f"\n{self.formatException(record.exc_info)}"
+        return f"{self._time(record)} {escape_lines(text, INDENT)}"
 
 
 class JsonFormatter(_Formatter):
@@ -56,7 +65,12 @@ class JsonFormatter(_Formatter):
         }
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
-        return json.dumps(entry, ensure_ascii=False)
+        return escape(json.dumps(entry, ensure_ascii=False))
+
+
+def _print_uncaught(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+    """Print an exception that ends the process, as Python does, with the lines after the first indented."""
+    print(escape_lines("".join(traceback.format_exception(kind, error, where)).rstrip(), INDENT), file=sys.stderr)
 
 
 def setup_logging(service: str, level: str = "info") -> None:
@@ -67,6 +81,7 @@ def setup_logging(service: str, level: str = "info") -> None:
     json_lines = os.environ.get("RELAXD_LOG_FORMAT", "").lower() == "json"
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(service) if json_lines else TextFormatter(service))
+    sys.excepthook = _print_uncaught
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # Exporters log every failed attempt, which would flood the log while the collector is down (setup.py).
     logging.getLogger("opentelemetry").setLevel(logging.ERROR)

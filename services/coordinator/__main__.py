@@ -12,6 +12,7 @@ from relaxd.board import Fenced
 from relaxd.redis_client import parse, where
 from relaxd.rpc.errors import ServerError
 from relaxd.rpc.settings import ServiceSettings, parse_settings
+from relaxd.telemetry.printable import escape_lines
 from services.coordinator.service import CoordinatorProcess
 from services.coordinator.state.store import AsyncStore, Store, StoreUnavailable, Superseded
 
@@ -79,10 +80,10 @@ def main() -> int:
     try:
         asyncio.run(serve(settings))
     except (CannotStart, ServerError, Superseded) as error:
-        print(f"coordinator: {error}", file=sys.stderr)
+        print(escape_lines(f"coordinator: {error}"), file=sys.stderr)
         return 1
     except Fenced as error:
-        print(f"coordinator: a newer coordinator has taken over: {error}", file=sys.stderr)
+        print(escape_lines(f"coordinator: a newer coordinator has taken over: {error}"), file=sys.stderr)
         return 1
     finally:
         telemetry.shutdown()

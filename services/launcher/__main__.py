@@ -6,6 +6,7 @@ import sys
 from relaxd.launcher.server import run_launcher
 from relaxd.rpc.errors import RpcError
 from relaxd.rpc.settings import parse_settings
+from relaxd.telemetry.printable import escape_lines
 from services.launcher.docker_host import DockerHost
 
 
@@ -15,7 +16,7 @@ def main() -> int:
     try:
         host = DockerHost(settings.project)
     except RpcError as error:
-        print(f"launcher: {error.message}", file=sys.stderr)
+        print(escape_lines(f"launcher: {error.message}"), file=sys.stderr)
         return 1
     asyncio.run(run_launcher(host, settings))
     return 0

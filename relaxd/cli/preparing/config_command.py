@@ -6,6 +6,7 @@ import typer
 
 from relaxd.amounts import byte_amount
 from relaxd.cli.options import PASS_ON, WordsArgument, load_words
+from relaxd.cli.output import show
 from relaxd.cli.preparing.check import check, check_algorithm
 from relaxd.config import RunConfig
 from relaxd.config.load import ConfigError
@@ -25,7 +26,7 @@ def config_show(
 ) -> None:
     """Print every setting with its meaning, as TOML."""
     _, config = load_words(words)
-    print(dump_changes(config) if diff else dump_explained(config), end="")
+    show(dump_changes(config) if diff else dump_explained(config), end="")
 
 
 @config_app.command("check", context_settings=PASS_ON)
@@ -34,8 +35,8 @@ def config_check(words: WordsArgument) -> None:
     path, config = load_words(words)
     if problems := check_algorithm(config) or check(config) + check_devices(config, {}, len(visible_gpus())):
         raise ConfigError(problems)
-    print(f"{path} is valid")
-    print(_disk(config))
+    show(f"{path} is valid")
+    show(_disk(config))
 
 
 def _disk(config: RunConfig) -> str:

@@ -25,6 +25,7 @@ from relaxd.data.models import resolve_model
 from relaxd.data.sources.evaluation_sets import read_set
 from relaxd.data.sources.sources import Source, read_sources
 from relaxd.data.tokenizer import PromptTokenizer
+from relaxd.telemetry.printable import escape
 
 MOST_READ = 2000
 """Most prompts of a source that are read, evenly spread over it."""
@@ -89,7 +90,7 @@ def _show(
     for name, others in evaluation:
         table.add_row(f"in {name}", f"{overlap(keys, others):,}")
     for name, kinds in _kinds(examples).items():
-        table.add_row(f"metadata.{name}", Text(kinds))
+        table.add_row(escape(f"metadata.{name}"), Text(kinds))
     console.print(table)
     for example in examples[:prompts]:
         console.print(Text(f"\n{example.place}, answer {example.answer!r}:", style="bold"))

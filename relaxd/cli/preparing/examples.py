@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 import relaxd
+from relaxd.cli.output import show
 from relaxd.client.errors import CliError
 
 OWN_TASK = {"run.toml": "jsonl.toml", "prompts.jsonl": "prompts.jsonl", "reward.py": "reward.py"}
@@ -52,8 +53,8 @@ def init(folder: Annotated[Path, typer.Argument(help="Folder to write them to; m
             shutil.copyfile(example(copied), folder / name)
     except OSError as error:
         raise CliError(f"cannot write to {folder}: {error.strerror or error}") from error
-    print(f"wrote {', '.join(str(folder / name) for name in OWN_TASK)}; next:")
+    show(f"wrote {', '.join(str(folder / name) for name in OWN_TASK)}; next:")
     if folder != Path():
-        print(f"  cd {shlex.quote(str(folder))}")
-    print("  relaxd reward test run.toml    # try the reward on three prompts")
-    print("  relaxd run run.toml            # train")
+        show(f"  cd {shlex.quote(str(folder))}")
+    show("  relaxd reward test run.toml    # try the reward on three prompts")
+    show("  relaxd run run.toml            # train")

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from relaxd.cli.options import WordsArgument, load_words, new_console
+from relaxd.cli.output import show
 from relaxd.client.errors import CliError
 from relaxd.config.load import ConfigError, Problem
 from relaxd.data.errors import DataError
@@ -39,7 +40,7 @@ def fit(
     except FitError as error:
         raise CliError(str(error)) from error
     if as_json:
-        print(json.dumps(as_dictionary(found), indent=2))
+        show(json.dumps(as_dictionary(found), indent=2))
     else:
         _print(path, found, gpu_gib, new_console())
     if not found.fits:

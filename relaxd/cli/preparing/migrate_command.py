@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from relaxd.cli.output import show
 from relaxd.client.errors import CliError
 from relaxd.migrate.verl import migrate
 from relaxd.migrate.verl_source import VerlConfigError, read_verl
@@ -26,6 +27,6 @@ def migrate_verl(
 ) -> None:
     """Print the configuration as TOML, and every key that has no equivalent as a comment."""
     try:
-        print(migrate(read_verl(config, overrides or [])).to_toml(), end="")
+        show(migrate(read_verl(config, overrides or [])).to_toml(), end="")
     except VerlConfigError as error:
         raise CliError(str(error)) from error

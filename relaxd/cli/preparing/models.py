@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from relaxd.cli.output import show
 from relaxd.config import RunConfig
 from relaxd.data.models import models_folder
 from relaxd.models.fetch import MODELS, fetch, is_fetched
@@ -18,19 +19,19 @@ def model_fetch(
     name: Annotated[str, typer.Argument(help="Name of the model, such as smollm2-135m; see `relaxd model list`.")],
 ) -> None:
     """Download, verify and convert a model, once. `model.path` then accepts its name."""
-    print(fetch(name, lambda text: print(text, flush=True)))
+    show(fetch(name, lambda text: show(text, flush=True)))
 
 
 @model_app.command("list")
 def model_list() -> None:
     """List the models that can be fetched and those that were."""
     for name, model in MODELS.items():
-        print(f"{name:<16} {'fetched    ' if is_fetched(name) else 'not fetched'}  {model.description}")
+        show(f"{name:<16} {'fetched    ' if is_fetched(name) else 'not fetched'}  {model.description}")
     folder = models_folder()
     others = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
     for name in others:
         if name not in MODELS and not name.startswith("."):
-            print(f"{name:<16} in {folder}")
+            show(f"{name:<16} in {folder}")
 
 
 def prepare_model(config: RunConfig, say: Callable[[str], None]) -> None:

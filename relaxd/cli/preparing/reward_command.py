@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from relaxd.cli.options import DEFAULT_STATE, PASS_ON, WordsArgument, load_words, new_console
+from relaxd.cli.output import show
 from relaxd.cli.preparing.models import prepare_model
 from relaxd.client.errors import CliError
 from relaxd.config import RunConfig
@@ -27,6 +28,7 @@ from relaxd.local.programs import run_program
 from relaxd.local.state import StateFolder
 from relaxd.rewards import RewardInput
 from relaxd.rewards.references import references
+from relaxd.telemetry.printable import escape, escape_lines
 
 PROMPTS = 3
 MADE_UP = ("I don't know.", "")
@@ -122,7 +124,7 @@ def try_reward(config: RunConfig, samples: Sequence[RewardInput], workers: int =
 
 def _generate(config: RunConfig, examples: Sequence[Example], count: int) -> list[list[str]]:
     """Return answers of the run's model to the prompts. Raises CliError, DataError."""
-    prepare_model(config, print)
+    prepare_model(config, show)
     model = config.model
     tokenizer = PromptTokenizer(resolve_model(model.path), model.chat_template, model.chat_template_arguments)
     asked = {
@@ -170,9 +172,9 @@ def _print_scores(samples: Sequence[RewardInput], outcomes: Sequence[dict[str, A
 def _print_errors(outcomes: Sequence[dict[str, Any]], console: Console) -> None:
     errors = dict.fromkeys((one["error"], one["traceback"]) for one in outcomes if "error" in one)
     for error, traceback in errors:
-        console.print(error, style="bold red", soft_wrap=True)
+        console.print(escape(error), style="bold red", soft_wrap=True)
         if traceback:
-            console.print(traceback, soft_wrap=True)
+            console.print(escape_lines(traceback, "    "), soft_wrap=True)
 
 
 def _shown(text: str) -> str:

@@ -18,6 +18,7 @@ from relaxd.cli.options import (
     StateOption,
     new_console,
 )
+from relaxd.cli.output import show, show_json
 from relaxd.cli.reading.follow import follow, interrupt_code
 from relaxd.cli.reading.source import RUNS, left_note, open_run
 from relaxd.cli.reading.view import samples_table
@@ -74,13 +75,13 @@ def samples(
         found = source.reader.samples(source.run.run_id, step, limit)
         if as_json:
             for sample in found:
-                print(json.dumps(sample_values(sample), ensure_ascii=False))
+                show_json(sample_values(sample))
         elif found:
             new_console().print(samples_table(found))
         elif step:
-            print(f"no samples of step {step}: run {source.run.run_id} has trained {source.run.step} steps")
+            show(f"no samples of step {step}: run {source.run.run_id} has trained {source.run.step} steps")
         else:
-            print("no samples yet: they come with the first trained step")
+            show("no samples yet: they come with the first trained step")
 
 
 def metrics(
@@ -98,7 +99,7 @@ def metrics(
     with open_run(run_id, folder, state, coordinator) as source:
         lines = list(step_lines(source.folder))
         if not lines:
-            print("no metrics yet: they come with the first trained step")
+            show("no metrics yet: they come with the first trained step")
             return
         known = sorted(
             {name for line in lines for name, value in line.items() if as_json or not isinstance(value, dict)}
@@ -111,7 +112,7 @@ def metrics(
         if as_json:
             chosen = ["step", *names] if names else ["step", *known]
             for line in lines:
-                print(json.dumps({name: line[name] for name in chosen if name in line}))
+                show(json.dumps({name: line[name] for name in chosen if name in line}))
         else:
             new_console().print(_metrics_table(lines, names or [name for name in SHOWN_METRICS if name in known]))
 

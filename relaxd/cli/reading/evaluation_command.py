@@ -1,6 +1,5 @@
 """`relaxd evaluation`: results and answers of evaluations, as they were kept in the run's folder."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -9,12 +8,14 @@ from rich.table import Table
 from rich.text import Text
 
 from relaxd.cli.options import DEFAULT_STATE, CoordinatorOption, FolderOption, RunArgument, StateOption, new_console
+from relaxd.cli.output import show_json
 from relaxd.cli.reading.source import open_run
 from relaxd.cli.reading.view import printable
 from relaxd.client.errors import CliError
 from relaxd.evaluation.sets import unknown_set
 from relaxd.report.evaluation_table import SetRow, table_of
 from relaxd.report.result import RunResult, place_of, read_result
+from relaxd.telemetry.printable import escape
 
 
 def evaluation(
@@ -39,7 +40,7 @@ def evaluation(
         answers = result.answers(step, name, limit)
         if as_json:
             for answer in answers:
-                print(json.dumps(answer, ensure_ascii=False))
+                show_json(answer)
             return
         console = new_console()
         if rows := result.set_rows:
@@ -109,4 +110,4 @@ def _response(answer: Mapping[str, Any]) -> Text:
 
 
 def _reward(answer: Mapping[str, Any]) -> Text:
-    return Text(answer["error"], "red") if answer["error"] else Text(f"{answer['reward']:.2f}")
+    return Text(escape(answer["error"]), "red") if answer["error"] else Text(f"{answer['reward']:.2f}")

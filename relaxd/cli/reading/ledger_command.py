@@ -1,6 +1,5 @@
 """`relaxd ledger`: what became of every prompt, and what was trained beside what was published."""
 
-import json
 import math
 from itertools import islice
 from pathlib import Path
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from relaxd.cli.options import DEFAULT_STATE, CoordinatorOption, FolderOption, RunArgument, StateOption, new_console
+from relaxd.cli.output import show_json
 from relaxd.cli.reading.source import open_run
 from relaxd.client.errors import CliError
 from relaxd.config import RunConfig
@@ -18,6 +18,7 @@ from relaxd.config.prompts.curriculum import CurriculumConfig
 from relaxd.data.curriculum.record import BUCKETS, GrowingRecord, PromptRecord
 from relaxd.report.fates import ConditionError, GroupTally, Summary, condition, of_prompt, read_fates, summarise_fates
 from relaxd.run_folder import CONFIG, GROUPS
+from relaxd.telemetry.printable import escape
 
 MEANS = {
     "prompt_tokens": "tokens of the prompt",
@@ -57,7 +58,7 @@ def ledger(
         found = (line for line in read_fates(source.folder) if all(test(line) for test in tests))
         if as_json:
             for line in islice(found, limit):
-                print(json.dumps(line, ensure_ascii=False))
+                show_json(line)
         elif tests:
             _print_groups(list(islice(found, limit + 1)), limit, new_console())
         else:
@@ -92,7 +93,7 @@ def _fate(line: dict[str, Any]) -> str:
     tried = f" (try {line['retry'] + 1})" if line["retry"] else ""
     if line["fate"] == "trained":
         return f"trained in step {line['step']}{tried}"
-    return f"dropped: {line['reason']}{tried}{', to be tried again' if line.get('retried') else ''}"
+    return escape(f"dropped: {line['reason']}{tried}{', to be tried again' if line.get('retried') else ''}")
 
 
 def _print_summary(summary: Summary, console: Console) -> None:
@@ -162,5 +163,5 @@ def _shown(value: Any) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     if not isinstance(value, float):
-        return str(value)
+        return escape(str(value))
     return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from relaxd.cli.options import DEFAULT_STATE, FolderOption, StateOption
+from relaxd.cli.output import show, show_line
 from relaxd.cli.reading.source import open_run
 from relaxd.client.errors import CliError
 from relaxd.local import compose
@@ -46,7 +47,7 @@ def logs(
             tails += [_Tail(path) for path in _logs_of(where, service) if path not in known]
             _print(tails, [tail.read() for tail in tails])
             if not alive:
-                print("no services are up here: nothing is added to these logs")
+                show("no services are up here: nothing is added to these logs")
                 return
 
 
@@ -68,7 +69,7 @@ class _Tail:
             file.seek(self._position)
             text, end, _ = file.read().rpartition(b"\n")
             self._position += len(text) + len(end)
-        return text.decode(errors="replace").splitlines()[-lines:]
+        return text.decode(errors="replace").split("\n")[-lines:] if text else []
 
 
 def _log_folder(place: StateFolder, run_id: str, folder: Path | None) -> Path:
@@ -108,7 +109,7 @@ def _print(tails: Sequence[_Tail], texts: Sequence[Sequence[str]]) -> None:
     width = max(len(tail.path.stem) for tail in tails)
     stamped = [entry for tail, text in zip(tails, texts, strict=True) for entry in _stamped(tail.path.stem, text)]
     for _, name, line in sorted(stamped, key=lambda entry: entry[0]):
-        print(f"{name:<{width}} | {line}" if len(tails) > 1 else line, flush=True)
+        show_line(f"{name:<{width}} | {line}" if len(tails) > 1 else line)
 
 
 def _stamped(name: str, lines: Sequence[str]) -> Iterator[tuple[str, str, str]]:

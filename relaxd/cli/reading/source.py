@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relaxd.cli.options import DEFAULT_STATE
+from relaxd.cli.output import show
 from relaxd.client.coordinator import ENDED, CoordinatorClient
 from relaxd.client.errors import CliError, NotFoundError
 from relaxd.client.folder_runs import FolderRuns, RunReader
@@ -65,7 +66,7 @@ def open_run(run_id: str, folder: Path | None, state: Path, coordinator: str | N
         raise (error if address is not None else _no_run(run_id, state)) from None
     yield RunSource(reader, run)
     if note := left_note(run, state):
-        print(note, file=sys.stderr)
+        show(note, file=sys.stderr)
 
 
 def left_note(run: pb.Run, state: Path) -> str:

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from relaxd.client.coordinator import ENDED, state_name
+from relaxd.telemetry.printable import escape
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.health_pb2 import HEALTH_STATE_HEALTHY, RunEvent
 from relaxd.waiting import duration
@@ -211,5 +212,5 @@ def samples_table(samples: Sequence[pb.TrainedSample], *, title: str = "", one_l
 
 
 def printable(text: str) -> Text:
-    """Put a model's text on one line and replace control characters."""
-    return Text("".join(character if character.isprintable() else "·" for character in " ".join(text.split())))
+    """Put a model's text on one line and escape control characters."""
+    return Text(escape(" ".join(text.split())))

@@ -36,7 +36,7 @@ def test_the_live_picture_has_everything() -> None:
     text = shown(Picture(view))
     for expected in ("r1", "running", "step 1/24", "0.250", "0.50", "321", "published 14", "zero_variance 2"):
         assert expected in text
-    for expected in ("reward 1+2", "What is 3 + 4?", "[/not markup] 7777777777 ·[2J·", "-0.50"):
+    for expected in ("reward 1+2", "What is 3 + 4?", "[/not markup] 7777777777 \\u001b[2J\\u0007", "-0.50"):
         assert expected in text
     assert "accuracy" not in text  # this run has no such metric
 

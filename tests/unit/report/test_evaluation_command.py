@@ -43,7 +43,7 @@ def test_the_newest_answers_are_beside_the_first(folder: Path) -> None:
     lines = [line.split() for line in shown(folder).splitlines()]
     assert lines[0] == ["prompt", "answer", "response,", "step", "0", "reward", "response,", "step", "10", "reward"]
     assert lines[1] == ["What", "is", "0", "+", "1?", "1", "[bold]one", "0.00", "1", "1.00"]
-    assert lines[2] == ["What", "is", "1", "+", "1?", "2", "(nothing)", "0.00", "2·[2J", "reward:", "ValueError"]
+    assert lines[2] == ["What", "is", "1", "+", "1?", "2", "(nothing)", "0.00", "2\\u001b[2J", "reward:", "ValueError"]
     assert "response, step 5 " in shown(folder, "--step", "5")
     assert [line.split() for line in shown(folder, "--step", "0", "--limit", "1").splitlines()] == [
         ["prompt", "answer", "response,", "step", "0", "reward"],

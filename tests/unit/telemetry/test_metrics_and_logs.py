@@ -57,7 +57,7 @@ def entry() -> logging.LogRecord:
 def test_log_lines_for_people(entry):
     first, *rest = TextFormatter("reward-1").format(entry).splitlines()
     assert first == "2026-01-01T00:00:00.250Z ERROR reward-1 call of Score failed"
-    assert rest[-1] == "ValueError: broken"
+    assert rest[-1] == "    ValueError: broken"
 
 
 def test_every_line_in_a_span_has_its_ids(entry):

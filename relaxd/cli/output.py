@@ -1,0 +1,36 @@
+"""Output of commands. Text comes from models, data sets and exceptions: a terminal must not obey it."""
+
+import json
+import sys
+from collections.abc import Iterable
+from typing import Any, TextIO
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from relaxd.telemetry.printable import escape, escape_lines
+
+
+class EscapingConsole(Console):
+    """Console that escapes control characters of what it shows."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Render, and escape all text but rich's own control codes."""
+        for segment in super().render(renderable, options):
+            text = segment.text if segment.control else escape_lines(segment.text)
+            yield segment if text == segment.text else Segment(text, segment.style)
+
+
+def show(*parts: object, file: TextIO | None = None, flush: bool = False, end: str = "\n") -> None:
+    """Print as `print` does, with control characters escaped, except the ends of lines."""
+    print(escape_lines(" ".join(map(str, parts))), file=file or sys.stdout, flush=flush, end=end)
+
+
+def show_line(text: str) -> None:
+    """Print text as one line, and flush."""
+    print(escape(text, keep="\t"), flush=True)
+
+
+def show_json(value: Any) -> None:
+    """Print a value as JSON in one line."""
+    print(escape(json.dumps(value, ensure_ascii=False)))
