@@ -28,7 +28,7 @@ from relaxd.local.programs import run_program
 from relaxd.local.state import StateFolder
 from relaxd.rewards import RewardInput
 from relaxd.rewards.references import references
-from relaxd.telemetry.printable import escape, escape_lines
+from relaxd.telemetry.printable import escape
 
 PROMPTS = 3
 MADE_UP = ("I don't know.", "")
@@ -174,7 +174,7 @@ def _print_errors(outcomes: Sequence[dict[str, Any]], console: Console) -> None:
     for error, traceback in errors:
         console.print(escape(error), style="bold red", soft_wrap=True)
         if traceback:
-            console.print(escape_lines(traceback, "    "), soft_wrap=True)
+            console.print(traceback, soft_wrap=True)
 
 
 def _shown(text: str) -> str:
