@@ -29,6 +29,7 @@ from relaxd.config import RunConfig
 from relaxd.config.load import ConfigError
 from relaxd.config.write import dump
 from relaxd.data.files.opening import is_hub_path
+from relaxd.data.templating import chat_template_text
 from relaxd.drop_reasons import drop_warnings
 from relaxd.evaluation.answers import shown_name
 from relaxd.local import stack
@@ -317,7 +318,8 @@ def _shown(path: Path) -> Path:
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """Make paths absolute, as the coordinator may run in another folder."""
+    """Make paths absolute, and read a chat template's file, as the coordinator may run elsewhere. Raises DataError."""
+    template = config.model.chat_template
 
     def absolute(path: Path | None) -> Path | None:
         return path if path is None or is_hub_path(path) else path.expanduser().resolve()
@@ -339,7 +341,12 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     return config.model_copy(
         update={
             "run": config.run.model_copy(update={"folder": absolute(config.run.folder)}),
-            "model": config.model.model_copy(update={"path": absolute_model(config.model.path)}),
+            "model": config.model.model_copy(
+                update={
+                    "path": absolute_model(config.model.path),
+                    "chat_template": template and chat_template_text(template),
+                }
+            ),
             "roles": config.roles.model_copy(update=roles),
             "data": config.data.model_copy(update=data),
             "eval": config.eval.model_copy(update={"sets": sets}),

@@ -346,7 +346,7 @@ def _without_repeats(sources: Sequence[Source], seen: Seen) -> tuple[list[Source
 
 
 def _tokenizer(config: RunConfig, folder: Path) -> PromptTokenizer:
-    return PromptTokenizer(folder, config.model.chat_template, config.model.chat_template_arguments)
+    return PromptTokenizer.of_run(config, folder)
 
 
 def _named_sets(config: RunConfig, names: Collection[str] | None = None) -> dict[str, Source]:

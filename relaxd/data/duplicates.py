@@ -145,7 +145,12 @@ def _merged(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def _text(example: Example) -> str:
-    parts = [f"{message['role']}: {message['content']}" for message in example.messages]
+    """Return a prompt as text: whatever the model may see of it counts."""
+    parts = []
+    for message in example.messages:
+        parts.append(f"{message['role']}: {message['content']}")
+        if rest := {name: value for name, value in message.items() if name not in ("role", "content")}:
+            parts.append(json.dumps(rest, sort_keys=True))
     return "\n".join([*parts, json.dumps(example.tools, sort_keys=True)] if example.tools else parts)
 
 

@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-Message = dict[str, str]
-"""A chat message: {"role": "user" | "assistant" | "system" | ..., "content": text}."""
+Message = dict[str, Any]
+"""A chat message: {"role": "user" | "assistant" | "system" | ..., "content": text}, perhaps with further fields such as
+"tool_calls", beside which the content may be None."""
 
 
 @dataclass(frozen=True)
@@ -38,4 +39,4 @@ class Example:
     @property
     def text(self) -> str:
         """The prompt for display: the last message."""
-        return self.prompt if isinstance(self.prompt, str) else self.prompt[-1]["content"]
+        return self.prompt if isinstance(self.prompt, str) else str(self.prompt[-1]["content"] or "")

@@ -1,82 +1,236 @@
-"""Chat templates, which turn messages into the model's text format."""
+"""Chat templates, which turn messages into the model's text format, rendered as transformers renders them."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2.ext import loopcontrols
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from relaxd.data.errors import DataError
 from relaxd.data.examples import Message
 
+OVERRIDE = "model.chat_template"
+"""The setting with a template instead of the model's own."""
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Special tokens that templates know as variables."""
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning: templates read the first, gpt-oss's the second."""
+END_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+PROBE = "relaxd-probe-of-a-chat-template"
+
+
+class Generation(Extension):
+    """The block {% generation %}, with which templates mark the assistant's text. It changes nothing in the text."""
+
+    tags = {"generation"}  # noqa: RUF012  jinja2 reads it from the class
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Any) -> str:
+        return str(caller())
+
 
 class ChatTemplate:
-    """A compiled Jinja chat template, rendered as transformers renders it."""
+    """A compiled Jinja chat template."""
 
     def __init__(
-        self, source: str, special_tokens: dict[str, str], field: str, arguments: Mapping[str, Any] | None = None
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        field: str,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        with_tools: str | None = None,
     ) -> None:
-        """`field` is the setting that the template comes from, `arguments` are variables for it.
+        """Compile a template.
 
-        Raises DataError: it isn't valid Jinja.
+        Args:
+            source: the template.
+            special_tokens: the model's special tokens, as variables.
+            field: the setting that the template comes from.
+            arguments: further variables.
+            with_tools: the template of prompts with tools, if the model has a separate one.
+
+        Raises:
+            DataError: it isn't valid Jinja, or its text doesn't have the messages.
         """
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = _now
         self._variables = {**special_tokens, **(arguments or {})}
-        self._takes_tools = "tools" in source
         self._field = field
-        try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise DataError(field, f"the chat template is invalid in line {error.lineno}: {error.message}") from error
+        self._takes_tools = "tools" in (with_tools or source)
+        self._template = self._compiled(source)
+        self._with_tools = self._compiled(with_tools) if with_tools else self._template
+        self._wants_parts = False
+        """True if the template renders the text of content parts only, as those of models that see images do."""
+        self._check()
 
-    def render(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str:
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, continue_final: bool = True
+    ) -> str:
         """Render a conversation up to the start of the assistant's answer, with the tools that the model may call.
 
-        Raises DataError if the template rejects these messages, or knows no tools.
+        If the last message is the assistant's, the text ends with it, so that the model continues it.
+
+        Raises DataError: the template rejects these messages, or knows no tools; or the last message is the assistant's
+        and has no text, or `continue_final` is False.
         """
         if tools and not self._takes_tools:
             raise DataError(
                 self._field,
                 "there are tools (data.tools_key or tools_file), but the chat template has no place for tools",
             )
-        variables = {"add_generation_prompt": True, "tools": tools or None, **self._variables}
+        if messages[-1]["role"] != "assistant":
+            return self._render(messages, tools, add_generation_prompt=True)
+        if not continue_final:
+            raise DataError(
+                "data.continue_final_message",
+                "is false, but the prompt ends in a message of the assistant: set true, so that the model continues "
+                "it, or leave the message out",
+            )
+        return self._continued(messages, tools)
+
+    def _continued(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+        """Render a conversation that ends within the assistant's message."""
+        begun = messages[-1].get("content")
+        if not begun:
+            raise DataError("data", "the prompt ends in a message of the assistant without text, which can't continue")
+        tagged = [*messages[:-1], {**messages[-1], "content": begun + END_TAG}]
+        text = self._render(tagged, tools, add_generation_prompt=False)
+        at = text.rfind(END_TAG.strip())
+        if at < 0 or begun.strip() not in text:
+            raise DataError(
+                self._field,
+                "the prompt ends in a message of the assistant, which the chat template changes, so that the model "
+                "can't continue it: leave the message out, or set another model.chat_template",
+            )
+        # A template that strips the message has no blank behind the tag, and none belongs before it.
+        return text[:at] if text[at:].startswith(END_TAG) else text[:at].rstrip()
+
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool
+    ) -> str:
+        variables = {
+            "messages": [self._as_rendered(message) for message in messages],
+            "tools": list(tools) or None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **self._variables,
+        }
         try:
-            return self._template.render(messages=messages, **variables)
+            return (self._with_tools if tools else self._template).render(**variables)
         except (jinja2.TemplateError, TypeError) as error:
             raise DataError(self._field, f"the chat template can't render this prompt: {error}") from error
+
+    def _compiled(self, source: str) -> jinja2.Template:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = _now
+        try:
+            return environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise DataError(
+                self._field, f"the chat template is invalid in line {error.lineno}: {error.message}"
+            ) from error
+
+    def _check(self) -> None:
+        """Refuse a template that ignores the messages, such as the path of a file that isn't there."""
+        text = ""
+        for self._wants_parts in (False, True):
+            try:
+                text = self._render([{"role": "user", "content": PROBE}], (), add_generation_prompt=True)
+            except DataError:
+                self._wants_parts = False
+                return  # it may refuse this conversation, and take those of the data
+            if PROBE in text:
+                return
+        raise DataError(
+            self._field,
+            f"the chat template leaves out the messages: it renders any of them as {text[:80]!r}. A template has "
+            "{{ message.content }}, or is the path of a file that has it",
+        )
+
+    def _as_rendered(self, message: Message) -> Message:
+        """Return a message as the template gets it."""
+        found = next((message[name] for name in REASONING if message.get(name) is not None), None)
+        if found is not None:
+            message = {"thinking": found, **message, "reasoning_content": found}
+        if self._wants_parts and isinstance(message.get("content"), str):
+            message = {**message, "content": [{"type": "text", "text": message["content"]}]}
+        return message
+
+
+def chat_template_text(setting: str) -> str:
+    """Return the Jinja text of model.chat_template, which may be the path of a file. Raises DataError."""
+    if "{{" in setting or "{%" in setting:
+        return setting
+    path = Path(setting).expanduser()
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise DataError(
+            OVERRIDE,
+            f"{setting[:200]!r} has no {{{{ ... }}}}, so it is taken for a file, which can't be read: {reason}",
+        ) from error
 
 
 def load_chat_template(
     folder: Path, override: str | None, arguments: Mapping[str, Any] | None = None
 ) -> ChatTemplate | None:
     """Load a model's chat template, or `override` if given, with arguments. Returns None if the model has none."""
-    config_file = folder / "tokenizer_config.json"
-    config: dict[str, Any] = json.loads(config_file.read_text()) if config_file.is_file() else {}
-    special = {name: _content(config.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    config = _read_json(folder / "tokenizer_config.json")
+    special = _special_tokens({**_read_json(folder / "special_tokens_map.json"), **_set_only(config)})
     if override is not None:
-        return ChatTemplate(override, special, "model.chat_template", arguments)
+        return ChatTemplate(chat_template_text(override), special, OVERRIDE, arguments)
     template_file = folder / "chat_template.jinja"
     if template_file.is_file():
-        return ChatTemplate(template_file.read_text(), special, "model.path", arguments)
+        return ChatTemplate(template_file.read_text(encoding="utf-8"), special, "model.path", arguments)
     source = config.get("chat_template")
+    with_tools = None
     if isinstance(source, list):
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
-    return ChatTemplate(source, special, "model.path", arguments) if source else None
+        named = {entry["name"]: entry["template"] for entry in source}
+        source, with_tools = named.get("default"), named.get("tool_use")
+    return ChatTemplate(source, special, "model.path", arguments, with_tools=with_tools) if source else None
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return found if isinstance(found, dict) else {}
+
+
+def _set_only(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if value is not None}
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the special tokens that a tokenizer's configuration names."""
+    tokens = {name: _content(config[name]) for name in SPECIAL_TOKENS if config.get(name)}
+    return {name: token for name, token in tokens.items() if token}
 
 
 def _content(token: Any) -> str:
-    return str(token.get("content", "")) if isinstance(token, dict) else token or ""
+    return str(token.get("content") or "") if isinstance(token, dict) else str(token)
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _now(pattern: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, models
 
+from relaxd.config import RunConfig
 from relaxd.data.errors import DataError
 from relaxd.data.examples import Example
 from relaxd.data.templating import load_chat_template
@@ -32,11 +33,23 @@ class PromptTokenizer:
     """Templates and tokenises prompts for one model."""
 
     def __init__(
-        self, folder: Path, chat_template: str | None = None, arguments: Mapping[str, Any] | None = None
+        self,
+        folder: Path,
+        chat_template: str | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        continue_final: bool = True,
     ) -> None:
-        """`chat_template` overrides the model's, and `arguments` are variables for it.
+        """Load a model's tokenizer and chat template.
 
-        Raises DataError for a missing or invalid tokenizer.
+        Args:
+            folder: the model's folder.
+            chat_template: a template, or the path of one, instead of the model's.
+            arguments: variables for the template.
+            continue_final: whether prompts may end in a message of the assistant, which the model continues.
+
+        Raises:
+            DataError: the tokenizer or the template is missing or invalid.
         """
         file = folder / "tokenizer.json"
         if not file.is_file():
@@ -47,7 +60,19 @@ class PromptTokenizer:
         except Exception as error:  # the Rust binding raises plain Exception
             raise DataError("model.path", f"{file} is not a tokenizer: {error}") from error
         self._template = load_chat_template(folder, chat_template, arguments)
+        self._continue_final = continue_final
         self._growth = _growth(self._tokenizer)
+
+    @classmethod
+    def of_run(cls, config: RunConfig, folder: Path) -> "PromptTokenizer":
+        """Load the tokenizer of a run whose model is in `folder`. Raises DataError."""
+        model = config.model
+        return cls(
+            folder,
+            model.chat_template,
+            model.chat_template_arguments,
+            continue_final=config.data.continue_final_message,
+        )
 
     def encode(self, examples: Sequence[Example]) -> list[np.ndarray]:
         """Tokenise prompts: an int32 array [P] each.
@@ -90,7 +115,7 @@ class PromptTokenizer:
                 "model.chat_template", f"{example.place} {what}, but the model has no chat template: set one"
             )
         try:
-            return self._template.render(example.messages, example.tools)
+            return self._template.render(example.messages, example.tools, continue_final=self._continue_final)
         except DataError as error:
             raise DataError(error.field, f"{example.place}: {error.message}") from error
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from relaxd.data.errors import DataError
+from relaxd.data.model_contradictions import contradiction
 
 Config = Mapping[str, Any]
 """A config.json."""
@@ -102,13 +103,16 @@ def read_shape(folder: Path, setting: str = "model.path") -> ModelShape:
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text())
-        return _shape(config)
+        shape = _shape(config)
     except OSError as error:
         raise DataError(setting, f"{folder} has no readable config.json, as a model folder has: {error}") from error
     except KeyError as error:
         raise DataError(setting, f"{path} has no field {error}") from error
     except ValueError as error:
         raise DataError(setting, f"{path}: {error}") from error
+    if problem := contradiction(folder, config):
+        raise DataError(setting, f"{path}: {problem}")
+    return shape
 
 
 def _shape(config: Config) -> ModelShape:

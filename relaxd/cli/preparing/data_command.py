@@ -43,7 +43,7 @@ def data(
     prepare_model(config, lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True))
     try:
         folder = resolve_model(config.model.path, weights=False)
-        tokenizer = PromptTokenizer(folder, config.model.chat_template, config.model.chat_template_arguments)
+        tokenizer = PromptTokenizer.of_run(config, folder)
         sources, held_out = read_sources(config)
         sets = [held_out, *(read_set(config, number) for number in range(len(config.eval.sets)))]
         of_sets = [(one.shown, keys_of(one.examples)) for one in sets if len(one.examples)]

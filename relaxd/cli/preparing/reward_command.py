@@ -125,8 +125,7 @@ def try_reward(config: RunConfig, samples: Sequence[RewardInput], workers: int =
 def _generate(config: RunConfig, examples: Sequence[Example], count: int) -> list[list[str]]:
     """Return answers of the run's model to the prompts. Raises CliError, DataError."""
     prepare_model(config, show)
-    model = config.model
-    tokenizer = PromptTokenizer(resolve_model(model.path), model.chat_template, model.chat_template_arguments)
+    tokenizer = PromptTokenizer.of_run(config, resolve_model(config.model.path))
     asked = {
         "config": config.model_dump(mode="json"),
         "samples": count,

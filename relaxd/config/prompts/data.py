@@ -108,6 +108,9 @@ class DataConfig(Section):
     prompt_function: str = ""
     """Your own function "package.module:function" or "file.py:function", which gets a row as a dict and returns the
     prompt: text, or a list of chat messages. prompt_key isn't read then."""
+    continue_final_message: bool = True
+    """Have the model continue the last message of a prompt that ends in one of the assistant, such as "<think>". false
+    refuses such prompts."""
     system_prompt: str = ""
     """Text of a system message that is put before prompts without one."""
     digits: int = Field(default=2, ge=1, le=6)

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from relaxd.data.examples import Example, Message
+from relaxd.data.examples import Example
 from relaxd.data.files.plain import kind_of, plain, stranger
 from relaxd.data.files.rows import OnDemand, Rows
+from relaxd.data.sources.messages import read_prompt, without_nulls
 from relaxd.importing import describe_error
 
 ALL = "*"
@@ -43,9 +44,9 @@ class Columns:
     def example(self, record: Mapping[str, Any], place: str) -> Example:
         """Return the prompt of a row. Raises ValueError, which names the column and what is wrong."""
         if self.make_prompt is None:
-            prompt = _prompt(self.prompt, plain(_find(record, self.prompt, "data.prompt_key")))
+            prompt = read_prompt(self.prompt, plain(_find(record, self.prompt, "data.prompt_key")))
         else:
-            prompt = _prompt(self.made_by, plain(self._made(plain(record))))
+            prompt = read_prompt(self.made_by, plain(self._made(plain(record))))
         answer: Any = ""
         if self.answer != ANSWER or ANSWER in record:
             answer = _answer(self.answer, plain(_find(record, self.answer, "data.answer_key")))
@@ -170,11 +171,17 @@ def _answer(key: str, value: Any) -> str:
         example = f"{key}.{next(iter(value), 'text')}"
         raise ValueError(f'"{key}" is an object with {inside}: name what is in it, as data.answer_key = "{example}"')
     if isinstance(value, list) and value and all(_is_plain(one) for one in value):
-        return str(value[0]) if len(value) == 1 else json.dumps(list(map(str, value)), ensure_ascii=False)
+        texts = [_as_text(one) for one in value]
+        return texts[0] if len(texts) == 1 else json.dumps(texts, ensure_ascii=False)
     if not _is_plain(value):
         what = "a list with something else" if isinstance(value, list) and value else kind_of(value)
         raise ValueError(f'"{key}" must be text, a number or a list of them, not {what}')
-    return str(value)
+    return _as_text(value)
+
+
+def _as_text(value: str | int | float) -> str:
+    """Return an answer as text. Whole numbers have no point: tables store them as floats beside a missing one."""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 def _is_plain(value: Any) -> bool:
@@ -191,32 +198,10 @@ def _tools(key: str, value: Any) -> list[dict[str, Any]]:
         except ValueError as error:
             raise ValueError(f'"{key}" is text that is not JSON: tools are a list of objects') from error
     else:
-        value = _without_nulls(value)
+        value = without_nulls(value)
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
         raise ValueError(
             f'"{key}" must be a list of tools such as {{"type": "function", "function": {{"name": "...", ...}}}}, not '
             f"{kind_of(value) if not isinstance(value, list) else 'a list of something else'}"
         )
     return value
-
-
-def _without_nulls(value: Any) -> Any:
-    """Return a value without null entries of objects: tables give objects every key that any of them has."""
-    if isinstance(value, dict):
-        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
-
-
-def _prompt(key: str, value: Any) -> str | list[Message]:
-    if isinstance(value, str):
-        if not value.strip():
-            raise ValueError(f'"{key}" is empty')
-        return value
-    if not isinstance(value, list) or not value:
-        raise ValueError(f'"{key}" must be text or a list of chat messages, not {kind_of(value)}')
-    for index, message in enumerate(value):
-        fits = isinstance(message, dict) and isinstance(message.get("role"), str)
-        if not fits or not isinstance(message.get("content"), str):
-            raise ValueError(f'"{key}"[{index}] must look like {{"role": "user", "content": "..."}}')
-    # Tables give a message every key that any of them has.
-    return [{name: text for name, text in message.items() if text is not None} for message in value]

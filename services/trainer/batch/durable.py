@@ -23,9 +23,15 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def errors_of_the_system(path: Path) -> Iterator[None]:
-    """Write a file with safetensors in the block: what the system refuses it is an OSError, as with other files."""
+    """Write a file with safetensors in the block, with the permissions and errors that other files have.
+
+    safetensors lets only the owner read its files, and raises errors of its own.
+    """
+    path.touch()
+    permissions = path.stat().st_mode
     try:
         yield
+        path.chmod(permissions)
     except SafetensorError as error:
         refused = SYSTEM_ERROR.search(str(error))
         if refused is None:

@@ -100,6 +100,7 @@ class Learner:
             config.algorithm,
             steps=config.run.steps,
             seed=config.run.seed,
+            chat_template=config.model.chat_template,
             frozen=models_in_trainer(config),
             critic=config.roles.critic,
             report=report,
@@ -113,6 +114,7 @@ class Learner:
         *,
         steps: int,
         seed: int = 0,
+        chat_template: str | None = None,
         frozen: Mapping[str, Mapping[str, Path]] | None = None,
         critic: CriticConfig | None = None,
         report: Callable[[str], None] | None = None,
@@ -125,6 +127,7 @@ class Learner:
             algorithm: the algorithm and its settings.
             steps: steps of the whole run, for the learning-rate schedule.
             seed: seed of all random generators.
+            chat_template: template of the exported model, if it isn't the folder's.
             frozen: folders of the models that these ranks keep beside the trained one, by role and name. Of columns
                 that others make, the micro-batches bring theirs. None: the initial model is the reference, if the
                 algorithm needs one.
@@ -137,6 +140,7 @@ class Learner:
             ValueError: the number of processes or the optimizer's settings are wrong.
         """
         self._config = trainer
+        self._chat_template = chat_template
         self._forward = Forward(model_folder, trainer, seed=seed, report=report)
         self._architecture = self._forward.architecture
         self.world = self._forward.world
@@ -382,7 +386,8 @@ class Learner:
 
     def save_hf(self, folder: Path) -> None:
         """Write the current weights as a Hugging Face folder. All ranks call it together."""
-        save_hf(self._policy, folder, self._forward.folder, self._architecture, self.world)
+        original = self._forward.folder
+        save_hf(self._policy, folder, original, self._architecture, self.world, self._chat_template)
 
     def checksum(self) -> int:
         """Return the `bit_sum` of this rank's weights, those of a critic included.

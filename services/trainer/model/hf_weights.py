@@ -215,7 +215,14 @@ def gather_hf_tensors(
             yield from parameter.tensors(shards[number * each : (number + 1) * each], number, shape)
 
 
-def save_hf(model: torch.nn.Module, folder: Path, original: Path, shape: Architecture, world: World) -> None:
+def save_hf(
+    model: torch.nn.Module,
+    folder: Path,
+    original: Path,
+    shape: Architecture,
+    world: World,
+    chat_template: str | None = None,
+) -> None:
     """Write the model as a Hugging Face folder that transformers loads. All ranks call it together.
 
     The files go to a temporary folder, which is renamed at the end, so `folder` is never incomplete. Ranks gather the
@@ -227,6 +234,7 @@ def save_hf(model: torch.nn.Module, folder: Path, original: Path, shape: Archite
         original: the model's original folder, from which config, tokenizer and other small files are copied.
         shape: the model's architecture.
         world: this rank's place in the world.
+        chat_template: the run's template, if it isn't the original's.
 
     Raises:
         DiskRefused: on all ranks, if one can't write its part. Nothing of it is left, and an existing folder stays.
@@ -234,7 +242,7 @@ def save_hf(model: torch.nn.Module, folder: Path, original: Path, shape: Archite
     """
     partial = folder.with_name(folder.name + ".partial")
     try:
-        _write_hf(model, folder, partial, original, shape, world)
+        _write_hf(model, folder, partial, original, shape, world, chat_template)
     except (OSError, DiskWorkFailed) as error:
         with world.disk.all_ranks(f"giving up {folder}"):
             pass  # until no rank writes
@@ -245,7 +253,13 @@ def save_hf(model: torch.nn.Module, folder: Path, original: Path, shape: Archite
 
 
 def _write_hf(
-    model: torch.nn.Module, folder: Path, partial: Path, original: Path, shape: Architecture, world: World
+    model: torch.nn.Module,
+    folder: Path,
+    partial: Path,
+    original: Path,
+    shape: Architecture,
+    world: World,
+    chat_template: str | None,
 ) -> None:
     what = f"writing {folder}"
     with world.disk.all_ranks(what):
@@ -276,7 +290,7 @@ def _write_hf(
         if world.rank == 0:
             weight_map = {name: file for files, _ in all_written for name, file in files.items()}
             _write_index(partial, weight_map, sum(size for _, size in all_written))
-            _copy_small_files(original, partial, dtype)
+            copy_small_files(original, partial, dtype, chat_template)
             old = folder.with_name(folder.name + ".old")
             shutil.rmtree(old, ignore_errors=True)
             if folder.exists():
@@ -309,8 +323,8 @@ def _write_index(folder: Path, weight_map: dict[str, str], total_bytes: int) -> 
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _copy_small_files(original: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Copy all files but weights; set the written element type in config.json."""
+def copy_small_files(original: Path, folder: Path, dtype: torch.dtype, chat_template: str | None = None) -> None:
+    """Copy all files but weights; set the written element type in config.json, and the chat template if it changed."""
     for path in sorted(original.iterdir()):
         if path.is_file() and not path.name.endswith(_NOT_COPIED):
             shutil.copyfile(path, folder / path.name)
@@ -318,3 +332,5 @@ def _copy_small_files(original: Path, folder: Path, dtype: torch.dtype) -> None:
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if chat_template is not None:
+        (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")

@@ -55,7 +55,7 @@ def export_checkpoint(run_folder: Path, step: int, out: Path) -> dict[str, Any]:
     model = build_model(shape, megatron_config, world)
     load_model(model, checkpoint_path(run_folder, step), world)
     out.parent.mkdir(parents=True, exist_ok=True)
-    save_hf(model, out, original, shape, world)
+    save_hf(model, out, original, shape, world, config.model.chat_template)
     return {"path": str(out), "step": step}
 
 

@@ -220,7 +220,7 @@ def test_jsonl_keeps_answer_and_metadata(tmp_path: Path) -> None:
         ('{"prompt": ""}', '"prompt" is empty'),
         ('{"prompt": 3}', "must be text or a list of chat messages, not a number"),
         ('{"prompt": []}', "must be text or a list of chat messages"),
-        ('{"prompt": [{"role": "user"}]}', r'"prompt"\[0\] must look like'),
+        ('{"prompt": [{"role": "user"}]}', r'"prompt"\[0\].content is null or missing'),
         ('{"prompt": "a", "answer": [["b"]]}', '"answer" must be text, a number or a list of them, not a list with'),
     ],
 )

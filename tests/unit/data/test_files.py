@@ -224,7 +224,11 @@ def test_columns(record, columns, expected):
         ({"prompt": "a", "m": [1]}, {"metadata": "m"}, '"m" must be an object, for data.metadata_key, not a list'),
         ({"prompt": "a", "m": "{"}, {"metadata": "m"}, '"m" is text that is not JSON'),
         ({"prompt": "a"}, {"metadata": "meta"}, '"meta" is missing'),
-        ({"q": [{"role": "user", "content": [{"type": "image"}]}]}, {"prompt": "q"}, r'"q"\[0\] must look like'),
+        (
+            {"q": [{"role": "user", "content": [{"type": "image"}]}]},
+            {"prompt": "q"},
+            r'"q"\[0\].content\[0\] is a part of type "image"',
+        ),
         ({"q": None}, {"prompt": "q"}, '"q" must be text or a list of chat messages, not null'),
     ],
 )

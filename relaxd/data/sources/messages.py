@@ -1,0 +1,85 @@
+"""Prompts as rows have them: text, a list of chat messages, or the JSON text of such a list."""
+
+import json
+from typing import Any
+
+from relaxd.data.examples import Message
+from relaxd.data.files.plain import kind_of, stranger
+
+FORM = '{"role": "user", "content": "..."}'
+
+
+def read_prompt(key: str, value: Any) -> str | list[Message]:
+    """Return a prompt from the value of a column or of a user's own function.
+
+    Messages keep all of their fields, except nulls: tables give an object every key that any of them has. Content parts
+    of text are joined. Content may be null beside tool calls.
+
+    Args:
+        key: the column or the setting, for errors.
+        value: a plain value.
+
+    Raises:
+        ValueError: it is no prompt; the message names the key and what would be right.
+    """
+    if isinstance(value, str):
+        if not value.strip():
+            raise ValueError(f'"{key}" is empty')
+        value = _chat_from_text(value)
+        if isinstance(value, str):
+            return value
+    if not isinstance(value, list) or not value:
+        raise ValueError(f'"{key}" must be text or a list of chat messages, not {kind_of(value)}')
+    return [_message(f'"{key}"[{index}]', message) for index, message in enumerate(value)]
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value without null entries of objects: tables give objects every key that any of them has."""
+    if isinstance(value, dict):
+        return {name: without_nulls(one) for name, one in value.items() if one is not None}
+    return [without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
+def _chat_from_text(text: str) -> str | list[Any]:
+    """Return the messages of a chat that a column stores as JSON text; any other text as it is."""
+    if not text.lstrip().startswith("["):
+        return text
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    is_chat = isinstance(found, list) and found and all(isinstance(one, dict) and "role" in one for one in found)
+    return found if is_chat else text
+
+
+def _message(place: str, value: Any) -> Message:
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        raise ValueError(f"{place} must look like {FORM}")
+    if found := stranger("content" if len(value) == 2 else "message", value):
+        raise ValueError(f"{place} has {kind_of(found[1])}, which a chat message can't have: it must look like {FORM}")
+    message: Message = without_nulls(value)
+    content = message.get("content")
+    if isinstance(content, list):
+        content = _joined(f"{place}.content", content)
+    if content is None and not message.get("tool_calls"):
+        raise ValueError(f"{place}.content is null or missing, and there are no tool_calls: it must look like {FORM}")
+    if not isinstance(content, str | None):
+        raise ValueError(f"{place}.content must be text or a list of text parts, not {kind_of(content)}")
+    return {**message, "content": content}
+
+
+def _joined(place: str, parts: list[Any]) -> str:
+    """Return the text of content parts such as {"type": "text", "text": "..."}."""
+    texts = []
+    for index, part in enumerate(parts):
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            what = f'a part of type "{kind}"' if isinstance(kind, str) else kind_of(part)
+            raise ValueError(
+                f'{place}[{index}] is {what}: only text is supported, as {{"type": "text", "text": "..."}}'
+            )
+        texts.append(part["text"])
+    return "".join(texts)

@@ -1,0 +1,124 @@
+"""Chat templates are rendered as transformers renders them, with the features that templates of the hub use."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from relaxd.data.errors import DataError
+from relaxd.data.templating import ChatTemplate, chat_template_text, load_chat_template
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "é <b>", "parameters": {"b": 1, "a": 2}}}]
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich"}}}
+CHATS: dict[str, list[dict[str, Any]]] = {
+    "user": [{"role": "user", "content": "hi é <b>"}],
+    "system": [{"role": "system", "content": "S "}, {"role": "user", "content": "hi"}],
+    "turns": [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "reasoning": "why"},
+        {"role": "user", "content": "c"},
+    ],
+    "calls": [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "3", "name": "weather"},
+    ],
+    "prefill": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>"}],
+    "prefill with blanks": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Sure: \n"}],
+}
+LOOP = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+END = "{% if add_generation_prompt %}[assistant]{% endif %}"
+TEMPLATES = {
+    "plain": LOOP + END,
+    "generation": "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>\n"
+    "{% endgeneration %}{% else %}{{ m.role }}: {{ m.content }}\n{% endif %}{% endfor %}" + END,
+    "scope of generation": "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}" + LOOP,
+    "tojson": "{% for t in tools or [] %}{{ t | tojson }}{{ t | tojson(indent=2) }}{{ t | tojson(ensure_ascii=True) }}"
+    "{{ t | tojson(separators=(',', ':'), sort_keys=True) }}{% endfor %}" + LOOP + END,
+    "documents": "{% if documents is none %}none{% endif %}{% if tools is none %}, none{% endif %}\n" + LOOP + END,
+    "strips": "{% for m in messages %}{{ m.role }}: {{ m.content | trim if m.content }}</s>{% endfor %}" + END,
+    "calls": "{% for m in messages %}{% if m.content is none %}{% for c in m.tool_calls %}{{ c.function | tojson }}"
+    "{% endfor %}{% else %}{{ m.content }}{% endif %}{{ eos_token }}{% endfor %}" + END,
+    "reasoning": "{% for m in messages %}{{ m.reasoning_content }}{{ m.thinking }}{{ m.content }}{% endfor %}" + END,
+    "undefined": "{% if pad_token is defined %}pad{% endif %}{{ bos_token }}{{ date }}" + LOOP + END,
+    "loops": "{% for m in messages %}{% if loop.index > 5 %}{% break %}{% endif %}{{ m.content }}{% endfor %}" + END,
+    "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{{ m.content }}"
+    "{% endfor %}{{ ns.n }}{{ dict(a=1) }}" + END,
+    "dates": "{{ strftime_now('%Y') }}" + LOOP + END,
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_text_is_that_of_transformers(name: str) -> None:
+    source = TEMPLATES[name]
+    ours = ChatTemplate(source, SPECIAL, "model.path")
+    for chat, messages in CHATS.items():
+        begun = messages[-1]["role"] == "assistant"
+        for tools in (None, TOOLS) if "tools" in source else (None,):  # else relaxd refuses tools
+            ((expected,), _) = render_jinja_template(
+                [messages],
+                tools=tools,
+                chat_template=source,
+                add_generation_prompt=not begun,
+                continue_final_message=begun,
+                **SPECIAL,
+            )
+            assert ours.render(messages, tools or ()) == expected, (chat, tools)
+
+
+def test_a_template_of_content_parts_gets_parts() -> None:
+    source = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %};{% endfor %}"
+    assert ChatTemplate(source, {}, "model.path").render(CHATS["system"]) == "S ;hi;"
+
+
+def test_a_prompt_that_ends_in_an_assistant_message_is_continued_or_refused() -> None:
+    template = ChatTemplate(TEMPLATES["plain"], SPECIAL, "model.path")
+    assert template.render(CHATS["prefill"]) == "[user] a\n[assistant] <think>"
+    with pytest.raises(DataError, match=r"data\.continue_final_message: is false, but the prompt ends in a message"):
+        template.render(CHATS["prefill"], continue_final=False)
+    with pytest.raises(DataError, match="without text, which can't continue"):
+        template.render(CHATS["calls"][:2])
+    changing = ChatTemplate(
+        "{% for m in messages %}{{ m.content | upper }}{{ m.content }}{% endfor %}", {}, "model.path"
+    )
+    assert changing.render(CHATS["prefill"]) == "Aa<THINK>CONTINUE_FINAL_MESSAGE_TAG <think>"
+    hiding = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    with pytest.raises(DataError, match="which the chat template changes, so that the model can't continue it"):
+        ChatTemplate(hiding, {}, "model.path").render(CHATS["prefill"])
+
+
+def test_special_tokens_may_be_in_the_map_only(tmp_path: Path) -> None:
+    (tmp_path / "special_tokens_map.json").write_text('{"bos_token": {"content": "<map>"}, "eos_token": "</map>"}')
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": null, "eos_token": "</config>"}')
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}" + LOOP + "{{ eos_token }}")
+    template = load_chat_template(tmp_path, None)
+    assert template is not None
+    assert template.render(CHATS["user"]) == "<map>[user] hi é <b>\n</config>"
+
+
+def test_prompts_with_tools_get_the_template_for_tools(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"chat_template": [{"name": "default", "template": "{{ messages[0].content }}"},'
+        ' {"name": "tool_use", "template": "{{ tools[0].function.name }}: {{ messages[0].content }}"}]}'
+    )
+    template = load_chat_template(tmp_path, None)
+    assert template is not None
+    assert template.render(CHATS["user"]) == "hi é <b>"
+    assert template.render(CHATS["user"], TOOLS) == "weather: hi é <b>"
+
+
+def test_a_template_is_text_or_the_path_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "my.jinja"
+    file.write_text(TEMPLATES["plain"])
+    assert chat_template_text(str(file)) == chat_template_text(TEMPLATES["plain"]) == TEMPLATES["plain"]
+    template = load_chat_template(tmp_path, str(file))
+    assert template is not None
+    assert template.render(CHATS["user"]).startswith("[user] hi")
+    with pytest.raises(
+        DataError, match=r"model\.chat_template: '\./no\.jinja' has no .* which can't be read: No such file"
+    ):
+        load_chat_template(tmp_path, "./no.jinja")
+    with pytest.raises(DataError, match="the chat template leaves out the messages: it renders any of them as 'Hello'"):
+        load_chat_template(tmp_path, "Hello{% if false %}{% endif %}")
