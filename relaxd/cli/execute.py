@@ -99,12 +99,13 @@ def execute(config: RunConfig, run_id: str, where: Where, console: Console) -> P
     return _on_own_services(_starting(config, run_id), run_id, run_folder, where, console)
 
 
-def execute_again(run_folder: Path, where: Where, console: Console, steps: int = 0) -> Path:
+def execute_again(run_folder: Path, where: Where, console: Console, steps: int = 0, *, new_data: bool = False) -> Path:
     """Start services for a run whose services are gone, and follow the run to its end. Returns its folder.
 
     Redis starts with the data of the last one: the run's own, or that of `relaxd up` if the run began there, so that no
     older copy of the run stays behind. If that is gone, the run is restored from its folder. With `steps`, it is
-    restored from its folder in any case, with a new number of steps. Raises CliError before it starts anything when the
+    restored from its folder in any case, with a new number of steps. With `new_data` its prompts may be other ones than
+    before, and a run that failed because of that is restored. Raises CliError before it starts anything when the
     run has ended and gets no more steps.
     """
     run = read_run(run_folder)
@@ -121,10 +122,10 @@ def execute_again(run_folder: Path, where: Where, console: Console, steps: int =
             )
         if steps:
             sayer(console)(f"run {run_id} goes on from {run_folder}, to step {steps}")
-            return coordinator.restore_run(run_folder, steps)
-        if run_id not in known:
-            sayer(console)(f"run {run_id} is not in Redis: restoring it from {run_folder}")
-            return coordinator.restore_run(run_folder)
+            return coordinator.restore_run(run_folder, steps, new_data=new_data)
+        if run_id not in known or (new_data and known[run_id].state in ENDED):
+            sayer(console)(f"run {run_id} is restored from {run_folder}")
+            return coordinator.restore_run(run_folder, new_data=new_data)
         if known[run_id].state in ENDED:
             raise CliError(f"run {run_id} has ended ({known[run_id].reason})", "relaxd run starts a new one")
         return coordinator.resume_run(run_id) if known[run_id].state == RUN_STATE_PAUSED else known[run_id]

@@ -51,6 +51,9 @@ def resume(
     steps: Annotated[
         int, typer.Option("--run.steps", min=0, help="New number of steps, to extend the run; 0: as it is.")
     ] = 0,
+    new_data: Annotated[
+        bool, typer.Option("--new-data", help="Accept changed prompts: go on with the first of the next epoch.")
+    ] = False,
     folder: FolderOption = None,
     state: StateOption = DEFAULT_STATE,
     coordinator: CoordinatorOption = None,
@@ -60,18 +63,21 @@ def resume(
     address = address_here(state, coordinator)
     if address is None:
         run_folder = recovery.run_folder(run_id, folder) if run_id or folder else recovery.newest_unfinished()
-        execute_again(run_folder, Where(place, replicas=replicas), new_console(), steps)
+        execute_again(run_folder, Where(place, replicas=replicas), new_console(), steps, new_data=new_data)
         return
     with CoordinatorClient(address) as client:
         known = {run.run_id: run for run in client.runs()}
         if steps and not (run_id or folder):
             raise CliError("--run.steps needs the run that it extends", f"relaxd resume RUN --run.steps {steps}")
-        local = recovery.run_folder(run_id, folder) if folder or steps or (run_id and run_id not in known) else None
+        if new_data and not (run_id or folder):
+            raise CliError("--new-data needs the run that goes on with it", "relaxd resume RUN --new-data")
+        from_folder = folder or steps or new_data or (run_id and run_id not in known)
+        local = recovery.run_folder(run_id, folder) if from_folder else None
         if local is None:
             show(_state_line(client.resume_run(run_id)))
             return
         refuse_ended(read_run(local), steps)
-        show(_state_line(client.restore_run(local, steps)))
+        show(_state_line(client.restore_run(local, steps, new_data=new_data)))
 
 
 def checkpoint(

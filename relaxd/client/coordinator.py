@@ -79,9 +79,12 @@ class CoordinatorClient:
         """End a pause."""
         return self._call(self._stub.ResumeRun, pb.ResumeRunRequest(run_id=run_id)).run
 
-    def restore_run(self, folder: Path, steps: int = 0) -> pb.Run:
-        """Restore a run from its folder, with a new number of steps if given. Takes as long as reading its data."""
-        request = pb.RestoreRunRequest(folder=str(folder), steps=steps)
+    def restore_run(self, folder: Path, steps: int = 0, *, new_data: bool = False) -> pb.Run:
+        """Restore a run from its folder, with a new number of steps if given. Takes as long as reading its data.
+
+        With `new_data` its prompts may be other ones than before.
+        """
+        request = pb.RestoreRunRequest(folder=str(folder), steps=steps, new_data=new_data)
         return self._call(self._stub.RestoreRun, request, seconds=LONG_SECONDS).run
 
     def save_checkpoint(

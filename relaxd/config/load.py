@@ -229,7 +229,7 @@ def _problem(place: Place, details: ErrorDetails, sources: Mapping[Place, str], 
     if kind == "value_error":
         # Our validators name the settings themselves.
         return Problem("", str(context["error"]), source)
-    return Problem(setting, f"= {_show(value)}: {_requirement(kind, context, details['msg'])}", source)
+    return Problem(setting, f"= {_show(value)}: {_requirement(kind, context, details['msg'], place, value)}", source)
 
 
 def _not_allowed(value: Any, choices: Sequence[str], other: str = "") -> str:
@@ -241,7 +241,11 @@ def _not_allowed(value: Any, choices: Sequence[str], other: str = "") -> str:
     return f"= {_show(value)} is not allowed: one of {', '.join(map(repr, choices))}{other}{hint}"
 
 
-def _requirement(kind: str, context: Mapping[str, Any], message: str) -> str:
+def _requirement(kind: str, context: Mapping[str, Any], message: str, place: Place, value: Any) -> str:
+    if kind in ("tuple_type", "list_type"):
+        return f"must be a list, such as [{_show(value)}]"
+    if isinstance(value, list) and place == ("data", "path"):
+        return "must be one path, in quotes; several files are a folder, or [[data.sources]] with a path each"
     bounds = {"greater_than": ("gt", "more than"), "greater_than_equal": ("ge", "at least")}
     bounds |= {"less_than": ("lt", "less than"), "less_than_equal": ("le", "at most")}
     if kind in bounds:

@@ -183,6 +183,15 @@ class RunConfig(Section):
         return self.data.max_prompt_tokens + (self.teacher_prompt_tokens if self.has_privileged_teacher else 0)
 
     @model_validator(mode="after")
+    def _micro_batch_takes_a_sample(self) -> Self:
+        """Enlarge trainer.micro_batch_tokens to one sample, unless it is set."""
+        longest = max(self.data.max_prompt_tokens, self.teacher_prompt_tokens) + self.rollout.max_new_tokens
+        if "micro_batch_tokens" not in self.trainer.model_fields_set and longest > self.trainer.micro_batch_tokens:
+            enlarged = self.trainer.model_copy(update={"micro_batch_tokens": longest})
+            object.__setattr__(self, "trainer", enlarged)  # the model is frozen only once it is made
+        return self
+
+    @model_validator(mode="after")
     def _refreshed_begin_with_the_initial_model(self) -> Self:
         for role, own in self.roles.frozen.items():
             if own.refresh_every and role not in self.frozen_roles():

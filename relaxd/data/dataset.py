@@ -1,5 +1,6 @@
 """A prompt data set that can be read from any cursor."""
 
+import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,7 +10,7 @@ import numpy as np
 
 from relaxd.config import RunConfig
 from relaxd.data.checking import CHECKED, FIRST_LOOK, Limit, check_source, check_tools, evenly_spread
-from relaxd.data.duplicates import Chosen, Seen, keys_of
+from relaxd.data.duplicates import Chosen, Seen, key_of, keys_of
 from relaxd.data.errors import DataError
 from relaxd.data.examples import Example, Message
 from relaxd.data.files.rows import Joined
@@ -21,6 +22,9 @@ from relaxd.data.sources.evaluation_sets import read_set
 from relaxd.data.sources.sources import Source, read_sources
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.run_folder import COMPARED, HELD_OUT
+
+DIGESTED = 512
+"""Maximum number of prompts that a digest reads."""
 
 Place = tuple[int, int]
 """A place in the infinite sequence of prompts: epoch and position."""
@@ -137,6 +141,17 @@ class PromptDataset:
     def prompts(self) -> int:
         """Number of different prompts."""
         return len(self._examples)
+
+    def digest(self) -> str:
+        """Return a hash of prompts and answers spread evenly over all, which changes with their order and number.
+
+        Raises DataError: a row is wrong.
+        """
+        found = hashlib.blake2b(str(len(self._examples)).encode(), digest_size=8)
+        for index in evenly_spread(len(self._examples), DIGESTED):
+            example = self._example(index)
+            found.update(f"{key_of(example)} {example.answer}\n".encode("utf-8", "surrogatepass"))
+        return found.hexdigest()
 
     def prompt(self, index: int) -> Prompt:
         """Return the prompt at an index. Raises DataError: its row of a large file, not looked at before, is wrong."""

@@ -942,19 +942,23 @@ class RestoreRunRequest(_message.Message):
 
     FOLDER_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
+    NEW_DATA_FIELD_NUMBER: _builtins.int
     folder: _builtins.str
     """Absolute path of the run's folder, as the coordinator sees it; the run's id is in it."""
     steps: _builtins.int
     """New number of the run's steps, above those that are done: an ended run goes on, too. 0 leaves it as it is."""
+    new_data: _builtins.bool
+    """Accept other prompts than the run began with: it goes on with the first of the next epoch."""
     def __init__(
         self,
         *,
         folder: _builtins.str = ...,
         steps: _builtins.int = ...,
+        new_data: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "new_data", b"new_data", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

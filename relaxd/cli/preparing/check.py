@@ -150,6 +150,9 @@ def _check_model(config: RunConfig, folder: Path) -> list[Problem]:
                 f"+ data.max_prompt_tokens = {longest}, but the model's context has only {context} tokens",
             )
         )
+    size = model.get("vocab_size")
+    if isinstance(size, int) and (beyond := [token for token in config.rollout.stop_token_ids if token >= size]):
+        found.append(Problem("rollout.stop_token_ids", f"has {beyond[0]}, but the model's tokens are 0 to {size - 1}"))
     replay, returned = config.trainer.routing_replay, config.rollout.return_routed_experts
     for setting, value, asked in (
         ("trainer.routing_replay", f'"{replay}"', replay != "none"),

@@ -42,7 +42,9 @@ def fit(
     if as_json:
         show(json.dumps(as_dictionary(found), indent=2))
     else:
-        _print(path, found, gpu_gib, new_console())
+        console = new_console()
+        _print(path, found, gpu_gib, console)
+        console.print(f"micro-batches of the trainer: {config.trainer.micro_batch_tokens:,} tokens at most")
     if not found.fits:
         raise typer.Exit(1)
 

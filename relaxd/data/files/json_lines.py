@@ -62,9 +62,9 @@ class JsonLines(JsonObjects):
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """Parse a line. Raises ValueError: it isn't a JSON object."""
+    """Parse a line, perhaps with a byte order mark. Raises ValueError: it isn't a JSON object."""
     try:
-        record = json.loads(line.decode("utf-8"))
+        record = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 at byte {error.start}") from error
     except json.JSONDecodeError as error:

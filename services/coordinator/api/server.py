@@ -143,7 +143,7 @@ class CoordinatorService(CoordinatorServicer):
         violations = Violations()
         violations.check(request.steps >= 0, "steps", "must not be negative; 0 leaves the run's steps as they are")
         violations.raise_if_any()
-        active = await self._manager.restore(request.folder, request.steps)
+        active = await self._manager.restore(request.folder, request.steps, new_data=request.new_data)
         return pb.RestoreRunResponse(run=await self._manager.message(active.record))
 
     # --- replicas -------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from services.coordinator.fleet.run_context import RunContext
 from services.coordinator.health.health_manager import HealthManager
 from services.coordinator.runs.evaluation import Evaluated, EvaluationFailed, Evaluator
 from services.coordinator.runs.exporting import ExportFailed, export_model, save_last_checkpoint
-from services.coordinator.runs.publisher import Publisher
+from services.coordinator.runs.publisher import PromptsFailed, Publisher
 from services.coordinator.runs.run_files import RunFiles, summarise
 from services.coordinator.runs.usage import StepUsage, Usage
 from services.coordinator.runs.wait_watcher import WaitWatcher
@@ -225,6 +225,8 @@ class ActiveRun:
             await self._fail(Outcome.REPLICAS_FAILED, str(error))
         except EvaluationFailed as error:
             await self._fail(Outcome.EVALUATION_FAILED, str(error))
+        except PromptsFailed as error:
+            await self._fail(Outcome.DATA_FAILED, str(error))
 
     async def _wait_for_fleet(self) -> None:
         """Wait for the replicas and the first weight synchronisation, then evaluate the initial model."""
@@ -263,6 +265,8 @@ class ActiveRun:
                 break
             if self.health.failure:
                 raise RunFailed(self.health.failure)
+            if self._publisher.failure:
+                raise PromptsFailed(self._publisher.failure)
             await self._check_drops(counts)
             if reason := self.curriculum.ended:
                 await self.stop(reason)

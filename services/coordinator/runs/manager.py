@@ -29,7 +29,7 @@ from services.coordinator.runs.active_run import ActiveRun
 from services.coordinator.runs.restoring import Restored, read_run
 from services.coordinator.runs.retention import Retention
 from services.coordinator.runs.run_files import RunFiles
-from services.coordinator.runs.starting import prepare, request_digest
+from services.coordinator.runs.starting import check_same_prompts, prepare, request_digest
 from services.coordinator.runs.view import run_message, run_state
 from services.coordinator.state.finishing import finish
 from services.coordinator.state.health_records import Event
@@ -146,23 +146,26 @@ class RunManager:
             self._launch(active)
             return prepared.record
 
-    async def restore(self, folder: str, steps: int = 0) -> ActiveRun:
+    async def restore(self, folder: str, steps: int = 0, *, new_data: bool = False) -> ActiveRun:
         """Restore a run that Redis lost from its folder, and resume it; with `steps`, extend one that has ended.
 
-        It is done also if the caller is gone meanwhile. Raises InvalidArgument, AlreadyExists, FailedPrecondition;
-        ResourceExhausted: the folder can't be written to; the run stays as it is.
-        """
-        return await finish(self._restore(folder, steps), "the restoration of a run")
+        It is done also if the caller is gone meanwhile. With `new_data` its prompts may be other ones than before.
 
-    async def _restore(self, folder: str, steps: int) -> ActiveRun:
+        Raises InvalidArgument, AlreadyExists, FailedPrecondition; ResourceExhausted: the folder is not writable, and
+        the run stays as it is.
+        """
+        return await finish(self._restore(folder, steps, new_data), "the restoration of a run")
+
+    async def _restore(self, folder: str, steps: int, new_data: bool) -> ActiveRun:
         async with self._starting:
             await self._wait_for_clean_up()
             if self.active is not None:
                 raise self._busy(self.active.record.run_id)
-            restored = await asyncio.to_thread(read_run, folder, steps)
+            restored = await asyncio.to_thread(read_run, folder, steps, new_data=new_data)
             run_id = restored.record.run_id
             known = await self._store.run(run_id)
-            extended = known is not None and known.phase.ended and known.folder == restored.record.folder and steps
+            again = known is not None and known.phase.ended and known.folder == restored.record.folder
+            extended = again and (steps or new_data)
             if known is not None and not extended:
                 raise AlreadyExists(f"run {run_id!r} is still in Redis: there is nothing to restore")
             if steps:
@@ -202,6 +205,7 @@ class RunManager:
         config = RunConfig.model_validate_json(record.config_json)
         try:
             data = await asyncio.to_thread(load_data, config)
+            await asyncio.to_thread(check_same_prompts, record, data.train)
         except DataError as error:
             end = {"phase": Phase.FAILED, "outcome": Outcome.DATA_FAILED, "reason": f"after a restart: {error}"}
             failed = record.model_copy(update=end | {"end_time": datetime.now(UTC)})

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 
 from relaxd import telemetry
 from relaxd.board import TEACHER_PROMPT_TOKENS, BoardUnavailable, Column, GateClosed, NewGroup, PromptRetry, worst_bytes
+from relaxd.board.errors import ColumnError
 from relaxd.board.types import JSON
 from relaxd.data.curriculum.visits import Visited, Visits
 from relaxd.data.dataset import Cursor, Place, RunData
@@ -45,6 +46,10 @@ def _facts(visit: Visited) -> dict[str, JSON]:
     return facts if source is None else facts | {"source": str(source)[:SOURCE_LETTERS]}
 
 
+class PromptsFailed(Exception):
+    """The next prompts can't be published, however often that is tried; the message says why."""
+
+
 class Publisher:
     """Publishes the prompts of one run."""
 
@@ -71,6 +76,8 @@ class Publisher:
         """What keeps the gate shut, as a word and a sentence; empty while it is open or the run has all its groups."""
         self.redis = ""
         """Why Redis doesn't answer; empty while it does."""
+        self.failure = ""
+        """Why the run can't go on; empty while it can."""
 
     async def run_forever(self) -> None:
         """Update the gate and publish groups while it is open."""
@@ -90,6 +97,10 @@ class Publisher:
                     logger.error("can't publish: %s", error)
                 reachable = False
                 self.gate = ("data", str(error))
+            except PromptsFailed as error:
+                self.failure = str(error)
+                self._context.registry.changed.fire()
+                await asyncio.Event().wait()  # idle: the run fails with `failure`
             if not published:
                 pause = IDLE_SECONDS if reachable else 1.0
                 await self._context.registry.changed.wait(pause)  # idle: `gate` and `redis` say why
@@ -110,12 +121,21 @@ class Publisher:
         cursor = Cursor.from_json(await board.cursor())
         with ExitStack() as spans:
             groups = [self._retry_group(spans, retry) for retry in retries]
-            # In a thread: prompts may be on the disk, and are tokenised.
-            visits = await asyncio.to_thread(self._next_visits, cursor, room - len(retries))
-            groups += [self._new_group(spans, visit) for visit in visits]
+            try:
+                # In a thread: prompts may be on the disk, and are tokenised.
+                visits = await asyncio.to_thread(self._next_visits, cursor, room - len(retries))
+                groups += [self._new_group(spans, visit) for visit in visits]
+            except DataError:
+                raise
+            except Exception as error:  # of data that no check has foreseen: it ends this run, not the coordinator
+                logger.exception("the prompts from %s on can't be made", cursor.place)
+                problem = f"{type(error).__name__}: {error}"
+                raise PromptsFailed(f"the prompts from place {cursor.place} on can't be made: {problem}") from error
             cursor = self._prompts.after(visits[-1].cursor) if visits else cursor
             try:
                 await board.publish(term=self._context.term, groups=groups, cursor=cursor.to_json())
+            except ColumnError as error:
+                raise PromptsFailed(f"the prompts before place {cursor.place} can't be published: {error}") from error
             except GateClosed as error:  # another writer used the room since `admission`
                 await self._report_gate(0, error.limit, error.detail)
                 return 0

@@ -34,7 +34,7 @@ from relaxd.run_folder import (
 )
 from services.coordinator.runs.publisher import place_of
 from services.coordinator.runs.run_files import RunFiles
-from services.coordinator.runs.starting import check_run_id
+from services.coordinator.runs.starting import check_run_id, check_same_prompts
 from services.coordinator.state.records import Phase, RunRecord
 
 SKIPPED_TRAINER_TERMS = 16
@@ -55,10 +55,11 @@ class Restored:
     trainer_term: int
 
 
-def read_run(folder_name: str, steps: int = 0) -> Restored:
+def read_run(folder_name: str, steps: int = 0, *, new_data: bool = False) -> Restored:
     """Read a run's folder. Slow: call it from a thread.
 
     A pause ends. `steps` is a new number of the run's steps, with which an ended run goes on; 0 leaves it as it is.
+    With `new_data` the prompts may be other ones than before: the run goes on with the first of the next epoch.
 
     Raises InvalidArgument: it isn't a run's folder, or it has done `steps`; FailedPrecondition: the run has ended, or
     a file is damaged.
@@ -91,8 +92,15 @@ def read_run(folder_name: str, steps: int = 0) -> Restored:
             reason="RUN_ENDED",
             subject=record.run_id,
         )
+    if new_data and config.data.curriculum.chooses:
+        raise FailedPrecondition(
+            f"run {record.run_id!r} has a curriculum, which knows its earlier prompts by their rows: put these back, "
+            "or begin a new run with the model that this one has exported"
+        )
     try:
         data = load_data(config)
+        if not new_data:
+            check_same_prompts(record, data.train)
     except DataError as error:
         raise FailedPrecondition(f"run {record.run_id!r} can't be restored: {error.field}: {error.message}") from error
     ledger = read_ledger(folder)
@@ -102,13 +110,20 @@ def read_run(folder_name: str, steps: int = 0) -> Restored:
     terms = [entry.term for entry in ledger] + [int(checkpoint.get("term", 0))]
     return Restored(
         record=_continued(record, bool(ledger)).model_copy(
-            update={"folder": str(folder.resolve()), "config_json": config.model_dump_json()}
+            update={
+                "folder": str(folder.resolve()),
+                "config_json": config.model_dump_json(),
+                "prompts": data.train.prompts,
+                "prompts_digest": data.train.digest(),
+            }
         ),
         config=config,
         data=data,
         files=RunFiles(folder),
         ledger=ledger,
-        cursor=_cursor(data.train, board, ledger[int(checkpoint.get("step", 0)) :]),
+        cursor=_next_epoch(board, ledger)
+        if new_data
+        else _cursor(data.train, board, ledger[int(checkpoint.get("step", 0)) :]),
         dropped={str(reason): int(count) for reason, count in board.get("dropped_by_reason", {}).items()},
         trainer_term=max(terms) + SKIPPED_TRAINER_TERMS,
     )
@@ -149,6 +164,12 @@ def _cursor(prompts: PromptDataset, board: dict[str, Any], trained_since: Sequen
         {place_of(group_id) for group_id in board.get("open_groups", ())},
         {place_of(group_id) for entry in trained_since for group_id in entry.plan["groups"]},
     )
+
+
+def _next_epoch(board: dict[str, Any], ledger: Sequence[LedgerEntry]) -> Cursor:
+    """Position for other prompts: an epoch of which no group was published, because ids have epoch and position."""
+    trained = (place_of(group_id)[0] for entry in ledger for group_id in entry.plan["groups"])
+    return Cursor(epoch=1 + max((Cursor.from_json(board.get("cursor")).epoch, *trained)))
 
 
 def read_ledger(folder: Path) -> list[LedgerEntry]:

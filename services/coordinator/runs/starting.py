@@ -13,7 +13,7 @@ from relaxd.board.core import RESERVED_RUN_ID, RUN_ID, RUN_ID_RULE
 from relaxd.config import RunConfig
 from relaxd.config.load import ConfigError, load
 from relaxd.data.curriculum.curriculum import own_problems
-from relaxd.data.dataset import RunData, load_data
+from relaxd.data.dataset import PromptDataset, RunData, load_data
 from relaxd.data.errors import DataError
 from relaxd.evaluation.checking import set_problems
 from relaxd.rpc.errors import FailedPrecondition, Unavailable, Violations
@@ -87,6 +87,8 @@ def prepare(run_id: str, config_toml: str, request_id: str, redis_url: str) -> P
         folder=str(folder),
         request_id=request_id,
         request_digest=digest,
+        prompts=data.train.prompts,
+        prompts_digest=data.train.digest(),
     )
     files = RunFiles(folder)
     try:
@@ -95,6 +97,22 @@ def prepare(run_id: str, config_toml: str, request_id: str, redis_url: str) -> P
         violations.add(_field("run.folder"), f"can't write to {folder}: {error.strerror or error}")
         raise violations.error() from error
     return Prepared(record, config, data, files, warnings)
+
+
+def check_same_prompts(record: RunRecord, train: PromptDataset) -> None:
+    """Check that a run goes on with the prompts that it began with. Raises DataError."""
+    if not record.prompts or (record.prompts, record.prompts_digest) == (train.prompts, train.digest()):
+        return
+    changed = (
+        f"there are {train.prompts} prompts, and the run began with {record.prompts}"
+        if train.prompts != record.prompts
+        else f"the {train.prompts} prompts are others than those that the run began with, or in another order"
+    )
+    raise DataError(
+        "data",
+        f"{changed}: its place in them means nothing any more. Put the earlier ones back, or go on with these: "
+        f"relaxd resume {record.run_id} --new-data",
+    )
 
 
 def request_digest(run_id: str, config_toml: str) -> str:

@@ -82,6 +82,10 @@ class RunRecord(Record):
     """Size in Redis at its end."""
     notes: tuple[str, ...] = ()
     """Problems that did not end the run."""
+    prompts: int = 0
+    """Number of its training prompts; 0: not known, of an earlier release."""
+    prompts_digest: str = ""
+    """Digest of some of them (`PromptDataset.digest`)."""
 
     @property
     def reason_shown(self) -> str:

@@ -9,11 +9,14 @@ import pytest
 
 from relaxd.board import LedgerEntry
 from relaxd.board.sides.coordinator import LEDGER_STEPS
+from relaxd.config import RunConfig
+from relaxd.data.dataset import load_data
 from relaxd.rpc.errors import FailedPrecondition, InvalidArgument
 from services.coordinator.runs.restoring import read_ledger, read_run
 from services.coordinator.state.records import RunRecord
 from services.trainer.batch.step_file import step_file_path, write_step_file
 from services.trainer.batch.step_plan import MicroBatchRound, MiniBatch, SequenceSlice, StepPlan
+from tests.kit.models import make_tiny_model
 from tests.unit.rollout.configs import run_config
 
 
@@ -95,3 +98,48 @@ def test_a_bad_run_id_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(record.model_dump_json())
     with pytest.raises(InvalidArgument, match=r"its run id is '\.\./x'"):
         read_run(str(tmp_path))
+
+
+def test_other_prompts_are_refused_or_begun_anew(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+
+    def write(order: list[int]) -> None:
+        prompts.write_text(
+            "".join(json.dumps({"prompt": f"{one} + 1?", "answer": str(one + 1)}) + "\n" for one in order)
+        )
+
+    write(list(range(40)))
+    config = RunConfig.model_validate(
+        {
+            "run": {"steps": 9, "folder": str(tmp_path)},
+            "model": {"path": str(make_tiny_model(tmp_path / "tiny"))},
+            "data": {"source": "jsonl", "path": str(prompts)},
+            "reward": {"name": "addition"},
+        }
+    )
+    train = load_data(config).train
+    folder = tmp_path / "run"
+    folder.mkdir()
+    record = RunRecord(
+        run_id="run",
+        config_json=config.model_dump_json(),
+        folder=str(folder),
+        prompts=train.prompts,
+        prompts_digest=train.digest(),
+    )
+    (folder / "run.json").write_text(record.model_dump_json())
+    write_ledger(folder, [1, 2])
+    assert read_run(str(folder)).cursor.place == (0, 0)
+    for order, complaint in (
+        (list(range(10)), "there are 10 prompts, and the run began with 40"),
+        (list(range(40))[::-1], "the 40 prompts are others than those that the run began with, or in another order"),
+        ([*range(39), 50], "the 40 prompts are others"),
+    ):
+        write(order)
+        with pytest.raises(FailedPrecondition, match=complaint) as caught:
+            read_run(str(folder))
+        assert "relaxd resume run --new-data" in str(caught.value)
+        anew = read_run(str(folder), new_data=True)
+        # Ids have epoch and position: those of epoch 0 are in the ledger.
+        assert anew.cursor.place == (1, 0)
+        assert (anew.record.prompts, anew.record.prompts_digest) != (train.prompts, train.digest())
