@@ -119,4 +119,5 @@ lock: ## write requirements.lock from what pyproject.toml asks for now
 	build/lock/bin/pip freeze > build/frozen && build/lock/bin/pip install --quiet '.[reasoning]'
 	{ sed '/^[^#]/,$$d' requirements/reasoning.lock; build/lock/bin/pip freeze | grep -vxFf build/frozen; } > build/reasoning.lock
 	mv build/reasoning.lock requirements/reasoning.lock
+	build/lock/bin/python requirements/hashes.py
 	build/lock/bin/python requirements/generate.py

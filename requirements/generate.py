@@ -16,6 +16,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
+HASHES = ROOT / "requirements" / "hashes.txt"
+"""Digests of packages, written by hashes.py."""
+TORCH = "torch"
 IMAGES: dict[str, tuple[str, list[str], set[str]]] = {
     "core": ("advantage, and below coordinator, reward and launcher", ["advantage"], set()),
     "reward": ("reward", ["reward"], set()),
@@ -61,14 +64,35 @@ def closure(texts: Iterable[str]) -> set[str]:
     return {name for name, _ in seen}
 
 
-def lock(image: str) -> str:
-    """The text of an image's lock."""
-    use, extras, without = IMAGES[image]
-    pinned = pins()
+def pinned(image: str) -> list[str]:
+    """The packages of an image, as name==version."""
+    _, extras, without = IMAGES[image]
+    known = pins()
     names = closure(of_extras(extras)) - closure(without)
     # pip freeze leaves out what every environment has, such as setuptools, which torch asks for.
-    lines = [pinned.get(name) or f"{name}=={version(name)}" for name in sorted(names)]
-    return "\n".join([f"# For {use}. Written by requirements/generate.py from requirements.lock.", *lines]) + "\n"
+    return [known.get(name) or f"{name}=={version(name)}" for name in sorted(names)]
+
+
+def digests() -> dict[str, list[str]]:
+    """SHA-256 of the wheels of each name==version."""
+    lines = map(str.split, HASHES.read_text().splitlines())
+    return {line: found for line, *found in lines}
+
+
+def lock(image: str) -> str:
+    """The text of an image's lock, for pip's --require-hashes. Raises KeyError: hashes.txt lacks a package."""
+    hashes = digests()
+    lines = [f"# For {IMAGES[image][0]}. Written by requirements/generate.py from requirements.lock and hashes.txt."]
+    for line in pinned(image):
+        if line.partition("==")[0] != TORCH:
+            lines.append(" \\\n    ".join([line, *(f"--hash=sha256:{one}" for one in hashes[line])]))
+    return "\n".join(lines) + "\n"
+
+
+def torch_lock() -> str:
+    """The text of the lock of torch alone, without a hash: its build, and so its digest, differs by index."""
+    note = "# After torch.lock, for the same images: each index has another build, so it has no hash."
+    return f"{note}\n{pins()[TORCH]}\n"
 
 
 def main() -> None:
@@ -76,6 +100,7 @@ def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "requirements"
     for image in IMAGES:
         (folder / f"{image}.lock").write_text(lock(image))
+    (folder / "torch-build.lock").write_text(torch_lock())
 
 
 if __name__ == "__main__":

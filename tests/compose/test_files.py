@@ -241,6 +241,19 @@ def test_locks_of_the_images_are_current() -> None:
         assert (ROOT / "requirements" / f"{image}.lock").read_text() == lock["lock"](image), (
             f"requirements/{image}.lock is out of date: python requirements/generate.py"
         )
+    assert (ROOT / "requirements" / "torch-build.lock").read_text() == lock["torch_lock"]()
+
+
+def test_images_install_only_what_has_the_digests_of_its_lock() -> None:
+    """Except torch, whose builds differ: it comes last, when its lock has brought everything else."""
+    for file in [*ROOT.glob("services/*/Dockerfile"), ROOT / "relaxd" / "cli" / "Dockerfile"]:
+        text = file.read_text().replace("\\\n", " ")
+        for command in re.findall(r"pip --python /venv/bin/python install (.*?)(?:&&|\|\||$)", text, re.MULTILINE):
+            assert "--require-hashes --no-deps --requirement /requirements/" in " ".join(command.split()) or (
+                command.split()[-2:] == ["--requirement", "$build"]
+            ), f"{file}: {command}"
+    for path in (ROOT / "requirements").glob("*-build.lock"):
+        assert re.fullmatch(r"#.*\ntorch==[\d.]+\n", path.read_text())
 
 
 def test_no_small_image_gets_torch() -> None:
