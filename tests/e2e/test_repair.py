@@ -57,7 +57,7 @@ def test_a_run_goes_on_after_its_reward_was_repaired(workplace: Workplace) -> No
     log = folder.resolve() / "logs" / "reward.log"
     assert "KeyError: 'verdict' (flaky.py:9, in score); its traceback is in " + str(log) in paused
     assert "once repaired: relaxd resume r" in paused
-    assert log.read_text().count("in score\n    raise KeyError") == 1  # not once for each group
+    assert log.read_text().count("in score\n        raise KeyError") == 1  # not once for each group
     code, output = workplace.relaxd("pause", "--reason", "until it is repaired")
     assert (code, output) == (0, "run r is paused: until it is repaired\n")
     process.send_signal(signal.SIGINT)
