@@ -113,6 +113,10 @@ class Replica:
         """Record whether it may serve the version that it holds."""
         self.asleep = not serving
 
+    def end_turns(self) -> None:
+        """Forget what a colocated run recorded: the next run on this replica may not be one."""
+        self.asleep, self.gpu_requested_at = False, 0.0
+
 
 class Registry:
     """All replicas and their GPU leases. Lives in the event loop, with a copy in Redis.

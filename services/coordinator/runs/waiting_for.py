@@ -5,7 +5,7 @@ there, with a case in tests/unit/coordinator/runs/test_waiting_for.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from relaxd.board import HeldGroup, QueueDepth
 from relaxd.roles import REWARD, ROLES, SCALABLE_ROLES
@@ -222,7 +222,7 @@ def _first_weights(run: RunSnapshot) -> Reason | None:
     wait = run.waits[0] if run.waits else None
     sync = _sync(run)
     if sync is not None and wait is None:
-        return sync
+        return replace(sync, always=True)
     what = f"{run.starting}: {wait.reason}" if wait else run.starting
     return Reason("starting", what, on=wait.on if wait else "", since=wait.since if wait else None, always=True)
 

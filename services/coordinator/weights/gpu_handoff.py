@@ -129,7 +129,14 @@ class GpuHandoff:
             self._trainer_users -= 1
 
     async def run_forever(self) -> None:
-        """Make one move after another, for ever."""
+        """Make one move after another until cancelled, at the end of the run, and then forget whose turn it is."""
+        try:
+            await self._move_forever()
+        finally:
+            for replica in (*self._registry.of_role(TRAINER), *self._engines()):
+                replica.end_turns()
+
+    async def _move_forever(self) -> None:
         failures = 0
         while True:
             try:

@@ -189,6 +189,14 @@ def test_each_reason_has_its_sentence(kind: str, changes: dict, sentence: str, a
     assert evidence(run)
 
 
+def test_wait_for_the_first_weights_is_told_at_once() -> None:
+    engines = without("rollout", Peer("rollout-0", "rollout"))
+    run = replace(RUN, training=False, starting="waiting for weights", sync_since=NOW - 0.02, peers=engines)
+    reason = explain(run)
+    assert reason is not None
+    assert reason.always  # nothing is late before the first step, and this wait may never end
+
+
 def test_every_reason_of_the_table_has_a_case() -> None:
     found = {next(find for find in REASONS if find(replace(RUN, **changes))) for _, changes, _, _ in CASES}
     assert found == set(REASONS)

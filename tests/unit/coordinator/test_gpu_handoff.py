@@ -1,0 +1,52 @@
+"""What a colocated run leaves behind on the replicas that it used: nothing."""
+
+import asyncio
+import contextlib
+
+from relaxd.config import BoardConfig, DataConfig, ModelConfig, RewardConfig, RunConfig, RunSection
+from relaxd.roles import REPLICA_ROLES, ROLLOUT
+from relaxd.v1.coordinator_pb2 import Registration
+from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, ReplicaStatus, WeightVersion
+from services.coordinator.fleet.fleet import Fleet
+from services.coordinator.fleet.peers import Peers
+from services.coordinator.fleet.registry import Registry
+from services.coordinator.fleet.run_context import RunContext
+from services.coordinator.state.records import WeightsRecord
+from services.coordinator.state.run_board import RunBoard
+from services.coordinator.state.store import AsyncStore, Store
+from services.coordinator.weights.gpu_handoff import GpuHandoff
+from services.coordinator.weights.weight_sync import WeightSync
+from tests.kit.boards import STAGES
+
+
+async def test_engines_that_slept_serve_the_next_run(redis_url: str) -> None:
+    store = AsyncStore(Store(redis_url))
+    store.in_threads.take_over()
+    registry = Registry(store, lease_seconds=6.0, heartbeat_seconds=1.0, gpu_lease_seconds=60.0)
+    await registry.register(Registration(replica_id="rollout-0", role=ROLLOUT, address="127.0.0.1:9"))
+    config = RunConfig(
+        run=RunSection(steps=9, colocate=True),
+        model=ModelConfig(path="none"),
+        data=DataConfig(source="addition"),
+        reward=RewardConfig(name="addition"),
+        board=BoardConfig(max_staleness=0),
+    )
+    board = RunBoard(redis_url, "run", STAGES, config.board, retry_seconds=0.2)
+    context = RunContext("run", config, board, store, Fleet(registry, "run", REPLICA_ROLES), Peers("", None, 1))
+    sync = WeightSync(context, WeightsRecord())
+    handoff = GpuHandoff(context, sync, training=lambda: True, evaluating=lambda: False)
+    engine = registry.of_role(ROLLOUT)[0]
+
+    task = asyncio.create_task(handoff.run_forever())
+    await asyncio.sleep(0)  # it begins
+    engine.set_serving(serving=False)
+    engine.request_gpu()
+    task.cancel()  # as at the end of the run
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+    weights = WeightVersion(term=2, version=0)
+    registry.heartbeat("rollout-0", ReplicaStatus(state=REPLICA_STATE_READY, run_id="next", weights=weights))
+    assert engine.version == (2, 0)
+    assert engine.gpu_requested_at == 0.0
+    await board.close()
