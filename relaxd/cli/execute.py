@@ -34,7 +34,7 @@ from relaxd.drop_reasons import drop_warnings
 from relaxd.evaluation.answers import shown_name
 from relaxd.local import stack
 from relaxd.local.devices import check_devices
-from relaxd.local.ports import LOOPBACK, is_free
+from relaxd.local.ports import LOOPBACK
 from relaxd.local.state import StateFolder
 from relaxd.replica.gpus import visible_gpus
 from relaxd.report.evaluation_table import SetRow
@@ -142,17 +142,22 @@ def _starting(config: RunConfig, run_id: str) -> Begin:
 
 
 def _on_own_services(begin: Begin, run_id: str, run_folder: Path, where: Where, console: Console) -> Path:
-    """Start services, follow the run and stop them. Redis's own data is removed only once the run has ended."""
+    """Start services, follow the run and stop them. Redis's own data is removed only once the run has ended.
+
+    Raises CliError before it touches anything if the state folder has services, or another command starts some there.
+    """
+    with where.folder.starting(f"relaxd run --run-id {run_id}"):
+        return _start_and_follow(begin, run_id, run_folder, where, console)
+
+
+def _start_and_follow(begin: Begin, run_id: str, run_folder: Path, where: Where, console: Console) -> Path:
     say = sayer(console)
     folder = where.folder
     shared = where.keep_up or where.shared_redis
     redis_data = _redis_data(where, run_id)
-    port = stack.COORDINATOR_PORT if is_free(stack.COORDINATOR_PORT) else 0
-    if folder.is_up():
-        raise CliError(f"services are already up (in {folder.path})", "relaxd run uses them, relaxd down stops them")
     plan = stack.make_plan(
         folder,
-        port=port,
+        port=None,
         replicas=where.replicas,
         redis_data=redis_data,
         stop_with_parent=not where.keep_up,
@@ -163,7 +168,7 @@ def _on_own_services(begin: Begin, run_id: str, run_folder: Path, where: Where, 
         say("starting Redis and the services")
         state = stack.up(folder, plan, say, None if shared else run_folder / LOGS)
         say(f"up: {', '.join(f'{service.name} ({service.pid})' for service in state.services)}")
-        with CoordinatorClient(plan.coordinator) as coordinator:
+        with CoordinatorClient(plan.coordinator, plan.stack) as coordinator:
             found = _train(coordinator, begin, where, console)
         stay = where.keep_up
         return found

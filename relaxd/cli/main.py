@@ -50,10 +50,11 @@ from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.config.load import ConfigError
 from relaxd.local import compose, stack
-from relaxd.local.address import address_here
+from relaxd.local.address import address_here, use_stack
 from relaxd.local.address import coordinator_address as _address
-from relaxd.local.state import StateFolder
+from relaxd.local.state import StackState, StateFolder
 from relaxd.roles import ROLES, TEACHER
+from relaxd.rpc.access.stack_identity import read_stack_identity
 
 HELP = """
 relaxd post-trains language models by reinforcement learning, asynchronously, as five gRPC services:
@@ -171,7 +172,9 @@ def run(
     """Train with a configuration, on the services that are up or else on services started for this run."""
     path, config = load_words(words)
     folder = StateFolder(state)
-    stack_state = folder.read() or (compose.use(folder) if coordinator is None else None)
+    stack_state: StackState | compose.ComposeState | None = None
+    if coordinator is None:
+        stack_state = use_stack(folder.read()) or compose.use(folder)
     address = coordinator or (stack_state.coordinator if stack_state else None)
     where = Where(
         folder,
@@ -225,8 +228,9 @@ def up(
         containers = compose.up(folder, port, replicas, grace_seconds, lambda text: console.print(text, style="dim"))
         console.print(f"up: the coordinator is at {containers.coordinator}, `docker compose logs` has the logs")
         return
-    plan = stack.make_plan(folder, port=port, replicas=replicas, grace_seconds=grace_seconds, engines=engines)
-    stack.up(folder, plan, lambda text: console.print(text, style="dim"))
+    with folder.starting("relaxd up"):
+        plan = stack.make_plan(folder, port=port, replicas=replicas, grace_seconds=grace_seconds, engines=engines)
+        stack.up(folder, plan, lambda text: console.print(text, style="dim"))
     console.print(f"up: the coordinator is at {plan.coordinator}, logs are in {folder.logs}")
 
 
@@ -263,7 +267,7 @@ def status(
     containers = compose.read(folder) if coordinator is None else None
     with CoordinatorClient(_address(state, coordinator)) as client:
         if addresses:
-            show("\n".join(address_lines(client.address, client.replicas())))
+            show("\n".join(address_lines(client.address, client.replicas(), read_stack_identity())))
             return
         shown = compose.containers(containers) if containers else None
         print_status(client, folder.read(), console, shown, run_id)

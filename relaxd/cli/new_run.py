@@ -2,6 +2,7 @@
 
 import os
 import re
+import secrets
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -11,9 +12,12 @@ from relaxd.run_folder import holds_run
 
 
 def new_run_id(prefix: str) -> str:
-    """Return an id for a run that was given none: the time, after a prefix such as the configuration's name."""
+    """Return an id for a run that was given none: the time after a prefix such as the configuration's name.
+
+    A random end tells runs apart that begin in the same second.
+    """
     stem = re.sub(r"[^A-Za-z0-9_-]+", "-", prefix).strip("-")[:32] or "run"
-    return f"{stem}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    return f"{stem}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
 def check_run_id(run_id: str) -> None:

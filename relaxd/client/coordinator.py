@@ -40,10 +40,11 @@ def state_name(state: "pb.RunState.ValueType") -> str:
 class CoordinatorClient:
     """A client of the coordinator at one address. A context manager."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, stack: str | None = None) -> None:
+        """`stack` is the identity of the stack that is meant; by default that of the environment, if any."""
         self.address = address
         try:
-            self._channel = sync_channel(address)
+            self._channel = sync_channel(address, stack=stack)
         except (OSError, ValueError) as error:  # unreadable token or TLS files
             raise CliError(f"cannot connect to the coordinator at {address}: {error}") from error
         self._stub = CoordinatorStub(self._channel)

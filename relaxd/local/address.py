@@ -1,10 +1,12 @@
 """Address of the coordinator that a command calls."""
 
+import os
 from pathlib import Path
 
 from relaxd.client.errors import CliError
 from relaxd.local import compose
-from relaxd.local.state import StateFolder
+from relaxd.local.state import StackState, StateFolder
+from relaxd.rpc.access.stack_identity import STACK_VARIABLE
 
 
 def address_here(state: Path, coordinator: str | None) -> str | None:
@@ -16,8 +18,15 @@ def address_here(state: Path, coordinator: str | None) -> str | None:
         return coordinator
     if containers := compose.use(StateFolder(state)):
         return containers.coordinator
-    stack_state = StateFolder(state).read()
+    stack_state = use_stack(StateFolder(state).read())
     return stack_state.coordinator if stack_state else None
+
+
+def use_stack(state: StackState | None) -> StackState | None:
+    """Let this process's calls carry the identity of the stack of the services here, if there are any."""
+    if state is not None and state.stack:
+        os.environ[STACK_VARIABLE] = state.stack
+    return state
 
 
 def coordinator_address(state: Path, coordinator: str | None) -> str:

@@ -13,6 +13,7 @@ from relaxd.client.errors import CliError
 from relaxd.local.ports import LOOPBACK, free_port, is_free
 from relaxd.local.state import StateFolder
 from relaxd.roles import ROLES
+from relaxd.rpc.access.stack_identity import STACK_VARIABLE, make_stack_identity
 
 BUILD_SECONDS = 3600.0
 UP_SECONDS = 300
@@ -57,10 +58,13 @@ def read(folder: StateFolder) -> ComposeState | None:
 
 
 def use(folder: StateFolder) -> ComposeState | None:
-    """Like `read`, but also use the admin's token for calls of this process, unless another one is set."""
+    """Like `read`, but calls of this process carry the stack's identity, and the admin's token unless another one is
+    set."""
     state = read(folder)
     if state is not None and not os.environ.get("RELAXD_TOKEN"):
         os.environ.setdefault("RELAXD_TOKEN_FILE", str(state.token_file))
+    if state is not None and state.settings.get("STACK"):
+        os.environ[STACK_VARIABLE] = state.settings["STACK"]
     return state
 
 
@@ -79,6 +83,7 @@ def up(
     folder.create()
     settings = {
         "COORDINATOR_PORT": str(port),
+        "STACK": _stack_identity(folder),
         "SECRETS": str(_make_secrets(folder)),
         "GRACE_SECONDS": f"{grace_seconds:g}",
         **{f"{role.upper()}_REPLICAS": str(count) for role, count in replicas.items()},
@@ -125,6 +130,17 @@ def compose_folder() -> Path:
 
 def _file(folder: StateFolder) -> Path:
     return folder.path / "compose.json"
+
+
+def _stack_identity(folder: StateFolder) -> str:
+    """Return the identity of containers that are up, whose services keep it, else make one. Raises CliError."""
+    known = read(folder)
+    if known is not None and known.settings.get("STACK"):
+        return known.settings["STACK"]
+    try:
+        return make_stack_identity(folder.path)
+    except ValueError as error:
+        raise CliError(str(error)) from error
 
 
 def _make_secrets(folder: StateFolder) -> Path:

@@ -15,6 +15,22 @@ def free_port(host: str = LOOPBACK) -> int:
     return _reserved[-1].number
 
 
+def reserve(port: int, host: str = LOOPBACK) -> bool:
+    """Reserve a port like `free_port`; returns False if something listens on it, or another process reserved it."""
+    if any(reserved.number == port for reserved in _reserved):
+        return True
+    try:
+        _reserved.append(ReservedPort(host, port))
+    except OSError:
+        return False
+    return True
+
+
+def reservations() -> list[int]:
+    """Return the file descriptors that reserve ports, for a process that is to go on reserving them."""
+    return [fd for reserved in _reserved for fd in reserved.filenos()]
+
+
 def is_free(port: int, host: str = LOOPBACK) -> bool:
     """Return True if a server can listen on `port`."""
     with socket.socket() as probe:

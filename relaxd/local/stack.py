@@ -14,11 +14,12 @@ from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.local import embedded_redis
 from relaxd.local.environment import python_path
-from relaxd.local.ports import LOOPBACK, free_port, is_free
+from relaxd.local.ports import LOOPBACK, free_port, reservations, reserve
 from relaxd.local.redis_address import without_password, write_private
 from relaxd.local.state import StackState, StateFolder
 from relaxd.local.supervisor import ServiceSpec, StackPlan
 from relaxd.roles import COORDINATOR, REPLICA_ROLES, ROLES
+from relaxd.rpc.access.stack_identity import STACK_VARIABLE, make_stack_identity
 
 COORDINATOR_PORT = 50050
 ENDING_SECONDS = 60.0
@@ -34,7 +35,7 @@ READY_SECONDS = 120.0
 def make_plan(
     folder: StateFolder,
     *,
-    port: int = COORDINATOR_PORT,
+    port: int | None = COORDINATOR_PORT,
     replicas: Mapping[str, int] | None = None,
     redis_data: Path | None = None,
     stop_with_parent: bool = False,
@@ -44,10 +45,18 @@ def make_plan(
     """Plan Redis (unless REDIS_URL names one), the coordinator and the replicas of each role.
 
     `replicas` are the numbers of replicas that differ from `Role.replicas`, `engines` what holds the models of roles
-    that have a choice (`Role.modules`) where it isn't the default. `port` is the coordinator's; 0 picks a free one.
-    Raises CliError: the port is taken, or there is no Redis.
+    that have a choice (`Role.modules`) where it isn't the default. `port` is the coordinator's; 0 picks a free one,
+    None the default one if it is free. It stays reserved, in this process and in the supervisor.
+
+    Raises CliError: the port is taken, RELAXD_STACK is invalid, or there is no Redis.
     """
-    if port and not is_free(port):
+    try:
+        stack = make_stack_identity(folder.path)
+    except ValueError as error:
+        raise CliError(str(error)) from error
+    if port is None:
+        port = COORDINATOR_PORT if reserve(COORDINATOR_PORT) else 0
+    elif port and not reserve(port):
         raise CliError(
             f"port {port} on {LOOPBACK} is taken", "stop the process that uses it, or use --port 0 for any free port"
         )
@@ -71,6 +80,7 @@ def make_plan(
         "PYTHONUNBUFFERED": "1",
         "RELAXD_HOST": LOOPBACK,
         "RELAXD_COORDINATOR": coordinator,
+        STACK_VARIABLE: stack,
         "RELAXD_REDIS": redis_url,
         "RELAXD_REDIS_PASSWORD_FILE": password_file,
         "RELAXD_GRACE_SECONDS": str(grace_seconds),
@@ -101,6 +111,7 @@ def make_plan(
     return StackPlan(
         state_folder=folder.path,
         coordinator=coordinator,
+        stack=stack,
         redis=redis_url,
         redis_password_file=password_file,
         services=services,
@@ -129,6 +140,7 @@ def up(folder: StateFolder, plan: StackPlan, say: Callable[[str], None], logs: P
             stdout=log_file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            pass_fds=reservations(),  # it has no use for them but to keep them open: services inherit none
             env=os.environ | {"PYTHONPATH": python_path()},
         )
     try:
@@ -147,7 +159,7 @@ def _await_registration(
     wanted = Counter(spec.role for spec in plan.services if spec.role in REPLICA_ROLES)
     missing: list[str] = []
     deadline = time.monotonic() + READY_SECONDS
-    with CoordinatorClient(plan.coordinator) as coordinator:
+    with CoordinatorClient(plan.coordinator, plan.stack) as coordinator:
         while time.monotonic() < deadline:
             if supervisor.poll() is not None:
                 raise failure(folder, "supervisor", "the services could not be started")

@@ -44,6 +44,8 @@ class StackState(RedisUrlModel):
     """Unix time."""
     coordinator: str
     """host:port."""
+    stack: str = ""
+    """Identity of the stack (relaxd.rpc.access.stack_identity); empty if an earlier release started it."""
     stopping: bool = False
     services: list[ServiceState] = Field(default_factory=list)
 
@@ -93,6 +95,7 @@ class StateFolder:
         self._state = self.path / "state.json"
         self._launched = self.path / "launched.json"
         self._lock = self.path / "lock"
+        self._starting = self.path / "starting.lock"
 
     def create(self) -> None:
         """Create the folder. Raises CliError when that fails."""
@@ -149,6 +152,34 @@ class StateFolder:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise CliError(f"{self.path} is in use: services are already up", "relaxd down stops them") from error
+            yield
+
+    @contextmanager
+    def starting(self, command: str) -> Iterator[None]:
+        """Hold the folder for a command that starts services in it, from before it writes anything there.
+
+        Raises CliError, which names the holder: another command starts services, or they are up.
+        """
+        self.create()
+        with self._starting.open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                file.seek(0)
+                holder = file.read().strip() or "another command"
+                raise CliError(
+                    f"{self.path} is in use by {holder}", "wait until that has ended, or use another one: --state DIR"
+                ) from error
+            if self.is_up():
+                state = self.read()
+                pid = f", by the supervisor with pid {state.pid}" if state else ""
+                raise CliError(
+                    f"services are already up (in {self.path}{pid})",
+                    "relaxd status shows them, relaxd run uses them, relaxd down stops them",
+                )
+            file.truncate(0)
+            file.write(f"`{command}` (pid {os.getpid()}, since {time.strftime('%H:%M:%S')})")
+            file.flush()
             yield
 
     def is_up(self) -> bool:

@@ -50,6 +50,8 @@ class StackPlan(RedisUrlModel):
     state_folder: Path
     coordinator: str
     """host:port."""
+    stack: str = ""
+    """Identity of the stack (relaxd.rpc.access.stack_identity)."""
     services: list[ServiceSpec]
     """In the order of starting. The coordinator and then Redis are stopped last."""
     templates: dict[str, ServiceSpec] = Field(default_factory=dict)
@@ -330,6 +332,7 @@ class Supervisor:
                 pid=os.getpid(),
                 started=self.started,
                 coordinator=self.plan.coordinator,
+                stack=self.plan.stack,
                 redis=self.plan.redis,
                 redis_password_file=self.plan.redis_password_file,
                 stopping=self.stopping,

@@ -96,7 +96,7 @@ def rehearsed_run(config: RunConfig, scale: Scale, say: Say, logs: Path) -> Iter
         try:
             say("starting Redis, the coordinator, one trainer, reward and advantage")
             stack.up(folder, plan, say)
-            with CoordinatorClient(plan.coordinator) as coordinator:
+            with CoordinatorClient(plan.coordinator, plan.stack) as coordinator:
                 _await_replicas(coordinator, scale.rollout, say)
                 coordinator.start_run(dump(changed), RUN_ID)
                 client = redis.Redis.from_url(

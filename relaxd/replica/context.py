@@ -66,7 +66,9 @@ async def open_context(settings: ServiceSettings) -> AsyncIterator[ReplicaContex
     setup_logging(settings.replica_id, settings.log_level)
     telemetry.setup(settings.role, settings.replica_id)
     stop = stop_signals()
-    async with channel(settings.coordinator, token=settings.token, tls=settings.tls) as to_coordinator:
+    async with channel(
+        settings.coordinator, token=settings.token, tls=settings.tls, stack=settings.stack
+    ) as to_coordinator:
         coordinator = CoordinatorStub(to_coordinator)
         gpus = GpuLeases(settings.replica_id, await asyncio.to_thread(visible_gpus), coordinator)
         yield ReplicaContext(settings, coordinator, gpus, stop)

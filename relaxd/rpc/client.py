@@ -13,6 +13,7 @@ import grpc
 from opentelemetry import trace
 from opentelemetry.trace import Span
 
+from relaxd.rpc.access.stack_identity import STACK_METADATA, read_stack_identity
 from relaxd.rpc.credentials import read_token
 from relaxd.rpc.methods import may_repeat, methods
 from relaxd.rpc.terms import TERM_METADATA
@@ -34,6 +35,7 @@ def channel(
     token: str | None = None,
     tls: TlsFiles | None = None,
     term: int = 0,
+    stack: str | None = None,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> grpc.aio.Channel:
     """Open a channel for coroutines.
@@ -43,6 +45,7 @@ def channel(
         token: bearer token; by default from the environment (see read_token).
         tls: TLS files; by default from the environment (see TlsFiles).
         term: the term that every call carries, as those of a coordinator do; 0: none.
+        stack: identity of the caller's stack; by default from the environment (RELAXD_STACK).
         max_message_bytes: largest message.
 
     Calls without a timeout get a default deadline.
@@ -52,7 +55,7 @@ def channel(
     plain = open_channel(
         grpc.aio, address, channel_options(max_message_bytes), TlsFiles.from_environment() if tls is None else tls
     )
-    return AsyncChannel(plain, call_metadata(token, term), address)
+    return AsyncChannel(plain, call_metadata(token, term, stack), address)
 
 
 def sync_channel(
@@ -61,13 +64,14 @@ def sync_channel(
     token: str | None = None,
     tls: TlsFiles | None = None,
     term: int = 0,
+    stack: str | None = None,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> grpc.Channel:
     """Open a channel for threads and the command line; otherwise like `channel`."""
     plain = open_channel(
         grpc, address, channel_options(max_message_bytes), TlsFiles.from_environment() if tls is None else tls
     )
-    return _SyncChannel(plain, call_metadata(token, term))
+    return _SyncChannel(plain, call_metadata(token, term, stack))
 
 
 def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, Any]]:
@@ -112,14 +116,16 @@ Metadata: TypeAlias = list[tuple[str, Any]] | None
 MakeMetadata: TypeAlias = Callable[..., Metadata]
 
 
-def call_metadata(token: str | None, term: int = 0) -> MakeMetadata:
-    """Return a function that adds the token, the term and a span's context to a call's metadata.
+def call_metadata(token: str | None, term: int = 0, stack: str | None = None) -> MakeMetadata:
+    """Return a function that adds the token, the term, the stack's identity and a span's context to a call's metadata.
 
     The span is the function's second argument; by default the current one, if it is recorded.
     """
     token = token or read_token()
     fixed = [("authorization", f"Bearer {token}")] if token else []
     fixed += [(TERM_METADATA, str(term))] if term else []
+    stack = read_stack_identity() if stack is None else stack
+    fixed += [(STACK_METADATA, stack)] if stack else []
 
     def metadata(given: Any, span: Span | None = None) -> Metadata:
         # The usual case has no span, token, term or metadata, and builds nothing.

@@ -1,4 +1,4 @@
-"""The server interceptor: authentication, coordinators' terms, default deadlines, spans, mapping of errors.
+"""The server interceptor: authentication, stacks, coordinators' terms, default deadlines, spans, mapping of errors.
 
 It is a single one because each interceptor adds tens of microseconds to a call.
 """
@@ -14,6 +14,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from relaxd import telemetry
+from relaxd.rpc.access.stack_identity import STACK_METADATA, check_stack
 from relaxd.rpc.access.tokens import AccessTokens
 from relaxd.rpc.errors import DeadlineExceeded, InvalidArgument, RpcError, explain
 from relaxd.rpc.terms import TERM_METADATA, Fence, check_term
@@ -41,12 +42,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         *,
         tokens: AccessTokens | None,
         fence: Fence | None,
+        stack: str = "",
         deadline_seconds: float | None,
         stream_deadline_seconds: float | None,
     ) -> None:
         """The deadlines are those of calls without one; None means no deadline."""
         self._tokens = tokens
         self._fence = fence
+        self._stack = stack
         self._deadline_seconds = deadline_seconds
         self._stream_deadline_seconds = stream_deadline_seconds
         self._wrapped: dict[str, grpc.RpcMethodHandler] = {}
@@ -108,12 +111,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self, method: str, of_method: RpcMethod, context: Any, deadline_seconds: float | None
     ) -> AsyncIterator[None]:
         carrier: dict[str, str] = {}
-        authorization = term = None
+        authorization = term = stack = None
         for key, value in context.invocation_metadata() or ():
             if key == "authorization":
                 authorization = value
             elif key == TERM_METADATA:
                 term = value
+            elif key == STACK_METADATA:
+                stack = value
             elif key in ("traceparent", "tracestate"):
                 carrier[key] = value
         observed = ServedCall(of_method, carrier) if telemetry.enabled() else None
@@ -122,6 +127,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         try:
             if self._tokens is not None:
                 self._tokens.check(method, authorization)
+            check_stack(method, self._stack, stack)
             async with limit:
                 if self._fence is not None:
                     await check_term(self._fence, method, term)

@@ -70,6 +70,7 @@ async def start_server(
     port: int = 0,
     security: ServerSecurity | None = None,
     fence: Fence | None = None,
+    stack: str = "",
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     deadline_seconds: float = DEFAULT_DEADLINE_SECONDS,
     stream_deadline_seconds: float = DEFAULT_STREAM_DEADLINE_SECONDS,
@@ -84,6 +85,7 @@ async def start_server(
         port: port to listen on; 0 picks a free one (see RunningServer.port).
         security: tokens and TLS; None accepts all calls, on loopback only. Health checks need no token.
         fence: refuses calls of coordinators that were replaced; None obeys every caller.
+        stack: identity of the server's stack, whose calls it accepts; empty accepts those of all stacks.
         max_message_bytes: maximum size of a message; larger ones fail with RESOURCE_EXHAUSTED.
         deadline_seconds: deadline of unary calls without one, at which the handler is cancelled.
         stream_deadline_seconds: the same for streaming calls.
@@ -101,6 +103,7 @@ async def start_server(
             CallInterceptor(
                 tokens=security.tokens,
                 fence=fence,
+                stack=stack,
                 deadline_seconds=deadline_seconds,
                 stream_deadline_seconds=stream_deadline_seconds,
             )
@@ -153,6 +156,7 @@ async def start_service(
         port=settings.port,
         security=settings.security,
         fence=fence,
+        stack=settings.stack,
         max_message_bytes=settings.max_message_bytes,
         deadline_seconds=settings.deadline_seconds,
         stream_deadline_seconds=settings.stream_deadline_seconds,

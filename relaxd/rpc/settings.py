@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from relaxd import __version__
 from relaxd.redis_client import parse as parse_redis_url
 from relaxd.roles import ROLES
+from relaxd.rpc.access.stack_identity import STACK_IDENTITY
 from relaxd.rpc.access.tokens import AccessTokens
 from relaxd.rpc.container_id import container_id
 from relaxd.rpc.credentials import REDIS_FILES, read_tls, read_token, read_tokens, with_certificates, with_password
@@ -50,6 +51,8 @@ class ServiceSettings:
     """URL of the board's Redis, including its password."""
     replica_id: str = ""
     """Unique id of this process."""
+    stack: str = ""
+    """Identity of the stack that this process belongs to, whose calls it accepts; empty: it accepts all calls."""
     grace_seconds: float = 20.0
     """Seconds to drain after SIGTERM."""
     launch_id: str = ""
@@ -183,6 +186,15 @@ def _address(text: str) -> str:
 
 
 _address.__name__ = "address (host:port)"
+
+
+def _stack(text: str) -> str:
+    if text and STACK_IDENTITY.fullmatch(text) is None:
+        raise ValueError
+    return text
+
+
+_stack.__name__ = "stack identity (1 to 64 letters, digits, dots, dashes and underscores)"
 
 
 def _level(text: str) -> str:
@@ -325,6 +337,7 @@ def _flags(role: str) -> list[_Flag]:
         _Flag("redis-certificate", str, "", "file with the client certificate for that Redis"),
         _Flag("redis-key", str, "", "file with that certificate's key"),
         _Flag("replica-id", str, _new_replica_id(role), "unique id of this process"),
+        _Flag("stack", _stack, "", "identity of the stack that this process belongs to"),
         _Flag("grace-seconds", _seconds, settings.grace_seconds, "seconds to drain after SIGTERM"),
         _Flag("lease-seconds", _seconds, settings.lease_seconds, "seconds without a heartbeat until a replica is dead"),
         _Flag("keep-runs", _count, settings.keep_runs, "number of ended runs to keep in Redis"),
@@ -373,7 +386,7 @@ def _flags(role: str) -> list[_Flag]:
         ]
     if role == "launcher":
         limits = ("deadline-seconds", "stream-deadline-seconds", "max-message-bytes")
-        used = ("host", "port", "project", "replica-id", "log-level", "token-file", "tokens-file", *limits)
+        used = ("host", "port", "stack", "project", "replica-id", "log-level", "token-file", "tokens-file", *limits)
         groups = ("redis", "tls-", "allow-insecure")
         return [flag for flag in flags if flag.name in used or flag.name.startswith(groups)]
     not_for_coordinator = ("coordinator", "advertise", "launch-id", "instance", "standby", "project")

@@ -7,6 +7,7 @@ whoever asks for any free port meanwhile may be given it.
 import errno
 import random
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from typing import Self, TypeVar
 
@@ -21,17 +22,20 @@ class ReservedPort:
     """A port on which a process of this machine will listen. A context manager.
 
     Linux gives a port to nobody who asks for any as long as a socket is bound to it, and lets a server listen beside
-    such a socket if both have SO_REUSEADDR. Where a system refuses that, the port is only one that was free.
+    such a socket if both have SO_REUSEADDR. Where a system refuses that, the port is only one that was free. So that no
+    two processes reserve one port, each also binds an abstract Unix socket with its name, which ends with the process.
     """
 
     def __init__(self, host: str, port: int = 0) -> None:
-        """Reserve a port of a host, by default any free one. Raises OSError: something listens on it."""
+        """Reserve a port of a host, by default any free one. Raises OSError: something listens on it, or
+        another process reserved it."""
         family = _family(host)
         self._holder = socket.socket(family)
         try:
             self._holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._holder.bind((host, port))
             self.number: int = self._holder.getsockname()[1]
+            self._claim = _claim(host, self.number)
         except BaseException:
             self._holder.close()
             raise
@@ -40,9 +44,15 @@ class ReservedPort:
         except OSError:
             self._holder.close()
 
+    def filenos(self) -> list[int]:
+        """Return its open file descriptors: a process that has them reserves the port, too."""
+        return [one.fileno() for one in (self._holder, self._claim) if one is not None and one.fileno() >= 0]
+
     def close(self) -> None:
         """Reserve it no longer."""
         self._holder.close()
+        if self._claim is not None:
+            self._claim.close()
 
     def __enter__(self) -> Self:
         return self
@@ -77,6 +87,19 @@ def _first(host: str, ports: Sequence[int] | None, bind: Callable[[int], Bound])
         f'weights.ports is "{min(ports)}-{max(ports)}", but something listens on each of these {len(ports)} ports of '
         f"{host}: give a larger range, or one for each trainer on this machine"
     )
+
+
+def _claim(host: str, port: int) -> socket.socket | None:
+    """Bind the abstract Unix socket that reserves a port. Raises OSError: another process has it."""
+    if sys.platform != "linux":
+        return None
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0relaxd-port-{host}-{port}")
+    except BaseException:
+        claim.close()
+        raise
+    return claim
 
 
 def _family(host: str) -> socket.AddressFamily:

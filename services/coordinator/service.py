@@ -48,7 +48,7 @@ class CoordinatorProcess:
             heartbeat_seconds=settings.lease_seconds / HEARTBEATS_PER_LEASE,
             gpu_lease_seconds=settings.gpu_lease_seconds,
         )
-        self._peers = Peers(settings.token, settings.tls, store.term)
+        self._peers = Peers(settings.token, settings.tls, store.term, settings.stack)
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._manager = RunManager(store, self._registry, self._peers, settings, self._fail)
         launchers = Launchers(self._peers, settings.launcher)

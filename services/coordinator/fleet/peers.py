@@ -27,10 +27,11 @@ Stub = TypeVar("Stub")
 class Peers:
     """One channel per address, opened on first use."""
 
-    def __init__(self, token: str | None, tls: TlsFiles, term: int) -> None:
+    def __init__(self, token: str | None, tls: TlsFiles, term: int, stack: str | None = None) -> None:
         """`token`: the bearer token of every call, if any; `tls`: trusted CAs and the client certificate; `term`: the
-        coordinator's term, which every call carries."""
+        coordinator's term, and `stack` its identity, which every call carries (by default that of the environment)."""
         self._token, self._tls, self._term = token, tls, term
+        self._stack = stack
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._stubs: dict[str, dict[Any, Any]] = {}
         """Stubs by address and kind."""
@@ -93,5 +94,7 @@ class Peers:
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:
-            self._channels[address] = channel(address, token=self._token, tls=self._tls, term=self._term)
+            self._channels[address] = channel(
+                address, token=self._token, tls=self._tls, term=self._term, stack=self._stack
+            )
         return self._channels[address]

@@ -109,7 +109,9 @@ class JudgeReplicas:
                 return
             self._look_at = time.monotonic() + LOOK_SECONDS
             for name in found.keys() - self._replicas.keys():
-                to = channel(found[name].registration.address, token=self._settings.token, tls=self._settings.tls)
+                own = self._settings
+                address = found[name].registration.address
+                to = channel(address, token=own.token, tls=own.tls, stack=own.stack)
                 self._replicas[name] = _Replica(to, JudgeStub(to))
             for name, replica in list(self._replicas.items()):
                 replica.ready = name in found
