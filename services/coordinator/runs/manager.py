@@ -28,7 +28,7 @@ from services.coordinator.health.view import health_messages
 from services.coordinator.runs.active_run import ActiveRun
 from services.coordinator.runs.restoring import Restored, read_run
 from services.coordinator.runs.retention import Retention
-from services.coordinator.runs.run_files import RunFiles
+from services.coordinator.runs.run_files import RunFiles, held_folder, holder_of
 from services.coordinator.runs.starting import check_same_prompts, prepare, request_digest
 from services.coordinator.runs.view import run_message, run_state
 from services.coordinator.state.finishing import finish
@@ -161,6 +161,14 @@ class RunManager:
             await self._wait_for_clean_up()
             if self.active is not None:
                 raise self._busy(self.active.record.run_id)
+            holder, own = await asyncio.to_thread(holder_of, Path(folder)), self._settings.stack
+            if holder is not None and holder != own:
+                raise FailedPrecondition(
+                    f"the coordinator of stack {holder!r} works on the run in {folder}, this is stack {own!r}: "
+                    "stop the run, or the services, of that stack first",
+                    reason="STACK_MISMATCH",
+                    subject=folder,
+                )
             restored = await asyncio.to_thread(read_run, folder, steps, new_data=new_data)
             run_id = restored.record.run_id
             known = await self._store.run(run_id)
@@ -316,9 +324,13 @@ class RunManager:
         self.active = active
         self._ended_runs.pop(active.record.run_id, None)  # an earlier run of this id
         self._boards[active.record.run_id] = active.board
-        self._task = asyncio.create_task(active.main())
+        self._task = asyncio.create_task(self._drive(active))
         self._task.add_done_callback(self._on_end)
         self._registry.changed.fire()
+
+    async def _drive(self, active: ActiveRun) -> None:
+        with held_folder(Path(active.record.folder), self._settings.stack):
+            await active.main()
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
         if self.active is not None and (record := self.active.record).phase.ended:

@@ -4,7 +4,9 @@ run.json and ledger.jsonl are copies of records in Redis. With them and the trai
 survives the loss of all Redis data (see `restoring`).
 """
 
+import fcntl
 import json
+import logging
 import os
 import sys
 import threading
@@ -26,6 +28,7 @@ from relaxd.run_folder import (
     METRICS,
     RECORD,
     SAMPLES,
+    STACK,
     SUMMARY,
     answers_file,
     append_lines,
@@ -37,6 +40,8 @@ from services.coordinator.runs.lines.appended_file import Check
 from services.coordinator.runs.lines.ledger_file import PAGE, LedgerFile
 from services.coordinator.runs.lines.metrics_file import MetricsFile, Steps, finite, json_line
 from services.coordinator.state.records import Evaluation, RunRecord
+
+_log = logging.getLogger(__name__)
 
 NO_REWARDS = ("eval_response_length", "eval_truncated_share", "eval_prompts", "eval_unscored")
 """Metrics of an evaluation that are neither the reward nor a part of it."""
@@ -235,6 +240,37 @@ def _changes(before: Mapping[str, float], after: Mapping[str, float]) -> dict[st
     for name in sorted(set(names), key=lambda name: (name != "reward", name)):
         found |= {f"{name}_before": before.get(f"eval_{name}"), f"{name}_after": after.get(f"eval_{name}")}
     return found
+
+
+@contextmanager
+def held_folder(folder: Path, stack: str) -> Iterator[None]:
+    """Hold a run's folder for a stack: its file STACK has the stack's identity, and is locked inside the context.
+
+    A coordinator that took the run over from one that still lives, or can't write, goes on without the lock.
+    """
+    with ExitStack() as held:
+        try:
+            file = held.enter_context((folder / STACK).open("a+"))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.truncate(0)
+            file.write(f"{stack}\n")
+            file.flush()
+        except OSError as error:
+            _log.info("%s is not locked: %s", folder / STACK, error)
+        yield
+
+
+def holder_of(folder: Path) -> str | None:
+    """Return the identity of the stack whose coordinator holds a run's folder now; None if none does."""
+    try:
+        with (folder / STACK).open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return file.read().strip()
+    except OSError:  # it has no such file, or its file system no locks
+        return None
+    return None
 
 
 def switching(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

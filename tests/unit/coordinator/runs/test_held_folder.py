@@ -1,0 +1,21 @@
+"""A run's folder is held by one stack while the run goes on."""
+
+from pathlib import Path
+
+from services.coordinator.runs.run_files import held_folder, holder_of
+
+
+def test_a_folder_names_the_stack_that_works_on_its_run(tmp_path: Path) -> None:
+    assert holder_of(tmp_path) is None
+    with held_folder(tmp_path, "one-1"):
+        assert holder_of(tmp_path) == "one-1"
+        with held_folder(tmp_path, "one-1"):  # a successor, while its predecessor still lives
+            assert holder_of(tmp_path) == "one-1"
+    assert holder_of(tmp_path) is None
+    with held_folder(tmp_path, "two-2"):
+        assert holder_of(tmp_path) == "two-2"
+
+
+def test_a_folder_that_can_not_be_written_is_not_locked(tmp_path: Path) -> None:
+    with held_folder(tmp_path / "missing", "one-1"):
+        assert holder_of(tmp_path / "missing") is None
