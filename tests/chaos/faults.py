@@ -4,6 +4,7 @@ import contextlib
 import json
 import random
 import resource
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -12,13 +13,18 @@ from functools import partial
 from pathlib import Path
 
 import psutil
+import pytest
 import redis
 
+from relaxd.client.coordinator import CoordinatorClient
+from relaxd.client.errors import CliError
 from relaxd.redis_client import key_prefix
+from relaxd.roles import ROLES
 from tests.chaos.proxy import Link
 from tests.chaos.relay import Moment
 from tests.chaos.stack import LEASE_SECONDS, REPLICA_LEASE_SECONDS, RUN, ChaosStack
 from tests.chaos.teacher_engine import MODULE, WRONG_ANSWERS
+from tests.kit.processes import start_python
 from tests.kit.redis.redis_server import await_append_only_file
 
 SHORT_SECONDS, LONG_SECONDS, VERY_LONG_SECONDS = LEASE_SECONDS / 2, 2 * LEASE_SECONDS, 1.5 * REPLICA_LEASE_SECONDS
@@ -38,6 +44,9 @@ BUSY_SECONDS = 1.0
 
 STAGE_ROLES = ("rollout", "reward", "advantage", "reference", "teacher")
 """Roles with a stage of the same name; a run with the algorithm "critic" also has the critic's."""
+
+STRANGERS = "strangers-1"
+"""Identity of the other stack."""
 
 Act = Callable[[ChaosStack, random.Random], float]
 """Does it; returns the Unix time at which it was over (of a kill: at which it was done)."""
@@ -127,6 +136,35 @@ def restart(role: str, stack: ChaosStack, rng: random.Random) -> float:
     with contextlib.suppress(psutil.NoSuchProcess):
         process.wait(15)
     return now
+
+
+# --- strangers ------------------------------------------------------------------------------------------------------
+
+
+def meet_another_stack(stack: ChaosStack, rng: random.Random) -> float:
+    """A trainer and a replica of another stack, with the ids of ours, register here, and its command stops the run."""
+    state = stack.state.read()
+    assert state is not None
+    names = ("trainer", rng.choice(stack.names("reward")))
+    environment = {"RELAXD_COORDINATOR": state.coordinator, "RELAXD_REDIS": state.redis, "RELAXD_STACK": STRANGERS}
+    strangers = [
+        start_python(
+            *("-m", ROLES[name.partition("-")[0]].module, "--replica-id", name, "--instance", name),
+            environment=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for name in names
+    ]
+    for stranger in strangers:
+        output, _ = stranger.communicate(timeout=NOTICE_SECONDS)
+        assert stranger.returncode, output
+        assert f"this is stack {state.stack}, the caller belongs to stack '{STRANGERS}'" in output, output
+    refused = pytest.raises(CliError, match=f"this is stack {state.stack}")
+    with CoordinatorClient(state.coordinator, STRANGERS) as command, refused:
+        command.stop_run(RUN, "by strangers")
+    return time.time()
 
 
 # --- stalls ---------------------------------------------------------------------------------------------------------
@@ -424,6 +462,7 @@ def all_faults(algorithm: str = "grpo") -> list[Fault]:
             )
         ),
         _named("reset all connections", reset_everything),
+        _named("two stacks", meet_another_stack),
         _named("overflow a gradient", overflow_a_gradient),
         _named("fill redis", fill_redis),
         _named("redis: disk full", fill_disk),

@@ -1,5 +1,6 @@
 """Runs of different modes one after the other on the same services: the state of a run ends with the run."""
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def workplace(tmp_path: Path) -> Iterator[Workplace]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_modes_follow_each_other_in_every_order(workplace: Workplace) -> None:
-    pairs = set(zip(ORDER, ORDER[1:], strict=False))
+    pairs = set(itertools.pairwise(ORDER))
     assert pairs == {(one, other) for one in MODES for other in MODES if one != other}
     code, output = workplace.relaxd("up", "--port", "0")
     assert code == 0, output
