@@ -45,6 +45,9 @@ The coordinator listens on port 50050 by default, the other services on free por
 Calls to the coordinator need nothing else. Orders to a replica or a launcher, such as PauseGeneration or Drain, are the
 coordinator's: they need its term. An older term is refused.
 
+Register also needs the stack's identity (`-H "relaxd-stack: $RELAXD_STACK"`), which `relaxd status --addresses` prints.
+Other calls may leave it out; that of another stack is refused everywhere (STACK_MISMATCH).
+
 [protos/relaxd/v1](../protos/relaxd/v1) documents calls and fields. In JSON, 64-bit numbers are strings, and fields with
 their default value (0, "", false) are left out. `python docs/admin.py` runs the commands on a tiny random model and
 records their output.

@@ -243,8 +243,10 @@ def write_page(page: Page, coordinator: CoordinatorClient) -> None:
 
     page.heading("By address")
     page.text(
-        "Start a rollout service that waits until it is asked to join: "
-        f"`python -m services.rollout --standby --port {WAITING_PORT} --coordinator {COORDINATOR} --redis ...`\n"
+        "Start a rollout service that waits until it is asked to join, with the stack's identity ("
+        "`relaxd status --addresses` prints it): "
+        f"`RELAXD_STACK=... python -m services.rollout --standby --port {WAITING_PORT} --coordinator {COORDINATOR} "
+        "--redis ...`\n"
     )
     page.call("Ask it to join:", COORDINATOR, call("ScaleOut"), {"addresses": [WAITING]}, tail=short)
     until(ended)
@@ -271,10 +273,10 @@ def main() -> None:
         plan = stack.make_plan(state, port=FIRST_PORT, stop_with_parent=True)
         stack.up(state, plan, print)
         words = ["--standby", "--port", str(WAITING_PORT), "--coordinator", COORDINATOR]
-        redis = {"RELAXD_REDIS": plan.redis}  # with its password, which is no argument
+        given = {"RELAXD_REDIS": plan.redis, "RELAXD_STACK": plan.stack}  # with its password, which is no argument
         with (folder / "waiting.log").open("w") as log:
             service = [sys.executable, "-m", "services.rollout", *words, "--replica-id", "waiting"]
-            waiting = subprocess.Popen(service, cwd=ROOT, env=os.environ | redis, stdout=log, stderr=log)
+            waiting = subprocess.Popen(service, cwd=ROOT, env=os.environ | given, stdout=log, stderr=log)
         page = Page(folder, HEAD)
         try:
             with CoordinatorClient(COORDINATOR) as coordinator:
