@@ -230,7 +230,9 @@ COLUMNS: dict[str, ColumnSpec] = {
             optional=True,
         ),
         ColumnSpec("reward", "reward", "float64", "n", "Reward of each sample."),
-        ColumnSpec("reward_parts", "reward", "json", "", "The parts that all rewards have: {name: [n values]}."),
+        ColumnSpec(
+            "reward_parts", "reward", "json", "", "The parts of the rewards: {name: [n values, null without it]}."
+        ),
         ColumnSpec(
             ADVANTAGES,
             "advantage",

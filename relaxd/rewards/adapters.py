@@ -9,8 +9,8 @@ from typing import Any
 from relaxd.rewards.base import RewardInput
 from relaxd.rewards.mathematics.boxed import last_boxed
 
-_VERL = {"data_source", "solution_str", "ground_truth"}
-_VERL_BATCH = {"data_sources", "solution_strs", "ground_truths"}
+_VERL = {"solution_str", "ground_truth"}
+_VERL_BATCH = {"solution_strs", "ground_truths"}
 
 
 def takes_group(reward: Callable[..., Any]) -> bool:
@@ -36,33 +36,38 @@ def boxed(reward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def adapt(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return verl's `compute_score`, of one sample or of a batch, as a reward; anything else as it is."""
+    """Return verl's `compute_score`, of one sample or of a batch, as a reward; anything else as it is.
+
+    verl passes data_source, solution_str, ground_truth and extra_info by name, so that a function may take some of them
+    and **kwargs, or **kwargs alone.
+    """
     parameters = _parameters(function)
-    if parameters.keys() >= _VERL:
-        passed = _accepted(parameters, "extra_info")
+    only_names = bool(parameters) and all(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    if parameters.keys() >= _VERL or only_names:
 
         def score(sample: RewardInput) -> Any:
-            extra = {"extra_info": _extra_info(sample)} if passed else {}
-            source = sample.metadata.get("data_source", "")
-            return function(
-                data_source=source, solution_str=sample.response, ground_truth=ground_truth(sample), **extra
-            )
+            return function(**_accepted(parameters, _verl_arguments(sample)))
 
         return _named(score, function)
     if parameters.keys() >= _VERL_BATCH:
-        passed = _accepted(parameters, "extra_infos")
 
         def scores(samples: Sequence[RewardInput]) -> Any:
-            extra = {"extra_infos": [_extra_info(sample) for sample in samples]} if passed else {}
-            return function(
-                data_sources=[sample.metadata.get("data_source", "") for sample in samples],
-                solution_strs=[sample.response for sample in samples],
-                ground_truths=[ground_truth(sample) for sample in samples],
-                **extra,
-            )
+            of_each = [_verl_arguments(sample) for sample in samples]
+            lists = {f"{name}s": [one[name] for one in of_each] for name in of_each[0]}
+            return function(**_accepted(parameters, lists))
 
         return _named(scores, function)
     return function
+
+
+def _verl_arguments(sample: RewardInput) -> dict[str, Any]:
+    """Return what verl passes to `compute_score`."""
+    return {
+        "data_source": sample.metadata.get("data_source", ""),
+        "solution_str": sample.response,
+        "ground_truth": ground_truth(sample),
+        "extra_info": _extra_info(sample),
+    }
 
 
 def ground_truth(sample: RewardInput) -> Any:
@@ -77,8 +82,11 @@ def _extra_info(sample: RewardInput) -> dict[str, Any]:
     return dict(extra) if isinstance(extra, dict) else dict(sample.metadata)
 
 
-def _accepted(parameters: dict[str, inspect.Parameter], name: str) -> bool:
-    return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+def _accepted(parameters: dict[str, inspect.Parameter], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments that a function takes."""
+    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return arguments
+    return {name: value for name, value in arguments.items() if name in parameters}
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:

@@ -61,7 +61,7 @@ class RewardOutput:
 
 Score = float | Mapping[str, Any]
 """A number, or {"reward": number, "parts": {name: number}}; other numbers beside "reward" are parts, too, and what is
-not a number is left out. "score" stands for "reward", as in verl."""
+not a number is left out. "score" stands for "reward", as in verl, and is paid if both are there."""
 Reward = Callable[[RewardInput], Score | Awaitable[Score]] | Callable[[Sequence[RewardInput]], Any]
 """Scores a sample, or all samples of a group if its first parameter is called `samples`; it then returns a list. It may
 be async. If it raises, reward.on_failure says what becomes of the sample."""
@@ -79,15 +79,15 @@ def check_output(value: object, key: str = "") -> RewardOutput:
 
     Args:
         value: what it returned.
-        key: the reward's key in a mapping; by default "reward", or else "score". Other keys with numbers are parts;
-            text and other values are left out.
+        key: the reward's key in a mapping; by default "score", or else "reward". Other keys with numbers are parts;
+            text and other values are left out. numpy's and torch's scalars are numbers, too.
 
     Raises:
         BadRewardError: it is not a number, not finite, or a mapping without the key; the message says what is right.
     """
     if not isinstance(value, Mapping):
         return RewardOutput(_number("the reward", value))
-    found = next((one for one in ((key,) if key else ("reward", "score")) if one in value), None)
+    found = next((one for one in ((key,) if key else ("score", "reward")) if one in value), None)
     if found is None:
         keys = ", ".join(sorted(map(repr, value))) or "none"
         raise BadRewardError(
@@ -101,12 +101,21 @@ def check_output(value: object, key: str = "") -> RewardOutput:
         if not isinstance(name, str):
             raise BadRewardError(f"the reward returned a part named {name!r}: names must be text")
     numbers = {
-        name: _number(f"part {name!r} of the reward", part) for name, part in parts.items() if isinstance(part, Real)
+        name: _number(f"part {name!r} of the reward", number)
+        for name, part in parts.items()
+        if isinstance(number := _as_python(part), Real)
     }
     return RewardOutput(_number("the reward", value[found]), numbers)
 
 
+def _as_python(value: object) -> object:
+    """Return the value of a scalar of numpy or torch, such as np.bool_, which is no number of Python's."""
+    item = getattr(value, "item", None)
+    return item() if callable(item) and getattr(value, "ndim", None) == 0 else value
+
+
 def _number(what: str, value: object) -> float:
+    value = _as_python(value)
     if not isinstance(value, Real):
         shown = f"{_shorten(repr(value))} ({type(value).__name__})"
         raise BadRewardError(f"{what} is {shown}: it must be a number; return {RIGHT}")

@@ -29,6 +29,17 @@ SIGNATURE = (
 )
 
 
+FORMS = {
+    "TRL": (
+        {"completions"},
+        "sample.prompt and sample.response stand for prompts and completions, metadata for columns",
+    ),
+    "slime": ({"args", "sample"}, "settings are in reward.settings, and sample.response, .answer and .metadata in it"),
+    "OpenRLHF": ({"queries", "labels"}, "sample.response stands for queries, sample.answer for labels"),
+}
+"""Parameters of other frameworks' rewards, and what stands for them here."""
+
+
 def check_signature(reward: Callable[..., Any]) -> None:
     """Check that a reward can be called with a sample.
 
@@ -39,6 +50,12 @@ def check_signature(reward: Callable[..., Any]) -> None:
         signature = inspect.signature(reward)
     except (TypeError, ValueError):  # some builtins have none
         return
+    for framework, (names, instead) in FORMS.items():
+        if signature.parameters.keys() >= names:
+            right, taken = SIGNATURE.format(name=_name(reward)), ", ".join(signature.parameters)
+            raise BadRewardError(
+                f"{place(reward)} takes ({taken}), the form of {framework}; here a reward is {right}. {instead}"
+            )
     try:
         signature.bind(None)
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""Find the text in tags of a reply, such as <answer>...</answer>."""
+"""The text in tags of a reply, such as <answer>...</answer>, and outside of its thinking."""
 
 import re
 from functools import lru_cache
@@ -20,3 +20,12 @@ def tagged(text: str, tag: str = "answer") -> list[str]:
 @lru_cache
 def _patterns(tag: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
     return re.compile(f"<{tag}>", re.IGNORECASE), re.compile(f"</{tag}>", re.IGNORECASE)
+
+
+def without_thinking(response: str) -> str:
+    """Return what is said after thinking; an answer that was cut off in the middle of it says nothing."""
+    said, start = "", 0
+    while (opened := response.find("<think>", start)) >= 0 and (closed := response.find("</think>", opened)) >= 0:
+        said += response[start:opened]
+        start = closed + len("</think>")
+    return (said + response[start:]).rpartition("</think>")[2].partition("<think>")[0]

@@ -299,12 +299,12 @@ def samples_of(columns: dict[str, Column]) -> list[RewardInput]:
 
 
 def reward_columns(outputs: Sequence[RewardOutput]) -> dict[str, Column]:
-    """Return the columns that the stage writes: reward float64 [n], reward_parts {name: [n floats]}.
+    """Return the columns that the stage writes: reward float64 [n], reward_parts {name: [n floats, None without it]}.
 
     A part that some samples of the group lack is left out: a default value for them would falsify its mean.
     """
-    names = [name for name in outputs[0].parts if all(name in output.parts for output in outputs)]
+    names = dict.fromkeys(name for output in outputs for name in output.parts)
     return {
         "reward": np.array([output.reward for output in outputs], dtype=np.float64),
-        "reward_parts": {name: [output.parts[name] for output in outputs] for name in names},
+        "reward_parts": {name: [output.parts.get(name) for output in outputs] for name in names},
     }

@@ -10,8 +10,8 @@ RELATIVE, ABSOLUTE = 1e-5, 1e-8
 def same_output(printed: str, expected: str) -> bool:
     """Return whether a program printed what is expected.
 
-    Empty lines and white space at the ends of lines don't count. Lines are the same, or have the same words, where
-    numbers with a decimal point or an exponent need only be close.
+    Empty lines and white space at the ends of lines don't count. Lines are the same, or have the same words, where a
+    number that is expected with a decimal point or an exponent need only be close.
     """
     ours, theirs = _lines(printed), _lines(expected)
     return len(ours) == len(theirs) and all(map(_same_line, ours, theirs))
@@ -20,12 +20,12 @@ def same_output(printed: str, expected: str) -> bool:
 def same_value(returned: Any, expected: Any) -> bool:
     """Return whether a function returned what is expected, which comes from JSON.
 
-    Tuples count as lists, keys of a mapping as text. As in verl, a list of one value may stand for the value.
+    Tuples count as lists, keys of a mapping as text. A list of one value may stand for the value, as in TACO's data.
     """
     ours = _as_json(returned)
     if ours == expected:
         return True
-    return isinstance(expected, list) and bool(expected) and ours == expected[0]
+    return isinstance(expected, list) and len(expected) == 1 and ours == expected[0]
 
 
 def _lines(text: str) -> list[str]:
@@ -42,8 +42,8 @@ def _same_line(ours: str, theirs: str) -> bool:
 def _same_word(ours: str, theirs: str) -> bool:
     if ours == theirs:
         return True
-    if _is_whole(ours) and _is_whole(theirs):
-        return False
+    if _is_whole(theirs):
+        return _is_whole_value(ours, theirs)
     try:
         return math.isclose(float(ours), float(theirs), rel_tol=RELATIVE, abs_tol=ABSOLUTE)
     except ValueError:
@@ -52,6 +52,12 @@ def _same_word(ours: str, theirs: str) -> bool:
 
 def _is_whole(word: str) -> bool:
     return word.lstrip("+-").isdigit()
+
+
+def _is_whole_value(ours: str, theirs: str) -> bool:
+    """Return whether a word is the same whole number, perhaps written as "4.0"; nothing near it will do."""
+    whole, point, rest = ours.partition(".")
+    return bool(point) and not rest.strip("0") and _is_whole(whole) and int(whole) == int(theirs)
 
 
 def _as_json(value: Any) -> Any:

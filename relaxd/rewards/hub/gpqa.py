@@ -5,6 +5,7 @@ import string
 from collections.abc import Sequence
 
 from relaxd.rewards.base import RewardInput
+from relaxd.rewards.tags import without_thinking
 
 # Possessive quantifiers (*+) never give back what they took: a reply of blanks takes time linear in its length.
 _LETTER = r"[\s*_(\[{\"'$]*+(?:\\(?:boxed|text|mathrm)\{\s*+)*+[(]?+([A-Z])(?![^\W_])"
@@ -31,7 +32,7 @@ def gpqa(sample: RewardInput) -> dict[str, float]:
     Raises:
         ValueError: there is neither an answer nor metadata.correct_letter, or the answer is none of the choices.
     """
-    response = _without_thinking(sample.response)
+    response = without_thinking(sample.response)
     choices = sample.metadata.get("choices")
     texts = [str(choice) for choice in choices] if isinstance(choices, list | tuple) else []
     valid = _valid_letters(sample.metadata.get("valid_letters"), len(texts))
@@ -45,15 +46,6 @@ def gpqa(sample: RewardInput) -> dict[str, float]:
     chosen = _chosen(response, valid)
     accuracy = float(chosen == right)
     return {"reward": accuracy, "accuracy": accuracy, "format": float(chosen is not None)}
-
-
-def _without_thinking(response: str) -> str:
-    """Return what is said after thinking; an answer that was cut off in the middle of it says nothing."""
-    said, start = "", 0
-    while (opened := response.find("<think>", start)) >= 0 and (closed := response.find("</think>", opened)) >= 0:
-        said += response[start:opened]
-        start = closed + len("</think>")
-    return (said + response[start:]).rpartition("</think>")[2].partition("<think>")[0]
 
 
 def _valid_letters(given: object, choices: int) -> str:

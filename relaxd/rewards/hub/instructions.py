@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from relaxd.rewards.base import RewardInput
+from relaxd.rewards.hub.ifbench_checkers import corrected
 from relaxd.rewards.limit import TooSlow, time_limit
 
 CHECK_SECONDS = 3.0
@@ -47,7 +48,7 @@ def ifbench(sample: RewardInput) -> dict[str, float]:
     """
     from if_verifiable.ifbench import INSTRUCTION_DICT
 
-    return _followed(sample, "ifbench", INSTRUCTION_DICT)
+    return _followed(sample, "ifbench", corrected(INSTRUCTION_DICT))
 
 
 def _followed(sample: RewardInput, name: str, known: Mapping[str, Any]) -> dict[str, float]:

@@ -3,7 +3,7 @@
 import re
 
 from relaxd.rewards.base import RewardInput
-from relaxd.rewards.tags import tagged
+from relaxd.rewards.tags import tagged, without_thinking
 
 _LETTER = re.compile(r"\(?([A-Za-z])\)?[.:]?")
 _STATED = re.compile(
@@ -26,10 +26,11 @@ _SURE = frozenset("BCDEFGHJKLMNOPQRSTUVWXYZ")
 def multiple_choice(sample: RewardInput) -> dict[str, float]:
     """1 if the reply's letter is the answer's, else 0.
 
-    The reply's letter is that in its last <answer>...</answer>; else in the last "answer is X" or "Answer: X"; else the
-    whole reply, if it is a letter such as "B", "(B)" or "B.". A stated small letter, A or I must be marked off as in
-    "(b)" or end its line or sentence, because "The answer is a matter of ..." names none. A reply without a letter, or
-    that states two ("A or B"), is wrong. Parts: accuracy (the same), and format: 1 if a letter was found.
+    The reply's letter, without its thinking, is that in its last <answer>...</answer>; else in the last "answer is X"
+    or "Answer: X"; else the whole reply, if it is a letter such as "B", "(B)" or "B.". A stated small letter, A or I
+    must be marked off as in "(b)" or end its line or sentence, because "The answer is a matter of ..." names none. A
+    reply without a letter, or that states two ("A or B"), is wrong. Parts: accuracy (the same), and format: 1 if a
+    letter was found.
 
     Raises:
         ValueError: the answer isn't a letter.
@@ -37,7 +38,7 @@ def multiple_choice(sample: RewardInput) -> dict[str, float]:
     expected = _LETTER.fullmatch(_untagged(sample.answer))
     if expected is None:
         raise ValueError(f"answer is {sample.answer!r}: the reward multiple_choice needs a letter")
-    chosen = _chosen(sample.response)
+    chosen = _chosen(without_thinking(sample.response))
     accuracy = float(chosen == expected.group(1).upper())
     return {"reward": accuracy, "accuracy": accuracy, "format": float(chosen is not None)}
 

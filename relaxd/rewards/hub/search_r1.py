@@ -39,4 +39,5 @@ def _targets(truth: Any) -> list[Any]:
         truth = truth.get("target")
     if isinstance(truth, str):
         return list(references(truth))
-    return list(truth) if isinstance(truth, list | tuple) else [] if truth is None else [truth]
+    given = truth if isinstance(truth, list | tuple) else [truth]
+    return [one for one in given if one is not None]

@@ -3,10 +3,13 @@
 import re
 
 from relaxd.rewards.base import RewardInput
+from relaxd.rewards.mathematics.boxed import last_boxed
 from relaxd.rewards.mathematics.mathd import reference
 
 _LAST = 300
-_ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]*)")
+_ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
+_LAST_BOXED = 100
+"""Letters at the end of a reply without an "Answer: ..." in which a box counts."""
 _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.0*)?")
 _SUBSTITUTIONS = (
     ("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"), (",\\text{and}", ","),
@@ -24,7 +27,8 @@ def dapo(sample: RewardInput) -> dict[str, float]:
     """+1 if the last "Answer: ..." in the reply's last 300 letters is the answer, else -1.
 
     Both sides are brought to Minerva's normal form (Lewkowycz et al. 2022, arXiv 2206.14858, appendix D.1) and compared
-    as texts; whole numbers as numbers. Parts: accuracy: 1 or 0, and format: 1 if there is such a line.
+    as texts; whole numbers as numbers. Without such a line, a box in the last 100 letters must have exactly the text of
+    the answer. This follows verl 0.9.1. Parts: accuracy: 1 or 0, and format: 1 if there is such a line or box.
 
     Raises:
         ValueError: the answer is empty, or only units.
@@ -33,8 +37,9 @@ def dapo(sample: RewardInput) -> dict[str, float]:
     if not expected:
         raise ValueError(f"answer is {sample.answer!r}, of which nothing is left without units: dapo needs more")
     found = _ANSWER.findall(sample.response[-_LAST:])
-    accuracy = float(bool(found) and _whole(minerva(found[-1])) == expected)
-    return {"reward": 2 * accuracy - 1, "accuracy": accuracy, "format": float(bool(found))}
+    boxed = None if found else last_boxed(sample.response[-_LAST_BOXED:])
+    right = _whole(minerva(found[-1])) == expected if found else boxed == sample.answer.strip()
+    return {"reward": 2 * float(right) - 1, "accuracy": float(right), "format": float(bool(found) or boxed is not None)}
 
 
 def minerva(answer: str) -> str:
@@ -46,7 +51,9 @@ def minerva(answer: str) -> str:
         answer = answer.replace(expression, "")
     if answer.count("$") >= 2:
         answer = answer.split("$")[1]
-    answer = re.sub(r"\\(?:text|textbf|overline|boxed)\{([^{}]*)\}", r"\1", answer)
+    for command in ("text", "textbf", "overline"):
+        answer = re.sub(rf"\\{command}\{{(.*?)\}}", r"\1", answer)
+    answer = re.sub(r"\\boxed\{(.*)\}", r"\1", answer)
     answer = re.sub(r"frac([^{])(.)", r"frac{\1}{\2}", answer)
     answer = re.sub(r"sqrt([^{])", r"sqrt{\1}", answer)
     return answer.replace("$", "").strip().rstrip(".")

@@ -3,6 +3,7 @@
 """
 
 import re
+from decimal import Decimal
 
 from relaxd.rewards.limit import TooSlow, time_limit
 from relaxd.rewards.mathematics.formulas import Unreadable, parse
@@ -20,24 +21,61 @@ _FRACTION = re.compile(r"-?\(?-?[0-9]+/-?[0-9]+\)?")
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
 _NAME = re.compile(r"[a-z]{1,2}=(?!=)")
 _DIGIT = re.compile(r"[0-9]")
+_SCIENTIFIC = re.compile(r"-?[0-9]{1,12}(?:\.[0-9]{1,12})?[eE][+-]?[0-9]{1,2}")
+_MATRIX = re.compile(
+    r"(?:\\left *[(\[])?\s*\\begin *\{(?P<kind>[pbB]?(?:small)?matrix|array)\}(?: *\{[clr| ]*\})?"
+    r"(?P<cells>.*)\\end *\{(?P=kind)\}\s*(?:\\right *[)\]])?",
+    re.DOTALL,
+)
+"""A matrix in round or square brackets, which mean the same."""
 
 
 def are_equal(answer: str, expected: str) -> bool:
     """Return whether an answer equals the reference: as text in MATH's normal form, or as formulas for sympy.
 
     Tuples and intervals need the same brackets and are compared item by item. Two fractions of whole numbers must be
-    equal as texts, so an unreduced one is wrong; a whole number equals only what is written as one. Ordinary numbers
-    take a shorter way to the same result.
+    equal as texts, so an unreduced one is wrong; a whole number equals only what is written as one, 1e3 included.
+    Matrices are compared entry by entry. Ordinary numbers take a shorter way to the same result.
     """
     if len(answer) > MAX_LETTERS or len(expected) > MAX_LETTERS:
         return answer.strip() == expected.strip()
     if answer == expected and "=" not in answer and _DIGIT.search(answer):
         return True  # of such a text the normal form leaves something, which then equals itself
+    rows, expected_rows = _matrix(answer), _matrix(expected)
+    if rows is not None or expected_rows is not None:
+        return rows is not None and expected_rows is not None and _are_equal_matrices(rows, expected_rows)
+    answer, expected = _written_out(answer), _written_out(expected)
     number, expected_number = numeral(answer), numeral(expected)
     if number is not None and expected_number is not None:  # equal in the normal form is then equal as a formula
         return _is_equal_item(number, expected_number)
     normal = normalize(answer)
     return bool(normal) and (normal == normalize(expected) or _are_equal_formulas(plain(answer), plain(expected)))
+
+
+def _matrix(answer: str) -> list[list[str]] | None:
+    """Return the entries of a matrix, by row; None for anything else."""
+    found = _MATRIX.fullmatch(answer.strip().strip("$").strip())
+    if found is None:
+        return None
+    rows = re.split(r"\\\\(?:\s*\[[^\]]*\])?", found["cells"].strip().removesuffix("\\\\"))
+    return [[cell.strip() for cell in row.split("&")] for row in rows]
+
+
+def _are_equal_matrices(rows: list[list[str]], expected: list[list[str]]) -> bool:
+    if [len(row) for row in rows] != [len(row) for row in expected]:
+        return False
+    pairs = (
+        (cell, other)
+        for row, others in zip(rows, expected, strict=True)
+        for cell, other in zip(row, others, strict=True)
+    )
+    return all(are_equal(*pair) for pair in pairs)
+
+
+def _written_out(answer: str) -> str:
+    """Return a number like 1e3 with all its digits, and any other answer as it is."""
+    text = answer.strip().strip("$")
+    return f"{Decimal(text):f}" if _SCIENTIFIC.fullmatch(text) else answer
 
 
 def _are_equal_formulas(answer: str, expected: str) -> bool:

@@ -1,5 +1,7 @@
 """Open-R1's reward for multimodal mathematics: math-verify, or the answer's exact text."""
 
+import re
+
 from relaxd.rewards.base import RewardInput
 from relaxd.rewards.limit import TooSlow, time_limit
 from relaxd.rewards.mathematics.mathd import reference
@@ -9,6 +11,8 @@ VERIFY_SECONDS = 3.0
 """Time for math-verify to read and compare two answers. Then they count as different."""
 MAX_LETTERS = 4000
 """Letters of the reply that math-verify reads, from the end."""
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{4,}")
+"""A word of a sentence, which is no name of LaTeX or of a variable."""
 _TAGS = ("</think>", "<answer>", "</answer>")
 
 
@@ -26,7 +30,8 @@ def openr1mm(sample: RewardInput) -> dict[str, float]:
     if any(sample.response.count(tag) > 1 for tag in _TAGS):
         return {"reward": 0.0, "accuracy": 0.0, "format": 0.0}
     same = bool(found) and found[0].strip() == expected
-    accuracy = float(same or _is_verified(expected, found[0] if found else sample.response))
+    response = _as_math(found[0]) if found else sample.response
+    accuracy = float(same or _is_verified(_as_math(expected), response))
     return {"reward": accuracy, "accuracy": accuracy, "format": float(bool(found))}
 
 
@@ -41,13 +46,14 @@ def _is_verified(expected: str, response: str) -> bool:
     # Its own limits are off: its handler of SIGALRM would replace ours.
     try:
         with time_limit(VERIFY_SECONDS):
-            gold = parse(_as_math(expected), parsing_timeout=None)
+            gold = parse(expected, parsing_timeout=None)
             target = parse(response[-MAX_LETTERS:], parsing_timeout=None)
             return bool(gold) and bool(target) and bool(verify(gold, target, timeout_seconds=None))
     except (TooSlow, RecursionError):
         return False
 
 
-def _as_math(answer: str) -> str:
-    """math-verify reads LaTeX only within dollars or boxes."""
-    return f"${answer}$" if "\\" in answer and "$" not in answer else answer
+def _as_math(text: str) -> str:
+    """Return a formula in dollars: of one without them or a box math-verify would read one number. Sentences stay."""
+    has_marks = "$" in text or "\\boxed" in text
+    return text if has_marks or _WORD.search(text) else f"${text.strip()}$"

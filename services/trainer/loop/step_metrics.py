@@ -40,8 +40,8 @@ def group_metrics(groups: Sequence[TrainGroup], step: int) -> dict[str, float]:
     parts: dict[str, list[float]] = {}
     for group in groups:
         for name, values in (group.columns["reward_parts"] or {}).items():
-            parts.setdefault(name, []).extend(values)
-    return metrics | {f"reward_{name}": float(np.mean(values)) for name, values in parts.items()}
+            parts.setdefault(name, []).extend(value for value in values if value is not None)
+    return metrics | {f"reward_{name}": float(np.mean(values)) for name, values in parts.items() if values}
 
 
 def _value_metrics(groups: Sequence[TrainGroup]) -> dict[str, float]:

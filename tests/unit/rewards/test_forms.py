@@ -3,12 +3,15 @@
 import asyncio
 import sys
 
+import numpy as np
 import pytest
 
 from relaxd.config import RewardConfig
 from relaxd.config.load import ConfigError, load
 from relaxd.config.write import dump
 from relaxd.rewards import BadRewardError, RewardInput, UnknownRewardError, check_output
+from relaxd.rewards.adapters import adapt
+from relaxd.rewards.calling import call, check_signature
 from relaxd.rewards.scorers import check_names, scorer_of
 
 FORMS = '''
@@ -211,8 +214,8 @@ def test_an_error_names_the_line_in_the_file():
     ("value", "key", "reward", "parts"),
     [
         ({"score": 1, "acc": True, "pred": "x"}, "", 1, {"acc": 1}),
-        ({"reward": 2, "score": 1}, "", 2, {"score": 1}),
-        ({"reward": 2, "score": 1}, "score", 1, {"reward": 2}),
+        ({"reward": 2, "score": 1}, "", 1, {"reward": 2}),
+        ({"reward": 2, "score": 1}, "reward", 2, {"score": 1}),
         ({"mine": 3, "text": "x", "list": [1]}, "mine", 3, {}),
         ({"reward": 1, "parts": {"a": 2, "why": "because"}}, "", 1, {"a": 2}),
     ],
@@ -271,8 +274,6 @@ def test_a_sum_with_a_group_reward_takes_groups():
         ({}, {"choose_by": "rm_type", "terms": [{"name": "forms:plain", "weight": 2}]}, 18),
         ({"data_source": "lighteval/MATH"}, {"choose_by": "data_source"}, 1),
         ({"data_source": "openai/gsm8k"}, {"choose_by": "data_source"}, 0),
-        ({"data_source": "aime2024"}, {"choose_by": "data_source"}, -1),
-        ({"data_source": "math"}, {"choose_by": "data_source"}, -1),  # verl scores it as DAPO does
         ({"data_source": "hiyouga/geometry3k"}, {"choose_by": "data_source"}, 0.9),
         ({"data_source": "math"}, {"choose_by": "data_source", "choices": {"math": "math"}}, 1),
         ({"a": "b"}, {"choose_by": "a", "choices": {"b": {"name": "regex", "settings": {"pattern": "5.$"}}}}, 1),
@@ -283,6 +284,11 @@ def test_a_sum_with_a_group_reward_takes_groups():
 )
 def test_the_metadata_choose_the_reward(metadata, config, reward):
     assert score(samples(r"\boxed{5}", answer="5", **metadata), **config)[0]["reward"] == reward
+
+
+@pytest.mark.parametrize("source", ["aime2024", "math"])
+def test_verl_scores_some_sources_as_dapo_does(source):
+    assert score(samples("5", answer="5", data_source=source), choose_by="data_source")[0]["reward"] == -1
 
 
 def test_the_data_may_not_name_code():
@@ -348,3 +354,51 @@ def test_terms_survive_being_written():
     assert config.reward.shown == "regex + f1"
     with pytest.raises(UnknownRewardError, match="regexx"):
         check_names(load(RUN + terms.replace('"regex"', '"regexx"')).reward)
+
+
+def verl_with_keywords(solution_str, ground_truth, **kwargs):
+    return {"score": float(solution_str == ground_truth), "reward": 7.0, "source": kwargs["data_source"] == "gsm8k"}
+
+
+def verl_of_keywords_alone(**kwargs):
+    return float(kwargs["solution_str"] == kwargs["ground_truth"]) + kwargs["extra_info"]["bonus"]
+
+
+def verl_without_source(solution_str, ground_truth):
+    return np.bool_(solution_str == ground_truth)
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected", "parts"),
+    [
+        # A mapping with both pays the score, as in verl; the other number is a part.
+        (verl_with_keywords, [1.0, 0.0], {"reward": 7.0, "source": 1.0}),
+        (verl_of_keywords_alone, [1.5, 0.5], {}),
+        (verl_without_source, [1.0, 0.0], {}),
+    ],
+)
+def test_verls_forms_are_called_as_verl_calls_them(reward, expected, parts):
+    metadata = {"data_source": "gsm8k", "extra_info": {"bonus": 0.5}, "reward_model": {"ground_truth": "46"}}
+    adapted = adapt(reward)
+    check_signature(adapted)
+    with asyncio.Runner() as runner:
+        found = call(adapted, samples("46", "47", **metadata), runner)
+    assert [one.reward for one in found] == expected
+    assert found[0].parts == parts
+
+
+def trl(prompts, completions, **kwargs): ...
+
+
+def slime(args, sample, **kwargs): ...
+
+
+def openrlhf(queries, prompts, labels): ...
+
+
+@pytest.mark.parametrize(("reward", "framework"), [(trl, "TRL"), (slime, "slime"), (openrlhf, "OpenRLHF")])
+def test_forms_of_other_frameworks_are_named(reward, framework):
+    with pytest.raises(
+        BadRewardError, match=rf"{reward.__name__} \(.*\) takes \(.*\), the form of {framework}; here a re"
+    ):
+        check_signature(adapt(reward))

@@ -140,7 +140,7 @@ def test_ifeval(response, instructions, arguments, followed):
         ("<think>x", ["format:no_whitespace"], [{}], 0),
         ("東京", ["count:words_japanese"], [{"N": 1}], 1),
         ("Tokyo", ["count:words_japanese"], [{"N": 1}], 0),
-        ("12345.", ["format:quote_unquote"], [{}], 0),
+        ("12345.", ["format:quote_unquote"], [{}], 1),
         ("a\tb", ["custom:csv_quotes"], [{}], 0),
         # long, and made to hang
         ("a" * 100_000, ["format:no_whitespace"], [{}], 1),

@@ -227,7 +227,7 @@ def test_a_missing_reference_is_no_silent_zero(name, answer):
         ("Answer: [1,2]", "(1,2]", 0, 1),
         (r"Answer: (-\infty, 3)", r"(-\infty,3)", 1, 1),
         ("Answer: thirty-four", "34", 0, 1),
-        ("Answer:", "34", 0, 1),
+        ("Answer:", "34", 0, 0),
         ("Answers: 34", "34", 0, 0),
         ("34", "34", 0, 0),
         ("", "34", 0, 0),

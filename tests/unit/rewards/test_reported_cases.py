@@ -1,0 +1,143 @@
+"""Replies that paid the wrong reward: each is of a kind that users of such rewards have reported."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relaxd.rewards.coding.comparing import same_output, same_value
+from relaxd.rewards.coding.extract import code_in
+from tests.unit.rewards.scoring import score
+
+BMATRIX, PMATRIX = r"\begin{bmatrix}1\\2\end{bmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"
+HALF = r"\begin{bmatrix} 1 & \frac{1}{2} \\ 3 & 4 \end{bmatrix}"
+CASES: list[tuple[str, str, str, int]] = [
+    # Without dollars math-verify would read one number of these.
+    ("openr1mm", "<answer>10</answer>", "(-6, 10)", 0),
+    ("openr1mm", "<answer>$(-6, 10)$</answer>", "(-6, 10)", 1),
+    ("openr1mm", "<answer>(-6, 10)</answer>", "$(-6,10)$", 1),
+    ("openr1mm", "<answer>$(-6,10)$</answer>", r"\boxed{(-6, 10)}", 1),
+    ("openr1mm", "<answer>$2$</answer>", "2x", 0),
+    ("openr1mm", "<answer>$2x$</answer>", "2x", 1),
+    ("openr1mm", "<answer>7</answer>", "[-2, 7]", 0),
+    ("openr1mm", "<answer>n=4 or n=7</answer>", "n=5 or n=7", 0),
+    ("openr1mm", "<answer>x=3,y=4</answer>", "x=2,y=4", 0),
+    ("openr1mm", "<answer>1 1/2</answer>", "2 1/2", 0),
+    ("openr1mm", "<answer>3x+4y+14=0</answer>", "3*x-1*y+13=0", 0),
+    ("openr1mm", "<answer>The value is 5</answer>", "5", 1),
+    ("openr1mm", "The answer is 5", "5", 1),
+    ("openr1mm", "<answer>10 cm</answer>", "10", 1),
+    ("openr1mm", r"<answer>\frac12</answer>", "0.5", 1),
+    # verl 0.9.1 opens nested braces, and takes a box where there is no "Answer:".
+    ("dapo", r"Answer: $\boxed{\frac{1}{2}}$", r"\frac{1}{2}", 1),
+    ("dapo", r"Answer: \boxed{\sqrt{2}}", r"\sqrt{2}", 1),
+    ("dapo", r"Answer: $\boxed{2^{10}}$", "2^{10}", 1),
+    ("dapo", r"Answer: $\boxed{\text{25}}$", "25", 1),
+    ("dapo", r"So it is \boxed{25}.", "25", 1),
+    ("dapo", r"So it is \boxed{25}.", "52", 0),
+    ("dapo", "\\boxed{25}\nAnswer: 24", "25", 0),
+    ("math", rf"\boxed{{{BMATRIX}}}", PMATRIX, 1),
+    ("math", rf"\boxed{{{HALF}}}", r"\begin{pmatrix}1&0.5\\3&4\end{pmatrix}", 1),
+    ("math", rf"\boxed{{{HALF}}}", r"\left(\begin{array}{cc}1&\frac12\\3&4\end{array}\right)", 1),
+    ("math", rf"\boxed{{{HALF}}}", r"\begin{pmatrix}1&0.5\\3&5\end{pmatrix}", 0),
+    ("math", rf"\boxed{{{BMATRIX}}}", r"\begin{pmatrix}1&2\end{pmatrix}", 0),
+    ("math", r"\boxed{\begin{vmatrix}1\end{vmatrix}}", r"\begin{pmatrix}1\end{pmatrix}", 0),
+    ("math", r"\boxed{1e3}", "1000", 1),
+    ("math", r"\boxed{0.015}", "1.5e-2", 1),
+    ("math", r"\boxed{1e3}", "1001", 0),
+    ("multiple_choice", "<think>The answer is B.</think>I choose (C).", "B", 0),
+    ("multiple_choice", "<think>Perhaps the answer is B. But let me check option C more", "B", 0),
+    ("multiple_choice", "Perhaps the answer is B.</think>So (C)", "B", 0),
+    ("multiple_choice", "<think>The answer is B.</think>The answer is C.", "C", 1),
+]
+
+
+@pytest.mark.parametrize(("name", "response", "answer", "expected"), CASES)
+def test_the_reward_is_right(name: str, response: str, answer: str, expected: int) -> None:
+    assert score(name, response, answer)["accuracy"] == expected
+
+
+def test_null_among_the_targets_is_no_target() -> None:
+    metadata: dict[str, Any] = {"reward_model": {"ground_truth": {"target": ["Paris", None]}}}
+    assert score("search_r1", "<answer>None</answer>", metadata=metadata)["accuracy"] == 0
+    assert score("search_r1", "<answer>paris</answer>", metadata=metadata)["accuracy"] == 1
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected", "same"),
+    [
+        ("1000000006.0", "1000000006", True),
+        ("999990006.99993", "1000000006", False),  # 1000000007 * 0.99999
+        ("1e9", "1000000006", False),
+        ("1e3", "1000", False),
+        ("4", "4.0", True),
+        ("0.33333334", "0.3333333333", True),
+        ("inf", "3", False),
+        ("4.", "4", True),
+    ],
+)
+def test_an_expected_whole_number_is_exact(printed: str, expected: str, same: bool) -> None:
+    assert same_output(printed, expected) is same
+
+
+def test_only_a_list_of_one_value_stands_for_its_value() -> None:
+    assert same_value(0, [0])
+    assert not same_value(0, [0, 1])
+    assert same_value((0, 1), [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("reply", "code"),
+    [
+        ("```python\na = 1\n```\nIt prints:\n```\n1\n```", "a = 1\n"),
+        ("```\na = 1\n```\n```json\n{}\n```", "a = 1\n"),
+        ("~~~python\na = 1\n~~~", "a = 1\n"),
+        ("1. So:\n   ```python\n   def f():\n       return 1\n   ```\n2. Done.", "def f():\n    return 1\n"),
+        ("````python\ns = '''```'''\n````", "s = '''```'''\n"),
+        ("```python title=x\na = 1", "a = 1"),
+    ],
+)
+def test_code_is_found_in_its_fence(reply: str, code: str) -> None:
+    assert code_in(reply) == (code, True)
+
+
+@pytest.fixture
+def punkt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data of nltk's sentence splitter without learned abbreviations: none can be downloaded here."""
+    pytest.importorskip("if_verifiable", reason="the extra ifeval is not installed")
+    import nltk
+
+    folder = tmp_path / "tokenizers" / "punkt_tab" / "english"
+    folder.mkdir(parents=True)
+    for name in ("collocations.tab", "sent_starters.txt", "abbrev_types.txt", "ortho_context.tab"):
+        (folder / name).write_text("")
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("instruction", "arguments", "response", "follows"),
+    [
+        # IFBench's own tests.
+        ("words:words_position", {"keyword": "hello"}, "Start Hello middle HELLO end", 1),
+        ("words:words_position", {"keyword": "hello"}, "Start hello middle hello end.", 1),
+        ("words:words_position", {"keyword": "hello"}, "hello middle hello end", 0),
+        ("words:words_position", {"keyword": "hello"}, "hello", 0),
+        ("words:keywords_specific_position", {"keyword": "test", "n": 1, "m": 1}, "TEST is here.", 1),
+        ("words:keywords_specific_position", {"keyword": "test", "n": 2, "m": 2}, "One here. So, test it.", 1),
+        ("words:keywords_specific_position", {"keyword": "test", "n": 3, "m": 1}, "One here. Test it.", 0),
+        ("format:title_case", {}, "I Am A Test", 1),
+        ("format:title_case", {}, "i Am A Test", 0),
+        ("format:title_case", {}, "Test (With Parentheses), 123 Numbers!", 1),
+        ("format:title_case", {}, "Test with Words", 0),
+        ("format:quote_unquote", {}, '"Be" is a verb. "So" is none of them.', 1),
+        ("format:quote_unquote", {}, 'He said "so"', 0),
+        ("format:quote_unquote", {}, '"Be" "so"', 0),
+        ("format:quote_unquote", {}, "123...", 1),
+    ],
+)
+@pytest.mark.usefixtures("punkt")
+def test_ifbench_checks_as_its_authors_do(
+    instruction: str, arguments: dict[str, Any], response: str, follows: int
+) -> None:
+    metadata = {"instruction_id_list": [instruction], "kwargs": [arguments]}
+    assert score("ifbench", response, metadata=metadata)["accuracy"] == follows
