@@ -242,7 +242,7 @@ def save_hf(
     """
     partial = folder.with_name(folder.name + ".partial")
     try:
-        _write_hf(model, folder, partial, original, shape, world, chat_template)
+        _write_hf(model, folder, partial, original, shape=shape, world=world, chat_template=chat_template)
     except (OSError, DiskWorkFailed) as error:
         with world.disk.all_ranks(f"giving up {folder}"):
             pass  # until no rank writes
@@ -257,6 +257,7 @@ def _write_hf(
     folder: Path,
     partial: Path,
     original: Path,
+    *,
     shape: Architecture,
     world: World,
     chat_template: str | None,

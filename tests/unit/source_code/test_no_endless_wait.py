@@ -59,6 +59,7 @@ WITHOUT_DEADLINE = {
         ("relaxd/waiting.py", "Waits._log_forever"),
         ("relaxd/weights/cuda_ipc.py", "IpcConnection._work"),
         ("services/coordinator/runs/active_run.py", "ActiveRun.main"),
+        ("services/coordinator/runs/publisher.py", "Publisher.run_forever"),  # its run fails, which cancels it
         ("services/coordinator/service.py", "CoordinatorProcess.run"),
         ("services/reward/worker/rewards.py", "Rewards.work"),
         ("services/reward/questions.py", "Questions._sent"),
