@@ -7,8 +7,18 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from relaxd import telemetry
-from relaxd.board import TEACHER_PROMPT_TOKENS, BoardUnavailable, Column, GateClosed, NewGroup, PromptRetry, worst_bytes
-from relaxd.board.errors import ColumnError
+from relaxd.board import (
+    TEACHER_PROMPT_TOKENS,
+    BoardUnavailable,
+    Column,
+    Fenced,
+    GateClosed,
+    NewGroup,
+    PromptRetry,
+    RunMissing,
+    worst_bytes,
+)
+from relaxd.board.errors import TooLate
 from relaxd.board.types import JSON
 from relaxd.data.curriculum.visits import Visited, Visits
 from relaxd.data.dataset import Cursor, Place, RunData
@@ -87,7 +97,7 @@ class Publisher:
             try:
                 published = await self._publish(self._oldest_version(), self._wanted())
                 reachable, self.redis = True, ""
-            except BoardUnavailable as error:
+            except (BoardUnavailable, TooLate) as error:
                 if reachable:
                     logger.warning("can't publish, retrying: %s", error)
                 reachable = False
@@ -117,28 +127,27 @@ class Publisher:
         room = min(BATCH, admission.room)
         if room <= 0:
             return 0
-        retries = (await board.retries())[:room]
-        cursor = Cursor.from_json(await board.cursor())
+        start: Cursor | None = None
         with ExitStack() as spans:
-            groups = [self._retry_group(spans, retry) for retry in retries]
             try:
+                retries = (await board.retries())[:room]
+                start = Cursor.from_json(await board.cursor())
+                groups = [self._retry_group(spans, retry) for retry in retries]
                 # In a thread: prompts may be on the disk, and are tokenised.
-                visits = await asyncio.to_thread(self._next_visits, cursor, room - len(retries))
+                visits = await asyncio.to_thread(self._next_visits, start, room - len(retries))
                 groups += [self._new_group(spans, visit) for visit in visits]
-            except DataError:
-                raise
-            except Exception as error:  # of data that no check has foreseen: it ends this run, not the coordinator
-                logger.exception("the prompts from %s on can't be made", cursor.place)
-                problem = f"{type(error).__name__}: {error}"
-                raise PromptsFailed(f"the prompts from place {cursor.place} on can't be made: {problem}") from error
-            cursor = self._prompts.after(visits[-1].cursor) if visits else cursor
-            try:
+                cursor = self._prompts.after(visits[-1].cursor) if visits else start
                 await board.publish(term=self._context.term, groups=groups, cursor=cursor.to_json())
-            except ColumnError as error:
-                raise PromptsFailed(f"the prompts before place {cursor.place} can't be published: {error}") from error
             except GateClosed as error:  # another writer used the room since `admission`
                 await self._report_gate(0, error.limit, error.detail)
                 return 0
+            except (BoardUnavailable, TooLate, DataError, Fenced, RunMissing):
+                raise
+            except Exception as error:  # of data that no check has foreseen: it ends this run, not the coordinator
+                where = "" if start is None else f" from place {start.place} on"
+                logger.exception("the prompts%s can't be published", where)
+                problem = f"{type(error).__name__}: {error}"
+                raise PromptsFailed(f"the prompts{where} can't be published: {problem}") from error
         return len(groups)
 
     def _next_visits(self, cursor: Cursor, number: int) -> list[Visited]:

@@ -1,23 +1,28 @@
 """Prompts that can't be published fail their run, with the place and the reason, and nothing else."""
 
 import asyncio
-from collections.abc import Callable
+import re
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from relaxd.board import NewGroup
 from relaxd.config import RunConfig
 from relaxd.data.curriculum.curriculum import Curriculum
 from relaxd.data.dataset import PromptDataset, RunData, load_data
 from relaxd.data.examples import Example
+from relaxd.data.files.rows import OnDemand
+from services.coordinator.fleet.run_context import RunContext
 from services.coordinator.runs.publisher import Publisher
 from tests.integration.coordinator.fleet_kit import FleetKit
 from tests.kit.models import make_tiny_model
 from tests.kit.waiting import eventually
 
 
-class Rows:
+class Rows(OnDemand[Example]):
     """Prompts of which the third is not what the checks have seen."""
 
     def __init__(self, third: Callable[[], Example]) -> None:
@@ -26,7 +31,7 @@ class Rows:
     def __len__(self) -> int:
         return 64
 
-    def __getitem__(self, index: int) -> Example:
+    def _item(self, index: int) -> Example:
         return self._third() if index == 2 else Example(f"{index} + 1?", str(index + 1))
 
 
@@ -38,14 +43,22 @@ def with_bytes() -> Example:
     return Example("2 + 1?", "3", {"image": b"\x89PNG"})
 
 
-@pytest.mark.parametrize(("third", "reason"), [(broken, "RuntimeError: the source is gone"), (with_bytes, "bytes")])
-async def test_a_prompt_that_cannot_be_published_fails_the_run(
-    redis_url: str, tmp_path: Path, third: Callable[[], Example], reason: str
-) -> None:
+def without_metadata() -> Example:
+    wrong: Any = None
+    return Example("2 + 1?", "3", wrong)
+
+
+async def failure(
+    redis_url: str,
+    folder: Path,
+    rows: Sequence[Example],
+    first: Callable[[RunContext], Awaitable[object]] | None = None,
+) -> str:
+    """Publish prompts until that fails, after `first`. Returns the run's failure, as which it must be told."""
     config = RunConfig.model_validate(
         {
             "run": {"steps": 9},
-            "model": {"path": str(make_tiny_model(tmp_path / "tiny"))},
+            "model": {"path": str(make_tiny_model(folder / "tiny"))},
             "data": {"source": "addition", "shuffle": False},
             "reward": {"name": "addition"},
         }
@@ -53,18 +66,57 @@ async def test_a_prompt_that_cannot_be_published_fails_the_run(
     kit = FleetKit(redis_url)
     try:
         context, data = kit.context(config), load_data(config)
-        rows: Any = Rows(third)
         train = PromptDataset(rows, data.tokenizer, shuffle=False, seed=0)
         run_data = RunData(train, {}, 0, data.tokenizer)
         await context.board.create(term=context.term, groups_per_step=8, steps=9)
+        if first is not None:
+            await context.board.set_gate(term=context.term, oldest_version=0, open=True)
+            await first(context)
         visits = Curriculum(config, train).visits
         publisher = Publisher(context, run_data, visits, oldest_version=lambda: 0, wanted=lambda: True)
         task = asyncio.create_task(publisher.run_forever())
         await eventually(lambda: publisher.failure or task.done(), "the failure")
         assert not task.done(), "an error here would end the coordinator"
         task.cancel()
-        assert reason in publisher.failure
-        assert "the prompts" in publisher.failure
-        assert "place (0, " in publisher.failure
+        return publisher.failure
     finally:
         await kit.close()
+
+
+@pytest.mark.parametrize(
+    ("third", "reason"),
+    [
+        (broken, "RuntimeError: the source is gone"),
+        (with_bytes, "ColumnError: "),
+        (without_metadata, "AttributeError: "),
+    ],
+)
+async def test_a_prompt_that_cannot_be_published_fails_the_run(
+    redis_url: str, tmp_path: Path, third: Callable[[], Example], reason: str
+) -> None:
+    told = await failure(redis_url, tmp_path, Rows(third))
+    assert told.startswith(f"the prompts from place (0, 0) on can't be published: {reason}")
+
+
+def an_open_group(context: RunContext) -> Awaitable[object]:
+    group = NewGroup("0-000003", {"prompt_tokens": np.arange(3, dtype=np.int32), "prompt": {"text": "a"}})
+    return context.board.publish(term=context.term, groups=[group])
+
+
+def a_damaged_cursor(context: RunContext) -> Awaitable[object]:
+    group = NewGroup("0-000099", {"prompt_tokens": np.arange(3, dtype=np.int32), "prompt": {"text": "a"}})
+    return context.board.publish(term=context.term, groups=[group], cursor={"epoch": 0})
+
+
+@pytest.mark.parametrize(
+    ("first", "told"),
+    [
+        (an_open_group, r"the prompts from place \(0, 0\) on can't be published: BoardError: .*0-000003"),
+        (a_damaged_cursor, "the prompts can't be published: KeyError: 'position'"),
+    ],
+)
+async def test_a_board_that_refuses_prompts_fails_the_run(
+    redis_url: str, tmp_path: Path, first: Callable[[RunContext], Awaitable[object]], told: str
+) -> None:
+    rows = Rows(lambda: Example("2 + 1?", "3"))
+    assert re.match(told, await failure(redis_url, tmp_path, rows, first))
