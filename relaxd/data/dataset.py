@@ -287,7 +287,7 @@ def load_data(config: RunConfig, *, first_look: bool = False) -> RunData:
     """
     most = FIRST_LOOK if first_look else None
     folder = resolve_model(config.model.path, weights=False)
-    tokenizer = _tokenizer(config, folder)
+    tokenizer = PromptTokenizer.of_run(config, folder)
     sources, held_out = read_sources(config)
     sets = {HELD_OUT: held_out} | _named_sets(config)
     repeated, seen = 0, None
@@ -325,7 +325,7 @@ def load_data(config: RunConfig, *, first_look: bool = False) -> RunData:
 
 def load_evaluation(config: RunConfig, names: Collection[str]) -> dict[str, PromptDataset]:
     """Open and check only the prompts of these evaluation sets. Raises DataError, as `load_data`."""
-    tokenizer = _tokenizer(config, resolve_model(config.model.path, weights=False))
+    tokenizer = PromptTokenizer.of_run(config, resolve_model(config.model.path, weights=False))
     held_out = {HELD_OUT: read_sources(config)[1]} if HELD_OUT in names else {}
     return _evaluation_sets(config, tokenizer, held_out | _named_sets(config, names))[0]
 
@@ -358,10 +358,6 @@ def _without_repeats(sources: Sequence[Source], seen: Seen) -> tuple[list[Source
         repeated += len(source.examples) - len(places)
         left.append(replace(source, examples=Chosen(source.examples, places)))
     return left, repeated
-
-
-def _tokenizer(config: RunConfig, folder: Path) -> PromptTokenizer:
-    return PromptTokenizer.of_run(config, folder)
 
 
 def _named_sets(config: RunConfig, names: Collection[str] | None = None) -> dict[str, Source]:

@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import Any
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
-COMPARED_BYTES, PLACES = 1 << 16, 16
-"""Bytes compared at each of so many places of two tensors: a copy is equal everywhere, other weights nowhere."""
+PLACES = 16
+"""Number of places, spread evenly over two tensors, at which they are compared: a copy is equal at all of them."""
+COMPARED_BYTES = 1 << 16
+"""Number of bytes that are compared at each place."""
+Tensor = tuple[Path, int, int]
+"""File of a tensor, and the positions in it at which the tensor begins and ends."""
 
 
 def contradiction(folder: Path, config: Mapping[str, Any]) -> str:
-    """Return what contradicts itself in a model's folder, and what to do; "" without a contradiction.
+    """Describe the first contradiction in a model's folder, and how to resolve it; "" without one.
 
     `config` is its config.json. Weights that aren't there, as before a download, contradict nothing.
     """
@@ -40,12 +44,8 @@ def _has_its_own_head(folder: Path) -> bool:
         return False  # whoever loads them says what is wrong
 
 
-Tensor = tuple[Path, int, int]
-"""File, and first and last byte of a tensor."""
-
-
 def _tensors(folder: Path) -> dict[str, Tensor]:
-    """Return where embedding and output layer are in a folder's safetensors files."""
+    """Find the embedding and the output layer in a folder's safetensors files."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]

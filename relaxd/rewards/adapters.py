@@ -61,7 +61,7 @@ def adapt(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _verl_arguments(sample: RewardInput) -> dict[str, Any]:
-    """Return what verl passes to `compute_score`."""
+    """Return the arguments of verl's `compute_score` for a sample, by name."""
     return {
         "data_source": sample.metadata.get("data_source", ""),
         "solution_str": sample.response,

@@ -23,7 +23,7 @@ def _patterns(tag: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
 
 
 def without_thinking(response: str) -> str:
-    """Return what is said after thinking; an answer that was cut off in the middle of it says nothing."""
+    """Remove the thinking from a response. Nothing is left of one that was cut off while thinking."""
     said, start = "", 0
     while (opened := response.find("<think>", start)) >= 0 and (closed := response.find("</think>", opened)) >= 0:
         said += response[start:opened]

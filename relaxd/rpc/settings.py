@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from relaxd import __version__
 from relaxd.redis_client import parse as parse_redis_url
 from relaxd.roles import ROLES
-from relaxd.rpc.access.stack_identity import STACK_IDENTITY
+from relaxd.rpc.access.stack_identity import checked_stack_identity
 from relaxd.rpc.access.tokens import AccessTokens
 from relaxd.rpc.container_id import container_id
 from relaxd.rpc.credentials import REDIS_FILES, read_tls, read_token, read_tokens, with_certificates, with_password
@@ -189,9 +189,7 @@ _address.__name__ = "address (host:port)"
 
 
 def _stack(text: str) -> str:
-    if text and STACK_IDENTITY.fullmatch(text) is None:
-        raise ValueError
-    return text
+    return checked_stack_identity(text)
 
 
 _stack.__name__ = "stack identity (1 to 64 letters, digits, dots, dashes and underscores)"

@@ -16,7 +16,7 @@ RECURSION_LIMIT = 600_000
 
 
 def contest_names() -> dict[str, Any]:
-    """Return what a program for a contest finds imported, by name."""
+    """Return the names that a program for a contest finds imported, with their values."""
     space: dict[str, Any] = {}
     for one in CONTEST:
         found = vars(import_module(one))

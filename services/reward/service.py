@@ -299,9 +299,9 @@ def samples_of(columns: dict[str, Column]) -> list[RewardInput]:
 
 
 def reward_columns(outputs: Sequence[RewardOutput]) -> dict[str, Column]:
-    """Return the columns that the stage writes: reward float64 [n], reward_parts {name: [n floats, None without it]}.
+    """Return the columns that the stage writes: reward float64 [n], reward_parts {name: [n floats or None]}.
 
-    A part that some samples of the group lack is left out: a default value for them would falsify its mean.
+    A sample that lacks a part has None: a default value would falsify the part's mean.
     """
     names = dict.fromkeys(name for output in outputs for name in output.parts)
     return {

@@ -4,12 +4,15 @@ They behave as IFBench's own (github.com/allenai/IFBench, by its tests), and are
 """
 
 import string
-from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 
-def corrected(known: Mapping[str, Any]) -> dict[str, Any]:
+@cache
+def ifbench_checkers() -> dict[str, Any]:
     """Return if-verifiable's checkers by instruction, with four of them corrected."""
+    from if_verifiable.ifbench import INSTRUCTION_DICT
+
     checks = {
         "words:words_position": _words_position,
         "words:keywords_specific_position": _keyword_position,
@@ -17,9 +20,10 @@ def corrected(known: Mapping[str, Any]) -> dict[str, Any]:
         "format:quote_unquote": _quotes_are_explained,
     }
     changed = {
-        name: type(known[name].__name__, (known[name],), {"check_following": check}) for name, check in checks.items()
+        name: type(INSTRUCTION_DICT[name].__name__, (INSTRUCTION_DICT[name],), {"check_following": check})
+        for name, check in checks.items()
     }
-    return {**known, **changed}
+    return {**INSTRUCTION_DICT, **changed}
 
 
 def _words_position(self: Any, value: str) -> bool:

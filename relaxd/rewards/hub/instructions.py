@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from relaxd.rewards.base import RewardInput
-from relaxd.rewards.hub.ifbench_checkers import corrected
+from relaxd.rewards.hub.ifbench_checkers import ifbench_checkers
 from relaxd.rewards.limit import TooSlow, time_limit
 
 CHECK_SECONDS = 3.0
@@ -46,9 +46,7 @@ def ifbench(sample: RewardInput) -> dict[str, float]:
         ValueError: the metadata lack instructions, or have some that IFBench doesn't know.
         LookupError: an instruction needs data of nltk that isn't installed.
     """
-    from if_verifiable.ifbench import INSTRUCTION_DICT
-
-    return _followed(sample, "ifbench", corrected(INSTRUCTION_DICT))
+    return _followed(sample, "ifbench", ifbench_checkers())
 
 
 def _followed(sample: RewardInput, name: str, known: Mapping[str, Any]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Whom a failed weight synchronisation is counted against, and until when."""
+"""Failed weight synchronisations count against a trainer or an engine until one succeeds."""
 
 from collections.abc import AsyncIterator
 

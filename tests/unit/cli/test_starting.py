@@ -1,4 +1,4 @@
-"""Who starts services in a state folder, and on which port: one command at a time."""
+"""One command at a time starts services in a state folder, and each stack gets its own port."""
 
 import re
 import socket

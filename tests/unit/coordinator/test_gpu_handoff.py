@@ -1,4 +1,4 @@
-"""What a colocated run leaves behind on the replicas that it used: nothing."""
+"""A colocated run leaves no state behind on the replicas that it used."""
 
 import asyncio
 import contextlib
