@@ -14,21 +14,30 @@ Tensor = tuple[Path, int, int]
 """File of a tensor, and the positions in it at which the tensor begins and ends."""
 
 
-def contradiction(folder: Path, config: Mapping[str, Any]) -> str:
-    """Describe the first contradiction in a model's folder, and how to resolve it; "" without one.
-
-    `config` is its config.json. Weights that aren't there, as before a download, contradict nothing.
-    """
+def config_contradiction(config: Mapping[str, Any]) -> str:
+    """Describe a contradiction within a model's config.json, and how to resolve it; "" without one."""
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
     if isinstance(new, dict) and isinstance(old, dict) and not old.items() <= new.items():
         return (
             f"rope_parameters is {json.dumps(new)} and rope_scaling is {json.dumps(old)}: engines and the trainer "
             "would rotate differently; keep rope_parameters, which newer releases read, or rope_scaling"
         )
-    if config.get("tie_word_embeddings") and _has_its_own_head(folder):
+    return ""
+
+
+def weights_contradiction(folder: Path, tied_embeddings: bool) -> str:
+    """Describe a contradiction between a model's config.json and its weights, and how to resolve it; "" without one.
+
+    Weights that aren't there, as before a download, contradict nothing.
+
+    Args:
+        folder: a Hugging Face model folder. Its files of weights are opened.
+        tied_embeddings: `tie_word_embeddings` of its config.json.
+    """
+    if tied_embeddings and _has_its_own_head(folder):
         return (
-            "tie_word_embeddings is true, but the weights have an lm_head.weight other than the embedding: set it to "
-            "false if the model was trained with a head, or remove lm_head.weight"
+            f"{folder / 'config.json'}: tie_word_embeddings is true, but the weights have an lm_head.weight other than "
+            "the embedding: set it to false if the model was trained with a head, or remove lm_head.weight"
         )
     return ""
 

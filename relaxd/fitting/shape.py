@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from relaxd.data.errors import DataError
-from relaxd.data.model_contradictions import contradiction
+from relaxd.data.model_contradictions import config_contradiction
 
 Config = Mapping[str, Any]
 """A config.json."""
@@ -110,7 +110,7 @@ def read_shape(folder: Path, setting: str = "model.path") -> ModelShape:
         raise DataError(setting, f"{path} has no field {error}") from error
     except ValueError as error:
         raise DataError(setting, f"{path}: {error}") from error
-    if problem := contradiction(folder, config):
+    if problem := config_contradiction(config):
         raise DataError(setting, f"{path}: {problem}")
     return shape
 

@@ -34,6 +34,11 @@ FAILURES: list[tuple[str, tuple[str, ...], str]] = [
         "its service starts another; the engine's groups are generated again, the worker's sample is tried once more",
     ),
     (
+        "services and a command of another stack come to the coordinator",
+        ("two stacks",),
+        "they are refused, with both stacks' identities; nothing of the run changes",
+    ),
+    (
         "a judge or its engine dies, or its engine hangs for good",
         ("kill judge", "kill judge engine", "freeze judge engine"),
         "the judge is started again, if it hangs once it makes no progress (`health.stuck_seconds`); meanwhile rewards "

@@ -71,7 +71,7 @@ def test_a_run_goes_on_after_its_reward_was_repaired(workplace: Workplace) -> No
     (place / "repaired").touch()
     code, output = workplace.relaxd("resume", timeout=300)
     assert code == 0, output
-    assert "restoring it from" not in output  # it went on in its Redis
+    assert "is restored from" not in output  # it went on in its Redis
     summary = read_summary(folder)
     check_books(summary, steps=8)
     entries = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]

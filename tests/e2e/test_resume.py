@@ -83,12 +83,12 @@ def test_a_run_goes_on_after_ctrl_c_and_after_everything_was_killed(workplace: W
 
     for redis_is_lost in (False, True):
         lines = kill_everything_at(workplace.start("resume", "r"), state, steps)
-        assert "restoring it from" not in "".join(lines)  # it goes on in its Redis
+        assert "is restored from" not in "".join(lines)  # it goes on in its Redis
         if redis_is_lost:
             shutil.rmtree(redis_data)
     code, output = workplace.relaxd("resume", "r", timeout=240)
     assert code == 0, output
-    assert "restoring it from" in output
+    assert "is restored from" in output
     assert not redis_data.exists()
     check_books(read_summary(folder), steps=9)
 

@@ -62,12 +62,12 @@ def test_a_killed_teacher_loses_nothing_and_every_token_has_its_word(workplace: 
     assert set(trained.values()) == {1}
     recorded = load_file(folder / "steps" / f"step-{STEPS:06d}.safetensors")
     for group in ledger[-1]["plan"]["groups"]:
-        columns = {
-            name: recorded[f"{group}/{name}"]
-            for name in ("advantages", "rollout_logprobs", "teacher_logprobs", "loss_mask")
-        }
-        expected = (columns["teacher_logprobs"] - columns["rollout_logprobs"]) * columns["loss_mask"]
-        np.testing.assert_allclose(columns["advantages"], expected, atol=1e-5)
+        mask, words = (recorded[f"{group}/{name}"] for name in ("loss_mask", "teacher_logprobs"))
+        assert mask.any()
+        assert np.isfinite(words).all()
+        assert (words[mask > 0] < 0).all()
+        # OPD takes the student's log-probabilities in the loss, where they are current: no part of it is recorded here.
+        assert not recorded[f"{group}/advantages"].any()
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from relaxd.config.load import Problem
 from relaxd.data.curriculum.curriculum import own_problems
 from relaxd.data.dataset import load_data
 from relaxd.data.errors import DataError
+from relaxd.data.model_contradictions import weights_contradiction
 from relaxd.data.models import frozen_models, resolve_model, routed_expert_bytes
 from relaxd.data.vocabulary import check_vocabularies
 from relaxd.evaluation.checking import context_problems, set_problems
@@ -255,6 +256,8 @@ def _check_division(setting: str, folder: Path, sizes: TrainerConfig | ReplicaSi
         shape = read_shape(folder, setting)
     except DataError as error:
         return [Problem(error.field, error.message)]
+    if contradiction := weights_contradiction(folder, shape.tied):
+        return [Problem(setting, contradiction)]
     layout = Layout.of_trainer(sizes) if isinstance(sizes, TrainerConfig) else Layout.of_replica(sizes)
     if found := problems(layout, shape):
         return [Problem(f"{section}.{field}", wrong) for field, wrong in found]

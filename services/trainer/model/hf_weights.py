@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from relaxd.data.model_contradictions import weights_contradiction
 from services.trainer.batch.durable import errors_of_the_system
 from services.trainer.megatron.disk_work import DiskRefused, DiskWorkFailed
 from services.trainer.megatron.parallel import GatherGroups, World
@@ -113,11 +114,13 @@ def load_hf(
         without: ends of the names of parameters that the folder and the model don't both have; they stay as they are.
 
     Raises:
-        ModelError: the folder doesn't have the architecture's tensors.
+        ModelError: the folder doesn't have the architecture's tensors, or an output layer that config.json denies.
         DiskWorkFailed, DiskStalled: another rank failed to load its part.
     """
     with world.disk.all_ranks(f"reading {folder}") as progress:
         source = HFFolder(folder)
+        if problem := weights_contradiction(folder, shape.tied_embeddings and not without):
+            raise ModelError(problem)
         parameters = dict(model.named_parameters())
         missing = {name for name in parameters if not name.endswith(tuple(without))}
         for entry in _stage_entries(shape, world.pp_rank, world):

@@ -9,7 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
+from relaxd.cli.preparing.check import check
+from relaxd.config.load import load
 from relaxd.data.errors import DataError
+from relaxd.data.model_contradictions import weights_contradiction
 from relaxd.fitting.shape import read_shape
 from services.trainer.batch.durable import errors_of_the_system
 from services.trainer.model.architecture import ModelError
@@ -45,10 +48,19 @@ def test_a_head_beside_tied_embeddings_is_refused_unless_it_is_a_copy(tmp_path: 
     tensors = load_file(file)
     embedding = tensors["model.embed_tokens.weight"]
     save_file({**tensors, "lm_head.weight": embedding.clone()}, file, metadata={"format": "pt"})
-    read_architecture(folder)
+    assert weights_contradiction(folder, tied_embeddings=True) == ""
     save_file({**tensors, "lm_head.weight": torch.randn_like(embedding)}, file, metadata={"format": "pt"})
-    refused(folder, "tie_word_embeddings is true", "lm_head.weight")
-    read_architecture(with_config(folder, tie_word_embeddings=False))
+    said = f"{folder / 'config.json'}: tie_word_embeddings is true, but the weights have an lm_head.weight other than"
+    assert weights_contradiction(folder, tied_embeddings=True).startswith(said)
+    assert weights_contradiction(folder, tied_embeddings=False) == ""
+
+    tied = with_config(folder, tie_word_embeddings=True)
+    config = load(
+        f'run.steps = 1\nmodel.path = "{tied}"\ndata.source = "addition"\nreward.name = "addition"\n'
+        'algorithm.name = "grpo"'
+    )
+    problems = check(config, call_reward=False)
+    assert [one.message for one in problems if one.setting == "model.path"] == [weights_contradiction(tied, True)]
 
 
 def test_the_exported_folder_has_the_template_of_the_run(tmp_path: Path) -> None:

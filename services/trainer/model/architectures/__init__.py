@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 
-from relaxd.data.model_contradictions import contradiction
+from relaxd.data.model_contradictions import config_contradiction
 from services.trainer.model.architecture import Architecture, ModelError
 from services.trainer.model.family import Config, Family
 
@@ -45,7 +45,7 @@ def read_architecture(folder: Path) -> Architecture:
         raise ModelError(f"{folder} has no config.json: it must be a Hugging Face model folder") from error
     except json.JSONDecodeError as error:
         raise ModelError(f"{path} isn't valid JSON: {error}") from error
-    if problem := contradiction(folder, config):
+    if problem := config_contradiction(config):
         raise ModelError(f"{path}: {problem}")
     try:
         return _family(config["model_type"]).read(config)

@@ -331,6 +331,12 @@ def test_folders_and_divisions_that_do_not_fit_are_refused(learner: MakeLearner,
     save_file({**tensors, "model.norm.weight": norm[:10].clone()}, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"model.norm.weight is \[10\], but config.json makes it \[64\]"):
         learner(tmp_path)
+    tensors |= {"model.norm.weight": norm, "lm_head.weight": 2 * tensors["model.embed_tokens.weight"]}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    with pytest.raises(ModelError, match=r"tie_word_embeddings is true, but the weights have an lm_head.weight other"):
+        learner(tmp_path)
 
 
 def test_the_demos_batch_fits_the_budget() -> None:
