@@ -49,7 +49,8 @@ Register also needs the stack's identity (`-H "relaxd-stack: $RELAXD_STACK"`), w
 Other calls may leave it out; that of another stack is refused everywhere (STACK_MISMATCH).
 
 [protos/relaxd/v1](../protos/relaxd/v1) documents calls and fields. In JSON, 64-bit numbers are strings, and fields with
-their default value (0, "", false) are left out. `python docs/admin.py` runs the commands on a tiny random model and
+their default value (0, "", false) are left out. Sentences are for people: a program decides by enums, such as a run's
+`wait.kind` and the `wait` of a replica's status. `python docs/admin.py` runs the commands on a tiny random model and
 records their output.
 """
 

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-DISK = "the disk"
-"""`Wait.on` of a wait for room in a run's folder."""
 TICK_SECONDS = 1.0
 FIRST_NOTICE_SECONDS = 30.0
 """A wait that lasts this long is logged, and again each time its length has doubled."""
@@ -31,6 +29,8 @@ class Wait:
     """The party that has to act for the wait to end, such as a replica's id; empty if nobody in particular."""
     since: float = field(default_factory=time.monotonic)
     """Monotonic time of its start."""
+    disk: bool = False
+    """True if it ends once the run's folder can be written to, such as when its disk has room again."""
     next_notice: float = FIRST_NOTICE_SECONDS
     """Its length in seconds at which it is logged next."""
 
@@ -94,9 +94,9 @@ _OF_THIS_PROCESS = Waits()
 
 
 @contextmanager
-def waiting(reason: str, *, on: str = "") -> Iterator[Wait]:
-    """Name the wait inside the context: what is awaited, and on whom."""
-    wait = Wait(reason, on)
+def waiting(reason: str, *, on: str = "", disk: bool = False) -> Iterator[Wait]:
+    """Name the wait inside the context: what is awaited, and on whom. `disk` is Wait's."""
+    wait = Wait(reason, on, disk=disk)
     _OF_THIS_PROCESS.begin(wait)
     try:
         yield wait

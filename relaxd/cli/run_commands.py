@@ -115,7 +115,7 @@ def _print_stopping(client: CoordinatorClient, run_id: str) -> None:
         run, now = response.run, time.monotonic()
         if run.state in ENDED:
             show(_state_line(run))
-        elif run.wait.kind == "stopping" and (run.wait.on != told[0] or now - told[1] > STOPPING_SECONDS):
+        elif run.wait.kind == pb.WAIT_KIND_STOPPING and (run.wait.on != told[0] or now - told[1] > STOPPING_SECONDS):
             show(f"run {run_id}: {run.waiting_for}", flush=True)
             told = (run.wait.on, now)
 

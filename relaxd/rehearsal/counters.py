@@ -11,7 +11,8 @@ import redis
 
 from relaxd.client.coordinator import CoordinatorClient
 from relaxd.local.state import StateFolder
-from relaxd.v1.coordinator_pb2 import Run
+from relaxd.rpc.enums import words
+from relaxd.v1.coordinator_pb2 import WAIT_KIND_STAGE, Run, WaitKind
 
 MACHINE = "machine"
 """Stands among the roles for everything that runs on this machine."""
@@ -62,8 +63,8 @@ class Counters:
         began = time.monotonic()
         self.run = self.coordinator.run(self.run_id)
         self.call_seconds.append(time.monotonic() - began)
-        if self.run.wait.current_kind:
-            self.waits[_described(self.run)] += 1
+        if wait := current_wait(self.run):
+            self.waits[wait] += 1
         info = self.redis.info()
         assert isinstance(info, dict)
         self.peak_bytes = max(self.peak_bytes, int(info["used_memory"]))
@@ -113,7 +114,7 @@ def busy_share(before: Sample, after: Sample) -> float:
     return (after.cpu[MACHINE] - before.cpu[MACHINE]) / core_seconds if core_seconds > 0 else 0.0
 
 
-def _described(run: Run) -> str:
-    """Return the open step's wait: its kind, and the stage if it has one."""
-    kind = run.wait.current_kind
-    return f"{kind} {run.wait.current_on}" if kind == "stage" else kind
+def current_wait(run: Run) -> str:
+    """Return the open step's wait for people: its kind, and the stage if it has one; "" if it waits for nothing."""
+    kind = words(WaitKind)[run.wait.current_kind]
+    return f"{kind} {run.wait.current_on}" if run.wait.current_kind == WAIT_KIND_STAGE else kind

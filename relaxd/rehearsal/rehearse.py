@@ -28,7 +28,7 @@ from relaxd.rehearsal.assumptions import Scale, admitted_groups, expert_bytes, l
 from relaxd.rehearsal.calls import read_calls
 from relaxd.rehearsal.carrying import advice
 from relaxd.rehearsal.control_plane import call_times
-from relaxd.rehearsal.counters import Counters, Sample, busy_share
+from relaxd.rehearsal.counters import Counters, Sample, busy_share, current_wait
 from relaxd.rehearsal.report import Measured
 from relaxd.rehearsal.stand_in import write_stand_in
 from relaxd.replica.gpus import visible_gpus
@@ -218,16 +218,16 @@ def _window(counters: Counters, seconds: float, say: Say) -> tuple[Sample, Sampl
             said = now
             groups = run.groups
             counts = f"{groups.published} groups published, {groups.trained} trained, {groups.dropped} dropped"
-            say(f"{now - begun:4.0f} s: step {run.step}, {counts}; waits for {run.wait.current_kind or 'nothing'}")
+            say(f"{now - begun:4.0f} s: step {run.step}, {counts}; waits for {current_wait(run) or 'nothing'}")
         if first is None and now - trains_since > max(FIRST_STEP_SECONDS, FIRST_STEP_FACTOR * seconds):
             raise CliError(
-                f"no step ended in {now - trains_since:.0f} s: {run.waiting_for or run.wait.current_kind}",
+                f"no step ended in {now - trains_since:.0f} s: {run.waiting_for or current_wait(run)}",
                 advice(busy_share(start, sample)),
             )
         if first is not None and last is not None and now - first.time >= seconds:
             if last.step == first.step:
                 raise CliError(
-                    f"no second step ended within {seconds:.0f} s: {run.waiting_for or run.wait.current_kind}",
+                    f"no second step ended within {seconds:.0f} s: {run.waiting_for or current_wait(run)}",
                     advice(busy_share(first, sample)),
                 )
             return first, last
@@ -238,14 +238,14 @@ def _idle_window(counters: Counters) -> tuple[Sample, Sample]:
     """Pause the run, wait until it rests, and return samples at both ends of a window in which it does."""
     counters.coordinator.pause_run(RUN_ID, "measured at rest")
     deadline = time.monotonic() + SETTLE_SECONDS
-    before: list[str] = []
+    before: list[tuple[int, int]] = []
     while time.monotonic() < deadline:
         time.sleep(2.0)  # brief: SETTLE_SECONDS
         counters.sample()
-        evidence = [line.partition(";")[0] for line in counters.run.wait.evidence if "groups wait" in line]
-        if evidence == before:
+        queues = [(queue.waiting, queue.held) for queue in counters.run.queues[:-1]]  # those before the trainer's
+        if queues == before:
             break
-        before = evidence
+        before = queues
     first = counters.sample()
     time.sleep(IDLE_SECONDS)
     return first, counters.sample()

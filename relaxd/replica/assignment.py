@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+import grpc
 import pydantic
 
 from relaxd import telemetry
@@ -11,7 +12,7 @@ from relaxd.config import RunConfig
 from relaxd.replica.gpus import GpuLeases
 from relaxd.replica.service import ReplicaService
 from relaxd.retry import Backoff
-from relaxd.rpc.errors import InvalidArgument
+from relaxd.rpc.errors import InvalidArgument, RpcError
 from relaxd.v1 import coordinator_pb2, replica_pb2
 from relaxd.v1.coordinator_pb2 import Assignment
 
@@ -35,6 +36,8 @@ class AssignmentFollower:
         self.state: replica_pb2.ReplicaState.ValueType = replica_pb2.REPLICA_STATE_IDLE
         """IDLE, STARTING, READY or FAILED; `draining` is separate."""
         self.detail = ""
+        self.start_refused = False
+        """True while it is FAILED with INVALID_ARGUMENT: another start would fail, too."""
         self.run_id = ""
         """The run that is started, is starting or failed to start."""
         self.draining = False
@@ -162,8 +165,10 @@ class AssignmentFollower:
         if self._starting and self._target() != self.run_id:
             self._starting.cancel()
 
-    def _set_state(self, state: "replica_pb2.ReplicaState.ValueType", detail: str = "") -> None:
-        self.state, self.detail = state, detail
+    def _set_state(
+        self, state: "replica_pb2.ReplicaState.ValueType", detail: str = "", *, start_refused: bool = False
+    ) -> None:
+        self.state, self.detail, self.start_refused = state, detail, start_refused
         (self._idle.set if state == replica_pb2.REPLICA_STATE_IDLE else self._idle.clear)()
         self._on_change()
 
@@ -197,6 +202,7 @@ class AssignmentFollower:
             replica_pb2.REPLICA_STATE_FAILED,
             f"run {self.run_id} did not start: {type(error).__name__}: {error} (attempt {self._attempts}; "
             f"again in {delay:g} s)",
+            start_refused=isinstance(error, RpcError) and error.code is grpc.StatusCode.INVALID_ARGUMENT,
         )
         return delay
 

@@ -7,7 +7,8 @@ run_replica runs a ReplicaService:
 - The assignment names the run to work on. A new run: stop_run of the old one, start_run of the new one. PAUSED and
   back: pause_run, resume_run. No run, or one that ended: stop_run. The status then has its idle_reason.
 - A start_run that fails puts the replica in FAILED with the reason in status.detail. It is tried again after 1 s, 2 s,
-  4 s ... at most 30 s, as long as the assignment stays: the cause may be a Redis that is still starting.
+  4 s ... at most 30 s, as long as the assignment stays: the cause may be a Redis that is still starting. After an
+  InvalidArgument status.start_refused says that no other start would help.
 - A drain, requested by call or by heartbeat, lasts until the replica is given another run, or until heartbeats
   that requested it no longer do.
 - With settings.standby it registers only on Replica.Join, and until Replica.Leave.
@@ -92,19 +93,20 @@ class _Life:
             state = replica_pb2.REPLICA_STATE_DRAINING
         if self.context.failure:
             state = replica_pb2.REPLICA_STATE_FAILED
+        detail = self.context.failure or follower.detail or follower.idle_reason
+        refused = not self.context.failure and (follower.start_refused or own.start_refused)
+        wait = replica_pb2.REPLICA_WAIT_UNSPECIFIED
+        if not detail:
+            wait = replica_pb2.REPLICA_WAIT_GPUS if self.gpus.waiting else own.wait
+            detail = self.gpus.waiting or own.detail or _longest_wait()
         return replica_pb2.ReplicaStatus(
             replica_id=self.settings.replica_id,
             role=self.service.role,
             state=state,
             run_id=follower.run_id,
-            detail=(
-                self.context.failure
-                or follower.detail
-                or follower.idle_reason
-                or self.gpus.waiting
-                or own.detail
-                or _longest_wait()
-            ),
+            detail=detail,
+            wait=wait,
+            start_refused=refused and state == replica_pb2.REPLICA_STATE_FAILED,
             held_groups=own.held_groups,
             done_groups=own.done_groups,
             weights=own.weights,

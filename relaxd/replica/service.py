@@ -29,6 +29,10 @@ class ServiceStatus:
     """Counter of work done, in steps that never take long: see ReplicaStatus.progress."""
     gauges: Mapping[str, float] = field(default_factory=dict)
     """Further measurements, by name."""
+    wait: "replica_pb2.ReplicaWait.ValueType" = replica_pb2.REPLICA_WAIT_UNSPECIFIED
+    """The wait that `detail` tells of, if it is one of these."""
+    start_refused: bool = False
+    """With the state FAILED: the settings or the model are wrong, so that another start would fail, too."""
     awake: bool = False
     """True if its children hold the device's memory, in a colocated run."""
 
@@ -52,8 +56,8 @@ class ReplicaService(ABC):
     async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
         """Prepare for a run and start to work on it; the replica is STARTING until this returns, then READY.
 
-        It is cancelled when the assignment changes or the process ends. An exception is reported as status.detail.
-        In either case stop_run is called next.
+        It is cancelled when the assignment changes or the process ends. An exception is reported as status.detail;
+        InvalidArgument also as status.start_refused. In either case stop_run is called next.
         """
 
     @abstractmethod

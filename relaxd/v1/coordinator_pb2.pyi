@@ -98,6 +98,90 @@ RUN_OUTCOME_DATA_FAILED: RunOutcome.ValueType  # 5
 """It failed: its data could not be read again when the coordinator had restarted."""
 Global___RunOutcome: _TypeAlias = RunOutcome  # noqa: Y015
 
+class _WaitKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WaitKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WaitKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    WAIT_KIND_UNSPECIFIED: _WaitKind.ValueType  # 0
+    """Nothing."""
+    WAIT_KIND_REDIS: _WaitKind.ValueType  # 1
+    """Redis or a data node doesn't answer."""
+    WAIT_KIND_DISK: _WaitKind.ValueType  # 2
+    """The run's folder can't be written to."""
+    WAIT_KIND_STOPPING: _WaitKind.ValueType  # 3
+    """The run ends, and something is still to be done."""
+    WAIT_KIND_PAUSED: _WaitKind.ValueType  # 4
+    """It is paused until a person resumes it."""
+    WAIT_KIND_REBUILD: _WaitKind.ValueType  # 5
+    """It is paused until a role is back."""
+    WAIT_KIND_ROLE: _WaitKind.ValueType  # 6
+    """A role has no replica that works."""
+    WAIT_KIND_LEASE: _WaitKind.ValueType  # 7
+    """Other replicas hold the GPUs that a replica needs."""
+    WAIT_KIND_STARTING: _WaitKind.ValueType  # 8
+    """It has not begun to train."""
+    WAIT_KIND_SYNC: _WaitKind.ValueType  # 9
+    """Engines don't have the newest weights."""
+    WAIT_KIND_DATA: _WaitKind.ValueType  # 10
+    """A row of the data or a user's own sampler is wrong."""
+    WAIT_KIND_FULL: _WaitKind.ValueType  # 11
+    """Redis is full."""
+    WAIT_KIND_MEMORY: _WaitKind.ValueType  # 12
+    """Redis has no room for the groups that the step lacks."""
+    WAIT_KIND_HANDOFF: _WaitKind.ValueType  # 13
+    """Trainer and engines of a colocated run change places."""
+    WAIT_KIND_TRAINER: _WaitKind.ValueType  # 14
+    """The trainer has all groups of the step."""
+    WAIT_KIND_HELD_GROUP: _WaitKind.ValueType  # 15
+    """One stage has the last groups of the step."""
+    WAIT_KIND_STAGE: _WaitKind.ValueType  # 16
+    """Groups queue before one stage."""
+    WAIT_KIND_GATE: _WaitKind.ValueType  # 17
+    """The gate admits no groups."""
+
+class WaitKind(_WaitKind, metaclass=_WaitKindEnumTypeWrapper):
+    """What a run waits for. docs/waiting.md says what ends each wait."""
+
+WAIT_KIND_UNSPECIFIED: WaitKind.ValueType  # 0
+"""Nothing."""
+WAIT_KIND_REDIS: WaitKind.ValueType  # 1
+"""Redis or a data node doesn't answer."""
+WAIT_KIND_DISK: WaitKind.ValueType  # 2
+"""The run's folder can't be written to."""
+WAIT_KIND_STOPPING: WaitKind.ValueType  # 3
+"""The run ends, and something is still to be done."""
+WAIT_KIND_PAUSED: WaitKind.ValueType  # 4
+"""It is paused until a person resumes it."""
+WAIT_KIND_REBUILD: WaitKind.ValueType  # 5
+"""It is paused until a role is back."""
+WAIT_KIND_ROLE: WaitKind.ValueType  # 6
+"""A role has no replica that works."""
+WAIT_KIND_LEASE: WaitKind.ValueType  # 7
+"""Other replicas hold the GPUs that a replica needs."""
+WAIT_KIND_STARTING: WaitKind.ValueType  # 8
+"""It has not begun to train."""
+WAIT_KIND_SYNC: WaitKind.ValueType  # 9
+"""Engines don't have the newest weights."""
+WAIT_KIND_DATA: WaitKind.ValueType  # 10
+"""A row of the data or a user's own sampler is wrong."""
+WAIT_KIND_FULL: WaitKind.ValueType  # 11
+"""Redis is full."""
+WAIT_KIND_MEMORY: WaitKind.ValueType  # 12
+"""Redis has no room for the groups that the step lacks."""
+WAIT_KIND_HANDOFF: WaitKind.ValueType  # 13
+"""Trainer and engines of a colocated run change places."""
+WAIT_KIND_TRAINER: WaitKind.ValueType  # 14
+"""The trainer has all groups of the step."""
+WAIT_KIND_HELD_GROUP: WaitKind.ValueType  # 15
+"""One stage has the last groups of the step."""
+WAIT_KIND_STAGE: WaitKind.ValueType  # 16
+"""Groups queue before one stage."""
+WAIT_KIND_GATE: WaitKind.ValueType  # 17
+"""The gate admits no groups."""
+Global___WaitKind: _TypeAlias = WaitKind  # noqa: Y015
+
 @_typing.final
 class GroupCounts(_message.Message):
     """Where the groups of a run are. published = open + trained + dropped."""
@@ -334,14 +418,14 @@ class WaitDetails(_message.Message):
     ADVICE_FIELD_NUMBER: _builtins.int
     CURRENT_KIND_FIELD_NUMBER: _builtins.int
     CURRENT_ON_FIELD_NUMBER: _builtins.int
-    kind: _builtins.str
-    """The kind of the wait, such as "paused", "role", "lease", "sync", "stage", "held_group", "gate"; empty: it waits for
-    nothing.
-    """
+    kind: Global___WaitKind.ValueType
+    """The kind of the wait; unspecified: it waits for nothing."""
     on: _builtins.str
     """The replica that has to act, or another name; empty: nobody in particular."""
-    current_kind: _builtins.str
-    """The kind of what the open step waits for at this moment, also while its steps end as usual, when `kind` is empty."""
+    current_kind: Global___WaitKind.ValueType
+    """The kind of what the open step waits for at this moment, also while its steps end as usual, when `kind` is
+    unspecified.
+    """
     current_on: _builtins.str
     """As `on`, of current_kind."""
     @_builtins.property
@@ -359,12 +443,12 @@ class WaitDetails(_message.Message):
     def __init__(
         self,
         *,
-        kind: _builtins.str = ...,
+        kind: Global___WaitKind.ValueType = ...,
         start_time: _timestamp_pb2.Timestamp | None = ...,
         on: _builtins.str = ...,
         evidence: _abc.Iterable[_builtins.str] | None = ...,
         advice: _abc.Iterable[_builtins.str] | None = ...,
-        current_kind: _builtins.str = ...,
+        current_kind: Global___WaitKind.ValueType = ...,
         current_on: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["start_time", b"start_time"]  # noqa: Y015

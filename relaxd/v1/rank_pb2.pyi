@@ -85,8 +85,11 @@ class WorkResponse(_message.Message):
     PROGRESS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    START_REFUSED_FIELD_NUMBER: _builtins.int
     failed: _builtins.str
     """Why the rank can't go on. It ends soon, even if the service doesn't end it."""
+    start_refused: _builtins.bool
+    """With `failed`: the settings or the model are wrong, so that another start would fail, too."""
     @_builtins.property
     def loaded(self) -> Global___RankLoaded:
         """The rank has its model."""
@@ -111,10 +114,11 @@ class WorkResponse(_message.Message):
         progress: Global___RankProgress | None = ...,
         version: Global___VersionCommitted | None = ...,
         failed: _builtins.str = ...,
+        start_refused: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failed", b"failed", "loaded", b"loaded", "manifest", b"manifest", "progress", b"progress", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failed", b"failed", "loaded", b"loaded", "manifest", b"manifest", "progress", b"progress", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failed", b"failed", "loaded", b"loaded", "manifest", b"manifest", "progress", b"progress", "start_refused", b"start_refused", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["loaded", "manifest", "progress", "version", "failed"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
@@ -159,6 +163,7 @@ class RankProgress(_message.Message):
     DONE_GROUPS_FIELD_NUMBER: _builtins.int
     ITERATIONS_FIELD_NUMBER: _builtins.int
     CHANGING_WEIGHTS_FIELD_NUMBER: _builtins.int
+    WAIT_FIELD_NUMBER: _builtins.int
     detail: _builtins.str
     """What it does, for people."""
     held_groups: _builtins.int
@@ -169,6 +174,8 @@ class RankProgress(_message.Message):
     """Iterations of the loop, which show that it is alive."""
     changing_weights: _builtins.bool
     """Whether a step's updates are changing the weights, so that none can be sent."""
+    wait: _replica_pb2.ReplicaWait.ValueType
+    """What it waits for, if `detail` says that it waits for one of these."""
     def __init__(
         self,
         *,
@@ -177,10 +184,11 @@ class RankProgress(_message.Message):
         done_groups: _builtins.int = ...,
         iterations: _builtins.int = ...,
         changing_weights: _builtins.bool = ...,
+        wait: _replica_pb2.ReplicaWait.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changing_weights", b"changing_weights", "detail", b"detail", "done_groups", b"done_groups", "held_groups", b"held_groups", "iterations", b"iterations"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changing_weights", b"changing_weights", "detail", b"detail", "done_groups", b"done_groups", "held_groups", b"held_groups", "iterations", b"iterations", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

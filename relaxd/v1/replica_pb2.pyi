@@ -59,6 +59,38 @@ REPLICA_STATE_FAILED: ReplicaState.ValueType  # 6
 """Cannot do its work; detail says why."""
 Global___ReplicaState: _TypeAlias = ReplicaState  # noqa: Y015
 
+class _ReplicaWait:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ReplicaWaitEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReplicaWait.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REPLICA_WAIT_UNSPECIFIED: _ReplicaWait.ValueType  # 0
+    """Nothing, or something that no program has to know."""
+    REPLICA_WAIT_GPUS: _ReplicaWait.ValueType  # 1
+    """GPUs that other replicas hold."""
+    REPLICA_WAIT_DISK: _ReplicaWait.ValueType  # 2
+    """Room on the disk of the run's folder."""
+    REPLICA_WAIT_SERVICE: _ReplicaWait.ValueType  # 3
+    """A service of the user's own, such as a reward's, that doesn't answer or is slow."""
+    REPLICA_WAIT_SCORE: _ReplicaWait.ValueType  # 4
+    """A reward that takes long to score a sample."""
+
+class ReplicaWait(_ReplicaWait, metaclass=_ReplicaWaitEnumTypeWrapper):
+    """What a replica waits for, where programs have to know; its status's detail says it for people."""
+
+REPLICA_WAIT_UNSPECIFIED: ReplicaWait.ValueType  # 0
+"""Nothing, or something that no program has to know."""
+REPLICA_WAIT_GPUS: ReplicaWait.ValueType  # 1
+"""GPUs that other replicas hold."""
+REPLICA_WAIT_DISK: ReplicaWait.ValueType  # 2
+"""Room on the disk of the run's folder."""
+REPLICA_WAIT_SERVICE: ReplicaWait.ValueType  # 3
+"""A service of the user's own, such as a reward's, that doesn't answer or is slow."""
+REPLICA_WAIT_SCORE: ReplicaWait.ValueType  # 4
+"""A reward that takes long to score a sample."""
+Global___ReplicaWait: _TypeAlias = ReplicaWait  # noqa: Y015
+
 @_typing.final
 class WeightVersion(_message.Message):
     """A weight version: version v is the model after step v, as trained under one trainer term."""
@@ -143,6 +175,8 @@ class ReplicaStatus(_message.Message):
     GPU_UUIDS_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     AWAKE_FIELD_NUMBER: _builtins.int
+    WAIT_FIELD_NUMBER: _builtins.int
+    START_REFUSED_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Unique name of this process, such as rollout-3f9a."""
     role: _builtins.str
@@ -170,6 +204,10 @@ class ReplicaStatus(_message.Message):
     """
     awake: _builtins.bool
     """In a colocated run: whether its engine (rollout) or its ranks (trainer) have the device's memory now."""
+    wait: Global___ReplicaWait.ValueType
+    """What it waits for, if `detail` says that it waits for one of these."""
+    start_refused: _builtins.bool
+    """It has failed because the settings or the model are wrong (INVALID_ARGUMENT): another start would fail, too."""
     @_builtins.property
     def weights(self) -> Global___WeightVersion:
         """The weights that it serves (rollout) or has trained (trainer)."""
@@ -200,10 +238,12 @@ class ReplicaStatus(_message.Message):
         gpu_uuids: _abc.Iterable[_builtins.str] | None = ...,
         progress: _builtins.int = ...,
         awake: _builtins.bool = ...,
+        wait: Global___ReplicaWait.ValueType = ...,
+        start_refused: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["awake", b"awake", "detail", b"detail", "done_groups", b"done_groups", "gauges", b"gauges", "gpu_uuids", b"gpu_uuids", "held_groups", b"held_groups", "package_version", b"package_version", "progress", b"progress", "protocol_version", b"protocol_version", "replica_id", b"replica_id", "role", b"role", "run_id", b"run_id", "state", b"state", "uptime_seconds", b"uptime_seconds", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awake", b"awake", "detail", b"detail", "done_groups", b"done_groups", "gauges", b"gauges", "gpu_uuids", b"gpu_uuids", "held_groups", b"held_groups", "package_version", b"package_version", "progress", b"progress", "protocol_version", b"protocol_version", "replica_id", b"replica_id", "role", b"role", "run_id", b"run_id", "start_refused", b"start_refused", "state", b"state", "uptime_seconds", b"uptime_seconds", "wait", b"wait", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,6 +25,7 @@ from relaxd.rewards.scorers import check_names
 from relaxd.roles import REWARD
 from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.v1.judge_pb2 import AskRequest, AskResponse
+from relaxd.v1.replica_pb2 import REPLICA_WAIT_SCORE, REPLICA_WAIT_SERVICE
 from relaxd.waiting import waiting
 from services.reward.cache import ScoreCache
 from services.reward.enclosure import describe, missing_of
@@ -178,9 +179,10 @@ class RewardService(StageReplica):
         status = super().status()
         for client in self._clients:
             if detail := client.detail:
-                return replace(status, detail=detail)
+                return replace(status, detail=detail, wait=REPLICA_WAIT_SERVICE)
         if (slow := self.pool.slowest()) is not None:
-            return replace(status, detail=f"{self.reward_of_run} has been scoring {slow}")
+            detail = f"{self.reward_of_run} has been scoring {slow}"
+            return replace(status, detail=detail, wait=REPLICA_WAIT_SCORE)
         return status
 
     async def resume_run(self) -> None:

@@ -207,7 +207,8 @@ class _Lines:
         self._view, self._say = view, say
         self._printed: set[int] = set()
         self._told_events = 0
-        self._state = self._waiting_for = ""
+        self._state = ""
+        self._wait = pb.WAIT_KIND_UNSPECIFIED
         self._evaluation: dict[str, float] = {}
 
     def print_news(self) -> None:
@@ -231,10 +232,10 @@ class _Lines:
             self._say(f"run {run.run_id} is {state}")
             self._state = state
         # The sentence ends with a duration, which grows: only the kind of a wait is news. Other states have a reason.
-        kind = run.wait.kind if run.state == pb.RUN_STATE_RUNNING else ""
-        if kind != self._waiting_for:
+        kind = run.wait.kind if run.state == pb.RUN_STATE_RUNNING else pb.WAIT_KIND_UNSPECIFIED
+        if kind != self._wait:
             self._say(f"run {run.run_id}: {run.waiting_for}" if kind else "")
-            self._waiting_for = kind
+            self._wait = kind
 
 
 def _printer(console: Console) -> Callable[[str], None]:

@@ -12,7 +12,7 @@ from relaxd.roles import TRAINER
 from relaxd.rpc.errors import explain
 from relaxd.v1.trainer_pb2 import ExportHuggingFaceRequest, TrainerSaveCheckpointRequest
 from relaxd.v1.trainer_pb2_grpc import TrainerStub
-from relaxd.waiting import DISK, Wait, waiting
+from relaxd.waiting import Wait, waiting
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.stall_limit import LONG_CALL_SECONDS, NoAnswer, answer
@@ -72,7 +72,7 @@ async def _ask_trainer(
                 except grpc.aio.AioRpcError as error:
                     problem = explain(error)
                     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-                        disk = disk or waits.enter_context(waiting("", on=DISK))
+                        disk = disk or waits.enter_context(waiting("", disk=True))
                         disk.reason = f"{trainer.replica_id}'s disk, to write the run's last files: {error.details()}"
                         await asyncio.sleep(DISK_SECONDS)  # named: above
                     elif error.code() not in PASSING:

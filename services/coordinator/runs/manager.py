@@ -19,7 +19,7 @@ from relaxd.rpc.errors import AlreadyExists, FailedPrecondition, NotFound, Resou
 from relaxd.rpc.paging import newest_first
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.v1 import coordinator_pb2 as pb
-from relaxd.waiting import DISK, waits
+from relaxd.waiting import waits
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry
@@ -430,7 +430,7 @@ class RunManager:
             self._last_active = pb.Run()  # a new one: a message that is filled again and again frees no memory
             self._last_active.CopyFrom(run)
             # run.json of an ended run may still wait for the disk
-            if not record.phase.ended or any(wait.on == DISK for wait in waits()):
+            if not record.phase.ended or any(wait.disk for wait in waits()):
                 active.waiting.describe(run)
             run.metrics.update(active.curriculum.metrics())
             run.health.extend(health_messages(active.health.record, active.config.health))

@@ -20,6 +20,7 @@ from relaxd.board import (
 )
 from relaxd.board.errors import TooLate
 from relaxd.board.types import JSON
+from relaxd.data.curriculum.own_sampler import SETTING as SAMPLER
 from relaxd.data.curriculum.visits import Visited, Visits
 from relaxd.data.dataset import Cursor, Place, RunData
 from relaxd.data.errors import DataError
@@ -83,7 +84,8 @@ class Publisher:
         self._wanted = wanted
         self._full_since: float | None = None
         self.gate = ("", "")
-        """What keeps the gate shut, as a word and a sentence; empty while it is open or the run has all its groups."""
+        """What keeps the gate shut, as a word (Admission.limit, "data" or "sampler") and a sentence; empty while it is
+        open or the run has all its groups."""
         self.redis = ""
         """Why Redis doesn't answer; empty while it does."""
         self.failure = ""
@@ -106,7 +108,7 @@ class Publisher:
                 if reachable:
                     logger.error("can't publish: %s", error)
                 reachable = False
-                self.gate = ("data", str(error))
+                self.gate = ("sampler" if error.field == SAMPLER else "data", str(error))
             except PromptsFailed as error:
                 self.failure = str(error)
                 self._context.registry.changed.fire()

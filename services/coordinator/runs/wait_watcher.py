@@ -9,9 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from relaxd.board import BoardError
-from relaxd.rpc.enums import words
 from relaxd.v1 import coordinator_pb2 as pb
-from relaxd.v1.replica_pb2 import ReplicaState
 from relaxd.waiting import waits
 from services.coordinator.fleet.registry import Replica
 from services.coordinator.fleet.run_context import RunContext
@@ -39,7 +37,7 @@ class WaitWatcher:
         """The last steps: number, Unix time of the commit, seconds."""
         self._progress: dict[str, Any] = {}
         """What Redis last said: fields of the RunSnapshot."""
-        self._logged = ("", 0.0)
+        self._logged: tuple[pb.WaitKind.ValueType, float] = (pb.WAIT_KIND_UNSPECIFIED, 0.0)
         """Kind of the reason that was logged last, and when."""
         self.snapshot: RunSnapshot | None = None
         self.reason: Reason | None = None
@@ -135,7 +133,7 @@ class WaitWatcher:
             "lease_seconds": config.board.lease_seconds,
             "missing": fleet.missing(),
             "peers": [_peer(replica) for role in fleet.roles for replica in self._replicas(role)],
-            "waits": [Named(one.reason, one.on, now - one.seconds) for one in waits()],
+            "waits": [Named(one.reason, one.on, now - one.seconds, one.disk) for one in waits()],
         }
         return RunSnapshot(**{**values, **self._progress, **own, "redis": redis or own["redis"]})
 
@@ -148,7 +146,7 @@ class WaitWatcher:
     def _log(self) -> None:
         sentence, now = self.sentence, time.monotonic()
         lasts = self.reason is not None and time.time() - (self.reason.since or 0.0) >= FIRST_LOG_SECONDS
-        kind = self.reason.kind if self.reason is not None and sentence and lasts else ""
+        kind = self.reason.kind if self.reason is not None and sentence and lasts else pb.WAIT_KIND_UNSPECIFIED
         last_kind, last_time = self._logged
         if not kind and last_kind:
             logger.info("run %s: goes on", self._context.run_id)
@@ -160,13 +158,12 @@ class WaitWatcher:
 
 
 def _peer(replica: Replica) -> Peer:
-    number = replica.status.state
-    state = words(ReplicaState).get(number, f"in a state that this release doesn't know ({number})")
     return Peer(
         replica_id=replica.replica_id,
         role=replica.registration.role,
-        state=state or "starting",
+        state=replica.status.state,
         detail=replica.status.detail,
+        wait=replica.status.wait,
         silent_seconds=max(0.0, time.monotonic() - replica.seen),
         version=replica.version[1] if replica.version is not None else None,
     )

@@ -8,8 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from relaxd.board import HeldGroup, QueueDepth
-from relaxd.roles import REWARD, ROLES, SCALABLE_ROLES
-from relaxd.waiting import DISK, duration
+from relaxd.roles import ROLES, SCALABLE_ROLES
+from relaxd.rpc.enums import words
+from relaxd.v1 import coordinator_pb2 as pb
+from relaxd.v1 import replica_pb2
+from relaxd.waiting import duration
 
 LATE_FACTOR = 2.0
 """A step is late once it takes this many times as long as the last ones usually did ..."""
@@ -17,7 +20,8 @@ LATE_SECONDS = 10.0
 """... and at least this long."""
 FIRST_STEP_SECONDS = 30.0
 """The first step is late after this: nobody knows yet how long one takes."""
-READY, FAILED = "ready", "failed"
+DISK = "the disk"
+"""Name of what a wait for room in a run's folder is because of."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +30,21 @@ class Peer:
 
     replica_id: str
     role: str
-    state: str = READY
-    """Its ReplicaState in lower case."""
+    state: "replica_pb2.ReplicaState.ValueType" = replica_pb2.REPLICA_STATE_READY
     detail: str = ""
-    """What it says of itself."""
+    """What it says of itself, for people."""
+    wait: "replica_pb2.ReplicaWait.ValueType" = replica_pb2.REPLICA_WAIT_UNSPECIFIED
+    """The wait that `detail` tells of."""
     silent_seconds: float = 0.0
     """Time since its last heartbeat."""
     version: int | None = None
     """The weights that it serves."""
+
+    @property
+    def state_word(self) -> str:
+        """Its state, for people. One that registered and has sent no heartbeat is starting."""
+        unknown = f"in a state that this release doesn't know ({self.state})"
+        return words(replica_pb2.ReplicaState).get(self.state, unknown) or "starting"
 
 
 @dataclass(frozen=True)
@@ -44,6 +55,8 @@ class Named:
     on: str
     since: float
     """Unix time."""
+    disk: bool = False
+    """True if room in the run's folder ends it."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +97,8 @@ class RunSnapshot:
     lease_seconds: float = 60.0
     """The lease on a held group (board.lease_seconds)."""
     gate: tuple[str, str] = ("", "")
-    """What keeps the gate shut, as a word and a sentence; empty while it is open."""
+    """What keeps the gate shut, as a word (Admission.limit, "data" or "sampler") and a sentence; empty while it is
+    open."""
     missing: Sequence[str] = ()
     """Roles without a working replica."""
     peers: Sequence[Peer] = ()
@@ -108,7 +122,7 @@ class RunSnapshot:
 class Reason:
     """What a run waits for."""
 
-    kind: str
+    kind: "pb.WaitKind.ValueType"
     text: str
     """A sentence with what the run waits for and because of whom, without the time."""
     on: str = ""
@@ -145,7 +159,7 @@ def _redis(run: RunSnapshot) -> Reason | None:
     if not run.redis:
         return None
     return Reason(
-        "redis",
+        pb.WAIT_KIND_REDIS,
         f"it waits for Redis: {run.redis}",
         on="redis",
         advice=("restart Redis, or make the network to it work: the run goes on by itself",),
@@ -157,12 +171,14 @@ def _disk(run: RunSnapshot) -> Reason | None:
     """The run's folder can't be written to, by the coordinator or by the trainer."""
     advice = "make room on the disk, or let {} write to it: the run goes on by itself"
     limits = "runs with a smaller trainer.checkpoint.max_bytes or trainer.checkpoint.keep leave more room there"
-    if wait := next((wait for wait in run.waits if wait.on == DISK), None):
+    if wait := next((wait for wait in run.waits if wait.disk), None):
         told = (advice.format("the coordinator"), limits)
-        return Reason("disk", f"it waits for {wait.reason}", on=DISK, since=wait.since, advice=told, always=True)
-    if peer := next((peer for peer in run.peers if peer.detail.startswith("waiting for the disk")), None):
+        return Reason(
+            pb.WAIT_KIND_DISK, f"it waits for {wait.reason}", on=DISK, since=wait.since, advice=told, always=True
+        )
+    if peer := next((peer for peer in run.peers if peer.wait == replica_pb2.REPLICA_WAIT_DISK), None):
         told = (advice.format(peer.replica_id), limits)
-        return Reason("disk", f"{peer.replica_id} is {peer.detail}", on=DISK, advice=told, always=True)
+        return Reason(pb.WAIT_KIND_DISK, f"{peer.replica_id} is {peer.detail}", on=DISK, advice=told, always=True)
     return None
 
 
@@ -173,7 +189,7 @@ def _stopping(run: RunSnapshot) -> Reason | None:
     wait = run.waits[0] if run.waits else None
     what = f"waiting for {wait.reason}" if wait else "writing its last records"
     since, on = (wait.since, wait.on) if wait else (None, "")
-    return Reason("stopping", f"it is stopping ({run.stopping}): {what}", on=on, since=since, always=True)
+    return Reason(pb.WAIT_KIND_STOPPING, f"it is stopping ({run.stopping}): {what}", on=on, since=since, always=True)
 
 
 def _paused(run: RunSnapshot) -> Reason | None:
@@ -182,10 +198,10 @@ def _paused(run: RunSnapshot) -> Reason | None:
         return None
     if run.rebuilding:
         text = f"it is paused until a role is back: {run.paused}"
-        return Reason("rebuild", text, since=run.paused_since, always=True)
+        return Reason(pb.WAIT_KIND_REBUILD, text, since=run.paused_since, always=True)
     advice = (f"relaxd resume {run.run_id} continues it", f"relaxd stop {run.run_id} ends it")
     return Reason(
-        "paused",
+        pb.WAIT_KIND_PAUSED,
         f"it is paused and waits for a person: {run.paused}",
         on="a person",
         since=run.paused_since,
@@ -203,16 +219,18 @@ def _role(run: RunSnapshot) -> Reason | None:
     if not peers:
         more = f"relaxd scale {role}=1" if role in SCALABLE_ROLES else "relaxd up"
         start = f"{more} starts one, or: python -m {ROLES[role].module}"
-        return Reason("role", f"no {role} replica is registered", on=role, advice=(start,), always=True)
+        return Reason(pb.WAIT_KIND_ROLE, f"no {role} replica is registered", on=role, advice=(start,), always=True)
     peer = peers[-1]
     said = f": {peer.detail}" if peer.detail else ""
-    text = f"{peer.replica_id} is {peer.state}{said}"
+    text = f"{peer.replica_id} is {peer.state_word}{said}"
     advice: tuple[str, ...]
-    if "waiting for GPUs" in peer.detail:
+    if peer.wait == replica_pb2.REPLICA_WAIT_GPUS:
         advice = ("relaxd status shows who holds each GPU: end that replica, or scale it in",)
-        return Reason("lease", text, on=peer.replica_id, advice=advice, always=True)
-    advice = (f"see the log of {peer.replica_id}: relaxd status",) if peer.state == FAILED else ()
-    return Reason("role", text, on=peer.replica_id, advice=advice, always=True)
+        return Reason(pb.WAIT_KIND_LEASE, text, on=peer.replica_id, advice=advice, always=True)
+    advice = (
+        (f"see the log of {peer.replica_id}: relaxd status",) if peer.state == replica_pb2.REPLICA_STATE_FAILED else ()
+    )
+    return Reason(pb.WAIT_KIND_ROLE, text, on=peer.replica_id, advice=advice, always=True)
 
 
 def _first_weights(run: RunSnapshot) -> Reason | None:
@@ -224,18 +242,20 @@ def _first_weights(run: RunSnapshot) -> Reason | None:
     if sync is not None and wait is None:
         return replace(sync, always=True)
     what = f"{run.starting}: {wait.reason}" if wait else run.starting
-    return Reason("starting", what, on=wait.on if wait else "", since=wait.since if wait else None, always=True)
+    return Reason(
+        pb.WAIT_KIND_STARTING, what, on=wait.on if wait else "", since=wait.since if wait else None, always=True
+    )
 
 
 def _data(run: RunSnapshot) -> Reason | None:
     """A row of the data can't be used."""
     limit, detail = run.gate
-    if limit != "data":
+    if limit not in ("data", "sampler"):
         return None
     advice = ("repair the file or leave the row out, then stop the run and begin another",)
-    if detail.startswith("data.curriculum.sampler"):
+    if limit == "sampler":
         advice = ("repair the sampler's file: it is read again by itself",)
-    return Reason("data", f"publishing can't go on: {detail}", on="the data", advice=advice, always=True)
+    return Reason(pb.WAIT_KIND_DATA, f"publishing can't go on: {detail}", on="the data", advice=advice, always=True)
 
 
 def _full(run: RunSnapshot) -> Reason | None:
@@ -243,13 +263,13 @@ def _full(run: RunSnapshot) -> Reason | None:
     limit, detail = run.gate
     if limit == "full":
         advice = ("raise Redis's maxmemory: redis-cli CONFIG SET maxmemory ...",)
-        return Reason("full", f"publishing waits: {detail}", on="redis", advice=advice, always=True)
+        return Reason(pb.WAIT_KIND_FULL, f"publishing waits: {detail}", on="redis", advice=advice, always=True)
     if limit == "memory" and _lacking(run) and not _before_training(run):
         advice = (
             "raise board.high_water_bytes or Redis's maxmemory, or lower trainer.groups_per_step or "
             "rollout.max_new_tokens",
         )
-        return Reason("memory", f"publishing waits: {detail}", on="redis", advice=advice)
+        return Reason(pb.WAIT_KIND_MEMORY, f"publishing waits: {detail}", on="redis", advice=advice)
     return None
 
 
@@ -257,7 +277,9 @@ def _handoff(run: RunSnapshot) -> Reason | None:
     """Trainer and engines of a colocated run can't change places."""
     if not run.handoff:
         return None
-    return Reason("handoff", f"trainer and engines change places on the GPUs: {run.handoff}", since=run.step_ended)
+    return Reason(
+        pb.WAIT_KIND_HANDOFF, f"trainer and engines change places on the GPUs: {run.handoff}", since=run.step_ended
+    )
 
 
 def _sync(run: RunSnapshot) -> Reason | None:
@@ -268,12 +290,12 @@ def _sync(run: RunSnapshot) -> Reason | None:
         return None
     who = ", ".join(peer.replica_id for peer in behind[:3]) + (" ..." if len(behind) > 3 else "")
     if run.sync_delay:
-        return Reason("sync", run.sync_delay, on=behind[0].replica_id, since=run.sync_since)
+        return Reason(pb.WAIT_KIND_SYNC, run.sync_delay, on=behind[0].replica_id, since=run.sync_since)
     failed = f"; the last attempt failed: {run.sync_failure}" if run.sync_failure else ""
     if run.sync_since is None and not run.sync_failure:
         return None
     return Reason(
-        "sync",
+        pb.WAIT_KIND_SYNC,
         f"{who} {'wait' if len(behind) > 1 else 'waits'} for the weights of version {run.announced}{failed}",
         on=behind[0].replica_id,
         since=run.sync_since,
@@ -288,7 +310,7 @@ def _trainer(run: RunSnapshot) -> Reason | None:
     trainer = next((peer for peer in run.peers if ROLES[peer.role].weights == "sends"), None)
     said = f": {trainer.detail}" if trainer and trainer.detail else ""
     return Reason(
-        "trainer",
+        pb.WAIT_KIND_TRAINER,
         f"the trainer has all {run.groups_per_step} groups of step {run.step + 1} and works on it{said}",
         on=trainer.replica_id if trainer else "trainer",
         since=run.step_ended,
@@ -307,7 +329,7 @@ def _held(run: RunSnapshot) -> Reason | None:
     if group is not None and peer is None:
         left = max(0.0, run.lease_seconds - group.idle_seconds)
         return Reason(
-            "held_group",
+            pb.WAIT_KIND_HELD_GROUP,
             f"{lacks}; group {group.group_id} is held at {queue.stage} by {group.holder}, which is gone: another "
             f"replica gets it within {duration(left)}, when its lease ends",
             on=group.holder,
@@ -316,7 +338,7 @@ def _held(run: RunSnapshot) -> Reason | None:
     if group is not None and peer is not None and not queue.waiting:
         said = f": {peer.detail}" if peer.detail else ""
         return Reason(
-            "held_group",
+            pb.WAIT_KIND_HELD_GROUP,
             f"{lacks}; {queue.held} are at {queue.stage}, group {group.group_id} for the longest, with "
             f"{peer.replica_id}{_delivery(group)}{said}",
             on=peer.replica_id,
@@ -325,7 +347,7 @@ def _held(run: RunSnapshot) -> Reason | None:
         )
     said = f"; {peer.replica_id}: {peer.detail}" if peer is not None and peer.detail else ""
     return Reason(
-        "stage",
+        pb.WAIT_KIND_STAGE,
         f"{lacks}; {queue.stage} is the slow stage: {queue.waiting} groups wait for it, {queue.held} are with its "
         f"{count} {'replica' if count == 1 else 'replicas'}{said}",
         on=queue.stage,
@@ -340,7 +362,7 @@ def _gate(run: RunSnapshot) -> Reason | None:
     if not limit or not _lacking(run):
         return None
     lacks = f"step {run.step + 1} lacks {_lacking(run)} of its {run.groups_per_step} groups"
-    return Reason("gate", f"{lacks}; publishing waits: {detail}", on="the gate", since=run.step_ended)
+    return Reason(pb.WAIT_KIND_GATE, f"{lacks}; publishing waits: {detail}", on="the gate", since=run.step_ended)
 
 
 REASONS: tuple[Callable[[RunSnapshot], Reason | None], ...] = (
@@ -392,9 +414,9 @@ def _advice(stage: str, peer: Peer | None, count: int = 1) -> tuple[str, ...]:
     role = _role_of(stage)
     scalable = role in SCALABLE_ROLES and not 0 < ROLES[role].most <= count
     more = (f"relaxd scale {role}={count + 1} adds a replica",) if scalable else ()
-    if role == REWARD and peer is not None and "does not answer" in peer.detail:
+    if peer is not None and peer.wait == replica_pb2.REPLICA_WAIT_SERVICE:
         return ("make it answer again: the run goes on by itself",)
-    if role == REWARD and peer is not None and peer.detail:
+    if peer is not None and peer.wait == replica_pb2.REPLICA_WAIT_SCORE:
         return ("repair the reward's file, then: relaxd pause && relaxd resume, which loads it again", *more)
     return more
 
@@ -419,7 +441,7 @@ def evidence(run: RunSnapshot) -> list[str]:
         lines.append(f"gate: {run.gate[1]}")
     lines += run.curriculum
     for peer in run.peers:
-        what = [peer.state, peer.detail, "" if peer.version is None else f"weights of version {peer.version}"]
+        what = [peer.state_word, peer.detail, "" if peer.version is None else f"weights of version {peer.version}"]
         silent = f"no heartbeat for {duration(peer.silent_seconds)}" if peer.silent_seconds > LATE_SECONDS / 2 else ""
         lines.append(f"{peer.replica_id}: {', '.join(filter(None, [*what, silent]))}")
     if run.announced is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from relaxd.board import BoardUnavailable
-from relaxd.waiting import DISK, waiting
+from relaxd.waiting import waiting
 from services.coordinator.state.store import StoreUnavailable
 
 logger = logging.getLogger(__name__)
@@ -22,12 +22,18 @@ WARN_EVERY = 20
 class Retry:
     """Repeats an operation until something that it needs is there, and logs who waits."""
 
-    def __init__(self, owner: str, needs: str, on: str, errors: tuple[type[Exception], ...]) -> None:
-        """`owner` appears in the log, such as "run demo"; `errors` say that what it `needs` isn't there."""
+    def __init__(
+        self, owner: str, needs: str, errors: tuple[type[Exception], ...], *, on: str = "", disk: bool = False
+    ) -> None:
+        """`owner` appears in the log, such as "run demo"; `errors` say that what it `needs` isn't there.
+
+        `on` and `disk` are those of its Wait.
+        """
         self._owner = owner
         self._needs = needs
-        self._on = on
         self._errors = errors
+        self._on = on
+        self._disk = disk
 
     async def call(self, operation: Callable[..., Awaitable[Result]], *arguments: Any, **named: Any) -> Result:
         """Await the operation until it doesn't raise one of the errors. Raises whatever else it raises."""
@@ -38,7 +44,8 @@ class Retry:
                     return await operation(*arguments, **named)
                 except self._errors as error:
                     if attempt == 0:
-                        waits.enter_context(waiting(f"{self._needs}, for {self._owner}: {error}", on=self._on))
+                        reason = f"{self._needs}, for {self._owner}: {error}"
+                        waits.enter_context(waiting(reason, on=self._on, disk=self._disk))
                     if attempt % WARN_EVERY == 0:
                         logger.warning("%s waits for %s: %s", self._owner, self._needs, error)
                     attempt += 1
@@ -54,7 +61,7 @@ class RedisRetry(Retry):
 
     def __init__(self, owner: str) -> None:
         """`owner` appears in the log."""
-        super().__init__(owner, "Redis", "redis", (StoreUnavailable, BoardUnavailable))
+        super().__init__(owner, "Redis", (StoreUnavailable, BoardUnavailable), on="redis")
 
 
 class FolderRetry(Retry):
@@ -65,4 +72,4 @@ class FolderRetry(Retry):
 
     def __init__(self, owner: str, folder: Path) -> None:
         """`owner` appears in the log."""
-        super().__init__(owner, f"the disk of {folder}", DISK, (OSError,))
+        super().__init__(owner, f"the disk of {folder}", (OSError,), disk=True)

@@ -34,6 +34,6 @@ class TakeOver:
     folder: Path
 
     def execute(self, models: Models) -> None:
-        """Load them into the only model. Raises ModelError."""
+        """Load them into the only model. Raises ModelError, ModelFileError."""
         (model,) = models.values()
         model.load(self.folder)

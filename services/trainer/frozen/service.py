@@ -9,7 +9,6 @@ from pathlib import Path
 from relaxd.board import roles_for
 from relaxd.config import RunConfig
 from relaxd.data.vocabulary import check_vocabularies
-from relaxd.process.child import ChildError
 from relaxd.replica.context import ReplicaContext
 from relaxd.replica.gpus import gpu_environment
 from relaxd.replica.service import ReplicaService, ServiceStatus
@@ -79,7 +78,7 @@ class StageService(ReplicaService):
         try:
             await asyncio.wait({failed, loaded}, return_when=asyncio.FIRST_COMPLETED)
             if not loaded.done():
-                raise ChildError(await failed)
+                raise await failed
         finally:
             failed.cancel()
             loaded.cancel()
@@ -151,7 +150,7 @@ class StageService(ReplicaService):
                 )
 
     async def _give_up_with(self, ranks: RankProcesses) -> None:
-        self._context.give_up(await ranks.failed())
+        self._context.give_up(str(await ranks.failed()))
 
     def _on_event(self, rank: RankProcess, event: pb.WorkResponse) -> None:
         if rank.number:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from relaxd import telemetry
 from relaxd.config import RunConfig
 from relaxd.process.child_server import Outbox
+from relaxd.rpc.errors import InvalidArgument
 from relaxd.v1.rank_pb2 import WorkRequest, WorkResponse
 
 END_SECONDS = 5.0
@@ -30,9 +31,9 @@ class RankThread:
         """Run `work`, which doesn't return, in a new thread."""
         threading.Thread(target=self._run, args=(request, work), name=request.role, daemon=True).start()
 
-    def fail(self, reason: str) -> None:
-        """Tell the service why this rank can't go on."""
-        self.events.put(WorkResponse(failed=reason))
+    def fail(self, reason: str, *, start_refused: bool = False) -> None:
+        """Tell the service why this rank can't go on; `start_refused` is WorkResponse's."""
+        self.events.put(WorkResponse(failed=reason, start_refused=start_refused))
 
     def _run(self, request: WorkRequest, work: Callable[[WorkRequest], None]) -> None:
         telemetry.setup_logging(f"{request.replica_id}/rank{self.number}", request.log_level)
@@ -44,7 +45,7 @@ class RankThread:
             work(request)
         except BaseException as error:
             logger.exception("rank %d failed", self.number)
-            self.fail(f"{type(error).__name__}: {error}")
+            self.fail(f"{type(error).__name__}: {error}", start_refused=isinstance(error, InvalidArgument))
             telemetry.shutdown()
             time.sleep(END_SECONDS)
             os._exit(1)

@@ -16,8 +16,8 @@ from relaxd.config import RunConfig
 from relaxd.retry import Backoff
 from relaxd.roles import CRITIC, REFERENCE
 from relaxd.v1.rank_pb2 import RankProgress, VersionCommitted, WorkResponse
-from relaxd.v1.replica_pb2 import WeightVersion
-from relaxd.waiting import DISK, waiting
+from relaxd.v1.replica_pb2 import REPLICA_WAIT_DISK, REPLICA_WAIT_UNSPECIFIED, ReplicaWait, WeightVersion
+from relaxd.waiting import waiting
 from services.trainer.batch.groups import TrainGroup
 from services.trainer.batch.pipeline import bubble_share
 from services.trainer.batch.reference_weights import remove_older, sync_weights, weights_after, weights_path
@@ -180,7 +180,10 @@ class Training:
         step. Returns False if the step was discarded during the wait, because groups of it were closed.
         """
         began = time.monotonic()
-        for _ in self._refusals(lambda: self._problem_of_writing(plan, groups), self._serve_requests):
+        for _ in self._refusals(
+            lambda: self._problem_of_writing(plan, groups),
+            lambda problem: self._serve_requests(problem, REPLICA_WAIT_DISK),
+        ):
             with suppress(BoardUnavailable):  # the commit waits for the board
                 if self._starts_over(opened):
                     return False
@@ -198,7 +201,7 @@ class Training:
         with ExitStack() as waits:
             while problem := attempt():
                 if not failures:
-                    waits.enter_context(waiting(problem, on=DISK))
+                    waits.enter_context(waiting(problem, disk=True))
                     logger.warning("%s", problem)
                 failures += 1
                 again = time.monotonic() + DISK_BACKOFF.pause(failures)
@@ -227,7 +230,7 @@ class Training:
         folder = weights_path(self._run_folder, weights_after(plan.to_json()))
 
         def meanwhile(problem: str) -> None:  # the weights are of no version, so no request is served
-            self._report(problem)
+            self._report(problem, REPLICA_WAIT_DISK)
             self._abandon_if_draining()
             self.rank.channel.tick()
 
@@ -422,10 +425,10 @@ class Training:
         elif checksum != entry.metrics.get("weights_checksum", checksum):
             logger.info("replayed step %d: the weights are not bitwise the same", entry.step)
 
-    def _serve_requests(self, detail: str) -> None:
+    def _serve_requests(self, detail: str, wait: "ReplicaWait.ValueType" = REPLICA_WAIT_UNSPECIFIED) -> None:
         """Serve other threads' requests; wait while paused, asleep or draining."""
         while True:
-            self._report(detail)
+            self._report(detail, wait)
             self.rank.channel.tick()
             self._controls.sleep_requests.run(self)
             asleep = self.sleeping.asleep
@@ -446,16 +449,19 @@ class Training:
                 self._report("paused")
             time.sleep(IDLE_SECONDS)  # named: `_report` says it
 
-    def _report(self, detail: str) -> None:
-        """Report progress to the parent if it changed, and every second to show that this thread is alive."""
+    def _report(self, detail: str, wait: "ReplicaWait.ValueType" = REPLICA_WAIT_UNSPECIFIED) -> None:
+        """Report progress to the parent if it changed, and every second to show that this thread is alive.
+
+        `wait` is the one that `detail` tells of.
+        """
         self._place = detail
-        self._emit_progress(detail)
+        self._emit_progress(detail, wait)
 
     def _report_part(self, part: str) -> None:
         """Report a detail of the progress that was reported last."""
         self._emit_progress(f"{self._place}, {part}")
 
-    def _emit_progress(self, detail: str) -> None:
+    def _emit_progress(self, detail: str, wait: "ReplicaWait.ValueType" = REPLICA_WAIT_UNSPECIFIED) -> None:
         self._iterations += 1
         now = time.monotonic()
         progress = RankProgress(
@@ -463,6 +469,7 @@ class Training:
             held_groups=self._intake.held,
             done_groups=self._done_groups,
             changing_weights=self._weights.changing,
+            wait=wait,
         )
         if progress != self._reported or now - self._reported_at > 1.0:
             self._reported, self._reported_at = progress, now

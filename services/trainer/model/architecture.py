@@ -2,11 +2,16 @@
 
 from dataclasses import dataclass
 
+from relaxd.rpc.errors import FailedPrecondition, InvalidArgument
 from services.trainer.model.rope import Rope
 
 
-class ModelError(ValueError):
-    """A model folder that the trainer can't use."""
+class ModelError(InvalidArgument):
+    """A model that the trainer can't use, whenever it starts."""
+
+
+class ModelFileError(FailedPrecondition):
+    """A file of a model folder is missing or can't be read now, such as on a file system that is away."""
 
 
 @dataclass(frozen=True)

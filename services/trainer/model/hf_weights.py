@@ -21,7 +21,7 @@ from relaxd.data.model_contradictions import weights_contradiction
 from services.trainer.batch.durable import errors_of_the_system
 from services.trainer.megatron.disk_work import DiskRefused, DiskWorkFailed
 from services.trainer.megatron.parallel import GatherGroups, World
-from services.trainer.model.architecture import Architecture, ModelError
+from services.trainer.model.architecture import Architecture, ModelError, ModelFileError
 from services.trainer.model.layouts import Replicated, views_of
 from services.trainer.model.mapping import HFTensor, ParameterEntry, entries
 
@@ -76,13 +76,14 @@ class HFFolder:
         elif single.exists():
             self._file_of = dict.fromkeys(self._open(single.name).keys(), single.name)
         else:
-            raise ModelError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
+            raise ModelFileError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Read one tensor.
 
         Raises:
-            ModelError: the tensor or its file is missing, or it has another shape.
+            ModelError: the tensor is missing, or it has another shape.
+            ModelFileError: its file can't be read.
         """
         if name not in self._file_of:
             raise ModelError(f"{self._folder} has no tensor {name}, which config.json's architecture needs")
@@ -96,7 +97,7 @@ class HFFolder:
             try:
                 self._files[file] = safe_open(self._folder / file, "pt")
             except (OSError, ValueError) as error:
-                raise ModelError(f"{self._folder / file} can't be read: {error}") from error
+                raise ModelFileError(f"{self._folder / file} can't be read: {error}") from error
         return self._files[file]
 
 
@@ -115,6 +116,7 @@ def load_hf(
 
     Raises:
         ModelError: the folder doesn't have the architecture's tensors, or an output layer that config.json denies.
+        ModelFileError: a file can't be read.
         DiskWorkFailed, DiskStalled: another rank failed to load its part.
     """
     with world.disk.all_ranks(f"reading {folder}") as progress:

@@ -73,9 +73,9 @@ def main() -> int:
         return print_error(error)
     from services.trainer.learner.snapshots.checkpoint import CheckpointError
     from services.trainer.megatron.disk_work import DiskRefused
-    from services.trainer.model.architecture import ModelError
+    from services.trainer.model.architecture import ModelError, ModelFileError
 
-    expected = (OfflineError, CheckpointError, ModelError, DataError, DiskRefused, OSError)
+    expected = (OfflineError, CheckpointError, ModelError, ModelFileError, DataError, DiskRefused, OSError)
     return print_result(lambda: export_checkpoint(given.run_folder, step, given.out), expected)
 
 

@@ -157,10 +157,10 @@ def main() -> int:
             return print_error(error)
     from services.trainer.learner.snapshots.checkpoint import CheckpointError
     from services.trainer.megatron.disk_work import DiskStalled, DiskWorkFailed
-    from services.trainer.model.architecture import ModelError
+    from services.trainer.model.architecture import ModelError, ModelFileError
 
-    broken = (OfflineError, StepFileError, CheckpointError, CheckpointBroken, ModelError, DataError, ValueError)
-    expected = (*broken, DiskWorkFailed, DiskStalled)
+    broken = (OfflineError, StepFileError, CheckpointError, CheckpointBroken, DataError, ValueError)
+    expected = (*broken, ModelError, ModelFileError, DiskWorkFailed, DiskStalled)
     return print_result(lambda: replay(given.run_folder, given.step, start), expected)
 
 

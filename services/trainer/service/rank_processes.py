@@ -11,7 +11,7 @@ from relaxd.config import RunConfig
 from relaxd.process.child import Child, ChildError
 from relaxd.process.gpu_lease import GpuLease
 from relaxd.process.turns import Turns
-from relaxd.rpc.errors import RpcError
+from relaxd.rpc.errors import InvalidArgument, RpcError
 from relaxd.v1 import rank_pb2, rank_pb2_grpc, trainer_pb2_grpc
 from relaxd.weights.ports import NoFreePort, ReservedPort, reserve_port
 
@@ -63,7 +63,7 @@ class RankProcesses:
         self._port: ReservedPort | None = None
         """The port on which the ranks meet. Rank 0 listens on it once it has loaded its code."""
         self._reading: list[asyncio.Task[None]] = []
-        self._reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._failure: asyncio.Future[RpcError] = asyncio.get_running_loop().create_future()
 
     async def start(self, request: rank_pb2.WorkRequest) -> None:
         """Start every rank and have it train.
@@ -99,9 +99,12 @@ class RankProcesses:
             raise ChildError(f"a rank did not start within {START_SECONDS:g} s") from None
         self._reading = [asyncio.create_task(self._read(rank, request)) for rank in self.ranks]
 
-    async def failed(self) -> str:
-        """Wait until a rank fails or dies; return the reason."""
-        return await asyncio.shield(self._reason)
+    async def failed(self) -> RpcError:
+        """Wait until a rank fails or dies; return the error.
+
+        It is an InvalidArgument if the settings or the model are wrong, so that another start would fail, too.
+        """
+        return await asyncio.shield(self._failure)
 
     async def kill(self) -> None:
         """Kill all ranks and wait until they have exited."""
@@ -119,20 +122,21 @@ class RankProcesses:
         try:
             async for event in rank.control.Work(request, timeout=None):
                 if event.HasField("failed"):
-                    self._fail(f"{rank.child.name}: {event.failed}")
+                    reason = f"{rank.child.name}: {event.failed}"
+                    self._fail(InvalidArgument(reason) if event.start_refused else ChildError(reason))
                 else:
                     self._on_event(rank, event)
         except ChildError:
             pass  # `_exited` says how
         except RpcError as error:
-            self._fail(f"{rank.child.name}: {error}")
+            self._fail(ChildError(f"{rank.child.name}: {error}"))
 
     def _exited(self, child: Child) -> None:
         ended = child.exited.result()
         code, last = ended.exit_code, ended.last_lines[-1:]
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        self._fail(f"{child.name} {how}" + (f": {last[0]}" if last and code > 0 else ""))
+        self._fail(ChildError(f"{child.name} {how}" + (f": {last[0]}" if last and code > 0 else "")))
 
-    def _fail(self, reason: str) -> None:
-        if not self._reason.done():
-            self._reason.set_result(reason)
+    def _fail(self, error: RpcError) -> None:
+        if not self._failure.done():
+            self._failure.set_result(error)

@@ -12,7 +12,7 @@ from relaxd.process.child import ChildError
 from relaxd.process.gpu_lease import GpuLease
 from relaxd.retry import Backoff
 from relaxd.rpc.client import channel
-from relaxd.rpc.errors import RpcError, Unavailable, explain
+from relaxd.rpc.errors import InvalidArgument, RpcError, Unavailable, explain
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.v1 import coordinator_pb2, coordinator_pb2_grpc, rank_pb2, replica_pb2, trainer_pb2
 from services.trainer.service.rank_processes import RANK, RankProcess, RankProcesses
@@ -75,6 +75,10 @@ class RankSupervisor:
         self.step_trace: dict[str, str] = {}
         """Trace context of the step that produced it."""
         self.detail = "starting the ranks"
+        self.wait: replica_pb2.ReplicaWait.ValueType = replica_pb2.REPLICA_WAIT_UNSPECIFIED
+        """The wait that `detail` tells of."""
+        self.start_refused = False
+        """True if the last start of the ranks failed because the settings or the model are wrong."""
         self.held_groups = 0
         self.done_groups = 0
         self._done_before = 0
@@ -100,7 +104,7 @@ class RankSupervisor:
         """State of the replica."""
         if self.ready:
             return replica_pb2.REPLICA_STATE_READY
-        failed = self._failures >= FAILED_AFTER
+        failed = self.start_refused or self._failures >= FAILED_AFTER
         return replica_pb2.REPLICA_STATE_FAILED if failed else replica_pb2.REPLICA_STATE_STARTING
 
     @property
@@ -137,12 +141,13 @@ class RankSupervisor:
                         await self._take_turn(self._set_detail)
                         self.awake = True
                     reason = await self._run_world()
+                    self.start_refused = isinstance(reason, InvalidArgument)
                     self._failures += 1
                     delay = BACKOFF.pause(self._failures)
-                    self.detail = f"the ranks restart in {delay:g} s: {reason}"
+                    self._set_detail(f"the ranks restart in {delay:g} s: {reason}")
                     logger.error("%s", self.detail)
                     await asyncio.sleep(delay)  # named: `detail` says why
-                    self.detail = f"the ranks are restarting: {reason}"
+                    self._set_detail(f"the ranks are restarting: {reason}")
             finally:
                 announcing.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
@@ -165,15 +170,15 @@ class RankSupervisor:
                 self.held_groups = 0
         return self.held_groups
 
-    async def _run_world(self) -> str:
-        """Run the ranks until one fails; return the reason."""
+    async def _run_world(self) -> RpcError:
+        """Run the ranks until one fails; return the error."""
         processes = RankProcesses(self._count, self._on_event, self._environment, self._gpu_lease, self._module)
         self._processes = processes
         try:
             await processes.start(self._request)
             return await processes.failed()
         except ChildError as error:
-            return str(error)
+            return error
         finally:
             self._processes, self.held_groups = None, 0
             self.weights, self.changing_weights = replica_pb2.WeightVersion(), False
@@ -190,7 +195,8 @@ class RankSupervisor:
             case "manifest":
                 self.manifest = event.manifest
             case "progress":
-                self.detail, self.held_groups = event.progress.detail, event.progress.held_groups
+                self.detail, self.wait = event.progress.detail, event.progress.wait
+                self.held_groups = event.progress.held_groups
                 self.done_groups = self._done_before + event.progress.done_groups
                 self.iterations = event.progress.iterations
                 self.changing_weights = event.progress.changing_weights
@@ -198,11 +204,11 @@ class RankSupervisor:
                 if self.weights.term:
                     self._failures = 0
                 self.weights, self.step_trace = event.version.weights, dict(event.version.trace)
-                self.changing_weights = False
+                self.changing_weights = self.start_refused = False
                 self._announcement.set()
 
     def _set_detail(self, detail: str) -> None:
-        self.detail = detail
+        self.detail, self.wait = detail, replica_pb2.REPLICA_WAIT_UNSPECIFIED
 
     async def _announce(self, coordinator: coordinator_pb2_grpc.CoordinatorStub) -> None:
         """Announce each version to the coordinator, retrying until the newest one arrives."""

@@ -88,7 +88,7 @@ def test_a_run_without_news_is_spoken_of(kit: Kit, monkeypatch: pytest.MonkeyPat
 
 
 def test_what_a_run_waits_for_is_said_at_once_and_dropped_groups_too(kit: Kit) -> None:
-    kit.run.waiting_for, kit.run.wait.kind = "step 4 lacks 3 of its 16 groups, for 40 s", "stage"
+    kit.run.waiting_for, kit.run.wait.kind = "step 4 lacks 3 of its 16 groups, for 40 s", pb.WAIT_KIND_STAGE
     kit.run.groups.published = 100
     kit.run.groups.dropped_by_reason["zero_variance"] = 30
     seen: list[None] = []

@@ -9,7 +9,7 @@ import pytest
 
 from relaxd.roles import TRAINER
 from relaxd.v1 import trainer_pb2, trainer_pb2_grpc
-from relaxd.waiting import DISK, waits
+from relaxd.waiting import waits
 from services.coordinator.runs import exporting
 from services.coordinator.runs.exporting import ExportFailed, export_model
 from tests.integration.coordinator.fleet_kit import FleetKit
@@ -70,15 +70,15 @@ async def test_it_waits_for_room_on_the_trainers_disk_and_says_so(kit: FleetKit)
     trainer = await start(kit, "trainer-0")
     trainer.full = True
     exporting = asyncio.create_task(export_model(kit.fleet, kit.peers, away_seconds=30))
-    await eventually(lambda: any(wait.on == DISK for wait in waits()))
-    (wait,) = [wait for wait in waits() if wait.on == DISK]
+    await eventually(lambda: any(wait.disk for wait in waits()))
+    (wait,) = [wait for wait in waits() if wait.disk]
     assert str(wait) == (
-        "trainer-0's disk, to write the run's last files: model was not written: No space left on device (the disk)"
+        "trainer-0's disk, to write the run's last files: model was not written: No space left on device"
     )
     trainer.written.set()
     trainer.full = False
     assert await exporting == "/runs/model"
-    assert not [wait for wait in waits() if wait.on == DISK]
+    assert not [wait for wait in waits() if wait.disk]
 
 
 async def test_without_a_trainer_it_gives_up_in_the_end(kit: FleetKit) -> None:

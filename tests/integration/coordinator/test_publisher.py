@@ -13,6 +13,7 @@ from relaxd.board import NewGroup
 from relaxd.config import RunConfig
 from relaxd.data.curriculum.curriculum import Curriculum
 from relaxd.data.dataset import PromptDataset, RunData, load_data
+from relaxd.data.errors import DataError
 from relaxd.data.examples import Example
 from relaxd.data.files.rows import OnDemand
 from services.coordinator.fleet.run_context import RunContext
@@ -53,13 +54,15 @@ async def failure(
     folder: Path,
     rows: Sequence[Example],
     first: Callable[[RunContext], Awaitable[object]] | None = None,
+    told: Callable[[Publisher], str] = lambda publisher: publisher.failure,
+    sampler: str = "uniform",
 ) -> str:
-    """Publish prompts until that fails, after `first`. Returns the run's failure, as which it must be told."""
+    """Publish prompts until that fails, after `first`. Returns the run's failure, or where else it must be `told`."""
     config = RunConfig.model_validate(
         {
             "run": {"steps": 9},
             "model": {"path": str(make_tiny_model(folder / "tiny"))},
-            "data": {"source": "addition", "shuffle": False},
+            "data": {"source": "addition", "shuffle": False, "curriculum": {"sampler": sampler}},
             "reward": {"name": "addition"},
         }
     )
@@ -75,10 +78,10 @@ async def failure(
         visits = Curriculum(config, train).visits
         publisher = Publisher(context, run_data, visits, oldest_version=lambda: 0, wanted=lambda: True)
         task = asyncio.create_task(publisher.run_forever())
-        await eventually(lambda: publisher.failure or task.done(), "the failure")
+        await eventually(lambda: told(publisher) or task.done(), "the failure")
         assert not task.done(), "an error here would end the coordinator"
         task.cancel()
-        return publisher.failure
+        return told(publisher)
     finally:
         await kit.close()
 
@@ -96,6 +99,19 @@ async def test_a_prompt_that_cannot_be_published_fails_the_run(
 ) -> None:
     told = await failure(redis_url, tmp_path, Rows(third))
     assert told.startswith(f"the prompts from place (0, 0) on can't be published: {reason}")
+
+
+def wrong_row() -> Example:
+    raise DataError("data.curriculum.sampler", "a word of it is the name of another setting")
+
+
+@pytest.mark.parametrize(("sampler", "word"), [("uniform", "data"), ("{}/mine.py:Lost", "sampler")])
+async def test_the_gate_says_by_a_word_whether_a_row_or_a_sampler_is_wrong(
+    redis_url: str, tmp_path: Path, sampler: str, word: str
+) -> None:
+    (tmp_path / "mine.py").write_text("class Lost:\n    pass\n")
+    limit = lambda publisher: publisher.gate[0]  # noqa: E731
+    assert await failure(redis_url, tmp_path, Rows(wrong_row), None, limit, sampler.format(tmp_path)) == word
 
 
 def an_open_group(context: RunContext) -> Awaitable[object]:

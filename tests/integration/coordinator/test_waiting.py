@@ -30,7 +30,7 @@ def test_a_run_says_why_it_waits_for_its_reward(cluster: Cluster) -> None:
         reward__timeout_seconds=60.0,
     )
     cluster.until_state(pb.RUN_STATE_PAUSED)
-    paused = cluster.until("its reason", lambda: (run := cluster.run()).wait.kind == "paused" and run)
+    paused = cluster.until("its reason", lambda: (run := cluster.run()).wait.kind == pb.WAIT_KIND_PAUSED and run)
     assert paused.waiting_for.startswith("it is paused and waits for a person: ")
     assert "groups in a row failed without a trained step" in paused.waiting_for
     assert f"ValueError: told to fail ({PLACE}" in paused.waiting_for
@@ -73,7 +73,7 @@ def test_a_run_waits_for_room_on_its_disk(cluster: Cluster) -> None:
     cluster.until_step(1)
     coordinator = cluster.processes["coordinator"]
     with full_disk(pid=coordinator.pid):
-        run = cluster.until("the wait", lambda: (run := cluster.run()).wait.kind == "disk" and run)
+        run = cluster.until("the wait", lambda: (run := cluster.run()).wait.kind == pb.WAIT_KIND_DISK and run)
         assert run.waiting_for.startswith(
             f"it waits for the disk of {run.folder}, for run run: [Errno 27] File too large, for"
         )

@@ -96,7 +96,11 @@ class FrozenModel:
         self.refreshed = True
 
     def load(self, folder: Path) -> None:
-        """Take over the weights of a Hugging Face folder of the same architecture. Raises ModelError."""
+        """Take over the weights of a Hugging Face folder of the same architecture.
+
+        Raises:
+            ModelError, ModelFileError: they don't fit, or can't be read.
+        """
         load_hf(self.module, folder, self.forward.architecture, self.forward.world)
 
     def compute(

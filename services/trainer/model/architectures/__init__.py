@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 from relaxd.data.model_contradictions import config_contradiction
-from services.trainer.model.architecture import Architecture, ModelError
+from services.trainer.model.architecture import Architecture, ModelError, ModelFileError
 from services.trainer.model.family import Config, Family
 
 FAMILIES: dict[str, Family] = {
@@ -36,13 +36,14 @@ def read_architecture(folder: Path) -> Architecture:
         folder: a Hugging Face model folder.
 
     Raises:
-        ModelError: the file is missing or isn't JSON, a field is missing, or a feature isn't supported.
+        ModelError: the file isn't JSON, a field is missing, or a feature isn't supported.
+        ModelFileError: the file is missing.
     """
     path = folder / "config.json"
     try:
         config: Config = json.loads(path.read_text())
     except FileNotFoundError as error:
-        raise ModelError(f"{folder} has no config.json: it must be a Hugging Face model folder") from error
+        raise ModelFileError(f"{folder} has no config.json: it must be a Hugging Face model folder") from error
     except json.JSONDecodeError as error:
         raise ModelError(f"{path} isn't valid JSON: {error}") from error
     if problem := config_contradiction(config):

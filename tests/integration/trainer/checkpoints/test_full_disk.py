@@ -10,6 +10,7 @@ import pytest
 
 from relaxd.run_folder import checkpoint_path, checkpoint_steps, checkpoints_folder
 from relaxd.v1 import trainer_pb2
+from relaxd.v1.replica_pb2 import REPLICA_WAIT_DISK
 from services.trainer.batch.step_file import read_committed, step_file_path
 from services.trainer.checkpoints.folder import verify
 from tests.integration.trainer.service_kit import (
@@ -72,6 +73,7 @@ def test_two_ranks_outlive_a_full_disk(tiny_qwen3: Path, redis_url: str, tmp_pat
             feeder.feed(2, 2)
             path = step_file_path(tmp_path, 3)
             coordinator.wait(lambda: coordinator.status.detail.startswith(f"waiting for the disk of {path.parent}"))
+            assert coordinator.status.wait == REPLICA_WAIT_DISK
             assert coordinator.status.held_groups == 2
             # Requests are served meanwhile, and the other rank waits for longer than it may in a collective.
             told = coordinator.status.progress

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from services.trainer.batch.row_packing import PackedMicroBatch, TrainSequence, empty_micro_batch, pack
 from services.trainer.learner.learner import Learner
 from services.trainer.megatron.parallel import shut_down
-from services.trainer.model.architecture import ModelError
+from services.trainer.model.architecture import ModelError, ModelFileError
 from tests.integration.trainer.trainer_worlds import (
     COLUMNS,
     Job,
@@ -322,7 +322,7 @@ def test_folders_and_divisions_that_do_not_fit_are_refused(learner: MakeLearner,
         make_learner(Job(model), ranks=2)
     tensors = load_file(model / "model.safetensors")
     (tmp_path / "config.json").write_text((model / "config.json").read_text())
-    with pytest.raises(ModelError, match=r"has neither model.safetensors nor model.safetensors.index.json"):
+    with pytest.raises(ModelFileError, match=r"has neither model.safetensors nor model.safetensors.index.json"):
         learner(tmp_path)
     norm = tensors.pop("model.norm.weight")
     save_file(tensors, tmp_path / "model.safetensors")

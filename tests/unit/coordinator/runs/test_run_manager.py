@@ -12,7 +12,7 @@ from relaxd.redis_client import key_prefix
 from relaxd.rpc.errors import ResourceExhausted
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.rpc.tls import TlsFiles
-from relaxd.waiting import DISK, waiting
+from relaxd.waiting import waiting
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry
 from services.coordinator.runs.manager import RunManager
@@ -196,5 +196,5 @@ async def test_a_run_that_has_ended_waits_for_nothing_but_its_disk(desk: Desk) -
     ended = active.record.model_copy(update={"phase": Phase.STOPPED})
     with waiting("a reply", on="another process"):
         assert (await desk.manager.message(ended)).waiting_for == ""
-    with waiting("the disk", on=DISK):
+    with waiting("the disk", disk=True):
         assert (await desk.manager.message(ended)).waiting_for

@@ -10,7 +10,13 @@ from relaxd.config import BoardConfig, DataConfig, ModelConfig, RewardConfig, Ru
 from relaxd.roles import CRITIC, REWARD, ROLLOUT
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.coordinator_pb2 import Registration
-from relaxd.v1.replica_pb2 import REPLICA_STATE_IDLE, REPLICA_STATE_READY, REPLICA_STATE_STARTING, ReplicaStatus
+from relaxd.v1.replica_pb2 import (
+    REPLICA_STATE_IDLE,
+    REPLICA_STATE_READY,
+    REPLICA_STATE_STARTING,
+    REPLICA_WAIT_GPUS,
+    ReplicaStatus,
+)
 from relaxd.waiting import waiting
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.peers import Peers
@@ -48,9 +54,11 @@ class World:
         self.run: dict[str, Any] = {**RUN, "going_since": time.time()}
         self.watcher = WaitWatcher(context, lambda: dict(self.run))
 
-    async def replica(self, name: str, role: str, state: int = REPLICA_STATE_READY, detail: str = "") -> None:
+    async def replica(
+        self, name: str, role: str, state: int = REPLICA_STATE_READY, detail: str = "", wait: int = 0
+    ) -> None:
         await self.registry.register(Registration(replica_id=name, role=role, address="127.0.0.1:9"))
-        self.registry.heartbeat(name, ReplicaStatus(state=state, run_id="run", detail=detail))
+        self.registry.heartbeat(name, ReplicaStatus(state=state, run_id="run", detail=detail, wait=wait))
 
     async def look(self) -> pb.Run:
         await self.watcher.look()
@@ -73,14 +81,14 @@ async def test_it_sees_replicas_groups_and_steps(redis_url: str, caplog: pytest.
     world.board.publish(term=1, groups=[group("a"), group("b"), group("c")])
     take(world.board, "rollout", "rollout-0", count=1)
     calm = await world.look()
-    assert (calm.waiting_for, calm.wait.kind) == ("", "")  # training has only begun
+    assert (calm.waiting_for, calm.wait.kind) == ("", pb.WAIT_KIND_UNSPECIFIED)  # training has only begun
     assert any(line.startswith("rollout: 2 groups wait, 1 are held; a has been there") for line in calm.wait.evidence)
     assert not calm.HasField("remaining_seconds")
 
     world.run["going_since"] -= 40
     with caplog.at_level(logging.INFO):
         late = await world.look()
-        assert late.wait.kind == "stage"
+        assert late.wait.kind == pb.WAIT_KIND_STAGE
         assert late.waiting_for.startswith("step 1 lacks 2 of its 2 groups; rollout is the slow stage: 2 groups wait")
         await world.look()
         assert caplog.text.count("rollout is the slow stage") == 1
@@ -108,10 +116,21 @@ async def test_the_coordinators_own_waits_are_said_while_it_stops(redis_url: str
     with waiting("rollout-0 to get the last version", on="rollout-0"):
         run = await world.look()
     assert run.waiting_for == "it is stopping (by hand): waiting for rollout-0 to get the last version, for 0 s"
-    assert (run.wait.kind, run.wait.on) == ("stopping", "rollout-0")
+    assert (run.wait.kind, run.wait.on) == (pb.WAIT_KIND_STOPPING, "rollout-0")
     world.run |= {"stopping": "", "paused": "a look"}
     world.watcher.refresh()
     assert world.watcher.sentence.startswith("it is paused and waits for a person: a look")
+
+
+async def test_a_replicas_wait_and_the_coordinators_are_told_by_their_codes(redis_url: str) -> None:
+    world = World(redis_url)
+    await world.replica("rollout-0", ROLLOUT, REPLICA_STATE_STARTING, "rollout-9 has GPU-1", REPLICA_WAIT_GPUS)
+    run = await world.look()
+    assert (run.wait.kind, run.wait.on) == (pb.WAIT_KIND_LEASE, "rollout-0")
+    with waiting("/runs/demo to be writable", disk=True):
+        run = await world.look()
+    assert (run.wait.kind, run.wait.on) == (pb.WAIT_KIND_DISK, "the disk")
+    assert (run.wait.current_kind, run.wait.current_on) == (pb.WAIT_KIND_DISK, "the disk")
 
 
 async def test_it_speaks_while_redis_is_away(tmp_path: Any) -> None:

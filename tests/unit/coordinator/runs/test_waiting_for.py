@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from relaxd.board import HeldGroup, QueueDepth
+from relaxd.rpc.enums import numbers, words
+from relaxd.v1 import replica_pb2
+from relaxd.v1.coordinator_pb2 import WAIT_KIND_HELD_GROUP, WAIT_KIND_ROLE, WaitKind
 from services.coordinator.runs.waiting_for import REASONS, Named, Peer, RunSnapshot, evidence, explain, is_late
 
 NOW = 10_000.0
@@ -34,13 +37,15 @@ def without(role: str, *instead: Peer) -> list[Peer]:
 
 
 HANG = "my reward has been scoring a sample for 40 s (reward.py:7, in score): 'What is hot?'"
+FULL_DISK = "no longer able to write to /runs/demo/steps: No space left"
+STARTING = replica_pb2.REPLICA_STATE_STARTING
 HELD = HeldGroup("0-000012", "reward-0", enqueued_at=NOW - 45, deliveries=2)
 
 CASES = [
     ("redis", {"redis": "Redis at r:6379 refuses connections"}, "it waits for Redis: Redis at r:6379 refuses", "Redis"),
     (
         "disk",
-        {"waits": [Named("the disk of /runs/demo, for run demo: No space left on device", "the disk", NOW - 12)]},
+        {"waits": [Named("the disk of /runs/demo, for run demo: No space left on device", "", NOW - 12, disk=True)]},
         "it waits for the disk of /runs/demo, for run demo: No space left on device, for 12 s",
         "make room on the disk",
     ),
@@ -49,10 +54,10 @@ CASES = [
         {
             "peers": without(
                 "trainer",
-                Peer("trainer-0", "trainer", detail="waiting for the disk of /runs/demo/steps: No space left"),
+                Peer("trainer-0", "trainer", detail=FULL_DISK, wait=replica_pb2.REPLICA_WAIT_DISK),
             ),
         },
-        "trainer-0 is waiting for the disk of /runs/demo/steps: No space left",
+        f"trainer-0 is {FULL_DISK}",
         "make room on the disk, or let trainer-0 write to it",
     ),
     (
@@ -83,7 +88,7 @@ CASES = [
     ("role", {"missing": ["trainer"], "peers": without("trainer")}, "no trainer replica is registered", "relaxd up"),
     (
         "role",
-        {"missing": ["rollout"], "peers": without("rollout", Peer("rollout-0", "rollout", "starting", "loading"))},
+        {"missing": ["rollout"], "peers": without("rollout", Peer("rollout-0", "rollout", STARTING, "loading"))},
         "rollout-0 is starting: loading",
         "",
     ),
@@ -91,9 +96,12 @@ CASES = [
         "lease",
         {
             "missing": ["rollout"],
-            "peers": without("rollout", Peer("rollout-0", "rollout", "starting", "waiting for GPUs: x holds GPU-1")),
+            "peers": without(
+                "rollout",
+                Peer("rollout-0", "rollout", STARTING, "x holds GPU-1", wait=replica_pb2.REPLICA_WAIT_GPUS),
+            ),
         },
-        "rollout-0 is starting: waiting for GPUs: x holds GPU-1",
+        "rollout-0 is starting: x holds GPU-1",
         "relaxd status shows who holds each GPU",
     ),
     (
@@ -118,6 +126,12 @@ CASES = [
         {"gate": ("data", "row 21000 of p.parquet has no prompt")},
         "publishing can't go on: row 21000 of p.parquet has no prompt",
         "repair the file",
+    ),
+    (
+        "data",
+        {"gate": ("sampler", "choose() raises KeyError")},
+        "publishing can't go on: choose() raises KeyError",
+        "repair the sampler's file",
     ),
     ("full", {"gate": ("full", "Redis is full: it uses 9 of 9 MB.")}, "publishing waits: Redis is full", "maxmemory"),
     (
@@ -148,7 +162,7 @@ CASES = [
     (
         "held_group",
         {"queues": queues(reward=(0, 3), train=(13, 0)), "held": {"reward": HELD},
-         "peers": without("reward", Peer("reward-0", "reward", detail=HANG))},
+         "peers": without("reward", Peer("reward-0", "reward", detail=HANG, wait=replica_pb2.REPLICA_WAIT_SCORE))},
         "step 13 lacks 3 of its 16 groups; 3 are at reward, group 0-000012 for the longest, with reward-0 "
         f"(delivery 2): {HANG}, for 45 s",
         "repair the reward's file",
@@ -182,7 +196,7 @@ def test_each_reason_has_its_sentence(kind: str, changes: dict, sentence: str, a
     run = replace(RUN, **changes)
     reason = explain(run)
     assert reason is not None
-    assert reason.kind == kind
+    assert words(WaitKind)[reason.kind] == kind
     assert reason.sentence(NOW).startswith(sentence)
     assert ("; ".join(reason.advice) + " ").startswith(advice) or advice in reason.advice[0]
     assert bool(reason.advice) == bool(advice)
@@ -226,5 +240,37 @@ def test_the_evidence_has_the_numbers() -> None:
 def test_every_kind_is_in_the_docs() -> None:
     text = (Path(__file__).parents[4] / "docs" / "waiting.md").read_text()
     assert {word for row in re.findall(r"^\| (`.*?) \|", text, re.M) for word in re.findall(r"`(\w+)`", row)} == {
-        kind for kind, *_ in CASES
+        kind for kind in numbers(WaitKind) if kind
     }
+    assert {kind for kind, *_ in CASES} == {kind for kind in numbers(WaitKind) if kind}
+
+
+@pytest.mark.parametrize(
+    ("wait", "advice"),
+    [
+        ("UNSPECIFIED", ("relaxd scale reward=2 adds a replica",)),
+        ("SERVICE", ("make it answer again: the run goes on by itself",)),
+        (
+            "SCORE",
+            (
+                "repair the reward's file, then: relaxd pause && relaxd resume, which loads it again",
+                "relaxd scale reward=2 adds a replica",
+            ),
+        ),
+    ],
+)
+def test_advice_follows_the_code_of_a_wait_whatever_its_words(wait: str, advice: tuple[str, ...]) -> None:
+    for said in (HANG, FULL_DISK, "waiting for GPUs: x holds GPU-1", "the service at r:1 does not answer"):
+        peer = Peer("reward-0", "reward", detail=said, wait=replica_pb2.ReplicaWait.Value(f"REPLICA_WAIT_{wait}"))
+        run = replace(RUN, queues=queues(reward=(0, 3), train=(13, 0)), held={"reward": HELD})
+        reason = explain(replace(run, peers=without("reward", peer)))
+        assert reason is not None
+        assert (reason.kind, reason.advice) == (WAIT_KIND_HELD_GROUP, advice)
+
+
+@pytest.mark.parametrize("said", ["waiting for GPUs: x holds GPU-1", "waiting for the disk of /runs/demo"])
+def test_a_wait_is_not_recognised_by_its_words(said: str) -> None:
+    peer = Peer("rollout-0", "rollout", STARTING, said)
+    reason = explain(replace(RUN, missing=["rollout"], peers=without("rollout", peer)))
+    assert reason is not None
+    assert (reason.kind, reason.advice) == (WAIT_KIND_ROLE, ())

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from relaxd.config import TrainerConfig
-from services.trainer.model.architecture import ModelError
+from services.trainer.model.architecture import ModelError, ModelFileError
 from services.trainer.model.architectures import FAMILIES, read_architecture
 from services.trainer.model.model import check_divisible
 from services.trainer.model.rope import Rope
@@ -142,7 +142,7 @@ def test_a_layout_that_does_not_divide_the_model_says_which_sizes_would(
 
 
 def test_broken_folders_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"has no config.json: it must be a Hugging Face model folder"):
+    with pytest.raises(ModelFileError, match=r"has no config.json: it must be a Hugging Face model folder"):
         read_architecture(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match="isn't valid JSON"):
