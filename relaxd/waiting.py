@@ -39,6 +39,15 @@ class Wait:
         """Its length so far."""
         return time.monotonic() - self.since
 
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """List this wait among those of this process inside the context."""
+        _OF_THIS_PROCESS.begin(self)
+        try:
+            yield
+        finally:
+            _OF_THIS_PROCESS.end(self)
+
     def __str__(self) -> str:
         return self.reason + (f" ({self.on})" if self.on and self.on not in self.reason else "")
 
@@ -97,11 +106,8 @@ _OF_THIS_PROCESS = Waits()
 def waiting(reason: str, *, on: str = "", disk: bool = False) -> Iterator[Wait]:
     """Name the wait inside the context: what is awaited, and on whom. `disk` is Wait's."""
     wait = Wait(reason, on, disk=disk)
-    _OF_THIS_PROCESS.begin(wait)
-    try:
+    with wait.named():
         yield wait
-    finally:
-        _OF_THIS_PROCESS.end(wait)
 
 
 def waits(min_seconds: float = 0.0) -> list[Wait]:

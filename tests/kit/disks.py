@@ -1,4 +1,4 @@
-"""Full disks for processes, without one: a limit on how far a file may grow, beyond which a write fails."""
+"""Full disks for processes, without one, and a lack of descriptors: limits of a process that fail its system calls."""
 
 import os
 import resource
@@ -9,10 +9,22 @@ from contextlib import contextmanager
 @contextmanager
 def full_disk(most: int = 0, pid: int = 0) -> Iterator[None]:
     """Let no file of a process, by default this one, grow beyond `most` bytes: a write then fails in the middle."""
-    pid = pid or os.getpid()
-    soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(pid, resource.RLIMIT_FSIZE, (most, hard))
+    with _limited(resource.RLIMIT_FSIZE, most, pid or os.getpid()):
+        yield
+
+
+@contextmanager
+def no_descriptors(pid: int) -> Iterator[None]:
+    """Let a process open no further file, socket or pipe; those that it has stay open."""
+    with _limited(resource.RLIMIT_NOFILE, 0, pid):
+        yield
+
+
+@contextmanager
+def _limited(kind: int, most: int, pid: int) -> Iterator[None]:
+    soft, hard = resource.prlimit(pid, kind)
+    resource.prlimit(pid, kind, (most, hard))
     try:
         yield
     finally:
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (soft, hard))
+        resource.prlimit(pid, kind, (soft, hard))

@@ -325,8 +325,9 @@ class ActiveRun:
     # --- parts of phases ------------------------------------------------------------------------------------------
 
     def _wants_groups(self) -> bool:
+        """Return whether prompts may be published: none while the run can't record what becomes of them."""
         going = self.record.phase == Phase.RUNNING and self.record.paused is None and not self._stopping()
-        return going and self._last_fate is not None
+        return going and self._last_fate is not None and not self._disk.waiting
 
     def _uses_engines(self) -> bool:
         """Start an evaluation that is due; returns whether one uses the engines."""
@@ -531,7 +532,7 @@ class ActiveRun:
 
     async def _with_redis(self, operation: Callable[..., Result], *arguments: Any) -> Result:
         """Run an operation that asks Redis and writes to the run's folder, as soon as both are there."""
-        return await self._disk.call(self._redis.in_thread, operation, *arguments)
+        return await self._redis.call(self._disk.in_thread, operation, *arguments)
 
     async def _append_metrics(self) -> None:
         ledger = await self._with_redis(self._files.next_steps, self.board.in_threads.ledger)

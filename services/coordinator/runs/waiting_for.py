@@ -171,13 +171,14 @@ def _disk(run: RunSnapshot) -> Reason | None:
     """The run's folder can't be written to, by the coordinator or by the trainer."""
     advice = "make room on the disk, or let {} write to it: the run goes on by itself"
     limits = "runs with a smaller trainer.checkpoint.max_bytes or trainer.checkpoint.keep leave more room there"
+    files = '"Too many open files" means that its limit (ulimit -n) is too low, not that the disk is full'
     if wait := next((wait for wait in run.waits if wait.disk), None):
-        told = (advice.format("the coordinator"), limits)
+        told = (advice.format("the coordinator"), limits, files)
         return Reason(
             pb.WAIT_KIND_DISK, f"it waits for {wait.reason}", on=DISK, since=wait.since, advice=told, always=True
         )
     if peer := next((peer for peer in run.peers if peer.wait == replica_pb2.REPLICA_WAIT_DISK), None):
-        told = (advice.format(peer.replica_id), limits)
+        told = (advice.format(peer.replica_id), limits, files)
         return Reason(pb.WAIT_KIND_DISK, f"{peer.replica_id} is {peer.detail}", on=DISK, advice=told, always=True)
     return None
 

@@ -5,10 +5,10 @@ import logging
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from relaxd.board import BoardUnavailable
-from relaxd.waiting import waiting
+from relaxd.waiting import Wait
 from services.coordinator.state.store import StoreUnavailable
 
 logger = logging.getLogger(__name__)
@@ -17,10 +17,15 @@ Result = TypeVar("Result")
 RETRY_SECONDS = 0.5
 WARN_EVERY = 20
 """Failed attempts between two warnings."""
+HUNG_SECONDS = 20.0
+"""An operation on a folder that takes this long waits for its disk, such as a network file system that is away."""
 
 
 class Retry:
     """Repeats an operation until something that it needs is there, and logs who waits."""
+
+    hung_seconds: ClassVar[float | None] = None
+    """An attempt that takes this long waits, too; None: attempts have a deadline of their own."""
 
     def __init__(
         self, owner: str, needs: str, errors: tuple[type[Exception], ...], *, on: str = "", disk: bool = False
@@ -34,22 +39,38 @@ class Retry:
         self._errors = errors
         self._on = on
         self._disk = disk
+        self._waits: set[Wait] = set()
+
+    @property
+    def waiting(self) -> bool:
+        """True while an operation waits for what it needs."""
+        return bool(self._waits)
 
     async def call(self, operation: Callable[..., Awaitable[Result]], *arguments: Any, **named: Any) -> Result:
         """Await the operation until it doesn't raise one of the errors. Raises whatever else it raises."""
         attempt = 0
-        with ExitStack() as waits:
+        with ExitStack() as ends:
+            wait = Wait(f"{self._needs}, for {self._owner}: no answer", self._on, disk=self._disk)
+            if self.hung_seconds is not None:
+                loop = asyncio.get_running_loop()
+                ends.callback(loop.call_later(self.hung_seconds, self._begin, wait, ends).cancel)
             while True:
                 try:
                     return await operation(*arguments, **named)
                 except self._errors as error:
-                    if attempt == 0:
-                        reason = f"{self._needs}, for {self._owner}: {error}"
-                        waits.enter_context(waiting(reason, on=self._on, disk=self._disk))
+                    wait.reason = f"{self._needs}, for {self._owner}: {error}"
+                    self._begin(wait, ends)
                     if attempt % WARN_EVERY == 0:
                         logger.warning("%s waits for %s: %s", self._owner, self._needs, error)
                     attempt += 1
                     await asyncio.sleep(RETRY_SECONDS)  # named: above
+
+    def _begin(self, wait: Wait, ends: ExitStack) -> None:
+        """Name a wait until `ends` are closed, unless it is named already."""
+        if wait not in self._waits:
+            self._waits.add(wait)
+            ends.callback(self._waits.discard, wait)
+            ends.enter_context(wait.named())
 
     async def in_thread(self, operation: Callable[..., Result], *arguments: Any, **named: Any) -> Result:
         """Run a blocking operation in a thread. See `call`."""
@@ -69,6 +90,8 @@ class FolderRetry(Retry):
 
     What fails must leave nothing behind that a repetition would add to.
     """
+
+    hung_seconds = HUNG_SECONDS
 
     def __init__(self, owner: str, folder: Path) -> None:
         """`owner` appears in the log."""

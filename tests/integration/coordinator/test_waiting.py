@@ -1,13 +1,16 @@
 """A run names its wait while its reward fails or hangs or its disk is full, and goes on without a loss."""
 
 import json
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from relaxd.v1 import coordinator_pb2 as pb
 from tests.integration.coordinator.cluster import Cluster
-from tests.kit.disks import full_disk
+from tests.kit.disks import full_disk, no_descriptors
 
 PLACE = "tests/integration/coordinator/rewards.py:"
 
@@ -65,31 +68,36 @@ def test_a_run_says_why_it_waits_for_its_reward(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_waits_for_room_on_its_disk(cluster: Cluster) -> None:
+@pytest.mark.parametrize(("limited", "error"), [(full_disk, "File too large"), (no_descriptors, "Too many open files")])
+def test_a_run_waits_until_its_folder_can_be_written_to(
+    cluster: Cluster, limited: Callable[..., AbstractContextManager[None]], error: str
+) -> None:
     cluster.judges()
-    cluster.trainer(PEER_STEP_SECONDS="0.3")  # the run is not to end before its disk is full
+    cluster.trainer(PEER_STEP_SECONDS="0.3")  # the run is not to end before its folder refuses
     cluster.rollout("rollout-1")
-    cluster.start_when_up("run", run__steps=12)
+    cluster.start_when_up("run", run__steps=24)
     cluster.until_step(1)
     coordinator = cluster.processes["coordinator"]
-    with full_disk(pid=coordinator.pid):
+    with limited(pid=coordinator.pid):
         run = cluster.until("the wait", lambda: (run := cluster.run()).wait.kind == pb.WAIT_KIND_DISK and run)
-        assert run.waiting_for.startswith(
-            f"it waits for the disk of {run.folder}, for run run: [Errno 27] File too large, for"
-        )
+        assert re.match(rf"it waits for the disk of {run.folder}, for run run: \[Errno \d+\] {error}", run.waiting_for)
         assert (run.wait.on, run.wait.advice[0].split(":")[0]) == (
             "the disk",
             "make room on the disk, or let the coordinator write to it",
         )
+        # Nothing more is published: the trainer ends the steps whose groups are there, and the run stands still.
+        still = cluster.until("the end of what is open", lambda: (run := cluster.run()).groups.open < 4 and run)
+        assert run.step <= still.step < 24
         cluster.stub.PauseRun(pb.PauseRunRequest(reason="by hand"), timeout=20)  # commands don't wait for the disk
         cluster.until_state(pb.RUN_STATE_PAUSED)
         cluster.stub.ResumeRun(pb.ResumeRunRequest(), timeout=5)
+        assert cluster.run().groups.published == still.groups.published
     run = cluster.until_state(pb.RUN_STATE_STOPPED)
     assert run.outcome == pb.RUN_OUTCOME_COMPLETED
     assert coordinator.poll() is None
     folder = Path(run.folder)
     for name in ("ledger.jsonl", "metrics.jsonl"):
-        assert [json.loads(line)["step"] for line in (folder / name).read_text().splitlines()] == list(range(1, 13))
+        assert [json.loads(line)["step"] for line in (folder / name).read_text().splitlines()] == list(range(1, 25))
     groups = [json.loads(line)["group"] for line in (folder / "groups.jsonl").read_text().splitlines()]
     assert len(groups) == len(set(groups)) == run.groups.trained + run.groups.dropped
     cluster.until("run.json", lambda: json.loads((folder / "run.json").read_text())["phase"] == "STOPPED")

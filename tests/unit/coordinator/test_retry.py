@@ -1,13 +1,19 @@
-"""RedisRetry repeats an operation only while Redis is away."""
+"""Operations are repeated only while what they need is away, and their waits are named."""
 
+import asyncio
+import errno
 import logging
+import threading
+from pathlib import Path
 
 import pytest
 
 from relaxd.board import BoardUnavailable
+from relaxd.waiting import waits
 from services.coordinator.state import retry
-from services.coordinator.state.retry import WARN_EVERY, RedisRetry
+from services.coordinator.state.retry import WARN_EVERY, FolderRetry, RedisRetry
 from services.coordinator.state.store import StoreUnavailable, Superseded
+from tests.kit.waiting import eventually
 
 
 class Outage:
@@ -48,3 +54,37 @@ async def test_other_errors_are_raised_at_once() -> None:
     with pytest.raises(Superseded):
         await RedisRetry("run r").in_thread(outage, 7)
     assert len(outage.errors) == 1
+
+
+def disk_waits() -> list[str]:
+    return [wait.reason for wait in waits() if wait.disk]
+
+
+async def test_a_folder_that_refuses_is_waited_for_until_it_takes_the_file() -> None:
+    folder, seen = FolderRetry("run r", Path("/runs/r")), []
+    errors = [OSError(errno.EMFILE, "Too many open files"), OSError(errno.ENOSPC, "No space left on device")]
+
+    def write() -> None:
+        seen.append((folder.waiting, disk_waits()))
+        if errors:
+            raise errors.pop(0)
+
+    await folder.in_thread(write)
+    of = "the disk of /runs/r, for run r: "
+    assert seen == [
+        (False, []),
+        (True, [f"{of}[Errno 24] Too many open files"]),
+        (True, [f"{of}[Errno 28] No space left on device"]),
+    ]
+    assert (folder.waiting, disk_waits()) == (False, [])
+
+
+async def test_a_folder_that_does_not_answer_is_waited_for_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FolderRetry, "hung_seconds", 0.05)
+    folder, answer = FolderRetry("run r", Path("/runs/r")), threading.Event()
+    writing = asyncio.create_task(folder.in_thread(answer.wait, 60.0))
+    await eventually(lambda: folder.waiting, "the wait")
+    assert disk_waits() == ["the disk of /runs/r, for run r: no answer"]
+    answer.set()
+    assert await writing
+    assert (folder.waiting, disk_waits()) == (False, [])
