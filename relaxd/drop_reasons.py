@@ -1,6 +1,7 @@
 """Why groups are dropped, and warnings when too many are."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 
 
@@ -27,6 +28,7 @@ class DropReason(StrEnum):
     PAYLOAD_LOST = "payload_lost"
     NO_VALUES = "no_values"
     ALGORITHM_FAILED = "algorithm_failed"
+    ALL_TRUNCATED = "all_truncated"
 
 
 MIN_GROUPS = 16
@@ -36,6 +38,8 @@ WARN_SHARE = 0.1
 MEANINGS: dict[str, str] = {
     DropReason.ZERO_VARIANCE: "all answers to a prompt got the same reward, so there is nothing to learn from them: "
     "is the task too easy or too hard? (data.curriculum leaves such prompts out)",
+    DropReason.ALL_TRUNCATED: "all answers to a prompt were cut at their maximum length, and algorithm.mask_truncated "
+    "learns nothing from such answers: raise rollout.max_new_tokens",
     DropReason.REWARD_FAILED: "the reward raised, hung or returned no finite number: `relaxd reward test` shows how",
     DropReason.TOO_LONG: "answers are longer than the trainer's micro-batch takes (trainer.micro_batch_tokens)",
     DropReason.STALE: "answers were older than board.max_staleness allows: engines are slower than the trainer",
@@ -68,6 +72,13 @@ def drop_warnings(dropped_by_reason: Mapping[str, int], published: int) -> list[
         for reason, count in sorted(dropped_by_reason.items(), key=lambda item: -item[1])
         if reason in MEANINGS and count >= WARN_SHARE * published
     ]
+
+
+def most_frequent(reasons: Iterable[str]) -> str:
+    """Return the most frequent reason and its meaning, for people; "" if none of the reasons has a meaning."""
+    for reason, _ in Counter(reason for reason in reasons if reason in MEANINGS).most_common(1):
+        return f"{reason}: {MEANINGS[reason]}"
+    return ""
 
 
 class DropWatch:

@@ -176,10 +176,11 @@ class PolicyGradient:
     def filtered(
         self, rewards: NDArray[np.float64], lengths: NDArray[np.int32], columns: Mapping[str, Any] = NO_COLUMNS
     ) -> Filtered | None:
-        """Return why a group isn't trained on, if drop_zero_variance is set and its rewards are equal.
+        """Return why a group isn't trained on, if drop_zero_variance is set and no sample would have an advantage.
 
-        They are compared after overlong shaping, before a KL divergence or a teacher has a part in them; a group of one
-        sample is never filtered for them. With mask_truncated a group is, too, if all its samples were cut.
+        With mask_truncated that is so if all samples were cut, whatever their rewards are; otherwise if the rewards are
+        equal. They are compared after overlong shaping, before a KL divergence or a teacher has a part in them; a group
+        of one sample is never filtered for them.
 
         Args:
             rewards: float64 [n], finite.
@@ -192,10 +193,11 @@ class PolicyGradient:
         check_group(rewards, lengths)
         if not self.config.drop_zero_variance:
             return None
+        if self.config.mask_truncated and self._cut(columns, rewards.size).all():
+            return Filtered(DropReason.ALL_TRUNCATED)
         if rewards.size > 1 and rewards_equal(self._shaped(rewards, lengths)):
             return Filtered(DropReason.ZERO_VARIANCE)
-        cut = self.config.mask_truncated and self._cut(columns, rewards.size).all()
-        return Filtered(DropReason.ZERO_VARIANCE) if cut else None
+        return None
 
     def advantages(
         self, rewards: NDArray[np.float64], lengths: NDArray[np.int32], columns: Mapping[str, Any] = NO_COLUMNS

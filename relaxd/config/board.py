@@ -32,7 +32,8 @@ class BoardConfig(Section):
     at least 64. Groups that the algorithm filters do not count."""
     max_filtered_steps: int = Field(default=50, ge=0)
     """Pause the run when the algorithm filters this many steps' groups without a trained step in between, for example
-    because all rewards are equal: the task is too easy or too hard. 0 never pauses."""
+    because all rewards are equal: the task is too easy or too hard. The pause names the most frequent reason. 0 never
+    pauses."""
     high_water_bytes: int = Field(default=0, ge=0)
     """Maximum bytes of open groups in Redis; above, only groups that the open step needs are published. 0 means four
     fifths of Redis's maxmemory, or a fifth of its machine's memory if it has none."""

@@ -26,7 +26,8 @@ class PolicyGradientConfig(Section):
     name: str = ""
     """Chooses the algorithm."""
     drop_zero_variance: bool = True
-    """Drop groups whose rewards are all equal and publish the next prompt instead (DAPO's dynamic sampling)."""
+    """Drop groups whose rewards are all equal and publish the next prompt instead (DAPO's dynamic sampling). With
+    mask_truncated this goes for groups whose answers were all cut, too."""
     overlong_buffer: int = Field(default=0, ge=0)
     """Overlong shaping (DAPO, arXiv 2503.14476, equation 13): the reward of an answer falls linearly, by up to
     overlong_penalty, over its last overlong_buffer tokens before overlong_limit. 0 turns it off."""

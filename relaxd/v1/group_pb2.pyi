@@ -64,6 +64,8 @@ class _DropReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DropReason
     """The critic service gives one of its trained tokens no finite value."""
     DROP_REASON_ALGORITHM_FAILED: _DropReason.ValueType  # 20
     """The algorithm raises on it, or returns what no advantages, weights or returns can be."""
+    DROP_REASON_ALL_TRUNCATED: _DropReason.ValueType  # 21
+    """All its answers were cut at rollout.max_new_tokens, and algorithm.mask_truncated gives none of them an advantage."""
 
 class DropReason(_DropReason, metaclass=_DropReasonEnumTypeWrapper):
     """Why a group was dropped."""
@@ -110,4 +112,6 @@ DROP_REASON_NO_VALUES: DropReason.ValueType  # 19
 """The critic service gives one of its trained tokens no finite value."""
 DROP_REASON_ALGORITHM_FAILED: DropReason.ValueType  # 20
 """The algorithm raises on it, or returns what no advantages, weights or returns can be."""
+DROP_REASON_ALL_TRUNCATED: DropReason.ValueType  # 21
+"""All its answers were cut at rollout.max_new_tokens, and algorithm.mask_truncated gives none of them an advantage."""
 Global___DropReason: _TypeAlias = DropReason  # noqa: Y015

@@ -15,7 +15,7 @@ from relaxd.board import Counts, DropReason
 from relaxd.config import RunConfig
 from relaxd.data.curriculum.curriculum import Curriculum
 from relaxd.data.dataset import RunData
-from relaxd.drop_reasons import DropWatch
+from relaxd.drop_reasons import DropWatch, most_frequent
 from relaxd.roles import ROLLOUT, TRAINER
 from relaxd.waiting import waiting
 from services.coordinator.fleet.critic_checkpoints import NoCriticCheckpoint, await_critic
@@ -61,7 +61,7 @@ def too_many_drops(config: RunConfig, *, failed: int, filtered: int) -> str:
         who = "the algorithm and data.curriculum.filter" if config.data.curriculum.filter else "the algorithm"
         return (
             f"{who} filtered {filtered} groups in a row without a trained step (board.max_filtered_steps = "
-            f"{board.max_filtered_steps} allows {max_filtered}): is the task too easy or too hard for the model?"
+            f"{board.max_filtered_steps} allows {max_filtered})"
         )
     return ""
 
@@ -360,11 +360,13 @@ class ActiveRun:
         if problem:
             reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(counts.dropped_by_reason.items()))
             dropped = await self._redis.call(self.board.dropped)
+            unexplained = most_frequent(group.reason for group in dropped if not group.detail)
+            cause = f"; lately most as {unexplained}" if unexplained else ""
             failure = next((group.detail for group in dropped if group.detail), "")
             advice = (
                 f"; the last failure: {failure}; once repaired: relaxd resume {self.record.run_id}" if failure else ""
             )
-            await self.pause(f"{problem}; dropped so far: {reasons}{advice}")
+            await self.pause(f"{problem}; dropped so far: {reasons}{cause}{advice}")
 
     async def _evaluate(self, step: int, reason: str) -> None:
         """Evaluate the weights of a step, unless that was done before a restart."""

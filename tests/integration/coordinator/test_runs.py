@@ -184,6 +184,22 @@ def test_a_run_that_only_drops_pauses_itself_and_says_why(stack: Cluster) -> Non
     cluster.until_state(PAUSED)
 
 
+def test_a_run_whose_answers_are_all_cut_pauses_itself_and_names_the_setting(stack: Cluster) -> None:
+    cluster = stack
+    cluster.start_run(
+        "cut",
+        rollout__max_new_tokens=4,
+        algorithm__drop_zero_variance=True,
+        algorithm__mask_truncated=True,
+        board__max_filtered_steps=1,
+    )
+    run = cluster.until_state(PAUSED)
+    assert "groups in a row without a trained step (board.max_filtered_steps = 1 allows 4)" in run.reason
+    assert run.reason.endswith("learns nothing from such answers: raise rollout.max_new_tokens")
+    assert "too easy" not in run.reason
+    assert run.groups.dropped_by_reason == {"all_truncated": run.groups.dropped}
+
+
 @pytest.mark.slow
 def test_a_run_whose_replicas_keep_failing_fails_with_their_reason(stack: Cluster) -> None:
     cluster = stack

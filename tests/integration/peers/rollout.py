@@ -111,7 +111,7 @@ class RolloutDouble(ReplicaService, rollout_pb2_grpc.RolloutServicer):
             "loss_mask": np.ones(total, dtype=np.uint8),
             "rollout_logprobs": np.full(total, -1.0, dtype=np.float32),
             "versions": np.full(total, version, dtype=np.int64),
-            "finish": ["stop"] * n,
+            "finish": ["length" if self.config.rollout.max_new_tokens <= ANSWER_TOKENS else "stop"] * n,
             "text": [self.answer(prompt, sample, version) for sample in range(n)],
             "sample_of_sequence": np.arange(n, dtype=np.int32),
             "shares_prompt": np.ones(n, dtype=np.uint8),

@@ -17,6 +17,7 @@ from relaxd.algorithms.terms.whitening import Whitening
 from relaxd.board import roles_for, stages_for
 from relaxd.config.algorithm import ALGORITHM
 from relaxd.config.load import ConfigError, load
+from relaxd.drop_reasons import DropReason
 from relaxd.roles import ADVANTAGE
 
 REWARDS = [0.5, 1.5, -1.0, 0.25]
@@ -132,7 +133,9 @@ def test_answers_that_were_cut_have_no_advantage() -> None:
     assert isinstance(result, Advantages)
     assert result.values.tolist() == per_token([expected[0], 0.0, expected[2], 0.0])
     columns = COLUMNS | {"finish": ["length"] * 6}
-    assert isinstance(algorithm.advantages(np.array(REWARDS), np.array(LENGTHS, np.int32), columns), Filtered)
+    for rewards in (REWARDS, [0.0] * 4):  # the cut is why there is nothing to learn, also where rewards are equal
+        found = algorithm.advantages(np.array(rewards), np.array(LENGTHS, np.int32), columns)
+        assert found == Filtered(DropReason.ALL_TRUNCATED)
     with pytest.raises(ValueError, match="finish is missing"):
         algorithm.advantages(np.array(REWARDS), np.array(LENGTHS, np.int32))
 

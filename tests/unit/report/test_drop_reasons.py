@@ -1,6 +1,6 @@
 """Warnings about dropped groups: every reason has a meaning, and none is told again and again."""
 
-from relaxd.drop_reasons import MEANINGS, DropReason, DropWatch, drop_warnings
+from relaxd.drop_reasons import MEANINGS, DropReason, DropWatch, drop_warnings, most_frequent
 
 
 def test_shares_of_drops_are_warnings_with_their_meaning() -> None:
@@ -13,6 +13,18 @@ def test_shares_of_drops_are_warnings_with_their_meaning() -> None:
     assert "too easy or too hard" in warnings[0]
     assert drop_warnings(drops, 1000) == []
     assert drop_warnings({"zero_variance": 3}, 5) == []  # too few to say
+
+
+def test_answers_that_were_all_cut_have_a_reason_of_their_own_that_names_the_setting() -> None:
+    (warning,) = drop_warnings({"all_truncated": 100}, 100)
+    assert "rollout.max_new_tokens" in warning
+    assert "too easy" not in warning
+
+
+def test_a_pause_names_the_most_frequent_reason() -> None:
+    named = most_frequent(["all_truncated", "stale", "all_truncated", "run_ended", "run_ended", "run_ended"])
+    assert named == f"all_truncated: {MEANINGS['all_truncated']}"
+    assert most_frequent(["run_ended"]) == ""
 
 
 def test_every_reason_but_the_end_has_a_meaning() -> None:

@@ -58,7 +58,9 @@ def group_of(config: RunConfig, rewards: list[float], finish: str = "stop", leng
         (IN_REWARD, [0.5, 0.5], "stop", "zero_variance"),
         (IN_REWARD, [0.5], "stop", None),
         ({**IN_REWARD, "drop_zero_variance": False}, [0.5, 0.5], "stop", None),
-        ({**IN_REWARD, "mask_truncated": True}, [0.0, 1.0], "length", "zero_variance"),
+        ({**IN_REWARD, "mask_truncated": True}, [0.0, 1.0], "length", "all_truncated"),
+        ({**IN_REWARD, "mask_truncated": True}, [0.0, 0.0], "length", "all_truncated"),
+        ({**IN_REWARD, "mask_truncated": True}, [0.0, 0.0], "stop", "zero_variance"),
         ({}, [0.5, 0.5], "stop", None),  # the advantage stage has judged it
     ],
 )
