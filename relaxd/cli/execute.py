@@ -244,7 +244,8 @@ def _train(coordinator: CoordinatorClient, begin: Begin, where: Where, console: 
         shutil.copytree(where.folder.logs, run_folder / LOGS, dirs_exist_ok=True)
     write_report(run_folder)
     console.print(result_table(run_folder))
-    for warning in drop_warnings(view.run.groups.dropped_by_reason, view.run.groups.published):
+    dropped = drop_warnings(view.run.groups.dropped_by_reason, view.run.groups.published)
+    for warning in [*read_result(run_folder).alarms, *dropped]:
         console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     for line in result_paths(run_folder):
         console.print(line, soft_wrap=True)

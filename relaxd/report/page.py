@@ -49,6 +49,7 @@ def render_html(result: RunResult) -> str:
         facts=_facts(result),
         changes=html.escape(result.changes_toml or "unknown"),
         config=html.escape(result.config_toml),
+        alarms="".join(f'<p class="alarm">{html.escape(alarm)}</p>' for alarm in result.alarms),
         notes="".join(f"<li>{html.escape(str(note))}</li>" for note in result.summary.get("notes", [])),
         policy=_policy(),
         uplot_css=_asset("uplot/uPlot.min.css"),

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from relaxd.client.errors import CliError
 from relaxd.config import RunConfig
 from relaxd.config.write import dump_changes
+from relaxd.logprob_gap import GapWatch
 from relaxd.report.evaluation_table import SetRow, set_rows
 from relaxd.run_folder import (
     EVALUATIONS,
@@ -63,6 +64,12 @@ class RunResult:
     def evaluations(self) -> list[dict[str, Any]]:
         """The lines with an evaluation of the held-out prompts: step, eval_reward, and eval_<part> for each part."""
         return [line for line in self.lines if line.get("eval_reward") is not None]
+
+    @property
+    def alarms(self) -> list[str]:
+        """A line for each alarm, those that have ended included; empty if the settings are unknown."""
+        found = GapWatch(self.config).observe_all(self.lines) if self.config is not None else []
+        return [f"steps {alarm.first_step} to {alarm.last_step}: {alarm.text}" for alarm in found]
 
     @property
     def set_rows(self) -> list[SetRow]:

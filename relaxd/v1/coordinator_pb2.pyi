@@ -98,6 +98,26 @@ RUN_OUTCOME_DATA_FAILED: RunOutcome.ValueType  # 5
 """It failed: its data could not be read again when the coordinator had restarted."""
 Global___RunOutcome: _TypeAlias = RunOutcome  # noqa: Y015
 
+class _AlarmKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _AlarmKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AlarmKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ALARM_KIND_UNSPECIFIED: _AlarmKind.ValueType  # 0
+    """Not given."""
+    ALARM_KIND_LOGPROB_GAP: _AlarmKind.ValueType  # 1
+    """Engine and trainer give the same tokens other log-probs under equal weights (docs/mismatch.md)."""
+
+class AlarmKind(_AlarmKind, metaclass=_AlarmKindEnumTypeWrapper):
+    """What an alarm is about."""
+
+ALARM_KIND_UNSPECIFIED: AlarmKind.ValueType  # 0
+"""Not given."""
+ALARM_KIND_LOGPROB_GAP: AlarmKind.ValueType  # 1
+"""Engine and trainer give the same tokens other log-probs under equal weights (docs/mismatch.md)."""
+Global___AlarmKind: _TypeAlias = AlarmKind  # noqa: Y015
+
 class _WaitKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -181,6 +201,36 @@ WAIT_KIND_STAGE: WaitKind.ValueType  # 16
 WAIT_KIND_GATE: WaitKind.ValueType  # 17
 """The gate admits no groups."""
 Global___WaitKind: _TypeAlias = WaitKind  # noqa: Y015
+
+@_typing.final
+class Alarm(_message.Message):
+    """Something about a run that goes on all the same, and that a person should look at."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    FIRST_STEP_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    kind: Global___AlarmKind.ValueType
+    """What it is about."""
+    first_step: _builtins.int
+    """The step with which it began."""
+    text: _builtins.str
+    """What is wrong, beyond which limit, and what to look at; for people."""
+    def __init__(
+        self,
+        *,
+        kind: Global___AlarmKind.ValueType = ...,
+        first_step: _builtins.int = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_step", b"first_step", "kind", b"kind", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Alarm: _TypeAlias = Alarm  # noqa: Y015
 
 @_typing.final
 class GroupCounts(_message.Message):
@@ -318,6 +368,7 @@ class Run(_message.Message):
     END_TIME_FIELD_NUMBER: _builtins.int
     WAIT_FIELD_NUMBER: _builtins.int
     REMAINING_SECONDS_FIELD_NUMBER: _builtins.int
+    ALARMS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Its id."""
     state: Global___RunState.ValueType
@@ -368,6 +419,10 @@ class Run(_message.Message):
     def wait(self) -> Global___WaitDetails:
         """More on what the active run is waiting for."""
 
+    @_builtins.property
+    def alarms(self) -> _containers.RepeatedCompositeFieldContainer[Global___Alarm]:
+        """The alarms of the active run that go on."""
+
     def __init__(
         self,
         *,
@@ -389,10 +444,11 @@ class Run(_message.Message):
         end_time: _timestamp_pb2.Timestamp | None = ...,
         wait: Global___WaitDetails | None = ...,
         remaining_seconds: _builtins.float | None = ...,
+        alarms: _abc.Iterable[Global___Alarm] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_oldest_engine_version", b"_oldest_engine_version", "_remaining_seconds", b"_remaining_seconds", "create_time", b"create_time", "end_time", b"end_time", "groups", b"groups", "oldest_engine_version", b"oldest_engine_version", "remaining_seconds", b"remaining_seconds", "wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_oldest_engine_version", b"_oldest_engine_version", "_remaining_seconds", b"_remaining_seconds", "config_json", b"config_json", "create_time", b"create_time", "end_time", b"end_time", "folder", b"folder", "groups", b"groups", "health", b"health", "metrics", b"metrics", "oldest_engine_version", b"oldest_engine_version", "outcome", b"outcome", "queues", b"queues", "reason", b"reason", "remaining_seconds", b"remaining_seconds", "run_id", b"run_id", "state", b"state", "step", b"step", "steps", b"steps", "wait", b"wait", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_oldest_engine_version", b"_oldest_engine_version", "_remaining_seconds", b"_remaining_seconds", "alarms", b"alarms", "config_json", b"config_json", "create_time", b"create_time", "end_time", b"end_time", "folder", b"folder", "groups", b"groups", "health", b"health", "metrics", b"metrics", "oldest_engine_version", b"oldest_engine_version", "outcome", b"outcome", "queues", b"queues", "reason", b"reason", "remaining_seconds", b"remaining_seconds", "run_id", b"run_id", "state", b"state", "step", b"step", "steps", b"steps", "wait", b"wait", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__oldest_engine_version: _TypeAlias = _typing.Literal["oldest_engine_version"]  # noqa: Y015
     _WhichOneofArgType__oldest_engine_version: _TypeAlias = _typing.Literal["_oldest_engine_version", b"_oldest_engine_version"]  # noqa: Y015
@@ -602,7 +658,7 @@ class ListRunsResponse(_message.Message):
     """Where the next page begins; empty after the last one."""
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Run]:
-        """Newest first, without metrics, config_json, health and wait: GetRun has them."""
+        """Newest first, without metrics, config_json, health, wait and alarms: GetRun has them."""
 
     def __init__(
         self,

@@ -98,6 +98,8 @@ class _Follower:
         self._lines = lines
         self._quiet = Quiet(time.monotonic())
         self._drops = DropWatch()
+        self._alarms: set[tuple[int, int]] = set()
+        """Kind and first step of the alarms that go on, which were told."""
         self._paused_since: float | None = None
 
     def run(self, show: Callable[[], None], max_pause: float, away_seconds: float) -> None:
@@ -113,6 +115,7 @@ class _Follower:
                 run, now = response.run, time.monotonic()
                 for warning in self._drops.observe(run.groups.dropped_by_reason, run.groups.published):
                     self.say(f"warning: {warning}")
+                self._tell_alarms(run)
                 if self._lines:
                     self.say(self._quiet.observe(run, now))
                 self._check_pause(run, now, max_pause)
@@ -122,6 +125,14 @@ class _Follower:
         if text:
             self._quiet.spoke(time.monotonic())
             self._print(text)
+
+    def _tell_alarms(self, run: pb.Run) -> None:
+        """Tell each alarm once until it ends."""
+        alarms = {(alarm.kind, alarm.first_step): alarm.text for alarm in run.alarms}
+        for (kind, step), text in alarms.items():
+            if (kind, step) not in self._alarms:
+                self.say(f"warning: since step {step}: {text}")
+        self._alarms = set(alarms)
 
     def _while_away(self, reason: str) -> None:
         self._healthy()

@@ -70,6 +70,8 @@ def print_run(run: pb.Run, console: Console) -> None:
         console.print(_titled(f"queues of {run.run_id} (waiting+held)", queues))
     if "prompts_tried" in run.metrics and run.state not in RUN_ENDED:
         console.print(_titled(f"curriculum of {run.run_id}", _curriculum(run.metrics)))
+    for alarm in run.alarms:
+        console.print(f"alarm since step {alarm.first_step}: {alarm.text}", style="yellow", markup=False)
     if run.waiting_for:
         console.print(f"run {run.run_id}: {run.waiting_for} (relaxd why says more)", markup=False)
 

@@ -43,6 +43,7 @@ def print_why(run: pb.Run, console: Console) -> None:
             f"  about {duration(run.remaining_seconds)} are left")  # fmt: skip
     for title, lines in (
         ("what is known", run.wait.evidence),
+        ("alarms", [f"since step {alarm.first_step}: {alarm.text}" for alarm in run.alarms]),
         ("dropped groups", drop_warnings(run.groups.dropped_by_reason, run.groups.published)),
         ("what to do", run.wait.advice or (["nothing: it goes on by itself"] if run.wait.kind else [])),
     ):

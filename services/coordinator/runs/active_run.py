@@ -5,7 +5,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +16,10 @@ from relaxd.config import RunConfig
 from relaxd.data.curriculum.curriculum import Curriculum
 from relaxd.data.dataset import RunData
 from relaxd.drop_reasons import DropWatch, most_frequent
+from relaxd.logprob_gap import GapWatch
 from relaxd.roles import ROLLOUT, TRAINER
+from relaxd.run_folder import METRICS, read_lines
+from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.waiting import waiting
 from services.coordinator.fleet.critic_checkpoints import NoCriticCheckpoint, await_critic
 from services.coordinator.fleet.registry import Version
@@ -96,6 +99,7 @@ class ActiveRun:
         self.health = HealthManager(self, context, self.sync, self.handoff)
         self._usage = Usage()
         self._drops = DropWatch()
+        self._gap = GapWatch(context.config)
         self.waiting = WaitWatcher(context, self._describe)
         self._going_since = time.time()
         """Unix time at which training began, or went on after a pause, under this coordinator."""
@@ -210,6 +214,7 @@ class ActiveRun:
                 self.context.store.in_threads.check,
                 evaluations,
             )
+            await asyncio.to_thread(self._gap.observe_all, read_lines(self._files.folder / METRICS))
             self._sampled_step = await self._with_redis(self._files.rewind_samples, self._files.last_step)
             with waiting("the groups that the run has closed so far, to be counted"):
                 last_fate = await asyncio.to_thread(self.curriculum.load, self._files.folder)
@@ -549,12 +554,29 @@ class ActiveRun:
             self._sampled_step = await self._with_redis(self._files.rewind_samples, kept_step)
         for step, metrics in steps:
             telemetry.record_step(self.record.run_id, step, metrics)
+            self._watch_gap(step, metrics)
         if steps:
             self._record_replicas(usage)
         lines = [(step, {**metrics, **usage.line}) for step, metrics in steps]
         await self._disk.in_thread(self._files.append_metrics, lines)
         await self._append_samples()
         await self._trim_ledger()
+
+    def _watch_gap(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log when the alarm for the log-prob gap begins and ends."""
+        before = self._gap.alarm
+        self._gap.observe(step, metrics)
+        alarm = self._gap.alarm
+        if alarm is not None and before is None:
+            logger.warning("run %s: since step %d: %s", self.record.run_id, alarm.first_step, alarm.text)
+        elif alarm is None and before is not None:
+            logger.info("run %s: the log-probs of engine and trainer agree again", self.record.run_id)
+
+    def alarms(self) -> list[pb.Alarm]:
+        """Return the alarms that go on."""
+        if (gap := self._gap.alarm) is None:
+            return []
+        return [pb.Alarm(kind=pb.ALARM_KIND_LOGPROB_GAP, first_step=gap.first_step, text=gap.text)]
 
     def _record_replicas(self, usage: StepUsage) -> None:
         for name, shares in usage.replicas.items():

@@ -433,6 +433,7 @@ class RunManager:
             if not record.phase.ended or any(wait.disk for wait in waits()):
                 active.waiting.describe(run)
             run.metrics.update(active.curriculum.metrics())
+            run.alarms.extend(active.alarms())
             run.health.extend(health_messages(active.health.record, active.config.health))
         elif record.phase.ended:
             if len(self._ended_runs) >= MAX_ENDED_RUNS:
@@ -448,7 +449,7 @@ class RunManager:
                 with contextlib.suppress(NotFound):  # it was deleted meanwhile
                     run = pb.Run()
                     run.CopyFrom(await self.message(await self.record(run_id)))
-                    for field in ("metrics", "config_json", "health", "wait"):
+                    for field in ("metrics", "config_json", "health", "wait", "alarms"):
                         run.ClearField(field)
                     yield key, run
 

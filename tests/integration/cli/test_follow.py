@@ -97,6 +97,31 @@ def test_what_a_run_waits_for_is_said_at_once_and_dropped_groups_too(kit: Kit) -
     assert kit.output.count("warning: 30% of the groups were dropped as zero_variance: all answers to a prompt") == 1
 
 
+def test_an_alarm_is_told_once_until_it_ends_and_why_shows_it(kit: Kit) -> None:
+    gap = kit.run.alarms.add(kind=pb.ALARM_KIND_LOGPROB_GAP, first_step=2, text="log-probs differ by 0.36")
+    seen: list[None] = []
+
+    def look() -> None:
+        seen.append(None)
+        if len(seen) == 4:
+            gap.text = "log-probs differ by 0.4"
+            print_why(kit.run, kit.console)
+        elif len(seen) == 8:
+            kit.run.ClearField("alarms")
+        elif len(seen) == 12:
+            kit.run.alarms.add(kind=pb.ALARM_KIND_LOGPROB_GAP, first_step=7, text="log-probs differ again")
+        elif len(seen) == 16:
+            kit.run.state = pb.RUN_STATE_STOPPED
+
+    kit.follow(healthy=look)
+    warnings = [line for line in kit.output.splitlines() if line.startswith("warning: ")]
+    assert warnings == [
+        "warning: since step 2: log-probs differ by 0.36",
+        "warning: since step 7: log-probs differ again",
+    ]
+    assert "alarms:\n  since step 2: log-probs differ by 0.4\n" in kit.output
+
+
 def test_there_is_a_line_every_half_minute_with_the_reason() -> None:
     run = pb.Run(run_id="r", state=pb.RUN_STATE_RUNNING, step=3, steps=9)
     quiet = Quiet(0.0)

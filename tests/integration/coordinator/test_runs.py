@@ -200,6 +200,16 @@ def test_a_run_whose_answers_are_all_cut_pauses_itself_and_names_the_setting(sta
     assert run.groups.dropped_by_reason == {"all_truncated": run.groups.dropped}
 
 
+def test_a_gap_between_engine_and_trainer_is_an_alarm_of_a_run_that_goes_on(stack: Cluster) -> None:
+    cluster = stack
+    cluster.start_run("gap", run__steps=1000)
+    run = cluster.until("the alarm", lambda: (run := cluster.run()).alarms and run)
+    (alarm,) = run.alarms
+    assert (alarm.kind, alarm.first_step, run.state) == (pb.ALARM_KIND_LOGPROB_GAP, 1, RUNNING)
+    assert "differ by 0.36 on average, more than 0.001 (the limit in float32)" in alarm.text
+    assert cluster.log("coordinator").count(f"run gap: since step 1: {alarm.text}") == 1
+
+
 @pytest.mark.slow
 def test_a_run_whose_replicas_keep_failing_fails_with_their_reason(stack: Cluster) -> None:
     cluster = stack

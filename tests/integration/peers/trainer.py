@@ -130,6 +130,7 @@ class TrainerDouble(ReplicaService, trainer_pb2_grpc.TrainerServicer):
             for group_id, group in zip(ids, groups, strict=True)
         ]
         metrics = {"reward_mean": float(np.mean([group["reward"].mean() for group in groups])), "loss": 1.0 / step}
+        metrics["logprob_difference"] = 0.36 if self.board.run_id == "gap" else 1e-6
         plan = {"groups": ids, "texts": [group["prompt"]["text"] for group in groups]}
         self.calls.note("commit_step", step=step, term=self.term, groups=ids)
         try:

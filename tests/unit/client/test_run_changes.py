@@ -31,6 +31,8 @@ def some_run(chance: random.Random) -> pb.Run:
         if chance.random() < 0.5:
             run.queues.add(stage=stage, waiting=chance.randrange(2))
     if chance.random() < 0.5:
+        run.alarms.add(kind=pb.ALARM_KIND_LOGPROB_GAP, first_step=chance.randrange(2))
+    if chance.random() < 0.5:
         run.wait.evidence.extend(chance.sample(["one", "two", "three"], 2))
     return run
 

@@ -1,0 +1,106 @@
+"""The alarm for an engine and a trainer that give a token other log-probs under equal weights (docs/mismatch.md)."""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from relaxd.config import RunConfig
+
+METRIC = "logprob_difference"
+"""The step metric that is watched: mean |l| of the tokens that were written under the trainer's own weights."""
+FIRST_STEPS = 5
+"""Steps with a gap whose median is the run's usual gap."""
+RECENT_STEPS = 3
+"""Steps with a gap whose median is the gap now, so that one odd step is no alarm."""
+FACTOR = 10.0
+"""Smallest multiple of the usual gap that is an alarm."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Gaps in one element type, in nats."""
+
+    name: str
+    limit: float
+    """A larger gap is an alarm, whatever is usual."""
+    smallest: float
+    """Smaller usual gaps count as this: they are rounding, which may well grow tenfold."""
+
+
+FLOAT32 = Precision("float32", limit=1e-3, smallest=1e-6)
+BFLOAT16 = Precision("bf16", limit=0.05, smallest=1e-3)
+
+
+@dataclass(frozen=True)
+class GapAlarm:
+    """An alarm that goes on, or that has ended."""
+
+    first_step: int
+    last_step: int
+    gap: float
+    """The largest gap since the alarm began."""
+    limit: float
+    """The limit that it was above then."""
+    basis: str
+    """What the limit comes from."""
+
+    @property
+    def text(self) -> str:
+        """The gap, the limit and what to look at, for people."""
+        return (
+            f"under equal weights the log-probs of engine and trainer differ by {self.gap:.2g} on average, more than "
+            f"{self.limit:.2g} ({self.basis}): look whether the model's config.json fits its weights, whether the "
+            "engine was started with other options, and whether weights arrive "
+            "(docs/mismatch.md, When the gap is an alarm)"
+        )
+
+
+class GapWatch:
+    """Watches the gap of one run, step by step."""
+
+    def __init__(self, config: RunConfig) -> None:
+        low = "bfloat16" in (config.trainer.dtype, config.rollout.dtype)
+        self._precision = BFLOAT16 if low else FLOAT32
+        self._first: list[tuple[int, float]] = []
+        self._recent: list[tuple[int, float]] = []
+        self.alarm: GapAlarm | None = None
+        """The alarm that goes on; None: the gap is as it should be."""
+
+    def observe(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Take in the metrics of a step. A step that comes again replaces its earlier self and what followed."""
+        gap = metrics.get(METRIC)
+        if gap is None or math.isnan(gap):  # it has no token that could be compared
+            return
+        self._first = [one for one in self._first if one[0] < step]
+        self._recent = [*(one for one in self._recent if one[0] < step), (step, float(gap))][-RECENT_STEPS:]
+        if len(self._first) < FIRST_STEPS:
+            self._first.append((step, float(gap)))
+        now = statistics.median(value for _, value in self._recent)
+        limit, basis = self._limit()
+        if now <= limit:
+            self.alarm = None
+            return
+        before = self.alarm if self.alarm is not None and self.alarm.first_step <= step else None
+        if before is not None and before.gap >= now:
+            now, limit, basis = before.gap, before.limit, before.basis
+        self.alarm = GapAlarm(before.first_step if before is not None else step, step, now, limit, basis)
+
+    def observe_all(self, lines: Iterable[Mapping[str, Any]]) -> list[GapAlarm]:
+        """Take in lines of metrics.jsonl. Returns the alarms, those that have ended included."""
+        found: dict[int, GapAlarm] = {}
+        for line in lines:
+            self.observe(line.get("step", 0), line)
+            if self.alarm is not None:
+                found[self.alarm.first_step] = self.alarm
+        return list(found.values())
+
+    def _limit(self) -> tuple[float, str]:
+        """Return the limit and what it comes from."""
+        precision = self._precision
+        if len(self._first) == FIRST_STEPS:
+            usual = max(precision.smallest, statistics.median(value for _, value in self._first))
+            if FACTOR * usual < precision.limit:
+                return FACTOR * usual, f"{FACTOR:.0f} times the gap of the run's first steps"
+        return precision.limit, f"the limit in {precision.name}"
