@@ -11,6 +11,7 @@ from relaxd.replica.gpus import GpuLeases, visible_gpus
 from relaxd.replica.turns import wait_for_turn
 from relaxd.rpc.client import channel
 from relaxd.rpc.settings import ServiceSettings
+from relaxd.rpc.terms import NewestTerm
 from relaxd.telemetry import setup_logging
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 
@@ -34,6 +35,8 @@ class ReplicaContext:
         self.coordinator = coordinator
         self.gpus = gpus
         self.stop = stop
+        self.fence = NewestTerm()
+        """The term of the coordinator that is obeyed."""
         self.failure = ""
         """Reason of the first `give_up`; empty before."""
         self.failed = asyncio.Event()

@@ -40,7 +40,6 @@ from relaxd.replica.service import ReplicaService, ServiceStatus
 from relaxd.rpc.errors import FailedPrecondition, ResourceExhausted, ServerError
 from relaxd.rpc.server import RunningServer, Service, start_service
 from relaxd.rpc.settings import ServiceSettings
-from relaxd.rpc.terms import NewestTerm
 from relaxd.v1 import replica_pb2, replica_pb2_grpc
 from relaxd.v1.coordinator_pb2 import HeartbeatResponse, Registration
 from relaxd.waiting import waits
@@ -61,7 +60,7 @@ class _Life:
         self.context = context
         self.settings = context.settings
         self.gpus = context.gpus
-        self.fence = NewestTerm()
+        self.fence = context.fence
         self.started_at = time.monotonic()
         self.follower = AssignmentFollower(service, self.send_status, context.gpus)
         self.server: RunningServer | None = None

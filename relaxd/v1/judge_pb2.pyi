@@ -92,7 +92,7 @@ class JudgeSleepRequest(_message.Message):
     SYNC_ID_FIELD_NUMBER: _builtins.int
     TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
     sync_id: _builtins.int
-    """As in weight synchronisations: ids below the last one seen are refused with FAILED_PRECONDITION."""
+    """As in weight synchronisations: ids below the last one of this coordinator are refused with FAILED_PRECONDITION."""
     timeout_seconds: _builtins.float
     """Seconds in which it has to sleep."""
     def __init__(

@@ -87,7 +87,7 @@ class SleepRequest(_message.Message):
     SYNC_ID_FIELD_NUMBER: _builtins.int
     TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
     sync_id: _builtins.int
-    """As in weight synchronisations: ids below the last one seen are refused with FAILED_PRECONDITION."""
+    """As in weight synchronisations: ids below the last one of this coordinator are refused with FAILED_PRECONDITION."""
     timeout_seconds: _builtins.float
     """Seconds in which it has to sleep."""
     def __init__(
@@ -333,7 +333,7 @@ class PauseGenerationRequest(_message.Message):
     MODE_FIELD_NUMBER: _builtins.int
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
     sync_id: _builtins.int
-    """Identifies the synchronisation; ids below the last one seen are refused with FAILED_PRECONDITION."""
+    """Identifies the synchronisation; ids below the last one of this coordinator are refused with FAILED_PRECONDITION."""
     mode: Global___PauseMode.ValueType
     """How to stop."""
     lease_seconds: _builtins.float

@@ -88,7 +88,7 @@ class TrainerJoinWeightGroupRequest(_message.Message):
     SYNC_ID_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     sync_id: _builtins.int
-    """Identifies the synchronisation; ids below the last one seen are refused with FAILED_PRECONDITION."""
+    """Identifies the synchronisation; ids below the last one of this coordinator are refused with FAILED_PRECONDITION."""
     @_builtins.property
     def group(self) -> _weights_pb2.WeightGroup:
         """The group's members and meeting point."""
@@ -368,7 +368,7 @@ class TrainerSleepRequest(_message.Message):
     SYNC_ID_FIELD_NUMBER: _builtins.int
     TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
     sync_id: _builtins.int
-    """As in weight synchronisations: ids below the last one seen are refused with FAILED_PRECONDITION."""
+    """As in weight synchronisations: ids below the last one of this coordinator are refused with FAILED_PRECONDITION."""
     timeout_seconds: _builtins.float
     """Seconds in which it has to sleep."""
     def __init__(

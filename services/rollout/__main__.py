@@ -4,6 +4,7 @@ import asyncio
 
 from relaxd.replica.context import open_context
 from relaxd.replica.replica import run_replica
+from relaxd.replica.sync_ids import SyncIds
 from relaxd.rpc.server import Service
 from relaxd.rpc.settings import parse_settings
 from relaxd.v1 import rollout_pb2_grpc
@@ -15,7 +16,8 @@ async def main() -> None:
     """Run the service until it is stopped."""
     async with open_context(parse_settings("rollout")) as context:
         service = RolloutService(context)
-        calls = Service(rollout_pb2_grpc.add_RolloutServicer_to_server, RolloutServicer(service), "relaxd.v1.Rollout")
+        servicer = RolloutServicer(service, SyncIds(context.fence))
+        calls = Service(rollout_pb2_grpc.add_RolloutServicer_to_server, servicer, "relaxd.v1.Rollout")
         try:
             await run_replica(service, context, [calls])
         finally:

@@ -15,6 +15,7 @@ from typing import cast
 from relaxd.replica.context import ReplicaContext, open_context
 from relaxd.replica.gpus import Gpu, GpuLeases
 from relaxd.replica.replica import run_replica
+from relaxd.replica.sync_ids import SyncIds
 from relaxd.rpc.server import Service
 from relaxd.rpc.settings import parse_settings
 from relaxd.v1 import rollout_pb2_grpc
@@ -33,7 +34,8 @@ async def _replica(process: ReplicaContext, coordinator: CoordinatorStub, number
     visible = [Gpu(f"GPU-{name}-{index}", index) for index in range(gpus)]
     context = ReplicaContext(settings, coordinator, GpuLeases(name, visible, coordinator), process.stop)
     service = RolloutService(context)
-    calls = Service(rollout_pb2_grpc.add_RolloutServicer_to_server, RolloutServicer(service), "relaxd.v1.Rollout")
+    servicer = RolloutServicer(service, SyncIds(context.fence))
+    calls = Service(rollout_pb2_grpc.add_RolloutServicer_to_server, servicer, "relaxd.v1.Rollout")
     try:
         await run_replica(service, context, [calls])
     finally:

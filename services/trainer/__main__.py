@@ -4,6 +4,7 @@ import asyncio
 
 from relaxd.replica.context import open_context
 from relaxd.replica.replica import run_replica
+from relaxd.replica.sync_ids import SyncIds
 from relaxd.rpc.server import Service
 from relaxd.rpc.settings import parse_settings
 from relaxd.v1 import trainer_pb2_grpc
@@ -14,7 +15,7 @@ async def main() -> None:
     """Run the service until it is stopped."""
     async with open_context(parse_settings("trainer")) as context:
         service = TrainerService(context)
-        servicer = TrainerServicer(service, context.settings)
+        servicer = TrainerServicer(service, context.settings, SyncIds(context.fence))
         calls = Service(trainer_pb2_grpc.add_TrainerServicer_to_server, servicer, "relaxd.v1.Trainer")
         await run_replica(service, context, [calls])
 

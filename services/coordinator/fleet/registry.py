@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from google.protobuf import json_format
 
 from relaxd.rpc.errors import NotFound, ResourceExhausted, Unavailable
+from relaxd.steady_clock import steady_time
 from relaxd.v1.coordinator_pb2 import Registration
 from relaxd.v1.replica_pb2 import (
     REPLICA_STATE_READY,
@@ -176,7 +177,7 @@ class Registry:
 
     async def register(self, registration: Registration) -> None:
         """Register a replica, in place of an earlier one with the same id."""
-        now = time.time()
+        now = steady_time()
         record = ReplicaRecord(registration_json=json_format.MessageToJson(registration), registered_at=now)
         async with self._writing:
             await self._store.save_replica(registration.replica_id, record)

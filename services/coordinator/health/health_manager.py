@@ -6,7 +6,6 @@ coordinator's term, and then carried out, so that the next coordinator continues
 
 import asyncio
 import logging
-import time
 from collections.abc import Coroutine
 from typing import Any, Protocol
 
@@ -14,6 +13,7 @@ from relaxd import telemetry
 from relaxd.board import BoardUnavailable
 from relaxd.roles import ROLES
 from relaxd.rpc.errors import RpcError
+from relaxd.steady_clock import steady_time
 from services.coordinator.fleet.checkpoint_requests import save_checkpoint
 from services.coordinator.fleet.run_context import RunContext
 from services.coordinator.health.health_policy import HealthPolicy
@@ -118,7 +118,7 @@ class HealthManager:
 
     def _reset_timers(self) -> None:
         """Restart all waits: replicas are not to blame for an outage of this coordinator or of Redis."""
-        self.record = self.record.with_reset_timers(time.time())
+        self.record = self.record.with_reset_timers(steady_time())
         self._policy.reset_timers()
 
     async def _tick(self) -> None:
@@ -126,7 +126,7 @@ class HealthManager:
         if phase not in (Phase.PENDING, Phase.RUNNING) or self._run.record.stop_reason:
             return
         last_step = await self._context.board.last_step()  # also raises if Redis is away
-        draft = HealthUpdate(self.record, time.time())
+        draft = HealthUpdate(self.record, steady_time())
         for instance in self._unknown & set(draft.replicas):
             del draft.replicas[instance]
         self._unknown.clear()

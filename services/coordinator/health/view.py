@@ -1,9 +1,9 @@
 """Health records as protobuf."""
 
-import time
 from collections.abc import Sequence
 
 from relaxd.config import HealthConfig
+from relaxd.steady_clock import steady_time
 from relaxd.v1 import health_pb2
 from services.coordinator.health.health_update import recent
 from services.coordinator.state.health_records import Event, HealthRecord
@@ -23,7 +23,7 @@ def health_messages(record: HealthRecord, config: HealthConfig) -> list[health_p
                 replica_id=one.replica_id,
                 state=health_pb2.HealthState.Value(f"HEALTH_STATE_{one.state}"),
                 reason=one.reason,
-                restarts=len(recent(one.restarts, config, time.time())),
+                restarts=len(recent(one.restarts, config, steady_time())),
             )
         )
     return sorted(messages, key=lambda message: (message.role, message.instance))

@@ -101,8 +101,8 @@ class ActiveRun:
         self._drops = DropWatch()
         self._gap = GapWatch(context.config)
         self.waiting = WaitWatcher(context, self._describe)
-        self._going_since = time.time()
-        """Unix time at which training began, or went on after a pause, under this coordinator."""
+        self._going_since = time.monotonic()
+        """Monotonic time at which training began, or went on after a pause, under this coordinator."""
         self._sampled_step = 0
         """The last step whose samples are in the run's folder."""
         self._last_fate: str | None = None
@@ -136,7 +136,7 @@ class ActiveRun:
         announced = self.sync.announced
         ending = self._stopping() or record.phase not in (Phase.PENDING, Phase.RUNNING)
         return {
-            "going_since": self._going_since,
+            "going_since": time.time() - (time.monotonic() - self._going_since),
             "training": record.phase != Phase.PENDING,
             "starting": record.reason if record.phase == Phase.PENDING else "",
             "stopping": (record.stop_reason or "completed") if ending else "",
@@ -168,7 +168,7 @@ class ActiveRun:
             failed, filtered = counts.consecutive_drops, counts.consecutive_filtered
             if again := await self._redis.call(self.board.retry_unscored, term=self.context.term):
                 logger.info("run %s: %d prompts whose reward failed are given again", self.record.run_id, again)
-        self._going_since = time.time()
+        self._going_since = time.monotonic()
         await self._save(paused=None, forgiven_drops=failed, forgiven_filtered=filtered)
 
     async def stop(self, reason: str) -> None:
@@ -256,7 +256,7 @@ class ActiveRun:
     async def _train(self) -> None:
         """Monitor the run until its last step."""
         self._reported_sync_seconds = self.sync.seconds
-        self._going_since = time.time()
+        self._going_since = time.monotonic()
         while True:
             self._usage.sample(self.fleet.devices())
             counts = await self._redis.call(self.board.counts)

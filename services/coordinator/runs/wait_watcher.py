@@ -22,6 +22,8 @@ FIRST_LOG_SECONDS = 10.0
 """A wait that lasts this long is logged: a run's start has many short ones."""
 LOG_SECONDS = 60.0
 """Interval at which a wait that goes on is logged again."""
+CLOCKS_DIFFER_SECONDS = 600.0
+"""A step that ended this far ahead ended before the clock was set back: Redis's clock is no further ahead."""
 USUAL_STEPS = 20
 """Steps from which it is known how long one usually takes."""
 
@@ -123,12 +125,14 @@ class WaitWatcher:
         now, config, fleet = time.time(), self._context.config, self._context.fleet
         own = self._describe()
         going_since = own.pop("going_since")
+        ended = self._steps[-1][1] if self._steps else 0.0
+        ended = ended if ended <= now + CLOCKS_DIFFER_SECONDS else 0.0
         values = {
             "run_id": self._context.run_id,
             "now": now,
             "steps": config.run.steps,
             "groups_per_step": config.trainer.groups_per_step,
-            "step_ended": max(going_since, self._steps[-1][1] if self._steps else 0.0),
+            "step_ended": max(going_since, ended),
             "usual_seconds": statistics.median(seconds for _, _, seconds in self._steps) if self._steps else None,
             "lease_seconds": config.board.lease_seconds,
             "missing": fleet.missing(),

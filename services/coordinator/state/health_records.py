@@ -98,16 +98,22 @@ class HealthRecord(Record):
     def with_reset_timers(self, now: float) -> "HealthRecord":
         """Return a copy in which all waits start at `now`, after a time without a coordinator or without Redis.
 
-        Tries begin anew, too: a process may have ended because of that time.
+        Tries begin anew, too: a process may have ended because of that time. Times after `now` are an earlier
+        coordinator's, before the clock was set back: restarts there no longer count, and waits from there begin now.
         """
         replicas = {
-            key: one.model_copy(update={"tries": 0, "since": now if one.state == Health.RESTARTING else one.since})
-            if one.state != Health.FAILED
-            else one
+            key: one.model_copy(
+                update={
+                    "tries": one.tries if one.state == Health.FAILED else 0,
+                    "since": now if one.state == Health.RESTARTING else min(one.since, now),
+                    "down_since": min(one.down_since, now),
+                    "restarts": tuple(at for at in one.restarts if at <= now),
+                }
+            )
             for key, one in self.replicas.items()
         }
         roles = {
-            key: one.model_copy(update={"since": now}) if one.state == Health.REBUILDING else one
+            key: one.model_copy(update={"since": now if one.state == Health.REBUILDING else min(one.since, now)})
             for key, one in self.roles.items()
         }
         return self.model_copy(update={"replicas": replicas, "roles": roles})

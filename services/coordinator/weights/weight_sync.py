@@ -16,6 +16,7 @@ from typing import Any
 from relaxd import telemetry
 from relaxd.retry import Backoff
 from relaxd.rpc.errors import FailedPrecondition
+from relaxd.steady_clock import steady_time
 from services.coordinator.fleet.registry import Replica
 from services.coordinator.fleet.run_context import RunContext
 from services.coordinator.state.records import Announcement, GroupRecord, Member, WeightsRecord
@@ -280,8 +281,11 @@ class WeightSync:
         await self._save(running=False, group=None)
 
     def next_id(self) -> int:
-        """Return the next id: Unix milliseconds, so that ids ascend for the members even if Redis lost the last one."""
-        return max(self.record.last_sync_id + 1, int(time.time() * 1000))
+        """Return the next id: Unix milliseconds, so that ids ascend for the members even if Redis lost the last one.
+
+        They also ascend if the system's clock is set back, in this term; the members don't compare those of two terms.
+        """
+        return max(self.record.last_sync_id + 1, int(steady_time() * 1000))
 
     async def close(self) -> None:
         """Leave the weight group at the end of the run."""
@@ -293,7 +297,7 @@ class WeightSync:
     def _record_attempt(self, sync_id: int) -> "asyncio.Future[None]":
         """Record that a synchronisation is in progress, which is done at once if it was with the announcement.
 
-        Its id needn't be in Redis then: ids are times, so a successor's are larger.
+        Its id needn't be in Redis then: a successor's have a later term.
         """
         if not self._recorded_ahead or self._saving.locked():
             return asyncio.create_task(self._save(last_sync_id=sync_id, running=True))

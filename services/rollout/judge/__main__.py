@@ -4,6 +4,7 @@ import asyncio
 
 from relaxd.replica.context import open_context
 from relaxd.replica.replica import run_replica
+from relaxd.replica.sync_ids import SyncIds
 from relaxd.roles import JUDGE
 from relaxd.rpc.server import Service
 from relaxd.rpc.settings import parse_settings
@@ -16,7 +17,8 @@ async def main() -> None:
     """Run the service until it is stopped."""
     async with open_context(parse_settings(JUDGE)) as context:
         service = JudgeService(context)
-        calls = Service(judge_pb2_grpc.add_JudgeServicer_to_server, JudgeServicer(service), "relaxd.v1.Judge")
+        servicer = JudgeServicer(service, SyncIds(context.fence))
+        calls = Service(judge_pb2_grpc.add_JudgeServicer_to_server, servicer, "relaxd.v1.Judge")
         await run_replica(service, context, [calls])
 
 

@@ -12,9 +12,9 @@ from services.rollout.judge.service import JudgeService
 class JudgeServicer(judge_pb2_grpc.JudgeServicer):
     """Answers relaxd.v1.Judge."""
 
-    def __init__(self, service: JudgeService) -> None:
+    def __init__(self, service: JudgeService, sync_ids: SyncIds) -> None:
         self._service = service
-        self._sync_ids = SyncIds()
+        self._sync_ids = sync_ids
 
     async def Ask(self, request: judge_pb2.AskRequest, context: Any) -> judge_pb2.AskResponse:
         """See the proto."""

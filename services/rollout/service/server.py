@@ -30,9 +30,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
     Calls of earlier weight synchronisations are refused.
     """
 
-    def __init__(self, service: RolloutService) -> None:
+    def __init__(self, service: RolloutService, sync_ids: SyncIds) -> None:
         self._service = service
-        self._sync_ids = SyncIds()
+        self._sync_ids = sync_ids
         self._numbers = itertools.count()
         self._running: dict[str, tuple[RolloutEngine, str]] = {}
         """Engine and its id of the running requests that have an id."""

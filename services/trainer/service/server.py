@@ -135,10 +135,10 @@ class TrainerService(ReplicaService):
 class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     """Handlers of relaxd.v1.Trainer: they validate a request and pass it on to the ranks that it concerns."""
 
-    def __init__(self, service: TrainerService, settings: ServiceSettings) -> None:
+    def __init__(self, service: TrainerService, settings: ServiceSettings, sync_ids: SyncIds) -> None:
         self._service = service
         self._settings = settings
-        self._sync_ids = SyncIds()
+        self._sync_ids = sync_ids
         self._group: tuple[int, str] | None = None
         """Term and name of the group that the source ranks are in."""
 

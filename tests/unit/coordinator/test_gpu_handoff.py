@@ -2,6 +2,9 @@
 
 import asyncio
 import contextlib
+import time
+
+import pytest
 
 from relaxd.config import BoardConfig, DataConfig, ModelConfig, RewardConfig, RunConfig, RunSection
 from relaxd.roles import REPLICA_ROLES, ROLLOUT
@@ -19,7 +22,7 @@ from services.coordinator.weights.weight_sync import WeightSync
 from tests.kit.boards import STAGES
 
 
-async def test_engines_that_slept_serve_the_next_run(redis_url: str) -> None:
+async def test_engines_that_slept_serve_the_next_run(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = AsyncStore(Store(redis_url))
     store.in_threads.take_over()
     registry = Registry(store, lease_seconds=6.0, heartbeat_seconds=1.0, gpu_lease_seconds=60.0)
@@ -49,4 +52,9 @@ async def test_engines_that_slept_serve_the_next_run(redis_url: str) -> None:
     registry.heartbeat("rollout-0", ReplicaStatus(state=REPLICA_STATE_READY, run_id="next", weights=weights))
     assert engine.version == (2, 0)
     assert engine.gpu_requested_at == 0.0
+
+    # Turns aren't on record: only the clock makes their ids ascend.
+    turn, now = sync.next_id(), time.time
+    monkeypatch.setattr(time, "time", lambda: now() - 40 * 86400)
+    assert sync.next_id() >= turn
     await board.close()

@@ -10,7 +10,7 @@ from services.coordinator.fleet.registry import Replica
 from services.coordinator.health.health_update import HealthUpdate, RestartMode, next_restart
 from services.coordinator.health.role_reconciler import RoleReconciler, RoleSigns
 from services.coordinator.health.signs import Signs
-from services.coordinator.state.health_records import KEPT_EVENTS, Health, HealthRecord, ReplicaHealth
+from services.coordinator.state.health_records import KEPT_EVENTS, Health, HealthRecord, ReplicaHealth, RoleHealth
 from services.coordinator.weights.handoff_failures import HandoffFailure
 
 READY, STARTING, FAILED = pb.REPLICA_STATE_READY, pb.REPLICA_STATE_STARTING, pb.REPLICA_STATE_FAILED
@@ -184,3 +184,14 @@ def test_consecutive_rebuilds_share_one_pause() -> None:
     first, third = "rebuilding reward (1 of 3): it died", "rebuilding reward (3 of 3): it died"
     rebuilding = Health.REBUILDING
     assert seen == [(rebuilding, 1, first), (rebuilding, 2, first), (Health.HEALTHY, 2, first), (rebuilding, 3, third)]
+
+
+def test_a_clock_that_was_set_back_puts_nothing_off() -> None:
+    """The coordinator before had a clock that was days ahead."""
+    now, ahead = 1e9, 1e9 + 40 * 86400
+    failed = ReplicaHealth(instance="rollout-1", role="rollout", replica_id="rollout-1", state=Health.FAILED)
+    failed = failed.model_copy(update={"since": ahead, "down_since": ahead, "restarts": (now - 5, ahead, ahead + 9)})
+    role = RoleHealth(role="rollout", since=ahead)
+    record = HealthRecord(replicas={"rollout-1": failed}, roles={"rollout": role}).with_reset_timers(now)
+    one = record.replicas["rollout-1"]
+    assert (one.since, one.down_since, one.restarts, record.roles["rollout"].since) == (now, now, (now - 5,), now)

@@ -103,6 +103,24 @@ async def test_it_sees_replicas_groups_and_steps(redis_url: str, caplog: pytest.
     assert "step 1 of 9 ended 0 s ago; the last steps usually took 2.5 s" in ended.wait.evidence
 
 
+async def test_a_late_step_is_late_although_the_clock_was_set_back(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(redis_url)
+    await world.replica("rollout-0", ROLLOUT)
+    await world.replica("reward-0", REWARD)
+    world.board.publish(term=1, groups=[group("a"), group("b"), group("c"), group("d")])
+    advance(world.board, ["rollout", "reward", "critic", "advantage"])
+    term = world.board.new_trainer_term()
+    groups = [delivery.group_id for delivery in take(world.board, "train", count=2)]
+    world.board.commit_step(term=term, step=1, plan={"groups": groups}, metrics={"step_seconds": 2.5})
+    assert (await world.look()).waiting_for == ""
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() - 40 * 86400)
+    world.run["going_since"] = time.time() - 60
+    assert (await world.look()).waiting_for.startswith("the trainer has all 2 groups of step 2")
+
+
 async def test_a_replica_in_a_state_of_another_release_is_named(redis_url: str) -> None:
     world = World(redis_url)
     await world.replica("rollout-1", ROLLOUT, 77)
