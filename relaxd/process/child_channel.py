@@ -1,8 +1,7 @@
 """The channel of a child process: its stubs wait until the child serves, and raise what explains a failure."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -19,6 +18,10 @@ OPTIONS = [
     ("grpc.client_idle_timeout_ms", 2**31 - 1),  # the socket's file is gone: there is no second connection
     ("grpc.enable_http_proxy", 0),
 ]
+FAILURES = (grpc.aio.AioRpcError, asyncio.CancelledError, grpc.aio.UsageError)
+"""How gRPC reports that a call failed, was cancelled, or found its channel closed."""
+
+EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 
 
 class ChildChannel(AsyncChannel):
@@ -27,7 +30,7 @@ class ChildChannel(AsyncChannel):
     - `timeout` has to be given; None means no deadline.
     - They raise RpcError: the one that the child's handler raised, DeadlineExceeded after `timeout` seconds, or
       ChildExited if the child has exited or exits meanwhile.
-    - A streaming call is an asynchronous generator; closing it cancels the call.
+    - A streaming call is an iterator of responses (see `Responses`).
     """
 
     def __init__(
@@ -49,8 +52,13 @@ class ChildChannel(AsyncChannel):
         plain = super().unary_unary(method, *arguments, **options)
 
         async def call(request: Any, *, timeout: float | None) -> Any:
-            async with self._explaining(method, timeout) as left:
+            late = self._late(method, timeout)
+            left = await self._time_left_once_connected(timeout, late)
+            try:
                 return await plain(request, timeout=left)
+            except FAILURES as error:
+                await self._explain(error, late)
+                raise
 
         return call
 
@@ -61,39 +69,84 @@ class ChildChannel(AsyncChannel):
         return self._streaming(method, super().stream_stream(method, *arguments, **options))
 
     def _streaming(self, method: str, plain: Any) -> Any:
-        async def call(request: Any, *, timeout: float | None) -> AsyncIterator[Any]:
-            async with self._explaining(method, timeout) as left:
-                running = plain(request, timeout=left)
-                try:
-                    async for response in running:
-                        yield response
-                finally:
-                    running.cancel()
+        def call(request: Any, *, timeout: float | None) -> Responses:
+            late = self._late(method, timeout)
+
+            async def start() -> Any:
+                return plain(request, timeout=await self._time_left_once_connected(timeout, late))
+
+            return Responses(start, lambda error: self._explain(error, late))
 
         return call
 
-    @asynccontextmanager
-    async def _explaining(self, method: str, timeout: float | None) -> AsyncIterator[float | None]:
-        """Wait until the child serves, yield the rest of `timeout`, and translate the errors of a call."""
+    def _late(self, method: str, timeout: float | None) -> str:
+        return f"{self._name} did not answer {method.rpartition('/')[2]} within {timeout or 0:g} s"
+
+    async def _time_left_once_connected(self, timeout: float | None, late: str) -> float | None:
+        """Wait until the child serves; return the rest of `timeout`. Raises ChildExited, DeadlineExceeded."""
         clock = asyncio.get_running_loop().time
         deadline = None if timeout is None else clock() + timeout
-        late = f"{self._name} did not answer {method.rpartition('/')[2]} within {timeout or 0:g} s"
         try:
             async with asyncio.timeout_at(deadline):
                 await self._wait_connected()
         except TimeoutError:
             raise DeadlineExceeded(late) from None
-        try:
-            yield None if deadline is None else max(deadline - clock(), 0.0)
-        except grpc.aio.AioRpcError as error:
-            if has_status(error):
-                raise from_call(error) from None
-            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise DeadlineExceeded(late) from None
-            await self._wait_exited(EXIT_SECONDS)
-            raise Unavailable(f"{self._name}: {error.code().name}: {error.details()}") from None
-        except (asyncio.CancelledError, grpc.aio.UsageError):
+        return None if deadline is None else max(deadline - clock(), 0.0)
+
+    async def _explain(self, error: BaseException, late: str) -> None:
+        """Raise the RpcError that explains one of FAILURES, if there is one."""
+        if not isinstance(error, grpc.aio.AioRpcError):
             task = asyncio.current_task()
             if task is not None and not task.cancelling():  # the channel was closed, because the child has exited
                 await self._wait_exited(0)
+            return
+        if has_status(error):
+            raise from_call(error) from None
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise DeadlineExceeded(late) from None
+        await self._wait_exited(EXIT_SECONDS)
+        raise Unavailable(f"{self._name}: {error.code().name}: {error.details()}") from None
+
+
+class Responses:
+    """The responses of a streaming call. `aclose`, or dropping the last reference to it, cancels the call.
+
+    It isn't an asynchronous generator: when an event loop ends, asyncio closes all of these at once, each together with
+    the generators that it runs, and reports errors of its own for those that are closed twice.
+    """
+
+    def __init__(
+        self, start: Callable[[], Awaitable[Any]], explain: Callable[[BaseException], Awaitable[None]]
+    ) -> None:
+        """`start` opens the call when the first response is asked for; `explain` raises what explains its failure."""
+        self._start = start
+        self._explain = explain
+        self._call: Any = None
+        self._ended = False
+
+    def __aiter__(self) -> "Responses":
+        return self
+
+    async def __anext__(self) -> Any:
+        """Return the next response. After an error there is none."""
+        if self._ended:
+            raise StopAsyncIteration
+        response = EOF
+        try:
+            if self._call is None:
+                self._call = await self._start()
+            response = await self._call.read()
+        except FAILURES as error:
+            await self._explain(error)
             raise
+        finally:
+            self._ended = response is EOF
+        if self._ended:
+            raise StopAsyncIteration
+        return response
+
+    async def aclose(self) -> None:
+        """Cancel the call, if it hasn't ended."""
+        self._ended = True
+        if self._call is not None:
+            self._call.cancel()

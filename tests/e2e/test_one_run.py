@@ -32,6 +32,11 @@ SERVICE_OF = {
 }
 WORK_OF = {"rollout": "generate", "reward": "score", "advantage": "advantage", "train": "in_step"}
 """Names of the stages' work in metrics."""
+TOLD_OF_THE_MACHINE = (
+    "reward workers are limited in",  # Linux doesn't let tests limit them in everything
+    "is starting: ",  # a machine that does much else takes more than ten seconds
+)
+"""Warnings of a run without a fault."""
 
 
 def seconds(span: ReceivedSpan) -> float:
@@ -164,6 +169,19 @@ def test_every_process_logs_to_the_collector(finished: FinishedRun) -> None:
     assert [(log.trace_id, log.span_id) in steps for log in told] == [True]
     written = (finished.folder / "logs" / "trainer.log").read_text()
     assert f"trace_id={told[0].trace_id} span_id={told[0].span_id}" in written
+
+
+@pytest.mark.timeout(240)
+def test_a_run_without_a_fault_logs_no_warning_and_no_error(finished: FinishedRun) -> None:
+    logs = {path.stem: path.read_text().splitlines() for path in (finished.folder / "logs").glob("*.log")}
+    assert logs.keys() >= {"coordinator", "rollout", "reward", "advantage", "trainer", "supervisor"}
+    told = [
+        line
+        for lines in logs.values()
+        for line in lines
+        if re.search(r"^\S+Z (WARNING|ERROR|CRITICAL) |^\s*Traceback ", line)
+    ]
+    assert [line for line in told if not any(known in line for known in TOLD_OF_THE_MACHINE)] == []
 
 
 @pytest.mark.timeout(240)

@@ -34,6 +34,37 @@ async def main():
     await echo.freeze(struct(), timeout=None)
 asyncio.run(main())
 """
+LEAVING = f"""
+import asyncio, logging, sys
+from contextlib import suppress
+from relaxd.process.child import Child, ChildExited
+from relaxd.process.turns import Turns
+from tests.kit.child_service import ChildStub, struct
+kept = []
+async def until_it_ends(reading):
+    with suppress(ChildExited):
+        await reading
+async def main(left, ends):
+    child = await Child.start("{MODULE}")
+    echo = ChildStub(child.channel)
+    if left == "answered":
+        kept.append(Turns(echo.stream_stream("each"), "each"))
+        await kept[-1].ask(struct(do="echo"), timeout=30)
+    if left == "unanswered":
+        kept.append(Turns(echo.stream_stream("each"), "each"))
+        kept.append(asyncio.create_task(until_it_ends(kept[-1].ask(struct(do="hang"), timeout=None))))
+    if left == "unread":
+        kept.append(echo.stream("count")(struct(to=100), timeout=None))
+        await anext(kept[-1])
+    if left == "being read":
+        kept.append(asyncio.create_task(until_it_ends(anext(echo.stream("count")(struct(to=100), timeout=None)))))
+    await echo.echo(struct(), timeout=30)
+    if ends:
+        child.kill()
+        await child.exited
+logging.basicConfig()
+asyncio.run(main(sys.argv[1], sys.argv[2] == "killed"))
+"""
 
 
 @pytest.fixture
@@ -184,6 +215,14 @@ async def test_a_stream_comes_in_order_and_can_be_left(echo: ChildStub) -> None:
     assert (await anext(stream))["number"] == 0
     await stream.aclose()
     assert await echo.echo(Struct(), timeout=30) == Struct()
+
+
+@pytest.mark.parametrize("ends", ["killed", "running"])
+@pytest.mark.parametrize("left", ["answered", "unanswered", "unread", "being read"])
+def test_a_parent_ends_without_a_word_whatever_streams_it_has_left(left: str, ends: str) -> None:
+    with start_python("-c", LEAVING, left, ends, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as parent:
+        output, _ = parent.communicate(timeout=60)
+    assert (parent.returncode, output) == (0, "")
 
 
 async def test_only_the_parent_is_answered(echo: ChildStub, child: Child) -> None:
