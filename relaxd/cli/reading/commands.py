@@ -1,7 +1,8 @@
 """`relaxd watch`, `samples`, `metrics` and `runs`."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -42,6 +43,9 @@ SHOWN_METRICS = (
     "step_seconds",
 )
 """Columns of `relaxd metrics` if none are named; metrics that a run lacks are left out."""
+MAX_TITLE = 10
+"""Width of the lines of a metric's name above its column."""
+GAP = 2
 REWARD_STEPS = 5
 """Steps over which `relaxd runs` averages the reward."""
 
@@ -114,7 +118,11 @@ def metrics(
             for line in lines:
                 show(json.dumps({name: line[name] for name in chosen if name in line}))
         else:
-            new_console().print(_metrics_table(lines, names or [name for name in SHOWN_METRICS if name in known]))
+            console = new_console()
+            console.print(
+                *metrics_tables(lines, names or [name for name in SHOWN_METRICS if name in known], console.width),
+                sep="\n",
+            )
 
 
 def runs(state: StateOption = DEFAULT_STATE, coordinator: CoordinatorOption = None) -> None:
@@ -183,16 +191,40 @@ def _results(folder: Path) -> tuple[str, str]:
     return f"{sum(rewards) / len(rewards):.3f}" if rewards else "", " → ".join(held_out)
 
 
-def _metrics_table(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Table:
-    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for title in ("step", *names):
-        table.add_column(title, justify="right", overflow="fold")
-    for line in lines:
-        table.add_row(str(line["step"]), *_cells(line, names))
-    return table
-
-
-def _cells(line: Mapping[str, Any], names: Sequence[str]) -> Iterator[str]:
+def metrics_tables(lines: Sequence[Mapping[str, Any]], names: Sequence[str], width: int) -> list[Table]:
+    """Format metrics as tables of at most `width`, each with as many columns as fit."""
+    tables: list[list[list[str]]] = []
     for name in names:
-        value = line.get(name)
-        yield "" if value is None else f"{value:.4g}"
+        column = [_title(name), *(_cell(line.get(name)) for line in lines)]
+        if not tables or _width([*tables[-1], column]) > width:
+            tables.append([["step", *(str(line["step"]) for line in lines)]])
+        tables[-1].append(column)
+    return list(map(_table, tables))
+
+
+def _title(name: str) -> str:
+    """Break a metric's name at underscores into lines of at most MAX_TITLE, where it can."""
+    lines = [""]
+    for part in re.findall("[^_]*_*", name):
+        if len(lines[-1] + part) <= MAX_TITLE:
+            lines[-1] += part
+        else:
+            lines.append(part)
+    return "\n".join(filter(None, lines))
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _width(columns: Sequence[Sequence[str]]) -> int:
+    return sum(max(len(line) for cell in column for line in cell.split("\n")) + GAP for column in columns)
+
+
+def _table(columns: Sequence[Sequence[str]]) -> Table:
+    table = Table(box=None, header_style="dim", padding=(0, GAP, 0, 0))
+    for title, *_ in columns:
+        table.add_column(title, justify="right", overflow="fold")
+    for row in list(zip(*columns, strict=True))[1:]:
+        table.add_row(*row)
+    return table

@@ -53,13 +53,18 @@ def evaluation(
 
 
 def results_table(rows: Sequence[SetRow]) -> Table:
-    """Format results of evaluations, with 95 % confidence intervals in brackets."""
+    """Format results of evaluations, a metric per row, with 95 % confidence intervals in brackets."""
     titles, cells = table_of(rows)
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for title in titles:
-        table.add_column(title, justify="left" if title == "set" else "right", no_wrap=True)
-    for row in cells:
-        table.add_row(*row)
+    table.add_column("set", overflow="fold")
+    for title in ("step", "metric", "value"):
+        table.add_column(title, justify="right" if title == "step" else "left", no_wrap=True)
+    for name, step, *values in cells:
+        place = [name, step]
+        for metric, value in zip(titles[2:], values, strict=True):
+            if value:
+                table.add_row(*place, metric, value)
+                place = ["", ""]  # once above its metrics
     return table
 
 

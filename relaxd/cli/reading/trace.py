@@ -1,9 +1,12 @@
 """`relaxd trace`: the way of one group through the services, as a tree."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -13,8 +16,8 @@ from relaxd.client.errors import CliError
 from relaxd.config import RunConfig
 from relaxd.report.traces import GroupTrace, TracedSpan, read_group_trace
 
-BAR = 24
-"""Width of the time line."""
+BAR, MIN_BAR = 24, 8
+"""Width of the time line where there is room, and where there is little."""
 FACTS = ("step", "version")
 """Attributes to show."""
 
@@ -31,7 +34,7 @@ def trace(
         found = read_group_trace(source.folder, group_id)
         if found is None:
             raise CliError(*_why_untraced(group_id, RunConfig.model_validate_json(source.run.config_json)))
-        new_console().print(_tree(found, group_id))
+        new_console().print(trace_table(found, group_id))
 
 
 def _why_untraced(group_id: str, config: RunConfig) -> tuple[str, str]:
@@ -47,13 +50,15 @@ def _why_untraced(group_id: str, config: RunConfig) -> tuple[str, str]:
     return f"there is no trace of group {group_id}", "relaxd samples --json has the ids of groups"
 
 
-def _tree(found: GroupTrace, group_id: str) -> Table:
+def trace_table(found: GroupTrace, group_id: str) -> Table:
+    """Format a group's spans as a tree with a time line."""
     begin = found.root.start
     end = max(span.end for span in found.spans)
     title = f"group {group_id}, trace {found.root.trace_id}"
     table = Table(title=title, title_justify="left", box=None, header_style="dim", padding=(0, 2, 0, 0))
     for name in ("span", "replica", "from", "for", "", ""):
-        table.add_column(name, justify="right" if name in ("from", "for") else "left", no_wrap=True)
+        number = name in ("from", "for")
+        table.add_column(name, justify="right" if number else "left", no_wrap=number, overflow="fold")
     for depth, span in [*_ordered(found), *((0, span) for span in found.linked)]:
         style = "bold red" if span.error else "dim" if span.name == "wait" else ""
         facts = [f"{name} {span.attributes[f'relaxd.{name}']}" for name in FACTS if f"relaxd.{name}" in span.attributes]
@@ -62,7 +67,7 @@ def _tree(found: GroupTrace, group_id: str) -> Table:
             span.instance,
             _seconds(span.start - begin),
             _seconds(span.end - span.start),
-            _bar(span, begin, end),
+            _Bar(span, begin, end),
             " ".join([*facts, span.error]).strip(),
         )
     return table
@@ -87,9 +92,20 @@ def _seconds(nanoseconds: int) -> str:
     return f"{nanoseconds / 1e9:.3f} s"
 
 
-def _bar(span: TracedSpan, begin: int, end: int) -> str:
-    """Draw when a span was; a part of a span of another trace may be outside."""
-    scale = BAR / max(end - begin, 1)
-    first, last = (min(max(int((at - begin) * scale), 0), BAR) for at in (span.start, span.end))
-    first = min(first, BAR - 1)
-    return " " * first + "━" * max(1, last - first)
+@dataclass(frozen=True)
+class _Bar:
+    """The part of a trace's time that a span took, as a bar; a span of another trace may be partly outside."""
+
+    span: TracedSpan
+    begin: int
+    end: int
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(MIN_BAR, BAR)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = min(BAR, options.max_width)
+        scale = width / max(self.end - self.begin, 1)
+        first, last = (min(max(int((at - self.begin) * scale), 0), width) for at in (self.span.start, self.span.end))
+        first = min(first, width - 1)
+        yield Text(" " * first + "━" * max(1, last - first), no_wrap=True)

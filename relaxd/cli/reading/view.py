@@ -188,15 +188,15 @@ def samples_table(samples: Sequence[pb.TrainedSample], *, title: str = "", one_l
         padding=(0, 2, 0, 0),
         expand=one_line,
     )
-    table.add_column("step", justify="right")
-    table.add_column("version", justify="right")
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("version", justify="right", no_wrap=True)
     for column, width in (("prompt", 48), ("response", 48), ("answer", 24)):
         if one_line:
             table.add_column(column, overflow="ellipsis", no_wrap=True, ratio=width)
         else:
             table.add_column(column, overflow="fold", max_width=width)
-    table.add_column("reward", justify="right")
-    table.add_column("advantage", justify="right")
+    table.add_column("reward", justify="right", no_wrap=True)
+    table.add_column("advantage", justify="right", no_wrap=True)
     for sample in samples:
         style = "green" if sample.advantage > 0 else "red" if sample.advantage < 0 else None
         table.add_row(

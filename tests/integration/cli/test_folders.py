@@ -104,7 +104,7 @@ def test_results_and_metrics_are_listed() -> None:
     (row,) = [line.split() for line in shown("runs").output.splitlines() if line.startswith("r ")]
     assert row == ["r", "stopped", "6/6", "0.400", "0.00", "→", "0.75", "2026-01-02", "03:04", "90", "s"]
     lines = shown("metrics", "--last", "2").stdout.split()
-    assert lines == ["step", "reward_mean", "loss", "5", "0.5", "0.5", "6", "0.6", "0.5"]
+    assert lines == ["reward_", "step", "mean", "loss", "5", "0.5", "0.5", "6", "0.6", "0.5"]
     assert json.loads(shown("metrics", "r", "loss", "--json").stdout.splitlines()[0]) == {"step": 1, "loss": 0.5}
     assert "has no metric 'los' try: there are loss, reward_mean" in refusal("metrics", "r", "los")
 

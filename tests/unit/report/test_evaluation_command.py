@@ -60,8 +60,9 @@ def test_the_results_of_each_set_are_above_its_answers(folder: Path) -> None:
     answer = {"index": 0, "sample": 1, "reward": 1.0, "error": ""}
     (folder / "evaluations" / "sums" / "step-000000.jsonl").write_text(json.dumps(answer))
     lines = [line.split() for line in shown(folder).splitlines()]
-    assert lines[0] == ["set", "step", "prompts", "reward", "pass@2", "length", "cut", "off"]
-    assert lines[1:3] == [["held_out", "0", "0.500"], ["sums", "0", "4", "0.250", "0.500"]]
+    assert lines[0] == ["set", "step", "metric", "value"]
+    assert lines[1:3] == [["held_out", "0", "reward", "0.500"], ["sums", "0", "prompts", "4"]]
+    assert lines[3:5] == [["reward", "0.250"], ["pass@2", "0.500"]]
     assert lines[-1] == ["prompt", "0", "(not", "kept)", "1.00"]
     with pytest.raises(CliError, match="no evaluation set 'sms'; did you mean 'sums'"):
         shown(folder, "--set", "sms")
