@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -76,7 +76,14 @@ class Child:
     Start it from a thread that lives as long as the child should: Linux ends the child with that thread.
     """
 
-    def __init__(self, name: str, process: "subprocess.Popen[bytes]", folder: Path, token: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        process: "subprocess.Popen[bytes]",
+        folder: Path,
+        token: str,
+        filter_output: Callable[[str], Iterable[str]],
+    ) -> None:
         self.name = name
         self.pid = process.pid
         self._process = process
@@ -85,9 +92,8 @@ class Child:
         self.exited: asyncio.Future[ChildExit] = self._loop.create_future()
         """Done as soon as the child has exited."""
         self._connected: asyncio.Future[None] = self._loop.create_future()
+        self._filter_output = filter_output
         self._last_lines: deque[str] = deque(maxlen=OUTPUT_LINES)
-        self.line_count = 0
-        """Lines that it has written to stdout and stderr."""
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._closing: asyncio.Future[None] | None = None
@@ -105,6 +111,7 @@ class Child:
         python: str | None = None,
         name: str | None = None,
         gpu_lease: GpuLease | None = None,
+        filter_output: Callable[[str], Iterable[str]] = lambda line: (line,),
     ) -> Self:
         """Start `python -m module *args`. Calls wait until it serves.
 
@@ -116,6 +123,7 @@ class Child:
             python: another interpreter, which must be able to import `module`.
             name: name in messages; by default `module`.
             gpu_lease: lease on the GPUs that the child uses, if it uses any; the child is killed when it is over.
+            filter_output: returns what to pass on, to this process's stderr and in errors, of a line of its output.
 
         Raises ChildError when the lease is over already.
         """
@@ -148,7 +156,7 @@ class Child:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # only the parent handles an interrupt from the terminal
             )
-        child = cls(name or module, process, folder, token)
+        child = cls(name or module, process, folder, token, filter_output)
         if gpu_lease is not None:
             gpu_lease.add(child)
             child.exited.add_done_callback(lambda _: gpu_lease.discard(child))
@@ -176,11 +184,6 @@ class Child:
         """Wait `seconds` for the child's end. Raises ChildExited if it has come."""
         await asyncio.wait({self.exited}, timeout=seconds)
         self._raise_if_exited()
-
-    def lines_since(self, number: int) -> list[str]:
-        """Return the lines of its stdout and stderr after the first `number`, at most the last OUTPUT_LINES."""
-        new = min(OUTPUT_LINES, self.line_count - number)
-        return list(self._last_lines)[-new:] if new > 0 else []
 
     def kill(self) -> None:
         """Kill the child and every process that it started."""
@@ -214,10 +217,9 @@ class Child:
         assert self._process.stdout is not None
         with self._process.stdout as output:
             for line in output:
-                text = escape(line.decode(errors="replace").rstrip("\n"), keep="\t")
-                self._last_lines.append(text)
-                self.line_count += 1
-                print(text, file=sys.stderr, flush=True)
+                for text in self._filter_output(escape(line.decode(errors="replace").rstrip("\n"), keep="\t")):
+                    self._last_lines.append(text)
+                    print(text, file=sys.stderr, flush=True)
 
     def _watch(self, copier: threading.Thread) -> None:
         exit_code = self._process.wait()

@@ -3,7 +3,6 @@
 import asyncio
 import difflib
 import inspect
-import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,8 +13,6 @@ from relaxd.rewards.base import BadRewardError, Reward, RewardInput, RewardOutpu
 
 MACHINERY = str(Path(__file__).parent)
 """Folder of the files that call and import rewards; bundled rewards are in folders below it."""
-FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
-"""A frame in a faulthandler dump."""
 NOT_SETTINGS = frozenset(
     (
         *("sample", "samples", "data_source", "solution_str", "ground_truth", "extra_info"),
@@ -159,7 +156,7 @@ def place(reward: Callable[..., Any]) -> str:
     function = getattr(reward, "func", reward)  # of functools.partial
     function = inspect.unwrap(getattr(function, "reward", function))
     code = getattr(function, "__code__", None)
-    return f"{_name(reward)} ({_file(code.co_filename)}:{code.co_firstlineno})" if code else _name(reward)
+    return f"{_name(reward)} ({shown_file(code.co_filename)}:{code.co_firstlineno})" if code else _name(reward)
 
 
 def describe_error(error: BaseException) -> str:
@@ -167,28 +164,7 @@ def describe_error(error: BaseException) -> str:
     text = f"{type(error).__name__}: {error}".strip(": ")
     frames = _frames(error)
     own = [frame for frame in frames if frame.filename == frames[0].filename]
-    return f"{text} ({_file(own[-1].filename)}:{own[-1].lineno}, in {own[-1].name})" if own else text
-
-
-def place_in_stacks(lines: Sequence[str]) -> str:
-    """Return where a reward is, from lines of a faulthandler dump: "reward.py:12, in score"; "" if it isn't in one.
-
-    It is the innermost line in the file of the reward, as in `describe_error`. An async reward that awaits something is
-    in no stack.
-    """
-    own: list[tuple[str, str, str]] = []
-    for line in lines:
-        match = FRAME.match(line)
-        if match is None:  # the next thread's stack
-            own = []
-        elif str(Path(match[1]).parent) != MACHINERY:
-            own.append((match[1], match[2], match[3]))
-        elif not own or own[-1][0] == asyncio.runners.__file__:
-            return ""
-        else:
-            file, number, function = next(frame for frame in own if frame[0] == own[-1][0])
-            return f"{_file(file)}:{number}, in {function}"
-    return ""
+    return f"{text} ({shown_file(own[-1].filename)}:{own[-1].lineno}, in {own[-1].name})" if own else text
 
 
 def user_traceback(error: BaseException) -> str:
@@ -210,6 +186,7 @@ def _name(reward: Callable[..., Any]) -> str:
     return getattr(reward, "__name__", None) or type(reward).__name__
 
 
-def _file(name: str) -> str:
+def shown_file(name: str) -> str:
+    """Return a file's path, relative if it is in the current folder."""
     path = Path(name)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else name

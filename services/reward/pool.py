@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from relaxd.config import RewardConfig
 from relaxd.process.child import Child, ChildExited
 from relaxd.rewards import RewardInput, RewardOutput
-from relaxd.rewards.calling import place_in_stacks
+from relaxd.rewards.stacks import RewardStacks
 from relaxd.rpc.errors import DeadlineExceeded
 from relaxd.sandbox.enclosure import Measure
 from relaxd.v1.reward_worker_pb2 import LoadRewardRequest, LoadRewardResponse, ScoreSamplesRequest
@@ -55,13 +55,12 @@ class Running:
     """Their number."""
     slow_after: float
     """Seconds after which they are slow."""
-    child: Child
+    stacks: RewardStacks
+    """Stacks that its process has written."""
     deadline: Deadline
-    lines_before: int = 0
-    """Lines that the child had written before."""
 
     def __post_init__(self) -> None:
-        self.lines_before = self.child.line_count
+        self.stacks.forget()
 
     @property
     def what(self) -> str:
@@ -76,8 +75,7 @@ class Running:
     @property
     def where(self) -> str:
         """Where in the source the reward was when the sample became slow: " (at reward.py:12, in score)", or ""."""
-        place = place_in_stacks(self.child.lines_since(self.lines_before))
-        return f" (at {place})" if place else ""
+        return f" (at {self.stacks.place})" if self.stacks.place else ""
 
     def __str__(self) -> str:
         return f"{self.what} for {duration(self.seconds)}{self.where}; its prompt: {self.prompt!r}"
@@ -88,6 +86,8 @@ class _Worker:
     """A slot for a process. Empty until it is needed, and after the process has died."""
 
     child: Child | None = None
+    stacks: RewardStacks = field(default_factory=RewardStacks)
+    """Those that the process has written."""
     questions: Questions | None = None
     """Those of the process."""
     carrying: asyncio.Task[None] | None = None
@@ -257,13 +257,12 @@ class WorkerPool:
                 self._forms[reward] = loading
             outcomes: list[RewardOutput | Failure] = []
             if samples:
-                assert worker.child is not None
                 assert worker.questions is not None
                 slow = slow_after(timeout_seconds)
                 asked = ScoreSamplesRequest(request=request_of_samples(reward, samples), slow_seconds=slow)
                 async with Deadline(timeout_seconds) as deadline:
                     prompt = _shorten(samples[0].prompt)
-                    worker.running = Running(prompt, len(samples), slow, worker.child, deadline)
+                    worker.running = Running(prompt, len(samples), slow, worker.stacks, deadline)
                     with worker.questions.during(deadline):
                         scores = (await stub.ScoreSamples(asked, timeout=None)).scores
                 outcomes = [
@@ -317,12 +316,14 @@ class WorkerPool:
                 worker.temporary = tempfile.mkdtemp(prefix="relaxd-reward-")
                 plan = replace(self._plan, temporary=worker.temporary, own=(worker.temporary,))
                 arguments = [plan.to_json()]
+            worker.stacks = RewardStacks()
             worker.child = await Child.start(
                 "services.reward.worker",
                 arguments,
                 env=self._environment,
                 inherit=False,
                 name="reward worker",
+                filter_output=worker.stacks.filter,
             )
             worker.questions = Questions(self._ask)
             worker.carrying = asyncio.create_task(worker.questions.carry(RewardWorkerStub(worker.child.channel)))

@@ -23,6 +23,13 @@ def by_response(sample) -> object:
     return ACTIONS[action](argument)
 
 
+def deep(calls: int) -> None:
+    """Hang in a deep recursion."""
+    if calls:
+        deep(calls - 1)
+    time.sleep(3600)
+
+
 def hang_in_c(_: str) -> None:
     """Hold the interpreter's lock for ever: no signal handler, no other thread runs any more."""
     ctypes.PyDLL(None).sleep(3600)
@@ -141,6 +148,7 @@ ACTIONS: Mapping[str, object] = {
     "abort": lambda _: os.kill(os.getpid(), signal.SIGSEGV),
     "hang": lambda _: time.sleep(3600),
     "hang-in-c": hang_in_c,
+    "hang-deep": lambda _: deep(300),
     "hang-with-child": hang_with_child,
     "hang-unless": hang_unless,
     "hang-once": hang_once,

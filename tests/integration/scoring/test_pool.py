@@ -138,6 +138,17 @@ async def test_a_reward_that_hangs_is_killed_at_its_deadline(pool):
         assert outcome == Failure(late)
 
 
+async def test_of_a_reward_that_hangs_only_its_own_stack_is_shown(pool, capfd):
+    for hang, functions in (("hang", ["<lambda>", "by_response"]), ("hang-deep", ["deep"] * 100)):
+        (outcome,) = await score(pool, hang, timeout_seconds=2.0)
+        assert isinstance(outcome, Failure)
+        assert f", in {functions[0]})" in outcome.reason
+        first, *frames = capfd.readouterr().err.splitlines()
+        assert first == "the reward takes long; it is here (most recent call first):"
+        found = [re.fullmatch(rf'  File "{re.escape(str(FILE.resolve()))}", line \d+ in (.*)', line) for line in frames]
+        assert [frame and frame[1] for frame in found][-len(functions) :] == functions
+
+
 async def test_a_reward_that_hangs_is_named_while_it_hangs(pool):
     await score(pool, "one", "one")
     assert pool.slowest() is None
