@@ -2,7 +2,9 @@
 
 import os
 import socket
+import sqlite3
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -22,6 +24,24 @@ def connect(port: str) -> None:
 def write(path: str) -> None:
     """Write a file."""
     Path(path).write_text("written")
+
+
+def write_table(path: str) -> None:
+    """Write a table of SQLite, whose errors have no number."""
+    sqlite3.connect(path).execute("create table one (number)")
+
+
+def write_tensors(path: str) -> None:
+    """Write a file from Rust."""
+    import numpy
+    from safetensors.numpy import save_file
+
+    save_file({"one": numpy.ones(1)}, path)
+
+
+def run(*words: str) -> None:
+    """Run a program that may fail."""
+    subprocess.run(words, check=True, capture_output=True)
 
 
 def write_temporary(size: str) -> None:
@@ -53,6 +73,10 @@ ACTIONS = {
     "resolve": lambda name: socket.getaddrinfo(name, 80),
     "read": lambda path: Path(path).read_text(),
     "write": write,
+    "sqlite": write_table,
+    "safetensors": write_tensors,
+    "run-touch": lambda path: run("touch", path),
+    "run-python": lambda code: run(sys.executable, "-c", code),
     "temporary": write_temporary,
     "allocate": lambda size: len(bytearray(int(size))),
     "keep-temporary": keep_temporary,

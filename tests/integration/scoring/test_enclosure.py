@@ -63,10 +63,16 @@ def score(*responses: str | dict[str, Any], forbid: bool, secret_files: list[str
 
 def test_the_network_is_there_only_if_asked_for(forbid):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        asked = [f"connect {server.getsockname()[1]}", "resolve relaxd.invalid", "one"]
+        port = server.getsockname()[1]
+        asked = [
+            f"connect {port}",
+            "resolve relaxd.invalid",
+            f"run-python import socket; socket.create_connection(('127.0.0.1', {port}))",
+            "one",
+        ]
         found = score(*asked, forbid=forbid)
-        assert found["outcomes"][2] == 1.0
-        for reason in found["outcomes"][:2]:
+        assert found["outcomes"][-1] == 1.0
+        for reason in found["outcomes"][:-1]:
             assert reason.endswith("; rewards have no network: set reward.network = true")
         assert score(asked[0], forbid=forbid, network=True)["outcomes"] == [1.0]
 
@@ -101,6 +107,13 @@ def test_secrets_cannot_be_read_and_little_can_be_written(forbid, tmp_path):
     assert beside.read_text() == "secret"
     for reason in refused:
         assert "Error" in reason
+
+
+@pytest.mark.parametrize("action", ["write", "sqlite", "run-touch", "safetensors"])
+def test_the_setting_that_allows_to_write_is_named_however_it_is_done(action, tmp_path):
+    (reason,) = score(f"{action} {tmp_path / 'new'}", forbid=False)["outcomes"]
+    assert "name what else they write, or its folder, in reward.writable" in reason
+    assert score(f"{action} {tmp_path / 'new'}", forbid=False, writable=[str(tmp_path)])["outcomes"] == [1.0]
 
 
 def test_no_secret_of_a_local_stack_can_be_read(forbid, tmp_path, monkeypatch):
