@@ -5,6 +5,8 @@ import gzip
 import hashlib
 import html
 import json
+import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Template
@@ -34,8 +36,8 @@ STEP_COLUMNS = (
     ("tokens/s", "tokens_per_second", "{:.0f}"),
     ("seconds", "step_seconds", "{:.1f}"),
 )
-
-
+INVISIBLE = ("Cc", "Cf", "Zl", "Zp", "Zs")
+"""Unicode's categories of characters that leave no ink."""
 SCRIPTS = ("uplot/uPlot.iife.min.js", "report.js")
 """Scripts of the page. It runs no others, whatever a model has written."""
 
@@ -150,7 +152,7 @@ def _set_answers(result: RunResult, name: str) -> str:
         head += [f"response, step {step}", "reward"]
     rows = []
     for answer in newest[:SHOWN_ANSWERS]:
-        row = [str(answer.get("prompt", answer["index"])), str(answer.get("answer", ""))]
+        row = [shown_text(answer.get("prompt", answer["index"])), shown_text(answer.get("answer", ""))]
         if first != last:
             row += _answer_cells(before.get(place_of(answer)))
         rows.append([*row, *_answer_cells(answer)])
@@ -161,7 +163,15 @@ def _set_answers(result: RunResult, name: str) -> str:
 def _answer_cells(answer: Mapping[str, Any] | None) -> list[str]:
     if answer is None:
         return ["", ""]
-    return [str(answer.get("response", "")), answer["error"] or f"{answer['reward']:.2f}"]
+    return [shown_text(answer.get("response", "")), answer["error"] or f"{answer['reward']:.2f}"]
+
+
+def shown_text(value: object) -> str:
+    """Return a model's text without the height of what is empty: at most one blank line between two others."""
+    text = str(value)
+    if text and all(character.isspace() or unicodedata.category(character) in INVISIBLE for character in text):
+        return f"(only {len(text)} blank characters)"
+    return re.sub(r"\s*\n\s*\n", "\n\n", text.strip("\r\n\v\f"))
 
 
 def _counts(summary: Mapping[str, Any]) -> str:
@@ -188,9 +198,9 @@ def _samples_table(samples: Sequence[Mapping[str, Any]]) -> str:
         (
             str(sample.get("step", "")),
             str(sample.get("version", 0)),
-            str(sample.get("prompt", "")),
-            str(sample.get("response", "")),
-            str(sample.get("answer", "")),
+            shown_text(sample.get("prompt", "")),
+            shown_text(sample.get("response", "")) or "(nothing)",
+            shown_text(sample.get("answer", "")),
             f"{float(sample.get('reward', 0.0)):.2f}",
             f"{float(sample.get('advantage', 0.0)):+.2f}",
         )

@@ -128,9 +128,10 @@
     showing = false;
   }
 
+  const missing = (element) => !plots.has(element) && element.clientWidth > 0; // a hidden one has no width
   const seen = new IntersectionObserver((entries) => {
     for (const { target, isIntersecting } of entries) {
-      if (isIntersecting && !plots.has(target)) draw(target, charts.get(target));
+      if (isIntersecting && missing(target)) draw(target, charts.get(target));
     }
   }, { rootMargin: "400px" });
   const resized = new ResizeObserver((entries) => {
@@ -161,6 +162,17 @@
     }
   }
   if (!data.sections.length) make(page, "p", "no step has ended yet");
+
+  // What the window shows is drawn now, the rest one by one, so that each chart is there before it is scrolled to.
+  for (const element of charts.keys()) {
+    if (element.getBoundingClientRect().top < innerHeight && missing(element)) draw(element, charts.get(element));
+  }
+  (function drawNext() {
+    const next = [...charts.keys()].find(missing);
+    if (!next) return;
+    draw(next, charts.get(next));
+    setTimeout(drawNext);
+  })();
 
   const slider = document.getElementById("smoothing");
   slider.addEventListener("input", () => {

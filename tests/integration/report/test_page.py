@@ -60,3 +60,19 @@ def test_the_charts_are_drawn_smoothed_and_filtered(tmp_path: Path) -> None:
         wait_until(lambda: page.value("blocked.some((one) => one == 'script-src-elem')"), "the script is blocked")
         wait_until(lambda: page.value("blocked.includes('img-src')"), "the image is blocked")
         assert page.value("document.title") == "relaxd · r"
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed: the report's JavaScript is not run")
+def test_every_chart_is_drawn_without_being_scrolled_to(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("[run]\nsteps = 40\n")
+    names = [f"reward_{number}" for number in range(60)]
+    lines = [{"step": step, "loss": 1.0, "entropy": 2.0, **dict.fromkeys(names, step)} for step in range(1, 41)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_report(tmp_path)
+    assert BROWSER is not None
+    with browser_page(BROWSER, tmp_path / "profile") as page:
+        page.call("Page.navigate", url=(tmp_path / "report.html").as_uri())
+        wait_until(lambda: page.value("document.querySelectorAll('.chart').length") > 10, "many charts")
+        drawn = "[...document.querySelectorAll('.chart')].every((one) => one.querySelector('canvas'))"
+        wait_until(lambda: page.value(drawn), "all charts are drawn")
+        assert page.errors == []

@@ -10,6 +10,7 @@ import pytest
 from relaxd.client.errors import CliError
 from relaxd.config.load import load
 from relaxd.report.charts import chart_data
+from relaxd.report.page import shown_text
 from relaxd.report.report import write_report
 from relaxd.report.result import read_result
 from relaxd.report.step_times import GROUP, TRAINER, mean_rows, share_rows, tables
@@ -69,8 +70,42 @@ def test_report_has_everything_and_needs_nothing(folder: Path) -> None:
     assert parser.open == []
     assert not any({"src", "href"} & attributes.keys() for _, attributes in parser.tags)
     assert "The MIT License" in text
-    assert "accuracy" not in text.split("<script")[0].split("<h2>Steps</h2>")[0]  # no reward is called so
+    without_scripts = re.sub("<script.*?</script>", "", text, flags=re.DOTALL)
+    assert "accuracy" not in without_scripts.split("<h2>Steps</h2>")[0]  # no reward is called so
     assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_charts_are_drawn_before_the_tables_are_read(folder: Path) -> None:
+    text = write_report(folder).read_text()
+    order = ['id="charts"', 'id="data"', "uPlot=", "What the window shows is drawn now", "<h2>Where the time went</h2>"]
+    places = [text.index(part) for part in order]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\n" * 400, "(only 400 blank characters)"),
+        (" \n\t\u200b\u2028\r\n" * 50, "(only 350 blank characters)"),
+        ("", ""),
+        ("one\n  two\n\nthree\n", "one\n  two\n\nthree"),
+        ("\n\n\none\n \n\n\t\n\r\n   two" + "\n" * 90, "one\n\n   two"),
+        (12, "12"),
+    ],
+)
+def test_blank_text_takes_little_room(text: object, shown: str) -> None:
+    assert shown_text(text) == shown
+
+
+def test_blank_samples_and_answers_are_short(folder: Path) -> None:
+    blank = {"response": "\n" * 500, "prompt": "1 + 1", "answer": "2"}
+    (folder / "samples.jsonl").write_text(json.dumps({"step": 3, "reward": 0, **blank}) + "\n")
+    (folder / "evaluations").mkdir()
+    answer = {"index": 0, "sample": 0, "reward": 0.0, "error": "", **blank}
+    (folder / "evaluations" / "step-000003.jsonl").write_text(json.dumps(answer) + "\n")
+    page = write_report(folder).read_text()
+    assert page.count("(only 500 blank characters)") == 2
+    assert "\n\n\n" not in page.split("<h2>Held-out answers</h2>")[1].split("<h2>Groups</h2>")[0]
 
 
 def rows(text: str, head: str) -> dict[str, list[str]]:
