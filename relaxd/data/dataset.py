@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from relaxd.config import RunConfig
 from relaxd.data.checking import CHECKED, FIRST_LOOK, Limit, check_source, check_tools, evenly_spread
+from relaxd.data.digest import digest_of
 from relaxd.data.duplicates import Chosen, Seen, key_of, keys_of
 from relaxd.data.errors import DataError
 from relaxd.data.examples import Example, Message
@@ -23,8 +25,9 @@ from relaxd.data.sources.sources import Source, read_sources
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.run_folder import COMPARED, HELD_OUT
 
-DIGESTED = 512
-"""Maximum number of prompts that a digest reads."""
+OLDER_DIGESTED = 512
+"""Maximum number of prompts that a digest of earlier releases reads."""
+OLDER_DIGEST_BYTES = 8
 
 Place = tuple[int, int]
 """A place in the infinite sequence of prompts: epoch and position."""
@@ -142,13 +145,24 @@ class PromptDataset:
         """Number of different prompts."""
         return len(self._examples)
 
+    @cached_property
     def digest(self) -> str:
-        """Return a hash of prompts and answers spread evenly over all, which changes with their order and number.
+        """Hash of all prompts with everything that belongs to them, and of their order and number.
+
+        Raises DataError: a file can't be read any more.
+        """
+        try:
+            return digest_of(self._examples)
+        except OSError as error:
+            raise DataError("data", f"can't be read: {error}") from error
+
+    def older_digest(self) -> str:
+        """Return the digest of earlier releases, of prompts and answers spread evenly over all.
 
         Raises DataError: a row is wrong.
         """
-        found = hashlib.blake2b(str(len(self._examples)).encode(), digest_size=8)
-        for index in evenly_spread(len(self._examples), DIGESTED):
+        found = hashlib.blake2b(str(len(self._examples)).encode(), digest_size=OLDER_DIGEST_BYTES)
+        for index in evenly_spread(len(self._examples), OLDER_DIGESTED):
             example = self._example(index)
             found.update(f"{key_of(example)} {example.answer}\n".encode("utf-8", "surrogatepass"))
         return found.hexdigest()

@@ -127,14 +127,15 @@ class Chosen(OnDemand[Example]):
     """Some prompts of a source."""
 
     def __init__(self, examples: Sequence[Example], places: np.ndarray) -> None:
-        self._examples = examples
-        self._places = places
+        """`places` are the indices of `examples` that are chosen, int64 [chosen]."""
+        self.all = examples
+        self.places = places
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self.places)
 
     def _item(self, index: int) -> Example:
-        return self._examples[int(self._places[index])]
+        return self.all[int(self.places[index])]
 
 
 def _merged(one: np.ndarray, other: np.ndarray) -> np.ndarray:

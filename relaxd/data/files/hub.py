@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from relaxd.data.errors import DataError
+from relaxd.data.files.rows import file_content
 
 _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:/(\w[\w.-]*))?(?::(\w[\w.-]*))?")
 _ENDINGS = frozenset((".parquet", ".arrow", ".feather", ".csv", ".jsonl", ".ndjson", ".json"))
@@ -53,6 +54,10 @@ class HubRows:
 
     def scan(self) -> Iterator[dict[str, Any] | None]:
         return iter(self._rows)
+
+    def content(self, part: range) -> Iterator[bytes]:
+        for one in self._rows.cache_files:
+            yield from file_content(Path(one["filename"]))
 
     def place(self, index: int) -> str:
         return f"{self._path} row {index + 1}"

@@ -39,6 +39,11 @@ class JsonObjects:
             except ValueError:
                 yield None
 
+    def content(self, part: range) -> Iterator[bytes]:
+        start, end = int(self._starts[part.start]), int(self._ends[part.stop - 1])
+        for offset in range(start, end, _CHUNK):
+            yield os.pread(self._file, min(_CHUNK, end - offset), offset)
+
     def _read(self, start: np.int64, end: np.int64) -> bytes:
         return os.pread(self._file, int(end - start), int(start))
 

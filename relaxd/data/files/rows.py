@@ -4,9 +4,11 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain, islice
+from pathlib import Path
 from typing import Any, Protocol, TypeVar, overload
 
 Item = TypeVar("Item")
+_CHUNK = 16 << 20
 
 
 class Rows(Protocol):
@@ -18,6 +20,12 @@ class Rows(Protocol):
 
     def scan(self) -> Iterator[dict[str, Any] | None]:
         """Yield all rows, in order, faster than one by one; None for one that is wrong."""
+
+    def content(self, part: range) -> Iterator[bytes]:
+        """Yield what a range of the rows, without a step, is stored as: other bytes if one of them has changed.
+
+        A table yields the whole file, whatever the range.
+        """
 
     def place(self, index: int) -> str:
         """Return where a row is, for people, such as "train.jsonl line 3"."""
@@ -38,6 +46,9 @@ class Part:
 
     def scan(self) -> Iterator[dict[str, Any] | None]:
         return islice(self._rows.scan(), self._range.start, self._range.stop)
+
+    def content(self, part: range) -> Iterator[bytes]:
+        return self._rows.content(self._range[part.start : part.stop])
 
     def place(self, index: int) -> str:
         return self._rows.place(self._range[index])
@@ -64,7 +75,7 @@ class Joined(OnDemand[Item]):
     """Sequences one after the other."""
 
     def __init__(self, parts: Sequence[Sequence[Item]]) -> None:
-        self._parts = parts
+        self.parts = parts
         self._ends = list(accumulate(map(len, parts)))
 
     def __len__(self) -> int:
@@ -72,7 +83,7 @@ class Joined(OnDemand[Item]):
 
     def _item(self, index: int) -> Item:
         part, inside = _find(self._ends, range(len(self))[index])
-        return self._parts[part][inside]
+        return self.parts[part][inside]
 
 
 class JoinedRows:
@@ -92,9 +103,22 @@ class JoinedRows:
     def scan(self) -> Iterator[dict[str, Any] | None]:
         return chain.from_iterable(file.scan() for file in self._files)
 
+    def content(self, part: range) -> Iterator[bytes]:
+        for file, end in zip(self._files, self._ends, strict=True):
+            start = end - len(file)
+            if inside := range(max(part.start - start, 0), min(part.stop - start, len(file))):
+                yield from file.content(inside)
+
     def place(self, index: int) -> str:
         file, inside = _find(self._ends, index)
         return self._files[file].place(inside)
+
+
+def file_content(path: Path) -> Iterator[bytes]:
+    """Yield a whole file. Raises OSError."""
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            yield chunk
 
 
 def _find(ends: Sequence[int], index: int) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from relaxd.data.errors import DataError
+from relaxd.data.files.rows import file_content
 
 _READ_ROWS = 8192
 _KEPT_ROWS = 128
@@ -73,6 +74,9 @@ class Table:
     def scan(self) -> Iterator[dict[str, Any] | None]:
         for batch in range(len(self._starts)):
             yield from self._reader.get_batch(batch).to_pylist()
+
+    def content(self, part: range) -> Iterator[bytes]:
+        return file_content(self._path)
 
     def place(self, index: int) -> str:
         return f"{self._path} row {index + 1}"

@@ -105,6 +105,10 @@ class Examples(OnDemand[Example]):
         except (IndexError, ValueError):
             return None
 
+    def content(self) -> Iterator[bytes]:
+        """Yield what the rows are stored as: other bytes if one of them has changed."""
+        return self._rows.content(range(len(self._rows)))
+
     def scan(self) -> Iterator[Example | None]:
         """Yield all, in order, faster than one by one and without their places; None for one that is wrong."""
         for row in self._rows.scan():

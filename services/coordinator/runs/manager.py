@@ -213,6 +213,7 @@ class RunManager:
         config = RunConfig.model_validate_json(record.config_json)
         try:
             data = await asyncio.to_thread(load_data, config)
+            digest = await asyncio.to_thread(lambda: data.train.digest)
             await asyncio.to_thread(check_same_prompts, record, data.train)
         except DataError as error:
             end = {"phase": Phase.FAILED, "outcome": Outcome.DATA_FAILED, "reason": f"after a restart: {error}"}
@@ -222,6 +223,7 @@ class RunManager:
             return
         logger.info("resuming run %s (%s)", run_id, record.phase.value.lower())
         self._launch(await self._active_run(record, config, data, RunFiles(Path(record.folder))))
+        record = record.model_copy(update={"prompts": data.train.prompts, "prompts_digest": digest})
 
     async def delete(self, run_id: str) -> None:
         """Delete an ended run from Redis, also if the caller is gone meanwhile; its folder stays.

@@ -102,6 +102,7 @@ def read_run(folder_name: str, steps: int = 0, *, new_data: bool = False) -> Res
         if not new_data:
             check_same_prompts(record, data.train)
     except DataError as error:
+        prompts_digest = data.train.digest
         raise FailedPrecondition(f"run {record.run_id!r} can't be restored: {error.field}: {error.message}") from error
     ledger = read_ledger(folder)
     checkpoint = _newest_checkpoint(folder, len(ledger))
@@ -114,7 +115,7 @@ def read_run(folder_name: str, steps: int = 0, *, new_data: bool = False) -> Res
                 "folder": str(folder.resolve()),
                 "config_json": config.model_dump_json(),
                 "prompts": data.train.prompts,
-                "prompts_digest": data.train.digest(),
+                "prompts_digest": prompts_digest,
             }
         ),
         config=config,

@@ -125,7 +125,7 @@ def test_other_prompts_are_refused_or_begun_anew(tmp_path: Path) -> None:
         config_json=config.model_dump_json(),
         folder=str(folder),
         prompts=train.prompts,
-        prompts_digest=train.digest(),
+        prompts_digest=train.digest,
     )
     (folder / "run.json").write_text(record.model_dump_json())
     write_ledger(folder, [1, 2])
@@ -142,4 +142,25 @@ def test_other_prompts_are_refused_or_begun_anew(tmp_path: Path) -> None:
         anew = read_run(str(folder), new_data=True)
         # Ids have epoch and position: those of epoch 0 are in the ledger.
         assert anew.cursor.place == (1, 0)
-        assert (anew.record.prompts, anew.record.prompts_digest) != (train.prompts, train.digest())
+        assert (anew.record.prompts, anew.record.prompts_digest) != (train.prompts, train.digest)
+
+
+def test_a_run_of_an_earlier_release_goes_on_if_its_digest_is_the_same(tmp_path: Path) -> None:
+    config = RunConfig.model_validate(
+        {
+            "run": {"steps": 9, "folder": str(tmp_path)},
+            "model": {"path": str(make_tiny_model(tmp_path / "tiny"))},
+            "data": {"source": "addition"},
+            "reward": {"name": "addition"},
+        }
+    )
+    train, record = load_data(config).train, RunRecord(run_id="run", config_json=config.model_dump_json(), folder="")
+
+    def restored(digest: str) -> RunRecord:
+        known = record.model_copy(update={"prompts": train.prompts, "prompts_digest": digest})
+        (tmp_path / "run.json").write_text(known.model_dump_json())
+        return read_run(str(tmp_path)).record
+
+    assert restored(train.older_digest()).prompts_digest == train.digest != train.older_digest()
+    with pytest.raises(FailedPrecondition, match="prompts are others than those that the run began with"):
+        restored("0123456789abcdef")

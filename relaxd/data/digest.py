@@ -1,0 +1,51 @@
+"""Digest of training data, which tells a run that goes on whether its prompts have changed."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+
+from relaxd.data.checking import evenly_spread
+from relaxd.data.duplicates import Chosen
+from relaxd.data.examples import Example
+from relaxd.data.files.rows import Joined
+from relaxd.data.sources.columns import Examples
+
+DIGEST_BYTES = 16
+MADE = 512
+"""Maximum number of prompts of a large source that are made: they show that other code or columns make others."""
+
+
+def digest_of(examples: Sequence[Example]) -> str:
+    """Return a hash of all prompts, their answers, tools, sampling parameters and metadata, and of their order.
+
+    Prompts in memory are hashed one by one. Of sources that are read on demand the stored bytes are, about a gigabyte a
+    second, and some prompts.
+    """
+    found = hashlib.blake2b(f"{len(examples)}\n".encode(), digest_size=DIGEST_BYTES)
+    for content in _contents(examples):
+        found.update(content)
+    return found.hexdigest()
+
+
+def _contents(examples: Sequence[Example]) -> Iterator[bytes]:
+    if isinstance(examples, Joined):
+        for part in examples.parts:
+            yield from _contents(part)
+    elif isinstance(examples, Chosen):
+        yield examples.places.tobytes()
+        yield from _contents(examples.all)
+    elif isinstance(examples, Examples):
+        yield from examples.content()
+        for index in evenly_spread(len(examples), MADE):
+            try:
+                yield _text(examples[index])
+            except ValueError:  # a wrong row, which stops the run when its turn comes
+                yield b"wrong\n"
+    else:
+        yield from map(_text, examples)
+
+
+def _text(example: Example) -> bytes:
+    """Return everything of a prompt. The order of entries matters where a chat template may write them."""
+    seen = json.dumps([example.prompt, example.answer, example.tools, example.sampling], default=str)
+    return f"{seen}{json.dumps(example.metadata, sort_keys=True, default=str)}\n".encode()
