@@ -21,7 +21,7 @@ from relaxd.cli.new_run import check_run_id, free_folder
 from relaxd.cli.preparing.check import check, check_algorithm
 from relaxd.cli.preparing.models import prepare_model
 from relaxd.cli.reading.follow import Terminated, follow, interrupt_code
-from relaxd.cli.reading.source import began_on_up, refuse_ended, resume_command
+from relaxd.cli.reading.source import began_on_up, failed_by_data, refuse_ended, resume_command
 from relaxd.client.coordinator import AWAY_SECONDS, ENDED, CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.client.folder_runs import read_run
@@ -104,9 +104,9 @@ def execute_again(run_folder: Path, where: Where, console: Console, steps: int =
 
     Redis starts with the data of the last one: the run's own, or that of `relaxd up` if the run began there, so that no
     older copy of the run stays behind. If that is gone, the run is restored from its folder. With `steps`, it is
-    restored from its folder in any case, with a new number of steps. With `new_data` its prompts may be other ones than
-    before, and a run that failed because of that is restored. Raises CliError before it starts anything when the
-    run has ended and gets no more steps.
+    restored from its folder in any case, with a new number of steps. So is a run that failed because of its data. With
+    `new_data` its prompts may be other ones than before. Raises CliError before it starts anything when the run has
+    ended otherwise and gets no more steps.
     """
     run = read_run(run_folder)
     run_id = run.run_id
@@ -123,7 +123,7 @@ def execute_again(run_folder: Path, where: Where, console: Console, steps: int =
         if steps:
             sayer(console)(f"run {run_id} goes on from {run_folder}, to step {steps}")
             return coordinator.restore_run(run_folder, steps, new_data=new_data)
-        if run_id not in known or (new_data and known[run_id].state in ENDED):
+        if run_id not in known or failed_by_data(known[run_id]):
             sayer(console)(f"run {run_id} is restored from {run_folder}")
             return coordinator.restore_run(run_folder, new_data=new_data)
         if known[run_id].state in ENDED:

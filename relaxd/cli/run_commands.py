@@ -21,7 +21,7 @@ from relaxd.cli.options import (
     with_replica_options,
 )
 from relaxd.cli.output import show
-from relaxd.cli.reading.source import refuse_ended
+from relaxd.cli.reading.source import failed_by_data, refuse_ended
 from relaxd.client.coordinator import ENDED, CoordinatorClient, state_name
 from relaxd.client.errors import CliError
 from relaxd.client.folder_runs import read_run
@@ -52,7 +52,7 @@ def resume(
         int, typer.Option("--run.steps", min=0, help="New number of steps, to extend the run; 0: as it is.")
     ] = 0,
     new_data: Annotated[
-        bool, typer.Option("--new-data", help="Accept changed prompts: go on with the first of the next epoch.")
+        bool, typer.Option("--new-data", help="Accept changed prompts, as after a repair: go on with the next epoch.")
     ] = False,
     folder: FolderOption = None,
     state: StateOption = DEFAULT_STATE,
@@ -72,6 +72,7 @@ def resume(
         if new_data and not (run_id or folder):
             raise CliError("--new-data needs the run that goes on with it", "relaxd resume RUN --new-data")
         from_folder = folder or steps or new_data or (run_id and run_id not in known)
+        from_folder = from_folder or (run_id and failed_by_data(known[run_id]))
         local = recovery.run_folder(run_id, folder) if from_folder else None
         if local is None:
             show(_state_line(client.resume_run(run_id)))

@@ -79,7 +79,9 @@ class _RunOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunOutcome
     RUN_OUTCOME_EVALUATION_FAILED: _RunOutcome.ValueType  # 4
     """It failed: the evaluation before its first step did."""
     RUN_OUTCOME_DATA_FAILED: _RunOutcome.ValueType  # 5
-    """It failed: its data could not be read again when the coordinator had restarted."""
+    """It failed: a prompt can't be used, or the data could not be read again, or were others, when the coordinator had
+    restarted. RestoreRun lets it go on once they are repaired.
+    """
 
 class RunOutcome(_RunOutcome, metaclass=_RunOutcomeEnumTypeWrapper):
     """How a run ended. Run.reason says more, for people."""
@@ -95,7 +97,9 @@ RUN_OUTCOME_REPLICAS_FAILED: RunOutcome.ValueType  # 3
 RUN_OUTCOME_EVALUATION_FAILED: RunOutcome.ValueType  # 4
 """It failed: the evaluation before its first step did."""
 RUN_OUTCOME_DATA_FAILED: RunOutcome.ValueType  # 5
-"""It failed: its data could not be read again when the coordinator had restarted."""
+"""It failed: a prompt can't be used, or the data could not be read again, or were others, when the coordinator had
+restarted. RestoreRun lets it go on once they are repaired.
+"""
 Global___RunOutcome: _TypeAlias = RunOutcome  # noqa: Y015
 
 class _AlarmKind:
@@ -145,7 +149,7 @@ class _WaitKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WaitKind.Val
     WAIT_KIND_SYNC: _WaitKind.ValueType  # 9
     """Engines don't have the newest weights."""
     WAIT_KIND_DATA: _WaitKind.ValueType  # 10
-    """A row of the data or a user's own sampler is wrong."""
+    """A user's own sampler fails."""
     WAIT_KIND_FULL: _WaitKind.ValueType  # 11
     """Redis is full."""
     WAIT_KIND_MEMORY: _WaitKind.ValueType  # 12
@@ -185,7 +189,7 @@ WAIT_KIND_STARTING: WaitKind.ValueType  # 8
 WAIT_KIND_SYNC: WaitKind.ValueType  # 9
 """Engines don't have the newest weights."""
 WAIT_KIND_DATA: WaitKind.ValueType  # 10
-"""A row of the data or a user's own sampler is wrong."""
+"""A user's own sampler fails."""
 WAIT_KIND_FULL: WaitKind.ValueType  # 11
 """Redis is full."""
 WAIT_KIND_MEMORY: WaitKind.ValueType  # 12

@@ -235,7 +235,8 @@ class CoordinatorServicer:
 
     def RestoreRun(self, request, context):
         """RestoreRun takes up a run from its folder on a Redis that doesn't know it (any more), and ends its pause. With `steps`
-        it extends a run that has ended, also one that Redis still knows. One run is active at a time.
+        it extends a run that has ended, also one that Redis still knows; one that failed because of its data goes on
+        without. One run is active at a time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -86,11 +86,16 @@ def began_on_up(run_folder: Path) -> bool:
     return not (run_folder / LOGS).is_dir()
 
 
+def failed_by_data(run: pb.Run) -> bool:
+    """Return True if a run failed because of its data: it goes on once they are repaired."""
+    return run.outcome == pb.RUN_OUTCOME_DATA_FAILED
+
+
 def refuse_ended(run: pb.Run, steps: int) -> None:
     """Raise CliError if a run can't go on: it has ended, and `steps`, its new number of steps, adds none (0: none)."""
     if steps and steps <= run.step:
         raise CliError(f"--run.steps {steps}: run {run.run_id} has done {run.step} steps already")
-    if run.state in ENDED and not steps:
+    if run.state in ENDED and not steps and not failed_by_data(run):
         done = f"{run.step} of {run.steps} steps are done"
         more = run.steps if run.step < run.steps else 2 * run.steps
         raise CliError(

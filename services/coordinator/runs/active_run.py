@@ -15,6 +15,7 @@ from relaxd.board import Counts, DropReason
 from relaxd.config import RunConfig
 from relaxd.data.curriculum.curriculum import Curriculum
 from relaxd.data.dataset import RunData
+from relaxd.data.errors import DataError
 from relaxd.drop_reasons import DropWatch, most_frequent
 from relaxd.logprob_gap import GapWatch
 from relaxd.roles import ROLLOUT, TRAINER
@@ -229,9 +230,11 @@ class ActiveRun:
         except RunFailed as error:
             await self._fail(Outcome.REPLICAS_FAILED, str(error))
         except EvaluationFailed as error:
-            await self._fail(Outcome.EVALUATION_FAILED, str(error))
+            wrong_row = isinstance(error.__cause__, DataError)
+            await self._fail(Outcome.DATA_FAILED if wrong_row else Outcome.EVALUATION_FAILED, str(error))
         except PromptsFailed as error:
-            await self._fail(Outcome.DATA_FAILED, str(error))
+            again = f"relaxd resume {self.record.run_id} --new-data"
+            await self._fail(Outcome.DATA_FAILED, f"{error}; once the data are repaired: {again}")
 
     async def _wait_for_fleet(self) -> None:
         """Wait for the replicas and the first weight synchronisation, then evaluate the initial model."""

@@ -173,11 +173,10 @@ class RunManager:
             run_id = restored.record.run_id
             known = await self._store.run(run_id)
             again = known is not None and known.phase.ended and known.folder == restored.record.folder
-            extended = again and (steps or new_data)
-            if known is not None and not extended:
+            by_data = known is not None and known.outcome == Outcome.DATA_FAILED
+            if known is not None and not (again and (steps or new_data or by_data)):
                 raise AlreadyExists(f"run {run_id!r} is still in Redis: there is nothing to restore")
-            if steps:
-                await asyncio.to_thread(_extend, restored)  # before anything else changes
+            await asyncio.to_thread(_begin_again, restored, extended=steps > 0)  # before anything else changes
             if known is not None:
                 await self._delete(known)  # its folder has everything
             await self._end_deletion(run_id)
@@ -213,17 +212,19 @@ class RunManager:
         config = RunConfig.model_validate_json(record.config_json)
         try:
             data = await asyncio.to_thread(load_data, config)
-            digest = await asyncio.to_thread(lambda: data.train.digest)
             await asyncio.to_thread(check_same_prompts, record, data.train)
+            digest = await asyncio.to_thread(lambda: data.train.digest)
         except DataError as error:
             end = {"phase": Phase.FAILED, "outcome": Outcome.DATA_FAILED, "reason": f"after a restart: {error}"}
             failed = record.model_copy(update=end | {"end_time": datetime.now(UTC)})
             await self._store.save_run(failed)
+            with contextlib.suppress(OSError):  # Redis has the record
+                await asyncio.to_thread(RunFiles(Path(record.folder)).write_record, failed)
             logger.error("run %s can't be resumed: %s", run_id, error)
             return
         logger.info("resuming run %s (%s)", run_id, record.phase.value.lower())
-        self._launch(await self._active_run(record, config, data, RunFiles(Path(record.folder))))
         record = record.model_copy(update={"prompts": data.train.prompts, "prompts_digest": digest})
+        self._launch(await self._active_run(record, config, data, RunFiles(Path(record.folder))))
 
     async def delete(self, run_id: str) -> None:
         """Delete an ended run from Redis, also if the caller is gone meanwhile; its folder stays.
@@ -477,12 +478,17 @@ class RunManager:
         return self._assigned[1]
 
 
-def _extend(restored: Restored) -> None:
-    """Write the configuration of a run that gets more steps. Raises ResourceExhausted: its disk is full, say."""
+def _begin_again(restored: Restored, *, extended: bool) -> None:
+    """Remove the results of a run's end; write its configuration if it is `extended`.
+
+    Raises ResourceExhausted: its disk is full, say.
+    """
     try:
-        restored.files.extend(restored.config)
+        if extended:
+            restored.files.write_config(restored.config)
+        restored.files.remove_summary()
     except OSError as error:
         raise ResourceExhausted(
-            f"run {restored.record.run_id!r} can't go on with more steps: {restored.files.folder} can't be written to: "
-            f"{error}. It stays ended: make room on its disk, and resume it again"
+            f"run {restored.record.run_id!r} can't go on: {restored.files.folder} can't be written to: {error}. It "
+            "stays as it is: make room on its disk, and resume it again"
         ) from error

@@ -84,7 +84,7 @@ class Publisher:
         self._wanted = wanted
         self._full_since: float | None = None
         self.gate = ("", "")
-        """What keeps the gate shut, as a word (Admission.limit, "data" or "sampler") and a sentence; empty while it is
+        """What keeps the gate shut, as a word (Admission.limit or "sampler") and a sentence; empty while it is
         open or the run has all its groups."""
         self.redis = ""
         """Why Redis doesn't answer; empty while it does."""
@@ -104,11 +104,11 @@ class Publisher:
                     logger.warning("can't publish, retrying: %s", error)
                 reachable = False
                 self.redis = str(error)
-            except DataError as error:  # of a large file, whose rows are not all checked before the run
+            except DataError as error:  # of the user's sampler
                 if reachable:
                     logger.error("can't publish: %s", error)
                 reachable = False
-                self.gate = ("sampler" if error.field == SAMPLER else "data", str(error))
+                self.gate = ("sampler", str(error))
             except PromptsFailed as error:
                 self.failure = str(error)
                 self._context.registry.changed.fire()
@@ -143,8 +143,12 @@ class Publisher:
             except GateClosed as error:  # another writer used the room since `admission`
                 await self._report_gate(0, error.limit, error.detail)
                 return 0
-            except (BoardUnavailable, TooLate, DataError, Fenced, RunMissing):
+            except (BoardUnavailable, TooLate, Fenced, RunMissing):
                 raise
+            except DataError as error:
+                if error.field == SAMPLER:  # which is read again once it is repaired
+                    raise
+                raise PromptsFailed(str(error)) from error  # of a large file, whose rows aren't all checked before
             except Exception as error:  # of data that no check has foreseen: it ends this run, not the coordinator
                 where = "" if start is None else f" from place {start.place} on"
                 logger.exception("the prompts%s can't be published", where)

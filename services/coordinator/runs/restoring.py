@@ -35,7 +35,7 @@ from relaxd.run_folder import (
 from services.coordinator.runs.publisher import place_of
 from services.coordinator.runs.run_files import RunFiles
 from services.coordinator.runs.starting import check_run_id, check_same_prompts
-from services.coordinator.state.records import Phase, RunRecord
+from services.coordinator.state.records import Outcome, Phase, RunRecord
 
 SKIPPED_TRAINER_TERMS = 16
 """Margin for the terms of trainers that wrote nothing into the folder: none of them may commit again."""
@@ -58,8 +58,9 @@ class Restored:
 def read_run(folder_name: str, steps: int = 0, *, new_data: bool = False) -> Restored:
     """Read a run's folder. Slow: call it from a thread.
 
-    A pause ends. `steps` is a new number of the run's steps, with which an ended run goes on; 0 leaves it as it is.
-    With `new_data` the prompts may be other ones than before: the run goes on with the first of the next epoch.
+    A pause ends. `steps` is a new number of the run's steps, with which an ended run goes on; 0 leaves it as it is. A
+    run that failed because of its data goes on without. With `new_data` the prompts may be other ones than before: the
+    run goes on with the first of the next epoch.
 
     Raises InvalidArgument: it isn't a run's folder, or it has done `steps`; FailedPrecondition: the run has ended, or
     a file is damaged.
@@ -85,7 +86,7 @@ def read_run(folder_name: str, steps: int = 0, *, new_data: bool = False) -> Res
     check_run_id(record.run_id, violations, optional=False)
     if violations.found:
         raise _invalid(f"is {folder_name!r}: its run id is {record.run_id!r}: it {RUN_ID_RULE}")
-    if record.phase.ended and not steps:
+    if record.phase.ended and not steps and record.outcome != Outcome.DATA_FAILED:
         state = record.phase.value.lower()
         raise FailedPrecondition(
             f"run {record.run_id!r} has ended ({state}: {record.reason}): only more steps let it go on (`steps`)",
@@ -101,8 +102,8 @@ def read_run(folder_name: str, steps: int = 0, *, new_data: bool = False) -> Res
         data = load_data(config)
         if not new_data:
             check_same_prompts(record, data.train)
-    except DataError as error:
         prompts_digest = data.train.digest
+    except DataError as error:
         raise FailedPrecondition(f"run {record.run_id!r} can't be restored: {error.field}: {error.message}") from error
     ledger = read_ledger(folder)
     checkpoint = _newest_checkpoint(folder, len(ledger))

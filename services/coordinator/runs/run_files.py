@@ -77,10 +77,13 @@ class RunFiles:
         (self.folder / CONFIG).write_text(config.model_dump_json(indent=2) + "\n")
         (self.folder / "code.json").write_text(json.dumps(code_version(), indent=2) + "\n")
 
-    def extend(self, config: RunConfig) -> None:
-        """Write the configuration of a run that goes on with more steps, and remove the results of its first end."""
+    def write_config(self, config: RunConfig) -> None:
+        """Write the configuration of a run that goes on with more steps. Raises OSError."""
         _replace(self.folder / "config.toml", dump(config))
         _replace(self.folder / CONFIG, config.model_dump_json(indent=2) + "\n")
+
+    def remove_summary(self) -> None:
+        """Remove the results of an end after which the run goes on. Raises OSError."""
         (self.folder / SUMMARY).unlink(missing_ok=True)
 
     def take_over_steps(self, read: ReadLedger, check: Check, evaluations: Iterable[Evaluation]) -> None:

@@ -97,7 +97,7 @@ class RunSnapshot:
     lease_seconds: float = 60.0
     """The lease on a held group (board.lease_seconds)."""
     gate: tuple[str, str] = ("", "")
-    """What keeps the gate shut, as a word (Admission.limit, "data" or "sampler") and a sentence; empty while it is
+    """What keeps the gate shut, as a word (Admission.limit or "sampler") and a sentence; empty while it is
     open."""
     missing: Sequence[str] = ()
     """Roles without a working replica."""
@@ -249,13 +249,11 @@ def _first_weights(run: RunSnapshot) -> Reason | None:
 
 
 def _data(run: RunSnapshot) -> Reason | None:
-    """A row of the data can't be used."""
+    """The user's sampler fails."""
     limit, detail = run.gate
-    if limit not in ("data", "sampler"):
+    if limit != "sampler":
         return None
-    advice = ("repair the file or leave the row out, then stop the run and begin another",)
-    if limit == "sampler":
-        advice = ("repair the sampler's file: it is read again by itself",)
+    advice = ("repair the sampler's file: it is read again by itself",)
     return Reason(pb.WAIT_KIND_DATA, f"publishing can't go on: {detail}", on="the data", advice=advice, always=True)
 
 

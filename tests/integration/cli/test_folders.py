@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 from relaxd.cli.main import app
 from relaxd.client.errors import CliError
 from relaxd.local import stack
-from services.coordinator.state.records import Evaluation, Outcome
+from services.coordinator.state.records import Evaluation, Outcome, Phase
 from tests.kit.run_folders import CONFIG, write_run
 
 
@@ -139,6 +139,10 @@ def test_what_cannot_go_on_is_said_before_services_start() -> None:
     assert "no run that has not ended" in refusal("resume")
     assert "runs/none is not the folder of a run" in refusal("resume", "none")
     assert "run done has done 80 steps: there is no step 200" in refusal("replay", "done", "--step", "200")
+
+    write_run("bad", steps=80, done=5, outcome=Outcome.DATA_FAILED, phase=Phase.FAILED, reason="line 2 is wrong")
+    for words in (["bad"], ["bad", "--new-data"]):
+        assert "services were started" in str(relaxd("resume", *words).exception)
 
     Path("run.toml").write_text(CONFIG.format(steps=1))
     assert "'a b' must be 1 to 64 letters" in refusal("run", "run.toml", "--run-id", "a b")

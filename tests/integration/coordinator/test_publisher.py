@@ -101,17 +101,11 @@ async def test_a_prompt_that_cannot_be_published_fails_the_run(
     assert told.startswith(f"the prompts from place (0, 0) on can't be published: {reason}")
 
 
-def wrong_row() -> Example:
-    raise DataError("data.curriculum.sampler", "a word of it is the name of another setting")
-
-
-@pytest.mark.parametrize(("sampler", "word"), [("uniform", "data"), ("{}/mine.py:Lost", "sampler")])
-async def test_the_gate_says_by_a_word_whether_a_row_or_a_sampler_is_wrong(
-    redis_url: str, tmp_path: Path, sampler: str, word: str
-) -> None:
+async def test_the_gate_says_by_a_word_that_a_sampler_is_wrong(redis_url: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("class Lost:\n    pass\n")
     limit = lambda publisher: publisher.gate[0]  # noqa: E731
-    assert await failure(redis_url, tmp_path, Rows(wrong_row), None, limit, sampler.format(tmp_path)) == word
+    sampler = f"{tmp_path}/mine.py:Lost"
+    assert await failure(redis_url, tmp_path, Rows(with_bytes), None, limit, sampler) == "sampler"
 
 
 def an_open_group(context: RunContext) -> Awaitable[object]:

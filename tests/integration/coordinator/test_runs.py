@@ -256,12 +256,27 @@ def test_a_run_waits_for_its_replicas_and_says_for_which(cluster: Cluster) -> No
     cluster.until_state(STOPPED)
 
 
-def test_a_wrong_row_of_a_large_file_is_said_when_its_turn_comes(stack: Cluster, tmp_path: Path) -> None:
+def test_a_wrong_row_of_a_large_file_fails_the_run_which_goes_on_once_it_is_repaired(
+    stack: Cluster, tmp_path: Path
+) -> None:
     """Of more than 20,000 rows only some are checked before a run: here those with even numbers."""
     rows = [json.dumps({"prompt": f"{number} + 1?", "answer": str(number + 1)}) for number in range(20_002)]
     rows[3] = json.dumps({"prompt": "6 + 1?", "answer": {"value": 7}})
     path = tmp_path / "large.jsonl"
     path.write_text("\n".join(rows))
     stack.start_run("large", data__source="files", data__path=str(path), data__shuffle=False, run__steps=100)
-    said = stack.until("the wrong row", lambda: "can't go on" in (run := stack.run()).waiting_for and run.waiting_for)
-    assert f'data.path: {path} line 4: "answer" is an object with value' in said
+    failed = stack.until_state(FAILED)
+    assert failed.outcome == pb.RUN_OUTCOME_DATA_FAILED
+    assert f'data.path: {path} line 4: "answer" is an object with value' in failed.reason
+    assert failed.reason.endswith("once the data are repaired: relaxd resume large --new-data")
+    rows[3] = json.dumps({"prompt": "6 + 1?", "answer": "7"})
+    path.write_text("\n".join(rows))
+    request = pb.RestoreRunRequest(folder=failed.folder)
+    with pytest.raises(grpc.RpcError, match="relaxd resume large --new-data"):
+        stack.stub.RestoreRun(request, timeout=20)
+    request.new_data = True
+    assert not stack.stub.RestoreRun(request, timeout=20).run.HasField("end_time")
+    assert not (Path(failed.folder) / "summary.json").exists()
+    stack.until_step(1)
+    stack.stub.StopRun(pb.StopRunRequest(), timeout=10)
+    assert stack.until_state(STOPPED).groups.trained

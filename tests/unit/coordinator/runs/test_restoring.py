@@ -13,7 +13,7 @@ from relaxd.config import RunConfig
 from relaxd.data.dataset import load_data
 from relaxd.rpc.errors import FailedPrecondition, InvalidArgument
 from services.coordinator.runs.restoring import read_ledger, read_run
-from services.coordinator.state.records import RunRecord
+from services.coordinator.state.records import Outcome, Phase, RunRecord
 from services.trainer.batch.step_file import step_file_path, write_step_file
 from services.trainer.batch.step_plan import MicroBatchRound, MiniBatch, SequenceSlice, StepPlan
 from tests.kit.models import make_tiny_model
@@ -143,6 +143,44 @@ def test_other_prompts_are_refused_or_begun_anew(tmp_path: Path) -> None:
         # Ids have epoch and position: those of epoch 0 are in the ledger.
         assert anew.cursor.place == (1, 0)
         assert (anew.record.prompts, anew.record.prompts_digest) != (train.prompts, train.digest)
+
+
+def test_a_run_goes_on_that_failed_because_of_its_data(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "1 + 1?"}\n{"prompt": "2 + 1?"}\n')
+    config = RunConfig.model_validate(
+        {
+            "run": {"steps": 9, "folder": str(tmp_path)},
+            "model": {"path": str(make_tiny_model(tmp_path / "tiny"))},
+            "data": {"source": "jsonl", "path": str(prompts)},
+            "reward": {"name": "addition"},
+        }
+    )
+    train = load_data(config).train
+
+    def write(outcome: Outcome) -> None:
+        record = RunRecord(
+            run_id="run",
+            config_json=config.model_dump_json(),
+            folder=str(tmp_path),
+            phase=Phase.FAILED,
+            outcome=outcome,
+            reason="line 2 is wrong",
+            prompts=train.prompts,
+            prompts_digest=train.digest,
+        )
+        (tmp_path / "run.json").write_text(record.model_dump_json())
+
+    write(Outcome.DATA_FAILED)
+    again = read_run(str(tmp_path)).record
+    assert (again.phase, again.outcome, again.reason) == (Phase.PENDING, None, "")
+    prompts.write_text('{"prompt": "1 + 1?"}\n{"prompt": "2 + 2?"}\n')
+    with pytest.raises(FailedPrecondition, match="relaxd resume run --new-data"):
+        read_run(str(tmp_path))
+    assert read_run(str(tmp_path), new_data=True).record.phase == Phase.PENDING
+    write(Outcome.REPLICAS_FAILED)
+    with pytest.raises(FailedPrecondition, match="only more steps let it go on"):
+        read_run(str(tmp_path), new_data=True)
 
 
 def test_a_run_of_an_earlier_release_goes_on_if_its_digest_is_the_same(tmp_path: Path) -> None:

@@ -123,12 +123,6 @@ CASES = [
     ),
     (
         "data",
-        {"gate": ("data", "row 21000 of p.parquet has no prompt")},
-        "publishing can't go on: row 21000 of p.parquet has no prompt",
-        "repair the file",
-    ),
-    (
-        "data",
         {"gate": ("sampler", "choose() raises KeyError")},
         "publishing can't go on: choose() raises KeyError",
         "repair the sampler's file",
