@@ -20,6 +20,8 @@ from relaxd.config.weights import WeightsConfig
 
 JUDGE_REWARDS = ("judge", "judge_pairs", "boxed_judge")
 """Bundled rewards that ask the judge."""
+MICRO_BATCH_TOKENS = 4096
+"""Minimum tokens of the trainer's micro-batches, unless they are set."""
 
 
 class RunSection(Section):
@@ -178,18 +180,15 @@ class RunConfig(Section):
         return self.roles.teacher.max_prompt_tokens or self.data.max_prompt_tokens
 
     @property
+    def micro_batch_tokens(self) -> int:
+        """Maximum tokens of the trainer's micro-batches: as set, or else so that they take the longest sample."""
+        longest = max(self.data.max_prompt_tokens, self.teacher_prompt_tokens) + self.rollout.max_new_tokens
+        return self.trainer.micro_batch_tokens or max(MICRO_BATCH_TOKENS, longest)
+
+    @property
     def published_prompt_tokens(self) -> int:
         """Most tokens that are published of a prompt: the student's, and the teacher's if it has prompts of its own."""
         return self.data.max_prompt_tokens + (self.teacher_prompt_tokens if self.has_privileged_teacher else 0)
-
-    @model_validator(mode="after")
-    def _micro_batch_takes_a_sample(self) -> Self:
-        """Enlarge trainer.micro_batch_tokens to one sample, unless it is set."""
-        longest = max(self.data.max_prompt_tokens, self.teacher_prompt_tokens) + self.rollout.max_new_tokens
-        if "micro_batch_tokens" not in self.trainer.model_fields_set and longest > self.trainer.micro_batch_tokens:
-            enlarged = self.trainer.model_copy(update={"micro_batch_tokens": longest})
-            object.__setattr__(self, "trainer", enlarged)  # the model is frozen only once it is made
-        return self
 
     @model_validator(mode="after")
     def _refreshed_begin_with_the_initial_model(self) -> Self:

@@ -14,6 +14,10 @@ from relaxd.config.run import RunConfig
 COMMENT_WIDTH = 100
 Lines = Callable[[Setting, Any], list[str]]
 """Writes one setting with its value as lines; no lines leave it out."""
+DERIVED: Mapping[Place, Callable[[RunConfig], int]] = {
+    ("trainer", "micro_batch_tokens"): lambda config: config.micro_batch_tokens
+}
+"""Settings that follow from others while they are 0, and what follows."""
 
 
 def dump(config: RunConfig) -> str:
@@ -26,6 +30,8 @@ def dump_explained(config: RunConfig) -> str:
 
     def lines(setting: Setting, value: Any) -> list[str]:
         meaning = ["", *_comment(setting.meaning)]
+        if setting.place in DERIVED and not value:
+            return [*meaning, f"{_assign(setting, value)}  # {DERIVED[setting.place](config)} in this run"]
         if value is None:
             return [*meaning, f"# {setting.place[-1]} is not set"]
         return [*meaning, _assign(setting, value) + ("" if setting.required else _default(setting, value))]

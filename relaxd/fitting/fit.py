@@ -113,7 +113,7 @@ def _element_and_expert_bytes(config: RunConfig) -> tuple[int, int]:
     """Return the bytes of a weight in the trainer, and of a token's routed experts."""
     folder = resolve_model(config.model.path, weights=False)
     expert_bytes = routed_expert_bytes(folder) if config.rollout.return_routed_experts else 0
-    return micro_batch(config, config.trainer.micro_batch_tokens).element, expert_bytes
+    return micro_batch(config, config.micro_batch_tokens).element, expert_bytes
 
 
 def _engine(config: RunConfig, role: str, memory: EngineMemory) -> EngineFit:

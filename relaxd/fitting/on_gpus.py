@@ -33,7 +33,7 @@ def on_trainer(config: RunConfig, models: Models, layout: Layout, hardware: Hard
     trained = [TrainedModelShape("", models.policy, layout.offload, config.trainer.optimizer.moment_bytes)]
     if models.critic:
         trained.append(TrainedModelShape("critic", models.policy, critic.cpu_offload, critic.moment_bytes))
-    batch = micro_batch(config, config.trainer.micro_batch_tokens)
+    batch = micro_batch(config, config.micro_batch_tokens)
     bucket = 0 if config.weights.transport == "gloo" else config.weights.bucket_bytes
     found = []
     for stage in range(layout.pipeline):
@@ -49,7 +49,7 @@ def on_frozen(config: RunConfig, role: str, hardware: Hardware) -> list[Held]:
     layout, folders = Layout.of_replica(own), frozen_models(config, role, weights=False)
     shapes = [read_shape(folder, f"{own.section}.model") for folder in folders.values()]
     check_layout(layout, shapes, own.section, hardware)
-    batch = micro_batch(config, own.micro_batch_tokens or config.trainer.micro_batch_tokens)
+    batch = micro_batch(config, own.micro_batch_tokens or config.micro_batch_tokens)
     found = []
     for stage in range(layout.pipeline):
         place = f"stage {stage}" if layout.pipeline > 1 else ""
@@ -71,7 +71,7 @@ def on_critic(config: RunConfig, models: Models, hardware: Hardware) -> list[Hel
     )
     check_layout(layout, [models.policy], own.section, hardware)
     model = TrainedModelShape("critic", models.policy, own.optimizer.cpu_offload, own.optimizer.moment_bytes)
-    batch = micro_batch(config, own.micro_batch_tokens or trainer.micro_batch_tokens)
+    batch = micro_batch(config, own.micro_batch_tokens or config.micro_batch_tokens)
     found = []
     for stage in range(layout.pipeline):
         place = f"stage {stage}" if layout.pipeline > 1 else ""

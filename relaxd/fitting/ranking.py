@@ -43,7 +43,7 @@ def rank_layouts(config: RunConfig, models: Models, hardware: Hardware, taken: i
 
 def _fitting(config: RunConfig, models: Models, hardware: Hardware, ranks: int, taken: int) -> list[Candidate]:
     work, trainer = step_work(config, models), config.trainer
-    element, found = micro_batch(config, trainer.micro_batch_tokens).element, []
+    element, found = micro_batch(config, config.micro_batch_tokens).element, []
     offload = element < 4 and trainer.optimizer.moments == "float32"
     for bare in possible_layouts(models.policy, ranks, trainer.groups_per_step, offload=offload):
         layout = replace(

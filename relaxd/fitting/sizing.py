@@ -57,7 +57,7 @@ def step_work(config: RunConfig, models: Models) -> StepWork:
     return StepWork(
         tokens=trainer.groups_per_step * (prompt + rollout.samples_per_prompt * answer),
         attended=trainer.groups_per_step * rollout.samples_per_prompt * (prompt + answer) ** 2 / 2,
-        micro_batch_tokens=trainer.micro_batch_tokens,
+        micro_batch_tokens=config.micro_batch_tokens,
         mini_batches=trainer.mini_batches,
         updates=trainer.updates_per_step * trained,
         passes=trainer.epochs * trained + forward_only / 3,

@@ -174,7 +174,7 @@ def rehearsed(config: RunConfig, scale: Scale, *, model: Path, folder: Path) -> 
             "pipeline_chunks": 1,
             "ranks": scale.ranks,
             "threads": 1,
-            "micro_batch_tokens": max(sequence, config.trainer.micro_batch_tokens // shorter),
+            "micro_batch_tokens": max(sequence, config.micro_batch_tokens // shorter),
             "checkpoint": config.trainer.checkpoint.model_copy(update={"every": 0}),
         },
         weights={"transport": "gloo"},

@@ -90,7 +90,7 @@ def _check_sizes(config: RunConfig) -> list[Problem]:
         )
     longest = config.data.max_prompt_tokens + rollout.max_new_tokens
     rows = {
-        "trainer.micro_batch_tokens": trainer.micro_batch_tokens,
+        "trainer.micro_batch_tokens": config.micro_batch_tokens,
         **{f"{own.section}.micro_batch_tokens": own.micro_batch_tokens or longest for own in _frozen(config).values()},
     }
     if (critic := config.roles.critic).placement == "service":
@@ -123,7 +123,7 @@ def _check_privileged(config: RunConfig) -> list[Problem]:
     setting = "trainer.micro_batch_tokens"
     if teacher.placement == "service" and teacher.micro_batch_tokens:
         setting = f"{teacher.section}.micro_batch_tokens"
-    tokens = teacher.micro_batch_tokens or config.trainer.micro_batch_tokens
+    tokens = teacher.micro_batch_tokens or config.micro_batch_tokens
     if tokens >= longest:
         return []
     return [

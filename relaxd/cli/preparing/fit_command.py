@@ -44,7 +44,8 @@ def fit(
     else:
         console = new_console()
         _print(path, found, gpu_gib, console)
-        console.print(f"micro-batches of the trainer: {config.trainer.micro_batch_tokens:,} tokens at most")
+        why = "" if config.trainer.micro_batch_tokens else " (trainer.micro_batch_tokens isn't set)"
+        console.print(f"micro-batches of the trainer: {config.micro_batch_tokens:,} tokens at most{why}")
     if not found.fits:
         raise typer.Exit(1)
 

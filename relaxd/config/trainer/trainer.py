@@ -46,10 +46,10 @@ class TrainerConfig(Section):
     epochs: int = Field(default=1, ge=1)
     """Number of times that a step trains on each of its mini-batches. With several updates a step, set
     algorithm.old_logprobs = "current", so that ratios are those to the weights at the step's beginning."""
-    micro_batch_tokens: int = Field(default=4096, ge=1)
+    micro_batch_tokens: int = Field(default=0, ge=0)
     """Maximum tokens of a packed micro-batch. A prompt that its samples share counts once, as long as all samples with
-    their prompts have at most twice as many tokens. Not set, it is enlarged to one sample: data.max_prompt_tokens
-    + rollout.max_new_tokens."""
+    their prompts have at most twice as many tokens. 0: as many as one sample may have, data.max_prompt_tokens +
+    rollout.max_new_tokens, and at least 4,096."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type of weights and activations. With bfloat16, the optimizer keeps float32 main weights."""
     fp32_lm_head: bool = False

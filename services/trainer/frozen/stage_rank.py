@@ -71,7 +71,7 @@ def world_config(config: RunConfig, role: str) -> TrainerConfig:
             "pipeline_chunks": 1,
             "context_parallel": own.context_parallel,
             "expert_parallel": own.expert_parallel,
-            "micro_batch_tokens": own.micro_batch_tokens or config.trainer.micro_batch_tokens,
+            "micro_batch_tokens": own.micro_batch_tokens or config.micro_batch_tokens,
             "threads": own.threads,
             "recompute": "none" if role in config.roles.frozen else config.trainer.recompute,
         }

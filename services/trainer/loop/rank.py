@@ -175,7 +175,7 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
             request.replica_id,
             groups_per_step=config.trainer.groups_per_step,
             max_staleness=config.board.max_staleness,
-            max_sequence_tokens=config.trainer.micro_batch_tokens,
+            max_sequence_tokens=config.micro_batch_tokens,
             lease_seconds=config.board.lease_seconds,
             routing=learner.routing,
             candidates=None if candidates is None else candidates.width,

@@ -64,7 +64,7 @@ def training_packer(config: RunConfig) -> Packer:
     """Return an empty packer of training micro-batches. A round is one schedule of the pipeline."""
     trainer = config.trainer
     per_rank = schedule_length(trainer.pipeline_parallel, trainer.pipeline_chunks)
-    return Packer(trainer.micro_batch_tokens, trainer.data_parallel, per_rank)
+    return Packer(config.micro_batch_tokens, trainer.data_parallel, per_rank)
 
 
 def phases_for(config: RunConfig, algorithm: Algorithm, rank: TrainingRank) -> StepPhases:

@@ -95,7 +95,7 @@ def run_job(job: RunJob, ranks: int = 1) -> dict[str, Any]:
             f"trainer-{weights.term}",
             groups_per_step=trainer.groups_per_step,
             max_staleness=config.board.max_staleness,
-            max_sequence_tokens=trainer.micro_batch_tokens,
+            max_sequence_tokens=config.micro_batch_tokens,
             lease_seconds=config.board.lease_seconds,
             routing=learner.routing,
             max_value_staleness=critic.max_value_staleness if critic.placement == "service" else None,

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from relaxd.config.load import ConfigError, load
+from relaxd.config.write import dump, dump_explained
 from relaxd.data.files.opening import open_rows
 
 BASE = """
@@ -16,12 +17,25 @@ reward.name = "addition"
 
 
 def test_a_micro_batch_takes_one_sample_unless_it_is_set() -> None:
-    assert load(BASE).trainer.micro_batch_tokens == 4096
+    assert load(BASE).micro_batch_tokens == 4096
     long = load(BASE + "rollout.max_new_tokens = 16384")
-    assert long.trainer.micro_batch_tokens == 16384 + long.data.max_prompt_tokens
-    assert type(long).model_validate_json(long.model_dump_json()) == long
+    assert long.micro_batch_tokens == 16384 + long.data.max_prompt_tokens
     chosen = load(BASE + "rollout.max_new_tokens = 16384\ntrainer.micro_batch_tokens = 8000")
-    assert chosen.trainer.micro_batch_tokens == 8000  # which `config check` refuses
+    assert chosen.micro_batch_tokens == 8000  # which `config check` refuses
+
+
+def test_a_derived_micro_batch_follows_the_lengths_wherever_the_configuration_went() -> None:
+    long = load(BASE + "rollout.max_new_tokens = 16384")
+    shown, sent = dump_explained(long), dump(long)
+    assert f"micro_batch_tokens = 0  # {long.micro_batch_tokens} in this run" in shown.splitlines()
+    for text in (shown, sent):
+        shorter = load(text, ["--rollout.max_new_tokens", "8192"])
+        assert shorter.micro_batch_tokens == 8192 + long.data.max_prompt_tokens
+    stored = type(long).model_validate_json(long.model_dump_json())
+    assert stored == long
+    shorter = stored.model_copy(update={"rollout": stored.rollout.model_copy(update={"max_new_tokens": 100})})
+    assert shorter.micro_batch_tokens == 4096
+    assert "micro_batch_tokens = 99999" in dump_explained(load(BASE + "trainer.micro_batch_tokens = 99999"))
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ class Trainer:
             "trainer",
             groups_per_step=config.trainer.groups_per_step,
             max_staleness=config.board.max_staleness,
-            max_sequence_tokens=config.trainer.micro_batch_tokens,
+            max_sequence_tokens=config.micro_batch_tokens,
             lease_seconds=config.board.lease_seconds,
             candidates=None if candidates is None else candidates.width,
             max_value_staleness=1 if config.roles.critic.placement == "service" else None,

@@ -100,7 +100,7 @@ def run_job(job: AssemblyJob) -> dict[str, Any]:
             "trainer",
             groups_per_step=trainer.groups_per_step,
             max_staleness=config.board.max_staleness,
-            max_sequence_tokens=trainer.micro_batch_tokens,
+            max_sequence_tokens=config.micro_batch_tokens,
             lease_seconds=config.board.lease_seconds,
         )
         while intake.held < trainer.groups_per_step:

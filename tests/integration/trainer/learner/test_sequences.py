@@ -120,7 +120,7 @@ def taken_step(feeder: Feeder, config: RunConfig) -> StepBuilder:
         "trainer",
         groups_per_step=config.trainer.groups_per_step,
         max_staleness=config.board.max_staleness,
-        max_sequence_tokens=config.trainer.micro_batch_tokens,
+        max_sequence_tokens=config.micro_batch_tokens,
         lease_seconds=config.board.lease_seconds,
     )
     opened = StepBuilder(1, Packer(config.trainer.micro_batch_tokens, 1), {})

@@ -172,7 +172,7 @@ def run_step(rank: Any, job: StepJob) -> None:
         "trainer",
         groups_per_step=trainer.groups_per_step,
         max_staleness=board.max_staleness,
-        max_sequence_tokens=trainer.micro_batch_tokens,
+        max_sequence_tokens=job.config.micro_batch_tokens,
         lease_seconds=board.lease_seconds,
     )
     while intake.held < trainer.groups_per_step:
