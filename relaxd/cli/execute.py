@@ -26,10 +26,11 @@ from relaxd.client.coordinator import AWAY_SECONDS, ENDED, CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.client.folder_runs import read_run
 from relaxd.config import RunConfig
-from relaxd.config.load import ConfigError
+from relaxd.config.load import ConfigError, Problem
 from relaxd.config.write import dump
+from relaxd.data.errors import DataError
 from relaxd.data.files.opening import is_hub_path
-from relaxd.data.templating import chat_template_text
+from relaxd.data.templating import with_template_texts
 from relaxd.drop_reasons import drop_warnings
 from relaxd.evaluation.answers import shown_name
 from relaxd.local import stack
@@ -79,7 +80,7 @@ def execute(config: RunConfig, run_id: str, where: Where, console: Console) -> P
     if where.address is not None and (where.in_container or not where.address.startswith((LOOPBACK, "localhost"))):
         # Paths, the run's folder included, are those of the coordinator's machine.
         with CoordinatorClient(where.address) as coordinator:
-            return _train(coordinator, _starting(config, run_id), where, console)
+            return _train(coordinator, _starting(_with_local_templates(config), run_id), where, console)
     run_folder = free_folder(config.run.folder, run_id)
     if problems := check_algorithm(config):
         raise ConfigError(problems)
@@ -324,9 +325,17 @@ def _shown(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
+def _with_local_templates(config: RunConfig) -> RunConfig:
+    """Read the files of chat templates that are on this machine, for a coordinator elsewhere. Raises ConfigError."""
+    try:
+        return with_template_texts(config, absolute=False)
+    except DataError as error:
+        raise ConfigError([Problem(error.field, error.message)]) from error
+
+
 def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """Make paths absolute, and read a chat template's file, as the coordinator may run elsewhere. Raises DataError."""
-    template = config.model.chat_template
+    """Make paths absolute, and read chat templates' files, as the coordinator may run elsewhere. Raises DataError."""
+    config = with_template_texts(config)
 
     def absolute(path: Path | None) -> Path | None:
         return path if path is None or is_hub_path(path) else path.expanduser().resolve()
@@ -348,12 +357,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     return config.model_copy(
         update={
             "run": config.run.model_copy(update={"folder": absolute(config.run.folder)}),
-            "model": config.model.model_copy(
-                update={
-                    "path": absolute_model(config.model.path),
-                    "chat_template": template and chat_template_text(template),
-                }
-            ),
+            "model": config.model.model_copy(update={"path": absolute_model(config.model.path)}),
             "roles": config.roles.model_copy(update=roles),
             "data": config.data.model_copy(update=data),
             "eval": config.eval.model_copy(update={"sets": sets}),

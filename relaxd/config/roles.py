@@ -275,7 +275,7 @@ class JudgeConfig(Section):
     """Instead of replicas: base URL of a server that speaks OpenAI's chat completions, such as "https://host/v1". Its
     key is in the reward service's RELAXD_JUDGE_KEY, or in the file that RELAXD_JUDGE_KEY_FILE names."""
     chat_template: str | None = None
-    """Jinja chat template to use instead of the model's own."""
+    """Jinja chat template to use instead of the model's own: its text, or the path of its file."""
     chat_template_arguments: dict[str, Any] = Field(default_factory=dict)
     """Variables for the chat template, such as { enable_thinking = false }. With an address, they are sent as
     chat_template_kwargs."""

@@ -53,8 +53,8 @@ class ModelConfig(Section):
     path: str
     """A Hugging Face folder, the name of a model that `relaxd model fetch` knows, or a hub name."""
     chat_template: str | None = None
-    """Jinja chat template to use instead of the model's own: its text, or the path of its file. The exported model has
-    it, too."""
+    """Jinja chat template to use instead of the model's own: its text, or the path of its file, relative to the folder
+    in which relaxd is called. A run keeps the text, and the exported model has it, too."""
     chat_template_arguments: dict[str, Any] = Field(default_factory=dict)
     """Variables for the chat template, such as { enable_thinking = false }."""
 

@@ -12,11 +12,14 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from relaxd.config import RunConfig
 from relaxd.data.errors import DataError
 from relaxd.data.examples import Message
 
 OVERRIDE = "model.chat_template"
 """The setting with a template instead of the model's own."""
+JUDGE_OVERRIDE = "roles.judge.chat_template"
+"""The same of the judge."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Special tokens that templates know as variables."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -170,25 +173,63 @@ class ChatTemplate:
         return message
 
 
-def chat_template_text(setting: str) -> str:
-    """Return the Jinja text of model.chat_template, which may be the path of a file. Raises DataError."""
-    if "{{" in setting or "{%" in setting:
-        return setting
-    path = Path(setting).expanduser()
+def chat_template_text(template: str, field: str = OVERRIDE) -> str:
+    """Return the Jinja text of a template, which may be the path of a file. Raises DataError, naming the setting."""
+    if _is_text(template):
+        return template
+    path = Path(template).expanduser()
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, ValueError) as error:
+    except (OSError, UnicodeDecodeError, ValueError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise DataError(
-            OVERRIDE,
-            f"{setting[:200]!r} has no {{{{ ... }}}}, so it is taken for a file, which can't be read: {reason}",
+            field,
+            f"{template[:200]!r} has no {{{{ ... }}}}, so it is taken for a file, which can't be read: {reason}",
         ) from error
+
+
+def with_template_texts(config: RunConfig, *, sent: bool = False, absolute: bool = True) -> RunConfig:
+    """Return a configuration with the texts of chat templates in place of paths, which other machines can't read.
+
+    Args:
+        config: the configuration.
+        sent: it came from elsewhere, so that nobody knows what a relative path is relative to.
+        absolute: whether absolute paths are those of this machine. Otherwise they stay if they aren't there.
+
+    Raises:
+        DataError: a file can't be read, or a relative path was sent.
+    """
+
+    def text(template: str | None, field: str) -> str | None:
+        if template is None or _is_text(template):
+            return template
+        is_absolute = template.startswith(("/", "~"))
+        if sent and not is_absolute:
+            raise DataError(
+                field,
+                f"{template[:200]!r} has no {{{{ ... }}}}, so it is taken for a file, but the coordinator doesn't know "
+                "the folder that this relative path starts from: send the template's text, or an absolute path on the "
+                "coordinator's machine",
+            )
+        if is_absolute and not absolute and not Path(template).is_file():
+            return template
+        return chat_template_text(template, field)
+
+    model, judge = config.model, config.roles.judge
+    model = model.model_copy(update={"chat_template": text(model.chat_template, OVERRIDE)})
+    judge = judge.model_copy(update={"chat_template": text(judge.chat_template, JUDGE_OVERRIDE)})
+    return config.model_copy(
+        update={"model": model, "roles": config.roles.model_copy(update={"judge": judge})},
+    )
 
 
 def load_chat_template(
     folder: Path, override: str | None, arguments: Mapping[str, Any] | None = None
 ) -> ChatTemplate | None:
-    """Load a model's chat template, or `override` if given, with arguments. Returns None if the model has none."""
+    """Load a model's chat template, or `override` if given, with arguments. Returns None if the model has none.
+
+    Raises DataError: a file of the folder is damaged, or the template can't be read or is invalid.
+    """
     config = _read_json(folder / "tokenizer_config.json")
     special = _special_tokens({**_read_json(folder / "special_tokens_map.json"), **_set_only(config)})
     if override is not None:
@@ -202,6 +243,10 @@ def load_chat_template(
         named = {entry["name"]: entry["template"] for entry in source}
         source, with_tools = named.get("default"), named.get("tool_use")
     return ChatTemplate(source, special, "model.path", arguments, with_tools=with_tools) if source else None
+
+
+def _is_text(template: str) -> bool:
+    return "{{" in template or "{%" in template
 
 
 def _read_json(file: Path) -> dict[str, Any]:

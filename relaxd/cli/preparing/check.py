@@ -16,6 +16,7 @@ from relaxd.data.dataset import load_data
 from relaxd.data.errors import DataError
 from relaxd.data.model_contradictions import weights_contradiction
 from relaxd.data.models import frozen_models, resolve_model, routed_expert_bytes
+from relaxd.data.templating import JUDGE_OVERRIDE, chat_template_text, load_chat_template
 from relaxd.data.vocabulary import check_vocabularies
 from relaxd.evaluation.checking import context_problems, set_problems
 from relaxd.fitting.fit import budget_problem
@@ -228,6 +229,11 @@ def _check_judge(config: RunConfig) -> list[Problem]:
         return [Problem(error.field, error.message)]
     except (OSError, ValueError) as error:
         return [Problem("roles.judge.model", f"= {judge.model!r} is no model folder: {error}")]
+    try:
+        if judge.chat_template is not None:
+            load_chat_template(folder, chat_template_text(judge.chat_template, JUDGE_OVERRIDE))
+    except DataError as error:
+        return [Problem(JUDGE_OVERRIDE, error.message)]
     context = model.get("max_position_embeddings")
     if isinstance(context, int) and judge.max_new_tokens >= context:
         problem = (

@@ -15,6 +15,7 @@ from relaxd.config.load import ConfigError, load
 from relaxd.data.curriculum.curriculum import own_problems
 from relaxd.data.dataset import OLDER_DIGEST_BYTES, PromptDataset, RunData, load_data
 from relaxd.data.errors import DataError
+from relaxd.data.templating import with_template_texts
 from relaxd.evaluation.checking import set_problems
 from relaxd.rpc.errors import FailedPrecondition, Unavailable, Violations
 from relaxd.run_folder import holds_run
@@ -64,6 +65,7 @@ def prepare(run_id: str, config_toml: str, request_id: str, redis_url: str) -> P
         violations.add(_field("algorithm.name"), str(error))
         raise violations.error() from error
     try:
+        config = with_template_texts(config, sent=True)
         data = load_data(config)
         prompts_digest = data.train.digest
     except DataError as error:
