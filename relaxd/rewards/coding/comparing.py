@@ -1,8 +1,11 @@
 """Compare a program's output, or a function's value, with the right one."""
 
 import math
+import re
 from typing import Any
 
+_NUMBER = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
+_WHOLE = re.compile(r"[-+]?[0-9]+")
 RELATIVE, ABSOLUTE = 1e-5, 1e-8
 """Tolerances of numbers, those of numpy.allclose."""
 
@@ -42,22 +45,24 @@ def _same_line(ours: str, theirs: str) -> bool:
 def _same_word(ours: str, theirs: str) -> bool:
     if ours == theirs:
         return True
-    if _is_whole(theirs):
-        return _is_whole_value(ours, theirs)
-    try:
-        return math.isclose(float(ours), float(theirs), rel_tol=RELATIVE, abs_tol=ABSOLUTE)
-    except ValueError:
+    if not _NUMBER.fullmatch(ours) or not _NUMBER.fullmatch(theirs):
         return False
-
-
-def _is_whole(word: str) -> bool:
-    return word.lstrip("+-").isdigit()
+    if _WHOLE.fullmatch(theirs):
+        return _is_whole_value(ours, theirs)
+    number, expected = float(ours), float(theirs)
+    # Numbers too large for floats are all infinite, and infinity is close to itself.
+    return math.isfinite(expected) and math.isclose(number, expected, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
 
 
 def _is_whole_value(ours: str, theirs: str) -> bool:
-    """Return whether a word is the same whole number, perhaps written as "4.0"; nothing near it will do."""
-    whole, point, rest = ours.partition(".")
-    return bool(point) and not rest.strip("0") and _is_whole(whole) and int(whole) == int(theirs)
+    """Return whether a number is the same whole number, digit by digit, perhaps written as "4.0" or "+4"."""
+    whole, _, rest = ours.partition(".")
+    return not rest.strip("0") and _unsigned_zero(whole) == _unsigned_zero(theirs)
+
+
+def _unsigned_zero(number: str) -> str:
+    """Return a whole number without a plus, and without the minus that floats have before zero."""
+    return "0" if number == "-0" else number.removeprefix("+")
 
 
 def _as_json(value: Any) -> Any:

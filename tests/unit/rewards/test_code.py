@@ -209,11 +209,14 @@ def test_tests_with_objects_need_the_answers_process(reward):
         assert together(sample(*HOSTILE[name]))["reward"] == 0
 
 
-def test_all_tests_together_have_a_time():
-    slow = resolve("code", LIMITS | {"total_seconds": 0.6, "credit": "share"})
+def test_tests_after_the_time_of_all_fail():
+    """The first test alone would compute for a minute; the others, which are right, come after the time of all."""
+    slow = resolve("code", LIMITS | {"seconds": 60, "total_seconds": 0.5, "credit": "share"})
+    code = "x = int(input())\nwhile x == 1: pass\nprint(x)"
     began = time.monotonic()
-    scored = slow(sample("while True: pass", {"inputs": ["1"] * 100, "outputs": ["1"] * 100}))
-    assert (scored["reward"], time.monotonic() - began < 4) == (0, True)
+    scored = slow(sample(code, {"inputs": ["1", *["2"] * 99], "outputs": ["1", *["2"] * 99]}))
+    assert scored["passed"] == 0
+    assert time.monotonic() - began < 50, "the first test was not stopped"
 
 
 def test_processes_end_with_whoever_started_them():

@@ -1,5 +1,6 @@
 """Replies that paid the wrong reward: each is of a kind that users of such rewards have reported."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,18 @@ import pytest
 
 from relaxd.rewards.coding.comparing import same_output, same_value
 from relaxd.rewards.coding.extract import code_in
-from tests.unit.rewards.scoring import score
+from tests.unit.rewards.scoring import SECONDS, score
 
 BMATRIX, PMATRIX = r"\begin{bmatrix}1\\2\end{bmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"
+PYTHON = (
+    "python3.11",
+    "{.python}",
+    "{.python .numberLines}",
+    "{ .py }",
+    "python:main.py",
+    "Python3",
+    "language-python",
+)
 HALF = r"\begin{bmatrix} 1 & \frac{1}{2} \\ 3 & 4 \end{bmatrix}"
 CASES: list[tuple[str, str, str, int]] = [
     # Without dollars math-verify would read one number of these.
@@ -74,6 +84,17 @@ def test_null_among_the_targets_is_no_target() -> None:
         ("0.33333334", "0.3333333333", True),
         ("inf", "3", False),
         ("4.", "4", True),
+        ("+4", "4", True),
+        ("-0.0", "0", True),
+        ("--5.0", "5", False),
+        ("\u00b2.0", "2", False),
+        ("2", "\u00b2", False),
+        ("5.0", "--5", False),
+        (f"{'7' * 5000}.0", "7" * 5000, True),
+        (f"{'7' * 5000}.0", "5", False),
+        ("1.0", "001", False),
+        ("1_0", "10.0", False),
+        ("1e999", f"{'7' * 500}.5", False),
     ],
 )
 def test_an_expected_whole_number_is_exact(printed: str, expected: str, same: bool) -> None:
@@ -92,13 +113,53 @@ def test_only_a_list_of_one_value_stands_for_its_value() -> None:
         ("```python\na = 1\n```\nIt prints:\n```\n1\n```", "a = 1\n"),
         ("```\na = 1\n```\n```json\n{}\n```", "a = 1\n"),
         ("~~~python\na = 1\n~~~", "a = 1\n"),
-        ("1. So:\n   ```python\n   def f():\n       return 1\n   ```\n2. Done.", "def f():\n    return 1\n"),
         ("````python\ns = '''```'''\n````", "s = '''```'''\n"),
         ("```python title=x\na = 1", "a = 1"),
+        # Lists and quotes.
+        ("1. So:\n   ```python\n   def f():\n       return 1\n   ```\n2. Done.", "def f():\n    return 1\n"),
+        ("1. ```python\n   def f():\n       return 1\n   ```\n2. Done.", "def f():\n    return 1\n"),
+        ("- ```python\n  def f():\n      return 1\n  ```", "def f():\n    return 1\n"),
+        ("1. ```python\ndef f():\n  return 1\n```", "def f():\n  return 1\n"),
+        ("- Code: ```python\n  a = 1\n  ```", "a = 1\n"),
+        ("\t```python\n\ta = 1\n\t```", "a = 1\n"),
+        ("> ```python\n> a = 1\n>\n> b = 2\n> ```\nYes.", "a = 1\n\nb = 2\n"),
+        # No fences.
+        ("It takes ~~~5 ms.\n```python\na = 1\n```", "a = 1\n"),
+        ("~~~ about 5 ms\n```python\na = 1\n```", "a = 1\n"),
+        ("Plan\n~~~~\n```python\na = 1\n```", "a = 1\n"),
+        ("Call ```f(1)``` first\n```\na = 1\n```", "a = 1\n"),
+        ("```f(1)``` is called\n```\na = 1\n```", "a = 1\n"),
+        ("```python\na = 1\n```\nIt has ```python fences.", "a = 1\n"),
+        ("```python\ns = '```'\nprint(s)\n```", "s = '```'\nprint(s)\n"),
+        ("```python\ns = '''\n    ```\n'''\n```", "s = '''\n    ```\n'''\n"),
+        # Fences at odd places.
+        ("<answer>```python\n    return 1\n```</answer>", "    return 1\n"),
+        ("Code: ```\na = 1\n```", "a = 1\n"),
+        ("```python\na = 1```\nIt prints:\n```\n1\n```", "a = 1"),
+        ("```python\na = 1```</answer>", "a = 1"),
+        ("```python\na = 1\n```python\nb = 2\n```", "b = 2\n"),
+        # Names of Python.
+        *((f"```{name}\na = 1\n```\nIt prints:\n```\n1\n```", "a = 1\n") for name in PYTHON),
+        *((f"```py\na = 1\n```\nIt prints:\n```{name}\n1\n```", "a = 1\n") for name in ("pycon", "python-repl")),
+        # Thinking.
+        ("```python\nprint('<think>')\n```", "print('<think>')\n"),
+        ("```python\na = 1\n```\n<think>\n```python\nb = 2\n```", "a = 1\n"),
     ],
 )
 def test_code_is_found_in_its_fence(reply: str, code: str) -> None:
     assert code_in(reply) == (code, True)
+
+
+@pytest.mark.parametrize("fence", ["", "\n```python\n"])
+def test_code_in_unfinished_thinking_is_none(fence: str) -> None:
+    assert code_in(f"<think>{fence}print(9)\n```") == ("", False)
+
+
+@pytest.mark.parametrize("line", ["~~~\n", "> ", "1. ", "```python\n", "`", "x: ```\n", "```x```\n"])
+def test_code_is_found_in_linear_time(line: str) -> None:
+    began = time.process_time()
+    code_in(line * (100_000 // len(line)))
+    assert time.process_time() - began < SECONDS
 
 
 @pytest.fixture
