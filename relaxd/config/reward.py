@@ -110,7 +110,7 @@ class RewardConfig(Section):
     """The reward's own settings: arguments of a class, keyword arguments of each call of a function, settings_json of a
     service at reward.address."""
     key: str = ""
-    """Key of the reward in a mapping that a reward returns; empty means "reward", or else "score". Other numbers in it
+    """Key of the reward in a mapping that a reward returns; empty means "score", or else "reward". Other numbers in it
     are parts, which are only reported."""
     terms: tuple[RewardTerm, ...] = ()
     """Instead of a name: rewards whose weighted sum is the reward, each in a table [[reward.terms]] with name or

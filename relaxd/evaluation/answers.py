@@ -52,26 +52,26 @@ class ScoredAnswer:
 def summarise_set(one: ResolvedSet, answers: Sequence[ScoredAnswer]) -> dict[str, float]:
     """Return the metrics of a set, whose names begin with its prefix.
 
-    Means over all answers: reward, each part of the reward, response_length (tokens) and truncated_share; counts:
-    prompts, and unscored: answers that the reward couldn't score, which count as 0. pass_at_K and maj_at_K (if there
-    are several answers to a prompt) are means over prompts, with the ends of their 95 % confidence interval in _low and
-    _high. Empty without answers.
+    Means over all answers: reward, response_length (tokens) and truncated_share; each part of the reward is a mean over
+    the answers that have it. Counts: prompts, and unscored: answers that the reward couldn't score, whose reward counts
+    as 0. pass_at_K and maj_at_K (if there are several answers to a prompt) are means over prompts, with the ends of
+    their 95 % confidence interval in _low and _high. Empty without answers.
     """
     if not answers:
         return {}
     count = len(answers)
     scored = [answer for answer in answers if not answer.error]
-    sums: dict[str, float] = defaultdict(float)
+    parts: dict[str, list[float]] = defaultdict(list)
     for answer in scored:
         for name, value in answer.parts.items():
-            sums[name] += value
+            parts[name].append(value)
     if len(scored) < count:
         first = next(answer.error for answer in answers if answer.error)
         logger.warning("%s: %d of %d answers could not be scored: %s", one.name, count - len(scored), count, first)
     by_prompt: dict[int, list[ScoredAnswer]] = defaultdict(list)
     for answer in answers:
         by_prompt[answer.index].append(answer)
-    metrics = {name: value / count for name, value in sums.items()} | {
+    metrics = {name: sum(values) / len(values) for name, values in parts.items()} | {
         "reward": sum(answer.reward for answer in scored) / count,
         "response_length": sum(answer.length for answer in answers) / count,
         "truncated_share": sum(answer.finish_reason == "length" for answer in answers) / count,

@@ -1,7 +1,7 @@
 """Rewards written for other interfaces, as rewards of a sample or of a group."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
 from typing import Any
@@ -9,8 +9,10 @@ from typing import Any
 from relaxd.rewards.base import RewardInput
 from relaxd.rewards.mathematics.boxed import last_boxed
 
-_VERL = {"solution_str", "ground_truth"}
-_VERL_BATCH = {"solution_strs", "ground_truths"}
+VERL = frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})
+"""What verl passes to `compute_score`, by name."""
+VERL_BATCH = frozenset(f"{name}s" for name in VERL)
+"""What it passes to the batch form."""
 
 
 def takes_group(reward: Callable[..., Any]) -> bool:
@@ -39,17 +41,17 @@ def adapt(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return verl's `compute_score`, of one sample or of a batch, as a reward; anything else as it is.
 
     verl passes data_source, solution_str, ground_truth and extra_info by name, so that a function may take some of them
-    and **kwargs, or **kwargs alone.
+    and **kwargs, or **kwargs alone. Its other parameters are settings.
     """
     parameters = _parameters(function)
     only_names = bool(parameters) and all(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    if parameters.keys() >= _VERL or only_names:
+    if only_names or _is_given(parameters, VERL):
 
         def score(sample: RewardInput) -> Any:
             return function(**_accepted(parameters, _verl_arguments(sample)))
 
         return _named(score, function)
-    if parameters.keys() >= _VERL_BATCH:
+    if _is_given(parameters, VERL_BATCH):
 
         def scores(samples: Sequence[RewardInput]) -> Any:
             of_each = [_verl_arguments(sample) for sample in samples]
@@ -58,6 +60,19 @@ def adapt(function: Callable[..., Any]) -> Callable[..., Any]:
 
         return _named(scores, function)
     return function
+
+
+def _is_given(parameters: Mapping[str, inspect.Parameter], names: frozenset[str]) -> bool:
+    """Return whether a function gets what it scores, and all that it needs, by these names."""
+    scored = scored_parameters(parameters)
+    by_name = all(parameters[name].kind is not inspect.Parameter.POSITIONAL_ONLY for name in scored)
+    return bool(scored) and scored <= names and by_name
+
+
+def scored_parameters(parameters: Mapping[str, inspect.Parameter]) -> set[str]:
+    """Return the names of the parameters that hold what is scored: those without a default, else the first one."""
+    named = [one for one in parameters.values() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    return {one.name for one in named if one.default is one.empty} or {one.name for one in named[:1]}
 
 
 def _verl_arguments(sample: RewardInput) -> dict[str, Any]:

@@ -8,17 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from relaxd.rewards.adapters import takes_group
+from relaxd.rewards.adapters import VERL, VERL_BATCH, scored_parameters, takes_group
 from relaxd.rewards.base import BadRewardError, Reward, RewardInput, RewardOutput, check_output
 
 MACHINERY = str(Path(__file__).parent)
 """Folder of the files that call and import rewards; bundled rewards are in folders below it."""
-NOT_SETTINGS = frozenset(
-    (
-        *("sample", "samples", "data_source", "solution_str", "ground_truth", "extra_info"),
-        *("data_sources", "solution_strs", "ground_truths", "extra_infos"),
-    )
-)
+NOT_SETTINGS = VERL | VERL_BATCH | {"sample", "samples"}
 """Parameters of functions that hold what is scored."""
 SIGNATURE = (
     "def {name}(sample), with sample.prompt, .response, .answer and .metadata; or def {name}(samples), which returns a "
@@ -26,15 +21,20 @@ SIGNATURE = (
 )
 
 
-FORMS = {
-    "TRL": (
+FORMS = (
+    (
+        "TRL",
         {"completions"},
         "sample.prompt and sample.response stand for prompts and completions, metadata for columns",
     ),
-    "slime": ({"args", "sample"}, "settings are in reward.settings, and sample.response, .answer and .metadata in it"),
-    "OpenRLHF": ({"queries", "labels"}, "sample.response stands for queries, sample.answer for labels"),
-}
-"""Parameters of other frameworks' rewards, and what stands for them here."""
+    ("TRL", {"completion_ids"}, "sample.response has the text of completion_ids"),
+    ("slime", {"args", "sample"}, "settings are in reward.settings, and sample.response, .answer and .metadata in it"),
+    ("slime", {"args", "samples"}, "settings are in reward.settings, and .response, .answer and .metadata in a sample"),
+    ("OpenRLHF", {"queries"}, "sample.response stands for queries, sample.answer for labels"),
+    ("verl", {"solution_str"}, f"verl passes only {', '.join(sorted(VERL))}; other parameters are settings"),
+    ("verl", {"solution_strs"}, f"verl passes only {', '.join(sorted(VERL_BATCH))}; other parameters are settings"),
+)
+"""Other frameworks, parameters of their rewards that hold what is scored, and what stands for them here."""
 
 
 def check_signature(reward: Callable[..., Any]) -> None:
@@ -47,8 +47,9 @@ def check_signature(reward: Callable[..., Any]) -> None:
         signature = inspect.signature(reward)
     except (TypeError, ValueError):  # some builtins have none
         return
-    for framework, (names, instead) in FORMS.items():
-        if signature.parameters.keys() >= names:
+    scored = scored_parameters(signature.parameters)
+    for framework, names, instead in FORMS:
+        if scored >= names:
             right, taken = SIGNATURE.format(name=_name(reward)), ", ".join(signature.parameters)
             raise BadRewardError(
                 f"{place(reward)} takes ({taken}), the form of {framework}; here a reward is {right}. {instead}"

@@ -27,7 +27,7 @@ class ScoredSample:
     reward: float
     """Its reward."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """The parts of its reward that all samples have."""
+    """The parts of its reward. Other samples may have other parts."""
     tokens: int = 0
     """Tokens of the answer; of a conversation those of all its sequences."""
     truncated: bool = False
@@ -84,7 +84,7 @@ def samples_of(columns: Mapping[str, Any]) -> list[ScoredSample]:
             answer=prompt["answer"],
             metadata=prompt["metadata"],
             reward=float(reward),
-            parts={name: values[number] for name, values in parts.items()},
+            parts={name: values[number] for name, values in parts.items() if values[number] is not None},
             tokens=int(tokens[number]),
             truncated=last[number][1] == "length",
         )

@@ -13,7 +13,6 @@ from relaxd.board import NewGroup
 from relaxd.config import RunConfig
 from relaxd.data.curriculum.curriculum import Curriculum
 from relaxd.data.dataset import PromptDataset, RunData, load_data
-from relaxd.data.errors import DataError
 from relaxd.data.examples import Example
 from relaxd.data.files.rows import OnDemand
 from services.coordinator.fleet.run_context import RunContext

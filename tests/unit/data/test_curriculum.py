@@ -401,6 +401,11 @@ def test_a_filter_gets_the_scored_samples() -> None:
     )  # fmt: skip
 
 
+def test_a_filter_gets_only_the_parts_that_a_sample_has() -> None:
+    first, second = samples_of(GROUP | {"reward_parts": {"format": [0.5, None], "length": [None, 3.0]}})
+    assert (first.parts, second.parts) == ({"format": 0.5}, {"length": 3.0})
+
+
 def test_a_filter_that_fails_is_named_and_read_again_once_repaired(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def keep(samples):\n    return samples[2].reward\n")

@@ -6,7 +6,10 @@ from itertools import combinations
 
 import pytest
 
+from relaxd.config.load import load
+from relaxd.evaluation.answers import ScoredAnswer, summarise_set
 from relaxd.evaluation.estimates import Z95, interval, pass_at_k
+from relaxd.evaluation.sets import sets_of
 from relaxd.evaluation.votes import maj_at_k, vote_of
 
 
@@ -90,3 +93,16 @@ def test_maj_at_k_is_the_share_of_draws_whose_majority_is_right() -> None:
 )
 def test_replies_vote_for_their_final_answer(reply: str, vote: str) -> None:
     assert vote_of(reply) == vote
+
+
+def test_a_part_is_averaged_over_the_answers_that_have_it() -> None:
+    text = 'run.steps = 1\nmodel.path = "m"\nreward.name = "math"\ndata.source = "addition"\neval.prompts = 4\n'
+    (one,) = sets_of(load(text))
+    parts = ({"tests": 1.0}, {"tests": 0.5, "style": 2.0}, {})
+    answers = [
+        ScoredAnswer(index=index, sample=0, reward=1.0, length=3, finish_reason="stop", parts=found)
+        for index, found in enumerate(parts)
+    ]
+    failed = ScoredAnswer(index=3, sample=0, reward=0.0, length=3, finish_reason="stop", error="it failed")
+    metrics = summarise_set(one, [*answers, failed])
+    assert (metrics["eval_tests"], metrics["eval_style"], metrics["eval_reward"]) == (0.75, 2.0, 0.75)

@@ -387,16 +387,95 @@ def test_verls_forms_are_called_as_verl_calls_them(reward, expected, parts):
     assert found[0].parts == parts
 
 
+def says(solution_str, **kwargs):
+    return len(solution_str) + len(kwargs["ground_truth"])
+
+
+def says_of_source(data_source, solution_str, **kwargs):
+    return float(data_source == "gsm8k") + float("data_source" not in kwargs and "ground_truth" in kwargs)
+
+
+def says_and_sets(solution_str, bonus=1.0):
+    return len(solution_str) * bonus
+
+
+def only_truth(*, ground_truth, **kwargs):
+    return len(ground_truth)
+
+
+def all_by_default(data_source="", solution_str="", ground_truth=""):
+    return len(solution_str)
+
+
+def all_say(solution_strs, **kwargs):
+    return [len(one) for one in solution_strs] if len(kwargs["ground_truths"]) == 2 else []
+
+
+def all_say_with_sources(data_sources, solution_strs):
+    return [float(one == "gsm8k") + 1 for one in data_sources]
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [
+        (says, [4.0, 4.0]), (says_of_source, [2.0, 2.0]), (says_and_sets, [2.0, 2.0]), (only_truth, [2.0, 2.0]),
+        (all_by_default, [2.0, 2.0]), (all_say, [2.0, 2.0]), (all_say_with_sources, [2.0, 2.0]),
+    ],
+)  # fmt: skip
+def test_any_of_verls_arguments_make_its_form(reward, expected):
+    metadata = {"data_source": "gsm8k", "reward_model": {"ground_truth": "46"}}
+    adapted = adapt(reward)
+    check_signature(adapted)
+    with asyncio.Runner() as runner:
+        assert [one.reward for one in call(adapted, samples("46", "47", **metadata), runner)] == expected
+
+
+def with_args(sample, args=None):
+    return 1.0
+
+
+def with_more(sample, *args):
+    return 1.0
+
+
+def with_names_of_others(sample, completions=None, queries=None, ground_truth=None, solution_str=""):
+    return 1.0
+
+
+@pytest.mark.parametrize("reward", [with_args, with_more, with_names_of_others])
+def test_settings_may_have_names_that_are_arguments_elsewhere(reward):
+    assert adapt(reward) is reward
+    check_signature(reward)
+
+
 def trl(prompts, completions, **kwargs): ...
+
+
+def trl_of_ids(completion_ids, **kwargs): ...
+
+
+def trl_with_truth(completions, ground_truth): ...
 
 
 def slime(args, sample, **kwargs): ...
 
 
+def slime_of_group(args, samples, **kwargs): ...
+
+
 def openrlhf(queries, prompts, labels): ...
 
 
-@pytest.mark.parametrize(("reward", "framework"), [(trl, "TRL"), (slime, "slime"), (openrlhf, "OpenRLHF")])
+def verl(solution_str, ground_truth, tokenizer): ...
+
+
+@pytest.mark.parametrize(
+    ("reward", "framework"),
+    [
+        (trl, "TRL"), (trl_of_ids, "TRL"), (trl_with_truth, "TRL"), (slime, "slime"), (slime_of_group, "slime"),
+        (openrlhf, "OpenRLHF"), (verl, "verl"),
+    ],
+)  # fmt: skip
 def test_forms_of_other_frameworks_are_named(reward, framework):
     with pytest.raises(
         BadRewardError, match=rf"{reward.__name__} \(.*\) takes \(.*\), the form of {framework}; here a re"
