@@ -4,6 +4,7 @@
 
 import re
 from decimal import Decimal
+from itertools import chain
 
 from relaxd.rewards.limit import TooSlow, time_limit
 from relaxd.rewards.mathematics.formulas import Unreadable, parse
@@ -19,15 +20,26 @@ SYMPY_SECONDS = 2.0
 """Time for sympy to compare two expressions. Then they count as different."""
 _FRACTION = re.compile(r"-?\(?-?[0-9]+/-?[0-9]+\)?")
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
-_NAME = re.compile(r"[a-z]{1,2}=(?!=)")
+_NAME = re.compile(r"\A[a-z]{1,2}=(?!=)")
 _DIGIT = re.compile(r"[0-9]")
-_SCIENTIFIC = re.compile(r"-?[0-9]{1,12}(?:\.[0-9]{1,12})?[eE][+-]?[0-9]{1,2}")
+_SCIENTIFIC = re.compile(
+    r"(\A|[=(\[{,;&$<>]|\b(?:or|and)\b)(\s*[+-]?)([0-9]{1,12}(?:\.[0-9]{1,12})?[eE][+-]?[0-9]{1,2})"
+    r"(?=\s*(?:[,;=<>)\]}&$%\\]|\Z)|\s+[A-Za-z])"
+)
+"""A number like 1e3 that stands by itself: all of an answer, after "x =", an item, or before a unit."""
 _MATRIX = re.compile(
     r"(?:\\left *[(\[])?\s*\\begin *\{(?P<kind>[pbB]?(?:small)?matrix|array)\}(?: *\{[clr| ]*\})?"
-    r"(?P<cells>.*)\\end *\{(?P=kind)\}\s*(?:\\right *[)\]])?",
+    r"(?P<cells>.*?)\\end *\{(?P=kind)\}\s*(?:\\right *[)\]])?",
     re.DOTALL,
 )
 """A matrix in round or square brackets, which mean the same."""
+_MATRIX_LAYOUT = re.compile(
+    r"(\\\\)(?:\s*\[[^\[\]]*\])?|\\cr(?![a-z])|\\(?:displaystyle|hline)(?![a-z])|\\[!,;:()\[\] ]|\$"
+)
+"""What changes no matrix, and ends of rows."""
+_MATRIX_NAME = re.compile(
+    r"\s*(?:\\(?:mathbf|mathrm|boldsymbol|bm|vec)\s*)?(?:\{[A-Za-z]\}|[A-Za-z])(?:_\{?\w\}?)?\s*=\s*"
+)
 
 
 def are_equal(answer: str, expected: str) -> bool:
@@ -41,9 +53,9 @@ def are_equal(answer: str, expected: str) -> bool:
         return answer.strip() == expected.strip()
     if answer == expected and "=" not in answer and _DIGIT.search(answer):
         return True  # of such a text the normal form leaves something, which then equals itself
-    rows, expected_rows = _matrix(answer), _matrix(expected)
-    if rows is not None or expected_rows is not None:
-        return rows is not None and expected_rows is not None and _are_equal_matrices(rows, expected_rows)
+    matrices, expected_matrices = _matrices(answer), _matrices(expected)
+    if matrices or expected_matrices:
+        return _are_equal_matrices(matrices, expected_matrices) or normalize(answer) == normalize(expected)
     answer, expected = _written_out(answer), _written_out(expected)
     number, expected_number = numeral(answer), numeral(expected)
     if number is not None and expected_number is not None:  # equal in the normal form is then equal as a formula
@@ -52,30 +64,46 @@ def are_equal(answer: str, expected: str) -> bool:
     return bool(normal) and (normal == normalize(expected) or _are_equal_formulas(plain(answer), plain(expected)))
 
 
-def _matrix(answer: str) -> list[list[str]] | None:
-    """Return the entries of a matrix, by row; None for anything else."""
-    found = _MATRIX.fullmatch(answer.strip().strip("$").strip())
-    if found is None:
-        return None
-    rows = re.split(r"\\\\(?:\s*\[[^\]]*\])?", found["cells"].strip().removesuffix("\\\\"))
-    return [[cell.strip() for cell in row.split("&")] for row in rows]
+_Matrices = list[str | list[list[str]]]
+"""An answer with matrices: texts between them, and the entries of each by row."""
 
 
-def _are_equal_matrices(rows: list[list[str]], expected: list[list[str]]) -> bool:
-    if [len(row) for row in rows] != [len(row) for row in expected]:
+def _matrices(answer: str) -> _Matrices:
+    """Return an answer's matrices, with the texts before, between and behind them; [] if it has none."""
+    if "\\begin" not in answer:
+        return []
+    text = _MATRIX_LAYOUT.sub(lambda found: r"\\" if found[1] or found[0] == r"\cr" else "", answer)
+    found: _Matrices = []
+    place = 0
+    for matrix in _MATRIX.finditer(text):
+        rows = matrix["cells"].strip().removesuffix(r"\\").split(r"\\")
+        found += [text[place : matrix.start()], [[cell.strip() for cell in row.split("&")] for row in rows]]
+        place = matrix.end()
+    if not found:
+        return []
+    first = str(found[0])
+    return ["" if _MATRIX_NAME.fullmatch(first) else first, *found[1:], text[place:].strip().rstrip(".")]
+
+
+def _are_equal_matrices(found: _Matrices, expected: _Matrices) -> bool:
+    """Return whether matrices are equal entry by entry, and the texts between them in their normal form."""
+    if len(found) != len(expected):
         return False
-    pairs = (
-        (cell, other)
-        for row, others in zip(rows, expected, strict=True)
-        for cell, other in zip(row, others, strict=True)
-    )
-    return all(are_equal(*pair) for pair in pairs)
+    for one, other in zip(found, expected, strict=True):
+        if isinstance(one, str) or isinstance(other, str):
+            same = normalize(str(one)) == normalize(str(other))
+        else:
+            same = [len(row) for row in one] == [len(row) for row in other] and all(
+                map(are_equal, chain.from_iterable(one), chain.from_iterable(other))
+            )
+        if not same:
+            return False
+    return True
 
 
 def _written_out(answer: str) -> str:
-    """Return a number like 1e3 with all its digits, and any other answer as it is."""
-    text = answer.strip().strip("$")
-    return f"{Decimal(text):f}" if _SCIENTIFIC.fullmatch(text) else answer
+    """Return an answer with all digits of its numbers like 1e3."""
+    return _SCIENTIFIC.sub(lambda found: f"{found[1]}{found[2]}{Decimal(found[3]):f}", answer)
 
 
 def _are_equal_formulas(answer: str, expected: str) -> bool:

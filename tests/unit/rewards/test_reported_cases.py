@@ -55,6 +55,30 @@ CASES: list[tuple[str, str, str, int]] = [
     ("math", r"\boxed{1e3}", "1000", 1),
     ("math", r"\boxed{0.015}", "1.5e-2", 1),
     ("math", r"\boxed{1e3}", "1001", 0),
+    *(
+        ("math", rf"\boxed{{{name}{BMATRIX}}}", PMATRIX, 1)
+        for name in ("A = ", r"\mathbf{A} = ", r"\vec{v}=", "A_1=", "$A=")
+    ),
+    ("math", rf"\boxed{{{PMATRIX}}}", f"A = {BMATRIX}.", 1),
+    ("math", r"\boxed{A=\begin{pmatrix}1\\3\end{pmatrix}}", PMATRIX, 0),
+    ("math", rf"\boxed{{A^{{-1}} = {BMATRIX}}}", f"A^{{-1}} = {PMATRIX}", 1),
+    ("math", rf"\boxed{{A^{{-1}} = {BMATRIX}}}", PMATRIX, 0),
+    ("math", rf"\boxed{{\frac12 {BMATRIX}}}", rf"\frac{{1}}{{2}}{PMATRIX}", 1),
+    ("math", rf"\boxed{{2{BMATRIX}}}", PMATRIX, 0),
+    ("math", rf"\boxed{{{BMATRIX}, {PMATRIX}}}", rf"{PMATRIX},\ {PMATRIX}", 1),
+    ("math", r"\boxed{\[\displaystyle \begin{pmatrix} 1 \cr 2 \\ \end{pmatrix}\]}", PMATRIX, 1),
+    ("math", r"\boxed{x = 1e3}", "1000", 1),
+    ("math", r"\boxed{1000}", "x = 1e3", 1),
+    ("math", r"\boxed{x = 1.5e-2}", "0.015", 1),
+    ("math", r"\boxed{x = 1e3}", "1001", 0),
+    ("math", r"\boxed{(1e3, +2E+2)}", "(1000, 200)", 1),
+    ("math", r"\boxed{1e3 \text{ m}}", "1000", 1),
+    ("math", r"\boxed{1e3 or 2e3}", "1000, 2000", 1),
+    ("math", r"\boxed{x+2e3}", "x+2000", 0),  # e is a letter of formulas
+    # A name is dropped only where an answer begins with it.
+    ("math", r"\boxed{10x=5}", "15", 0),
+    ("math", r"\boxed{10x=5}", "105", 0),
+    ("math", r"\boxed{xyz=5}", "x5", 0),
     ("multiple_choice", "<think>The answer is B.</think>I choose (C).", "B", 0),
     ("multiple_choice", "<think>Perhaps the answer is B. But let me check option C more", "B", 0),
     ("multiple_choice", "Perhaps the answer is B.</think>So (C)", "B", 0),
