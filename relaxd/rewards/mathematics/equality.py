@@ -56,7 +56,7 @@ def are_equal(answer: str, expected: str) -> bool:
     matrices, expected_matrices = _matrices(answer), _matrices(expected)
     if matrices or expected_matrices:
         return _are_equal_matrices(matrices, expected_matrices) or normalize(answer) == normalize(expected)
-    answer, expected = _written_out(answer), _written_out(expected)
+    answer, expected = written_out(answer), written_out(expected)
     number, expected_number = numeral(answer), numeral(expected)
     if number is not None and expected_number is not None:  # equal in the normal form is then equal as a formula
         return _is_equal_item(number, expected_number)
@@ -101,7 +101,7 @@ def _are_equal_matrices(found: _Matrices, expected: _Matrices) -> bool:
     return True
 
 
-def _written_out(answer: str) -> str:
+def written_out(answer: str) -> str:
     """Return an answer with all digits of its numbers like 1e3."""
     return _SCIENTIFIC.sub(lambda found: f"{found[1]}{found[2]}{Decimal(found[3]):f}", answer)
 

@@ -1,18 +1,17 @@
 """Open-R1's reward for multimodal mathematics: math-verify, or the answer's exact text."""
 
-import re
-
 from relaxd.rewards.base import RewardInput
 from relaxd.rewards.limit import TooSlow, time_limit
 from relaxd.rewards.mathematics.mathd import reference
+from relaxd.rewards.mathematics.sentences import formula_of, has_marks, with_improper_fractions
 from relaxd.rewards.tags import tagged
 
 VERIFY_SECONDS = 3.0
 """Time for math-verify to read and compare two answers. Then they count as different."""
 MAX_LETTERS = 4000
 """Letters of the reply that math-verify reads, from the end."""
-_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{4,}")
-"""A word of a sentence, which is no name of LaTeX or of a variable."""
+_CURRENCY = r"\$"
+"""Dollars that don't enclose a formula."""
 _TAGS = ("</think>", "<answer>", "</answer>")
 
 
@@ -30,8 +29,7 @@ def openr1mm(sample: RewardInput) -> dict[str, float]:
     if any(sample.response.count(tag) > 1 for tag in _TAGS):
         return {"reward": 0.0, "accuracy": 0.0, "format": 0.0}
     same = bool(found) and found[0].strip() == expected
-    response = _as_math(found[0]) if found else sample.response
-    accuracy = float(same or _is_verified(_as_math(expected), response))
+    accuracy = float(same or _is_verified(expected, found[0] if found else sample.response))
     return {"reward": accuracy, "accuracy": accuracy, "format": float(bool(found))}
 
 
@@ -43,17 +41,20 @@ def _untagged(answer: str) -> str:
 def _is_verified(expected: str, response: str) -> bool:
     from math_verify import parse, verify
 
+    reference = _marked(expected.replace(_CURRENCY, ""))
+    if reference is None:  # math-verify would read one number of several
+        return False
+    reply = response[-MAX_LETTERS:].replace(_CURRENCY, "")
     # Its own limits are off: its handler of SIGALRM would replace ours.
     try:
         with time_limit(VERIFY_SECONDS):
-            gold = parse(expected, parsing_timeout=None)
-            target = parse(response[-MAX_LETTERS:], parsing_timeout=None)
+            gold = parse(reference, parsing_timeout=None)
+            target = parse(_marked(reply) or reply, parsing_timeout=None)
             return bool(gold) and bool(target) and bool(verify(gold, target, timeout_seconds=None))
     except (TooSlow, RecursionError):
         return False
 
 
-def _as_math(text: str) -> str:
-    """Return a formula in dollars: of one without them or a box math-verify would read one number. Sentences stay."""
-    has_marks = "$" in text or "\\boxed" in text
-    return text if has_marks or _WORD.search(text) else f"${text.strip()}$"
+def _marked(text: str) -> str | None:
+    """Return a text whose formulas are in dollars or boxes; None if it is a sentence without, or with several."""
+    return with_improper_fractions(text) if has_marks(text) else formula_of(text)

@@ -270,7 +270,7 @@ def test_dapo(response, answer, accuracy, form):
         ("no idea", "5", 0),
         ("", "5", 0),
         ("5 is wrong, it is 6", "5", 0),
-        ("π", r"$\pi$", 0),
+        ("π", r"$\pi$", 1),
         (LONG + "<answer>5</answer>", "5", 1),
         ("<answer>" + LONG + "</answer>", "5", 0),
         (r"<answer>$9^{9^{9^{9}}}$</answer>", "5", 0),

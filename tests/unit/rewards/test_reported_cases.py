@@ -21,6 +21,21 @@ PYTHON = (
     "language-python",
 )
 HALF = r"\begin{bmatrix} 1 & \frac{1}{2} \\ 3 & 4 \end{bmatrix}"
+FORMULAS = (
+    "sqrt(2)",
+    "2pi",
+    "x**2",
+    "2*pi",
+    "sqrt(3)/2",
+    "sin(x)",
+    "x^10",
+    "ln(2)",
+    "sqrt((1+x)/2)",
+    "|x|",
+    "5!",
+    "e^x",
+    PMATRIX,
+)
 CASES: list[tuple[str, str, str, int]] = [
     # Without dollars math-verify would read one number of these.
     ("openr1mm", "<answer>10</answer>", "(-6, 10)", 0),
@@ -38,6 +53,46 @@ CASES: list[tuple[str, str, str, int]] = [
     ("openr1mm", "The answer is 5", "5", 1),
     ("openr1mm", "<answer>10 cm</answer>", "10", 1),
     ("openr1mm", r"<answer>\frac12</answer>", "0.5", 1),
+    ("openr1mm", "<answer>10</answer>", r"(-6, 10)\text{ units}", 0),
+    ("openr1mm", "<answer>(-6, 10)</answer>", r"(-6, 10)\text{ units}", 1),
+    ("openr1mm", "<answer>(-6, 10) units</answer>", "(-6, 10)", 1),
+    ("openr1mm", "<answer>10</answer>", r"10\text{ cm}^2", 1),
+    ("openr1mm", "<answer>10 meters^2</answer>", "10", 1),
+    ("openr1mm", "<answer>5 km/h</answer>", "5", 1),
+    ("openr1mm", r"<answer>\$100</answer>", "100", 1),
+    ("openr1mm", "<answer>100</answer>", r"\$100", 1),
+    # Several numbers in a sentence are a list if "or" or "and" joins them, else only the same text is right.
+    ("openr1mm", "<answer>7</answer>", "either 5 or 7", 0),
+    ("openr1mm", "<answer>7 or 5</answer>", "either 5 or 7", 1),
+    ("openr1mm", "<answer>I think that it is 5 or 7</answer>", "7", 0),
+    ("openr1mm", "<answer>7</answer>", "between 5 and 7", 0),
+    ("openr1mm", "<answer>20</answer>", "3 hours 20 minutes", 0),
+    ("openr1mm", "<answer>3 hours 20 minutes</answer>", "3 hours 20 minutes", 1),
+    ("openr1mm", "<answer>72</answer>", "She sold 48 / 2 = 24 clips in May.\n#### 72", 1),
+    *(
+        ("openr1mm", f"<answer>{half}</answer>", "2 1/2", 1)
+        for half in ("5/2", "2.5", r"2 \frac{1}{2}", "2\u00bd", "$5/2$")
+    ),
+    ("openr1mm", "<answer>-2 1/2</answer>", "-5/2", 1),
+    ("openr1mm", "<answer>3/2</answer>", "2 1/2", 0),
+    ("openr1mm", "<answer>1/2</answer>", "$2 1/2$", 0),
+    ("openr1mm", "<answer>1.5e3</answer>", "1500", 1),
+    # Formulas without tags, dollars and LaTeX.
+    *(("openr1mm", formula, formula, 1) for formula in FORMULAS),
+    *(("openr1mm", f"We add.\nSo the answer is: **{formula}**.", formula, 1) for formula in FORMULAS),
+    *(
+        ("openr1mm", reply, r"\sqrt{2}", 1)
+        for reply in ("sqrt(2)", "\u221a2", "It is sqrt(2).", r"<answer>$\sqrt2$</answer>")
+    ),
+    *(("openr1mm", reply, r"\sqrt{2}", 0) for reply in ("2", "sqrt(3)", "It is 2.", "The answer is sqrt(22).")),
+    ("openr1mm", "<answer>pi</answer>", "2pi", 0),
+    ("openr1mm", "x", "x**2", 0),
+    ("openr1mm", "The point is (-6, 10).", "(-6, 10)", 1),
+    ("openr1mm", "It is (-6, 11).", "(-6, 10)", 0),
+    ("openr1mm", f"The matrix is {BMATRIX}", PMATRIX, 1),
+    ("openr1mm", f"The answer is ${BMATRIX}$", PMATRIX, 1),
+    ("openr1mm", f"<answer>2{BMATRIX}</answer>", PMATRIX, 0),
+    ("openr1mm", "2", PMATRIX, 0),
     # verl 0.9.1 opens nested braces, and takes a box where there is no "Answer:".
     ("dapo", r"Answer: $\boxed{\frac{1}{2}}$", r"\frac{1}{2}", 1),
     ("dapo", r"Answer: \boxed{\sqrt{2}}", r"\sqrt{2}", 1),
