@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 import relaxd
 from relaxd.client.errors import CliError
+from relaxd.local.port_holder import taken_port
 from relaxd.local.ports import LOOPBACK, free_port, is_free
 from relaxd.local.state import StateFolder
 from relaxd.roles import ROLES
@@ -76,9 +77,7 @@ def up(
     `port` is the coordinator's; 0 picks a free one.
     """
     if port and not is_free(port) and read(folder) is None:
-        raise CliError(
-            f"port {port} on {LOOPBACK} is taken", "stop the process that uses it, or use --port 0 for any free port"
-        )
+        raise CliError(taken_port(port), "stop it, or use --port 0 for any free port")
     port = port or free_port()
     folder.create()
     settings = {

@@ -14,6 +14,7 @@ from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.local import embedded_redis
 from relaxd.local.environment import python_path
+from relaxd.local.port_holder import taken_port
 from relaxd.local.ports import LOOPBACK, free_port, reservations, reserve
 from relaxd.local.redis_address import without_password, write_private
 from relaxd.local.state import StackState, StateFolder
@@ -57,9 +58,7 @@ def make_plan(
     if port is None:
         port = COORDINATOR_PORT if reserve(COORDINATOR_PORT) else 0
     elif port and not reserve(port):
-        raise CliError(
-            f"port {port} on {LOOPBACK} is taken", "stop the process that uses it, or use --port 0 for any free port"
-        )
+        raise CliError(taken_port(port), "stop it, or use --port 0 for any free port")
     coordinator = f"{LOOPBACK}:{port or free_port()}"
     services = []
     folder.create()

@@ -232,6 +232,15 @@ def _violations_in(serialized: str | bytes) -> list[tuple[str, str]]:
     return []
 
 
+def failed_precondition(error: grpc.RpcError, reason: str) -> str:
+    """Return the subject of the precondition that a call failed for this reason; "" if it failed for another one."""
+    violation = error_details_pb2.PreconditionFailure()
+    for detail in status_pb2.Status.FromString(_status_bytes(error) or b"").details:
+        if detail.Unpack(violation) and violation.violations[0].type == reason:
+            return violation.violations[0].subject
+    return ""
+
+
 def has_status(error: grpc.RpcError) -> bool:
     """Return whether a failed call's error was raised by a handler of relaxd, not by gRPC."""
     return _status_bytes(error) is not None

@@ -89,13 +89,18 @@ def _first(host: str, ports: Sequence[int] | None, bind: Callable[[int], Bound])
     )
 
 
+def reservation_name(host: str, port: int) -> str:
+    """Return the name of the abstract Unix socket that reserves a port."""
+    return f"relaxd-port-{host}-{port}"
+
+
 def _claim(host: str, port: int) -> socket.socket | None:
     """Bind the abstract Unix socket that reserves a port. Raises OSError: another process has it."""
     if sys.platform != "linux":
         return None
     claim = socket.socket(socket.AF_UNIX)
     try:
-        claim.bind(f"\0relaxd-port-{host}-{port}")
+        claim.bind("\0" + reservation_name(host, port))
     except BaseException:
         claim.close()
         raise

@@ -1,0 +1,87 @@
+"""The process that holds a port of this machine, and the stack that it belongs to."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import psutil
+
+from relaxd.local.ports import LOOPBACK
+from relaxd.local.state import StateFolder
+from relaxd.rpc.access.stack_identity import STACK_VARIABLE
+from relaxd.rpc.client import sync_channel
+from relaxd.rpc.errors import failed_precondition
+from relaxd.v1.replica_pb2 import GetStatusRequest
+from relaxd.v1.replica_pb2_grpc import ReplicaStub
+from relaxd.weights.ports import reservation_name
+
+SUPERVISOR = "relaxd.local.supervisor"
+NOBODY = "nobody"
+"""An identity that no stack has: a server that belongs to one refuses it and names its own."""
+
+
+@dataclass(frozen=True)
+class PortHolder:
+    """A process that listens on a port, or reserved it."""
+
+    pid: int = 0
+    """Its pid; 0: another user's, which can't be seen."""
+    command: str = ""
+    stack: str = ""
+    """Identity of its stack; empty if it belongs to none, or isn't relaxd's."""
+    folder: Path | None = None
+    """State folder of its stack, if a supervisor here started it."""
+
+    def __str__(self) -> str:
+        who = f"pid {self.pid}, {self.command}" if self.pid else "another user's process"
+        place = f", in {self.folder}" if self.folder else ""
+        return f"stack {self.stack}{place} ({who})" if self.stack else who
+
+
+def find_holder(port: int, *, seconds: float = 1.0) -> PortHolder | None:
+    """Return who listens on a loopback port, or reserved it; None if nobody does.
+
+    `seconds` is the deadline of a call to a server of another user, which only so says what its stack is.
+    """
+    at = [(address, port) for address in _ADDRESSES]
+    listening = [
+        one.pid for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN and one.laddr in at
+    ]
+    name = "@" + reservation_name(LOOPBACK, port)
+    pids = listening or [one.pid for one in psutil.net_connections("unix") if one.laddr == name]
+    if not pids:
+        return None
+    if pid := next(filter(None, pids), 0):
+        return _describe(pid)
+    return PortHolder(stack=ask_stack(f"{LOOPBACK}:{port}", seconds)) if listening else PortHolder()
+
+
+def taken_port(port: int) -> str:
+    """Say that a loopback port is taken, and by whom."""
+    return f"port {port} on {LOOPBACK} is taken by {find_holder(port) or 'a process that has just ended'}"
+
+
+_ADDRESSES = (LOOPBACK, "0.0.0.0", "::", "::1", f"::ffff:{LOOPBACK}")
+
+
+def _describe(pid: int) -> PortHolder:
+    try:
+        process = psutil.Process(pid)
+        command = " ".join(process.cmdline())
+        stack = process.environ().get(STACK_VARIABLE, "")
+        above = [words for one in (process, *process.parents()) if SUPERVISOR in (words := one.cmdline())]
+    except psutil.Error:  # it has ended
+        return PortHolder(pid, "unknown")
+    folder = Path(above[0][-1]).parent if above else None
+    state = StateFolder(folder).read() if folder else None
+    return PortHolder(pid, command[:80], stack or (state.stack if state else ""), folder)
+
+
+def ask_stack(address: str, seconds: float) -> str:
+    """Return the identity of the stack of a server; empty if it names none."""
+    with sync_channel(address, token="", stack=NOBODY) as channel:  # a stranger gets no token
+        try:
+            ReplicaStub(channel).GetStatus(GetStatusRequest(), timeout=seconds)
+        except grpc.RpcError as error:
+            return failed_precondition(error, "STACK_MISMATCH")
+    return ""
