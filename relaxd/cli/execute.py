@@ -19,6 +19,7 @@ from relaxd.board import roles_for
 from relaxd.cli.last_checkpoint import save_last_checkpoint
 from relaxd.cli.new_run import check_run_id, free_folder
 from relaxd.cli.preparing.check import check, check_algorithm
+from relaxd.cli.preparing.doctor_command import PREFLIGHT_SECONDS, scope_of, warn_of_machine
 from relaxd.cli.preparing.models import prepare_model
 from relaxd.cli.reading.follow import Terminated, follow, interrupt_code
 from relaxd.cli.reading.source import began_on_up, failed_by_data, refuse_ended, resume_command
@@ -97,6 +98,7 @@ def execute(config: RunConfig, run_id: str, where: Where, console: Console) -> P
         with CoordinatorClient(where.address) as coordinator:
             return _train(coordinator, _starting(config, run_id), where, console)
     where = replace(where, replicas=replicas, engines=_engines(config))
+    warn_of_machine("run", scope_of(where.folder.path, config, None, PREFLIGHT_SECONDS), console)
     return _on_own_services(_starting(config, run_id), run_id, run_folder, where, console)
 
 
@@ -133,6 +135,7 @@ def execute_again(run_folder: Path, where: Where, console: Console, steps: int =
 
     config = RunConfig.model_validate_json(run.config_json)
     where = replace(where, replicas=_replicas(where, config), engines=_engines(config))
+    warn_of_machine("run", scope_of(where.folder.path, config, None, PREFLIGHT_SECONDS), console)
     if steps and not where.shared_redis:
         shutil.rmtree(_redis_data(where, run_id), ignore_errors=True)
     return _on_own_services(begin, run_id, run_folder, where, console)

@@ -29,6 +29,7 @@ from relaxd.cli.options import (
 from relaxd.cli.output import EscapingConsole, show
 from relaxd.cli.preparing.config_command import config_app
 from relaxd.cli.preparing.data_command import data
+from relaxd.cli.preparing.doctor_command import PREFLIGHT_SECONDS, doctor, scope_of, warn_of_machine
 from relaxd.cli.preparing.eval_command import evaluate
 from relaxd.cli.preparing.examples import init
 from relaxd.cli.preparing.fit_command import fit
@@ -75,6 +76,8 @@ Start here:
     relaxd reward test my.toml       try the reward on three prompts
 
     relaxd fit my.toml               what each GPU will hold, and which layouts fit
+
+    relaxd doctor                    what is missing or wrong on this machine, and how to get it right
 
     relaxd rehearse my.toml          run it at its real size without GPUs, and see its first limit
 
@@ -157,6 +160,7 @@ app.command()(init)
 app.command(context_settings=PASS_ON)(data)
 app.command(context_settings=PASS_ON)(fit)
 app.command(context_settings=PASS_ON)(rehearse)
+app.command(context_settings=PASS_ON)(doctor)
 
 
 @app.command(context_settings=PASS_ON)
@@ -228,6 +232,7 @@ def up(
         containers = compose.up(folder, port, replicas, grace_seconds, lambda text: console.print(text, style="dim"))
         console.print(f"up: the coordinator is at {containers.coordinator}, `docker compose logs` has the logs")
         return
+    warn_of_machine("up", scope_of(state, None, None, PREFLIGHT_SECONDS), console)
     with folder.starting("relaxd up"):
         plan = stack.make_plan(folder, port=port, replicas=replicas, grace_seconds=grace_seconds, engines=engines)
         stack.up(folder, plan, lambda text: console.print(text, style="dim"))

@@ -18,6 +18,8 @@ from relaxd.rpc.tls import TlsFiles, connection_hint
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import scaling_pb2
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
+from relaxd.v1.replica_pb2 import GetStatusRequest, ReplicaStatus
+from relaxd.v1.replica_pb2_grpc import ReplicaStub
 
 ENDED = (pb.RUN_STATE_STOPPED, pb.RUN_STATE_FAILED)
 """Final states of a run."""
@@ -114,6 +116,10 @@ class CoordinatorClient:
     def replicas(self) -> list[pb.RegisteredReplica]:
         """List the replicas whose lease is valid."""
         return list(self._items(self._stub.ListReplicas, pb.ListReplicasRequest(), "replicas"))
+
+    def coordinator_status(self) -> ReplicaStatus:
+        """Return the status of the coordinator's own process."""
+        return self._call(ReplicaStub(self._channel).GetStatus, GetStatusRequest()).status
 
     def watch(
         self,

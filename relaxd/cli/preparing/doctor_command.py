@@ -1,0 +1,89 @@
+"""`relaxd doctor`, and what other commands say of this machine before they start anything."""
+
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from relaxd.cli.options import DEFAULT_STATE, CoordinatorOption, StateOption, load_words, new_console
+from relaxd.cli.output import show_json
+from relaxd.config import RunConfig
+from relaxd.doctor.checks import Moment, examine
+from relaxd.doctor.finding import Finding, Level, Scope
+from relaxd.local import compose
+from relaxd.local.address import address_here
+from relaxd.local.state import StateFolder
+
+STYLES: dict[Level, str] = {"ok": "green", "warning": "yellow", "problem": "bold red"}
+PREFLIGHT_SECONDS = 0.3
+"""Longest wait for another process's answer before something is started."""
+
+
+def doctor(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[FILE.toml [--section.key VALUE]...]",
+            help="Configuration of a run that is meant, and settings that override it.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per finding and line.")] = False,
+    state: StateOption = DEFAULT_STATE,
+    coordinator: CoordinatorOption = None,
+) -> None:
+    """Check this machine and what runs on it: packages, GPUs, limits, disk, ports, Redis, services, sandbox, Docker.
+
+    Exits with 1 if there are problems.
+    """
+    config = load_words(words)[1] if words else None
+    console, levels = new_console(), Counter[Level]()
+    for finding in examine(scope_of(state, config, coordinator)):
+        levels[finding.level] += 1
+        if as_json:
+            show_json(asdict(finding))
+        else:
+            print_finding(finding, console)
+    if not as_json:
+        counts = [
+            f"{levels[level]} {level}s" if levels[level] != 1 else f"1 {level}" for level in ("problem", "warning")
+        ]
+        console.print(", ".join(counts) if levels["problem"] or levels["warning"] else "nothing is wrong")
+    if levels["problem"]:
+        raise typer.Exit(1)
+
+
+def scope_of(state: Path, config: RunConfig | None, coordinator: str | None, patience_seconds: float = 2.0) -> Scope:
+    """Return what a command with these options examines."""
+    folder = StateFolder(state)
+    return Scope(
+        folder=folder,
+        config=config,
+        coordinator=address_here(state, coordinator),
+        elsewhere=bool(coordinator) or compose.read(folder) is not None,
+        patience_seconds=patience_seconds,
+    )
+
+
+def warn_of_machine(moment: Moment, scope: Scope, console: Console) -> bool:
+    """Print the warnings and problems that concern a command. Returns False if there are problems."""
+    findings = list(examine(scope, moment))
+    for finding in findings:
+        print_finding(finding, console)
+    return all(finding.level != "problem" for finding in findings)
+
+
+def print_finding(finding: Finding, console: Console) -> None:
+    """Print a finding: what was found, then what would be right, and the command for it."""
+    console.print(
+        Text.assemble((f"{finding.level:<8}", STYLES[finding.level]), f"{finding.about}: {finding.found}"),
+        soft_wrap=True,
+    )
+    if finding.right:
+        console.print(f"        right: {finding.right}", soft_wrap=True)
+    if finding.how:
+        console.print(f"        try: {finding.how}", soft_wrap=True)

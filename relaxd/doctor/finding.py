@@ -1,0 +1,55 @@
+"""What checks look at, and what they find."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from relaxd.config import RunConfig
+from relaxd.local.stack import COORDINATOR_PORT
+from relaxd.local.state import StackState, StateFolder
+
+Level = Literal["ok", "warning", "problem"]
+"""ok: as it should be, or needed by nobody. warning: it may slow a run down or stop it later. problem: something that
+relaxd needs will not work."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor."""
+
+    level: Level
+    about: str
+    """What was examined, such as "open files"."""
+    found: str
+    right: str = ""
+    """What would be right, and why; empty if it is."""
+    how: str = ""
+    """How to get it, by a command where one does it; empty if `right` says it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scope:
+    """What the checks look at."""
+
+    folder: StateFolder
+    """State folder of the services that are up, or would be started."""
+    config: RunConfig | None = None
+    """The run that is meant, if one is."""
+    coordinator: str | None = None
+    """Address of the coordinator that commands call here; None: no services are up."""
+    elsewhere: bool = False
+    """The services are containers or on other machines: they don't need this environment's packages."""
+    port: int = COORDINATOR_PORT
+    """The coordinator's default port."""
+    patience_seconds: float = 2.0
+    """Longest wait for the answer of another process."""
+
+    @property
+    def stack(self) -> StackState | None:
+        """The services that `relaxd up` started in the state folder."""
+        return self.folder.read()
+
+    @property
+    def runs(self) -> Path:
+        """The folder of runs' folders."""
+        return (self.config.run.folder if self.config else Path("runs")).expanduser()

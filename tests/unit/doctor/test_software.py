@@ -1,0 +1,147 @@
+"""Packages, Docker, the sandbox and the services' versions."""
+
+import importlib.metadata
+import json
+from pathlib import Path
+
+import pytest
+
+from relaxd import PROTOCOL_VERSION, __version__
+from relaxd.config.load import load
+from relaxd.doctor.checks import CHECKS, examine
+from relaxd.doctor.docker import engine_findings, image_findings
+from relaxd.doctor.finding import Scope
+from relaxd.doctor.packages import (
+    OPTIONAL,
+    SERVICES,
+    Requirement,
+    check_optional_packages,
+    extras_of,
+    package_finding,
+    parse,
+    requirements,
+)
+from relaxd.doctor.sandbox import answers_finding, check_sandbox, enclosure_finding
+from relaxd.doctor.services import status_findings
+from relaxd.local.state import StateFolder
+from relaxd.rewards.table import PACKAGES
+from relaxd.sandbox.enclosure import Measure
+from relaxd.v1.replica_pb2 import REPLICA_STATE_FAILED, ReplicaStatus
+
+RUN = """
+run.steps = 1
+model.path = "model"
+data.source = "addition"
+reward.name = "addition"
+"""
+WITHOUT_ENGINE = json.loads('{"ServerVersion":"","Runtimes":null,"ClientInfo":{"Version":"28.2.2","Plugins":[]}}')
+WITH_ENGINE = {
+    "ServerVersion": "28.2.2",
+    "Runtimes": {"runc": {}},
+    "ClientInfo": {"Plugins": [{"Name": "compose", "Version": "v2.36.2"}]},
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "installed", "problem"),
+    [
+        ("torch>=2.11,<2.14", "2.13.0+cpu", ""),
+        ("torch>=2.11,<2.14", "2.14.0", "torch 2.14.0 is not >=2.11,<2.14"),
+        ("torch<2.14,>=2.11; extra == 'trainer'", "2.10.1", "torch 2.10.1 is not <2.14,>=2.11"),
+        ("megatron-core==0.16.1", "0.16.1", ""),
+        ("megatron-core==0.16.1", None, "megatron-core is missing"),
+        ("sglang==0.5.15.post1", "0.5.15", "sglang 0.5.15 is not ==0.5.15.post1"),
+        ("redis[hiredis]>=7", "7.0.0", ""),
+        ("types-protobuf", "1", ""),
+        ("PyYAML (>=6) ; extra == 'migrate'", "5.4", "PyYAML 5.4 is not >=6"),
+    ],
+)
+def test_versions(text: str, installed: str | None, problem: str) -> None:
+    assert parse(text).problem(installed) == problem
+
+
+def test_what_is_missing_gets_a_command() -> None:
+    required = {"": [parse("grpcio>=1")], "trainer": [parse("no-such-package==1.2"), parse("torch>=99")]}
+    finding = package_finding("packages", required, ["trainer"])
+    assert finding.level == "problem"
+    assert finding.how == "pip install 'no-such-package==1.2' 'torch>=99'"
+    assert package_finding("packages", {"": [parse("torch>=99")]}, []).level == "warning"
+    assert package_finding("packages", {}, []).level == "ok"
+
+
+def test_requirements_are_those_of_the_project() -> None:
+    required = requirements()
+    assert {*SERVICES, *OPTIONAL} <= set(required)
+    assert Requirement("megatron-core", "==0.16.1") in required["trainer"]
+    assert package_finding("packages", required, SERVICES).level == "ok"
+    installed = [parse(line).name for line in importlib.metadata.requires("relaxd") or []]
+    assert set(installed) == {one.name for extra in required.values() for one in extra}
+    assert {requirement for _, requirement in PACKAGES.values()} <= {f"relaxd[{extra}]" for extra in required}
+
+
+def test_a_run_needs_what_its_roles_and_rewards_need() -> None:
+    assert extras_of(load(RUN)) == ["coordinator", "reward", "advantage", "rollout", "trainer"]
+    config = load(RUN.replace('reward.name = "addition"', 'reward.name = "boxed_ifeval"\nrollout.engine = "sglang"'))
+    assert extras_of(config) == ["coordinator", "reward", "advantage", "sglang", "trainer", "ifeval"]
+
+
+def test_optional_packages_are_no_problem(tmp_path: Path) -> None:
+    assert {one.level for one in check_optional_packages(Scope(folder=StateFolder(tmp_path)))} <= {"ok", "warning"}
+
+
+@pytest.mark.parametrize(
+    ("info", "needed", "gpus", "expected"),
+    [
+        (WITHOUT_ENGINE, False, 0, {"docker": "ok", "docker compose": "ok"}),
+        (WITHOUT_ENGINE, True, 0, {"docker": "problem", "docker compose": "problem"}),
+        (WITH_ENGINE, True, 0, {"docker": "ok", "docker compose": "ok"}),
+        (WITH_ENGINE, True, 2, {"docker": "ok", "docker GPUs": "problem", "docker compose": "ok"}),
+        (WITH_ENGINE | {"Runtimes": {"nvidia": {}}}, True, 2, {"docker": "ok", "docker compose": "ok"}),
+    ],
+)
+def test_docker(info: dict, needed: bool, gpus: int, expected: dict[str, str]) -> None:
+    error = "" if info["ServerVersion"] else "Cannot connect to the Docker daemon"
+    assert {one.about: one.level for one in engine_findings(info, error, needed, gpus)} == expected
+
+
+def test_images() -> None:
+    (finding,) = image_findings(["relaxd/trainer:dev", "redis:8-alpine"])
+    assert finding.found.startswith("there: relaxd/trainer:dev; not built: relaxd/advantage, relaxd/cli, ")
+
+
+def test_this_kernel_confines_rewards(tmp_path: Path) -> None:
+    findings = list(check_sandbox(Scope(folder=StateFolder(tmp_path))))
+    assert [one.about for one in findings] == ["sandbox of answers", "enclosure of rewards"]
+    assert "problem" not in {one.level for one in findings}
+
+
+def test_what_the_enclosure_lacks_is_said() -> None:
+    held = [Measure(name, "seccomp") for name in ("network", "memory", "processes", "kernel")]
+    assert enclosure_finding([*held, Measure("user", missing="only root can change it")], False).level == "ok"
+    lacking = [*held, Measure("files", missing="no Landlock")]
+    assert enclosure_finding(lacking, False).level == "warning"
+    assert "but not files: no Landlock" in enclosure_finding(lacking, False).found
+    assert enclosure_finding(lacking, True).level == "problem"
+    assert "Linux 6.12" in answers_finding(4).found
+    assert "Linux 6.12" not in answers_finding(6).found
+
+
+def test_services_of_other_versions_are_named() -> None:
+    ours = {"package_version": __version__, "protocol_version": PROTOCOL_VERSION}
+    statuses = [
+        ReplicaStatus(replica_id="coordinator", role="coordinator", **ours),
+        ReplicaStatus(replica_id="rollout-1", role="rollout", **ours),
+        ReplicaStatus(replica_id="rollout-2", role="rollout", state=REPLICA_STATE_FAILED, detail="no memory", **ours),
+        ReplicaStatus(replica_id="reward", role="reward", package_version="0.0.9", protocol_version=PROTOCOL_VERSION),
+        ReplicaStatus(replica_id="old", role="reward", package_version="0.0.1", protocol_version=1),
+    ]
+    found = [(one.about, one.level) for one in status_findings(statuses)]
+    assert found == [("rollout-2", "problem"), ("reward", "warning"), ("old", "problem"), ("services", "ok")]
+    *_, services = status_findings(statuses)
+    assert services.found == "up: coordinator, rollout 2, reward 2"
+
+
+def test_what_commands_check_by_themselves_is_short_of_what_is_well(tmp_path: Path) -> None:
+    scope = Scope(folder=StateFolder(tmp_path), patience_seconds=0.3)
+    assert all(finding.level != "ok" for finding in examine(scope, "up"))
+    assert {moment for check in CHECKS for moment in check.moments} == {"config", "run", "up"}
