@@ -163,6 +163,7 @@ class _Service:
 
 async def serve_relaxd(arguments: argparse.Namespace) -> None:
     from relaxd.config import RolloutConfig
+    from relaxd.replica.sync_ids import SyncIds
     from relaxd.rpc.server import start_server
     from relaxd.v1 import rollout_pb2, rollout_pb2_grpc
     from services.rollout.engines.types import Sampling, Version
@@ -210,7 +211,7 @@ async def serve_relaxd(arguments: argparse.Namespace) -> None:
     if arguments.report_every:
         asks[REPORTING] = partial(ask, report_every=arguments.report_every)
 
-    servicer = RolloutServicer(_Service(engine))  # type: ignore[arg-type]
+    servicer = RolloutServicer(_Service(engine), SyncIds())  # type: ignore[arg-type]
     registration = (rollout_pb2_grpc.add_RolloutServicer_to_server, servicer, "relaxd.v1.Rollout")
     server = await start_server([registration], serving=True)
     Path(arguments.model, ADDRESS_FILE).write_text(f"127.0.0.1:{server.port}")

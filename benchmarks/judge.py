@@ -26,6 +26,7 @@ from benchmarks.reporting import machine, report
 from relaxd.config import JudgeConfig, RewardConfig, RunConfig
 from relaxd.data.examples import Example
 from relaxd.data.tokenizer import PromptTokenizer
+from relaxd.replica.sync_ids import SyncIds
 from relaxd.rewards import RewardInput, RewardOutput
 from relaxd.rpc.client import channel
 from relaxd.rpc.server import Service, start_server
@@ -188,7 +189,7 @@ async def with_replica(options: argparse.Namespace) -> list[dict[str, Any]]:
         model = make_tiny_model(Path(folder))
         config = JudgeConfig(model=str(model), max_in_flight=in_flight)
         async with judge_service(model, in_flight) as service:
-            calls = Service(add_JudgeServicer_to_server, JudgeServicer(service), "relaxd.v1.Judge")
+            calls = Service(add_JudgeServicer_to_server, JudgeServicer(service, SyncIds()), "relaxd.v1.Judge")
             server = await start_server([calls], serving=True)
             async with channel(f"127.0.0.1:{server.port}") as connection:
                 client = JudgeClient(config, _Replica(JudgeStub(connection)))
