@@ -28,17 +28,19 @@ def dapo(sample: RewardInput) -> dict[str, float]:
 
     Both sides are brought to Minerva's normal form (Lewkowycz et al. 2022, arXiv 2206.14858, appendix D.1) and compared
     as texts; whole numbers as numbers. Without such a line, a box in the last 100 letters must have exactly the text of
-    the answer. This follows verl 0.9.1. Parts: accuracy: 1 or 0, and format: 1 if there is such a line or box.
+    the answer, whose own box is opened. This follows verl 0.9.1. Parts: accuracy: 1 or 0, and format: 1 if there is
+    such a line or box.
 
     Raises:
         ValueError: the answer is empty, or only units.
     """
-    expected = _whole(minerva(reference(sample.answer, "dapo")))
+    answer = reference(sample.answer, "dapo")
+    expected = _whole(minerva(answer))
     if not expected:
         raise ValueError(f"answer is {sample.answer!r}, of which nothing is left without units: dapo needs more")
     found = _ANSWER.findall(sample.response[-_LAST:])
     boxed = None if found else last_boxed(sample.response[-_LAST_BOXED:])
-    right = _whole(minerva(found[-1])) == expected if found else boxed == sample.answer.strip()
+    right = _whole(minerva(found[-1])) == expected if found else boxed == answer
     return {"reward": 2 * float(right) - 1, "accuracy": float(right), "format": float(bool(found) or boxed is not None)}
 
 
@@ -51,12 +53,25 @@ def minerva(answer: str) -> str:
         answer = answer.replace(expression, "")
     if answer.count("$") >= 2:
         answer = answer.split("$")[1]
-    for command in ("text", "textbf", "overline"):
-        answer = re.sub(rf"\\{command}\{{(.*?)\}}", r"\1", answer)
-    answer = re.sub(r"\\boxed\{(.*)\}", r"\1", answer)
+    for command in ("text", "textbf", "overline", "boxed"):
+        answer = _opened(answer, command)
     answer = re.sub(r"frac([^{])(.)", r"frac{\1}{\2}", answer)
     answer = re.sub(r"sqrt([^{])", r"sqrt{\1}", answer)
     return answer.replace("$", "").strip().rstrip(".")
+
+
+def _opened(answer: str, command: str) -> str:
+    """Replace \\command{...} by what is in its braces, which may have braces inside."""
+    mark, place = f"\\{command}{{", 0
+    while (start := answer.find(mark, place)) >= 0:
+        place = start + len(mark)
+        depth, end = 1, place
+        while depth and end < len(answer):
+            depth += (answer[end] == "{") - (answer[end] == "}")
+            end += 1
+        if not depth:
+            answer, place = answer[:start] + answer[place : end - 1] + answer[end:], start
+    return answer
 
 
 def _whole(answer: str) -> str:
