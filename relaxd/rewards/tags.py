@@ -22,10 +22,20 @@ def _patterns(tag: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
     return re.compile(f"<{tag}>", re.IGNORECASE), re.compile(f"</{tag}>", re.IGNORECASE)
 
 
+THINKING = re.compile(r"<(/?)think(?:ing)?\s{0,9}>", re.IGNORECASE)
+"""A tag at the beginning or, with group 1, at the end of thinking."""
+
+
 def without_thinking(response: str) -> str:
-    """Remove the thinking from a response. Nothing is left of one that was cut off while thinking."""
-    said, start = "", 0
-    while (opened := response.find("<think>", start)) >= 0 and (closed := response.find("</think>", opened)) >= 0:
-        said += response[start:opened]
-        start = closed + len("</think>")
-    return (said + response[start:]).rpartition("</think>")[2].partition("<think>")[0]
+    """Remove the thinking from a response, also one that was cut off, or whose first tag is in the prompt."""
+    said: list[str] = []
+    place, thinks = 0, False
+    for tag in THINKING.finditer(response):
+        if tag[1]:
+            if not thinks:
+                said.clear()
+            place, thinks = tag.end(), False
+        elif not thinks:
+            said.append(response[place : tag.start()])
+            thinks = True
+    return "".join(said) + ("" if thinks else response[place:])

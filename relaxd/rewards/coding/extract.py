@@ -4,6 +4,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from relaxd.rewards.tags import THINKING
+
 _MARKERS = re.compile(r"[ \t]*+(?:(?:[-*+]|[0-9]{1,9}[.)])[ \t]++|>[ \t]*+)*+")
 """Marks of lists and quotes before the text of a line."""
 _TILDES = re.compile(r"(~{3,}+)(.*)")
@@ -11,7 +13,6 @@ _BACKTICKS = re.compile(r"(?<!`)(`{3,}+)([^`]*)\Z")
 _PYTHON = re.compile(r"\{?\s*\.?(?:language-|lang-)?i?py(?:thon)?-?[0-9.]*(?![\w-])", re.IGNORECASE)
 _LANGUAGE = re.compile(r"[\w{.]")
 """Beginning of a language's name, behind a fence."""
-_THINKING = "<think>"
 _ROOM = 3
 """Blanks that the closing fence may have before it more than the opening one, as in CommonMark."""
 
@@ -68,7 +69,8 @@ def code_in(reply: str) -> tuple[str, bool]:
     also follow text that ends in ":", "*" or a tag, or be followed by "python" alone; one of ~~~ that doesn't say that
     it is Python must be closed.
     """
-    said, blocks = _read(reply.rpartition("</think>")[2])
+    ends = [tag.end() for tag in THINKING.finditer(reply) if tag[1]]
+    said, blocks = _read(reply[ends[-1] :] if ends else reply)
     for chosen in ([one for one in blocks if _PYTHON.match(one.info)], [one for one in blocks if not one.info]):
         if chosen:
             return chosen[-1].code(), True
@@ -94,8 +96,8 @@ def _read(text: str) -> tuple[str, list[_Block]]:
             opens = _LANGUAGE.match(behind or "") is not None
             block.closed = not opens
             block = _opened(line, False) if opens else None
-        elif _THINKING in line:
-            return "".join(lines[:number]) + line.partition(_THINKING)[0], blocks
+        elif thinking := THINKING.search(line):
+            return "".join(lines[:number]) + line[: thinking.start()], blocks
         else:
             block = _opened(line, number in closable)
         if block is not None:

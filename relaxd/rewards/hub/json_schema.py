@@ -8,6 +8,7 @@ from typing import Any
 
 from relaxd.rewards.base import RewardInput
 from relaxd.rewards.limit import TooSlow, time_limit
+from relaxd.rewards.tags import THINKING
 
 CHECK_SECONDS = 1.0
 """Time for checking a reply. Then it doesn't fit."""
@@ -27,6 +28,8 @@ def json_schema(sample: RewardInput, schema: Mapping[str, Any] | None = None) ->
     given: Any = schema if schema is not None else sample.metadata.get("json_schema", sample.answer)
     checker = _checker(given if isinstance(given, str) else json.dumps(given))
     response = sample.response.rpartition("</think>")[2]
+    if THINKING.match(response.lstrip()):  # it was cut off
+        response = ""
     fenced = _FENCED.findall(response)
     try:
         with time_limit(CHECK_SECONDS):

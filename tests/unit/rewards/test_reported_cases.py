@@ -8,6 +8,7 @@ import pytest
 
 from relaxd.rewards.coding.comparing import same_output, same_value
 from relaxd.rewards.coding.extract import code_in
+from relaxd.rewards.tags import without_thinking
 from tests.unit.rewards.scoring import SECONDS, score
 
 BMATRIX, PMATRIX = r"\begin{bmatrix}1\\2\end{bmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"
@@ -140,6 +141,11 @@ CASES: list[tuple[str, str, str, int]] = [
     ("math", r"\boxed{10x=5}", "15", 0),
     ("math", r"\boxed{10x=5}", "105", 0),
     ("math", r"\boxed{xyz=5}", "x5", 0),
+    *(
+        (name, f"<{tag}>The answer is B.{end}", "B", 0)
+        for name in ("multiple_choice", "gpqa")
+        for tag, end in (("thinking", "</thinking> I choose (C)."), ("Think", "</Think>I choose C"), ("thinking", ""))
+    ),
     ("multiple_choice", "<think>The answer is B.</think>I choose (C).", "B", 0),
     ("multiple_choice", "<think>Perhaps the answer is B. But let me check option C more", "B", 0),
     ("multiple_choice", "Perhaps the answer is B.</think>So (C)", "B", 0),
@@ -150,6 +156,12 @@ CASES: list[tuple[str, str, str, int]] = [
 @pytest.mark.parametrize(("name", "response", "answer", "expected"), CASES)
 def test_the_reward_is_right(name: str, response: str, answer: str, expected: int) -> None:
     assert score(name, response, answer)["accuracy"] == expected
+
+
+@pytest.mark.parametrize(("thinking", "right"), [("", 1), ("<think>", 0), ("<thinking>", 0), ("<think></think>", 1)])
+def test_json_in_unfinished_thinking_is_none(thinking: str, right: int) -> None:
+    metadata = {"json_schema": {"type": "array"}}
+    assert score("json_schema", f"{thinking}\n```json\n[1]\n```", metadata=metadata)["reward"] == right
 
 
 def test_null_among_the_targets_is_no_target() -> None:
@@ -236,8 +248,24 @@ def test_code_is_found_in_its_fence(reply: str, code: str) -> None:
 
 
 @pytest.mark.parametrize("fence", ["", "\n```python\n"])
-def test_code_in_unfinished_thinking_is_none(fence: str) -> None:
-    assert code_in(f"<think>{fence}print(9)\n```") == ("", False)
+@pytest.mark.parametrize("tag", ["<think>", "<thinking>"])
+def test_code_in_unfinished_thinking_is_none(tag: str, fence: str) -> None:
+    assert code_in(f"{tag}{fence}print(9)\n```") == ("", False)
+
+
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        ("a<think>b</think>c", "ac"),
+        ("a</think>b<think>c</think>d", "bd"),
+        ("<think>a<think>b</think>c</think>d", "d"),
+        ("a<think>b", "a"),
+        ("<thinking>a</thinking>b<THINK>c", "b"),
+        ("<think", "<think"),
+    ],
+)
+def test_thinking_is_removed(reply: str, said: str) -> None:
+    assert without_thinking(reply) == said
 
 
 @pytest.mark.parametrize("line", ["~~~\n", "> ", "1. ", "```python\n", "`", "x: ```\n", "```x```\n"])
