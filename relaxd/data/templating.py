@@ -42,6 +42,30 @@ class Generation(Extension):
         return str(caller())
 
 
+class DictFunction:
+    """The function dict() of templates, which don't get the class, as in transformers."""
+
+    def __call__(self, *arguments: Any, **named: Any) -> dict[Any, Any]:
+        return dict(*arguments, **named)
+
+    def fromkeys(self, *arguments: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*arguments)
+
+
+class TemplateNamespace(jinja2.utils.Namespace):
+    """The function namespace() of templates, which refuses private names, as in transformers."""
+
+    def __init__(*arguments: Any, **named: Any) -> None:  # a template may name a value "self"
+        attributes: dict[str, Any] = dict(*arguments[1:], **named)
+        for name in attributes:
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(arguments[0], attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
 class ChatTemplate:
     """A compiled Jinja chat template."""
 
@@ -129,7 +153,7 @@ class ChatTemplate:
         }
         try:
             return (self._with_tools if tools else self._template).render(**variables)
-        except (jinja2.TemplateError, TypeError) as error:
+        except Exception as error:  # a template computes, and may raise anything
             raise DataError(self._field, f"the chat template can't render this prompt: {error}") from error
 
     def _compiled(self, source: str) -> jinja2.Template:
@@ -139,12 +163,16 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = _now
+        environment.globals["dict"] = DictFunction()
+        environment.globals["namespace"] = TemplateNamespace
         try:
             return environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise DataError(
                 self._field, f"the chat template is invalid in line {error.lineno}: {error.message}"
             ) from error
+        except (SyntaxError, RecursionError) as error:  # of Python, into which Jinja translates it
+            raise DataError(self._field, f"the chat template is invalid: {error}") from error
 
     def _check(self) -> None:
         """Refuse a template that ignores the messages, such as the path of a file that isn't there."""
@@ -276,6 +304,11 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace of a chat template can't have {name!r}: a private name")
 
 
 def _now(pattern: str) -> str:
