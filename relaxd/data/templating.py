@@ -15,13 +15,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from relaxd.config import RunConfig
 from relaxd.data.errors import DataError
 from relaxd.data.examples import Message
+from relaxd.data.special_tokens import TOKENIZER_CONFIG, read_object, special_tokens
 
 OVERRIDE = "model.chat_template"
 """The setting with a template instead of the model's own."""
 JUDGE_OVERRIDE = "roles.judge.chat_template"
 """The same of the judge."""
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Special tokens that templates know as variables."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning: templates read the first, gpt-oss's the second."""
 END_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -258,42 +257,40 @@ def load_chat_template(
 
     Raises DataError: a file of the folder is damaged, or the template can't be read or is invalid.
     """
-    config = _read_json(folder / "tokenizer_config.json")
-    special = _special_tokens({**_read_json(folder / "special_tokens_map.json"), **_set_only(config)})
+    special = special_tokens(folder)
     if override is not None:
         return ChatTemplate(chat_template_text(override), special, OVERRIDE, arguments)
-    template_file = folder / "chat_template.jinja"
-    if template_file.is_file():
-        return ChatTemplate(template_file.read_text(encoding="utf-8"), special, "model.path", arguments)
-    source = config.get("chat_template")
-    with_tools = None
-    if isinstance(source, list):
-        named = {entry["name"]: entry["template"] for entry in source}
-        source, with_tools = named.get("default"), named.get("tool_use")
+    named = _templates_of(folder)
+    source, with_tools = named.get("default"), named.get("tool_use")
     return ChatTemplate(source, special, "model.path", arguments, with_tools=with_tools) if source else None
+
+
+def _templates_of(folder: Path) -> dict[str, str]:
+    """Return the chat templates of a model's folder by their names. Raises DataError: a file is damaged."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        try:
+            return {"default": file.read_text(encoding="utf-8")}
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError("model.path", f"{file} can't be read: {error}") from error
+    file = folder / TOKENIZER_CONFIG
+    found = read_object(file).get("chat_template")
+    if found is None or isinstance(found, str):
+        return {"default": found} if found else {}
+    try:
+        named = {entry["name"]: entry["template"] for entry in found}
+        if all(isinstance(one, str) for pair in named.items() for one in pair):
+            return named
+    except (TypeError, KeyError):
+        pass
+    raise DataError(
+        "model.path",
+        f'{file} is damaged: chat_template must be text or a list of {{"name": text, "template": text}}',
+    )
 
 
 def _is_text(template: str) -> bool:
     return "{{" in template or "{%" in template
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return found if isinstance(found, dict) else {}
-
-
-def _set_only(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in config.items() if value is not None}
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens that a tokenizer's configuration names."""
-    tokens = {name: _content(config[name]) for name in SPECIAL_TOKENS if config.get(name)}
-    return {name: token for name, token in tokens.items() if token}
-
-
-def _content(token: Any) -> str:
-    return str(token.get("content") or "") if isinstance(token, dict) else str(token)
 
 
 def _to_json(

@@ -8,8 +8,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from relaxd.data.errors import DataError
-
-TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+from relaxd.data.special_tokens import TOKENIZER_CONFIG, TOKENS_MAP, read_object, token_text
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class ModelFolder:
 
 
 def read_model_folder(folder: Path) -> ModelFolder:
-    """Read config.json, tokenizer.json, and if they exist generation_config.json and TOKENIZER_FILES.
+    """Read config.json, tokenizer.json, and if they exist generation_config.json and those with special tokens.
 
     Raises DataError when a file is missing or broken.
     """
@@ -42,10 +41,9 @@ def read_model_folder(folder: Path) -> ModelFolder:
     configured = (_json(generation) if generation.is_file() else text_config).get("eos_token_id")
     end_ids = set(configured if isinstance(configured, list) else [configured])
     # Folders from older versions of transformers name the end token only in special_tokens_map.json.
-    settings = [_json(file) for name in TOKENIZER_FILES if (file := folder / name).is_file()]
-    eos_token = next((values["eos_token"] for values in settings if values.get("eos_token")), None)
-    eos_text = eos_token.get("content") if isinstance(eos_token, dict) else eos_token
-    if eos_text is not None:
+    files = [folder / TOKENIZER_CONFIG, folder / TOKENS_MAP]
+    named = (token_text(file, "eos_token", read_object(file).get("eos_token")) for file in files)
+    if eos_text := next((text for text in named if text), None):
         end_ids.add(tokenizer.token_to_id(eos_text))
     if not isinstance(text_config.get("vocab_size"), int):
         raise DataError("model.path", f"{folder / 'config.json'} has no vocab_size")

@@ -1,13 +1,17 @@
 """Chat templates are rendered as transformers renders them, with the features that templates of the hub use."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from relaxd.data.errors import DataError
+from relaxd.data.special_tokens import special_tokens
 from relaxd.data.templating import ChatTemplate, chat_template_text, load_chat_template
+from tests.kit.models import make_tiny_model
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": "é <b>", "parameters": {"b": 1, "a": 2}}}]
@@ -89,13 +93,63 @@ def test_a_prompt_that_ends_in_an_assistant_message_is_continued_or_refused() ->
         ChatTemplate(hiding, {}, "model.path").render(CHATS["prefill"])
 
 
-def test_special_tokens_may_be_in_the_map_only(tmp_path: Path) -> None:
-    (tmp_path / "special_tokens_map.json").write_text('{"bos_token": {"content": "<map>"}, "eos_token": "</map>"}')
-    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": null, "eos_token": "</config>"}')
-    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}" + LOOP + "{{ eos_token }}")
-    template = load_chat_template(tmp_path, None)
-    assert template is not None
-    assert template.render(CHATS["user"]) == "<map>[user] hi é <b>\n</config>"
+ADDED = {"0": {"content": "<s>", "special": True}}
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens_map"),
+    [
+        ({"bos_token": None, "pad_token": "<pad>"}, {"bos_token": {"content": "<map>"}, "eos_token": "</map>"}),
+        ({"bos_token": "<config>", "eos_token": "</config>"}, {"bos_token": "<map>", "eos_token": None}),
+        ({"bos_token": "<config>"}, {"bos_token": ""}),
+        ({"eos_token": "</config>", "added_tokens_decoder": ADDED}, {"bos_token": "<map>", "eos_token": "</map>"}),
+        ({"eos_token": {"content": "</config>", "__type": "AddedToken"}}, None),
+    ],
+)
+def test_special_tokens_are_those_of_transformers(
+    tmp_path: Path, config: dict[str, Any], tokens_map: dict[str, Any] | None
+) -> None:
+    make_tiny_model(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "TokenizersBackend"} | config))
+    if tokens_map is not None:
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps(tokens_map))
+    assert special_tokens(tmp_path) == AutoTokenizer.from_pretrained(tmp_path).special_tokens_map
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "complaint"),
+    [
+        ("special_tokens_map.json", "{", r"special_tokens_map\.json can't be read: Expecting property name"),
+        (
+            "special_tokens_map.json",
+            "[1]",
+            r"tokens_map\.json is damaged: it has \[1\] instead of a JSON object",
+        ),
+        (
+            "special_tokens_map.json",
+            '{"bos_token": 3}',
+            r"tokens_map\.json is damaged: bos_token is 3, but must",
+        ),
+        ("special_tokens_map.json", '{"eos_token": ["a"]}', r"damaged: eos_token is \[\"a\"\], but must be text"),
+        ("special_tokens_map.json", '{"pad_token": {"lstrip": true}}', r"pad_token is {\"lstrip\": true}, but must be"),
+        ("tokenizer_config.json", "", r"tokenizer_config\.json can't be read: Expecting value"),
+        ("tokenizer_config.json", '{"bos_token": false}', r"tokenizer_config\.json is damaged: bos_token is false"),
+        ("tokenizer_config.json", '{"chat_template": 3}', "chat_template must be text or a list of"),
+        (
+            "tokenizer_config.json",
+            '{"chat_template": [{"name": "default"}]}',
+            "chat_template must be text or a list of",
+        ),
+        ("tokenizer_config.json", '{"chat_template": [{"name": "a", "template": 3}]}', "chat_template must be text or"),
+    ],
+)
+def test_a_damaged_file_of_the_tokenizer_is_named_with_its_field(
+    tmp_path: Path, name: str, text: str, complaint: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=complaint) as caught:
+        load_chat_template(tmp_path, None)
+    assert caught.value.field == "model.path"
 
 
 def test_prompts_with_tools_get_the_template_for_tools(tmp_path: Path) -> None:

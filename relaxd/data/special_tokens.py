@@ -1,0 +1,50 @@
+"""Special tokens that the files of a model's tokenizer name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from relaxd.data.errors import DataError
+
+TOKENIZER_CONFIG, TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Special tokens that chat templates know as variables."""
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """Return the special tokens of a model's folder by their names, as transformers finds them.
+
+    special_tokens_map.json counts in the folders of older versions, which have no added_tokens_decoder in their
+    tokenizer_config.json; there it wins. Raises DataError: a file is damaged.
+    """
+    files = [folder / TOKENIZER_CONFIG]
+    if "added_tokens_decoder" not in read_object(files[0]):
+        files.append(folder / TOKENS_MAP)
+    found: dict[str, str | None] = {}
+    for file in files:
+        values = read_object(file)
+        found |= {name: token_text(file, name, values[name]) for name in SPECIAL_TOKENS if name in values}
+    return {name: token for name, token in found.items() if token is not None}
+
+
+def token_text(file: Path, name: str, value: Any) -> str | None:
+    """Return the text of a special token; None if it isn't set. Raises DataError: it is of a wrong type."""
+    text = value.get("content") if isinstance(value, dict) else value
+    if value is not None and not isinstance(text, str):
+        raise DataError(
+            "model.path",
+            f'{file} is damaged: {name} is {json.dumps(value)[:80]}, but must be text, an object {{"content": text}} '
+            "or null",
+        )
+    return text
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Read a file with a JSON object; {} without the file. Raises DataError: it has something else."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError("model.path", f"{file} can't be read: {error}") from error
+    if not isinstance(value, dict):
+        raise DataError("model.path", f"{file} is damaged: it has {json.dumps(value)[:80]} instead of a JSON object")
+    return value
