@@ -120,8 +120,8 @@ class Fleet:
     def failure(self) -> str | None:
         """Return the failure of a role whose replicas keep failing; None while the run can continue.
 
-        Replicas retry by themselves, so a failure counts only once it has lasted, and not while a replica starts. Call
-        it several times per lease.
+        Replicas retry by themselves, so a failure counts only once it has lasted, and not while a replica starts; at
+        once if all of them say that their start is refused. Call it several times per lease.
         """
         now, patience = self._clock(), FAILURE_LEASES * self.registry.lease_seconds
         found = None
@@ -133,7 +133,8 @@ class Fleet:
             elif failed and not any(r.status.state == REPLICA_STATE_STARTING for r in replicas):
                 reason = f"{role} {failed[-1].replica_id} failed: {failed[-1].status.detail or 'no reason given'}"
                 since = self._failing.setdefault(role, now)
-                found = reason if now - since > patience else found
+                refused = all(replica.status.start_refused for replica in failed)
+                found = reason if refused or now - since > patience else found
         return found
 
     def _of(self, role: str) -> list[Replica]:

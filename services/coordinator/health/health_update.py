@@ -102,6 +102,7 @@ class HealthUpdate:
             tries=1 if one.seen_working else one.tries + 1,
             counted_id=one.replica_id,
             seen_working=False,
+            refused=False,
         )
         action = "waiting for the next process of" if mode == RestartMode.PROBE else "restarting"
         self.add_event(one.role, one.instance, Health.RESTARTING, f"{action} {one.replica_id}: {reason}")

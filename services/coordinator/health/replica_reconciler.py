@@ -81,7 +81,7 @@ class ReplicaReconciler:
         """Record that a new process replaced the known one."""
         draft.lost_ids.append(one.replica_id)
         changes: dict[str, Any] = {"replica_id": replica.replica_id, "address": replica.registration.address}
-        changes["seen_working"] = False
+        changes |= {"seen_working": False, "refused": False}
         if one.counted_id == one.replica_id:  # its end was asked for, or noticed before
             return draft.set_replica(one, **changes)
         text = f"{one.replica_id} died, and {replica.replica_id} replaced it"
@@ -104,6 +104,8 @@ class ReplicaReconciler:
                 self._record_recovery(draft, one, f"{one.replica_id} works again without a restart")
             else:
                 self._await_return(draft, one)
+        elif issue is not None and issue.final:
+            self._fail(draft, one, issue.text, refused=True)
         elif issue is not None and issue.due:
             self._restart(draft, one, issue)
         elif one.state in DOWN:
@@ -127,7 +129,7 @@ class ReplicaReconciler:
         draft.add_event(one.role, one.instance, Health.HEALTHY, text)
         labels = {"relaxd.run_id": self._run_id, "relaxd.role": one.role}
         telemetry.record("health.recovery_seconds", draft.now - one.down_since, labels)
-        draft.set_replica(one, state=Health.HEALTHY, reason="", stopped_id="", counted_id="")
+        draft.set_replica(one, state=Health.HEALTHY, reason="", refused=False, stopped_id="", counted_id="")
 
     def _restart(self, draft: HealthUpdate, one: ReplicaHealth, issue: HealthIssue) -> None:
         """Restart a registered replica if supervision, back-off and the limit of tries allow it."""
@@ -192,14 +194,15 @@ class ReplicaReconciler:
         """Return whether max_restarts of its processes ended without work in between."""
         return one.tries >= self._config.max_restarts and not one.seen_working
 
-    def _fail(self, draft: HealthUpdate, one: ReplicaHealth, why: str) -> ReplicaHealth:
+    def _fail(self, draft: HealthUpdate, one: ReplicaHealth, why: str, *, refused: bool = False) -> ReplicaHealth:
+        """Give a replica up: after its tries, or at once if its start was refused."""
         if one.state == Health.FAILED:
-            return one
+            return draft.set_replica(one, reason=why, refused=True) if refused and not one.refused else one
         if one.failure not in why:
             why += f"; its last error: {one.failure}"
-        text = f"{one.replica_id} failed after {one.tries} tries: {why}"
-        draft.add_event(one.role, one.instance, Health.FAILED, text)
-        return draft.set_replica(one, state=Health.FAILED, reason=why)
+        when = "is not restarted, which would not help" if refused else f"failed after {one.tries} tries"
+        draft.add_event(one.role, one.instance, Health.FAILED, f"{one.replica_id} {when}: {why}")
+        return draft.set_replica(one, state=Health.FAILED, reason=why, refused=refused)
 
 
 def _without_digits(reason: str) -> str:

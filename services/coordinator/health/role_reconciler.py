@@ -58,6 +58,8 @@ class RoleReconciler:
             one = draft.set_role(one, state=Health.SUSPECT, reason="it has no working replica")
         if one.state == Health.FAILED:
             self.failure = one.reason  # decided by an earlier coordinator
+        elif exhausted and all(place.refused for place in places):
+            self._fail(draft, one, f"{role} can't start: {why}")
         # If users removed all replicas, there is nothing to restart: the paused run waits for new ones.
         elif exhausted or (absent > self._config.role_timeout_seconds and (places or one.state != Health.REBUILDING)):
             self._rebuild_or_fail(draft, one, why, signs)
@@ -70,12 +72,15 @@ class RoleReconciler:
         if one.rebuilds and signs.last_step > one.rebuilt_at_step:
             draft.set_role(one, rebuilds=0)
 
+    def _fail(self, draft: HealthUpdate, one: RoleHealth, failure: str) -> None:
+        self.failure = failure
+        draft.add_event(one.role, "", Health.FAILED, failure)
+        draft.set_role(one, state=Health.FAILED, reason=failure)
+
     def _rebuild_or_fail(self, draft: HealthUpdate, one: RoleHealth, why: str, signs: RoleSigns) -> None:
         config, name = self._config, one.role
         if one.rebuilds >= config.max_rebuilds:
-            self.failure = f"{name} could not be rebuilt: {why} ({one.rebuilds} attempts)"
-            draft.add_event(one.role, "", Health.FAILED, self.failure)
-            draft.set_role(one, state=Health.FAILED, reason=self.failure)
+            self._fail(draft, one, f"{name} could not be rebuilt: {why} ({one.rebuilds} attempts)")
             return
         if one.rebuilds and draft.now - one.since < Backoff(config.first_backoff_seconds).pause(one.rebuilds):
             return

@@ -28,6 +28,8 @@ class HealthIssue:
     text: str
     due: bool
     """It has lasted long enough to restart the replica."""
+    final: bool = False
+    """No restart would help: the settings or the model are wrong."""
 
 
 @dataclass
@@ -55,10 +57,12 @@ class Signs:
         heartbeat_seconds: float,
         *,
         sync_failures: Callable[[Replica], int],
+        sync_error: Callable[[], str] = lambda: "",
         handoff_failure: HandoffFailureOf = no_handoff,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`sync_failures` returns the consecutive weight synchronisations that failed because of a replica.
+        """`sync_failures` returns the consecutive weight synchronisations that failed because of a replica;
+        `sync_error` the error of the last one that failed.
 
         `handoff_failure` returns the failed action of a colocated replica when turns change, and whether it has
         lasted long enough. `clock` is the one of the registry.
@@ -67,6 +71,7 @@ class Signs:
         self._clock = clock
         self._late_seconds = 3 * heartbeat_seconds
         self._sync_failures = sync_failures
+        self._sync_error = sync_error
         self._handoff_failure = handoff_failure
         self._watches: dict[str, _Watch] = {}
 
@@ -89,7 +94,8 @@ class Signs:
             return HealthIssue(f"no heartbeat for {now - replica.seen:.1f} s", due=False)
         if status.state == REPLICA_STATE_FAILED and watch.failed_at is not None:
             text = f"it has failed: {status.detail or 'no reason given'}"
-            return HealthIssue(text, due=now - watch.failed_at > health.failed_seconds)
+            refused = status.start_refused
+            return HealthIssue(text, due=refused or now - watch.failed_at > health.failed_seconds, final=refused)
         if status.state == REPLICA_STATE_STARTING:
             text = f"it has been starting for {now - watch.changed_at:.0f} s: {status.detail or 'no detail given'}"
             return _after(now - watch.changed_at, health.start_seconds, text)
@@ -106,7 +112,9 @@ class Signs:
             failures, limit = failures - 1, limit * SENDER_PATIENCE  # one may come from its own restart
         if failures <= 0:
             return None
-        return HealthIssue(f"{failures} weight synchronisations in a row failed with it", due=failures >= limit)
+        error = f": {error}" if (error := self._sync_error()) else ""
+        text = f"{failures} weight synchronisations in a row failed with it{error}"
+        return HealthIssue(text, due=failures >= limit)
 
     def _handoff_issue(self, replica: Replica) -> HealthIssue | None:
         """Return the problem that failed changes of turns show."""

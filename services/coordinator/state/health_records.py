@@ -50,6 +50,8 @@ class ReplicaHealth(Record):
     """The last error that one of its processes reported, since one worked."""
     seen_working: bool = False
     """Its newest process has made progress."""
+    refused: bool = False
+    """It failed because its start was refused: the settings or the model are wrong."""
 
 
 class RoleHealth(Record):

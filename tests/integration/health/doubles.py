@@ -2,7 +2,8 @@
 
 `python -m tests.integration.health.doubles FOLDER ROLE` takes the flags of a service.
 
-Files in FOLDER are the commands. FAULT-INSTANCE (fail: don't start, refuse: don't start a run, stuck: get nothing done,
+Files in FOLDER are the commands. FAULT-INSTANCE (fail: don't start, refuse: don't start a run, invalid: find its
+settings wrong, stuck: get nothing done,
 wrong: fail weight synchronisations) holds for the process whose id is its content, or for every process of the instance
 when it is empty.
 """
@@ -26,9 +27,10 @@ from relaxd.replica.replica import run_replica
 from relaxd.replica.service import ReplicaService
 from relaxd.replica.stage_replica import StageReplica
 from relaxd.roles import CRITIC
-from relaxd.rpc.errors import Aborted
+from relaxd.rpc.errors import Aborted, InvalidArgument
 from relaxd.rpc.settings import parse_settings
 from relaxd.v1 import rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+from relaxd.v1.coordinator_pb2 import Assignment
 
 FOLDER = Path(sys.argv[1])
 ME, INSTANCE = os.environ["RELAXD_REPLICA_ID"], os.environ["RELAXD_INSTANCE"]
@@ -96,6 +98,11 @@ def main() -> None:
         from tests.integration.peers.rollout import RolloutDouble
 
         class Rollout(RolloutDouble):
+            async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
+                if is_to("invalid"):
+                    raise InvalidArgument("rollout.sglang contradicts itself")
+                await super().start_run(config, assignment)
+
             def generate_group(self, delivery: Any, columns: dict[str, Any]) -> dict[str, Any]:
                 while is_to("stuck"):
                     time.sleep(0.05)

@@ -7,7 +7,7 @@ import pytest
 
 from relaxd.roles import ROLLOUT
 from relaxd.v1 import coordinator_pb2 as pb
-from tests.integration.health.kit import FAILED, HEALTHY, REBUILDING, HealthCluster
+from tests.integration.health.kit import FAILED, HEALTHY, REBUILDING, RESTARTING, HealthCluster
 
 SHORT = {
     "health__restart_timeout_seconds": 4.0,
@@ -50,3 +50,25 @@ def test_a_rebuilt_role_resumes_the_run(cluster: HealthCluster) -> None:
     cluster.goes_on()
     assert cluster.until("no rebuild counts", lambda: cluster.health("trainer").restarts == 0)
     cluster.ended_run()
+
+
+@pytest.mark.slow
+def test_a_run_that_a_role_refuses_to_start_fails_at_once(cluster: HealthCluster) -> None:
+    refusal = "run run did not start: InvalidArgument: rollout.sglang contradicts itself"
+    fault = cluster.fault("invalid", "rollout-1")
+    cluster.supervisor({"trainer": 1, "rollout": 1, "reward": 1, "advantage": 1})
+    cluster.start_when_up("run", run__steps=100000)
+    run = cluster.until_state(pb.RUN_STATE_FAILED)
+    assert refusal in run.reason
+    assert not [event for event in cluster.events() if event.state in (RESTARTING, REBUILDING)]
+
+    fault.unlink()
+    refusal = refusal.replace("run run", "run again")
+    cluster.start_run("again", run__steps=100000)
+    cluster.until_step(1)
+    cluster.fault("invalid", "rollout-1")
+    cluster.process("rollout-1").kill()
+    run = cluster.until_state(pb.RUN_STATE_FAILED)
+    assert run.reason.startswith(f"rollout can't start: it has failed: {refusal}")
+    cluster.until_event("rollout-1", FAILED, refusal)
+    assert not [event for event in cluster.events() if event.state == REBUILDING]

@@ -227,6 +227,7 @@ async def test_a_start_that_fails_is_reported_and_tried_again(coordinator):
         status = await coordinator.hears(FAILED)
         assert "OSError: the disk is full" in status.detail
         assert "attempt 1" in status.detail
+        assert not status.start_refused  # the next one may succeed
         await process.says("start one")
         again = await coordinator.hears(READY)
         assert again.gauges["seconds_between_starts"] > 0.9  # not at every heartbeat
@@ -251,7 +252,9 @@ async def test_a_configuration_that_cannot_be_read_is_reported(coordinator):
         run_id="one", config_json='{"run": {"steps": 0}}', state=coordinator_pb2.RUN_STATE_RUNNING
     )
     async with serving(coordinator) as server, replica(server.port):
-        assert "config_json.run.steps" in (await coordinator.hears(FAILED)).detail
+        status = await coordinator.hears(FAILED)
+        assert "config_json.run.steps" in status.detail
+        assert status.start_refused
 
 
 async def test_another_protocol_version_ends_the_replica(coordinator):

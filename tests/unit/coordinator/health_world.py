@@ -35,7 +35,8 @@ ATTEMPT_SECONDS, LIFE_SECONDS = 15.0, 3.0
 class Process:
     """One process: it "works", is "stuck", answers "wrong" or is "frozen"; "gone" is one that never registers.
 
-    One that "fails" tries again and again to start the run; one that "dies" ends soon after it was ready, without work
+    One that "fails" tries again and again to start the run, as does one that "refuses" to, because the settings are
+    wrong; one that "dies" ends soon after it was ready, without work
     done, and one that "works and dies" with work done. The next one is started by their supervisor.
     """
 
@@ -205,7 +206,7 @@ class World:
             self.registry.heartbeat(process.replica_id, ReplicaStatus(state=REPLICA_STATE_IDLE))
             return
         age, state, detail = self.now - process.began, REPLICA_STATE_READY, ""
-        if process.does == "fails":
+        if process.does in ("fails", "refuses"):
             attempt, seconds = divmod(age, ATTEMPT_SECONDS)
             state = REPLICA_STATE_FAILED if seconds > START_SECONDS else REPLICA_STATE_STARTING
             detail = f"its checkpoint doesn't fit (attempt {attempt + 1:.0f})" if state == REPLICA_STATE_FAILED else ""
@@ -216,6 +217,7 @@ class World:
         status = ReplicaStatus(
             state=state,
             detail=detail,
+            start_refused=process.does == "refuses" and state == REPLICA_STATE_FAILED,
             run_id=RUN,
             held_groups=2,
             progress=process.progress,

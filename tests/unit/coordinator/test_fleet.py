@@ -24,8 +24,8 @@ def registry(redis_url: str) -> Registry:
     return Registry(store, lease_seconds=LEASE, heartbeat_seconds=1.0, gpu_lease_seconds=60.0)
 
 
-def says(registry: Registry, name: str, state: "ReplicaState.ValueType") -> None:
-    registry.heartbeat(name, ReplicaStatus(state=state, run_id="run", detail="no disk"))
+def says(registry: Registry, name: str, state: "ReplicaState.ValueType", *, refused: bool = False) -> None:
+    registry.heartbeat(name, ReplicaStatus(state=state, run_id="run", detail="no disk", start_refused=refused))
 
 
 async def test_a_role_fails_when_its_replicas_keep_failing_and_none_starts(registry: Registry) -> None:
@@ -41,4 +41,14 @@ async def test_a_role_fails_when_its_replicas_keep_failing_and_none_starts(regis
     now += 3600
     assert fleet.failure() is None
     says(registry, "one", REPLICA_STATE_FAILED)
+    assert fleet.failure() == "rollout two failed: no disk"
+
+
+async def test_a_role_fails_at_once_when_all_its_starts_are_refused(registry: Registry) -> None:
+    for name in ("one", "two"):
+        await registry.register(Registration(replica_id=name, role=ROLLOUT, address="127.0.0.1:9"))
+        says(registry, name, REPLICA_STATE_FAILED, refused=name == "one")
+    fleet = Fleet(registry, "run", REPLICA_ROLES, clock=lambda: 1000.0)
+    assert fleet.failure() is None  # the other one may still start
+    says(registry, "two", REPLICA_STATE_FAILED, refused=True)
     assert fleet.failure() == "rollout two failed: no disk"

@@ -9,7 +9,7 @@ from relaxd.v1.coordinator_pb2 import Registration
 from services.coordinator.fleet.registry import Replica
 from services.coordinator.health.health_update import HealthUpdate, RestartMode, next_restart
 from services.coordinator.health.role_reconciler import RoleReconciler, RoleSigns
-from services.coordinator.health.signs import Signs
+from services.coordinator.health.signs import HealthIssue, Signs
 from services.coordinator.state.health_records import KEPT_EVENTS, Health, HealthRecord, ReplicaHealth, RoleHealth
 from services.coordinator.weights.handoff_failures import HandoffFailure
 
@@ -29,7 +29,11 @@ def clock() -> Clock:
 
 
 def make_signs(
-    clock: Clock, failures: int = 0, handoff: tuple[HandoffFailure, bool] | None = None, **health: float
+    clock: Clock,
+    failures: int = 0,
+    handoff: tuple[HandoffFailure, bool] | None = None,
+    error: str = "",
+    **health: float,
 ) -> Signs:
     config = RunConfig(
         run=RunSection(steps=1),
@@ -39,7 +43,12 @@ def make_signs(
         health=HealthConfig(stuck_seconds=100.0, **health),
     )
     return Signs(
-        config, 1.0, sync_failures=lambda replica: failures, handoff_failure=lambda replica: handoff, clock=clock
+        config,
+        1.0,
+        sync_failures=lambda replica: failures,
+        sync_error=lambda: error,
+        handoff_failure=lambda replica: handoff,
+        clock=clock,
     )
 
 
@@ -87,6 +96,15 @@ def test_an_engine_that_fails_synchronisations_can_also_be_stuck(clock: Clock) -
     assert due == ("it is stuck: it holds 2 groups and has made no progress for 170 s", True)
 
 
+def test_failed_synchronisations_are_told_with_the_last_error(clock: Clock) -> None:
+    signs = make_signs(clock, failures=3, error="rollout-0: INVALID_ARGUMENT: manifest: no lm_head.weight")
+    found = after(clock, 0, signs, replica(clock, ROLLOUT, state=READY))
+    assert found is not None
+    assert found[0] == (
+        "3 weight synchronisations in a row failed with it: rollout-0: INVALID_ARGUMENT: manifest: no lm_head.weight"
+    )
+
+
 def test_a_trainer_must_progress_even_without_groups(clock: Clock) -> None:
     signs = make_signs(clock)
     one = replica(clock, TRAINER, state=READY, held_groups=0, progress=7)
@@ -103,6 +121,12 @@ def test_a_judge_that_never_wakes_up_is_restarted_once_it_is_given_up(clock: Clo
     signs = make_signs(clock, handoff=(failure, given_up))
     found = after(clock, 0, signs, replica(clock, JUDGE, state=READY))
     assert found == ("it has not been able to wake up for 361 s: out of memory", given_up)
+
+
+def test_a_refused_start_is_due_at_once_and_no_restart_helps(clock: Clock) -> None:
+    signs = make_signs(clock, failed_seconds=10)
+    one = replica(clock, TRAINER, state=FAILED, detail="no such model", start_refused=True)
+    assert signs.issue(one) == HealthIssue("it has failed: no such model", due=True, final=True)
 
 
 def test_start_and_failure_have_time_limits(clock: Clock) -> None:

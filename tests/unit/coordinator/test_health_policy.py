@@ -249,6 +249,47 @@ async def test_a_role_that_fails_in_the_same_way_each_time_fails_the_run(
     assert len(world.events(f"{role}-1")) < 30  # no storm
 
 
+REFUSAL = "its checkpoint doesn't fit (attempt 1)"
+
+
+@pytest.mark.parametrize("name", ["trainer-1", "rollout-1"])
+async def test_a_refused_start_fails_the_run_at_once(make_world: MakeWorld, name: str) -> None:
+    world = await start(make_world())
+    world.instances[name].plan = ["refuses"]
+    world.die(name, next_after=1.0)
+    role = world.instances[name].role
+    gave_up = await world.until(FAILED, role, 10.0)
+    assert gave_up.text == world.policy.failure == f"{role} can't start: it has failed: {REFUSAL}"
+    (refused,) = [event for event in world.events(name) if event.state == FAILED]
+    assert refused.text == f"{name}-r1 is not restarted, which would not help: it has failed: {REFUSAL}"
+    assert world.record.replicas[name].reason == f"it has failed: {REFUSAL}"
+    assert world.restarts == []
+    world.coordinator()
+    await world.passes(TICK_SECONDS)
+    assert world.policy.failure  # for good
+
+
+async def test_a_refused_start_of_one_of_several_costs_only_this_one(make_world: MakeWorld) -> None:
+    world = await start(make_world())
+    await world.add("rollout-2", "refuses", "works")
+    await world.until(FAILED, "rollout-2", 10.0)
+    await world.passes(100.0)
+    assert (world.policy.failure, world.events("rollout"), world.restarts) == ("", [], [])
+    world.die("rollout-2", next_after=1.0)  # a person has started it again, with other settings
+    await world.until(HEALTHY, "rollout-2", 10.0)
+    assert not world.record.replicas["rollout-2"].refused
+
+
+async def test_a_role_waits_for_a_replica_that_may_still_start(make_world: MakeWorld) -> None:
+    world = await start(make_world(failed_seconds=300.0))
+    await world.add("rollout-2", "fails")
+    world.instances["rollout-1"].plan = ["refuses"]
+    world.die("rollout-1", next_after=1.0)
+    await world.until(FAILED, "rollout-1", 10.0)
+    await world.passes(60.0)
+    assert world.policy.failure == ""
+
+
 @pytest.mark.parametrize("supervisor_seconds", [1.0, 2 * LEASE_SECONDS])
 async def test_a_replica_that_works_before_it_dies_is_restarted_without_end(
     redis_url: str, supervisor_seconds: float

@@ -1,6 +1,8 @@
 """The trainer service as a real process: it trains, commits, announces, and survives the death of its ranks."""
 
+import json
 import os
+import shutil
 import signal
 from functools import partial
 from pathlib import Path
@@ -11,6 +13,7 @@ from google.protobuf.json_format import ParseDict
 from safetensors.numpy import load_file
 
 from relaxd.v1 import coordinator_pb2
+from relaxd.v1.replica_pb2 import REPLICA_STATE_FAILED
 from services.trainer.batch.step_file import read_committed, step_file_path
 from tests.integration.trainer.service_kit import error_code, export, make_config, trainer_service
 from tests.kit.boards import kept_samples
@@ -169,3 +172,15 @@ def test_group_that_is_dropped_elsewhere_is_taken_out_of_the_step(
 def redis_url_of_another_run(redis_url: str) -> str:
     """Another database of the same server."""
     return redis_url.removesuffix("/0") + "/1"
+
+
+def test_a_model_that_contradicts_itself_is_refused_at_once(tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_qwen3, tmp_path / "model")
+    settings = json.loads((folder / "config.json").read_text())
+    settings |= {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"rope_theta": 1e6}}
+    (folder / "config.json").write_text(json.dumps(settings))
+    with trainer_service(make_config(folder), redis_url, tmp_path) as (coordinator, _, _):
+        coordinator.wait(lambda: coordinator.status.start_refused)
+        assert coordinator.status.state == REPLICA_STATE_FAILED
+        assert "ModelError: " in coordinator.status.detail
+        assert "would rotate differently" in coordinator.status.detail
