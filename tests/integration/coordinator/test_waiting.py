@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from relaxd.v1 import coordinator_pb2 as pb
+from relaxd.v1.replica_pb2 import REPLICA_WAIT_SCORE
 from tests.integration.coordinator.cluster import Cluster
 from tests.kit.disks import full_disk, no_descriptors
 
@@ -53,6 +54,8 @@ def test_a_run_says_why_it_waits_for_its_reward(cluster: Cluster) -> None:
         return [line for line in run.wait.evidence if "has been scoring" in line and PLACE in line]
 
     hangs = cluster.until("the reward that hangs", hanging)
+    (reward,) = cluster.stub.ListReplicas(pb.ListReplicasRequest(role="reward"), timeout=5).replicas
+    assert reward.status.wait == REPLICA_WAIT_SCORE
     failed = cluster.run().groups.dropped_by_reason["reward_failed"]
     assert "reward: ready, tests.integration.coordinator.rewards:as_told has been scoring a sample for" in hangs[0]
     assert f"(at {PLACE}" in hangs[0]

@@ -1,7 +1,7 @@
 """A replica process for tests: run_replica with a service that prints what is asked of it, one word pair per line.
 
 FAIL_STARTS: number of start_run calls that fail. SLOW_START: start_run takes for ever when the run id begins with it.
-ENGINE_RANKS: what start_run makes of engine_ranks.
+ENGINE_RANKS: what start_run makes of engine_ranks. GPU_WAIT: what its leases on GPUs wait for.
 STOP_HANGS: stop_run never returns, and nothing else goes on meanwhile.
 HELD: groups that it holds until it is drained; draining takes DRAIN_SECONDS for all but STUCK of them, and lasts until
 the file DRAIN_UNTIL is there.
@@ -19,6 +19,7 @@ from relaxd.replica.service import ReplicaService, ServiceStatus
 from relaxd.roles import REWARD
 from relaxd.rpc.settings import parse_settings
 from relaxd.v1.coordinator_pb2 import Assignment
+from relaxd.v1.replica_pb2 import REPLICA_WAIT_SERVICE
 
 
 def say(*words: object) -> None:
@@ -70,11 +71,12 @@ class Talkative(ReplicaService):
 
     def status(self) -> ServiceStatus:
         gauges = {"pid": os.getpid(), "seconds_between_starts": self.seconds_between_starts}
-        return ServiceStatus(held_groups=self.held, detail="talking", gauges=gauges)
+        return ServiceStatus(held_groups=self.held, detail="talking", wait=REPLICA_WAIT_SERVICE, gauges=gauges)
 
 
 async def main() -> None:
     async with open_context(parse_settings("reward")) as context:
+        context.gpus.waiting = os.environ.get("GPU_WAIT", "")
         await run_replica(Talkative(), context)
 
 

@@ -228,9 +228,24 @@ async def test_a_start_that_fails_is_reported_and_tried_again(coordinator):
         assert "OSError: the disk is full" in status.detail
         assert "attempt 1" in status.detail
         assert not status.start_refused  # the next one may succeed
+        assert status.wait == replica_pb2.REPLICA_WAIT_UNSPECIFIED  # `detail` tells of no wait
         await process.says("start one")
         again = await coordinator.hears(READY)
         assert again.gauges["seconds_between_starts"] > 0.9  # not at every heartbeat
+
+
+@pytest.mark.parametrize(
+    ("gpu_wait", "detail", "wait"),
+    [
+        ("", "talking", replica_pb2.REPLICA_WAIT_SERVICE),
+        ("rollout-9 holds GPU-1", "rollout-9 holds GPU-1", replica_pb2.REPLICA_WAIT_GPUS),
+    ],
+)
+async def test_a_status_has_the_code_of_the_wait_that_its_detail_tells_of(coordinator, gpu_wait, detail, wait):
+    coordinator.assign("one")
+    async with serving(coordinator) as server, replica(server.port, GPU_WAIT=gpu_wait):
+        status = await coordinator.hears(READY)
+        assert (status.detail, status.wait) == (detail, wait)
 
 
 async def test_registers_again_when_a_run_changes_the_ranks_of_its_engine(coordinator):

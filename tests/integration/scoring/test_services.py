@@ -26,6 +26,7 @@ from relaxd.v1.coordinator_pb2 import RUN_STATE_PAUSED
 from relaxd.v1.group_pb2 import DROP_REASON_UNSPECIFIED, DROP_REASON_ZERO_VARIANCE
 from relaxd.v1.remote_reward_pb2 import AnswerScore, ScoreAnswersResponse
 from relaxd.v1.remote_reward_pb2_grpc import RemoteRewardServicer, add_RemoteRewardServicer_to_server
+from relaxd.v1.replica_pb2 import REPLICA_WAIT_SERVICE
 from relaxd.v1.reward_pb2 import ListRewardsRequest, ScoreRequest
 from relaxd.v1.reward_pb2_grpc import RewardStub
 from relaxd.v1.sample_pb2 import FinishReason
@@ -226,6 +227,7 @@ async def test_a_run_waits_for_its_reward_service_and_says_so(here):
         await here.coordinator.hears("reward-1", "READY", held_groups=2)
         said = f"the reward service at {address} does not answer"
         await eventually(lambda: said in here.coordinator.statuses["reward-1"].detail, said)
+        assert here.coordinator.statuses["reward-1"].wait == REPLICA_WAIT_SERVICE
         server = grpc.aio.server()
         add_RemoteRewardServicer_to_server(LengthJudge(), server)
         server.add_insecure_port(address)

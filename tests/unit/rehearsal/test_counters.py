@@ -3,7 +3,10 @@
 import subprocess
 import sys
 
-from relaxd.rehearsal.counters import processor_seconds
+import pytest
+
+from relaxd.rehearsal.counters import current_wait, processor_seconds
+from relaxd.v1 import coordinator_pb2 as pb
 
 PARENT = """
 import subprocess, sys
@@ -22,3 +25,15 @@ def test_the_time_of_children_that_have_ended_counts() -> None:
         assert process.stdout.readline() == "its child has ended\n"
         assert processor_seconds(process.pid) >= 0.5
         process.communicate("")
+
+
+@pytest.mark.parametrize(
+    ("kind", "shown"),
+    [
+        (pb.WAIT_KIND_UNSPECIFIED, ""),
+        (pb.WAIT_KIND_HELD_GROUP, "held_group"),
+        (pb.WAIT_KIND_STAGE, "stage reward"),
+    ],
+)
+def test_a_wait_is_shown_by_its_kind_and_stage(kind: "pb.WaitKind.ValueType", shown: str) -> None:
+    assert current_wait(pb.Run(wait=pb.WaitDetails(current_kind=kind, current_on="reward"))) == shown
