@@ -1,9 +1,12 @@
 """Runs from the command line: services die, services stay up for several runs, and Ctrl-C ends everything."""
 
+import contextlib
+import fcntl
 import json
 import os
 import re
 import signal
+import termios
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import pytest
 from relaxd.local.state import StateFolder
 from tests.e2e.conftest import Workplace
 from tests.kit.ports import free_port
+from tests.kit.processes import start_python
 from tests.kit.waiting import wait_until
 
 
@@ -106,6 +110,41 @@ def test_up_run_look_down(workplace: Workplace) -> None:
     code, output = workplace.relaxd("down")
     assert (code, output.splitlines()[-1]) == (0, "down"), output  # before it: what a busy machine waits for
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_closed_terminal_stops_everything_and_leaves_a_checkpoint(workplace: Workplace) -> None:
+    folder = workplace.folder / "runs" / "long"
+    terminal, its_end = os.openpty()
+    os.set_blocking(terminal, False)
+    process = start_python(
+        *("-m", "relaxd.cli", "run", "tiny.toml", "--run-id", "long", "--run.steps", "1000"),
+        cwd=workplace.folder,
+        environment={"TERM": "xterm"},
+        clean=True,
+        stdin=its_end,
+        stdout=its_end,
+        stderr=its_end,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(its_end)
+    workplace.processes.append(process)
+
+    def has_trained() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            while os.read(terminal, 1 << 16):
+                pass
+        metrics = folder / "metrics.jsonl"
+        return metrics.is_file() and metrics.read_text().count("reward_mean") > 1
+
+    wait_until(has_trained, "two steps", 240)
+    pids = [service.pid for service in StateFolder(workplace.folder / ".relaxd").read().services]
+    os.close(terminal)
+    assert process.wait(timeout=120) == 128 + signal.SIGHUP
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), "every service is gone")
+    assert list((folder / "checkpoints").glob("step-*/manifest.json"))
 
 
 @pytest.mark.slow

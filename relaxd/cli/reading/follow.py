@@ -1,7 +1,9 @@
 """Following a run until it ends."""
 
 import contextlib
+import os
 import signal
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,8 +34,14 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM, instead of Ctrl-C."""
 
 
+class HungUp(Terminated):
+    """SIGHUP: the terminal is closed. Output goes nowhere from then on, and another SIGHUP does nothing."""
+
+
 def interrupt_code(error: KeyboardInterrupt) -> int:
-    """Return the exit code of a command that Ctrl-C or SIGTERM ended: 128 and the signal's number."""
+    """Return the exit code of a command that a signal ended: 128 and the signal's number."""
+    if isinstance(error, HungUp):
+        return 128 + signal.SIGHUP
     return 128 + (signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
 
 
@@ -177,21 +185,26 @@ class Quiet:
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator["_Interrupts"]:
-    """Yield what Ctrl-C and SIGTERM set besides raising KeyboardInterrupt and Terminated.
+    """Yield what Ctrl-C, SIGTERM and SIGHUP set besides raising KeyboardInterrupt, Terminated and HungUp.
 
-    Python only prints an exception that is raised within a destructor or a gRPC callback. SIGTERM must not end the
-    process at once, because the terminal would stay on the screen of the live display.
+    Where SIGHUP is ignored, as under nohup, it stays so. Python only prints an exception that is raised within a
+    destructor or a gRPC callback. SIGTERM must not end the process at once, because the terminal would stay on the
+    screen of the live display.
     """
     interrupts = _Interrupts()
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set signal handlers
         yield interrupts
         return
-    before = {number: signal.signal(number, interrupts.note) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        numbers.remove(signal.SIGHUP)
+    before = {number: signal.signal(number, interrupts.note) for number in numbers}
     try:
         yield interrupts
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # it hung up
+                signal.signal(number, handler)
 
 
 class _Interrupts:
@@ -202,13 +215,31 @@ class _Interrupts:
 
     def note(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal."""
-        self._came = Terminated if number == signal.SIGTERM else KeyboardInterrupt
+        if number == signal.SIGHUP:
+            _leave_terminal()
+            self._came = HungUp
+        else:
+            self._came = Terminated if number == signal.SIGTERM else KeyboardInterrupt
         raise self._came
 
     def check(self) -> None:
         """Raise the interrupt that came."""
         if self._came is not None:
             raise self._came
+
+
+def _leave_terminal() -> None:
+    """Ignore further hang-ups, and let input and output that isn't in files go nowhere: it would fail from now on.
+
+    A closed terminal hangs up twice, by its shell and by the kernel, and the end of a run takes longer than that.
+    """
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        with contextlib.suppress(OSError):  # it is closed
+            if not stat.S_ISREG(os.fstat(number).st_mode):
+                os.dup2(nowhere, number)
+    os.close(nowhere)
 
 
 class _Lines:

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from relaxd.cli.execute import unfinished
 from relaxd.cli.reading import follow as following
-from relaxd.cli.reading.follow import Quiet, RunPaused, follow, interrupt_code
+from relaxd.cli.reading.follow import HungUp, Quiet, RunPaused, Terminated, follow, interrupt_code
 from relaxd.cli.reading.why import print_why
 from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
@@ -185,6 +185,24 @@ def test_a_signal_restores_the_terminal(kit: Kit, number: signal.Signals, code: 
     assert interrupt_code(caught.value) == code
     assert kit.output.count("\x1b[?1049h") == kit.output.count("\x1b[?1049l") == 1
     assert signal.getsignal(number) is before
+
+
+def test_a_hang_up_is_noted_once_and_never_where_it_is_ignored(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[None] = []
+    monkeypatch.setattr(following, "_leave_terminal", lambda: left.append(None))  # this process keeps its terminal
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        with pytest.raises(HungUp) as caught:
+            kit.follow(healthy=lambda: os.kill(os.getpid(), signal.SIGHUP))
+        assert (interrupt_code(caught.value), len(left)) == (129, 1)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+        os_signals = iter((signal.SIGHUP, signal.SIGTERM))
+        with pytest.raises(Terminated) as ended:
+            kit.follow(healthy=lambda: os.kill(os.getpid(), next(os_signals)))
+        assert (interrupt_code(ended.value), len(left)) == (143, 1)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_rebuild_is_no_pause(kit: Kit) -> None:
