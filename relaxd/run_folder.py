@@ -1,5 +1,6 @@
 """A run's folder: the names of its files, and appending and reading its JSON lines while they grow."""
 
+import fcntl
 import io
 import json
 import os
@@ -213,3 +214,16 @@ def _value(line: str | bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return value if isinstance(value, dict) else None
+
+
+def holder_of(folder: Path) -> str | None:
+    """Return the identity of the stack whose coordinator holds a run's folder now; None if none does."""
+    try:
+        with (folder / STACK).open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return file.read().strip()
+    except OSError:  # it has no such file, or its file system no locks
+        return None
+    return None

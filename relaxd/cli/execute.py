@@ -37,6 +37,7 @@ from relaxd.evaluation.answers import shown_name
 from relaxd.local import stack
 from relaxd.local.devices import check_devices
 from relaxd.local.ports import LOOPBACK
+from relaxd.local.silence import open_client, why_silent
 from relaxd.local.state import StateFolder
 from relaxd.replica.gpus import visible_gpus
 from relaxd.report.evaluation_table import SetRow
@@ -80,7 +81,7 @@ def execute(config: RunConfig, run_id: str, where: Where, console: Console) -> P
     check_run_id(run_id)
     if where.address is not None and (where.in_container or not where.address.startswith((LOOPBACK, "localhost"))):
         # Paths, the run's folder included, are those of the coordinator's machine.
-        with CoordinatorClient(where.address) as coordinator:
+        with open_client(where.address, where.folder.path) as coordinator:
             return _train(coordinator, _starting(_with_local_templates(config), run_id), where, console)
     run_folder = free_folder(config.run.folder, run_id)
     if problems := check_algorithm(config):
@@ -95,7 +96,7 @@ def execute(config: RunConfig, run_id: str, where: Where, console: Console) -> P
     replicas = _replicas(where, config)
     config = _with_shared_cores(with_absolute_paths(config), replicas)
     if where.address is not None:
-        with CoordinatorClient(where.address) as coordinator:
+        with open_client(where.address, where.folder.path) as coordinator:
             return _train(coordinator, _starting(config, run_id), where, console)
     where = replace(where, replicas=replicas, engines=_engines(config))
     warn_of_machine("run", scope_of(where.folder.path, config, None, PREFLIGHT_SECONDS), console)
@@ -172,7 +173,7 @@ def _start_and_follow(begin: Begin, run_id: str, run_folder: Path, where: Where,
         say("starting Redis and the services")
         state = stack.up(folder, plan, say, None if shared else run_folder / LOGS)
         say(f"up: {', '.join(f'{service.name} ({service.pid})' for service in state.services)}")
-        with CoordinatorClient(plan.coordinator, plan.stack) as coordinator:
+        with CoordinatorClient(plan.coordinator, plan.stack, why_silent(folder.path)) as coordinator:
             found = _train(coordinator, begin, where, console)
         stay = where.keep_up
         return found

@@ -1,10 +1,12 @@
 """A checkpoint before the services stop, so that the run repeats no steps when it goes on."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.config import RunConfig
+from relaxd.local.silence import open_client
 from relaxd.v1.coordinator_pb2 import RUN_STATE_PAUSED, RUN_STATE_RUNNING, Run
 
 MAX_SECONDS = 300.0
@@ -13,10 +15,13 @@ UNDER_WAY = (RUN_STATE_RUNNING, RUN_STATE_PAUSED)
 """States in which the trainer has weights that no checkpoint may have. A run that is stopping saves its own."""
 
 
-def save_of_run_in_progress(address: str, say: Callable[[str], None]) -> str:
-    """Save a checkpoint of the run in progress at a coordinator, if there is one. Returns the run's id, else ""."""
+def save_of_run_in_progress(address: str, state: Path, say: Callable[[str], None]) -> str:
+    """Save a checkpoint of the run in progress at the coordinator of a state folder, if there is one.
+
+    Returns the run's id, else "".
+    """
     try:
-        with CoordinatorClient(address) as coordinator:
+        with open_client(address, state) as coordinator:
             run = next((run for run in coordinator.runs() if run.state in UNDER_WAY), None)
             if run is None:
                 return ""

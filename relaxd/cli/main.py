@@ -47,12 +47,12 @@ from relaxd.cli.reading.status import print_status
 from relaxd.cli.reading.trace import trace
 from relaxd.cli.reading.why import why
 from relaxd.cli.scale import scale_to, wait_for
-from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.config.load import ConfigError
 from relaxd.local import compose, stack
 from relaxd.local.address import address_here, use_stack
 from relaxd.local.address import coordinator_address as _address
+from relaxd.local.silence import open_client
 from relaxd.local.state import StackState, StateFolder
 from relaxd.roles import ROLES, TEACHER
 from relaxd.rpc.access.stack_identity import read_stack_identity
@@ -247,7 +247,7 @@ def down(state: StateOption = DEFAULT_STATE) -> None:
     """
     folder = StateFolder(state)
     address = address_here(state, None)
-    run_id = save_of_run_in_progress(address, show) if address else ""
+    run_id = save_of_run_in_progress(address, state, show) if address else ""
     was_up = [compose.down(folder), stack.down(folder, show)]
     show("down" if any(was_up) else f"nothing is up (in {folder.path})")
     if run_id:
@@ -270,7 +270,7 @@ def status(
         commands.print_runs(state, None, console, run_id)
         return
     containers = compose.read(folder) if coordinator is None else None
-    with CoordinatorClient(_address(state, coordinator)) as client:
+    with open_client(_address(state, coordinator), state) as client:
         if addresses:
             show("\n".join(address_lines(client.address, client.replicas(), read_stack_identity())))
             return
@@ -310,7 +310,7 @@ def scale(
     if bool(target) == cancel:
         raise CliError("expected ROLE=COUNT or --cancel", "relaxd scale rollout=3 --wait")
     console = new_console()
-    with CoordinatorClient(_address(state, coordinator)) as client:
+    with open_client(_address(state, coordinator), state) as client:
         if cancel:
             request = client.cancel_scaling()
         else:

@@ -26,6 +26,7 @@ from relaxd.client.coordinator import ENDED, CoordinatorClient, state_name
 from relaxd.client.errors import CliError
 from relaxd.client.folder_runs import read_run
 from relaxd.local.address import address_here, coordinator_address
+from relaxd.local.silence import open_client
 from relaxd.local.state import StateFolder
 from relaxd.v1 import coordinator_pb2 as pb
 
@@ -40,7 +41,7 @@ def pause(
     coordinator: CoordinatorOption = None,
 ) -> None:
     """Pause a run: publish no prompts and end no step until `relaxd resume`."""
-    with CoordinatorClient(coordinator_address(state, coordinator)) as client:
+    with open_client(coordinator_address(state, coordinator), state) as client:
         show(_state_line(client.pause_run(run_id, reason)))
 
 
@@ -65,7 +66,7 @@ def resume(
         run_folder = recovery.run_folder(run_id, folder) if run_id or folder else recovery.newest_unfinished()
         execute_again(run_folder, Where(place, replicas=replicas), new_console(), steps, new_data=new_data)
         return
-    with CoordinatorClient(address) as client:
+    with open_client(address, state) as client:
         known = {run.run_id: run for run in client.runs()}
         if steps and not (run_id or folder):
             raise CliError("--run.steps needs the run that it extends", f"relaxd resume RUN --run.steps {steps}")
@@ -85,7 +86,7 @@ def checkpoint(
     run_id: ActiveRunArgument = "", state: StateOption = DEFAULT_STATE, coordinator: CoordinatorOption = None
 ) -> None:
     """Save a checkpoint now, without interrupting training. It is kept until you remove it."""
-    with CoordinatorClient(coordinator_address(state, coordinator)) as client:
+    with open_client(coordinator_address(state, coordinator), state) as client:
         saved = client.save_checkpoint(run_id)
     show(f"step {saved.weights.version}: {saved.path}")
 
@@ -98,7 +99,7 @@ def stop(
     coordinator: CoordinatorOption = None,
 ) -> None:
     """End a run early: drop its open groups, save a checkpoint, evaluate, export the model. The services stay up."""
-    with CoordinatorClient(coordinator_address(state, coordinator)) as client:
+    with open_client(coordinator_address(state, coordinator), state) as client:
         run = client.stop_run(run_id, reason)
         show(_state_line(run))
         if wait:
@@ -123,7 +124,7 @@ def _print_stopping(client: CoordinatorClient, run_id: str) -> None:
 
 def delete(run_id: RunNameArgument, state: StateOption = DEFAULT_STATE, coordinator: CoordinatorOption = None) -> None:
     """Delete an ended run from Redis, samples and ledger included. Its folder stays."""
-    with CoordinatorClient(coordinator_address(state, coordinator)) as client:
+    with open_client(coordinator_address(state, coordinator), state) as client:
         client.delete_run(run_id)
     show(f"deleted run {run_id} from Redis")
 

@@ -29,6 +29,8 @@ AWAY_SECONDS = 60.0
 """Longest wait for a coordinator that doesn't answer; a restart takes far less."""
 TRANSIENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
 """Transient statuses: the coordinator may be back soon."""
+CALL_SECONDS = 30.0
+"""Deadline of short calls."""
 POLL_SECONDS = 0.3
 
 _log = logging.getLogger(__name__)
@@ -42,9 +44,19 @@ def state_name(state: "pb.RunState.ValueType") -> str:
 class CoordinatorClient:
     """A client of the coordinator at one address. A context manager."""
 
-    def __init__(self, address: str, stack: str | None = None) -> None:
-        """`stack` is the identity of the stack that is meant; by default that of the environment, if any."""
+    def __init__(
+        self,
+        address: str,
+        stack: str | None = None,
+        why_silent: Callable[[str], tuple[str, str] | None] = lambda address: None,
+    ) -> None:
+        """`stack` is the identity of the stack that is meant; by default that of the environment, if any.
+
+        `why_silent` returns what is known of the coordinator at an address that doesn't answer, and what to do; None:
+        nothing is known.
+        """
         self.address = address
+        self._why_silent = why_silent
         try:
             self._channel = sync_channel(address, stack=stack)
         except (OSError, ValueError) as error:  # unreadable token or TLS files
@@ -150,8 +162,9 @@ class CoordinatorClient:
                         return
             except grpc.RpcError as error:
                 if error.code() not in TRANSIENT or time.monotonic() - last_heard > away_seconds:
-                    raise self._explained(error) from error
-                while_away(explain(error))
+                    raise self._explained(error, away_seconds) from error
+                silent = None if has_status(error) else self._why_silent(self.address)
+                while_away(silent[0] if silent is not None else explain(error))
                 time.sleep(0.5)  # named: `while_away` says it
 
     def scale_out(self, request: scaling_pb2.ScaleOutRequest) -> scaling_pb2.ScaleRequest:
@@ -187,8 +200,9 @@ class CoordinatorClient:
                 return
             request.page_token = page.next_page_token
 
-    def _call(self, method: Any, request: Any, seconds: float = 30.0, patience_seconds: float = 0.0) -> Any:
-        """Call with a deadline of `seconds`; retry for `patience_seconds` after the first transient failure."""
+    def _call(self, method: Any, request: Any, seconds: float = 0.0, patience_seconds: float = 0.0) -> Any:
+        """Call with a deadline of `seconds` (0: CALL_SECONDS); retry transient failures for `patience_seconds`."""
+        seconds = seconds or CALL_SECONDS
         failed_at = float("inf")
         while True:
             try:
@@ -196,7 +210,7 @@ class CoordinatorClient:
             except grpc.RpcError as error:
                 now = time.monotonic()
                 if error.code() not in TRANSIENT or now - min(failed_at, now) >= patience_seconds:
-                    raise self._explained(error) from error
+                    raise self._explained(error, max(seconds, patience_seconds)) from error
                 if now < failed_at:
                     failed_at = now
                     _log.warning(
@@ -205,13 +219,23 @@ class CoordinatorClient:
                     )
             time.sleep(POLL_SECONDS)  # named: by the warning
 
-    def _explained(self, error: grpc.RpcError) -> CliError:
+    def _explained(self, error: grpc.RpcError, seconds: float) -> CliError:
+        """Return the error to show for a failed call, which was waited for so long."""
         code = error.code()
         if code == grpc.StatusCode.UNAVAILABLE and has_status(error):  # such as a Redis that is away
             return CliError(f"the coordinator at {self.address} can't answer now: {error.details()}")
+        silent = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED) and not has_status(error)
+        if silent and (hint := connection_hint(self.address, error.details() or "", TlsFiles.from_environment())):
+            return CliError(f"cannot connect to the coordinator at {self.address}: {hint}")
+        if silent and (known := self._why_silent(self.address)) is not None:
+            return CliError(f"the coordinator at {self.address} does not answer: {known[0]}", known[1])
+        if silent and code == grpc.StatusCode.DEADLINE_EXCEEDED:
+            return CliError(
+                f"the coordinator at {self.address} gave no answer within {seconds:.0f} s: it is stopped, busy or cut "
+                "off from here",
+                "relaxd status --addresses shows whether it answers again",
+            )
         if code == grpc.StatusCode.UNAVAILABLE:
-            if hint := connection_hint(self.address, error.details() or "", TlsFiles.from_environment()):
-                return CliError(f"cannot connect to the coordinator at {self.address}: {hint}")
             return CliError(
                 f"no coordinator answers at {self.address}",
                 "relaxd up starts the services here; --coordinator HOST:PORT names another coordinator",

@@ -23,10 +23,11 @@ from relaxd.cli.output import show, show_json
 from relaxd.cli.reading.follow import follow, interrupt_code
 from relaxd.cli.reading.source import RUNS, left_note, open_run
 from relaxd.cli.reading.view import samples_table
-from relaxd.client.coordinator import ENDED, CoordinatorClient, state_name
+from relaxd.client.coordinator import ENDED, state_name
 from relaxd.client.errors import CliError
 from relaxd.client.folder_runs import FolderRuns, step_lines
 from relaxd.local.address import address_here
+from relaxd.local.silence import open_client
 from relaxd.local.stack import raise_when_down
 from relaxd.local.state import StateFolder
 from relaxd.report.result import sample_values
@@ -135,12 +136,18 @@ def print_runs(state: Path, coordinator: str | None, console: Console, run_id: s
 
     Raises CliError: a named coordinator does not answer, or there is no such run.
     """
+    silent: CliError | None = None
     found: dict[str, pb.Run] = {} if coordinator else {run.run_id: run for run in FolderRuns.below(RUNS).runs()}
     live: set[str] = set()
     if (address := address_here(state, coordinator)) is not None:
-        forgiven = () if coordinator else (CliError,)
-        with suppress(*forgiven), CoordinatorClient(address) as client:
-            known = {run.run_id: run for run in client.runs()}
+        try:
+            with open_client(address, state) as client:
+                known = {run.run_id: run for run in client.runs()}
+        except CliError as error:
+            if coordinator:
+                raise
+            silent = error
+        else:
             live = set(known)
             found |= known
     if run_id and run_id not in found:
@@ -150,18 +157,22 @@ def print_runs(state: Path, coordinator: str | None, console: Console, run_id: s
         return
     shown = [found[run_id]] if run_id else found.values()
     ordered = sorted(shown, key=lambda run: run.create_time.ToNanoseconds(), reverse=True)
-    console.print(_runs_table(ordered, live))
+    console.print(_runs_table(ordered, live, known_to_live=silent is None))
+    if silent is not None:  # it may still work on one of them
+        console.print(f"{silent.message}; {silent.hint}", soft_wrap=True, markup=False)
+        return
     for run in ordered:
         if run.run_id not in live and (note := left_note(run, state)):
             console.print(note, soft_wrap=True)
 
 
-def _runs_table(runs: Sequence[pb.Run], live: set[str]) -> Table:
+def _runs_table(runs: Sequence[pb.Run], live: set[str], *, known_to_live: bool) -> Table:
+    """List runs. Those that haven't ended and aren't `live` are interrupted, if it is known which are live."""
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     for title in ("run", "state", "step", "reward", "held-out", "started", "time"):
         table.add_column(title, justify="right" if title in ("step", "reward", "held-out", "time") else "left")
     for run in runs:
-        left = run.state not in ENDED and run.run_id not in live
+        left = known_to_live and run.state not in ENDED and run.run_id not in live
         started = run.create_time.ToDatetime()
         seconds = (run.end_time.ToDatetime() - started).total_seconds() if run.HasField("end_time") else None
         table.add_row(

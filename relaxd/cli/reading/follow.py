@@ -108,6 +108,8 @@ class _Follower:
         self._drops = DropWatch()
         self._alarms: set[tuple[int, int]] = set()
         """Kind and first step of the alarms that go on, which were told."""
+        self._advised = ("", "")
+        """Kind of the wait of which the advice was told last, and on whom."""
         self._paused_since: float | None = None
 
     def run(self, show: Callable[[], None], max_pause: float, away_seconds: float) -> None:
@@ -124,6 +126,7 @@ class _Follower:
                 for warning in self._drops.observe(run.groups.dropped_by_reason, run.groups.published):
                     self.say(f"warning: {warning}")
                 self._tell_alarms(run)
+                self._tell_advice(run)
                 if self._lines:
                     self.say(self._quiet.observe(run, now))
                 self._check_pause(run, now, max_pause)
@@ -141,6 +144,13 @@ class _Follower:
             if (kind, step) not in self._alarms:
                 self.say(f"warning: since step {step}: {text}")
         self._alarms = set(alarms)
+
+    def _tell_advice(self, run: pb.Run) -> None:
+        """Tell once what a person may do, where a run that goes on by itself otherwise waits for that."""
+        wait = (run.wait.kind, run.wait.on)
+        if run.state in (pb.RUN_STATE_PENDING, pb.RUN_STATE_RUNNING) and run.wait.advice and wait != self._advised:
+            self.say(f"run {run.run_id}: {run.waiting_for}: {'; '.join(run.wait.advice)}")
+        self._advised = wait if run.wait.advice else ("", "")
 
     def _while_away(self, reason: str) -> None:
         self._healthy()

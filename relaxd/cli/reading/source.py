@@ -13,8 +13,9 @@ from relaxd.client.coordinator import ENDED, CoordinatorClient
 from relaxd.client.errors import CliError, NotFoundError
 from relaxd.client.folder_runs import FolderRuns, RunReader
 from relaxd.local.address import address_here
+from relaxd.local.silence import open_client
 from relaxd.local.state import StateFolder
-from relaxd.run_folder import LOGS, is_run
+from relaxd.run_folder import LOGS, holder_of, is_run
 from relaxd.v1 import coordinator_pb2 as pb
 
 RUNS = Path("runs")
@@ -54,7 +55,7 @@ def open_run(run_id: str, folder: Path | None, state: Path, coordinator: str | N
     wanted = FolderRuns([local]).run().run_id if local is not None else run_id
     address = address_here(state, coordinator)
     if address is not None:
-        with CoordinatorClient(address) as client:
+        with open_client(address, state) as client:
             run = _known_run(client, wanted)
             if run is not None and (folder is None or Path(run.folder) == local):  # a copy may have its id
                 yield RunSource(client, run, address)
@@ -70,9 +71,14 @@ def open_run(run_id: str, folder: Path | None, state: Path, coordinator: str | N
 
 
 def left_note(run: pb.Run, state: Path) -> str:
-    """Say how a run goes on whose services are gone; "" if it has ended."""
+    """Say how a run goes on that no coordinator here works on; "" if it has ended."""
     if run.state in ENDED:
         return ""
+    if holder := holder_of(Path(run.folder)):
+        return (
+            f"run {run.run_id} has not ended: a coordinator that isn't up here works on it (stack {holder}); "
+            "--state DIR or --coordinator HOST:PORT asks it"
+        )
     if began_on_up(Path(run.folder)):
         command = shlex.join(["relaxd", "up", *_state_words(state)])
     else:

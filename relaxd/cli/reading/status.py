@@ -44,10 +44,10 @@ def print_status(
     try:
         replicas, runs = coordinator.replicas(), list(islice(coordinator.runs(), SHOWN_RUNS + 1))
         scaling = [request for request in coordinator.scale_requests() if request.state not in ENDED]
-    except CliError:
+    except CliError as error:
         if stack is None and containers is None:
             raise
-        console.print(f"the coordinator at {coordinator.address} does not answer")
+        console.print(f"{error.message}; {error.hint}" if error.hint else error.message, soft_wrap=True, markup=False)
         return
     _print_replicas(replicas, console)
     for request in scaling:

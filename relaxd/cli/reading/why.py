@@ -1,11 +1,14 @@
 """`relaxd why`: what a run waits for, the numbers behind that, and what to do."""
 
+from pathlib import Path
+
 from rich.console import Console
 
 from relaxd.cli.options import DEFAULT_STATE, CoordinatorOption, FolderOption, RunArgument, StateOption, new_console
 from relaxd.cli.reading.source import open_run
 from relaxd.client.coordinator import ENDED, state_name
 from relaxd.drop_reasons import drop_warnings
+from relaxd.run_folder import holder_of
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.waiting import duration
 
@@ -20,7 +23,9 @@ def why(
     with open_run(run_id, folder, state, coordinator) as source:
         run = source.run
         if not source.address and run.state not in ENDED:
-            run.waiting_for = "it waits for services" + (f"; it is paused: {run.reason}" if run.reason else "")
+            there = holder_of(Path(run.folder))
+            run.waiting_for = f"it belongs to another coordinator (stack {there})" if there else "it waits for services"
+            run.waiting_for += f"; it is paused: {run.reason}" if run.reason else ""
         print_why(run, new_console())
 
 

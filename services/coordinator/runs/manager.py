@@ -18,6 +18,7 @@ from relaxd.process.garbage import freeze_objects
 from relaxd.rpc.errors import AlreadyExists, FailedPrecondition, NotFound, ResourceExhausted, Unavailable
 from relaxd.rpc.paging import newest_first
 from relaxd.rpc.settings import ServiceSettings
+from relaxd.run_folder import holder_of
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.waiting import waits
 from services.coordinator.fleet.fleet import Fleet
@@ -28,7 +29,7 @@ from services.coordinator.health.view import health_messages
 from services.coordinator.runs.active_run import ActiveRun
 from services.coordinator.runs.restoring import Restored, read_run
 from services.coordinator.runs.retention import Retention
-from services.coordinator.runs.run_files import RunFiles, held_folder, holder_of
+from services.coordinator.runs.run_files import RunFiles, held_folder
 from services.coordinator.runs.starting import check_same_prompts, prepare, request_digest
 from services.coordinator.runs.view import run_message, run_state
 from services.coordinator.state.finishing import finish

@@ -263,19 +263,6 @@ def held_folder(folder: Path, stack: str) -> Iterator[None]:
         yield
 
 
-def holder_of(folder: Path) -> str | None:
-    """Return the identity of the stack whose coordinator holds a run's folder now; None if none does."""
-    try:
-        with (folder / STACK).open() as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return file.read().strip()
-    except OSError:  # it has no such file, or its file system no locks
-        return None
-    return None
-
-
 def switching(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Summarise the GPU handoffs of a colocated run.
 

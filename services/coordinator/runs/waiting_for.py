@@ -215,16 +215,15 @@ def _role(run: RunSnapshot) -> Reason | None:
     """A role has no replica that works."""
     if not run.missing:
         return None
-    role = run.missing[0]
-    peers = [peer for peer in run.peers if peer.role == role]
-    if not peers:
-        more = f"relaxd scale {role}=1" if role in SCALABLE_ROLES else "relaxd up"
-        start = f"{more} starts one, or: python -m {ROLES[role].module}"
-        return Reason(pb.WAIT_KIND_ROLE, f"no {role} replica is registered", on=role, advice=(start,), always=True)
-    peer = peers[-1]
+    # Replicas that are there may start by themselves; those that aren't, a person has to start.
+    if absent := [role for role in run.missing if all(peer.role != role for peer in run.peers)]:
+        starts = [(role, f"relaxd scale {role}=1" if role in SCALABLE_ROLES else "relaxd up") for role in absent]
+        advice = tuple(f"{command} starts one, or: python -m {ROLES[role].module}" for role, command in starts)
+        text = f"no {' and no '.join(absent)} replica is registered"
+        return Reason(pb.WAIT_KIND_ROLE, text, on=absent[0], advice=advice, always=True)
+    peer = [peer for peer in run.peers if peer.role == run.missing[0]][-1]
     said = f": {peer.detail}" if peer.detail else ""
     text = f"{peer.replica_id} is {peer.state_word}{said}"
-    advice: tuple[str, ...]
     if peer.wait == replica_pb2.REPLICA_WAIT_GPUS:
         advice = ("relaxd status shows who holds each GPU: end that replica, or scale it in",)
         return Reason(pb.WAIT_KIND_LEASE, text, on=peer.replica_id, advice=advice, always=True)

@@ -97,6 +97,24 @@ def test_what_a_run_waits_for_is_said_at_once_and_dropped_groups_too(kit: Kit) -
     assert kit.output.count("warning: 30% of the groups were dropped as zero_variance: all answers to a prompt") == 1
 
 
+def test_a_missing_role_is_told_with_the_command_that_starts_it(kit: Kit) -> None:
+    kit.run.state, kit.run.reason, kit.run.step = pb.RUN_STATE_PENDING, "waiting for teacher", 0
+    kit.run.waiting_for = "no teacher replica is registered, for 1 s"
+    kit.run.wait.kind, kit.run.wait.on = "role", "teacher"
+    kit.run.wait.advice.append("relaxd scale teacher=1 starts one")
+    seen: list[None] = []
+
+    def look() -> None:
+        seen.append(None)
+        kit.run.waiting_for = f"no teacher replica is registered, for {len(seen)} s"
+        if len(seen) > 4:
+            kit.run.state = pb.RUN_STATE_STOPPED
+
+    kit.follow(healthy=look)
+    assert kit.output.count("relaxd scale teacher=1 starts one") == 1
+    assert "run r: no teacher replica is registered, for 1 s: relaxd scale teacher=1 starts one" in kit.output
+
+
 def test_an_alarm_is_told_once_until_it_ends_and_why_shows_it(kit: Kit) -> None:
     gap = kit.run.alarms.add(kind=pb.ALARM_KIND_LOGPROB_GAP, first_step=2, text="log-probs differ by 0.36")
     seen: list[None] = []

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from services.coordinator.runs.run_files import held_folder, holder_of
+from relaxd.run_folder import holder_of
+from services.coordinator.runs.run_files import held_folder
 
 
 def test_a_folder_names_the_stack_that_works_on_its_run(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ class World:
 
 async def test_it_sees_replicas_groups_and_steps(redis_url: str, caplog: pytest.LogCaptureFixture) -> None:
     world = World(redis_url)
-    assert (await world.look()).waiting_for == "no rollout replica is registered, for 0 s"
+    assert (await world.look()).waiting_for == "no rollout and no reward replica is registered, for 0 s"
     await world.replica("rollout-0", ROLLOUT, REPLICA_STATE_STARTING, "loading the model")
     await world.replica("reward-0", REWARD)
     first = await world.look()

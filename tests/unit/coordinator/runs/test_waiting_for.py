@@ -92,6 +92,15 @@ CASES = [
         "rollout-0 is starting: loading",
         "",
     ),
+    (  # whoever is there may start by itself
+        "role",
+        {
+            "missing": ["rollout", "teacher", "judge"],
+            "peers": without("rollout", Peer("rollout-0", "rollout", "starting", "loading")),
+        },
+        "no teacher and no judge replica is registered",
+        "relaxd scale teacher=1",
+    ),
     (
         "lease",
         {
