@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
-from relaxd.board.connections.scripts import run_script, script_call
+from relaxd.board.connections.scripts import run_script, script_call, script_loads
 from relaxd.board.connections.servers import Servers
 from relaxd.board.errors import BoardError, ColumnsTooLarge, RunMissing, TooLate
 from relaxd.board.payloads import transfer
@@ -68,6 +68,7 @@ class BoardCore:
     ) -> None:
         if not RUN_ID.fullmatch(run_id) or run_id == RESERVED_RUN_ID:
             raise ValueError(f"run id {run_id!r}: it {RUN_ID_RULE}, and not {RESERVED_RUN_ID!r}")
+        script_loads()  # reads the files: a process that may open no more of them can still hand its groups back
         self.run_id = run_id
         self.prefix = key_prefix(run_id)
         self.stages = tuple(stages)

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -40,6 +40,8 @@ TOKEN_VARIABLE = "RELAXD_CHILD_TOKEN"
 
 OUTPUT_LINES = 40
 """Number of last lines of a child's output that are kept for error messages."""
+KILL_SECONDS = 5.0
+"""Time in which the kernel ends a process that was killed."""
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +70,20 @@ class ChildExit:
     """Exit code; negative means the signal that killed it."""
     last_lines: tuple[str, ...]
     """Last lines of its stdout and stderr."""
+
+
+@contextlib.contextmanager
+def _failing_as_child_error(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (LeaseOver, OSError, RuntimeError, MemoryError) as error:  # RuntimeError: no thread can be started
+        raise ChildError(f"{name} can't be started: {error}") from error
+
+
+def _remove(folder: Path) -> None:
+    """Remove the folder of a socket. Works without free descriptors, which shutil.rmtree needs."""
+    (folder / "socket").unlink(missing_ok=True)
+    folder.rmdir()
 
 
 class Child:
@@ -125,47 +141,54 @@ class Child:
             gpu_lease: lease on the GPUs that the child uses, if it uses any; the child is killed when it is over.
             filter_output: returns what to pass on, to this process's stderr and in errors, of a line of its output.
 
-        Raises ChildError when the lease is over already.
+        Raises ChildError when the lease is over already, or this machine starts no process: it lacks descriptors,
+        processes or memory, or the interpreter is gone.
         """
-        try:
+        name = name or module
+        with _failing_as_child_error(name), contextlib.ExitStack() as undo:
             if gpu_lease is not None:
                 gpu_lease.check()
-        except LeaseOver as error:
-            raise ChildError(f"{name or module} can't be started: {error}") from error
-        folder, token = Path(tempfile.mkdtemp(prefix="relaxd-")), secrets.token_urlsafe()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            environment = {
-                "GRPC_ENABLE_FORK_SUPPORT": "0",  # what a child forks calls nobody
-                **(os.environ if inherit else {}),
-                **(env or {}),
-                LIFELINE_VARIABLE: str(theirs.fileno()),
-                SOCKET_VARIABLE: str(folder / "socket"),
-                TOKEN_VARIABLE: token,
-            }
-            inherited = [theirs.fileno()]
+            folder, token = Path(tempfile.mkdtemp(prefix="relaxd-")), secrets.token_urlsafe()
+            undo.callback(_remove, folder)
+            ours, theirs = socket.socketpair()
+            undo.enter_context(ours)
+            with theirs:
+                environment = {
+                    "GRPC_ENABLE_FORK_SUPPORT": "0",  # what a child forks calls nobody
+                    **(os.environ if inherit else {}),
+                    **(env or {}),
+                    LIFELINE_VARIABLE: str(theirs.fileno()),
+                    SOCKET_VARIABLE: str(folder / "socket"),
+                    TOKEN_VARIABLE: token,
+                }
+                inherited = [theirs.fileno()]
+                if gpu_lease is not None:
+                    environment[LEASE_VARIABLE] = str(gpu_lease.descriptor)
+                    inherited.append(gpu_lease.descriptor)
+                process = subprocess.Popen(
+                    [python or sys.executable, "-m", module, *args],
+                    env=environment,
+                    pass_fds=inherited,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # only the parent handles an interrupt from the terminal
+                )
+            undo.callback(process.wait, timeout=KILL_SECONDS)
+            undo.callback(process.kill)
+            child = cls(name, process, folder, token, filter_output)
             if gpu_lease is not None:
-                environment[LEASE_VARIABLE] = str(gpu_lease.descriptor)
-                inherited.append(gpu_lease.descriptor)
-            process = subprocess.Popen(
-                [python or sys.executable, "-m", module, *args],
-                env=environment,
-                pass_fds=inherited,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # only the parent handles an interrupt from the terminal
-            )
-        child = cls(name or module, process, folder, token, filter_output)
-        if gpu_lease is not None:
-            gpu_lease.add(child)
-            child.exited.add_done_callback(lambda _: gpu_lease.discard(child))
-        ours.setblocking(False)
-        reader, child._writer = await asyncio.open_connection(sock=ours)
-        child._reading = asyncio.create_task(child._read(reader), name=f"read {child.name}")
-        copier = threading.Thread(target=child._copy_output, name=f"output of {child.name}", daemon=True)
-        copier.start()
-        threading.Thread(target=child._watch, args=(copier,), name=f"watch {child.name}", daemon=True).start()
+                gpu_lease.add(child)
+                child.exited.add_done_callback(lambda _: gpu_lease.discard(child))
+                undo.callback(gpu_lease.discard, child)
+            ours.setblocking(False)
+            reader, child._writer = await asyncio.open_connection(sock=ours)
+            undo.callback(child._writer.close)
+            child._reading = asyncio.create_task(child._read(reader), name=f"read {child.name}")
+            copier = threading.Thread(target=child._copy_output, name=f"output of {child.name}", daemon=True)
+            copier.start()
+            threading.Thread(target=child._watch, args=(copier,), name=f"watch {child.name}", daemon=True).start()
+            undo.pop_all()
         return child
 
     @property

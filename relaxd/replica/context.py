@@ -53,10 +53,11 @@ class ReplicaContext:
     def give_up(self, reason: str) -> None:
         """End this process with exit code 1, after handing back held groups: only a new process can repair it.
 
-        Its supervisor starts another one. Any thread may call this.
+        Its supervisor starts another one. Any thread may call this; only the first reason is told.
         """
-        _log.error("giving up: %s", reason)
-        self.failure = self.failure or reason
+        if not self.failure:
+            _log.error("giving up: %s", reason)
+            self.failure = reason
         self._loop.call_soon_threadsafe(self.failed.set)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from relaxd.config import RewardConfig
-from relaxd.process.child import Child, ChildExited
+from relaxd.process.child import Child, ChildError, ChildExited
 from relaxd.rewards import RewardInput, RewardOutput
 from relaxd.rewards.stacks import RewardStacks
 from relaxd.rpc.errors import DeadlineExceeded
@@ -25,8 +25,10 @@ from services.reward.samples import request_of_samples
 from services.reward.slow import slow_after
 
 SHOWN_PROMPT = 80
+START_SECONDS = 60.0
+"""Deadline of starting a worker, until it serves."""
 LOAD_SECONDS = 60.0
-"""Deadline of loading a reward: starting a worker and importing the reward's module."""
+"""Deadline of loading a reward: importing its module."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,13 @@ class Failure:
 
 class PoolClosedError(Exception):
     """The pool was closed before the sample was scored. The sample did not fail."""
+
+
+class WorkerStartError(Exception):
+    """No worker can be started here: there are too few descriptors or processes, no memory, or no interpreter.
+
+    The sample did not fail.
+    """
 
 
 @dataclass
@@ -167,7 +176,10 @@ class WorkerPool:
         return max(slow, key=lambda one: one.seconds, default=None)
 
     async def load(self, reward: str) -> Failure | None:
-        """Have a worker load a reward, "" for the run's. Returns None if it can be used, else the failure."""
+        """Have a worker load a reward, "" for the run's. Returns None if it can be used, else the failure.
+
+        Raises WorkerStartError, PoolClosedError.
+        """
         answer = await self._request_twice(reward, (), LOAD_SECONDS)
         return answer if isinstance(answer, Failure) else None
 
@@ -195,7 +207,7 @@ class WorkerPool:
         by one. An exception, a value that is not finite, a hang or a crash is a Failure of that sample alone, or of all
         samples of a reward that scores groups. What died with its worker is retried once, because the worker may have
         been killed from outside or for lack of memory. Cancelling this coroutine cancels the work. Raises
-        PoolClosedError when the pool is closed meanwhile.
+        PoolClosedError when the pool is closed meanwhile, and WorkerStartError when a worker can't be started.
         """
         if reward not in self._forms and (failure := await self.load(reward)):
             return [failure] * len(samples)
@@ -285,10 +297,7 @@ class WorkerPool:
             )
         except ChildExited as error:
             self._raise_if_closed()
-            reason = _describe_exit(error.exit_code)
-            if any(name in line for line in error.last_lines[-10:] for name in ("bad_alloc", "MemoryError")):
-                reason += f"; it had no memory left: reward.worker_memory_bytes is {self._config.worker_memory_bytes}"
-            return Failure(f"the process that ran the reward died: {reason}", died=True)
+            return Failure(f"the process that ran the reward died: {self._describe_exit(error)}", died=True)
         finally:
             # Late, dead, or cancelled in the middle of a sample: the next sample gets a new process.
             worker.running = None
@@ -308,32 +317,56 @@ class WorkerPool:
         if self._closed:
             raise PoolClosedError("the pool of reward workers was closed")
 
+    def _describe_exit(self, error: ChildExited) -> str:
+        """Return how a worker ended, and whether it lacked memory."""
+        code = error.exit_code
+        reason = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        if any(name in line for line in error.last_lines[-10:] for name in ("bad_alloc", "MemoryError")):
+            reason += f"; it had no memory left: reward.worker_memory_bytes is {self._config.worker_memory_bytes}"
+        return reason
+
     async def _ready(self, worker: _Worker) -> RewardWorkerStub:
+        """Start a worker unless it runs. Raises WorkerStartError."""
         if worker.child is None or not worker.child.alive or worker.outdated:
             worker.kill()
-            arguments = []
-            if self._config.sandbox != "off":
-                worker.temporary = tempfile.mkdtemp(prefix="relaxd-reward-")
-                plan = replace(self._plan, temporary=worker.temporary, own=(worker.temporary,))
-                arguments = [plan.to_json()]
-            worker.stacks = RewardStacks()
-            worker.child = await Child.start(
-                "services.reward.worker",
-                arguments,
-                env=self._environment,
-                inherit=False,
-                name="reward worker",
-                filter_output=worker.stacks.filter,
-            )
-            worker.questions = Questions(self._ask)
-            worker.carrying = asyncio.create_task(worker.questions.carry(RewardWorkerStub(worker.child.channel)))
+            try:
+                async with asyncio.timeout(START_SECONDS):
+                    await self._start(worker)
+            except TimeoutError:
+                raise WorkerStartError(f"a reward worker was not ready {START_SECONDS:g} s after its start") from None
+            except ChildExited as error:
+                self._raise_if_closed()
+                last = f"; its last line: {error.last_lines[-1]}" if error.last_lines else ""
+                how = self._describe_exit(error)
+                raise WorkerStartError(f"a reward worker died before it was ready: {how}{last}") from error
+            except ChildError as error:
+                raise WorkerStartError(str(error)) from error
+            except OSError as error:  # it gets no folder
+                raise WorkerStartError(f"reward worker can't be started: {error}") from error
+        assert worker.child is not None
         return RewardWorkerStub(worker.child.channel)
+
+    async def _start(self, worker: _Worker) -> None:
+        """Start a worker's process, and wait until it serves. Raises ChildError, OSError."""
+        arguments = []
+        if self._config.sandbox != "off":
+            worker.temporary = tempfile.mkdtemp(prefix="relaxd-reward-")
+            plan = replace(self._plan, temporary=worker.temporary, own=(worker.temporary,))
+            arguments = [plan.to_json()]
+        worker.stacks = RewardStacks()
+        worker.child = await Child.start(
+            "services.reward.worker",
+            arguments,
+            env=self._environment,
+            inherit=False,
+            name="reward worker",
+            filter_output=worker.stacks.filter,
+        )
+        await worker.child.wait_connected()
+        worker.questions = Questions(self._ask)
+        worker.carrying = asyncio.create_task(worker.questions.carry(RewardWorkerStub(worker.child.channel)))
 
 
 def _shorten(text: str) -> str:
     line = " ".join(text.split())
     return line if len(line) <= SHOWN_PROMPT else line[: SHOWN_PROMPT - 1] + "…"
-
-
-def _describe_exit(exit_code: int) -> str:
-    return f"killed by signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"

@@ -9,7 +9,7 @@ from relaxd.rpc.enums import words
 from relaxd.rpc.errors import InvalidArgument, PermissionDenied, Unavailable, Violations
 from relaxd.v1 import content_pb2, reward_pb2, reward_pb2_grpc
 from relaxd.v1.sample_pb2 import FinishReason
-from services.reward.pool import Failure, PoolClosedError
+from services.reward.pool import Failure, PoolClosedError, WorkerStartError
 from services.reward.samples import samples_of_request
 from services.reward.service import RUNS_REWARD, RewardService, reward_of_set
 
@@ -42,6 +42,8 @@ class RewardServicer(reward_pb2_grpc.RewardServicer):
             outcomes = await self._service.score(reward, samples)
         except PoolClosedError as error:
             raise Unavailable("the service is changing to another run, or ending: try again") from error
+        except WorkerStartError as error:
+            raise Unavailable(f"this replica can't score, and ends: {error}") from error
         return reward_pb2.ScoreResponse(scores=map(_score, outcomes))
 
     async def ListRewards(self, request: reward_pb2.ListRewardsRequest, context: Any) -> reward_pb2.ListRewardsResponse:

@@ -3,8 +3,9 @@
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -31,7 +32,7 @@ from services.reward.cache import ScoreCache
 from services.reward.enclosure import describe, missing_of
 from services.reward.judge.client import JudgeClient, Judges
 from services.reward.judge.replicas import JudgeReplicas
-from services.reward.pool import Failure, WorkerPool
+from services.reward.pool import Failure, WorkerPool, WorkerStartError
 from services.reward.questions import no_judge
 from services.reward.remote.errors import MismatchError
 from services.reward.remote.scorer import RemoteScorer
@@ -126,17 +127,31 @@ class RewardService(StageReplica):
             raise UnknownRewardError(f"{of}{error}") from error
 
     async def load(self, reward: str) -> Failure | None:
-        """Load a reward by its name, or the run's. Returns None if it can be used, else the failure."""
-        return None if reward in self._remotes else await self.pool.load(reward)
+        """Load a reward by its name, or the run's. Returns None if it can be used, else the failure.
+
+        Raises WorkerStartError, PoolClosedError.
+        """
+        with self._giving_up():
+            return None if reward in self._remotes else await self.pool.load(reward)
 
     async def score(self, reward: str, samples: Sequence[RewardInput]) -> list[RewardOutput | Failure]:
         """Score samples of one prompt with a reward by its name, the run's, or `reward_of_set`.
 
-        Raises PoolClosedError.
+        Raises WorkerStartError, PoolClosedError.
         """
-        if reward != RUNS_REWARD:
-            return await self._score_with(reward, samples)
-        return await self._cache.score(samples, lambda unknown: self._score_with(RUNS_REWARD, unknown))
+        with self._giving_up():
+            if reward != RUNS_REWARD:
+                return await self._score_with(reward, samples)
+            return await self._cache.score(samples, lambda unknown: self._score_with(RUNS_REWARD, unknown))
+
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """Give this process up if it can't start workers: only another one may be able to."""
+        try:
+            yield
+        except WorkerStartError as error:
+            self._context.give_up(str(error))
+            raise
 
     async def _score_with(self, reward: str, samples: Sequence[RewardInput]) -> list[RewardOutput | Failure]:
         if reward in self._remotes:
@@ -204,7 +219,10 @@ class RewardService(StageReplica):
 
     async def _score_group(self, config: RunConfig, delivery: Delivery, columns: dict[str, Column]) -> Result:
         samples = samples_of(columns)
-        outcomes = await self._score_samples(config.reward, samples)
+        try:
+            outcomes = await self._score_samples(config.reward, samples)
+        except WorkerStartError as error:
+            raise asyncio.CancelledError from error  # the group is handed back, and the attempt doesn't count
         failures = [(number, outcome) for number, outcome in enumerate(outcomes) if isinstance(outcome, Failure)]
         if failures:
             number, failure = failures[0]

@@ -23,7 +23,7 @@ from services.reward.cache import Score, Scored
 from services.reward.enclosure import MissingPathError
 from services.reward.environment import MissingVariableError
 from services.reward.judge.chat_completions import ChatCompletions
-from services.reward.pool import Failure, WorkerPool
+from services.reward.pool import Failure, WorkerPool, WorkerStartError
 from services.reward.questions import no_judge
 from services.reward.remote.errors import MismatchError, UnreachableError
 from services.reward.remote.scorer import RemoteScorer
@@ -76,7 +76,7 @@ async def try_reward(
         return {"outcomes": await _try_all(score if terms is None else terms.score, samples, workers)}
     except UnreachableError as error:
         return {"error": f"a reward service of reward.terms can't be reached: {error}"}
-    except MismatchError as error:
+    except (MismatchError, WorkerStartError) as error:
         return {"error": str(error)}
     finally:
         pool.close()

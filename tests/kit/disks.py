@@ -3,7 +3,7 @@
 import os
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 
 @contextmanager
@@ -27,4 +27,5 @@ def _limited(kind: int, most: int, pid: int) -> Iterator[None]:
     try:
         yield
     finally:
-        resource.prlimit(pid, kind, (soft, hard))
+        with suppress(ProcessLookupError):  # it has ended
+            resource.prlimit(pid, kind, (soft, hard))

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -15,7 +16,8 @@ import pytest
 from relaxd.config import RewardConfig
 from relaxd.rewards import RewardInput, RewardOutput
 from services.reward.environment import MissingVariableError
-from services.reward.pool import Failure, PoolClosedError, WorkerPool
+from services.reward.pool import Failure, PoolClosedError, WorkerPool, WorkerStartError
+from tests.kit.disks import no_descriptors
 from tests.kit.processes import is_alive
 from tests.kit.waiting import eventually
 
@@ -243,3 +245,25 @@ async def test_loading_says_what_is_wrong_with_a_name(pool):
         failure = await pool.load(name)
         assert isinstance(failure, Failure)
         assert reason in failure.reason
+
+
+async def test_workers_that_cannot_be_started_are_no_failure_of_a_sample(pool, monkeypatch, tmp_path):
+    folder = Path(tempfile.mkdtemp())
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with no_descriptors(os.getpid()), pytest.raises(WorkerStartError, match=r"started: .*Too many open files"):
+        await score(pool, "one")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", str(tmp_path / "python"))
+        with pytest.raises(WorkerStartError, match=r"started: .*No such file"):
+            await pool.load(BAD)
+    (tmp_path / "sitecustomize.py").write_text("import os\nprint('broken', flush=True)\nos._exit(7)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    broken = WorkerPool(1)
+    died = r"died before it was ready: exit code 7; its last line: broken$"
+    with pytest.raises(WorkerStartError, match=died):
+        await broken.load("addition")
+    await eventually(lambda: not list(folder.iterdir()), "nothing is left")
+    assert await score(pool, "one") == [RewardOutput(1.0)]  # it works once the machine does
+    pool.close()
+    await eventually(lambda: not list(folder.iterdir()), "nothing is left")
+    folder.rmdir()

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -414,6 +415,32 @@ async def test_the_groups_of_a_killed_process_go_to_another_and_its_workers_die(
         await eventually(lambda: not is_alive(int(worker)), "the worker is gone")
     async with here.service("reward", "reward-2"), here.service("advantage", "advantage-1"):
         assert set(await here.trained(1)) == {group}
+
+
+async def test_a_replica_that_cannot_start_workers_hands_its_groups_back_and_ends(here, tmp_path, monkeypatch):
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    here.start_run(run_config(reward={"workers": 1}, board={"lease_seconds": 600, "max_deliveries": 1}))
+    path = tmp_path / "pid"
+    async with here.service("reward", "reward-1") as process:
+        await here.coordinator.hears("reward-1", "READY")
+        here.generate([f"hang-once {path}"])
+        worker = await eventually(lambda: path.exists() and path.read_text(), "the worker's pid")
+        here.generate(*[["one", "parts"]] * 3)
+        folder.rename(tmp_path / "gone")
+        os.kill(int(worker), signal.SIGKILL)
+        status = await here.coordinator.hears("reward-1", "FAILED")
+        assert status.detail.startswith("reward worker can't be started: [Errno 2] No such file or directory")
+        async with asyncio.timeout(60):
+            assert await process.process.wait() == 1  # for whoever supervises it
+    assert "giving up: reward worker can't be started" in process.log
+    assert here.board.counts().dropped == 0
+    (tmp_path / "gone").rename(folder)
+    async with here.service("reward", "reward-1"), here.service("advantage", "advantage-1"):
+        await here.coordinator.hears("reward-1", "READY")
+        assert len(await here.trained(4)) == 4
+    assert here.board.dropped() == []
 
 
 @pytest.mark.slow
