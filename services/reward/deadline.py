@@ -1,51 +1,91 @@
-"""The deadline of a reward's call, whose clock stands still while the judge is asked."""
+"""The deadline of a reward's call. Its clock stands still while the judge is asked, and while this process does."""
 
 import asyncio
 from types import TracebackType
+
+LOOK_SECONDS = 0.5
+"""Longest time between two looks at the clock."""
+LATE_SECONDS = 1.0
+"""A look that is later than planned by more than this shows that the process stood still."""
+END_SECONDS = 0.001
+"""A deadline is over when less than this is left."""
+
+
+def ran(planned: float, passed: float) -> float:
+    """Return how long this process ran in `passed` seconds, after which it was to look `planned` seconds later.
+
+    A process that was stopped, or whose machine was suspended, looks late. It stopped somewhere in the planned time,
+    so half of that counts: what was computed meanwhile can still be read, and a deadline ends all the same.
+    """
+    return passed if passed <= planned + LATE_SECONDS else planned / 2
 
 
 class Deadline:
     """Raises TimeoutError out of its block after `seconds`, not counting pauses. Lives in one event loop."""
 
     def __init__(self, seconds: float) -> None:
-        self._clock = asyncio.get_running_loop().time
-        self._timeout = asyncio.timeout(seconds)
+        self._loop = asyncio.get_running_loop()
+        self._timeout = asyncio.timeout(None)
         self._seconds = seconds
         self._left = seconds
-        self._since = self._clock()
+        self._planned = 0.0
+        """Time from the last look to the next one."""
+        self._since = self._loop.time()
+        """Time of the last look."""
+        self._timer: asyncio.TimerHandle | None = None
         self._pauses = 0
         self._over = False
 
     @property
     def seconds(self) -> float:
         """Time that has passed, without pauses."""
-        running = 0.0 if self._pauses else self._clock() - self._since
+        running = 0.0 if self._pauses else ran(self._planned, self._loop.time() - self._since)
         return self._seconds - self._left + running
 
     def pause(self) -> None:
         """Stop the clock until as many calls of `resume`."""
         self._pauses += 1
         if self._pauses == 1:
-            self._left -= self._clock() - self._since
-            self._set(None)
+            self._count()
 
     def resume(self) -> None:
         """End a pause."""
         self._pauses -= 1
         if not self._pauses:
-            self._since = self._clock()
-            self._set(self._since + self._left)
+            self._go_on()
 
     async def __aenter__(self) -> "Deadline":
         await self._timeout.__aenter__()
+        self._go_on()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._over = True
+        if self._timer is not None:
+            self._timer.cancel()
         await self._timeout.__aexit__(kind, error, traceback)
 
-    def _set(self, when: float | None) -> None:
-        if not self._over and not self._timeout.expired():
-            self._timeout.reschedule(when)
+    def _go_on(self) -> None:
+        """Plan the next look, or end the block."""
+        if self._over or self._timeout.expired():
+            return
+        self._since = self._loop.time()
+        if self._left < END_SECONDS:
+            self._timeout.reschedule(self._since)
+            return
+        self._planned = min(self._left, LOOK_SECONDS)
+        self._timer = self._loop.call_later(self._planned, self._look)
+
+    def _look(self) -> None:
+        self._count()
+        self._go_on()
+
+    def _count(self) -> None:
+        """Count the time since the last look, and end the plan of the next one."""
+        if self._timer is not None:
+            self._timer.cancel()
+        now = self._loop.time()
+        self._left -= ran(self._planned, now - self._since)
+        self._since = now

@@ -12,7 +12,6 @@ from relaxd.config import RewardConfig
 from relaxd.process.child import Child, ChildError, ChildExited
 from relaxd.rewards import RewardInput, RewardOutput
 from relaxd.rewards.stacks import RewardStacks
-from relaxd.rpc.errors import DeadlineExceeded
 from relaxd.sandbox.enclosure import Measure
 from relaxd.v1.reward_worker_pb2 import LoadRewardRequest, LoadRewardResponse, ScoreSamplesRequest
 from relaxd.v1.reward_worker_pb2_grpc import RewardWorkerStub
@@ -78,7 +77,7 @@ class Running:
 
     @property
     def seconds(self) -> float:
-        """Time that it has taken so far, but for the time in which it waited for the judge."""
+        """Time that it has taken so far, except while it waited for the judge or this process stood still."""
         return self.deadline.seconds
 
     @property
@@ -201,7 +200,8 @@ class WorkerPool:
             reward: a name for `relaxd.rewards.resolve`, "" for the run's reward, or the name of one of `others`.
             samples: samples to score.
             timeout_seconds: deadline of each sample, or of all if the reward scores groups, not counting the wait for a
-                worker or loading the reward. A worker that takes longer is killed, with every process that it started.
+                worker, loading the reward, or time in which this process stood still. A worker that takes longer is
+                killed, with every process that it started.
 
         The samples of a reward that awaits something go to one worker, at the same time; those of others to any, one
         by one. An exception, a value that is not finite, a hang or a crash is a Failure of that sample alone, or of all
@@ -260,7 +260,8 @@ class WorkerPool:
             stub = await self._ready(worker)
             if reward not in worker.loaded:
                 request = LoadRewardRequest(reward=reward, config_json=self._configs.get(reward, ""))
-                loading = await stub.LoadReward(request, timeout=LOAD_SECONDS)
+                async with Deadline(LOAD_SECONDS):
+                    loading = await stub.LoadReward(request, timeout=None)
                 self.enclosure = tuple(Measure(one.name, one.by, one.missing) for one in loading.enclosure)
                 if error := loading.error or self._refusal():
                     answered = True
@@ -285,12 +286,10 @@ class WorkerPool:
                 ]
             answered = True
             return outcomes
-        except DeadlineExceeded:
-            self._raise_if_closed()
-            return Failure(f"loading the reward took longer than {LOAD_SECONDS:g} s; its process was killed")
         except TimeoutError:
             self._raise_if_closed()
-            assert worker.running is not None
+            if worker.running is None:
+                return Failure(f"loading the reward took longer than {LOAD_SECONDS:g} s; its process was killed")
             return Failure(
                 f"scoring {worker.running.what} took longer than {timeout_seconds:g} s{worker.running.where}; its "
                 f"process was killed; the prompt: {worker.running.prompt!r}"
@@ -330,7 +329,7 @@ class WorkerPool:
         if worker.child is None or not worker.child.alive or worker.outdated:
             worker.kill()
             try:
-                async with asyncio.timeout(START_SECONDS):
+                async with Deadline(START_SECONDS):
                     await self._start(worker)
             except TimeoutError:
                 raise WorkerStartError(f"a reward worker was not ready {START_SECONDS:g} s after its start") from None

@@ -12,6 +12,7 @@ from relaxd.rewards.base import BadRewardError, check_output, text_message
 from relaxd.rpc.client import MAX_MESSAGE_BYTES
 from relaxd.v1 import remote_reward_pb2 as pb
 from relaxd.v1.remote_reward_pb2_grpc import RemoteRewardStub
+from services.reward.deadline import LOOK_SECONDS, Deadline
 from services.reward.pool import Failure
 from services.reward.remote.authorization import authorization
 from services.reward.remote.errors import MismatchError, UnreachableError
@@ -68,14 +69,18 @@ class GrpcClient:
     async def score(self, samples: Sequence[RewardInput], seconds: float) -> list[RewardOutput | Failure]:
         """Score samples of one prompt. Raises UnreachableError, MismatchError."""
         request = self._request(samples)
+        clock = Deadline(2 * seconds)  # gRPC's own, of absolute time, comes before
         try:
-            answer = await self._stub.ScoreAnswers(request, timeout=seconds, metadata=self._token)
+            async with clock:
+                answer = await self._stub.ScoreAnswers(request, timeout=seconds, metadata=self._token)
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.UNIMPLEMENTED:
                 raise self._mismatch("it has no call relaxd.v1.RemoteReward/ScoreAnswers") from error
             too_large = error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE.search(error.details() or "")
             if error.code() in _AGAIN and not too_large:
                 raise UnreachableError(_describe(error)) from error
+            if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED and clock.seconds < seconds - LOOK_SECONDS:
+                raise UnreachableError("this process stood still during the call") from error
             if too_large:
                 what = (
                     f"the request with {len(samples)} answers has {request.ByteSize()} bytes; a message was above a "

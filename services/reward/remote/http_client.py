@@ -10,6 +10,7 @@ import aiohttp
 from relaxd.config import RewardConfig
 from relaxd.rewards import RewardInput, RewardOutput
 from relaxd.rewards.base import BadRewardError, check_output
+from services.reward.deadline import Deadline
 from services.reward.http_answers import read_at_most, retry_after, shortened
 from services.reward.pool import Failure
 from services.reward.remote.authorization import authorization
@@ -88,8 +89,8 @@ class HttpClient:
         return self._session
 
     async def _post(self, body: object, seconds: float) -> RewardOutput | Failure:
-        limit = aiohttp.ClientTimeout(total=seconds, sock_connect=min(seconds / 2, PROBE_SECONDS))
-        async with self._connected().post(self._url, json=body, timeout=limit) as answer:
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=min(seconds / 2, PROBE_SECONDS))
+        async with Deadline(seconds), self._connected().post(self._url, json=body, timeout=limit) as answer:
             text = (await read_at_most(answer, MAX_ANSWER_BYTES)).decode(errors="replace")
             if answer.status in _AGAIN:
                 again = retry_after(answer.headers.get("Retry-After"))

@@ -155,6 +155,7 @@ ACTIONS: Mapping[str, object] = {
     "wait-for": wait_for,
     "pid": lambda _: os.getpid(),
     "sleep": lambda seconds: time.sleep(float(seconds)) or 1.0,
+    "begin-and-sleep": lambda path: Path(path).touch() or time.sleep(1.0) or 1.0,
     "alarm": alarm,
     "shout": shout,
     "surroundings": show_surroundings,

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -18,8 +19,8 @@ from relaxd.rewards import RewardInput, RewardOutput
 from services.reward.environment import MissingVariableError
 from services.reward.pool import Failure, PoolClosedError, WorkerPool, WorkerStartError
 from tests.kit.disks import no_descriptors
-from tests.kit.processes import is_alive
-from tests.kit.waiting import eventually
+from tests.kit.processes import is_alive, start_python
+from tests.kit.waiting import eventually, wait_until
 
 BAD = "bad_rewards:by_response"
 WRITES = RewardConfig(name=BAD, writable=(tempfile.gettempdir(),))
@@ -149,6 +150,33 @@ async def test_of_a_reward_that_hangs_only_its_own_stack_is_shown(pool, capfd):
         assert first == "the reward takes long; it is here (most recent call first):"
         found = [re.fullmatch(rf'  File "{re.escape(str(FILE.resolve()))}", line \d+ in (.*)', line) for line in frames]
         assert [frame and frame[1] for frame in found][-len(functions) :] == functions
+
+
+def test_a_pause_of_the_process_is_not_the_rewards_fault(tmp_path):
+    """A program that scores one sample, which takes a second, is stopped for longer than the sample's deadline."""
+    started = tmp_path / "begun"
+    program = start_python(
+        "-c",
+        "import asyncio, sys\n"
+        "from relaxd.config import RewardConfig\n"
+        "from relaxd.rewards import RewardInput\n"
+        "from services.reward.pool import WorkerPool\n"
+        "async def main():\n"
+        "    pool = WorkerPool(1, RewardConfig(name='dummy', sandbox='off'))\n"
+        f"    sample = RewardInput(prompt='', response='begin-and-sleep {started}')\n"
+        f"    print(*await pool.score('{BAD}', [sample], 4.0))\n"
+        "    pool.close()\n"
+        "asyncio.run(main())\n",
+        environment={"PYTHONPATH": str(Path(__file__).parent)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    wait_until(started.exists, "the sample is being scored")
+    program.send_signal(signal.SIGSTOP)
+    time.sleep(6.0)
+    program.send_signal(signal.SIGCONT)
+    output, _ = program.communicate(timeout=60)
+    assert output.startswith("RewardOutput(reward=1.0"), output
 
 
 async def test_a_reward_that_hangs_is_named_while_it_hangs(pool):
