@@ -163,7 +163,8 @@ class ReplicaReconciler:
         elif self._no_try_left(one):
             draft.set_replica(self._fail(draft, one, "its heartbeats stopped"), counted_id=one.replica_id)
         else:
-            draft.restart(one, "its heartbeats stopped", RestartMode.PROBE)
+            last = f"; its last error: {one.failure}" if one.failure else ""
+            draft.restart(one, f"its heartbeats stopped{last}", RestartMode.PROBE)
 
     def _await_return(self, draft: HealthUpdate, one: ReplicaHealth) -> None:
         """Update a replica whose next process has not registered yet."""

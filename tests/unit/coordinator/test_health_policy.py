@@ -135,6 +135,16 @@ async def test_a_death_that_its_supervisor_noticed_first(make_world: MakeWorld) 
     assert not world.restarts
 
 
+async def test_a_process_that_said_why_it_gives_up_is_replaced_with_its_reason(make_world: MakeWorld) -> None:
+    world = await start(make_world())
+    process = world.instances["reward-1"].process
+    assert process is not None
+    world.supervisor_seconds = 2 * LEASE_SECONDS
+    process.does = "dies"
+    event = await world.until(RESTARTING, "reward-1")
+    assert event.text.endswith("its heartbeats stopped; its last error: the file of step 4 isn't there")
+
+
 async def test_what_nobody_supervises_is_not_restarted(make_world: MakeWorld) -> None:
     world = await start(make_world())
     await world.add("rollout-2", "stuck", supervised=False)
