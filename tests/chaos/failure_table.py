@@ -111,6 +111,18 @@ FAILURES: list[tuple[str, tuple[str, ...], str]] = [
         "the same, without a restart; when it continues it gives every replica a new lease",
     ),
     (
+        "the coordinator may open no more files and connections",
+        ("descriptors: coordinator",),
+        "it publishes nothing and says what it waits for; steps end with the groups that are open, and are recorded "
+        "once it may open files again",
+    ),
+    (
+        "a reward replica may open no more files, and its workers die",
+        ("descriptors: reward",),
+        "it hands its groups back, says why and ends; its supervisor starts another. Groups that it can't hand back "
+        "wait for its lease",
+    ),
+    (
         "Redis is killed or restarted",
         ("kill redis", "restart redis"),
         "services wait and retry; Redis loads everything from its append-only file",

@@ -24,6 +24,7 @@ from tests.chaos.proxy import Link
 from tests.chaos.relay import Moment
 from tests.chaos.stack import LEASE_SECONDS, REPLICA_LEASE_SECONDS, RUN, ChaosStack
 from tests.chaos.teacher_engine import MODULE, WRONG_ANSWERS
+from tests.kit.disks import no_descriptors
 from tests.kit.processes import start_python
 from tests.kit.redis.redis_server import await_append_only_file
 
@@ -192,6 +193,18 @@ def freeze_child(role: str, module: str, stack: ChaosStack, rng: random.Random) 
     child, now = stack.child(_one(stack, rng, role), module, 0), time.time()
     child.suspend()
     return now
+
+
+# --- descriptors ----------------------------------------------------------------------------------------------------
+
+
+def take_descriptors(role: str, stack: ChaosStack, rng: random.Random) -> float:
+    """A service may open no further file or connection, for longer than a group's lease; its workers, if any, die."""
+    name = _one(stack, rng, role)
+    with no_descriptors(stack.process(name).pid):
+        kill_now(stack.children(name, WORKER))
+        time.sleep(LONG_SECONDS)
+    return time.time()
 
 
 # --- network --------------------------------------------------------------------------------------------------------
@@ -463,6 +476,7 @@ def all_faults(algorithm: str = "grpo") -> list[Fault]:
         ),
         _named("reset all connections", reset_everything),
         _named("two stacks", meet_another_stack),
+        *(_named(f"descriptors: {role}", take_descriptors, role) for role in ("coordinator", "reward")),
         _named("overflow a gradient", overflow_a_gradient),
         _named("fill redis", fill_redis),
         _named("redis: disk full", fill_disk),

@@ -357,10 +357,15 @@ class ChaosStack:
 
     def child(self, name: str, module: str, index: int = 0) -> psutil.Process:
         """A service's index-th child that runs a module. Raises RuntimeError: there is none."""
-        found = [process for process in self.tree(name)[1:] if module in _command(process)]
+        found = self.children(name, module)
         if index >= len(found):
             raise RuntimeError(f"{name} has no child {index} that runs {module}")
-        return sorted(found, key=lambda process: process.pid)[index]
+        return found[index]
+
+    def children(self, name: str, module: str) -> list[psutil.Process]:
+        """A service's children that run a module, by process id."""
+        found = [process for process in self.tree(name)[1:] if module in _command(process)]
+        return sorted(found, key=lambda process: process.pid)
 
     @contextlib.contextmanager
     def frozen(self, processes: list[psutil.Process]) -> Iterator[None]:

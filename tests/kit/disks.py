@@ -1,5 +1,6 @@
 """Full disks for processes, without one, and a lack of descriptors: limits of a process that fail its system calls."""
 
+import itertools
 import os
 import resource
 from collections.abc import Iterator
@@ -16,7 +17,8 @@ def full_disk(most: int = 0, pid: int = 0) -> Iterator[None]:
 @contextmanager
 def no_descriptors(pid: int) -> Iterator[None]:
     """Let a process open no further file, socket or pipe; those that it has stay open."""
-    with _limited(resource.RLIMIT_NOFILE, 0, pid):
+    free = next(number for number in itertools.count() if not os.path.lexists(f"/proc/{pid}/fd/{number}"))
+    with _limited(resource.RLIMIT_NOFILE, free, pid):
         yield
 
 
