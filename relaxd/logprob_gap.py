@@ -44,7 +44,7 @@ class GapAlarm:
     limit: float
     """The limit that it was above then."""
     basis: str
-    """What the limit comes from."""
+    """Origin of the limit."""
 
     @property
     def text(self) -> str:

@@ -178,7 +178,7 @@ def read_lines(path: Path, start: int = 0) -> Iterator[dict[str, Any]]:
 
 
 def newest_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Like `read_lines`, but newest first, reading no more of the file than is asked for."""
+    """Like `read_lines`, but newest first, reading no more of the file than is consumed."""
     return (value for _, value in newest_lines_with_ends(path))
 
 

@@ -48,7 +48,7 @@ from relaxd.run_folder import HELD_OUT, LOGS, RECORD, SUMMARY
 from relaxd.v1.coordinator_pb2 import RUN_STATE_PAUSED, Run
 
 SHOWN_STEPS = 5
-"""Most steps at the start and the end over which the final table averages the reward."""
+"""Maximum number of steps at the start and the end over which the final table averages the reward."""
 Begin = Callable[[CoordinatorClient], Run]
 """Starts or continues a run."""
 MAX_PAUSE_SECONDS = 600.0
@@ -377,7 +377,7 @@ def _replicas(where: Where, config: RunConfig) -> dict[str, int]:
 
 
 def _engines(config: RunConfig) -> dict[str, str]:
-    """Return what holds the model of each role that has a choice."""
+    """Return the holder of the model of each role that has a choice."""
     return {name: role.engine(config) for name, role in ROLES.items() if role.modules}
 
 

@@ -11,4 +11,4 @@ class CliError(Exception):
 
 
 class NotFoundError(CliError):
-    """What the call names does not exist."""
+    """A call names something that does not exist."""

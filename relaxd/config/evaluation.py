@@ -13,7 +13,7 @@ from relaxd.importing import check_own
 from relaxd.run_folder import HELD_OUT
 
 MAX_SAMPLES = 1024
-"""Most answers to a prompt in an evaluation: they are scored together."""
+"""Maximum number of answers to a prompt in an evaluation, which are scored together."""
 
 
 class EvalSet(Section):

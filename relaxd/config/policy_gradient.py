@@ -19,9 +19,9 @@ class PolicyGradientConfig(Section):
     """Settings of every algorithm."""
 
     needs_whole_step: ClassVar[bool] = False
-    """Whether advantages are normalised over all groups of a step."""
+    """True if advantages are normalised over all groups of a step."""
     needs_critic: ClassVar[bool] = False
-    """Whether a critic is trained, with whose values the trainer computes advantages."""
+    """True if a critic is trained, with whose values the trainer computes advantages."""
 
     name: str = ""
     """Chooses the algorithm."""
@@ -106,12 +106,12 @@ class PolicyGradientConfig(Section):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether there is a KL term, in the loss or in the reward."""
+        """True if the loss or the reward has a KL term."""
         return self.kl_coef > 0 or self.kl_reward_coef > 0
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether a teacher has a part in advantages or loss."""
+        """True if a teacher has a part in advantages or loss."""
         return self.distill_coef > 0 or self.distill_loss_coef > 0
 
     @property

@@ -149,11 +149,11 @@ class RewardConfig(Section):
     writable: tuple[str, ...] = ()
     """Files and folders that rewards may write besides temporary files (tempfile), which end with their worker."""
     worker_memory_bytes: int = Field(default=4 << 30, ge=0)
-    """Most memory of each process of a worker (RLIMIT_DATA: what it allocates, not files that it maps). 0: no limit."""
+    """Maximum memory of each process of a worker (RLIMIT_DATA: what it allocates, not mapped files). 0: no limit."""
 
     @property
     def calls_services(self) -> bool:
-        """Whether it, or one of its terms, is a service of the user's own."""
+        """True if it, or one of its terms, is the user's own service."""
         return bool(self.address) or any(term.address for term in self.terms)
 
     @property

@@ -106,8 +106,8 @@ class TeacherConfig(FrozenModelConfig):
     """Several teachers, each in a table [[roles.teacher.models]] with model and sources, all in each replica, or in the
     trainer's ranks. A prompt whose source none of them lists has the teacher model; if that is empty, it is refused."""
     privileged_key: str = ""
-    """What only the teacher sees: "answer", or a column of the metadata such as "solution". The teacher may then be the
-    trained model itself. Empty: it sees what the student sees."""
+    """Part of a prompt that only the teacher sees: "answer", or a column of the metadata such as "solution". The
+    teacher may then be the trained model itself. Empty: it sees what the student sees."""
     privileged_template: str = (
         "{prompt}\n\nA reference solution, which you must neither quote nor mention:\n{privileged}\n\n"
         "Now solve the problem in your own words."
@@ -123,7 +123,7 @@ class TeacherConfig(FrozenModelConfig):
     """The processes that hold the model. megatron: ranks like the trainer's. sglang: an SGLang engine with the
     trainer's dtype on tensor_parallel GPUs, which prefills each answer; it holds one model."""
     max_tokens_in_flight: int = Field(default=131_072, ge=1)
-    """Most tokens, prompts included, that an engine has at a time; a longer answer goes alone (sglang)."""
+    """Maximum number of tokens, prompts included, that an engine has at a time; a longer answer goes alone (sglang)."""
     gpu_share: float = Field(default=1.0, gt=0, le=1)
     """Share of the memory of each of its GPUs that an engine has; 1: GPUs of its own. Below 1 rollout engines and a
     judge may be on the same GPU: every engine of the run leaves this share free. Not with run.colocate (sglang)."""
@@ -139,7 +139,7 @@ class TeacherConfig(FrozenModelConfig):
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether its engines may be on rollout engines' GPUs."""
+        """True if its engines may be on rollout engines' GPUs."""
         return self.gpu_share < 1
 
     def model_of(self, source: object) -> str:
@@ -290,11 +290,12 @@ class JudgeConfig(Section):
     timeout_seconds: float = Field(default=300.0, gt=0)
     """A question without a reply for this long fails its sample. The time doesn't count in reward.timeout_seconds."""
     outage_seconds: float = Field(default=600.0, ge=0)
-    """How long questions wait for a judge that can't be reached. Then their samples fail."""
+    """Time for which questions wait for a judge that can't be reached. Then their samples fail."""
     max_in_flight: int = Field(default=64, ge=1)
     """Questions that a reward replica has open at a time."""
     questions_per_second: float = Field(default=0.0, ge=0)
-    """Most questions that a reward replica begins in a second, at even intervals: 0.5 is 30 a minute. 0: any number."""
+    """Maximum number of questions that a reward replica begins in a second, at even intervals; 0.5: 30 a minute, 0: no
+    limit."""
     engine: Literal["transformers", "sglang"] = "transformers"
     """Inference engine of a replica. transformers: on CPUs. sglang: on GPUs."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -316,17 +317,17 @@ class JudgeConfig(Section):
 
     @property
     def is_there(self) -> bool:
-        """Whether the run has a judge."""
+        """True if the run has a judge."""
         return bool(self.model)
 
     @property
     def has_replicas(self) -> bool:
-        """Whether the judge is the run's own replicas."""
+        """True if the judge is the run's own replicas."""
         return bool(self.model) and not self.address
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether the judge may be on rollout engines' GPUs. In a colocated run it then takes turns, as they do."""
+        """True if the judge may be on rollout engines' GPUs. In a colocated run it then takes turns, as they do."""
         return self.gpu_share < 1
 
     @field_validator("address")

@@ -97,7 +97,7 @@ class RunConfig(Section):
     health: HealthConfig = HealthConfig()
     """Detection and recovery of dead or stuck replicas."""
     rehearsal: RehearsalConfig = RehearsalConfig()
-    """What a rehearsal assumes."""
+    """Assumptions of a rehearsal."""
     eval: EvalConfig = EvalConfig()
     """Evaluation."""
     telemetry: TelemetryConfig = TelemetryConfig()
@@ -126,7 +126,7 @@ class RunConfig(Section):
 
     @property
     def has_privileged_teacher(self) -> bool:
-        """Whether the run has a teacher whose prompts have more than the student's."""
+        """True if the run has a teacher whose prompts have more than the student's."""
         return "teacher" in self.frozen_roles() and bool(self.roles.teacher.privileged_key)
 
     @property
@@ -187,7 +187,7 @@ class RunConfig(Section):
 
     @property
     def published_prompt_tokens(self) -> int:
-        """Most tokens that are published of a prompt: the student's, and the teacher's if it has prompts of its own."""
+        """Maximum number of tokens published of a prompt: the student's, and the teacher's if it has its own."""
         return self.data.max_prompt_tokens + (self.teacher_prompt_tokens if self.has_privileged_teacher else 0)
 
     @model_validator(mode="after")

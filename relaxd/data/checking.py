@@ -13,7 +13,7 @@ from relaxd.data.tokenizer import PromptTokenizer
 
 CHECK_BATCH = 1024
 CHECKED = 20_000
-"""Most prompts of a source that are checked before a run; of more, the others are when their turn comes."""
+"""Maximum number of prompts of a source that are checked before a run; the others are when their turn comes."""
 FIRST_LOOK = 1000
 """Prompts of a source that `relaxd run` looks at before it starts services, whose coordinator checks CHECKED."""
 MAX_PROBLEMS_SHOWN = 5
@@ -21,12 +21,12 @@ MAX_PROBLEMS_SHOWN = 5
 
 @dataclass(frozen=True)
 class Limit:
-    """What becomes of long prompts that weren't looked at before the run."""
+    """Treatment of long prompts that weren't looked at before the run."""
 
     tokens: int
     """data.max_prompt_tokens."""
     skip: bool
-    """Whether longer prompts are left out (data.overlong = "skip"), or are errors."""
+    """True if longer prompts are left out (data.overlong = "skip"); False if they are errors."""
     field: str
     """The setting that the prompts come from, for errors."""
 
@@ -53,7 +53,7 @@ class Checked:
     limit: Limit | None
     """Set if only some of them were looked at."""
     has_tools: bool = False
-    """Whether any that was looked at has tools."""
+    """True if any prompt that was looked at has tools."""
 
 
 def check_source(
@@ -117,7 +117,7 @@ def check_tools(checked: Iterable[tuple[Source, Checked]]) -> None:
 
 
 def evenly_spread(count: int, most: int) -> range:
-    """Return at most so many of `count` places, evenly spread; all if they are no more."""
+    """Return at most `most` of `count` places, evenly spread."""
     return range(0, count, max(1, -(-count // most)))
 
 

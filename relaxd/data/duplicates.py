@@ -1,4 +1,4 @@
-"""Prompts that are there more than once, and training prompts that are in an evaluation set."""
+"""Prompts that occur more than once, and training prompts that occur in an evaluation set."""
 
 import hashlib
 import json
@@ -26,19 +26,19 @@ class Keys:
     exact: np.ndarray
     """Of the whole prompt, with its tools."""
     normalised: np.ndarray
-    """The same, but for upper and lower case and white space."""
+    """The same, regardless of case and white space."""
     answers: np.ndarray
     """Of the answer."""
 
 
 @dataclass(frozen=True)
 class Repeats:
-    """How many prompts of a source are there again."""
+    """Numbers of prompts of a source that occur again."""
 
     exact: int
     """Prompts that are exactly like an earlier one."""
     normalised: int
-    """Prompts that are like an earlier one but for case and white space; those exactly like it included."""
+    """Prompts that equal an earlier one, regardless of case and white space."""
     other_answers: int
     """Of these, those with another answer than the first of them."""
 
@@ -57,7 +57,7 @@ def keys_of(examples: Sequence[Example]) -> Keys:
 
 
 def key_of(example: Example) -> int:
-    """Return the hash of a prompt, but for case and white space."""
+    """Return the hash of a prompt, regardless of case and white space."""
     return _hash(normalised(_text(example)))
 
 
@@ -75,7 +75,7 @@ def repeats(keys: Keys) -> Repeats:
 
 
 def overlap(keys: Keys, others: Keys) -> int:
-    """Count the prompts that are among others, but for case and white space."""
+    """Count the prompts that are among others, regardless of case and white space."""
     return int(np.isin(keys.normalised, others.normalised).sum())
 
 
@@ -85,7 +85,7 @@ class Seen:
     def __init__(self) -> None:
         self._sorted = np.empty(0, np.uint64)
         self._last: set[int] = set()
-        """Those that aren't among the sorted ones yet."""
+        """New hashes, which aren't among the sorted ones yet."""
 
     def __len__(self) -> int:
         return len(self._sorted) + len(self._last)

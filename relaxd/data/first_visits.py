@@ -20,11 +20,11 @@ _HASHED = 256
 _KEPT = 1 << 20
 """Hashes that are read at once from the file."""
 _WRITTEN = 1024
-"""Hashes that are written at once: so many prompts may be read again after a crash."""
+"""Number of hashes that are written at once, and thus of prompts that may be read again after a crash."""
 _SAMPLES = 8
 """Hashes of each part of the file that are compared with their prompts."""
 _WAIT = 4 * _HASHED
-"""From so many prompts on, the comparison is named as a wait."""
+"""Number of prompts from which the comparison is named as a wait."""
 _BYTES = 8
 
 

@@ -15,7 +15,7 @@ class Share:
     count: int
     """Its prompts."""
     weight: float = 1.0
-    """How often an epoch visits each of them."""
+    """Number of times that an epoch visits each of them."""
 
     @property
     def visits(self) -> int:
@@ -24,7 +24,7 @@ class Share:
 
 
 def mixture_weights(data: DataConfig, counts: Sequence[int]) -> list[float]:
-    """Return how often an epoch visits each prompt of the sources, which have so many prompts.
+    """Return the number of times that an epoch visits each prompt of the sources, given their sizes.
 
     With data.temperature T an epoch has N * n**(1/T) / sum of all n**(1/T) visits to a source of n prompts, N of all
     (Arivazhagan et al. 2019, arXiv 1907.05019).

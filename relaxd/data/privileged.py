@@ -28,7 +28,7 @@ class PrivilegedPrompts:
     template: str
     """roles.teacher.privileged_template."""
     limit: int
-    """Most tokens of a prompt."""
+    """Maximum number of tokens of a prompt."""
 
     def encode(self, tokenizer: PromptTokenizer, examples: Sequence[Example]) -> list[np.ndarray]:
         """Tokenise the teacher's prompts: an int32 array each. Raises DataError: a row has nothing to tell."""
@@ -68,7 +68,7 @@ class PrivilegedPrompts:
 
 
 def privileged_prompts(config: RunConfig) -> PrivilegedPrompts | None:
-    """Return what makes the teacher's prompts, if a run's teacher has prompts of its own."""
+    """Return the maker of the teacher's prompts, if a run's teacher has its own."""
     if not config.has_privileged_teacher:
         return None
     teacher = config.roles.teacher

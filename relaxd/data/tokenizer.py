@@ -15,7 +15,7 @@ from relaxd.data.examples import Example
 from relaxd.data.templating import load_chat_template
 
 NFC_GROWTH = 3
-"""Most bytes of UTF-8 that Unicode's normal form C makes of one (Unicode FAQ, Normalization)."""
+"""Maximum number of bytes of UTF-8 that Unicode's normal form C makes of one (Unicode FAQ, Normalization)."""
 SPLITS = {"ByteLevel", "Digits", "Punctuation", "Split"}
 """Steps before a tokenizer's model that add nothing to a text."""
 
@@ -138,7 +138,7 @@ class PromptTokenizer:
 
 
 def _growth(tokenizer: Tokenizer) -> int | None:
-    """Return how often tokens may outnumber the bytes of a text that isn't ASCII, of which they never do.
+    """Return the factor by which tokens may outnumber the bytes of a text that isn't ASCII, of which they never do.
 
     Known of byte-level BPE, each of whose tokens has at least one byte of the normalised text; None of all others.
     """

@@ -33,7 +33,7 @@ def check_vocabularies(config: RunConfig, role: str) -> None:
 
 
 def vocabulary_problem(one: Path, other: Path) -> str:
-    """Return how the token ids of two model folders differ, in words; "" if they mean the same.
+    """Describe the difference between the token ids of two model folders; "" if they mean the same.
 
     Compares tokenizer.json, added tokens included. The sizes of the output layers may differ: models pad theirs. Where
     neither folder has a tokenizer, compares these sizes.

@@ -54,7 +54,7 @@ def engine_findings(info: Mapping[str, Any], error: str, needed: bool, gpus: int
 
 
 def _missing(needed: bool, about: str, found: str, right: str, how: str = "") -> Finding:
-    """Return what Docker lacks: a problem only where containers are up."""
+    """Return the findings about Docker, which are problems only where containers are up."""
     if needed:
         return Finding("problem", about, found, right, how)
     return Finding("ok", about, f"{found} (only relaxd up --compose needs it)")

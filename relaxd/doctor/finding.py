@@ -1,4 +1,4 @@
-"""What checks look at, and what they find."""
+"""Subjects of checks, and their findings."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,17 +19,17 @@ class Finding:
 
     level: Level
     about: str
-    """What was examined, such as "open files"."""
+    """Name of the subject, such as "open files"."""
     found: str
     right: str = ""
-    """What would be right, and why; empty if it is."""
+    """The right state, and why; empty if all is well."""
     how: str = ""
-    """How to get it, by a command where one does it; empty if `right` says it."""
+    """Way to get it, by a command where one does it; empty if `right` says it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scope:
-    """What the checks look at."""
+    """Subjects of the checks."""
 
     folder: StateFolder
     """State folder of the services that are up, or would be started."""

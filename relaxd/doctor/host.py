@@ -27,7 +27,7 @@ OPEN_FILES, FEWEST_OPEN_FILES = 1024, 256
 PROCESSES, FEWEST_PROCESSES = 2048, 512
 """Processes and threads, of which a service has tens and a rank on GPUs hundreds: recommended, and fewest."""
 CLOCK_SECONDS = 60.0
-"""How far in the future a file may have been written."""
+"""Maximum time by which a file may have been written in the future."""
 CGROUP = Path("/sys/fs/cgroup")
 _UNSYNCHRONISED = 0x40
 _STATUS_OFFSET = 40
@@ -168,7 +168,7 @@ def clock_finding(ahead: float, newest: Path, synchronised: bool | None, others:
 
 
 def _free_processes() -> tuple[float, str]:
-    """Return how many processes and threads may still start, and what limits them; "" if nothing does."""
+    """Return the number of processes and threads that may still start, and their limit's name, "" without one."""
     free, by = float("inf"), ""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if os.getuid() != 0 and soft != resource.RLIM_INFINITY:  # Linux doesn't limit root's

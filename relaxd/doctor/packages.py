@@ -28,7 +28,7 @@ OPTIONAL = {
     "demo": "relaxd demo, plots, a Redis without an installed one",
     "migrate": "relaxd migrate",
 }
-"""What other extras are for."""
+"""Purposes of other extras."""
 _REQUIREMENT = re.compile(r"\s*([A-Za-z0-9._-]+)\s*(?:\[[^\]]*\])?\s*\(?([^;)]*)\)?\s*(?:;(.*))?")
 _EXTRA = re.compile(r"extra\s*==\s*['\"]([^'\"]+)['\"]")
 

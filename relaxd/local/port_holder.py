@@ -39,7 +39,7 @@ class PortHolder:
 
 
 def find_holder(port: int, *, seconds: float = 1.0) -> PortHolder | None:
-    """Return who listens on a loopback port, or reserved it; None if nobody does.
+    """Return the holder of a loopback port, which listens on it or reserved it; None without one.
 
     `seconds` is the deadline of a call to a server of another user, which only so says what its stack is.
     """

@@ -19,7 +19,7 @@ OPTIONS = [
     ("grpc.enable_http_proxy", 0),
 ]
 FAILURES = (grpc.aio.AioRpcError, asyncio.CancelledError, grpc.aio.UsageError)
-"""How gRPC reports that a call failed, was cancelled, or found its channel closed."""
+"""Errors with which gRPC reports that a call failed, was cancelled, or found its channel closed."""
 
 EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 
@@ -118,7 +118,7 @@ class Responses:
     def __init__(
         self, start: Callable[[], Awaitable[Any]], explain: Callable[[BaseException], Awaitable[None]]
     ) -> None:
-        """`start` opens the call when the first response is asked for; `explain` raises what explains its failure."""
+        """`start` opens the call for the first response; `explain` raises what explains its failure."""
         self._start = start
         self._explain = explain
         self._call: Any = None

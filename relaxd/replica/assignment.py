@@ -72,7 +72,7 @@ class AssignmentFollower:
         return self._wanted.idle_reason
 
     async def drain(self, seconds: float) -> int:
-        """Take no new work, and finish or hand back held groups. Returns how many are still held."""
+        """Take no new work, and finish or hand back held groups. Returns the number of those that are still held."""
         if not self.draining:
             self.draining = True
             self._interrupt()
@@ -144,7 +144,7 @@ class AssignmentFollower:
                 pass
 
     async def stop(self, seconds: float = STOP_RUN_SECONDS) -> None:
-        """Stop the run, if there is one, and become IDLE."""
+        """Stop the run, if any, and become IDLE."""
         if self.state in (replica_pb2.REPLICA_STATE_STARTING, replica_pb2.REPLICA_STATE_READY):
             _log.info("leaving run %s", self.run_id)
             await self._stop_run(seconds)

@@ -47,7 +47,7 @@ from relaxd.waiting import waits
 WAIT_SECONDS = 2.0
 """A wait of this length is in the status."""
 RESTART_SECONDS = 5.0
-"""A process that was told to restart is gone after this."""
+"""Time after which a process that restarts is gone."""
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class _Life:
         self.membership: Membership | None = None
         self.ending = False
         self.restarting = asyncio.Event()
-        """Set when the process was told to restart."""
+        """Set when the process has to restart."""
         self.joined, self.left = asyncio.Event(), asyncio.Event()
         if not self.settings.standby:
             self.joined.set()
@@ -316,7 +316,7 @@ async def _end(
 
 
 def _longest_wait() -> str:
-    """Return what this process has been waiting for, if that takes long."""
+    """Return the longest wait of this process, if it takes long."""
     found = waits(min_seconds=WAIT_SECONDS)
     return f"waiting for {found[0]}" if found else ""
 

@@ -13,7 +13,7 @@ REPLY_SECONDS = 0.5
 
 
 class Standby(Protocol):
-    """A replica that registers only when it is asked to."""
+    """A replica that registers only on demand."""
 
     def join(self, launch_id: str) -> None:
         """Register under a launch id. Raises FailedPrecondition when it has joined under another one."""

@@ -66,7 +66,7 @@ class ReplicaService(ABC):
 
     @abstractmethod
     async def drain(self, seconds: float) -> int:
-        """Take no new work, and finish or hand back held work within `seconds`. Returns how many groups are still held.
+        """Take no new work, and finish or hand back held work within `seconds`. Returns the number still held.
 
         May be called again. Only the next start_run takes work again.
         """

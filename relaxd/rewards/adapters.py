@@ -10,9 +10,9 @@ from relaxd.rewards.base import RewardInput
 from relaxd.rewards.mathematics.boxed import last_boxed
 
 VERL = frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})
-"""What verl passes to `compute_score`, by name."""
+"""Names of the arguments that verl passes to `compute_score`."""
 VERL_BATCH = frozenset(f"{name}s" for name in VERL)
-"""What it passes to the batch form."""
+"""Names of those that it passes to the batch form."""
 
 
 def takes_group(reward: Callable[..., Any]) -> bool:

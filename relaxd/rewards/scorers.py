@@ -18,9 +18,9 @@ class Scorer(Protocol):
     """Scores samples."""
 
     takes_group: bool
-    """Whether it must get all samples of a group at once."""
+    """True if it must get all samples of a group at once."""
     awaits: bool
-    """Whether it awaits something, so that it is faster if it gets them at once."""
+    """True if it awaits something, so that it is faster if it gets them at once."""
 
     def score(self, samples: Sequence[RewardInput], runner: asyncio.Runner) -> list[Outcome]:
         """Score samples of a group. Coroutines run in `runner`. Returns for each its score, or what a reward raised."""

@@ -18,7 +18,7 @@ class RewardStacks:
 
     def __init__(self) -> None:
         self.place = ""
-        """Where the newest dump found the reward: "reward.py:12, in score"; "" if it was in no stack, such as an async
+        """Place of the reward in the newest dump: "reward.py:12, in score"; "" if it was in no stack, such as an async
         reward that awaits something. It is the innermost line in the file of the reward, as in `describe_error`."""
         self._in_dump = False
         self._own: list[tuple[str, str, str]] | None = None

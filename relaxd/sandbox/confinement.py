@@ -10,7 +10,7 @@ from relaxd.sandbox.limits import Limits
 from relaxd.sandbox.privileges import die_with_parent, drop_capabilities, no_new_privileges
 
 CPU_SECONDS = 600
-"""Most computing time of a process in all: it ends even if nobody watches it."""
+"""Maximum processor time of a process in all: it ends even if nobody watches it."""
 OPEN_FILES = 64
 _SYSTEM = (
     *("/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/lib", "/lib64", "/etc/ld.so.cache"),
@@ -34,7 +34,7 @@ def check(limits: Limits) -> None:
 
 
 def make_rules(limits: Limits) -> int | None:
-    """Return what `confine` needs in each process: the set of rules for files. Raises OSError."""
+    """Return the set of rules for files, which `confine` needs in each process. Raises OSError."""
     if not limits.confine_files:
         return None
     prefixes = {sys.prefix, sys.base_prefix}

@@ -14,28 +14,28 @@ from typing import Any
 from relaxd.sandbox import landlock, privileges, seccomp
 
 OPEN_FILES = 4096
-"""Most open files of a process."""
+"""Maximum number of open files of a process."""
 PROCESSES = 2048
-"""Most processes and threads of a program in all."""
+"""Maximum number of processes and threads of a program in all."""
 USERS = range(61_184, 65_520)
 """Users that nobody else is, in systemd's table of ids."""
 DEVICES = (
     *("null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts", "kfd", "dri", "nvidiactl", "nvidia-uvm"),
     *("nvidia-uvm-tools", "nvidia-caps", "nvidia-modeset", *(f"nvidia{number}" for number in range(16))),
 )
-"""What may be used of /dev."""
+"""Devices in /dev that may be used."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What an enclosed program may do."""
+    """Rights of an enclosed program."""
 
     network: bool = False
     """Reach the network."""
     memory_bytes: int = 4 << 30
     """Memory of each of its processes (RLIMIT_DATA: not what it shares or maps from files); 0: without a limit."""
     writable: tuple[str, ...] = ()
-    """What it may write besides `own`."""
+    """Paths that it may write besides `own`."""
     own: tuple[str, ...] = ()
     """Folders that it may write, and which become another user's with it."""
     temporary: str = ""
@@ -43,10 +43,10 @@ class Plan:
     hidden: tuple[str, ...] = ()
     """Files and folders that it can't open; all others it can read."""
     needed: tuple[str, ...] = ()
-    """What it needs to read: it doesn't become a user who can't."""
+    """Paths that it needs to read: it doesn't become a user who can't."""
 
     def to_json(self) -> str:
-        """Return what `from_json` reads."""
+        """Return JSON for `from_json`."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -66,13 +66,13 @@ class Measure:
     name: str
     """network, files, memory, processes, kernel, user."""
     by: str = ""
-    """How it is enforced; empty if it isn't."""
+    """Means by which it is enforced; empty if it isn't."""
     missing: str = ""
     """Why it isn't."""
 
 
 def enclose(plan: Plan) -> list[Measure]:
-    """Enclose this process for good, which must have a single thread. Returns what holds and what doesn't."""
+    """Enclose this process, which must have a single thread, for good. Returns all measures, also those that failed."""
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_NOFILE, OPEN_FILES)
     user = _change_user(plan)

@@ -9,7 +9,7 @@ class Limits:
     """Limits of each confined process."""
 
     seconds: float = 3.0
-    """Computing time for one question that it is asked."""
+    """Processor time for one question."""
     memory_bytes: int = 512 << 20
     """Address space."""
     output_bytes: int = 1 << 20
@@ -18,7 +18,7 @@ class Limits:
     """Hide all files but Python's own, which needs Landlock. False: it can read what this user can, but write none."""
 
     def to_json(self) -> str:
-        """Return what `from_json` reads."""
+        """Return JSON for `from_json`."""
         return json.dumps(asdict(self))
 
     @classmethod

@@ -26,7 +26,7 @@ def contest_names() -> dict[str, Any]:
 
 
 def load(job: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Run the first of a job's programs that compiles, as a module. Returns what is in it."""
+    """Run the first of a job's programs that compiles, as a module. Returns its contents."""
     module = ModuleType(name)
     sys.modules[name] = module
     space = vars(module)

@@ -1,4 +1,4 @@
-"""What a process gives up for good: capabilities, privileges that programs bring, another user's rights."""
+"""Rights that a process gives up for good: capabilities, privileges that programs bring, another user's rights."""
 
 import ctypes
 import errno

@@ -140,7 +140,7 @@ class Confined:
 
     @property
     def alive(self) -> bool:
-        """Whether it hasn't been ended."""
+        """True until it has been ended."""
         return self._pid is not None
 
     def send(self, message: Any) -> None:

@@ -120,7 +120,7 @@ def _used_alone(tree: ast.AST) -> set[str]:
 
 
 def _beginning(prefix: str) -> dict[str, Any]:
-    """Return what the beginning of a program defines; {} if it can't run.
+    """Return the names that the beginning of a program defines; {} if it can't run.
 
     It may end in a function without a body. Functions of which it has no more than a docstring are left out.
     """
@@ -148,7 +148,7 @@ class _Proxies:
         self._names: dict[int, str] = {}
 
     def of(self, names: Mapping[str, Any], wanted: Names) -> dict[str, Any]:
-        """Return what stands for the wanted names of a program, as `relaxd.sandbox.program` describes them."""
+        """Return stand-ins for the wanted names of a program, as `relaxd.sandbox.program` describes them."""
         found: dict[str, Any] = {name: self._function(name) for name in names["functions"] if name in wanted}
         return found | {name: decode(value) for name, value in names["values"].items() if name in wanted}
 

@@ -15,7 +15,7 @@ Score = Callable[[Sequence[RewardInput]], Awaitable[Scored]]
 
 
 class ScoreCache:
-    """Remembers the scores of the samples that were asked for last. Failures aren't remembered."""
+    """Remembers the scores of the samples that were scored last. Failures aren't remembered."""
 
     def __init__(self, size: int) -> None:
         """`size` is the number of scores; 0 remembers nothing."""

@@ -1,4 +1,4 @@
-"""What workers may do: the plan of their enclosure, from the run's configuration and this service's own settings."""
+"""Rights of workers: the plan of their enclosure, from the run's configuration and this service's own settings."""
 
 import os
 import stat
@@ -11,7 +11,7 @@ from relaxd.rpc.settings import SECRET_FILES
 from relaxd.sandbox.enclosure import Measure, Plan
 
 NEEDED = ("network", "files", "memory", "processes")
-"""What reward.sandbox = "required" asks for, but for what the run's settings do without."""
+"""Parts of the enclosure that reward.sandbox = "required" asks for, without those that the run's settings waive."""
 
 
 class MissingPathError(Exception):
@@ -53,7 +53,7 @@ def missing_of(measures: Sequence[Measure]) -> list[Measure]:
 
 
 def describe(measures: Sequence[Measure]) -> str:
-    """Return how workers are enclosed, in one line."""
+    """Describe the enclosure of workers in one line."""
     held = ", ".join(f"{one.name} ({one.by})" for one in measures if one.by)
     missing = "; ".join(f"{one.name}: {one.missing}" for one in measures if not one.by)
     return f"reward workers are limited in {held or 'nothing'}" + (f"; not in {missing}" if missing else "")

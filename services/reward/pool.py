@@ -72,7 +72,7 @@ class Running:
 
     @property
     def what(self) -> str:
-        """What is being scored: "a sample", or "a group of 8 samples"."""
+        """Name of what is scored: "a sample", or "a group of 8 samples"."""
         return "a sample" if self.count == 1 else f"a group of {self.count} samples"
 
     @property
@@ -82,7 +82,7 @@ class Running:
 
     @property
     def where(self) -> str:
-        """Where in the source the reward was when the sample became slow: " (at reward.py:12, in score)", or ""."""
+        """Place of the reward in the source when the sample became slow: " (at reward.py:12, in score)", or ""."""
         return f" (at {self.stacks.place})" if self.stacks.place else ""
 
     def __str__(self) -> str:
@@ -95,7 +95,7 @@ class _Worker:
 
     child: Child | None = None
     stacks: RewardStacks = field(default_factory=RewardStacks)
-    """Those that the process has written."""
+    """Stacks that the process has written."""
     questions: Questions | None = None
     """Those of the process."""
     carrying: asyncio.Task[None] | None = None
@@ -148,13 +148,13 @@ class WorkerPool:
         self._ask = ask
         self._config = config or RewardConfig(name="dummy")
         self.enclosure: tuple[Measure, ...] = ()
-        """How the workers are enclosed; empty before the first has loaded a reward, and with reward.sandbox = "off"."""
+        """Description of the workers' enclosure; empty until one has loaded a reward or if reward.sandbox = "off"."""
         self._environment = worker_environment(self._config.environment)
         configs = {**({"": config} if config else {}), **(others or {})}
         self._configs = {name: one.model_dump_json() for name, one in configs.items()}
         self._plan = plan_of(self._config, self._environment, secret_files, list(configs.values()))
         self._forms: dict[str, LoadRewardResponse] = {}
-        """What the workers said of the rewards that they have loaded."""
+        """Descriptions by the workers of the rewards that they have loaded."""
         self._workers = [_Worker() for _ in range(workers)]
         self._closed = False
         self.scored = 0

@@ -13,7 +13,7 @@ from relaxd.v1.reward_worker_pb2_grpc import RewardWorkerStub
 from services.reward.deadline import Deadline
 
 MAX_QUESTIONS = 10_000
-"""Most questions of one call of a reward: whoever asks without end never ends."""
+"""Maximum number of questions of one call of a reward, so that none asks without end."""
 Ask = Callable[[AskRequest], Awaitable[AskResponse]]
 """Asks the judge. Raises JudgeError."""
 

@@ -14,9 +14,9 @@ from services.reward.samples import samples_of_request
 from services.reward.service import RUNS_REWARD, RewardService, reward_of_set
 
 MAX_NESTING = 100
-"""Most levels of a prompt's metadata: workers get it as JSON, whose reader and writer recurse."""
+"""Maximum depth of a prompt's metadata: workers get it as JSON, whose reader and writer recurse."""
 MAX_RESPONSES = 4096
-"""Most responses of one Score call: other callers share the workers."""
+"""Maximum number of responses of one Score call, because other callers share the workers."""
 
 
 class RewardServicer(reward_pb2_grpc.RewardServicer):
@@ -134,7 +134,7 @@ def _check_messages(violations: Violations, field: str, messages: Iterable[conte
 
 
 def _nesting(value: Any) -> int:
-    """Return how deep lists and objects are nested."""
+    """Return the depth to which lists and objects are nested."""
     levels, inside = 0, [value]
     while inside := [one for one in inside if isinstance(one, dict | list)]:
         levels += 1

@@ -42,7 +42,7 @@ async def try_reward(
     judge: JudgeConfig | None = None,
     secret_files: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Score samples, as many at once as there are workers. Returns what the program prints."""
+    """Score samples, as many at once as there are workers. Returns the program's output."""
     if config.address:
         return await _try_remote(config, samples, workers)
     judges = ChatCompletions(judge, read_token(variable=JUDGE_KEY)) if judge is not None and judge.address else None

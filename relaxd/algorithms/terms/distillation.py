@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SMALLEST_REST = 1e-6
-"""Least probability of all other tokens together: less is lost in the rounding of float32 sums."""
+"""Minimum probability of all other tokens together: less is lost in the rounding of float32 sums."""
 
 
 def distilled(

@@ -9,7 +9,7 @@ from relaxd.config.policy_gradient import PolicyGradientConfig
 
 
 def overlong_penalties(lengths: NDArray[np.int32], config: PolicyGradientConfig) -> NDArray[np.float64]:
-    """Return what overlong shaping adds to each sample's reward: DAPO, arXiv 2503.14476, equation 13.
+    """Return the term of overlong shaping in each sample's reward: DAPO, arXiv 2503.14476, equation 13.
 
     0 up to overlong_limit - overlong_buffer tokens, -overlong_penalty from overlong_limit on, linear in between.
 

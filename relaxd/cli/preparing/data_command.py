@@ -28,7 +28,7 @@ from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.telemetry.printable import escape
 
 MOST_READ = 2000
-"""Most prompts of a source that are read, evenly spread over it."""
+"""Maximum number of prompts that are read of a source, evenly spread over it."""
 
 
 def data(

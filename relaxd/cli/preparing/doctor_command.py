@@ -58,7 +58,7 @@ def doctor(
 
 
 def scope_of(state: Path, config: RunConfig | None, coordinator: str | None, patience_seconds: float = 2.0) -> Scope:
-    """Return what a command with these options examines."""
+    """Return the subjects that a command with these options examines."""
     folder = StateFolder(state)
     return Scope(
         folder=folder,

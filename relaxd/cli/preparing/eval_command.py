@@ -40,7 +40,7 @@ RESULTS = "results.json"
 
 
 class Device(StrEnum):
-    """Where the model is."""
+    """Location of the model."""
 
     AUTO = "auto"
     CPU = "cpu"

@@ -130,7 +130,7 @@ def _layouts(found: Fit) -> Table:
 
 
 def _fullest(found: Fit) -> int:
-    """Return what the fullest of the trainer's GPUs holds while it trains."""
+    """Return the contents of the fullest of the trainer's GPUs while it trains."""
     return max(one.total for one in found.held if one.role == "trainer" or one.place == "train")
 
 

@@ -107,9 +107,9 @@ class _Follower:
         self._quiet = Quiet(time.monotonic())
         self._drops = DropWatch()
         self._alarms: set[tuple[int, int]] = set()
-        """Kind and first step of the alarms that go on, which were told."""
-        self._advised = ("", "")
-        """Kind of the wait of which the advice was told last, and on whom."""
+        """Kind and first step of each printed alarm that goes on."""
+        self._advised: tuple[int, str] | None = None
+        """Kind of the wait whose advice was printed last, and on whom it waits; None without one."""
         self._paused_since: float | None = None
 
     def run(self, show: Callable[[], None], max_pause: float, away_seconds: float) -> None:
@@ -150,7 +150,7 @@ class _Follower:
         wait = (run.wait.kind, run.wait.on)
         if run.state in (pb.RUN_STATE_PENDING, pb.RUN_STATE_RUNNING) and run.wait.advice and wait != self._advised:
             self.say(f"run {run.run_id}: {run.waiting_for}: {'; '.join(run.wait.advice)}")
-        self._advised = wait if run.wait.advice else ("", "")
+        self._advised = wait if run.wait.advice else None
 
     def _while_away(self, reason: str) -> None:
         self._healthy()

@@ -20,7 +20,7 @@ from relaxd.run_folder import LOGS
 
 POLL_SECONDS = 0.3
 TAIL_BYTES = 4 << 20
-"""Most that is read of a log before following it."""
+"""Maximum number of bytes that are read of a log before following it."""
 TIME = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z")
 
 

@@ -46,7 +46,7 @@ class RunView:
     events: Sequence[RunEvent] = ()
     """The newest health events."""
     notices: list[str] = field(default_factory=list)
-    """What was said about the run, oldest first."""
+    """Messages about the run, oldest first."""
 
     def update(self, response: pb.WatchRunResponse) -> list[int]:
         """Add a message. Returns the new steps."""

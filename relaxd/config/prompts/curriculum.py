@@ -15,7 +15,7 @@ class CurriculumConfig(Section):
     """Which prompts are given how often, by how well the model has answered them so far (docs/curriculum.md)."""
 
     sampler: str = "uniform"
-    """How often prompts are given. uniform: all alike. hard: in proportion to 1 - pass rate (Kimi k1.5, arXiv
+    """Frequencies of the prompts. uniform: all alike. hard: in proportion to 1 - pass rate (Kimi k1.5, arXiv
     2501.12599). learnable: in proportion to pass rate x (1 - pass rate) (arXiv 2502.12272). Prompts that were never
     tried count as much as any. Or a class of your own, "package.module:Class" or "file.py:Class"."""
     settings: dict[str, Any] = Field(default_factory=dict)
@@ -50,17 +50,17 @@ class CurriculumConfig(Section):
 
     @property
     def is_own(self) -> bool:
-        """Whether the sampler is a user's own."""
+        """True if the sampler is the user's."""
         return self.sampler not in SAMPLERS
 
     @property
     def leaves_out(self) -> bool:
-        """Whether prompts may be left out."""
+        """True if prompts may be left out."""
         return self.min_pass_rate > 0 or self.max_pass_rate < 1
 
     @property
     def chooses(self) -> bool:
-        """Whether visits differ from those of the data's epochs."""
+        """True if visits differ from those of the data's epochs."""
         return self.sampler != "uniform" or self.leaves_out or self.replay > 0
 
     @field_validator("sampler")

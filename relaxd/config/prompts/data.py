@@ -22,7 +22,8 @@ class DataSource(Section):
     name: str = ""
     """Becomes metadata.data_source of its prompts, unless they have one."""
     weight: float = Field(default=1.0, gt=0)
-    """How often an epoch visits each of its prompts: 2 is twice, 0.5 visits every second one, others in each epoch."""
+    """Number of times that an epoch visits each of its prompts: 2 is twice, 0.5 visits every second one, others in each
+    epoch."""
     prompt_key: str = ""
     """As data.prompt_key; empty means that."""
     answer_key: str = ""
@@ -122,7 +123,7 @@ class DataConfig(Section):
     overlong: Literal["error", "skip"] = "error"
     """Longer prompts: error refuses to start and names the prompt; skip leaves them out and counts them."""
     deduplicate: bool = False
-    """Leave out prompts that are there twice, and those that are in an evaluation set. Case and white space don't
+    """Leave out prompts that occur twice, and those of evaluation sets. Case and white space don't
     count. Prompts of a source with more than 20,000 are compared when their turn comes (docs/data.md)."""
     shuffle: bool = True
     """Shuffle prompts in each epoch, seeded by run.seed."""
@@ -131,12 +132,12 @@ class DataConfig(Section):
 
     @property
     def is_own(self) -> bool:
-        """Whether prompts come from a source of the user's own."""
+        """True if prompts come from the user's own source."""
         return self.source not in SOURCES
 
     @property
     def has_files(self) -> bool:
-        """Whether prompts come from files."""
+        """True if prompts come from files."""
         return self.source in ("files", "jsonl")
 
     @field_validator("source")

@@ -25,7 +25,7 @@ class CheckpointConfig(Section):
     """Number of newest checkpoints to keep. With two or more, a run survives a damaged one. Those that `relaxd
     checkpoint` took are never removed."""
     max_bytes: int = Field(default=0, ge=0)
-    """Most bytes of checkpoints on disk, with the one that is being written: the oldest ones are removed earlier
+    """Maximum size of all checkpoints on disk, with the one that is being written: the oldest ones are removed earlier
     than `keep` says, but for those that `relaxd checkpoint` took, and never the newest. At least two checkpoints. Those
     of a critic service may take as much besides. 0: no limit."""
     keep_step_files: Literal["until_checkpoint", "always"] = "until_checkpoint"
@@ -86,8 +86,8 @@ class TrainerConfig(Section):
     GPU; 0: none. It is copied while the layers compute. What has no room stays on the GPU. It pays for long rows, whose
     layers take longer than the copies: with recompute = "full" for more tokens, with "selective" for less work."""
     overlap_grad_reduce: bool = False
-    """Where ranks share parameters, as in data parallelism: add up their gradients during the backward pass of an
-    update's last micro-batch, in buckets of 40 million parameters or more, instead of afterwards. The sums are the
+    """Overlap, where ranks share parameters, as in data parallelism: add up their gradients during the backward pass of
+    an update's last micro-batch, in buckets of 40 million parameters or more, instead of afterwards. The sums are the
     same. With several buckets each rank updates other parameters, so that the gradient norm is rounded differently.
     For ranks on several machines; over NVLink it was no faster."""
     shard_gradients: bool = False

@@ -33,7 +33,7 @@ def _ifbench(row: Mapping[str, Any]) -> Example:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Where a benchmark's prompts are, and what scores them."""
+    """Location of a benchmark's prompts, and the reward that scores them."""
 
     module: str
     """Top-level module of the package."""

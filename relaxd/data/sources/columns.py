@@ -81,7 +81,7 @@ class Columns:
 
 
 class Examples(OnDemand[Example]):
-    """The prompts of rows, made when they are asked for."""
+    """The prompts of rows, made on demand."""
 
     def __init__(self, rows: Rows, columns: Columns) -> None:
         self._rows = rows

@@ -15,7 +15,7 @@ DIGESTED = 20_000
 
 
 class OwnSource(Protocol):
-    """What a user's own source must have. It is made with data.settings. It may have `held_out()`, which returns
+    """Interface of a user's own source. It is made with data.settings. It may have `held_out()`, which returns
     another one with the held-out prompts.
     """
 
@@ -68,7 +68,7 @@ class OwnRows:
 
 
 def _text(value: Any) -> str:
-    """Return what can be compared of a value that JSON lacks: an object's repr may have its address."""
+    """Return a comparable form of a value that JSON lacks: an object's repr may have its address."""
     return value.hex() if isinstance(value, bytes) else type(value).__name__
 
 

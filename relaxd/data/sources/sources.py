@@ -43,7 +43,7 @@ class Source:
     """Prompts of one source, before they are checked."""
 
     examples: Sequence[Example]
-    """The prompts; those of files are read when they are asked for, and then raise ValueError for a wrong row."""
+    """The prompts; those of files are read on demand, and then raise ValueError for a wrong row."""
     field: str
     """The setting that they come from."""
     shown: str = ""

@@ -37,7 +37,7 @@ class _Block:
         return re.sub(rf"\A(?:[ \t]*+> ?){{1,{self.quotes}}}", "", line) if self.quotes else line
 
     def behind_fence(self, line: str) -> str | None:
-        """Return what follows the fence with which a line ends this block, or None if it doesn't begin with one."""
+        """Return the rest of a line after the fence that ends this block; None if the line doesn't begin with one."""
         said = line.lstrip(" \t")
         if len(line) - len(said) > self.indent + _ROOM or not said.startswith(self.fence):
             return None

@@ -14,7 +14,7 @@ from relaxd.sandbox.values import decode, encode
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one test."""
+    """Outcome of one test."""
 
     passed: bool
     unplain: bool = False

@@ -9,7 +9,7 @@ from relaxd.rewards.base import RewardInput
 _LAST = 300
 _MARKED = re.compile(r"####\s*+\$?+\s*+([-\u2212]?[0-9.,]*[0-9])")
 _GOES_ON = re.compile(r"[ \t]*+[-\u2212+*/^\u00d7\u00f7][ \t]*+[0-9(]|[eE][-+]?[0-9]")
-"""What makes a number the beginning of a longer formula, such as "1/2", whose value isn't that of "1"."""
+"""Characters after a number that begins a longer formula, such as "1/2", whose value isn't that of "1"."""
 
 
 def gsm8k(sample: RewardInput) -> dict[str, float]:

@@ -14,8 +14,8 @@ from relaxd.rewards.limit import TooSlow, time_limit
 CHECK_SECONDS = 3.0
 """Time for checking one reply. Then it fails."""
 _BY_REPLY = (IndexError, csv.Error, RecursionError)
-"""What checkers raise at odd replies, such as one of digits only. Such a reply follows nothing. nltk's LookupError, for
-data that isn't installed, is none of these."""
+"""Errors that checkers raise at odd replies, such as one of digits only. Such a reply follows nothing. nltk's
+LookupError, for data that isn't installed, is none of these."""
 
 
 def ifeval(sample: RewardInput) -> dict[str, float]:

@@ -14,11 +14,11 @@ _STATED = re.compile(
 _NO_WORD = re.compile(
     r"[*_)\]}\"'\u2019\u201d$]|[.,;:!?](?!\w)|\s*+$|\s++(?:because|since|as|so|and|but|not|for|due)\b"
 )
-"""What follows "a" or "I" if they are letters of choices and no words."""
+"""Pattern of what follows "a" or "I" if they are letters of choices and no words."""
 _OR = re.compile(
     r"[*_)\]}\"'\u2019\u201d$]*+\s*+(?:(?:or\b|/|&)|and\b(?!\W++\w\s++\w))[\s*_(\[\"'\u2018\u201c$]*+(?:[A-Z]\b|[a-z]\))"
 )
-"""What follows the first letter of an answer that names two."""
+"""Pattern of what follows the first letter of an answer that names two."""
 _SURE = frozenset("BCDEFGHJKLMNOPQRSTUVWXYZ")
 """Letters that are no words."""
 

@@ -40,7 +40,7 @@ def fill(template: str, sample: RewardInput, needed: tuple[str, ...], **texts: s
 
 
 def conversation(system: str, question: str) -> list[dict[str, str]]:
-    """Return the messages of a question, after a system message if there is one."""
+    """Return the messages of a question, with the system message, if any."""
     first = [{"role": "system", "content": system}] if system else []
     return [*first, {"role": "user", "content": question}]
 

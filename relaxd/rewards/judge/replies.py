@@ -10,7 +10,7 @@ _SIDE = r"(?:A|B|tie)(?!\w)"
 _YES = frozenset({"yes", "true", "correct", "right", "1"})
 _FORMATTING = re.compile(r"[*_`#\[\]\"]")
 _MAX_OBJECTS = 64
-"""Most braces at which a JSON object is looked for, from the reply's end."""
+"""Maximum number of braces at which a JSON object is looked for, from the reply's end."""
 
 
 def visible(text: str) -> str:
@@ -59,7 +59,7 @@ def read_field(reply: str, field: str, minimum: float, maximum: float) -> float:
 
 
 def _stated(reply: str, pattern: str, what: str, rest: str = "") -> str:
-    """Return what a pattern finds after the last mark, or as the last line. Raises ValueError."""
+    """Return the match of a pattern after the last mark, or as the last line. Raises ValueError."""
     text = _FORMATTING.sub("", visible(reply)).strip()
     marked = re.findall(f"{_MARK}({pattern})", text, re.IGNORECASE)
     if marked:

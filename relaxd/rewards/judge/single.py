@@ -43,7 +43,7 @@ async def judge(
     retries: int = 2,
     thinking: bool = False,
 ) -> dict[str, float]:
-    """What the run's judge (roles.judge) says of the reply, from 0 to 1.
+    """Verdict of the run's judge (roles.judge) on the reply, from 0 to 1.
 
     Settings: template: the question, with {response}, and {prompt}, {answer} and {metadata.KEY} as needed; system: a
     system message before it; reply: "number", from minimum to maximum after "Score:" or the like; "yes_no"; or "json",

@@ -15,7 +15,7 @@ from relaxd.rewards.mathematics.plain import plain
 MAX_LETTERS = 2000
 """Longest answer that is compared as more than a text."""
 MAX_UNKNOWNS = 2
-"""Most unknown letters of expressions that sympy compares."""
+"""Maximum number of unknown letters in expressions that sympy compares."""
 SYMPY_SECONDS = 2.0
 """Time for sympy to compare two expressions. Then they count as different."""
 _FRACTION = re.compile(r"-?\(?-?[0-9]+/-?[0-9]+\)?")
@@ -36,7 +36,7 @@ _MATRIX = re.compile(
 _MATRIX_LAYOUT = re.compile(
     r"(\\\\)(?:\s*\[[^\[\]]*\])?|\\cr(?![a-z])|\\(?:displaystyle|hline)(?![a-z])|\\[!,;:()\[\] ]|\$"
 )
-"""What changes no matrix, and ends of rows."""
+"""Markup that changes no matrix, and ends of rows."""
 _MATRIX_NAME = re.compile(
     r"\s*(?:\\(?:mathbf|mathrm|boldsymbol|bm|vec)\s*)?(?:\{[A-Za-z]\}|[A-Za-z])(?:_\{?\w\}?)?\s*=\s*"
 )

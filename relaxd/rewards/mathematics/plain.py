@@ -6,7 +6,7 @@ import unicodedata
 from decimal import Decimal
 
 _DEEPEST = 32
-"""Most fractions and roots within each other; deeper ones stay as they are."""
+"""Maximum depth of fractions and roots within each other; deeper ones stay as they are."""
 _LARGE = {"million": 6, "billion": 9, "trillion": 12}
 _LARGE_NUMBER = re.compile(rf"([0-9]{{1,12}})(\.[0-9]{{1,12}})?\s*({'|'.join(_LARGE)})s?(?![a-z])", re.IGNORECASE)
 UNIT = r"(?:degree|cm|centimeter|meter|mile|second|minute|hour|day|week|month|year|foot|feet|inch|yard)(?:es|s)?"

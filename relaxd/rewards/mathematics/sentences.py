@@ -26,7 +26,7 @@ _WORD = re.compile(
 )
 """A word or a text within LaTeX, with the power of a unit."""
 _CONTENT = re.compile(rf"[0-9\\π√∞¼-¾|]|(?<![A-Za-z])(?:{'|'.join(_NAMES)})(?![A-Za-z])|[A-Za-z]\s*[-+*/^=<>(]")
-"""What makes a piece of a sentence a formula."""
+"""Pattern that makes a piece of a sentence a formula."""
 _MARKS = re.compile(r"\$|\\boxed|(?<!\\)\\[(\[]")
 _STATED = re.compile(r"\b(?i:answer)\s*(?:(?i:is)|:|=)+")
 _MIXED = re.compile(

@@ -11,7 +11,7 @@ from relaxd.rewards.tools.verl_tools import CALL_SECONDS, ToolFailure, VerlTools
 
 
 class VerlToolsReward:
-    """What verl's tools give for the calls of a reply, which has one turn: their answers aren't fed back to the model.
+    """Reward of verl's tools for the calls of a reply, which has one turn: their answers aren't fed back to the model.
 
     The sum of the calls' step rewards and of what the tools' calc_reward says afterwards. Parts: calls: their number,
     and errors: calls of unknown tools, with bad JSON, or at which a tool failed. Needs the package PyYAML.

@@ -44,7 +44,7 @@ class OpenAIFunctionToolSchema(BaseModel):
 
 
 class ToolResponse(BaseModel):
-    """What a tool answers."""
+    """Answer of a tool."""
 
     text: str | None = None
     image: list[Any] | None = None

@@ -23,7 +23,7 @@ def code_version() -> dict[str, Any]:
 
 
 def _git(root: Path, *words: str) -> str | None:
-    """Return what a git command prints; None if there is no git, or it fails or hangs."""
+    """Return the output of a git command; None without git, or if it fails or hangs."""
     command = ["git", "-C", str(root), *words]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_SECONDS, check=True)

@@ -151,7 +151,7 @@ class _Evaluation:
     async def run(self, questions: Iterable[_Question], on_progress: Callable[[int], None]) -> Evaluated:
         """Evaluate all prompts; returns their answers in any order. Raises EvaluationFailed.
 
-        `on_progress` is told the number of answers so far.
+        `on_progress` gets the number of answers so far.
         """
         waiting = deque(questions)
         found: Evaluated = defaultdict(list)
@@ -178,7 +178,7 @@ class _Evaluation:
                 task.cancel()
 
     async def _dispatch(self, waiting: deque[_Question]) -> None:
-        """Fill the engines up with prompts; a failed prompt goes to another engine if there is one."""
+        """Fill the engines up with prompts; a failed prompt goes to another engine, if any."""
         engines = self._engines()
         given = 0
         while waiting:

@@ -55,7 +55,7 @@ replicas depend on, such as Register, must not wait for them."""
 
 @dataclass(frozen=True)
 class Glance:
-    """What is known of a run without asking Redis. When it changes, watchers are told at once."""
+    """State of a run that is known without asking Redis. Watchers see changes at once."""
 
     state: "pb.RunState.ValueType"
     reason: str
@@ -102,12 +102,12 @@ class RunManager:
         self._ended_runs: dict[str, pb.Run] = {}
         """Messages of ended runs, which never change."""
         self._last_active = pb.Run()
-        """What the board last said of the active run, for the time in which Redis doesn't answer."""
+        """Last answer of the board about the active run, for the time in which Redis doesn't answer."""
         self.active: ActiveRun | None = None
         self._assigned: tuple[RunRecord, pb.Assignment] | None = None
         """The last assignment, which answers to heartbeats repeat, and the record that it is of."""
         self._ended = ""
-        """How the last active run ended, for those who still ask for it."""
+        """End of the last active run, for those who still ask for it."""
 
     # --- start and end --------------------------------------------------------------------------------------------
 
@@ -205,7 +205,7 @@ class RunManager:
             return active
 
     async def resume(self) -> None:
-        """Resume the run that an earlier coordinator left active, if there is one."""
+        """Resume the run that an earlier coordinator left active, if any."""
         run_id = await self._store.active_run_id()
         record = await self._store.run(run_id) if run_id else None
         if record is None:
@@ -384,7 +384,7 @@ class RunManager:
         return record
 
     async def all(self) -> list[RunRecord]:
-        """Return all runs, newest first, but for those whose record is gone."""
+        """Return all runs whose record exists, newest first."""
         records = []
         for run_id in await self._store.run_ids():
             with contextlib.suppress(NotFound):  # it was deleted meanwhile
@@ -410,7 +410,7 @@ class RunManager:
             closing.add_done_callback(self._closings.discard)
 
     def glance(self, record: RunRecord) -> Glance:
-        """Return what is known of a run without asking Redis."""
+        """Return the state of a run that is known without asking Redis."""
         active = self._active(record)
         return Glance(run_state(record), record.reason_shown, active.step if active is not None else 0)
 

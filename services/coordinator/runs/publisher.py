@@ -84,7 +84,7 @@ class Publisher:
         self._wanted = wanted
         self._full_since: float | None = None
         self.gate = ("", "")
-        """What keeps the gate shut, as a word (Admission.limit or "sampler") and a sentence; empty while it is
+        """Reason for the shut gate, as a word (Admission.limit or "sampler") and a sentence; empty while it is
         open or the run has all its groups."""
         self.redis = ""
         """Why Redis doesn't answer; empty while it does."""

@@ -24,7 +24,7 @@ class StepUsage:
 
     @property
     def line(self) -> dict[str, float | dict[str, dict[str, float]]]:
-        """What a step's line in metrics.jsonl gets: `replicas` apart if there are several, and not too many."""
+        """Entries for a step's line in metrics.jsonl: `replicas` apart if there are several, and not too many."""
         shown = {name: shares for name, shares in self.replicas.items() if 1 < len(shares) <= MOST_IN_LINE}
         return {**self.metrics, **({"replicas": shown} if shown else {})}
 

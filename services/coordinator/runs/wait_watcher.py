@@ -38,12 +38,12 @@ class WaitWatcher:
         self._steps: list[tuple[int, float, float]] = []
         """The last steps: number, Unix time of the commit, seconds."""
         self._progress: dict[str, Any] = {}
-        """What Redis last said: fields of the RunSnapshot."""
+        """Last answer of Redis: fields of the RunSnapshot."""
         self._logged: tuple[pb.WaitKind.ValueType, float] = (pb.WAIT_KIND_UNSPECIFIED, 0.0)
         """Kind of the reason that was logged last, and when."""
         self.snapshot: RunSnapshot | None = None
         self.reason: Reason | None = None
-        """What the run waits for, also if that is nothing unusual."""
+        """Wait of the run, also if it is nothing unusual."""
 
     async def run_forever(self) -> None:
         """Look once a second."""
@@ -81,7 +81,7 @@ class WaitWatcher:
 
     @property
     def sentence(self) -> str:
-        """What holds the run up; empty while its steps end as usual."""
+        """Reason for which the run is held up; empty while its steps end as usual."""
         if self.reason is None or self.snapshot is None:
             return ""
         shown = self.reason.always or is_late(self.snapshot)

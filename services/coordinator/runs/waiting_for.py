@@ -32,7 +32,7 @@ class Peer:
     role: str
     state: "replica_pb2.ReplicaState.ValueType" = replica_pb2.REPLICA_STATE_READY
     detail: str = ""
-    """What it says of itself, for people."""
+    """Its own description of what it does, for people."""
     wait: "replica_pb2.ReplicaWait.ValueType" = replica_pb2.REPLICA_WAIT_UNSPECIFIED
     """The wait that `detail` tells of."""
     silent_seconds: float = 0.0
@@ -72,13 +72,13 @@ class RunSnapshot:
     step_ended: float = 0.0
     """When it ended; before the first one: when training began."""
     usual_seconds: float | None = None
-    """How long the last steps usually took; None before the first."""
+    """Usual duration of the last steps; None before the first."""
     training: bool = True
     """It is past its start: replicas, first weights and first evaluation."""
     stopping: str = ""
     """Why it ends; empty while it doesn't."""
     starting: str = ""
-    """What its start is at; empty once it trains."""
+    """Phase of its start; empty once it trains."""
     paused: str | None = None
     """Why it is paused; None while it isn't."""
     paused_since: float | None = None
@@ -97,7 +97,7 @@ class RunSnapshot:
     lease_seconds: float = 60.0
     """The lease on a held group (board.lease_seconds)."""
     gate: tuple[str, str] = ("", "")
-    """What keeps the gate shut, as a word (Admission.limit or "sampler") and a sentence; empty while it is
+    """Reason for the shut gate, as a word (Admission.limit or "sampler") and a sentence; empty while it is
     open."""
     missing: Sequence[str] = ()
     """Roles without a working replica."""
@@ -111,16 +111,16 @@ class RunSnapshot:
     sync_delay: str = ""
     """Why engines wait for weights that can't be sent now."""
     handoff: str = ""
-    """What a colocated run's GPU handoff is at, or why it fails."""
+    """Phase of a colocated run's GPU handoff, or its failure."""
     curriculum: Sequence[str] = ()
-    """How the curriculum gets on, in lines for people; empty if the run's doesn't choose."""
+    """Progress of the curriculum, in lines for people; empty if the run's doesn't choose."""
     waits: Sequence[Named] = ()
-    """What the coordinator itself waits for; the longest wait first."""
+    """Waits of the coordinator itself, the longest first."""
 
 
 @dataclass(frozen=True)
 class Reason:
-    """What a run waits for."""
+    """Wait of a run."""
 
     kind: "pb.WaitKind.ValueType"
     text: str
@@ -130,9 +130,9 @@ class Reason:
     since: float | None = None
     """Unix time at which it began; None if unknown. Then the time counts from the first snapshot that shows it."""
     advice: tuple[str, ...] = ()
-    """What a person may do; empty: it ends by itself."""
+    """Advice for people; empty if the wait ends by itself."""
     always: bool = False
-    """Whether it holds the run up even if the last step has just ended."""
+    """True if it holds the run up even if the last step has just ended."""
 
     def sentence(self, now: float) -> str:
         """Return the whole sentence."""
@@ -147,7 +147,7 @@ def is_late(snapshot: RunSnapshot) -> bool:
 
 
 def explain(snapshot: RunSnapshot) -> Reason | None:
-    """Return what the run waits for; None if it can't be seen."""
+    """Return the wait of the run; None if it can't be seen."""
     return next((reason for find in REASONS if (reason := find(snapshot)) is not None), None)
 
 
@@ -384,13 +384,13 @@ REASONS: tuple[Callable[[RunSnapshot], Reason | None], ...] = (
 
 
 def _lacking(run: RunSnapshot) -> int:
-    """Return how many groups of the open step are not with the trainer yet."""
+    """Return the number of groups of the open step that the trainer doesn't have yet."""
     ready = run.queues[-1].waiting + run.queues[-1].held if run.queues else 0
     return max(0, run.groups_per_step - ready)
 
 
 def _before_training(run: RunSnapshot) -> int:
-    """Return how many groups are at the stages before the trainer."""
+    """Return the number of groups at the stages before the trainer."""
     return sum(queue.waiting + queue.held for queue in run.queues[:-1])
 
 

@@ -12,7 +12,7 @@ from services.reward.remote.patience import PatientCaller
 
 
 class Judges(Protocol):
-    """Where the judge is."""
+    """Location of the judge."""
 
     who: str
     """The judge, for people."""
@@ -54,7 +54,7 @@ class JudgeClient:
 
     @property
     def detail(self) -> str:
-        """What takes long, in one sentence; empty if nothing does."""
+        """Call that takes long, in one sentence; empty if none does."""
         return self._caller.detail
 
     async def start(self) -> None:

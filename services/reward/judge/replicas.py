@@ -21,7 +21,7 @@ from relaxd.v1.replica_pb2 import REPLICA_STATE_READY
 from services.reward.remote.errors import UnreachableError
 
 LOOK_SECONDS = 10.0
-"""Interval at which the coordinator is asked for replicas that have come, while questions are answered."""
+"""Interval of looking for new replicas at the coordinator while questions are answered."""
 AVOIDED_SECONDS = 5.0
 """A replica that did not answer isn't asked for this long; by then the coordinator knows if it has ended."""
 LIST_SECONDS = 5.0
@@ -53,7 +53,7 @@ class JudgeReplicas:
         self._settings = settings
         self._run_id = run_id
         self._replicas: dict[str, _Replica] = {}
-        """Those that are ready, and those that still have a question, by id."""
+        """Replicas that are ready or still have a question, by id."""
         self._look_at = 0.0
         self._looking = asyncio.Lock()
 

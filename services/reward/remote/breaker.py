@@ -39,7 +39,7 @@ class Breaker:
 
     @property
     def problem(self) -> str:
-        """What is wrong, in one sentence; empty while calls go through."""
+        """Description of what is wrong, in one sentence; empty while calls go through."""
         if self._since is None:
             return ""
         seconds = time.monotonic() - self._since

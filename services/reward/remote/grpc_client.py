@@ -34,7 +34,7 @@ _AGAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 _NO_GRPC = "Failed parsing HTTP/2"
 """Part of the details of UNAVAILABLE where the server answers in another protocol."""
 _TOO_LARGE = re.compile(r"(message|frame)\b.*\b(larger than|exceeds|too large)", re.IGNORECASE)
-"""What libraries of gRPC say with RESOURCE_EXHAUSTED of a message above a limit: the status alone may mean busy."""
+"""Details of libraries of gRPC with RESOURCE_EXHAUSTED for a message above a limit: the status alone may mean busy."""
 
 
 class GrpcClient:

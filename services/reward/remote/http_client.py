@@ -26,7 +26,7 @@ _AGAIN = (
     HTTPStatus.SERVICE_UNAVAILABLE,
     HTTPStatus.GATEWAY_TIMEOUT,
 )
-"""What a service says that is too busy, and a proxy whose service is away."""
+"""Status codes of a service that is too busy, and of a proxy whose service is away."""
 
 
 class HttpClient:

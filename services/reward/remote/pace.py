@@ -15,7 +15,7 @@ class Pace:
 
     @property
     def held(self) -> bool:
-        """Whether the service wants to be left alone."""
+        """True if the service wants to be left alone."""
         return self._clock() < self._held_until
 
     def pause(self) -> float:

@@ -67,7 +67,7 @@ class PatientCaller:
 
     @property
     def detail(self) -> str:
-        """What takes long, in one sentence; empty if nothing does."""
+        """Call that takes long, in one sentence; empty if none does."""
         if problem := self._breaker.problem:
             return problem
         seconds = time.monotonic() - min(self._open_calls.values(), default=time.monotonic())

@@ -16,7 +16,7 @@ class Client(Protocol):
     """Speaks to a service."""
 
     calls_per_sample: bool
-    """Whether `score` takes one sample, not several of one prompt."""
+    """True if `score` takes one sample, not several of one prompt."""
 
     async def probe(self) -> None:
         """Ask whether the service works. Raises UnreachableError, MismatchError."""
@@ -59,7 +59,7 @@ class RemoteScorer:
 
     @property
     def detail(self) -> str:
-        """What takes long, in one sentence; empty if nothing does."""
+        """Call that takes long, in one sentence; empty if none does."""
         return self._caller.detail
 
     async def check(self) -> None:

@@ -1,4 +1,4 @@
-"""What to set when a reward hits a limit of its enclosure."""
+"""Settings that lift the limit of the enclosure that a reward has hit."""
 
 import errno
 import socket
