@@ -1,5 +1,7 @@
 """Open-R1's reward for multimodal mathematics: math-verify, or the answer's exact text."""
 
+import re
+
 from relaxd.rewards.base import RewardInput
 from relaxd.rewards.limit import TooSlow, time_limit
 from relaxd.rewards.mathematics.mathd import reference
@@ -12,6 +14,7 @@ MAX_LETTERS = 4000
 """Letters of the reply that math-verify reads, from the end."""
 _CURRENCY = r"\$"
 """Dollars that don't enclose a formula."""
+_IN_DOLLARS = re.compile(r"\${1,2}[^$]+\${1,2}")
 _TAGS = ("</think>", "<answer>", "</answer>")
 
 
@@ -41,7 +44,10 @@ def _untagged(answer: str) -> str:
 def _is_verified(expected: str, response: str) -> bool:
     from math_verify import parse, verify
 
-    reference = _marked(expected.replace(_CURRENCY, ""))
+    expected = expected.replace(_CURRENCY, "")
+    if len(_IN_DOLLARS.findall(expected)) > 1:
+        expected = expected.replace("$", "")
+    reference = _marked(expected)
     if reference is None:  # math-verify would read one number of several
         return False
     reply = response[-MAX_LETTERS:].replace(_CURRENCY, "")

@@ -68,6 +68,9 @@ CASES: list[tuple[str, str, str, int]] = [
     ("openr1mm", "<answer>I think that it is 5 or 7</answer>", "7", 0),
     ("openr1mm", "<answer>7</answer>", "between 5 and 7", 0),
     ("openr1mm", "<answer>20</answer>", "3 hours 20 minutes", 0),
+    ("openr1mm", "<answer>20</answer>", "$3$ hours $20$ minutes", 0),
+    ("openr1mm", "<answer>7, 5</answer>", "$5$ or $7$", 1),
+    ("openr1mm", "<answer>5</answer>", "$x = 5$, where $x$ is the side", 1),
     ("openr1mm", "<answer>3 hours 20 minutes</answer>", "3 hours 20 minutes", 1),
     ("openr1mm", "<answer>72</answer>", "She sold 48 / 2 = 24 clips in May.\n#### 72", 1),
     *(
