@@ -118,8 +118,8 @@ class ChatTemplate:
         if not continue_final:
             raise DataError(
                 "data.continue_final_message",
-                "is false, but the prompt ends in a message of the assistant: set true, so that the model continues "
-                "it, or leave the message out",
+                "the prompt ends in a message of the assistant, which false refuses: set true, so that the model "
+                "continues it, or leave the message out",
             )
         return self._continued(messages, tools)
 

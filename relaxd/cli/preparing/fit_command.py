@@ -45,7 +45,9 @@ def fit(
         console = new_console()
         _print(path, found, gpu_gib, console)
         why = "" if config.trainer.micro_batch_tokens else " (trainer.micro_batch_tokens isn't set)"
-        console.print(f"micro-batches of the trainer: {config.micro_batch_tokens:,} tokens at most{why}")
+        console.print(
+            f"micro-batches of the trainer: {config.micro_batch_tokens:,} tokens at most{why}", soft_wrap=True
+        )
     if not found.fits:
         raise typer.Exit(1)
 

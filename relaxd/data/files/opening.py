@@ -67,7 +67,9 @@ def _open(path: Path, field: str) -> Rows:
             return Table(path, field)
         return JsonArray(path, field) if path.suffix == ".json" and is_array(path) else JsonLines(path)
     except OSError as error:
-        raise DataError(field, f"can't read {path}: {error.strerror or error}") from error
+        hint = "; it is one path: several files are a folder, or [[data.sources]] with a path each"
+        is_list = str(path).startswith("[")
+        raise DataError(field, f"can't read {path}: {error.strerror or error}{hint if is_list else ''}") from error
 
 
 def _files_of(folder: Path, field: str) -> Iterator[Path]:

@@ -6,6 +6,7 @@ import pytest
 
 from relaxd.config.load import ConfigError, load
 from relaxd.config.write import dump, dump_explained
+from relaxd.data.errors import DataError
 from relaxd.data.files.opening import open_rows
 
 BASE = """
@@ -50,6 +51,13 @@ def test_what_is_no_list_or_no_path_is_named(line: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(BASE + line)
     assert sentence in str(caught.value)
+
+
+def test_a_list_of_paths_on_the_command_line_is_named() -> None:
+    path = load(BASE.replace('"addition"', '"files"', 1), ["--data.path", '["a", "b"]']).data.path
+    assert path is not None
+    with pytest.raises(DataError, match=r"it is one path: several files are a folder, or \[\[data\.sources\]\]"):
+        open_rows(path, "data.path")
 
 
 @pytest.mark.parametrize(

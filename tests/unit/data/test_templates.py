@@ -80,7 +80,7 @@ def test_a_template_of_content_parts_gets_parts() -> None:
 def test_a_prompt_that_ends_in_an_assistant_message_is_continued_or_refused() -> None:
     template = ChatTemplate(TEMPLATES["plain"], SPECIAL, "model.path")
     assert template.render(CHATS["prefill"]) == "[user] a\n[assistant] <think>"
-    with pytest.raises(DataError, match=r"data\.continue_final_message: is false, but the prompt ends in a message"):
+    with pytest.raises(DataError, match=r"data\.continue_final_message: the prompt ends in a message of the assistant"):
         template.render(CHATS["prefill"], continue_final=False)
     with pytest.raises(DataError, match="without text, which can't continue"):
         template.render(CHATS["calls"][:2])
