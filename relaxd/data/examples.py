@@ -37,6 +37,12 @@ class Example:
         return [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else self.prompt
 
     @property
+    def asked(self) -> int:
+        """Index of the last message that isn't the assistant's: one at the end is the beginning of the answer."""
+        others = (index for index, message in enumerate(self.messages) if message["role"] != "assistant")
+        return max(others, default=len(self.messages) - 1)
+
+    @property
     def text(self) -> str:
-        """The prompt for display: the last message."""
-        return self.prompt if isinstance(self.prompt, str) else str(self.prompt[-1]["content"] or "")
+        """The prompt for display and for rewards: the last message that isn't the assistant's."""
+        return str(self.messages[self.asked]["content"] or "")

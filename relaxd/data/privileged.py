@@ -35,13 +35,15 @@ class PrivilegedPrompts:
         return tokenizer.encode([self.example(example) for example in examples])
 
     def example(self, example: Example) -> Example:
-        """Return a prompt whose last message has what only the teacher sees. Raises DataError: there is nothing."""
+        """Return a prompt whose question has what only the teacher sees. Raises DataError: there is nothing."""
         parts = {"{prompt}": example.text, "{privileged}": self._found(example)}
         # At once: what is put in may itself look like a placeholder.
         text = re.sub(r"\{prompt\}|\{privileged\}", lambda match: parts[match[0]], self.template)
         if isinstance(example.prompt, str):
             return replace(example, prompt=text)
-        return replace(example, prompt=[*example.prompt[:-1], {**example.prompt[-1], "content": text}])
+        messages = list(example.prompt)
+        messages[example.asked] = {**messages[example.asked], "content": text}
+        return replace(example, prompt=messages)
 
     def too_long(self, place: str, tokens: int) -> DataError:
         """Return the error of a prompt that is too long for the teacher."""

@@ -23,7 +23,7 @@ class RewardInput:
     """The sample that a reward gets. `messages` has all of it; the fields are enough where everything is text."""
 
     prompt: str
-    """The text of the prompt's last message."""
+    """The text of the prompt's last message that isn't the assistant's."""
     response: str
     """The text of the model's last message, without end tokens."""
     answer: str = ""

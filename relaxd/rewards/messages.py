@@ -21,10 +21,15 @@ def from_proto(messages: Iterable[content_pb2.Message]) -> list[Message]:
 
 
 def text_and_media(messages: Sequence[content_pb2.Message], role: str) -> tuple[str, tuple[Message, ...]]:
-    """Return the last message's text, and the messages unless they are no more than that text by `role`."""
+    """Return the last message's text, and the messages unless they are no more than that text by `role`.
+
+    Of a prompt, whose role is "user", it is the last message that isn't the assistant's: one at the end is the
+    beginning of the answer.
+    """
     if not messages:
         return "", ()
-    text = "\n".join(part.text for part in messages[-1].content if part.HasField("text"))
+    asked = (one for one in reversed(messages) if role != "user" or one.role != "assistant")
+    text = "\n".join(part.text for part in next(asked, messages[-1]).content if part.HasField("text"))
     found = tuple(from_proto(messages))
     return text, () if found in ((text_message("", text),), (text_message(role, text),)) else found
 
@@ -34,8 +39,9 @@ def with_parts(messages: Iterable[Mapping[str, Any]]) -> tuple[Message, ...]:
     return tuple({"role": message["role"], "content": list(_parts(message["content"]))} for message in messages)
 
 
-def _parts(content: str | Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+def _parts(content: str | Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]]:
+    """Return a message's parts: none of one whose content is null, as beside tool calls."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content or ()
 
 
 def _part_to_proto(part: Mapping[str, Any]) -> content_pb2.ContentPart:

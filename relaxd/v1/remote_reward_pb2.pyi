@@ -31,7 +31,7 @@ class ScoreAnswersRequest(_message.Message):
     SETTINGS_JSON_FIELD_NUMBER: _builtins.int
     PROMPT_MESSAGES_JSON_FIELD_NUMBER: _builtins.int
     prompt: _builtins.str
-    """The text of the prompt's last message."""
+    """The text of the prompt's last message that isn't the assistant's."""
     reference: _builtins.str
     """The reference answer; empty if the data has none."""
     metadata_json: _builtins.str

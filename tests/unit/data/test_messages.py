@@ -38,6 +38,12 @@ def test_forms_that_mean_something(value: Any, expected: Any) -> None:
     assert read_prompt("prompt", value) == expected
 
 
+def test_the_text_of_a_prompt_is_what_the_assistant_is_asked() -> None:
+    begun = {"role": "assistant", "content": "<think>"}
+    assert Example([USER]).text == Example([USER, begun]).text == Example("hi").text == "hi"
+    assert Example([begun]).text == "<think>"
+
+
 @pytest.mark.parametrize(
     ("value", "complaint"),
     [

@@ -44,6 +44,8 @@ def test_only_the_teacher_s_last_message_changes_and_nothing_is_filled_in_twice(
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     made = prompts.example(Example(messages, metadata=metadata)).prompt
     assert made == [messages[0], {"role": "user", "content": "u (x {prompt})"}]
+    begun = {"role": "assistant", "content": "<think>"}
+    assert prompts.example(Example([*messages, begun], metadata=metadata)).prompt == [*made, begun]
     assert PrivilegedPrompts("answer", TEMPLATE, 9).example(Example("p", answer="42")).prompt == "p (42)"
 
     rows = write(tmp_path / "rows.jsonl", {"prompt": "1 + 1?", "answer": "2", "solution": "it is 2"})

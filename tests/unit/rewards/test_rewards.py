@@ -113,6 +113,16 @@ def test_messages_with_media_survive_the_wire():
     assert found == (text_message("system", "Be kind."), *messages[1:]) == with_parts(messages)
 
 
+def test_a_message_without_content_has_no_parts_and_the_assistants_beginning_is_no_question():
+    called = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [1]}]
+    ended = [*called, {"role": "tool", "content": "ok"}, {"role": "assistant", "content": "<think>"}]
+    expected = (text_message("user", "hi"), {"role": "assistant", "content": []}, text_message("tool", "ok"))
+    text, found = text_and_media(to_proto(ended), "user")
+    assert (text, found) == ("ok", (*expected, text_message("assistant", "<think>")))
+    assert found == with_parts(ended)
+    assert text_and_media(to_proto(ended), "assistant")[0] == "<think>"
+
+
 def test_a_sample_of_several_sequences_is_scored_by_its_last_answer():
     columns = {
         "prompt": {
