@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -159,7 +160,8 @@ def _await_replicas(coordinator: CoordinatorClient, count: int, say: Say) -> Non
 
 
 def _measure(config: RunConfig, scale: Scale, seconds: float, counters: Counters, say: Say) -> Measured:
-    first, last = _window(counters, seconds, say)
+    with _first_interrupt() as interrupted:
+        first, last = _window(counters, seconds, say, interrupted)
     say(f"{last.step - first.step} steps in {last.time - first.time:.1f} s; pausing the run, to measure it at rest")
     waits, calls = dict(counters.waits), sorted(counters.call_seconds)
     idle_first, idle_last = _idle_window(counters)
@@ -194,8 +196,27 @@ def _measure(config: RunConfig, scale: Scale, seconds: float, counters: Counters
     )
 
 
-def _window(counters: Counters, seconds: float, say: Say) -> tuple[Sample, Sample]:
-    """Return samples at the end of the first step and at that of the last one in the window after it."""
+@contextmanager
+def _first_interrupt() -> Iterator[Callable[[], bool]]:
+    """Yield a function that says whether Ctrl-C was pressed in the block. Pressed again, it interrupts as usual."""
+    pressed: list[int] = []
+
+    def press(number: int, frame: object) -> None:
+        pressed.append(number)
+        signal.signal(signal.SIGINT, usual)
+
+    usual = signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, usual)
+
+
+def _window(counters: Counters, seconds: float, say: Say, interrupted: Callable[[], bool]) -> tuple[Sample, Sample]:
+    """Return samples at the end of the first step and at that of the last one in the window after it.
+
+    The window ends after `seconds`, or when it is interrupted. Raises CliError: no two steps ended.
+    """
     begun = said = trains_since = time.monotonic()
     first: Sample | None = None
     last: Sample | None = None
@@ -222,6 +243,16 @@ def _window(counters: Counters, seconds: float, say: Say) -> tuple[Sample, Sampl
         if first is None and now - trains_since > max(FIRST_STEP_SECONDS, FIRST_STEP_FACTOR * seconds):
             raise CliError(
                 f"no step ended in {now - trains_since:.0f} s: {run.waiting_for or current_wait(run)}",
+                advice(busy_share(start, sample)),
+            )
+        if interrupted():
+            if first is not None and last is not None and last.step > first.step:
+                say("interrupted: measuring what there is; Ctrl-C again ends at once, without a result")
+                return first, last
+            waits = run.waiting_for or run.wait.current_kind or "nothing"
+            raise CliError(
+                f"interrupted when {sample.step} steps had ended, and the time of a step takes two; the run waits for: "
+                f"{waits}",
                 advice(busy_share(start, sample)),
             )
         if first is not None and last is not None and now - first.time >= seconds:

@@ -1,5 +1,7 @@
 """`relaxd rehearse`, with everything that it starts."""
 
+import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -53,3 +55,24 @@ def test_a_rehearsal_of_a_run_whose_model_isnt_here(workplace: Workplace) -> Non
         assert row in " ".join(output.split()), output
     assert list(workplace.folder.glob("rehearsal-*")) == []  # logs stay only if it fails
     assert not Path(workplace.folder / "runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_interrupted_rehearsal_of_a_runs_own_replica_has_a_result(workplace: Workplace) -> None:
+    (workplace.folder / "mine.toml").write_text(CONFIG)
+    words = ("rehearse", "mine.toml", "--seconds", "500", "--time-scale", "20", "--payload-scale", "4")
+    process = workplace.start(*words)
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if re.search(r": step [3-9]", line):
+            process.send_signal(signal.SIGINT)
+            break
+    rest, _ = process.communicate(timeout=120)
+    output = "".join(lines) + rest
+    assert process.returncode == 0, output
+    assert "1 rollout replicas, time / 20" in output
+    assert "interrupted: measuring what there is" in rest
+    assert "would it fill steps?" in rest

@@ -10,14 +10,16 @@ from rich.console import Console
 from rich.table import Table
 
 from relaxd.cli.execute import with_absolute_paths
-from relaxd.cli.options import WordsArgument, load_words, new_console
+from relaxd.cli.options import DEFAULT_STATE, StateOption, WordsArgument, load_words, new_console
 from relaxd.cli.preparing.check import check_algorithm
 from relaxd.client.errors import CliError
 from relaxd.config.load import ConfigError
+from relaxd.local.state import StateFolder
 from relaxd.rehearsal.assumptions import Scale, held_bytes, obstacle, payload_scale
 from relaxd.rehearsal.carrying import refusal
 from relaxd.rehearsal.rehearse import rehearse as run_rehearsal
 from relaxd.rehearsal.report import Measured, rows
+from relaxd.roles import ROLLOUT
 
 MEMORY_SHARE = 8
 """Payloads are scaled down to an eighth of this machine's free memory: Redis, trainer and engines each have some."""
@@ -25,7 +27,14 @@ MEMORY_SHARE = 8
 
 def rehearse(
     words: WordsArgument,
-    rollout: Annotated[int, typer.Option(min=1, max=4096, help="Rollout replicas to rehearse with.")] = 64,
+    rollout: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=4096,
+            help="Rollout replicas; 0: those of the services that are up here, or else one, as of a run.",
+        ),
+    ] = 0,
     seconds: Annotated[float, typer.Option(min=1, help="Seconds to measure, after the first step.")] = 120.0,
     time_scale: Annotated[
         float, typer.Option(min=1, help="Generation, training and weights take this many times less than stated.")
@@ -39,8 +48,12 @@ def rehearse(
         ),
     ] = 0,
     ranks: Annotated[int, typer.Option(min=1, max=64, help="Ranks of the trainer, all data-parallel.")] = 1,
+    state: StateOption = DEFAULT_STATE,
 ) -> None:
-    """Rehearse a run at its real size without GPUs: would it fill its steps, and what is its first limit?"""
+    """Rehearse a run at its real size without GPUs: would it fill its steps, and what is its first limit?
+
+    Ctrl-C ends the measurement early, with a result if two steps have ended.
+    """
     path, config = load_words(words)
     console = new_console()
     if problem := obstacle(config):
@@ -57,6 +70,7 @@ def rehearse(
             f"--payload-scale {fits} fits",
         )
     payload = payload or fits
+    rollout = rollout or _own_replicas(state)
     scale = Scale(rollout, time_scale, payload, ranks)
     logs = Path(f"rehearsal-{path.stem}-{datetime.now(UTC):%Y%m%d-%H%M%S}-logs")
 
@@ -68,6 +82,12 @@ def rehearse(
     _print(path, found, console)
     if refused := refusal(found.load):
         raise CliError(f"no verdict on {path}: {refused}")
+
+
+def _own_replicas(state: Path) -> int:
+    """Return the rollout replicas that `relaxd run` would have here."""
+    up = StateFolder(state).read()
+    return max(1, sum(service.role == ROLLOUT for service in up.services) if up else 1)
 
 
 def _print(path: Path, found: Measured, console: Console) -> None:
