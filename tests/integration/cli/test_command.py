@@ -93,7 +93,9 @@ def test_a_given_redis_that_does_not_answer_is_named(tmp_path: Path) -> None:
     assert "secret" not in done.stderr
 
 
-def test_config_check_finds_what_does_not_fit(tmp_path: Path, tiny_model: Path) -> None:
+def test_config_check_finds_what_does_not_fit(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "c.toml"
     path.write_text(
         EXAMPLE.read_text().replace('"smollm2-135m"', f'"{tiny_model}"').replace("_tokens = 64", "_tokens = 256")
@@ -112,7 +114,13 @@ def test_config_check_finds_what_does_not_fit(tmp_path: Path, tiny_model: Path) 
         "eval.prompts = 99999, but only",
     ):
         assert expected in done.stderr
+    (tmp_path / "file").write_text("")
+    for place, refused in (("file/runs", tmp_path / "file"), ("/proc/no/such", "/proc")):  # also for root
+        expected = f"run.folder = {str(tmp_path / place)!r}: can't write to {refused}: "
+        assert expected in problems("--run.folder", str(tmp_path / place))
+    monkeypatch.chdir(tmp_path)
     valid, folder = CliRunner().invoke(app, ["config", "check", str(path)]).stdout.splitlines()
+    assert not (tmp_path / "runs").exists()
     assert valid == f"{path} is valid"
     assert folder.startswith("the run's folder will take about ")
     assert "2 checkpoints, and one being written: " in folder
