@@ -6,6 +6,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,12 @@ from pydantic_core import ErrorDetails
 from relaxd.config.algorithm import BUILT_IN, OWN
 from relaxd.config.names.settings import Place, sections, settings
 from relaxd.config.names.suggest import elsewhere, homes, is_elsewhere, suggest
+from relaxd.config.parse import MAX_CHARACTERS, MAX_DEPTH, LimitError, parse_toml
 from relaxd.config.run import RunConfig
+
+MAX_PROBLEMS = 50
+MAX_SHOWN = 100
+"""Characters of a wrong line or name that are read."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,9 @@ def load(toml_text: str, overrides: Sequence[str] = (), *, name: str = "configur
     by its path. Raises `ConfigError` with every problem found.
     """
     try:
-        data = tomllib.loads(toml_text)
+        data = parse_toml(toml_text)
+    except LimitError as error:
+        raise ConfigError([Problem("", str(error), f"{name} line {error.line}" if error.line else name)]) from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError([_syntax_problem(error, toml_text, name)]) from error
     sources = {place: f"{name} line {line}" for place, line in _lines(toml_text)}
@@ -62,13 +70,14 @@ def load(toml_text: str, overrides: Sequence[str] = (), *, name: str = "configur
         # Strict JSON keeps "8", true and 8.5 from passing for an integer, and still reads a text as a path.
         return RunConfig.model_validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as error:
-        raise ConfigError([one for details in error.errors() for one in _problems(details, sources)]) from error
+        raise ConfigError(_shown(error, sources)) from error
 
 
 def load_file(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """`load` the file at `path`. Raises `ConfigError`, also when the file can't be read."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_CHARACTERS + 1)  # no more than it takes to refuse it
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError([Problem("", f"cannot read the configuration: {reason}", str(path))]) from error
@@ -116,7 +125,7 @@ def _syntax_problem(error: tomllib.TOMLDecodeError, text: str, name: str) -> Pro
     reason = message[: match.start()].strip() if match else message
     last = max(1, len(text.splitlines()))
     number = int(match[1]) if match and match[1] else last
-    shown = text.splitlines()[number - 1].strip() if text.splitlines() and number <= last else ""
+    shown = text.splitlines()[number - 1].strip()[:MAX_SHOWN] if text.splitlines() and number <= last else ""
     advice = "write settings as: key = value, with texts in quotes, below a [section]"
     return Problem("", f"not valid TOML: {reason}, in: {shown!r} ({advice})", f"{name} line {number}")
 
@@ -136,6 +145,8 @@ def _parse_overrides(words: Sequence[str]) -> Iterator[tuple[Place, Any]]:
                 raise ConfigError([Problem("", f"--{option} needs a value: --{option} VALUE")])
             value = rest.pop(0)
         place = tuple(part.replace("-", "_") for part in option.split("."))
+        if len(place) > MAX_DEPTH:
+            raise ConfigError([Problem("", f"--{option[:MAX_SHOWN]}... has more than {MAX_DEPTH} names")])
         if len(place) < 2:
             known = " or ".join(f"--{'.'.join(home)}" for home in homes(place[0]))
             advice = f"did you mean {known}?" if known else elsewhere(place)
@@ -149,7 +160,9 @@ def _override_value(place: Place, text: str) -> Any:
     if setting is not None and setting.takes_text:
         return text
     try:
-        parsed = tomllib.loads(f"value = {text}")
+        parsed = parse_toml(f"value = {text}")
+    except LimitError as error:
+        raise ConfigError([Problem("", str(error), "--" + ".".join(place))]) from error
     except tomllib.TOMLDecodeError:
         return text
     return parsed["value"] if parsed.keys() == {"value"} else text
@@ -182,6 +195,15 @@ def _no_entry(place: Place, entries: Sequence[Any], option: str) -> ConfigError:
 # --- pydantic's errors as problems ---------------------------------------------------------------------------------
 
 
+def _shown(error: ValidationError, sources: Mapping[Place, str]) -> list[Problem]:
+    """Convert at most MAX_PROBLEMS errors: each looks for similar names among all settings."""
+    found = (one for details in error.errors() for one in _problems(details, sources))
+    problems = list(islice(found, MAX_PROBLEMS))
+    if next(found, None) is not None:
+        problems.append(Problem("", f"these are the first {MAX_PROBLEMS} problems: there are more"))
+    return problems
+
+
 def _problems(details: ErrorDetails, sources: Mapping[Place, str]) -> list[Problem]:
     """Convert an error: one problem, or one for each setting of an unknown section that another framework has."""
     place, algorithm = tuple(str(part) for part in details["loc"]), ""
@@ -189,7 +211,7 @@ def _problems(details: ErrorDetails, sources: Mapping[Place, str]) -> list[Probl
         # pydantic names the chosen algorithm in between.
         place, algorithm = (place[0], *place[2:]), place[1]
     if details["type"] == "extra_forbidden" and isinstance(details["input"], dict):
-        leaves = list(_leaves(details["input"], place))
+        leaves = list(islice(_leaves(details["input"], place), MAX_PROBLEMS + 1))
         if any(map(is_elsewhere, leaves)):
             return [_unknown(leaf, "setting", _source(leaf, sources)) for leaf in leaves]
     return [_problem(place, details, sources, algorithm)]
@@ -233,7 +255,7 @@ def _problem(place: Place, details: ErrorDetails, sources: Mapping[Place, str], 
 
 
 def _not_allowed(value: Any, choices: Sequence[str], other: str = "") -> str:
-    written = str(value).lower()
+    written = str(value).lower()[:MAX_SHOWN]
     close = difflib.get_close_matches(written, choices, n=3, cutoff=0.5)
     # Of names that are equally close, the one with the same letters: "gpro" is grpo rather than gspo.
     close.sort(key=lambda name: sorted(name) != sorted(written))

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from relaxd.json_text import parse_json
+
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 PLACES = 16
 """Number of places, spread evenly over two tensors, at which they are compared: a copy is equal at all of them."""
@@ -57,7 +59,7 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
     """Find the embedding and the output layer in a folder's safetensors files."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        weight_map: dict[str, str] = parse_json(index.read_text())["weight_map"]
         files = {file for name, file in weight_map.items() if name.endswith((EMBEDDING, HEAD))}
     else:
         files = {file.name for file in folder.glob("*.safetensors")}
@@ -66,7 +68,7 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
         path = folder / name
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
+            header = parse_json(file.read(length))
         for tensor, entry in header.items():
             if tensor.endswith((EMBEDDING, HEAD)):
                 begin, end = entry["data_offsets"]

@@ -1,12 +1,12 @@
 """Lookup of model folders by path, name of a fetched model, or hub name."""
 
-import json
 import os
 from pathlib import Path
 
 from relaxd.board.schema import expert_dtype
 from relaxd.config import RunConfig
 from relaxd.data.errors import DataError
+from relaxd.json_text import parse_json
 
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 """Fields of which one, in the configuration of a mixture of experts, says how many experts a layer has."""
@@ -61,7 +61,7 @@ def models_in_trainer(config: RunConfig) -> dict[str, dict[str, Path]]:
 def routed_expert_bytes(folder: Path) -> int:
     """Return the bytes of a token's routed experts ([layers, top k]); 0 for a model without experts."""
     try:
-        model = json.loads((folder / "config.json").read_text())
+        model = parse_json((folder / "config.json").read_text())
         experts = max(int(model.get(name) or 0) for name in EXPERT_COUNTS)
         return expert_dtype(experts).itemsize * int(model["num_hidden_layers"]) * int(model["num_experts_per_tok"])
     except (OSError, ValueError, KeyError, TypeError):

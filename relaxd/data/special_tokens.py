@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from relaxd.data.errors import DataError
+from relaxd.json_text import parse_json
 
 TOKENIZER_CONFIG, TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -42,8 +43,8 @@ def token_text(file: Path, name: str, value: Any) -> str | None:
 def read_object(file: Path) -> dict[str, Any]:
     """Read a file with a JSON object; {} without the file. Raises DataError: it has something else."""
     try:
-        value = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except (OSError, ValueError, RecursionError) as error:
+        value = parse_json(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except (OSError, ValueError) as error:
         raise DataError("model.path", f"{file} can't be read: {error}") from error
     if not isinstance(value, dict):
         raise DataError("model.path", f"{file} is damaged: it has {json.dumps(value)[:80]} instead of a JSON object")

@@ -1,6 +1,5 @@
 """Comparison of the vocabularies of two models."""
 
-import json
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -8,6 +7,7 @@ from tokenizers import Tokenizer
 from relaxd.config import RunConfig
 from relaxd.data.errors import DataError
 from relaxd.data.models import frozen_models, resolve_model
+from relaxd.json_text import parse_json
 
 SHOWN = 3
 """Differences that an error names."""
@@ -72,7 +72,7 @@ def _vocabulary(folder: Path) -> dict[str, int] | None:
 def vocab_size(folder: Path) -> int | None:
     """Return the size of a model's output layer, from its config.json; None if that doesn't say."""
     try:
-        size: int = json.loads((folder / "config.json").read_text())["vocab_size"]
+        size: int = parse_json((folder / "config.json").read_text())["vocab_size"]
     except (OSError, ValueError, KeyError):
         return None
     return size

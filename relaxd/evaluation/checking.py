@@ -1,12 +1,12 @@
 """Checks of a run's evaluation sets against its data, its model and the rewards."""
 
-import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from relaxd.config import RunConfig
 from relaxd.data.dataset import PromptDataset
 from relaxd.evaluation.sets import sets_of
+from relaxd.json_text import parse_json
 from relaxd.rewards import UnknownRewardError, check_name
 from relaxd.run_folder import HELD_OUT
 
@@ -39,7 +39,7 @@ def set_problems(
 def context_problems(config: RunConfig, folder: Path) -> list[tuple[str, str]]:
     """Return the sets whose answers may be longer than the model's context; `folder` is the model's."""
     try:
-        context = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
+        context = parse_json((folder / "config.json").read_text()).get("max_position_embeddings")
     except (OSError, ValueError):
         return []
     if not isinstance(context, int):

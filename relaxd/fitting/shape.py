@@ -1,6 +1,5 @@
 """The sizes of a model that its memory depends on, read from config.json without torch."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -9,6 +8,7 @@ from typing import Any
 
 from relaxd.data.errors import DataError
 from relaxd.data.model_contradictions import config_contradiction
+from relaxd.json_text import parse_json
 
 Config = Mapping[str, Any]
 """A config.json."""
@@ -102,7 +102,7 @@ def read_shape(folder: Path, setting: str = "model.path") -> ModelShape:
     """
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text())
+        config = parse_json(path.read_text())
         shape = _shape(config)
     except OSError as error:
         raise DataError(setting, f"{folder} has no readable config.json, as a model folder has: {error}") from error

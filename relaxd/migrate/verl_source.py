@@ -46,6 +46,8 @@ def read_verl(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
                 raise VerlConfigError(f"{path} has no override such as actor_rollout_ref.rollout.n=8, and isn't YAML")
             found |= _others(words)
         given = _assignments(overrides, yaml.safe_load)
+    except RecursionError:
+        raise VerlConfigError(f"{path} is nested too deeply") from None
     except (yaml.YAMLError, ValueError) as error:
         raise error if isinstance(error, VerlConfigError) else VerlConfigError(f"{path}: {error}") from error
     if len(given) != len(overrides):

@@ -1,6 +1,5 @@
 """`relaxd config check`: check a configuration against itself, the model and the data."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from relaxd.evaluation.checking import context_problems, set_problems
 from relaxd.fitting.fit import budget_problem
 from relaxd.fitting.layout import Layout, problems
 from relaxd.fitting.shape import read_shape
+from relaxd.json_text import parse_json
 from relaxd.local.modules import ALGORITHM_TRIAL
 from relaxd.local.programs import run_program
 from relaxd.roles import TEACHER
@@ -139,7 +139,7 @@ def _check_privileged(config: RunConfig) -> list[Problem]:
 def _check_model(config: RunConfig, folder: Path) -> list[Problem]:
     file = folder / "config.json"
     try:
-        model: dict[str, Any] = json.loads(file.read_text())
+        model: dict[str, Any] = parse_json(file.read_text())
     except (OSError, ValueError) as error:
         return [Problem("model.path", f"= {str(folder)!r} is no model folder: {file}: {error}")]
     found = []
@@ -179,7 +179,7 @@ def _check_frozen_models(config: RunConfig) -> list[Problem]:
             continue
         for setting, name in own.settings.items():
             try:
-                model = json.loads((folders[name] / "config.json").read_text())
+                model = parse_json((folders[name] / "config.json").read_text())
             except (OSError, ValueError) as error:
                 found.append(Problem(setting, f"= {name!r} is no model folder: {error}"))
                 continue
@@ -224,7 +224,7 @@ def _check_judge(config: RunConfig) -> list[Problem]:
     judge = config.roles.judge
     try:
         folder = resolve_model(judge.model, weights=False, setting="roles.judge.model")
-        model = json.loads((folder / "config.json").read_text())
+        model = parse_json((folder / "config.json").read_text())
     except DataError as error:
         return [Problem(error.field, error.message)]
     except (OSError, ValueError) as error:

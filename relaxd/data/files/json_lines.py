@@ -10,6 +10,7 @@ from weakref import finalize
 import numpy as np
 
 from relaxd.data.files.plain import kind_of
+from relaxd.json_text import parse_json
 
 _CHUNK = 16 << 20
 _SHORT = 32
@@ -69,7 +70,7 @@ class JsonLines(JsonObjects):
 def parse(line: bytes) -> dict[str, Any]:
     """Parse a line, perhaps with a byte order mark. Raises ValueError: it isn't a JSON object."""
     try:
-        record = json.loads(line.decode("utf-8-sig"))
+        record = parse_json(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 at byte {error.start}") from error
     except json.JSONDecodeError as error:

@@ -1,9 +1,9 @@
 """Folders that the package datasets wrote with `save_to_disk`. They are read without it."""
 
-import json
 from pathlib import Path
 
 from relaxd.data.errors import DataError
+from relaxd.json_text import parse_json
 
 SPLITS = "dataset_dict.json"
 STATE = "state.json"
@@ -41,7 +41,7 @@ def saved_files(folder: Path, field: str) -> list[Path] | None:
 def _read(path: Path, key: str, field: str) -> list[str]:
     """Return a list of texts, or of the names of files."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8")).get(key) or ()
+        found = parse_json(path.read_text(encoding="utf-8")).get(key) or ()
         return [one if isinstance(one, str) else str(one["filename"]) for one in found]
     except (ValueError, AttributeError, TypeError, KeyError) as error:
         raise DataError(field, f"can't read {path}: it isn't as the package datasets writes it ({error})") from error

@@ -11,6 +11,7 @@ from relaxd.data.files.plain import kind_of, plain, stranger
 from relaxd.data.files.rows import OnDemand, Rows
 from relaxd.data.sources.messages import read_prompt, without_nulls
 from relaxd.importing import describe_error
+from relaxd.json_text import parse_json
 
 ALL = "*"
 """Stands for all columns but those of prompt and answer."""
@@ -72,7 +73,7 @@ class Columns:
         found = plain(_find(record, self.metadata, "data.metadata_key"))
         if isinstance(found, str):
             try:
-                found = json.loads(found)
+                found = parse_json(found)
             except ValueError as error:
                 raise ValueError(f'"{self.metadata}" is text that is not JSON') from error
         if found is not None and not isinstance(found, dict):
@@ -198,7 +199,7 @@ def _tools(key: str, value: Any) -> list[dict[str, Any]]:
         return []
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = parse_json(value)
         except ValueError as error:
             raise ValueError(f'"{key}" is text that is not JSON: tools are a list of objects') from error
     else:

@@ -1,10 +1,10 @@
 """Prompts as rows have them: text, a list of chat messages, or the JSON text of such a list."""
 
-import json
 from typing import Any
 
 from relaxd.data.examples import Message
 from relaxd.data.files.plain import kind_of, stranger
+from relaxd.json_text import parse_json
 
 FORM = '{"role": "user", "content": "..."}'
 
@@ -45,8 +45,8 @@ def _chat_from_text(text: str) -> str | list[Any]:
     if not text.lstrip().startswith("["):
         return text
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
+        found = parse_json(text)
+    except ValueError:
         return text
     is_chat = isinstance(found, list) and found and all(isinstance(one, dict) and "role" in one for one in found)
     return found if is_chat else text
