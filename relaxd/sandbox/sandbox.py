@@ -14,6 +14,7 @@ from relaxd.sandbox import confinement
 from relaxd.sandbox.channel import Channel, ChannelClosed, TooLong
 from relaxd.sandbox.confinement import ConfinementError
 from relaxd.sandbox.limits import Limits
+from relaxd.sandbox.running_time import LOOK_SECONDS, RunningClock
 
 ZYGOTE_SECONDS = 30.0
 """Deadline of the zygote's answers. It answers within milliseconds, and starts within a tenth of a second."""
@@ -37,6 +38,8 @@ class Sandbox:
         """Check that this machine can confine processes. Raises ConfinementError."""
         confinement.check(limits)
         self.limits = limits
+        self.clock = RunningClock()
+        """The clock of deadlines."""
         self._zygote: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
@@ -53,7 +56,7 @@ class Sandbox:
 
         Args:
             job: what it has to do.
-            deadline: time (of time.monotonic) at which it is stopped, whatever it does.
+            deadline: time (of `clock`) at which it is stopped, whatever it does.
             stdin: descriptor of its standard input; by default empty.
             stdout: descriptor of its standard output; by default what it prints is lost.
 
@@ -89,6 +92,7 @@ class Sandbox:
 
     def _ask(self, order: bytes, files: Sequence[int] = ()) -> bytes:
         """Ask the zygote, which is started when it is first needed and after it has died. Raises ConfinementError."""
+        self.clock.plan(LOOK_SECONDS)  # a zygote that takes longer is not the answer's fault, either
         try:
             control = self._control or self._start_zygote()
             socket.send_fds(control, [order], files)
@@ -97,6 +101,8 @@ class Sandbox:
             reason = "it has ended"
         except (OSError, TimeoutError) as error:
             reason = str(error) or type(error).__name__
+        finally:
+            self.clock.now()
         self.close()
         raise ConfinementError(f"the process that starts confined ones doesn't answer: {reason}")
 
@@ -167,16 +173,17 @@ class Confined:
             raise Stopped("it was ended")
         seconds = self._sandbox.limits.seconds
         computed = self._computed()
-        latest = min(self._deadline, time.monotonic() + IDLE_FACTOR * seconds)
+        clock = self._sandbox.clock
+        latest = min(self._deadline, clock.now() + IDLE_FACTOR * seconds)
 
         def left() -> float:
             computing = seconds - (self._computed() - computed)
-            waiting = latest - time.monotonic()
+            waiting = latest - clock.now()
             if computing <= 0:
                 self._stop(f"computed for longer than {seconds:g} s")
             if waiting <= 0:
                 self._stop("did not end in time")
-            return min(computing, waiting)
+            return clock.plan(min(computing, waiting))
 
         try:
             return act(left)
@@ -185,6 +192,8 @@ class Confined:
         except ChannelClosed:
             code = os.waitstatus_to_exitcode(self.end())
             raise Ended(code) from None
+        finally:
+            clock.now()
 
     def _computed(self) -> float:
         return time.clock_gettime(self._clock)

@@ -3,21 +3,10 @@
 import asyncio
 from types import TracebackType
 
-LOOK_SECONDS = 0.5
-"""Longest time between two looks at the clock."""
-LATE_SECONDS = 1.0
-"""A look that is later than planned by more than this shows that the process stood still."""
+from relaxd.sandbox.running_time import LOOK_SECONDS, ran
+
 END_SECONDS = 0.001
 """A deadline is over when less than this is left."""
-
-
-def ran(planned: float, passed: float) -> float:
-    """Return how long this process ran in `passed` seconds, after which it was to look `planned` seconds later.
-
-    A process that was stopped, or whose machine was suspended, looks late. It stopped somewhere in the planned time,
-    so half of that counts: what was computed meanwhile can still be read, and a deadline ends all the same.
-    """
-    return passed if passed <= planned + LATE_SECONDS else planned / 2
 
 
 class Deadline:

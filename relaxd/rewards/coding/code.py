@@ -1,6 +1,5 @@
 """The reward of programs: the answer's Python code is run against tests."""
 
-import time
 from typing import Literal
 
 from relaxd.rewards.base import RewardInput
@@ -67,7 +66,8 @@ class Code:
         code, fenced = code_in(sample.response)
         tests = passed = 0
         unplain = False
-        for verdict in judge(self._sandbox, code, cases, time.monotonic() + self._total_seconds, self._separate):
+        deadline = self._sandbox.clock.now() + self._total_seconds
+        for verdict in judge(self._sandbox, code, cases, deadline, self._separate):
             tests += 1
             passed += verdict.passed
             unplain = unplain or verdict.unplain

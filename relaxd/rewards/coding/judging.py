@@ -29,7 +29,7 @@ class BrokenTestError(ValueError):
 
 
 def judge(sandbox: Sandbox, code: str, cases: Cases, deadline: float, separate: bool) -> Iterator[Verdict]:
-    """Yield the verdict on each test. After `deadline` (of time.monotonic) all fail.
+    """Yield the verdict on each test. After `deadline` (of the sandbox's clock) all fail.
 
     `separate` runs tests in Python in another process than the answer's.
 

@@ -10,9 +10,10 @@ from relaxd.config import RewardConfig
 from relaxd.rewards import RewardInput, RewardOutput
 from relaxd.rewards.base import BadRewardError, check_output, text_message
 from relaxd.rpc.client import MAX_MESSAGE_BYTES
+from relaxd.sandbox.running_time import LOOK_SECONDS
 from relaxd.v1 import remote_reward_pb2 as pb
 from relaxd.v1.remote_reward_pb2_grpc import RemoteRewardStub
-from services.reward.deadline import LOOK_SECONDS, Deadline
+from services.reward.deadline import Deadline
 from services.reward.pool import Failure
 from services.reward.remote.authorization import authorization
 from services.reward.remote.errors import MismatchError, UnreachableError

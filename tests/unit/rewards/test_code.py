@@ -2,10 +2,13 @@
 
 import json
 import os
+import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from relaxd.rewards import RewardInput, UnknownRewardError, check_output, resolve
@@ -13,7 +16,7 @@ from relaxd.rewards.coding.comparing import same_output, same_value
 from relaxd.rewards.coding.extract import code_in
 from relaxd.sandbox.limits import Limits
 from relaxd.sandbox.sandbox import Sandbox
-from tests.kit.processes import is_alive
+from tests.kit.processes import is_alive, start_python
 from tests.kit.waiting import wait_until
 
 LIMITS = {"seconds": 0.5, "total_seconds": 5.0, "memory_mb": 256, "output_kb": 64}
@@ -217,6 +220,35 @@ def test_tests_after_the_time_of_all_fail():
     scored = slow(sample(code, {"inputs": ["1", *["2"] * 99], "outputs": ["1", *["2"] * 99]}))
     assert scored["passed"] == 0
     assert time.monotonic() - began < 50, "the first test was not stopped"
+
+
+PAUSED = """
+import os, signal, threading
+from relaxd.rewards import RewardInput
+from relaxd.rewards.coding.code import Code
+from relaxd.sandbox.sandbox import Sandbox
+
+start = Sandbox.start
+
+def start_and_stop(*arguments):
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+    return start(*arguments)
+
+Sandbox.start = start_and_stop
+answer = "import time\\ntime.sleep(1)\\nprint(int(input()) ** 2)"
+tests = '{"inputs": ["3"], "outputs": ["9"]}'
+print(Code(seconds=1.0, total_seconds=4.0)(RewardInput("", answer, tests)))
+"""
+"""Scores a right answer that takes a second, and stops itself meanwhile."""
+
+
+def test_a_pause_of_the_worker_is_not_the_answers_fault():
+    program = start_python("-c", PAUSED, stdout=subprocess.PIPE, text=True)
+    wait_until(lambda: psutil.Process(program.pid).status() == psutil.STATUS_STOPPED, "it stops")
+    time.sleep(5.0)  # longer than its limits
+    program.send_signal(signal.SIGCONT)
+    output, _ = program.communicate(timeout=60)
+    assert output.startswith("{'reward': 1.0"), output
 
 
 def test_processes_end_with_whoever_started_them():

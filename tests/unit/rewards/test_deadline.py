@@ -1,11 +1,12 @@
-"""The clock of a reward's deadline counts the time in which the process itself ran."""
+"""The clocks of rewards' deadlines count the time in which the process itself ran."""
 
 import asyncio
 from collections.abc import Sequence
 
 import pytest
 
-from services.reward.deadline import LATE_SECONDS, LOOK_SECONDS, Deadline, ran
+from relaxd.sandbox.running_time import LATE_SECONDS, LOOK_SECONDS, RunningClock, ran
+from services.reward.deadline import Deadline
 
 
 @pytest.mark.parametrize(
@@ -22,6 +23,21 @@ from services.reward.deadline import LATE_SECONDS, LOOK_SECONDS, Deadline, ran
 )
 def test_what_counts_of_the_time_between_two_looks(planned: float, passed: float, counted: float) -> None:
     assert ran(planned, passed) == pytest.approx(counted)
+
+
+def test_the_clock_of_a_sandbox_stands_still_with_its_process() -> None:
+    now = 100.0
+    clock = RunningClock(lambda: now)
+    assert clock.plan(3.0) == LOOK_SECONDS
+    now += 0.2  # an answer
+    assert clock.now() == pytest.approx(100.2)
+    now += 30.0  # computing, not waiting
+    assert clock.now() == pytest.approx(130.2)
+    assert clock.plan(0.1) == pytest.approx(0.1)
+    now += 60.0  # stopped during the wait
+    assert clock.now() == pytest.approx(130.25)
+    now += 1.0
+    assert clock.now() == pytest.approx(131.25)
 
 
 class Machine(asyncio.SelectorEventLoop):
