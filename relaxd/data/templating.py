@@ -23,6 +23,8 @@ JUDGE_OVERRIDE = "roles.judge.chat_template"
 """The same of the judge."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning: templates read the first, gpt-oss's the second."""
+MORE_TEMPLATES = "additional_chat_templates"
+"""Folder of a model's named chat templates, of which "tool_use" is for prompts with tools."""
 END_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 PROBE = "relaxd-probe-of-a-chat-template"
 
@@ -269,10 +271,11 @@ def _templates_of(folder: Path) -> dict[str, str]:
     """Return the chat templates of a model's folder by their names. Raises DataError: a file is damaged."""
     file = folder / "chat_template.jinja"
     if file.is_file():
+        files = {"default": file} | {one.stem: one for one in (folder / MORE_TEMPLATES).glob("*.jinja")}
         try:
-            return {"default": file.read_text(encoding="utf-8")}
+            return {name: one.read_text(encoding="utf-8") for name, one in files.items()}
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError("model.path", f"{file} can't be read: {error}") from error
+            raise DataError("model.path", f"a chat template in {folder} can't be read: {error}") from error
     file = folder / TOKENIZER_CONFIG
     found = read_object(file).get("chat_template")
     if found is None or isinstance(found, str):

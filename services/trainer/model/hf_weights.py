@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from relaxd.data.model_contradictions import weights_contradiction
+from relaxd.data.templating import MORE_TEMPLATES
 from services.trainer.batch.durable import errors_of_the_system
 from services.trainer.megatron.disk_work import DiskRefused, DiskWorkFailed
 from services.trainer.megatron.parallel import GatherGroups, World
@@ -338,5 +339,7 @@ def copy_small_files(original: Path, folder: Path, dtype: torch.dtype, chat_temp
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    if chat_template is not None:
+    if chat_template is not None:  # for all prompts, also those with tools
         (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+    elif (original / MORE_TEMPLATES).is_dir():
+        shutil.copytree(original / MORE_TEMPLATES, folder / MORE_TEMPLATES, dirs_exist_ok=True)

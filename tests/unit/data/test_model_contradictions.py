@@ -72,6 +72,21 @@ def test_the_exported_folder_has_the_template_of_the_run(tmp_path: Path) -> None
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+def test_the_exported_folder_has_the_models_template_for_tools_unless_the_run_has_its_own(tmp_path: Path) -> None:
+    original = make_tiny_model(tmp_path / "tiny")
+    (original / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (original / "additional_chat_templates").mkdir()
+    (original / "additional_chat_templates" / "tool_use.jinja").write_text("tools: {{ messages[0].content }}")
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    for name, own, expected in (("theirs", None, "tools: hi"), ("own", "<{{ messages[0].content }}>", "<hi>")):
+        out = tmp_path / name
+        out.mkdir()
+        copy_small_files(original, out, torch.bfloat16, own)
+        tokenizer = AutoTokenizer.from_pretrained(out)
+        chat = [{"role": "user", "content": "hi"}]
+        assert tokenizer.apply_chat_template(chat, tools=tools, tokenize=False) == expected
+
+
 def test_files_of_safetensors_have_the_permissions_of_others(tmp_path: Path) -> None:
     file, other = tmp_path / "a.safetensors", tmp_path / "b"
     with errors_of_the_system(file):

@@ -163,6 +163,23 @@ def test_prompts_with_tools_get_the_template_for_tools(tmp_path: Path) -> None:
     assert template.render(CHATS["user"], TOOLS) == "weather: hi é <b>"
 
 
+def test_prompts_with_tools_get_the_template_for_tools_of_a_folder_as_transformers_saves_it(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.chat_template = {
+        "default": "{{ messages[0].content }}",
+        "tool_use": "{{ tools[0].function.name }}: {{ messages[0].content }}",
+    }
+    tokenizer.save_pretrained(tmp_path)
+    template = load_chat_template(tmp_path, None)
+    assert template is not None
+    for tools in (None, TOOLS):
+        expected = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+            CHATS["user"], tools=tools, tokenize=False
+        )
+        assert template.render(CHATS["user"], tools or ()) == expected
+
+
 def test_a_template_is_text_or_the_path_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "my.jinja"
     file.write_text(TEMPLATES["plain"])
