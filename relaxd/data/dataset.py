@@ -1,6 +1,5 @@
 """A prompt data set that can be read from any cursor."""
 
-import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,7 +11,7 @@ import numpy as np
 from relaxd.config import RunConfig
 from relaxd.data.checking import CHECKED, FIRST_LOOK, Limit, check_source, check_tools, evenly_spread
 from relaxd.data.digest import digest_of
-from relaxd.data.duplicates import Chosen, Seen, key_of, keys_of
+from relaxd.data.duplicates import Chosen, Seen, keys_of
 from relaxd.data.errors import DataError
 from relaxd.data.examples import Example, Message
 from relaxd.data.files.rows import Joined
@@ -24,10 +23,6 @@ from relaxd.data.sources.evaluation_sets import read_set
 from relaxd.data.sources.sources import Source, read_sources
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.run_folder import COMPARED, HELD_OUT
-
-OLDER_DIGESTED = 512
-"""Maximum number of prompts that a digest of earlier releases reads."""
-OLDER_DIGEST_BYTES = 8
 
 Place = tuple[int, int]
 """A place in the infinite sequence of prompts: epoch and position."""
@@ -155,17 +150,6 @@ class PromptDataset:
             return digest_of(self._examples)
         except OSError as error:
             raise DataError("data", f"can't be read: {error}") from error
-
-    def older_digest(self) -> str:
-        """Return the digest of earlier releases, of prompts and answers spread evenly over all.
-
-        Raises DataError: a row is wrong.
-        """
-        found = hashlib.blake2b(str(len(self._examples)).encode(), digest_size=OLDER_DIGEST_BYTES)
-        for index in evenly_spread(len(self._examples), OLDER_DIGESTED):
-            example = self._example(index)
-            found.update(f"{key_of(example)} {example.answer}\n".encode("utf-8", "surrogatepass"))
-        return found.hexdigest()
 
     def prompt(self, index: int) -> Prompt:
         """Return the prompt at an index. Raises DataError: its row of a large file, not looked at before, is wrong."""

@@ -45,7 +45,7 @@ def read_object(file: Path) -> dict[str, Any]:
     try:
         value = parse_json(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except (OSError, ValueError) as error:
-        raise DataError("model.path", f"{file} can't be read: {error}") from error
+        raise DataError("model.path", f"{file} can't be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise DataError("model.path", f"{file} is damaged: it has {json.dumps(value)[:80]} instead of a JSON object")
     return value

@@ -13,7 +13,7 @@ from relaxd.board.core import RESERVED_RUN_ID, RUN_ID, RUN_ID_RULE
 from relaxd.config import RunConfig
 from relaxd.config.load import ConfigError, load
 from relaxd.data.curriculum.curriculum import own_problems
-from relaxd.data.dataset import OLDER_DIGEST_BYTES, PromptDataset, RunData, load_data
+from relaxd.data.dataset import PromptDataset, RunData, load_data
 from relaxd.data.errors import DataError
 from relaxd.data.templating import with_template_texts
 from relaxd.evaluation.checking import set_problems
@@ -103,15 +103,8 @@ def prepare(run_id: str, config_toml: str, request_id: str, redis_url: str) -> P
 
 
 def check_same_prompts(record: RunRecord, train: PromptDataset) -> None:
-    """Check that a run goes on with the prompts that it began with. Raises DataError.
-
-    A run of an earlier release is compared by the digest that it has, and gets the present one with its next record.
-    """
-    if not record.prompts:
-        return
-    is_older = len(record.prompts_digest) == 2 * OLDER_DIGEST_BYTES
-    digest = train.older_digest() if is_older else train.digest
-    if (record.prompts, record.prompts_digest) == (train.prompts, digest):
+    """Check that a run goes on with the prompts that it began with. Raises DataError."""
+    if not record.prompts or (record.prompts, record.prompts_digest) == (train.prompts, train.digest):
         return
     changed = (
         f"there are {train.prompts} prompts, and the run began with {record.prompts}"

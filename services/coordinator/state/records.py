@@ -85,7 +85,7 @@ class RunRecord(Record):
     prompts: int = 0
     """Number of its training prompts; 0: not known, of an earlier release."""
     prompts_digest: str = ""
-    """Digest of all of them (`PromptDataset.digest`); of some (`older_digest`) if an earlier release has written it."""
+    """Digest of all of them (`PromptDataset.digest`)."""
 
     @property
     def reason_shown(self) -> str:

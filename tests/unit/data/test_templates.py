@@ -119,7 +119,7 @@ def test_special_tokens_are_those_of_transformers(
 @pytest.mark.parametrize(
     ("name", "text", "complaint"),
     [
-        ("special_tokens_map.json", "{", r"special_tokens_map\.json can't be read: Expecting property name"),
+        ("special_tokens_map.json", "{", r"special_tokens_map\.json can't be read as JSON: Expecting property name"),
         (
             "special_tokens_map.json",
             "[1]",
@@ -132,7 +132,7 @@ def test_special_tokens_are_those_of_transformers(
         ),
         ("special_tokens_map.json", '{"eos_token": ["a"]}', r"damaged: eos_token is \[\"a\"\], but must be text"),
         ("special_tokens_map.json", '{"pad_token": {"lstrip": true}}', r"pad_token is {\"lstrip\": true}, but must be"),
-        ("tokenizer_config.json", "", r"tokenizer_config\.json can't be read: Expecting value"),
+        ("tokenizer_config.json", "", r"tokenizer_config\.json can't be read as JSON: Expecting value"),
         ("tokenizer_config.json", '{"bos_token": false}', r"tokenizer_config\.json is damaged: bos_token is false"),
         ("tokenizer_config.json", '{"chat_template": 3}', "chat_template must be text or a list of"),
         (

@@ -181,24 +181,3 @@ def test_a_run_goes_on_that_failed_because_of_its_data(tmp_path: Path) -> None:
     write(Outcome.REPLICAS_FAILED)
     with pytest.raises(FailedPrecondition, match="only more steps let it go on"):
         read_run(str(tmp_path), new_data=True)
-
-
-def test_a_run_of_an_earlier_release_goes_on_if_its_digest_is_the_same(tmp_path: Path) -> None:
-    config = RunConfig.model_validate(
-        {
-            "run": {"steps": 9, "folder": str(tmp_path)},
-            "model": {"path": str(make_tiny_model(tmp_path / "tiny"))},
-            "data": {"source": "addition"},
-            "reward": {"name": "addition"},
-        }
-    )
-    train, record = load_data(config).train, RunRecord(run_id="run", config_json=config.model_dump_json(), folder="")
-
-    def restored(digest: str) -> RunRecord:
-        known = record.model_copy(update={"prompts": train.prompts, "prompts_digest": digest})
-        (tmp_path / "run.json").write_text(known.model_dump_json())
-        return read_run(str(tmp_path)).record
-
-    assert restored(train.older_digest()).prompts_digest == train.digest != train.older_digest()
-    with pytest.raises(FailedPrecondition, match="prompts are others than those that the run began with"):
-        restored("0123456789abcdef")
