@@ -219,7 +219,8 @@ def _role(run: RunSnapshot) -> Reason | None:
     if absent := [role for role in run.missing if all(peer.role != role for peer in run.peers)]:
         starts = [(role, f"relaxd scale {role}=1" if role in SCALABLE_ROLES else "relaxd up") for role in absent]
         advice = tuple(f"{command} starts one, or: python -m {ROLES[role].module}" for role, command in starts)
-        text = f"no {' and no '.join(absent)} replica is registered"
+        roles = " or ".join(filter(None, [", ".join(absent[:-1]), absent[-1]]))
+        text = f"no {roles} replica is registered"
         return Reason(pb.WAIT_KIND_ROLE, text, on=absent[0], advice=advice, always=True)
     peer = [peer for peer in run.peers if peer.role == run.missing[0]][-1]
     said = f": {peer.detail}" if peer.detail else ""

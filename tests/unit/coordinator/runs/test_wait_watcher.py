@@ -69,7 +69,7 @@ class World:
 
 async def test_it_sees_replicas_groups_and_steps(redis_url: str, caplog: pytest.LogCaptureFixture) -> None:
     world = World(redis_url)
-    assert (await world.look()).waiting_for == "no rollout and no reward replica is registered, for 0 s"
+    assert (await world.look()).waiting_for == "no rollout or reward replica is registered, for 0 s"
     await world.replica("rollout-0", ROLLOUT, REPLICA_STATE_STARTING, "loading the model")
     await world.replica("reward-0", REWARD)
     first = await world.look()
@@ -142,6 +142,7 @@ async def test_the_coordinators_own_waits_are_said_while_it_stops(redis_url: str
 
 async def test_a_replicas_wait_and_the_coordinators_are_told_by_their_codes(redis_url: str) -> None:
     world = World(redis_url)
+    await world.replica("reward-0", REWARD)
     await world.replica("rollout-0", ROLLOUT, REPLICA_STATE_STARTING, "rollout-9 has GPU-1", REPLICA_WAIT_GPUS)
     run = await world.look()
     assert (run.wait.kind, run.wait.on) == (pb.WAIT_KIND_LEASE, "rollout-0")

@@ -98,7 +98,7 @@ CASES = [
             "missing": ["rollout", "teacher", "judge"],
             "peers": without("rollout", Peer("rollout-0", "rollout", "starting", "loading")),
         },
-        "no teacher and no judge replica is registered",
+        "no teacher or judge replica is registered",
         "relaxd scale teacher=1",
     ),
     (
