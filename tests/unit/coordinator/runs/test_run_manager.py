@@ -192,7 +192,8 @@ async def test_a_run_that_has_ended_waits_for_nothing_but_its_disk(desk: Desk) -
     active = desk.manager.active
     assert active is not None
     await active.waiting.look()
-    assert (await desk.manager.message(active.record)).waiting_for.startswith("no trainer, rollout, reward or advantage replica")
+    said = (await desk.manager.message(active.record)).waiting_for
+    assert said.startswith("no trainer, rollout, reward or advantage replica is registered")
     ended = active.record.model_copy(update={"phase": Phase.STOPPED})
     with waiting("a reply", on="another process"):
         assert (await desk.manager.message(ended)).waiting_for == ""
