@@ -41,8 +41,7 @@ def folder_finding(about: str, folder: Path, other: str, needed: int | None = No
     """
     folder = folder.absolute()
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        why = "can't be written by this user" if existing.is_dir() else "is not a folder"
+    if why := _unwritable(existing):
         return Finding("problem", about, f"{folder}: {existing} {why}", "a folder that this user can write", other)
     free, files = shutil.disk_usage(existing).free, os.statvfs(existing).f_favail
     found = f"{folder}: {byte_amount(free)} free"
@@ -56,3 +55,14 @@ def folder_finding(about: str, folder: Path, other: str, needed: int | None = No
         right = "more of them: remove small files, or use another folder"
         return Finding("warning", about, f"{folder}: only {files} more files can be made (inodes)", right, other)
     return Finding("ok", about, found)
+
+
+def _unwritable(folder: Path) -> str:
+    """Return why nothing can be written to a folder; "" if it can: a folder is made there for a moment."""
+    if not folder.is_dir():
+        return "is not a folder"
+    try:
+        Path(tempfile.mkdtemp(prefix=".relaxd-doctor-", dir=folder)).rmdir()
+    except OSError as error:
+        return f"can't be written: {error.strerror}"
+    return ""

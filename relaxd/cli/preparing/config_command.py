@@ -1,8 +1,6 @@
 """`relaxd config`: show and check a configuration."""
 
 import os
-import tempfile
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,7 +11,7 @@ from relaxd.cli.output import show
 from relaxd.cli.preparing.check import check, check_algorithm
 from relaxd.cli.preparing.doctor_command import PREFLIGHT_SECONDS, scope_of, warn_of_machine
 from relaxd.config import RunConfig
-from relaxd.config.load import ConfigError, Problem
+from relaxd.config.load import ConfigError
 from relaxd.config.write import dump_changes, dump_explained
 from relaxd.data.errors import DataError
 from relaxd.fitting.fit import written
@@ -38,28 +36,13 @@ def config_check(words: WordsArgument) -> None:
     """Check a configuration against itself, the model, the data, the reward and this machine. Starts no service."""
     path, config = load_words(words)
     problems = check_algorithm(config)
-    if problems := problems or check(config) + check_devices(config, {}, len(visible_gpus())) + _check_folder(config):
+    if problems := problems or check(config) + check_devices(config, {}, len(visible_gpus())):
         raise ConfigError(problems)
     show(f"{path} is valid")
     show(_disk(config))
     scope = scope_of(DEFAULT_STATE, config, os.environ.get("RELAXD_COORDINATOR"), PREFLIGHT_SECONDS)
     if not warn_of_machine("config", scope, new_console()):
         raise typer.Exit(1)
-
-
-def _check_folder(config: RunConfig) -> list[Problem]:
-    """Check that a run could make its folder, by making one beside it for a moment."""
-    folder = config.run.folder.expanduser().resolve()
-    there = folder
-    try:
-        there = next(place for place in (folder, *folder.parents) if place.exists())
-        Path(tempfile.mkdtemp(prefix=".relaxd-check-", dir=there)).rmdir()
-    except OSError as error:
-        wrong = (
-            f"= {str(config.run.folder)!r}: can't write to {there}: {error.strerror}; name a folder that you may write"
-        )
-        return [Problem("run.folder", wrong)]
-    return []
 
 
 def _disk(config: RunConfig) -> str:

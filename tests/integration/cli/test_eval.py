@@ -56,7 +56,8 @@ def test_a_model_is_evaluated_on_sets_without_services(folder: Path, tiny_model:
     text = run("--model", str(tiny_model), "--out", "found", "--set", "letters", "--set", "words")
     assert "letters: 5 prompts, 4 answers each" in text
     table = [line.split() for line in text.splitlines() if line.startswith(("held_out  ", "letters  ", "words  "))]
-    assert [row[:3] for row in table] == [["letters", "0", "5"], ["words", "0", "2"]]
+    prompts = [row[:4] for row in table if row[2] == "prompts"]
+    assert prompts == [["letters", "0", "prompts", "5"], ["words", "0", "prompts", "2"]]
     lines = [json.loads(line) for line in Path("found/letters.jsonl").read_text().splitlines()]
     assert sorted((line["index"], line["sample"]) for line in lines) == [(i, n) for i in range(5) for n in range(4)]
     assert {line["length"] for line in lines} == {6}

@@ -100,7 +100,7 @@ def test_what_a_run_waits_for_is_said_at_once_and_dropped_groups_too(kit: Kit) -
 def test_a_missing_role_is_told_with_the_command_that_starts_it(kit: Kit) -> None:
     kit.run.state, kit.run.reason, kit.run.step = pb.RUN_STATE_PENDING, "waiting for teacher", 0
     kit.run.waiting_for = "no teacher replica is registered, for 1 s"
-    kit.run.wait.kind, kit.run.wait.on = "role", "teacher"
+    kit.run.wait.kind, kit.run.wait.on = pb.WAIT_KIND_ROLE, "teacher"
     kit.run.wait.advice.append("relaxd scale teacher=1 starts one")
     seen: list[None] = []
 
