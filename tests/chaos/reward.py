@@ -10,7 +10,9 @@ from relaxd.rewards import judge
 
 SECONDS = 0.2
 HUGE_VARIABLE = "CHAOS_HUGE_REWARDS"
-"""Names a file: while it is there, rewards are huge."""
+"""Names a folder, which exists from the start, so that the sandbox lets rewards read it."""
+HUGE_FILE = "huge-rewards"
+"""While this file is in that folder, rewards are huge."""
 HUGE = 1e38
 """Advantages of this size fit float32. The gradient that they make doesn't."""
 
@@ -23,4 +25,4 @@ async def arbitrary(sample: Any) -> dict[str, float]:
 def unjudged(sample: Any) -> dict[str, float]:
     time.sleep(SECONDS)
     reward = zlib.crc32(sample.response.encode()) / 2**32
-    return {"reward": reward * (HUGE if Path(os.environ[HUGE_VARIABLE]).exists() else 1.0)}
+    return {"reward": reward * (HUGE if Path(os.environ[HUGE_VARIABLE], HUGE_FILE).exists() else 1.0)}

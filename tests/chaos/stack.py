@@ -27,7 +27,7 @@ from tests.chaos.planes.data_nodes import DataNodes
 from tests.chaos.planes.primaries import RUN, primaries_of
 from tests.chaos.proxy import Link, Loop
 from tests.chaos.relay import Relay
-from tests.chaos.reward import HUGE_VARIABLE
+from tests.chaos.reward import HUGE_FILE, HUGE_VARIABLE
 from tests.chaos.teacher_engine import FAILING_VARIABLE, interpreter
 from tests.kit.models import make_tiny_model
 from tests.kit.ports import free_port
@@ -218,7 +218,7 @@ class ChaosStack:
         self.relays: dict[str, Relay] = {}
         self.state = StateFolder(folder / "state")
         self.run_folder = folder / "runs" / RUN
-        self.huge_rewards = folder / "huge-rewards"
+        self.huge_rewards = folder / HUGE_FILE
         """While this file is there, rewards are so large that gradients overflow."""
         self.failing_teacher = folder / "failing-teacher"
         """While this file is there, the answers of the teacher's engine are wrong (tests.chaos.teacher_engine)."""
@@ -257,7 +257,7 @@ class ChaosStack:
             spec.environment |= {
                 "RELAXD_LEASE_SECONDS": str(REPLICA_LEASE_SECONDS),
                 "OMP_NUM_THREADS": "1",
-                HUGE_VARIABLE: str(self.huge_rewards),
+                HUGE_VARIABLE: str(self.huge_rewards.parent),
             }
             if spec.role in engines:
                 spec.environment["RELAXD_ENGINE_PYTHON"] = interpreter(self.folder)

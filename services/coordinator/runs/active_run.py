@@ -326,6 +326,8 @@ class ActiveRun:
         with contextlib.suppress(StoreUnavailable):  # only cleanup: the group's name is unique
             await self.sync.close()
         size = await self._redis.call(self.board.measure)
+        if self.handoff is not None:
+            await self.handoff.rest()
         await self._save(**end, paused=None, board_bytes=size)
         await self._disk.call(self._write_record)
         logger.info("run %s ended after %d steps: %s", record.run_id, counts.last_step, reason)

@@ -80,6 +80,8 @@ class GpuHandoff:
         self._moving: HandoffMove | None = None
         self._metrics: dict[str, float] = {}
         """Durations of the handoffs since the last step, and the device memory before and after."""
+        self._resting = False
+        """True once no more moves are to be made."""
         self._trainer_users = 0
         """Callers inside `trainer_awake`."""
         self._failures = HandoffFailures(context.config.run.switch_timeout_seconds)
@@ -128,6 +130,16 @@ class GpuHandoff:
         finally:
             self._trainer_users -= 1
 
+    async def rest(self) -> None:
+        """Make no more moves; return once the one in progress has ended.
+
+        Replicas leave the run when they learn of its end, and one that leaves fails a move.
+        """
+        self._resting = True
+        self._registry.changed.fire()
+        while self._moving is not None:
+            await self._registry.changed.wait(TICK_SECONDS)  # idle: `waiting_for` says it
+
     async def run_forever(self) -> None:
         """Make one move after another until cancelled, at the end of the run, and then forget whose turn it is."""
         try:
@@ -141,10 +153,10 @@ class GpuHandoff:
         while True:
             try:
                 move = await self._next_move()
-                self._moving = move if move != HandoffMove.WAIT else None
-                if move == HandoffMove.WAIT:
+                if move == HandoffMove.WAIT or self._resting:
                     await self._registry.changed.wait(TICK_SECONDS)  # idle: there is nothing to move
                     continue
+                self._moving = move
                 started = time.monotonic()
                 await self._make(move)
                 logger.info("%s: done in %.3f s", move, time.monotonic() - started)
