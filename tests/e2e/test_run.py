@@ -1,6 +1,5 @@
 """Runs from the command line: services die, services stay up for several runs, and Ctrl-C ends everything."""
 
-import contextlib
 import fcntl
 import json
 import os
@@ -132,10 +131,16 @@ def test_a_closed_terminal_stops_everything_and_leaves_a_checkpoint(workplace: W
     os.close(its_end)
     workplace.processes.append(process)
 
+    output = bytearray()
+
     def has_trained() -> bool:
-        with contextlib.suppress(BlockingIOError):
-            while os.read(terminal, 1 << 16):
-                pass
+        try:
+            while part := os.read(terminal, 1 << 16):
+                output.extend(part)
+        except BlockingIOError:
+            pass
+        except OSError as error:  # the command has ended
+            raise AssertionError(output.decode()) from error
         metrics = folder / "metrics.jsonl"
         return metrics.is_file() and metrics.read_text().count("reward_mean") > 1
 
