@@ -293,17 +293,19 @@ def fail_teacher(stack: ChaosStack, rng: random.Random) -> float:
 
 def fill_redis(stack: ChaosStack, rng: random.Random) -> float:
     """No memory is left, for longer than a group's lease."""
-    return limit_memory(stack.redis, int(stack.redis.info("memory")["used_memory"]))
+    with limited_memory(stack.redis, int(stack.redis.info("memory")["used_memory"])):
+        time.sleep(LONG_SECONDS)
+    return time.time()
 
 
-def limit_memory(client: redis.Redis, most: int) -> float:
-    """Let a Redis use so many bytes, for longer than a group's lease."""
+@contextlib.contextmanager
+def limited_memory(client: redis.Redis, most: int) -> Iterator[None]:
+    """Let a Redis use at most `most` bytes inside the context."""
     try:
         client.config_set("maxmemory", most)
-        time.sleep(LONG_SECONDS)
+        yield
     finally:
         client.config_set("maxmemory", 0)
-    return time.time()
 
 
 def fill_disk(stack: ChaosStack, rng: random.Random) -> float:

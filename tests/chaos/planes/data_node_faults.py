@@ -6,7 +6,16 @@ from functools import partial
 
 import psutil
 
-from tests.chaos.faults import LENGTHS, LONG_SECONDS, Fault, MomentMissed, limit_memory, stand_still, worsen
+from tests.chaos.faults import (
+    LENGTHS,
+    LONG_SECONDS,
+    NOTICE_SECONDS,
+    Fault,
+    MomentMissed,
+    limited_memory,
+    stand_still,
+    worsen,
+)
 from tests.chaos.planes.data_nodes import DataNodes
 from tests.chaos.planes.payload_faults import strike_first
 from tests.chaos.proxy import Moment
@@ -59,13 +68,20 @@ def stall(seconds: float, stack: ChaosStack, rng: random.Random) -> float:
 
 
 def fill(stack: ChaosStack, rng: random.Random) -> float:
-    """A node has no memory left, for longer than a group's lease. Raises MomentMissed: nobody wanted to write there."""
+    """A node has no memory left, until a write was refused and for longer than a group's lease.
+
+    Raises MomentMissed: nobody wanted to write there.
+    """
     client = rng.choice(_nodes(stack).clients)
     client.config_resetstat()
-    over = limit_memory(client, 1)
-    if "errorstat_OOM" not in client.info("errorstats"):
-        raise MomentMissed("no write was refused")
-    return over
+    with limited_memory(client, 1):
+        end = time.monotonic() + NOTICE_SECONDS
+        time.sleep(LONG_SECONDS)
+        while "errorstat_OOM" not in client.info("errorstats"):
+            if time.monotonic() > end:
+                raise MomentMissed(f"no write was refused in {NOTICE_SECONDS:g} s")
+            time.sleep(0.02)
+    return time.time()
 
 
 def network(how: str, stack: ChaosStack, rng: random.Random) -> float:
