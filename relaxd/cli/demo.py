@@ -20,7 +20,7 @@ from relaxd.report.result import read_result
 from relaxd.run_folder import is_run
 
 DISTILLATION = "opd"
-"""The algorithm that needs a teacher; its demo is an example of its own."""
+"""The algorithm that needs a teacher; its demo is a separate example."""
 
 
 @dataclass(frozen=True)

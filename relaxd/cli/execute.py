@@ -64,7 +64,7 @@ class Where:
     address: str | None = None
     """The coordinator of services that are up; None starts services for this run."""
     in_container: bool = False
-    """The coordinator runs in a container: a local address, but paths of its own."""
+    """The coordinator runs in a container: a local address, but other paths."""
     replicas: Mapping[str, int] = field(default_factory=dict)
     """Replicas of each role to start."""
     engines: Mapping[str, str] = field(default_factory=dict)

@@ -73,7 +73,7 @@ class RewardService(StageReplica):
         self._last_frames = ""
         """The place of the traceback that was logged last: it isn't logged for each of the groups that fail there."""
         self.sets: frozenset[str] = frozenset()
-        """Names of the run's evaluation sets that have a reward of their own."""
+        """Names of the run's evaluation sets that have their own reward."""
 
     async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
         self._run_id = assignment.run_id
@@ -267,7 +267,7 @@ class RewardService(StageReplica):
 
 
 def reward_of_set(name: str) -> str:
-    """Return the name by which the service knows the reward of an evaluation set that has one of its own."""
+    """Return the name by which the service knows the reward of an evaluation set that has its own."""
     return f"the evaluation set {name}"  # no name of a reward: those have a colon, or are bundled
 
 
