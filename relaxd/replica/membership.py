@@ -18,6 +18,8 @@ CALL_SECONDS = 5.0
 """Deadline of a registration or a heartbeat."""
 RETRY_SECONDS = 0.5
 """Pause between two attempts while the coordinator is away."""
+STARTING_SECONDS = 10.0
+"""Time for which a coordinator that has not answered yet may still start, beside this process: no reason to warn."""
 TRANSIENT = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -76,6 +78,8 @@ class Membership:
         self._tls = tls
         self._send_now = asyncio.Event()
         self._away = False
+        self._warns_from = time.monotonic() + STARTING_SECONDS
+        """Monotonic time from which a coordinator that doesn't answer is worth a warning."""
         self._heartbeat_seconds = 1.0
 
     def send_now(self) -> None:
@@ -117,6 +121,7 @@ class Membership:
                 await asyncio.sleep(RETRY_SECONDS)  # named: by `run`
                 continue
             self._away = False
+            self._warns_from = 0.0
             self._heartbeat_seconds = answer.heartbeat_seconds or 1.0
             _log.info("registered with the coordinator at %s", self._address)
             await self._on_answer(HeartbeatResponse(assignment=answer.assignment, term=answer.term))
@@ -168,7 +173,7 @@ class Membership:
             pass
 
     async def _note_away(self, error: grpc.aio.AioRpcError) -> None:
-        if self._away:
+        if self._away or time.monotonic() < self._warns_from:
             return
         self._away = True
         why = explain(error)

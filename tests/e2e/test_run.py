@@ -111,6 +111,11 @@ def test_up_run_look_down(workplace: Workplace) -> None:
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
 
 
+def take_terminal() -> None:
+    """Make standard input the terminal of this session. By name: warm processes are told whom to call."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_closed_terminal_stops_everything_and_leaves_a_checkpoint(workplace: Workplace) -> None:
@@ -126,7 +131,7 @@ def test_a_closed_terminal_stops_everything_and_leaves_a_checkpoint(workplace: W
         stdout=its_end,
         stderr=its_end,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=take_terminal,
     )
     os.close(its_end)
     workplace.processes.append(process)
