@@ -112,7 +112,7 @@ class TeacherConfig(FrozenModelConfig):
         "{prompt}\n\nA reference solution, which you must neither quote nor mention:\n{privileged}\n\n"
         "Now solve the problem in your own words."
     )
-    """What takes the place of the prompt's last message that isn't the assistant's, with privileged_key: the student's
+    """Text in place of the prompt's last message that isn't the assistant's, with privileged_key: the student's
     for {prompt}, and what only the teacher sees for {privileged}."""
     max_prompt_tokens: int = Field(default=0, ge=0)
     """Maximum length of the teacher's prompts, with privileged_key; 0 means data.max_prompt_tokens."""

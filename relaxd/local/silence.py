@@ -1,4 +1,4 @@
-"""What is known of a coordinator that doesn't answer: its process or container is stopped, gone, or only silent."""
+"""State of a coordinator that doesn't answer: its process or container is stopped, gone, or only silent."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ from relaxd.local.state import ServiceState, StateFolder
 from relaxd.roles import COORDINATOR
 
 Known = tuple[str, str]
-"""What is known, and what to do."""
+"""State of the coordinator as far as it is known, and advice, both for people."""
 
 
 def open_client(address: str, state: Path) -> CoordinatorClient:

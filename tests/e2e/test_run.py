@@ -112,7 +112,7 @@ def test_up_run_look_down(workplace: Workplace) -> None:
 
 
 def take_terminal() -> None:
-    """Make standard input the terminal of this session. By name: warm processes are told whom to call."""
+    """Make standard input the terminal of this session. Not a lambda, because a warm process calls it by its name."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 

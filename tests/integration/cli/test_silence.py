@@ -1,4 +1,4 @@
-"""What commands say of a coordinator that doesn't answer: only what is known."""
+"""Commands say only what is known of a coordinator that doesn't answer."""
 
 import os
 import signal

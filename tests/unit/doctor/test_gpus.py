@@ -1,4 +1,4 @@
-"""What is said of drivers and GPUs, as tables."""
+"""The doctor's findings about drivers and GPUs, as tables."""
 
 from pathlib import Path
 
