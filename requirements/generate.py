@@ -15,6 +15,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+OLDEST = {"python_version": "3.11", "python_full_version": "3.11.0"}
+"""The oldest Python that relaxd runs on, which a base image may bring: it needs packages that this one may not need."""
 ROOT = Path(__file__).parents[1]
 HASHES = ROOT / "requirements" / "hashes.txt"
 """Digests of packages, written by hashes.py."""
@@ -31,7 +33,7 @@ IMAGES: dict[str, tuple[str, list[str], set[str]]] = {
     "trainer-gpu": ("trainer on an image that brings torch", ["trainer"], {"torch", "numpy"}),
 }
 """Name of the lock: the images that it is for, the extras that they need, and the packages that they need not or that
-their base brings, with all that those need in turn."""
+their base brings, with all that those need in turn but relaxd doesn't ask for itself."""
 
 
 def pins() -> dict[str, str]:
@@ -47,7 +49,7 @@ def of_extras(extras: list[str]) -> list[str]:
 
 
 def closure(texts: Iterable[str]) -> set[str]:
-    """Every package that requirements need, directly or not."""
+    """Every package that requirements need, directly or not, on this Python or on the oldest one."""
     waiting = [Requirement(text) for text in texts]
     seen: set[tuple[str, frozenset[str]]] = set()
     while waiting:
@@ -59,7 +61,11 @@ def closure(texts: Iterable[str]) -> set[str]:
         seen.add(key)
         for text in requires(name) or []:
             inner = Requirement(text)
-            if inner.marker is None or any(inner.marker.evaluate({"extra": e}) for e in ("", *requirement.extras)):
+            if inner.marker is None or any(
+                inner.marker.evaluate(python | {"extra": e})
+                for python in ({}, OLDEST)
+                for e in ("", *requirement.extras)
+            ):
                 waiting.append(inner)
     return {name for name, _ in seen}
 
@@ -68,7 +74,9 @@ def pinned(image: str) -> list[str]:
     """The packages of an image, as name==version."""
     _, extras, without = IMAGES[image]
     known = pins()
-    names = closure(of_extras(extras)) - closure(without)
+    asked = of_extras(extras)
+    kept = {canonicalize_name(Requirement(text).name) for text in asked} - without
+    names = closure(asked) - closure(without) | kept
     # pip freeze leaves out what every environment has, such as setuptools, which torch asks for.
     return [known.get(name) or f"{name}=={version(name)}" for name in sorted(names)]
 
