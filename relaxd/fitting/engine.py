@@ -8,7 +8,7 @@ from relaxd.fitting.trainer import Bytes
 
 DEFAULT_FRACTION = 0.85
 """Share of the GPU for weights and cache where SGLang decides, roughly."""
-PROCESS_BYTES = 5_600_000_000
+ENGINE_PROCESS_BYTES = 5_600_000_000
 """CUDA's context, graphs and work space beside weights and cache: 3.6 GB measured at 135 M, 5.6 GB at 0.6 B."""
 
 
@@ -30,7 +30,7 @@ class EngineMemory:
     @property
     def bytes(self) -> Bytes:
         """Bytes by what they are for."""
-        return {"weights": self.weights, "key-value cache": max(0, self.cache), "process": PROCESS_BYTES}
+        return {"weights": self.weights, "key-value cache": max(0, self.cache), "process": ENGINE_PROCESS_BYTES}
 
     @property
     def cached_tokens(self) -> int:

@@ -22,7 +22,7 @@ def _request(number: int, question: Mapping[str, Any]) -> Request:
     return Request(str(number), tuple(question["prompt"]), question["n"], sampling)
 
 
-def main() -> None:
+def answer_set() -> None:
     """Run the program."""
     asked = json.load(sys.stdin)
     requests = [_request(number, question) for number, question in enumerate(asked["questions"])]
@@ -43,4 +43,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    answer_set()

@@ -28,7 +28,7 @@ def generate(config: RunConfig, prompts: Sequence[Sequence[int]], samples: int) 
     return answers
 
 
-def main() -> None:
+def answer_prompts() -> None:
     """Run the program."""
     asked = json.load(sys.stdin)
     try:
@@ -40,4 +40,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    answer_prompts()

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import redis
 import redis.asyncio
-from redis.asyncio.retry import Retry
+from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError
 
@@ -41,7 +41,7 @@ class AsyncRedisConnection:
             decode_responses=False,
             seconds=timeout_seconds,
             socket_keepalive=True,
-            retry=Retry(NoBackoff(), 0),
+            retry=AsyncRetry(NoBackoff(), 0),
             packer=CommandPacker(),
         )
         for name in RAW_REPLIES:

@@ -6,7 +6,8 @@ from rich.console import Console
 
 from relaxd.cli.options import DEFAULT_STATE, CoordinatorOption, FolderOption, RunArgument, StateOption, new_console
 from relaxd.cli.reading.source import open_run
-from relaxd.client.coordinator import ENDED, state_name
+from relaxd.client.coordinator import ENDED as RUN_ENDED
+from relaxd.client.coordinator import state_name
 from relaxd.drop_reasons import drop_warnings
 from relaxd.run_folder import holder_of
 from relaxd.v1 import coordinator_pb2 as pb
@@ -22,7 +23,7 @@ def why(
     """Say what a run waits for, with the numbers, and what to do."""
     with open_run(run_id, folder, state, coordinator) as source:
         run = source.run
-        if not source.address and run.state not in ENDED:
+        if not source.address and run.state not in RUN_ENDED:
             there = holder_of(Path(run.folder))
             run.waiting_for = f"it belongs to another coordinator (stack {there})" if there else "it waits for services"
             run.waiting_for += f"; it is paused: {run.reason}" if run.reason else ""
@@ -36,7 +37,7 @@ def print_why(run: pb.Run, console: Console) -> None:
         console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
     name = f"run {run.run_id} ({state_name(run.state)}, step {run.step} of {run.steps})"
-    if run.state in ENDED:
+    if run.state in RUN_ENDED:
         say(f"{name} waits for nothing: it has ended{f': {run.reason}' if run.reason else ''}")
         return
     say(f"{name}: {run.waiting_for or 'nothing holds it up'}", style="bold")

@@ -12,7 +12,7 @@ from relaxd.rewards.tags import tagged
 
 CHECK_SECONDS = 3.0
 """Time for a task to score an answer. Then it scores 0."""
-UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, SyntaxError, RecursionError)
+_REFUSED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, SyntaxError, RecursionError)
 """Exceptions of tasks for unreadable answers, such as letters instead of prime factors. They score 0 instead of failing
 the group."""
 
@@ -43,7 +43,7 @@ def reasoning_gym(sample: RewardInput) -> dict[str, float]:
     try:
         with time_limit(CHECK_SECONDS):
             score = float(task.score_answer(readable(answer, item["task"]), entry))
-    except (TooSlow, *UNREADABLE):
+    except (TooSlow, *_REFUSED):
         score = 0.0
     answered = bool(answer) and (bool(found) or "\n" not in answer)
     return {"reward": score, "accuracy": float(score >= 1.0), "format": float(answered)}

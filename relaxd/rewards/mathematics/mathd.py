@@ -6,12 +6,12 @@ from functools import lru_cache
 from relaxd.rewards.mathematics.boxed import last_boxed
 
 _WHOLE_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\{([^{}]*)\}")
-_UNITS = re.compile(r"\\(?:text|mathrm|mbox)\{\s[^{}]*\}.*|\\(?:text|mathrm|mbox)\{[^{}]*\}$", re.DOTALL)
+_MATHD_UNITS = re.compile(r"\\(?:text|mathrm|mbox)\{\s[^{}]*\}.*|\\(?:text|mathrm|mbox)\{[^{}]*\}$", re.DOTALL)
 _DEGREES = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|°")
 _DROPPED = re.compile(r"\\!|\\left(?![a-z])|\\right(?![a-z])|\\?\$|\\?%|\\[,;:]|\n")
 _NAME = re.compile(r"\A\s*\S{1,2}\s*=(?!=)")
 _SHORT_SQRT = re.compile(r"\\sqrt\s*([^\s{\[\\])")
-_SHORT_FRAC = re.compile(r"\\frac(?:([0-9a-zA-Z])|\{([^{}]*)\})\s*(?:([0-9a-zA-Z])|\{([^{}]*)\})")
+_MATHD_SHORT_FRAC = re.compile(r"\\frac(?:([0-9a-zA-Z])|\{([^{}]*)\})\s*(?:([0-9a-zA-Z])|\{([^{}]*)\})")
 _SLASH = re.compile(r"(-?)([0-9]+)/(-?[0-9]+)")
 
 
@@ -27,13 +27,13 @@ def normalize(answer: str) -> str:
         answer = whole[1].strip()
     answer = _DEGREES.sub("", answer.replace("\\\\", "\\"))
     answer = _DROPPED.sub("", re.sub(r"\\[td]frac", r"\\frac", answer)).strip()
-    answer = _UNITS.sub("", answer) or answer
+    answer = _MATHD_UNITS.sub("", answer) or answer
     if answer.count("=") == 1:
         answer = _NAME.sub("", answer, count=1)
     answer = re.sub(r"(?<![0-9])\.(?=[0-9])", "0.", answer)
     answer = _SHORT_SQRT.sub(r"\\sqrt{\1}", answer)
     answer = re.sub(r"(?<![0-9])\s+|\s+(?![0-9])", "", answer)  # "7 3/4" is not "73/4"
-    answer = _SHORT_FRAC.sub(_frac, answer)
+    answer = _MATHD_SHORT_FRAC.sub(_frac, answer)
     if slash := _SLASH.fullmatch(answer):
         answer = f"{slash[1]}\\frac{{{slash[2]}}}{{{slash[3]}}}"
     return r"\frac{1}{2}" if answer == "0.5" else answer

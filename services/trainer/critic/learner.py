@@ -31,7 +31,7 @@ from services.trainer.learner.critic import VALUE_LOSS, Critic
 from services.trainer.learner.forward import Forward
 from services.trainer.learner.snapshots.checkpoint import Kept, Snapshot, Stateful, load_snapshot, prepare
 from services.trainer.learner.snapshots.checkpoint_copies import HostCopies
-from services.trainer.learner.sums import bit_sum, merge, reduce_over_ranks
+from services.trainer.learner.sums import bit_sum, merge_reported, reduce_over_ranks
 from services.trainer.learner.update import update_weights
 from services.trainer.learner.update_stats import UpdateStats, step_metrics
 from services.trainer.megatron.host_memory import TRIM_EVERY_STEPS, trim_heap
@@ -156,7 +156,7 @@ class CriticLearner:
         ]
         for sums in self._critic.accumulate([pack(row) for row in rows], last=last):
             for name, value in sums.items():
-                self._sums[name] = merge(name, self._sums[name], value) if name in self._sums else value
+                self._sums[name] = merge_reported(name, self._sums[name], value) if name in self._sums else value
 
     def _update(self, mini_batch: MiniBatch, *, first: bool) -> UpdateStats:
         """Update the weights with the accumulated gradients, unless loss or gradient isn't finite."""

@@ -56,7 +56,7 @@ from services.trainer.learner.optimizer import build_optimizer, build_schedule
 from services.trainer.learner.policy_loss import UNEXPLAINED, PolicyLoss
 from services.trainer.learner.snapshots.checkpoint import Kept, Snapshot, Stateful, TrainedModel, load_snapshot, prepare
 from services.trainer.learner.snapshots.checkpoint_copies import HostCopies
-from services.trainer.learner.sums import bit_sum, merge, reduce_over_ranks
+from services.trainer.learner.sums import bit_sum, merge_reported, reduce_over_ranks
 from services.trainer.learner.update import PendingUpdate, update_weights
 from services.trainer.learner.update_stats import UpdateStats
 from services.trainer.megatron.host_memory import TRIM_EVERY_STEPS, trim_heap
@@ -239,7 +239,7 @@ class Learner:
         for sums in reported:
             for name, value in sums.items():
                 # Tensors, not floats: converting would wait for the GPU.
-                self._sums[name] = merge(name, self._sums[name], value) if name in self._sums else value
+                self._sums[name] = merge_reported(name, self._sums[name], value) if name in self._sums else value
 
     def finish(
         self, normalizer: float, before_step: AbstractContextManager[Any] | None = None, *, skip: bool | None = None

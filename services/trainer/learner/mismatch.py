@@ -52,7 +52,7 @@ def measure(logprobs: Tensor, rollout_logprobs: Tensor, logprobs_comparable: Ten
     return torch.stack(rows)
 
 
-def merge(one: Tensor, other: Tensor) -> Tensor:
+def merge_measures(one: Tensor, other: Tensor) -> Tensor:
     """Merge the measures of two sets of tokens."""
     total = one + other
     total[:, 0] = torch.maximum(one[:, 0], other[:, 0])

@@ -10,9 +10,9 @@ from services.trainer.learner import mismatch
 from services.trainer.megatron.parallel import World
 
 
-def merge(name: str, one: Tensor, other: Tensor) -> Tensor:
+def merge_reported(name: str, one: Tensor, other: Tensor) -> Tensor:
     """Merge two values reported under a name: the measure "mismatch", or sums."""
-    return mismatch.merge(one, other) if name == "mismatch" else one + other
+    return mismatch.merge_measures(one, other) if name == "mismatch" else one + other
 
 
 def reduce_over_ranks(sums: dict[str, Tensor], world: World) -> dict[str, Tensor]:
@@ -23,7 +23,7 @@ def reduce_over_ranks(sums: dict[str, Tensor], world: World) -> dict[str, Tensor
     totals: dict[str, Tensor] = {}
     for one in by_rank:
         for name, value in one.items():
-            totals[name] = merge(name, totals[name], value) if name in totals else value
+            totals[name] = merge_reported(name, totals[name], value) if name in totals else value
     return totals
 
 

@@ -56,20 +56,20 @@ async def start(kit: FleetKit, name: str) -> Trainer:
 
 async def test_the_trainer_may_take_any_time_and_the_next_one_is_asked_when_it_is_lost(kit: FleetKit) -> None:
     lost = await start(kit, "lost")
-    exporting = asyncio.create_task(export_model(kit.fleet, kit.peers, away_seconds=30))
+    export = asyncio.create_task(export_model(kit.fleet, kit.peers, away_seconds=30))
     await eventually(lambda: lost.asked)
     await kit.lose("lost")
     await eventually(lambda: lost.left)
     following = await start(kit, "next")
     await eventually(lambda: following.asked)
     following.written.set()
-    assert await exporting == "/runs/model"
+    assert await export == "/runs/model"
 
 
 async def test_it_waits_for_room_on_the_trainers_disk_and_says_so(kit: FleetKit) -> None:
     trainer = await start(kit, "trainer-0")
     trainer.full = True
-    exporting = asyncio.create_task(export_model(kit.fleet, kit.peers, away_seconds=30))
+    export = asyncio.create_task(export_model(kit.fleet, kit.peers, away_seconds=30))
     await eventually(lambda: any(wait.disk for wait in waits()))
     (wait,) = [wait for wait in waits() if wait.disk]
     assert str(wait) == (
@@ -77,7 +77,7 @@ async def test_it_waits_for_room_on_the_trainers_disk_and_says_so(kit: FleetKit)
     )
     trainer.written.set()
     trainer.full = False
-    assert await exporting == "/runs/model"
+    assert await export == "/runs/model"
     assert not [wait for wait in waits() if wait.disk]
 
 

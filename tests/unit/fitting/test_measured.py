@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from relaxd.fitting.activations import MicroBatch
-from relaxd.fitting.engine import PROCESS_BYTES, engine_memory
+from relaxd.fitting.engine import ENGINE_PROCESS_BYTES, engine_memory
 from relaxd.fitting.layout import Layout
 from relaxd.fitting.parameters import model_parameters
 from relaxd.fitting.shape import read_shape
@@ -121,7 +121,7 @@ def test_engines(tmp_path: Path, parameters_b: float, layers: int, hidden: int, 
     assert model_parameters(shape) < 2 * parameters_b * 1e9  # it hardly matters: the cache takes what weights leave
     engine = engine_memory(shape, 1, 2, 0.5, H200)
     assert sum(engine.bytes.values()) / 1e9 == pytest.approx(awake, rel=0.03)
-    assert engine.bytes["process"] == PROCESS_BYTES
+    assert engine.bytes["process"] == ENGINE_PROCESS_BYTES
 
 
 @pytest.mark.parametrize(("awake", "model", "hidden", "layers"), [(11.2, "135M", 576, 30)])

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.trainer.learner.learner import mismatch
+from services.trainer.learner import mismatch
 
 torch.set_num_threads(1)
 
@@ -50,7 +50,7 @@ def test_parts_add_up_to_the_whole(sizes: list[int]) -> None:
     parts = [mismatch.measure(*columns) for columns in zip(*(c.split(sizes) for c in (trainer, engine, compared)))]  # noqa: B905
     total = parts[0]
     for part in parts[1:]:
-        total = mismatch.merge(total, part)
+        total = mismatch.merge_measures(total, part)
     whole = mismatch.metrics(mismatch.measure(trainer, engine, compared))
     assert mismatch.metrics(total) == pytest.approx(whole, rel=1e-12)
 
