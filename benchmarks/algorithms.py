@@ -39,7 +39,7 @@ from benchmarks.reporting import RESULTS, report
 from relaxd.algorithms import ALGORITHMS
 from relaxd.config import AlgorithmConfig
 from relaxd.config.algorithm import ALGORITHM
-from relaxd.data.models import resolve_model
+from relaxd.models.folders import resolve_model
 from tests.kit.models import make_tiny_model
 
 NEW_TOKENS = {"counting": 16, "addition": 12}

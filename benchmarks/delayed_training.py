@@ -21,12 +21,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.training_step import divide
 from relaxd.algorithms import Algorithm, Filtered, create
+from relaxd.algorithms.advantage_terms import Whitening
 from relaxd.algorithms.base import ValuedGroup
 from relaxd.algorithms.results import advantages_of, returns_of
-from relaxd.algorithms.terms.whitening import Whitening
 from relaxd.board import TEACHER_LOGPROBS
 from relaxd.config import AlgorithmConfig, CriticConfig, TrainerConfig
-from relaxd.data.sources.addition import addition
+from relaxd.data.sources.addition_source import addition
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.rewards.base import RewardInput
 from relaxd.rewards.hub.addition import addition as score_addition

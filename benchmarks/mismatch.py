@@ -30,7 +30,7 @@ from typing import Any
 from benchmarks.delayed_training import Setting, train
 from benchmarks.reporting import RESULTS, report
 from relaxd.config.algorithm import ALGORITHM
-from relaxd.data.models import resolve_model
+from relaxd.models.folders import resolve_model
 from tests.kit.models import make_tiny_model
 
 METHODS: dict[str, dict[str, Any]] = {

@@ -58,8 +58,8 @@ def measure(way: str, model: str, path: str) -> None:
     """Print the seconds of the processor and on the clock of one way."""
     begun, processor = time.perf_counter(), time.process_time()
     from relaxd.config import RunConfig
-    from relaxd.data.checking import CHECK_BATCH, CHECKED
     from relaxd.data.dataset import Cursor, load_data
+    from relaxd.data.prompt_checks import CHECK_BATCH, CHECKED
     from relaxd.data.tokenizer import PromptTokenizer
 
     data = {"source": "files", "path": path}
@@ -89,7 +89,7 @@ def measure_deduplicated(way: str, model: str, path: str) -> None:
     """Print the seconds of the processor and on the clock, and the peak of memory in MB, of one way."""
     begun, processor = time.perf_counter(), time.process_time()
     from relaxd.config import RunConfig
-    from relaxd.data.curriculum.curriculum import Curriculum
+    from relaxd.data.curriculum.run_curriculum import Curriculum
     from relaxd.data.dataset import Cursor, load_data
 
     config = RunConfig.model_validate(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.reporting import machine, report
-from relaxd.config.load import load_file
+from relaxd.config.load_toml import load_file
 from relaxd.rehearsal import control_plane
 from relaxd.rehearsal.assumptions import Scale
 from relaxd.rehearsal.carrying import refusal

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.reporting import report
-from relaxd.data.models import resolve_model
+from relaxd.models.folders import resolve_model
 from services.rollout.engines.transformers.engine import TransformersEngine
 from services.rollout.engines.types import Output, Request, Sampling, Version
 

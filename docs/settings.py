@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from relaxd.config.algorithm import BUILT_IN
-from relaxd.config.names.settings import Setting, sections, settings
-from relaxd.config.write import toml
+from relaxd.config.names.settings_table import Setting, sections, settings
+from relaxd.config.write_toml import toml
 
 ALGORITHMS = tuple(BUILT_IN)
 PAGE = Path(__file__).with_suffix(".md")

@@ -1,4 +1,4 @@
-"""Named waits: what this process waits for, on whom, and since when.
+"""Waits: what this process waits for, on whom and since when, and the back-off between attempts.
 
 Whatever may wait for long does so inside `waiting`. `waits` lists what a process waits for at the moment: replicas
 report the longest wait in their status, and the coordinator builds `Run.waiting_for` from its own. A wait that lasts is
@@ -120,3 +120,15 @@ def duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """Pauses that start at `first_seconds` and double up to `max_seconds`."""
+
+    first_seconds: float
+    max_seconds: float = float("inf")
+
+    def pause(self, failures: int) -> float:
+        """Return the seconds to wait after this many failures in a row, counted from 1."""
+        return min(self.first_seconds * 2.0 ** min(failures - 1, 64), self.max_seconds)

@@ -5,10 +5,10 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from relaxd.algorithms.advantage_terms import group_relative
 from relaxd.algorithms.policy_gradient import Clipped
-from relaxd.algorithms.terms.baselines import group_relative
 from relaxd.config.algorithm import DrGRPOConfig
-from relaxd.config.policy_gradient import PolicyGradientConfig
+from relaxd.config.algorithm_shared import PolicyGradientConfig
 
 
 class DrGRPO(Clipped):

@@ -2,11 +2,10 @@
 
 from typing import ClassVar
 
+from relaxd.algorithms.loss_terms import MAX_LOG_RATIO, clipped_loss
 from relaxd.algorithms.policy_gradient import GroupNormalized, PolicyTerm, Tokens
-from relaxd.algorithms.terms.clipping import clipped_loss
-from relaxd.algorithms.terms.correction import MAX_LOG_RATIO
 from relaxd.config.algorithm import GSPOConfig
-from relaxd.config.policy_gradient import PolicyGradientConfig
+from relaxd.config.algorithm_shared import PolicyGradientConfig
 
 
 class GSPO(GroupNormalized):

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from relaxd.algorithms.policy_gradient import Clipped, GroupNormalized
 from relaxd.config.algorithm import OPDConfig
-from relaxd.config.policy_gradient import PolicyGradientConfig
+from relaxd.config.algorithm_shared import PolicyGradientConfig
 
 
 class OPD(GroupNormalized, Clipped):

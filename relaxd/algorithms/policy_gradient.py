@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from relaxd.algorithms import advantage_terms, loss_terms
+from relaxd.algorithms.advantage_terms import group_relative, rewards_equal
 from relaxd.algorithms.base import (
     NO_COLUMNS,
     OF_CANDIDATES,
@@ -24,15 +26,10 @@ from relaxd.algorithms.base import (
     check_group,
     check_inputs,
 )
+from relaxd.algorithms.distillation_terms import ComparedCandidates, distilled
+from relaxd.algorithms.loss_terms import MAX_LOG_RATIO, clipped_loss, correction_weights, kl_divergence
 from relaxd.algorithms.results import shown
-from relaxd.algorithms.terms import aggregation, excluded_tokens, shaping
-from relaxd.algorithms.terms.baselines import group_relative
-from relaxd.algorithms.terms.clipping import clipped_loss
-from relaxd.algorithms.terms.correction import MAX_LOG_RATIO, correction_weights
-from relaxd.algorithms.terms.distillation import ComparedCandidates, distilled
-from relaxd.algorithms.terms.kl import kl_divergence
-from relaxd.algorithms.terms.zero_variance import rewards_equal
-from relaxd.config.policy_gradient import ClippedConfig, NormalizedConfig, PolicyGradientConfig, RatioConfig
+from relaxd.config.algorithm_shared import ClippedConfig, NormalizedConfig, PolicyGradientConfig, RatioConfig
 from relaxd.drop_reasons import DropReason
 
 if TYPE_CHECKING:
@@ -130,7 +127,9 @@ class PolicyGradient:
             ValueError: `sample_advantages` returned another shape.
         """
         if self.config.kl_reward_coef > 0:
-            kl = shaping.kl_estimates(columns[self._student_column], columns["ref_logprobs"], columns["loss_mask"])
+            kl = advantage_terms.kl_estimates(
+                columns[self._student_column], columns["ref_logprobs"], columns["loss_mask"]
+            )
             sample_of_token = np.repeat(np.arange(lengths.size), lengths)
             rewards = rewards - self.config.kl_reward_coef * np.bincount(sample_of_token, kl, lengths.size)
         values = np.asarray(self.sample_advantages(rewards))
@@ -238,11 +237,11 @@ class PolicyGradient:
         return Advantages(values.astype(np.float32))
 
     def token_weights(self, mask: NDArray[np.uint8], lengths: NDArray[np.int32]) -> NDArray[np.float32]:
-        return aggregation.token_weights(self.config.loss_aggregation, mask, lengths)
+        return loss_terms.token_weights(self.config.loss_aggregation, mask, lengths)
 
     def normalizer(self, trained_tokens: int, samples: int) -> float:
         config = self.config
-        return aggregation.normalizer(config.loss_aggregation, trained_tokens, samples, config.constant_length)
+        return loss_terms.normalizer(config.loss_aggregation, trained_tokens, samples, config.constant_length)
 
     def loss(self, inputs: LossInputs) -> LossOutput:
         """Sum over trained tokens of weight x (w x policy term + KL terms - entropy_coef x entropy).
@@ -273,12 +272,12 @@ class PolicyGradient:
             sums |= {"correction_weight": weights, "correction_fraction": limited}
         rollout_log_ratio = tokens.logprobs.detach() - tokens.rollout_logprobs
         vetoed = ~trained
-        if excluded_tokens.has_veto(config):
-            vetoed = excluded_tokens.vetoed([rollout_log_ratio, tokens.log_ratio.detach()], trained, inputs, config)
+        if loss_terms.has_veto(config):
+            vetoed = loss_terms.vetoed([rollout_log_ratio, tokens.log_ratio.detach()], trained, inputs, config)
             per_token = per_token.masked_fill(vetoed, 0.0)
             sums["veto_fraction"] = vetoed
         if config.opsm_delta > 0:
-            left_out = excluded_tokens.off_policy_sequences(
+            left_out = loss_terms.off_policy_sequences(
                 rollout_log_ratio, tokens.advantages, trained, inputs, config.opsm_delta
             )
             per_token = per_token.masked_fill(left_out, 0.0)
@@ -314,10 +313,10 @@ class PolicyGradient:
         return LossOutput(loss=(weight * per_token).sum(), sums=reported)
 
     def _shaped(self, rewards: NDArray[np.float64], lengths: NDArray[np.int32]) -> NDArray[np.float64]:
-        return rewards.astype(np.float64) + shaping.overlong_penalties(lengths, self.config)
+        return rewards.astype(np.float64) + advantage_terms.overlong_penalties(lengths, self.config)
 
     def _cut(self, columns: Mapping[str, Any], samples: int) -> NDArray[np.bool_]:
-        return shaping.truncated_samples(columns["finish"], columns["sample_of_sequence"], samples)
+        return advantage_terms.truncated_samples(columns["finish"], columns["sample_of_sequence"], samples)
 
     @property
     def _student_column(self) -> str:

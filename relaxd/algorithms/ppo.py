@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from relaxd.algorithms import advantage_terms
 from relaxd.algorithms.base import AdvantagesAndReturns, Needs, ValuedGroup
 from relaxd.algorithms.policy_gradient import Clipped
-from relaxd.algorithms.terms import returns, shaping
 from relaxd.config.algorithm import PPOConfig
-from relaxd.config.policy_gradient import PolicyGradientConfig
+from relaxd.config.algorithm_shared import PolicyGradientConfig
 
 
 class PPO(Clipped):
@@ -50,12 +50,14 @@ class PPO(Clipped):
         mask, kl_coef = columns["loss_mask"], self.config.kl_reward_coef
         kl = np.zeros(mask.size)
         if kl_coef > 0:
-            kl = shaping.kl_estimates(columns[self._student_column], columns["ref_logprobs"], mask)
-        return returns.token_rewards(rewards, lengths, mask, kl, kl_coef)
+            kl = advantage_terms.kl_estimates(columns[self._student_column], columns["ref_logprobs"], mask)
+        return advantage_terms.token_rewards(rewards, lengths, mask, kl, kl_coef)
 
     def advantages_and_returns(self, group: ValuedGroup) -> AdvantagesAndReturns:
         """Return generalized advantages, and the returns."""
         rewards, values = group.token_rewards.astype(np.float64), group.values.astype(np.float64)
         gamma, lambda_ = self.config.gamma, self.config.gae_lambda
-        advantages, goals = returns.generalized_advantages(rewards, values, group.lengths, group.mask, gamma, lambda_)
+        advantages, goals = advantage_terms.generalized_advantages(
+            rewards, values, group.lengths, group.mask, gamma, lambda_
+        )
         return AdvantagesAndReturns(advantages.astype(np.float32), goals.astype(np.float32))

@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from relaxd.algorithms import advantage_terms
+from relaxd.algorithms.advantage_terms import group_relative
 from relaxd.algorithms.base import Needs
 from relaxd.algorithms.policy_gradient import Clipped
-from relaxd.algorithms.terms import returns, shaping
-from relaxd.algorithms.terms.baselines import group_relative
 from relaxd.config.algorithm import ReinforcePlusPlusBaselineConfig, ReinforcePlusPlusConfig
-from relaxd.config.policy_gradient import PolicyGradientConfig
+from relaxd.config.algorithm_shared import PolicyGradientConfig
 
 
 class ReinforcePlusPlus(Clipped):
@@ -38,9 +38,9 @@ class ReinforcePlusPlus(Clipped):
         mask, kl_coef = columns["loss_mask"], self.config.kl_reward_coef
         kl = np.zeros(mask.size)
         if kl_coef > 0:
-            kl = shaping.kl_estimates(columns[self._student_column], columns["ref_logprobs"], mask)
-        per_token = returns.token_rewards(rewards, lengths, mask, kl, kl_coef)
-        return returns.discounted_returns(per_token, lengths, mask, self.config.gamma)
+            kl = advantage_terms.kl_estimates(columns[self._student_column], columns["ref_logprobs"], mask)
+        per_token = advantage_terms.token_rewards(rewards, lengths, mask, kl, kl_coef)
+        return advantage_terms.discounted_returns(per_token, lengths, mask, self.config.gamma)
 
 
 class ReinforcePlusPlusBaseline(Clipped):

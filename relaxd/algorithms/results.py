@@ -1,6 +1,6 @@
 """Check what an algorithm's methods return for real groups: a class of a user's own may return anything.
 
-Errors name class and method. `relaxd.algorithms.trial` makes the same checks before a run, on a made-up group.
+Errors name class and method. `algorithm_trial` makes the same checks before a run, on a made-up group.
 """
 
 from __future__ import annotations

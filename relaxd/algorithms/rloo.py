@@ -5,10 +5,10 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from relaxd.algorithms.advantage_terms import leave_one_out
 from relaxd.algorithms.policy_gradient import PolicyGradient, PolicyTerm, Tokens
-from relaxd.algorithms.terms.baselines import leave_one_out
 from relaxd.config.algorithm import RLOOConfig
-from relaxd.config.policy_gradient import PolicyGradientConfig
+from relaxd.config.algorithm_shared import PolicyGradientConfig
 
 
 class RLOO(PolicyGradient):

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from relaxd.algorithms.policy_gradient import GroupNormalized, PolicyTerm, Tokens
 from relaxd.config.algorithm import SAPOConfig
-from relaxd.config.policy_gradient import PolicyGradientConfig
+from relaxd.config.algorithm_shared import PolicyGradientConfig
 
 
 class SAPO(GroupNormalized):

@@ -1,6 +1,5 @@
 """The sample board: groups move from stage to stage through Redis, each trained or dropped exactly once."""
 
-from relaxd.board.board import AsyncBoard, Board
 from relaxd.board.errors import (
     BoardError,
     BoardUnavailable,
@@ -13,7 +12,9 @@ from relaxd.board.errors import (
     RunMissing,
     StepConflict,
 )
-from relaxd.board.payloads.encoding import decode_columns, encode_columns
+from relaxd.board.faces import AsyncBoard, Board
+from relaxd.board.group_contents import GroupSequence, read_sequences
+from relaxd.board.payloads.column_encoding import decode_columns, encode_columns
 from relaxd.board.schema import (
     ADVANTAGES,
     CANDIDATES,
@@ -33,13 +34,10 @@ from relaxd.board.schema import (
     TEACHER_PROMPT_TOKENS,
     VALUES,
     ColumnSpec,
-    expert_dtype,
     trained_columns,
 )
-from relaxd.board.sequences import GroupSequence, read_sequences
 from relaxd.board.sizes import RedisMemory, SizeProblem, size_problems, worst_bytes
 from relaxd.board.stages import STAGES, TRAIN, Stage, roles_for, stages_for
-from relaxd.board.times import GroupTimes, StageTime, microseconds
 from relaxd.board.types import (
     JSON,
     Admission,
@@ -49,12 +47,15 @@ from relaxd.board.types import (
     Delivery,
     DroppedGroup,
     DropReason,
+    GroupTimes,
     HeldGroup,
     LedgerEntry,
     NewGroup,
     PromptRetry,
     QueueDepth,
     Saved,
+    StageTime,
+    microseconds,
 )
 from relaxd.board.worker import Drop, StageWorker
 
@@ -115,7 +116,6 @@ __all__ = [
     "StepConflict",
     "decode_columns",
     "encode_columns",
-    "expert_dtype",
     "microseconds",
     "read_sequences",
     "roles_for",

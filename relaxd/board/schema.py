@@ -11,7 +11,7 @@ tokens, with loss_mask 0.
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -272,11 +272,6 @@ def written_by(stage: str, optional: Collection[str] = ()) -> tuple[str, ...]:
 def trained_columns(optional: Collection[str] = ()) -> tuple[str, ...]:
     """Return the columns that the trainer takes in, in a run in which it takes these optional columns."""
     return tuple(c.name for c in COLUMNS.values() if c.trained and (not c.optional or c.name in optional))
-
-
-def expert_dtype(experts: int) -> np.dtype[np.unsignedinteger[Any]]:
-    """Return the dtype of ROUTED_EXPERTS for a model with `experts` experts in a layer."""
-    return np.dtype(np.uint8 if experts <= 1 << 8 else np.uint16)
 
 
 def token_bytes(columns: Collection[str], candidates: int = 0, of_student: int = 0) -> int:

@@ -14,10 +14,9 @@ from typing import TypeAlias, TypeVar
 from opentelemetry import trace
 from opentelemetry.trace import INVALID_SPAN, Span
 
-from relaxd.board.board import Board
 from relaxd.board.errors import BoardError, BoardUnavailable, ColumnError, ColumnsTooLarge, RunMissing, TooLate
-from relaxd.board.times import MICROSECONDS, StageTime, microseconds
-from relaxd.board.types import Column, Delivery, DropKind, DropReason
+from relaxd.board.faces import Board
+from relaxd.board.types import MICROSECONDS, Column, Delivery, DropKind, DropReason, StageTime, microseconds
 from relaxd.telemetry import open_stage_span, record
 from relaxd.waiting import waiting
 

@@ -14,7 +14,7 @@ from relaxd.cli.options import DEFAULT_STATE, KeepUpOption, RunIdOption, StateOp
 from relaxd.cli.preparing.examples import demo_overrides, example
 from relaxd.client.errors import CliError
 from relaxd.config import RunConfig
-from relaxd.config.load import load_file
+from relaxd.config.load_toml import load_file
 from relaxd.local.state import StateFolder
 from relaxd.report.result import read_result
 from relaxd.run_folder import is_run

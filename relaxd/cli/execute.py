@@ -27,9 +27,8 @@ from relaxd.client.coordinator import AWAY_SECONDS, ENDED, CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.client.folder_runs import read_run
 from relaxd.config import RunConfig
-from relaxd.config.load import ConfigError, Problem
-from relaxd.config.write import dump
-from relaxd.data.errors import DataError
+from relaxd.config.load_toml import ConfigError, Problem
+from relaxd.config.write_toml import dump
 from relaxd.data.files.opening import is_hub_path
 from relaxd.data.templating import with_template_texts
 from relaxd.drop_reasons import drop_warnings
@@ -39,6 +38,7 @@ from relaxd.local.devices import check_devices
 from relaxd.local.ports import LOOPBACK
 from relaxd.local.silence import open_client, why_silent
 from relaxd.local.state import StateFolder
+from relaxd.models import DataError
 from relaxd.replica.gpus import visible_gpus
 from relaxd.report.evaluation_table import SetRow
 from relaxd.report.report import write_report

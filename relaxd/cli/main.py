@@ -48,7 +48,7 @@ from relaxd.cli.reading.trace import trace
 from relaxd.cli.reading.why import why
 from relaxd.cli.scale import scale_to, wait_for
 from relaxd.client.errors import CliError
-from relaxd.config.load import ConfigError
+from relaxd.config.load_toml import ConfigError
 from relaxd.local import compose, stack
 from relaxd.local.address import address_here, use_stack
 from relaxd.local.address import coordinator_address as _address

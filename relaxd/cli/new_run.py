@@ -6,7 +6,7 @@ import secrets
 from datetime import UTC, datetime
 from pathlib import Path
 
-from relaxd.board.core import RESERVED_RUN_ID, RUN_ID, RUN_ID_RULE
+from relaxd.board.sides.side_base import RESERVED_RUN_ID, RUN_ID, RUN_ID_RULE
 from relaxd.client.errors import CliError
 from relaxd.run_folder import holds_run
 

@@ -1,14 +1,11 @@
 """The configuration of a run, as pydantic models."""
 
 from relaxd.config.algorithm import AlgorithmConfig, GRPOConfig
-from relaxd.config.board import LARGE_COLUMN_BYTES, BoardConfig
+from relaxd.config.data import DataConfig, ReasoningGymConfig
 from relaxd.config.evaluation import EvalConfig
-from relaxd.config.health import HealthConfig
-from relaxd.config.prompts.data import DataConfig
-from relaxd.config.prompts.reasoning_gym import ReasoningGymConfig
-from relaxd.config.rehearsal import RehearsalConfig
+from relaxd.config.operation import LARGE_COLUMN_BYTES, BoardConfig, HealthConfig, RehearsalConfig, WeightsConfig
 from relaxd.config.reward import RewardConfig
-from relaxd.config.roles import (
+from relaxd.config.role_settings import (
     CriticConfig,
     FrozenModelConfig,
     JudgeConfig,
@@ -19,10 +16,7 @@ from relaxd.config.roles import (
 )
 from relaxd.config.rollout import RolloutConfig
 from relaxd.config.run import ModelConfig, RunConfig, RunSection, TelemetryConfig
-from relaxd.config.trainer.moe import MoEConfig
-from relaxd.config.trainer.optimizer import OptimizerConfig
-from relaxd.config.trainer.trainer import TrainerConfig
-from relaxd.config.weights import WeightsConfig
+from relaxd.config.trainer import MoEConfig, OptimizerConfig, TrainerConfig
 
 __all__ = [
     "LARGE_COLUMN_BYTES",

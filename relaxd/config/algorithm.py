@@ -4,8 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, TypeAdapter, field_validator, model_validator
 
-from relaxd.config.base import Section
-from relaxd.config.policy_gradient import (
+from relaxd.config.algorithm_shared import (
     Aggregation,
     ClippedConfig,
     KLEstimator,
@@ -13,6 +12,7 @@ from relaxd.config.policy_gradient import (
     PolicyGradientConfig,
     RatioConfig,
 )
+from relaxd.config.section import Section
 
 
 class GRPOConfig(NormalizedConfig, ClippedConfig):

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from relaxd.config.base import Section, refuse_unused
 from relaxd.config.reward import TokenVariable, check_address
+from relaxd.config.section import Section, refuse_unused
 from relaxd.importing import check_own
 from relaxd.run_folder import HELD_OUT
 

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from relaxd.config.base import Section, refuse_unused
+from relaxd.config.section import Section, refuse_unused
 
 
 def check_address(address: str, *, token_setting: str) -> str:

@@ -4,7 +4,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from relaxd.config.base import Section
+from relaxd.config.section import Section
 
 
 class PartialConfig(Section):

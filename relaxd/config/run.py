@@ -6,17 +6,14 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from relaxd.config.algorithm import AlgorithmConfig, GRPOConfig, OwnConfig
-from relaxd.config.base import Section, refuse_unused
-from relaxd.config.board import BoardConfig
+from relaxd.config.data import DataConfig
 from relaxd.config.evaluation import EvalConfig
-from relaxd.config.health import HealthConfig
-from relaxd.config.prompts.data import DataConfig
-from relaxd.config.rehearsal import RehearsalConfig
+from relaxd.config.operation import BoardConfig, HealthConfig, RehearsalConfig, WeightsConfig
 from relaxd.config.reward import RewardConfig
-from relaxd.config.roles import CriticConfig, RolesConfig
+from relaxd.config.role_settings import CriticConfig, RolesConfig
 from relaxd.config.rollout import RolloutConfig
-from relaxd.config.trainer.trainer import TrainerConfig
-from relaxd.config.weights import WeightsConfig
+from relaxd.config.section import Section, refuse_unused
+from relaxd.config.trainer import TrainerConfig
 
 JUDGE_REWARDS = ("judge", "judge_pairs", "boxed_judge")
 """Bundled rewards that ask the judge."""

@@ -9,19 +9,26 @@ from typing import Any, Self
 import numpy as np
 
 from relaxd.config import RunConfig
-from relaxd.data.checking import CHECKED, FIRST_LOOK, Limit, check_source, check_tools, evenly_spread
 from relaxd.data.digest import digest_of
-from relaxd.data.duplicates import Chosen, Seen, keys_of
-from relaxd.data.errors import DataError
+from relaxd.data.duplicates import Chosen, FirstVisits, Seen, keys_of
 from relaxd.data.examples import Example, Message
 from relaxd.data.files.rows import Joined
-from relaxd.data.first_visits import FirstVisits
-from relaxd.data.mixture import Share, epoch_visits, mixture_weights
-from relaxd.data.models import resolve_model, routed_expert_bytes
-from relaxd.data.privileged import PrivilegedPrompts, check_teachers, privileged_prompts
+from relaxd.data.prompt_checks import (
+    CHECKED,
+    FIRST_LOOK,
+    Limit,
+    PrivilegedPrompts,
+    check_source,
+    check_teachers,
+    check_tools,
+    evenly_spread,
+    privileged_prompts,
+)
 from relaxd.data.sources.evaluation_sets import read_set
-from relaxd.data.sources.sources import Source, read_sources
+from relaxd.data.sources.run_sources import Share, Source, epoch_visits, mixture_weights, read_sources
 from relaxd.data.tokenizer import PromptTokenizer
+from relaxd.models import DataError
+from relaxd.models.folders import resolve_model, routed_expert_bytes
 from relaxd.run_folder import COMPARED, HELD_OUT
 
 Place = tuple[int, int]

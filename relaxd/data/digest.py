@@ -4,11 +4,11 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 
-from relaxd.data.checking import evenly_spread
 from relaxd.data.duplicates import Chosen
 from relaxd.data.examples import Example
 from relaxd.data.files.rows import Joined
-from relaxd.data.sources.columns import Examples
+from relaxd.data.prompt_checks import evenly_spread
+from relaxd.data.sources.prompt_columns import Examples
 
 DIGEST_BYTES = 16
 MADE = 512

@@ -13,9 +13,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from relaxd.config import RunConfig
-from relaxd.data.errors import DataError
 from relaxd.data.examples import Message
 from relaxd.data.special_tokens import TOKENIZER_CONFIG, read_object, special_tokens
+from relaxd.models import DataError
 
 OVERRIDE = "model.chat_template"
 """The setting with a template instead of the model's own."""

@@ -10,9 +10,9 @@ import numpy as np
 from tokenizers import Tokenizer, models
 
 from relaxd.config import RunConfig
-from relaxd.data.errors import DataError
 from relaxd.data.examples import Example
 from relaxd.data.templating import load_chat_template
+from relaxd.models import DataError
 
 NFC_GROWTH = 3
 """Maximum number of bytes of UTF-8 that Unicode's normal form C makes of one (Unicode FAQ, Normalization)."""

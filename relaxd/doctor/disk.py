@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from relaxd.amounts import byte_amount
-from relaxd.data.errors import DataError
 from relaxd.doctor.finding import Finding, Scope
 from relaxd.fitting.fit import written
+from relaxd.models import DataError
 
 LITTLE_BYTES, FEWEST_BYTES = 2 << 30, 64 << 20
 """Free disk below which it may soon be full, and with which nothing can be done, in bytes."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from relaxd.config import RewardConfig, RunConfig
 from relaxd.config.evaluation import EvalSet
-from relaxd.data.sources.benchmarks import BENCHMARKS
+from relaxd.data.sources.evaluation_sets import BENCHMARKS
 from relaxd.run_folder import HELD_OUT
 
 SHARED = ("workers", "timeout_seconds", "environment", "max_in_flight", "outage_seconds")

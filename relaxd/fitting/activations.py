@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from relaxd.fitting.layout import Layout
-from relaxd.fitting.shape import ModelShape
+from relaxd.models.layouts import Layout
+from relaxd.models.shape import ModelShape
 
 Part = Literal["attention", "MLP", "experts", "norms"]
 

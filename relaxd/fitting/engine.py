@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from relaxd.fitting.parameters import model_parameters
-from relaxd.fitting.shape import ModelShape
 from relaxd.fitting.trainer import Bytes
+from relaxd.models.layouts import model_parameters
+from relaxd.models.shape import ModelShape
 
 DEFAULT_FRACTION = 0.85
 """Share of the GPU for weights and cache where SGLang decides, roughly."""

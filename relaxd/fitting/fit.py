@@ -3,16 +3,16 @@
 from dataclasses import dataclass
 
 from relaxd.config import RunConfig
-from relaxd.data.models import resolve_model, routed_expert_bytes
 from relaxd.fitting.engine import EngineMemory
 from relaxd.fitting.held import Hardware, Held
 from relaxd.fitting.host import checkpoint_bytes, critic_checkpoint_bytes, disk_bytes, host_bytes
-from relaxd.fitting.layout import Layout
 from relaxd.fitting.on_gpus import ASLEEP, check_layout, engines, in_turns, on_critic, on_engine, on_frozen, on_trainer
 from relaxd.fitting.ranking import Candidate, rank_layouts
 from relaxd.fitting.sizing import longest_sequence, micro_batch, read_models, step_work
 from relaxd.fitting.speed import Seconds, predict
 from relaxd.fitting.trainer import Bytes
+from relaxd.models.folders import resolve_model, routed_expert_bytes
+from relaxd.models.layouts import Layout
 from relaxd.roles import TRAINER
 
 

@@ -6,9 +6,8 @@ The buckets are Megatron's, which fills one after the other, from the last param
 
 from collections.abc import Sequence
 
-from relaxd.fitting.layout import Layout
-from relaxd.fitting.parameters import layer_parameters, stage_parameters
-from relaxd.fitting.shape import ModelShape
+from relaxd.models.layouts import Layout, layer_parameters, stage_parameters
+from relaxd.models.shape import ModelShape
 
 LEAST_PARAMETERS = 40_000_000
 """Minimum parameters of a bucket except the last; a million per data-parallel rank, if that is more."""

@@ -4,10 +4,9 @@ from dataclasses import dataclass
 
 from relaxd.board import worst_bytes
 from relaxd.config import RunConfig
-from relaxd.fitting.layout import Layout
-from relaxd.fitting.parameters import stage_parameters
-from relaxd.fitting.shape import ModelShape
 from relaxd.fitting.trainer import Bytes
+from relaxd.models.layouts import Layout, stage_parameters
+from relaxd.models.shape import ModelShape
 
 RANK_BYTES = 4 << 30
 """Resident memory of a rank's process without tensors: torch, CUDA's libraries, Megatron. Assumed."""

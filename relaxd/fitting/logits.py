@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from relaxd.fitting.activations import MicroBatch
-from relaxd.fitting.layout import Layout
-from relaxd.fitting.shape import ModelShape
+from relaxd.models.layouts import Layout
+from relaxd.models.shape import ModelShape
 
 CHUNK_BYTES = 1 << 30
 """Bytes of a chunk of logits on a GPU, as in the trainer's services/trainer/learner/logprobs.py."""

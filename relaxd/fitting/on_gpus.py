@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from relaxd.config import JudgeConfig, RolloutConfig, RunConfig
-from relaxd.data.models import frozen_models, resolve_model
 from relaxd.fitting.engine import EngineMemory, engine_memory
 from relaxd.fitting.held import FitError, Hardware, Held
 from relaxd.fitting.host import Models
-from relaxd.fitting.layout import Layout, problem
-from relaxd.fitting.shape import ModelShape, read_shape
 from relaxd.fitting.sizing import micro_batch
 from relaxd.fitting.trainer import PROCESS_BYTES, TrainedModelShape, critic_stage, frozen_stage, trainer_stage
+from relaxd.models.folders import frozen_models, resolve_model
+from relaxd.models.layouts import Layout, problem
+from relaxd.models.shape import ModelShape, read_shape
 from relaxd.roles import ROLES, TRAINER
 
 ASLEEP = {TRAINER: 7_500_000_000, "rollout": 5_600_000_000}

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from relaxd.config import RunConfig
 from relaxd.fitting.held import Hardware
 from relaxd.fitting.host import Models
-from relaxd.fitting.layout import Layout, possible_layouts, problem
 from relaxd.fitting.on_gpus import on_trainer
 from relaxd.fitting.sizing import micro_batch, step_work
 from relaxd.fitting.speed import predict
+from relaxd.models.layouts import Layout, possible_layouts, problem
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """Sizes that follow from a run's settings: its largest micro-batch, the work of a step, the models in its ranks."""
 
 from relaxd.config import RunConfig
-from relaxd.data.models import models_in_trainer, resolve_model
 from relaxd.fitting.activations import MicroBatch
 from relaxd.fitting.host import Models, mean_answer
-from relaxd.fitting.shape import read_shape
 from relaxd.fitting.speed import StepWork
+from relaxd.models.folders import models_in_trainer, resolve_model
+from relaxd.models.shape import read_shape
 
 MAX_REPEAT = 2
 """Maximum tokens that attention sees over those of a row, as the trainer packs them."""

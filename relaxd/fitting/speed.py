@@ -6,9 +6,8 @@ exchange and offloading several models weren't measured.
 
 from dataclasses import dataclass
 
-from relaxd.fitting.layout import Layout
-from relaxd.fitting.parameters import stage_parameters, used_parameters
-from relaxd.fitting.shape import ModelShape
+from relaxd.models.layouts import Layout, stage_parameters, used_parameters
+from relaxd.models.shape import ModelShape
 
 PEAK_FLOPS = 989e12
 """Dense bf16 FLOP/s of an H100 or H200."""

@@ -6,10 +6,9 @@ from fractions import Fraction
 
 from relaxd.fitting.activations import MicroBatch, backward_work, saved_by_part
 from relaxd.fitting.gradient_buckets import buckets_in_memory
-from relaxd.fitting.layout import Layout
 from relaxd.fitting.logits import LogitBytes, forward_work, logit_bytes
-from relaxd.fitting.parameters import Parameters, stage_parameters
-from relaxd.fitting.shape import ModelShape
+from relaxd.models.layouts import Layout, Parameters, stage_parameters
+from relaxd.models.shape import ModelShape
 
 PROCESS_BYTES = 2 << 30
 """Bytes of a process beside its tensors: CUDA's context, cuBLAS's and cuDNN's workspaces, kernels, NCCL. Assumed."""

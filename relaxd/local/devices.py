@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from relaxd.board import roles_for
 from relaxd.config import RunConfig
-from relaxd.config.load import Problem
+from relaxd.config.load_toml import Problem
 from relaxd.roles import JUDGE, ROLES, ROLLOUT, TEACHER
 
 

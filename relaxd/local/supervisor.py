@@ -27,8 +27,7 @@ from relaxd.local import embedded_redis
 from relaxd.local.redis_address import RedisUrlModel
 from relaxd.local.state import LaunchWish, LaunchWishes, Phase, ServiceState, StackState, StateFolder
 from relaxd.replica.exit_codes import RESTART
-from relaxd.retry import Backoff
-from relaxd.waiting import waiting
+from relaxd.waiting import Backoff, waiting
 
 PR_SET_PDEATHSIG = 1
 MAX_BACKOFF_SECONDS = 10.0

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from relaxd.config.write import toml
+from relaxd.config.write_toml import toml
 
 ACTOR = "actor_rollout_ref."
 WIDTH = 116

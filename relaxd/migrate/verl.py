@@ -1,12 +1,12 @@
-"""verl's settings as relaxd's. relaxd.config.names.equivalents has the names that mean the same."""
+"""verl's settings as relaxd's. relaxd.config.names.other_frameworks has the names that mean the same."""
 
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from relaxd.config.load import ConfigError, load
-from relaxd.config.names.equivalents import EQUIVALENTS, Equivalent
-from relaxd.config.names.settings import settings
+from relaxd.config.load_toml import ConfigError, load
+from relaxd.config.names.other_frameworks import EQUIVALENTS, Equivalent
+from relaxd.config.names.settings_table import settings
 from relaxd.migrate.migrated import ACTOR, Lost, Migrated, Reader
 from relaxd.migrate.verl_data import DATA, complete_data
 from relaxd.migrate.verl_reasons import is_off, reason

@@ -1,1 +1,13 @@
-"""Small models from package registries, as Hugging Face folders (`relaxd model fetch`)."""
+"""Models' folders, read without torch: places, shapes, vocabularies, and divisions among ranks."""
+
+
+class DataError(ValueError):
+    """Invalid data, tokenizer or model folder.
+
+    `field` is the dotted name of the setting to change, such as "data.path"; the message says what is wrong and where.
+    """
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message

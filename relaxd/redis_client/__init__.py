@@ -1,10 +1,9 @@
 """Connections to the board's Redis: its URL, the server that it means now, writes that outlive that server."""
 
-from relaxd.redis_client.address import RedisAddress, parse, where, with_access_of
-from relaxd.redis_client.asynchronous import acknowledged_async, connect_async, keys_of_async, read_async
-from relaxd.redis_client.client import acknowledged, connect, keys_of, read
-from relaxd.redis_client.keys import COORDINATOR, key_prefix
-from relaxd.redis_client.passing import misnamed, passing
+from relaxd.redis_client.asyncio_client import acknowledged_async, connect_async, keys_of_async, read_async
+from relaxd.redis_client.blocking_client import acknowledged, connect, keys_of, misnamed, passing, read
+from relaxd.redis_client.lookups import COORDINATOR, key_prefix
+from relaxd.redis_client.redis_url import RedisAddress, parse, where, with_access_of
 
 __all__ = [
     "COORDINATOR",

@@ -12,10 +12,10 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from relaxd.board import expert_dtype
 from relaxd.board.sizes import worst_bytes
 from relaxd.config import RehearsalConfig, RunConfig
-from relaxd.config.prompts.data import DataSource
+from relaxd.config.data import DataSource
+from relaxd.models.shape import expert_dtype
 
 QUANTILES = 1000
 """Lengths over which a mean is taken."""

@@ -18,13 +18,13 @@ from relaxd.board.stages import stages_for
 from relaxd.client.coordinator import ENDED, CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.config import RunConfig
-from relaxd.config.write import dump
-from relaxd.data.errors import DataError
-from relaxd.data.models import models_folder, resolve_model
+from relaxd.config.write_toml import dump
 from relaxd.local import embedded_redis, stack
 from relaxd.local.modules import MANY_ROLLOUTS
 from relaxd.local.state import StateFolder
 from relaxd.local.supervisor import ServiceSpec, StackPlan
+from relaxd.models import DataError
+from relaxd.models.folders import models_folder, resolve_model
 from relaxd.rehearsal.assumptions import Scale, admitted_groups, expert_bytes, least_step_seconds, rehearsed
 from relaxd.rehearsal.calls import read_calls
 from relaxd.rehearsal.carrying import advice

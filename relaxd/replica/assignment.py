@@ -11,10 +11,10 @@ from relaxd import telemetry
 from relaxd.config import RunConfig
 from relaxd.replica.gpus import GpuLeases
 from relaxd.replica.service import ReplicaService
-from relaxd.retry import Backoff
 from relaxd.rpc.errors import InvalidArgument, RpcError
 from relaxd.v1 import coordinator_pb2, replica_pb2
 from relaxd.v1.coordinator_pb2 import Assignment
+from relaxd.waiting import Backoff
 
 STOP_RUN_SECONDS = 60.0
 """Longest time that stop_run may take; then the replica goes on without it."""

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from relaxd.client.errors import CliError
 from relaxd.config import RunConfig
-from relaxd.config.write import dump_changes
+from relaxd.config.write_toml import dump_changes
 from relaxd.logprob_gap import GapWatch
 from relaxd.report.evaluation_table import SetRow, set_rows
 from relaxd.run_folder import (

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from relaxd.algorithms import Algorithm, Filtered, create
 from relaxd.config.algorithm import ALGORITHM, OwnConfig
-from relaxd.config.load import explain
+from relaxd.config.load_toml import explain
 from relaxd.rpc.errors import InvalidArgument, Violations
 from relaxd.v1 import advantage_pb2, advantage_pb2_grpc
 from relaxd.v1.group_pb2 import DropReason

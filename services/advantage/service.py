@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from relaxd.algorithms import AlgorithmError, Filtered, sample_lengths
+from relaxd.algorithms.algorithm_trial import create_tried
 from relaxd.algorithms.results import advantages_of
-from relaxd.algorithms.trial import create_tried
 from relaxd.board import COLUMNS, Column, Delivery, Drop, DropReason
 from relaxd.board.worker import Process, Result
 from relaxd.config import RunConfig

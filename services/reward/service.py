@@ -18,7 +18,6 @@ from relaxd.evaluation.sets import sets_of
 from relaxd.replica.context import ReplicaContext
 from relaxd.replica.service import ServiceStatus
 from relaxd.replica.stage_replica import StageReplica
-from relaxd.retry import Backoff
 from relaxd.rewards import RewardInput, RewardOutput, UnknownRewardError
 from relaxd.rewards.base import text_message
 from relaxd.rewards.messages import with_parts
@@ -27,7 +26,7 @@ from relaxd.roles import REWARD
 from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.v1.judge_pb2 import AskRequest, AskResponse
 from relaxd.v1.replica_pb2 import REPLICA_WAIT_SCORE, REPLICA_WAIT_SERVICE
-from relaxd.waiting import waiting
+from relaxd.waiting import Backoff, waiting
 from services.reward.cache import ScoreCache
 from services.reward.enclosure import describe, missing_of
 from services.reward.judge.client import JudgeClient, Judges

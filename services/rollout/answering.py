@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from relaxd.config import RunConfig
-from relaxd.data.models import resolve_model
+from relaxd.models.folders import resolve_model
 from services.rollout.engines.model_folder import read_model_folder
 from services.rollout.engines.transformers.engine import TransformersEngine
 from services.rollout.engines.types import Output, Request, Version

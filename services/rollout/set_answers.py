@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from relaxd.config import RunConfig
-from relaxd.data.errors import DataError
+from relaxd.models import DataError
 from services.rollout.answering import answer_requests
 from services.rollout.engines.types import Request, Sampling
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from relaxd.config import RunConfig
-from relaxd.data.errors import DataError
+from relaxd.models import DataError
 from services.rollout.answering import answer_requests
 from services.rollout.engines.types import Request
 from services.rollout.service.group_generator import group_seed

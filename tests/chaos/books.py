@@ -11,7 +11,7 @@ import numpy as np
 import redis
 from safetensors import safe_open
 
-from relaxd.board.sides.coordinator import LEDGER_STEPS
+from relaxd.board.sides.coordinator_side import LEDGER_STEPS
 from relaxd.redis_client import acknowledged, key_prefix, read
 
 # KEYS: prefix. ARGV: last ledger id, last id of dropped. Everything at one moment; nothing is written.

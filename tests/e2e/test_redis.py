@@ -8,7 +8,7 @@ import pytest
 
 from relaxd.local.state import StateFolder
 from relaxd.redis_client import COORDINATOR
-from relaxd.redis_client.keys import slot_of
+from relaxd.redis_client.lookups import slot_of
 from tests.e2e.conftest import Workplace
 from tests.e2e.test_run import check_books, read_summary
 from tests.kit.redis.clusters import SHARE, ClusterServers

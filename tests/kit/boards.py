@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from relaxd.board import Board, Column, Delivery, LedgerEntry, NewGroup, Stage
-from relaxd.board.payloads.attempt import all_places, payload_keys
-from relaxd.committed_steps import CommittedSteps
+from relaxd.board.committed_steps import CommittedSteps
+from relaxd.board.payloads.attempts import all_places, payload_keys
 from relaxd.config import BoardConfig
 
 STAGES = (

@@ -8,7 +8,7 @@ from typing import Any
 
 from relaxd.board import Counts
 from relaxd.config import RunConfig
-from relaxd.config.load import load
+from relaxd.config.load_toml import load
 from relaxd.config.run import TelemetryConfig
 from services.coordinator.runs.run_files import RunFiles, summarise
 from services.coordinator.state.records import Phase, RunRecord

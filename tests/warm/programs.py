@@ -50,7 +50,7 @@ PROGRAMS = {
         *("services.trainer.loop.rank", "services.trainer.critic.rank", "services.trainer.frozen.rank"),
         *("services.trainer.rehearsal.rank", "services.trainer.offline.replay", "tests.chaos.models"),
         *("services.trainer.offline.export_checkpoint", "services.rollout.engines.transformers.process"),
-        *("tests.integration.rollout.weight_source", "relaxd.models.convert_gguf"),
+        *("tests.integration.rollout.weight_source", "relaxd.tools.model_fetch"),
     ),
     "sglang": ("services.rollout.engines.sglang.process", "sglang.launch_server"),
 }

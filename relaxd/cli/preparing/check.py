@@ -9,21 +9,21 @@ from relaxd.cli.preparing.reward_command import check_reward
 from relaxd.client.errors import CliError
 from relaxd.config import FrozenModelConfig, ReplicaSizes, RunConfig, TrainerConfig
 from relaxd.config.algorithm import OwnConfig
-from relaxd.config.load import Problem
-from relaxd.data.curriculum.curriculum import own_problems
+from relaxd.config.load_toml import Problem
+from relaxd.data.curriculum.run_curriculum import own_problems
 from relaxd.data.dataset import load_data
-from relaxd.data.errors import DataError
-from relaxd.data.model_contradictions import weights_contradiction
-from relaxd.data.models import frozen_models, resolve_model, routed_expert_bytes
 from relaxd.data.templating import JUDGE_OVERRIDE, chat_template_text, load_chat_template
-from relaxd.data.vocabulary import check_vocabularies
 from relaxd.evaluation.checking import context_problems, set_problems
 from relaxd.fitting.fit import budget_problem
-from relaxd.fitting.layout import Layout, problems
-from relaxd.fitting.shape import read_shape
 from relaxd.json_text import parse_json
 from relaxd.local.modules import ALGORITHM_TRIAL
 from relaxd.local.programs import run_program
+from relaxd.models import DataError
+from relaxd.models.folders import frozen_models, resolve_model, routed_expert_bytes
+from relaxd.models.layouts import Layout, problems
+from relaxd.models.model_contradictions import weights_contradiction
+from relaxd.models.shape import read_shape
+from relaxd.models.vocabulary import check_vocabularies
 from relaxd.roles import TEACHER
 
 TRIAL_SECONDS = 90.0

@@ -11,11 +11,11 @@ from relaxd.cli.output import show
 from relaxd.cli.preparing.check import check, check_algorithm
 from relaxd.cli.preparing.doctor_command import PREFLIGHT_SECONDS, scope_of, warn_of_machine
 from relaxd.config import RunConfig
-from relaxd.config.load import ConfigError
-from relaxd.config.write import dump_changes, dump_explained
-from relaxd.data.errors import DataError
+from relaxd.config.load_toml import ConfigError
+from relaxd.config.write_toml import dump_changes, dump_explained
 from relaxd.fitting.fit import written
 from relaxd.local.devices import check_devices
+from relaxd.models import DataError
 from relaxd.replica.gpus import visible_gpus
 
 config_app = typer.Typer(help="Show or check a configuration.", no_args_is_help=True)

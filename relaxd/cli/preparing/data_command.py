@@ -14,17 +14,16 @@ from relaxd.cli.options import WordsArgument, new_console
 from relaxd.cli.preparing.models import prepare_model
 from relaxd.cli.preparing.prompts_file import load_words_or_prompts
 from relaxd.config import RunConfig
-from relaxd.config.load import ConfigError, Problem
-from relaxd.data.checking import evenly_spread, read_some
+from relaxd.config.load_toml import ConfigError, Problem
 from relaxd.data.duplicates import Keys, Repeats, keys_of, overlap, repeats
-from relaxd.data.errors import DataError
 from relaxd.data.examples import Example
-from relaxd.data.files.plain import kind_of
-from relaxd.data.mixture import Share, mixture_weights
-from relaxd.data.models import resolve_model
+from relaxd.data.files.rows import kind_of
+from relaxd.data.prompt_checks import evenly_spread, read_some
 from relaxd.data.sources.evaluation_sets import read_set
-from relaxd.data.sources.sources import Source, read_sources
+from relaxd.data.sources.run_sources import Share, Source, mixture_weights, read_sources
 from relaxd.data.tokenizer import PromptTokenizer
+from relaxd.models import DataError
+from relaxd.models.folders import resolve_model
 from relaxd.telemetry.printable import escape
 
 MOST_READ = 2000

@@ -19,16 +19,16 @@ from relaxd.cli.preparing.reward_command import try_reward
 from relaxd.cli.reading.evaluation_command import results_table
 from relaxd.client.errors import CliError
 from relaxd.config import RunConfig
-from relaxd.config.load import ConfigError, Problem
+from relaxd.config.load_toml import ConfigError, Problem
 from relaxd.data.dataset import Prompt, PromptDataset, load_evaluation
-from relaxd.data.errors import DataError
-from relaxd.data.models import resolve_model
 from relaxd.evaluation.answers import ScoredAnswer, summarise_set
 from relaxd.evaluation.checking import context_problems, set_problems
 from relaxd.evaluation.sets import ResolvedSet, sets_of, unknown_set
 from relaxd.evaluation.votes import vote_of
 from relaxd.local.modules import SET_ANSWERS
 from relaxd.local.programs import stream_program
+from relaxd.models import DataError
+from relaxd.models.folders import resolve_model
 from relaxd.report.evaluation_table import set_rows
 from relaxd.rewards import RewardInput
 from relaxd.rewards.messages import with_parts

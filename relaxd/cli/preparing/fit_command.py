@@ -12,11 +12,11 @@ from rich.table import Table
 from relaxd.cli.options import WordsArgument, load_words, new_console
 from relaxd.cli.output import show
 from relaxd.client.errors import CliError
-from relaxd.config.load import ConfigError, Problem
-from relaxd.data.errors import DataError
+from relaxd.config.load_toml import ConfigError, Problem
 from relaxd.fitting.fit import Fit
 from relaxd.fitting.fit import fit as compute
 from relaxd.fitting.held import FitError, Hardware, Held
+from relaxd.models import DataError
 
 SHOWN_LAYOUTS = 5
 SHOWN_STAGES = 3

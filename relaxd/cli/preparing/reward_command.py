@@ -16,16 +16,16 @@ from relaxd.cli.output import show
 from relaxd.cli.preparing.models import prepare_model
 from relaxd.client.errors import CliError
 from relaxd.config import RunConfig
-from relaxd.config.load import ConfigError, Problem
+from relaxd.config.load_toml import ConfigError, Problem
 from relaxd.data.dataset import Prompt
-from relaxd.data.errors import DataError
 from relaxd.data.examples import Example
-from relaxd.data.models import resolve_model
-from relaxd.data.sources.sources import read_sources
+from relaxd.data.sources.run_sources import read_sources
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.local.modules import REWARD_TRIAL, ROLLOUT_TRIAL
 from relaxd.local.programs import run_program
 from relaxd.local.state import StateFolder
+from relaxd.models import DataError
+from relaxd.models.folders import resolve_model
 from relaxd.rewards import RewardInput
 from relaxd.rewards.references import references
 from relaxd.telemetry.printable import escape

@@ -14,8 +14,8 @@ from relaxd.cli.output import show_json
 from relaxd.cli.reading.source import open_run
 from relaxd.client.errors import CliError
 from relaxd.config import RunConfig
-from relaxd.config.prompts.curriculum import CurriculumConfig
-from relaxd.data.curriculum.record import BUCKETS, GrowingRecord, PromptRecord
+from relaxd.config.data import CurriculumConfig
+from relaxd.data.curriculum.prompt_record import BUCKETS, GrowingRecord, PromptRecord
 from relaxd.report.fates import ConditionError, GroupTally, Summary, condition, of_prompt, read_fates, summarise_fates
 from relaxd.run_folder import CONFIG, GROUPS
 from relaxd.telemetry.printable import escape

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from relaxd.config.prompts.curriculum import CurriculumConfig
-from relaxd.data.errors import DataError
+from relaxd.config.data import CurriculumConfig
 from relaxd.importing import ImportProblem, describe_error, import_own
+from relaxd.models import DataError
 
 if TYPE_CHECKING:
-    from relaxd.data.curriculum.record import PromptRecord
+    from relaxd.data.curriculum.prompt_record import PromptRecord
 
 SETTING = "data.curriculum.sampler"
 

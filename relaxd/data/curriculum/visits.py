@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from relaxd.data.curriculum.own_sampler import OwnSampler
-from relaxd.data.curriculum.record import PromptRecord, Visit
+from relaxd.data.curriculum.prompt_record import PromptRecord, Visit
 from relaxd.data.dataset import Cursor, Prompt, PromptDataset
 
 FIRST_LOOK = 64

@@ -4,13 +4,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from relaxd.data.errors import DataError
-from relaxd.data.files.hub import HubRows, is_hub_name
-from relaxd.data.files.json_array import JsonArray, is_array
-from relaxd.data.files.json_lines import JsonLines
+from relaxd.data.files.hugging_face import DESCRIPTIONS, HubRows, is_hub_name, saved_files
+from relaxd.data.files.json_files import JsonArray, JsonLines, is_array
 from relaxd.data.files.rows import JoinedRows, Part, Rows
-from relaxd.data.files.saved import DESCRIPTIONS, saved_files
 from relaxd.data.files.tables import Table
+from relaxd.models import DataError
 
 TABLES = (".parquet", ".arrow", ".feather", ".csv")
 LINES = (".jsonl", ".ndjson", ".json")

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from relaxd.data.errors import DataError
 from relaxd.data.files.rows import file_content
+from relaxd.models import DataError
 
 _READ_ROWS = 8192
 _KEPT_ROWS = 128

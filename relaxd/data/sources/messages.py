@@ -3,7 +3,7 @@
 from typing import Any
 
 from relaxd.data.examples import Message
-from relaxd.data.files.plain import kind_of, stranger
+from relaxd.data.files.rows import kind_of, stranger
 from relaxd.json_text import parse_json
 
 FORM = '{"role": "user", "content": "..."}'

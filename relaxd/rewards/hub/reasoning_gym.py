@@ -4,7 +4,7 @@ import json
 from functools import lru_cache
 from typing import Any
 
-from relaxd.data.sources.reasoning_gym import KEY, Task, make_task
+from relaxd.data.sources.reasoning_gym_source import KEY, Task, make_task
 from relaxd.rewards.base import RewardInput
 from relaxd.rewards.hub.readable import make_safe, readable
 from relaxd.rewards.limit import TooSlow, time_limit

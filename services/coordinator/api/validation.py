@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from relaxd.board.core import RUN_ID, RUN_ID_RULE
+from relaxd.board.sides.side_base import RUN_ID, RUN_ID_RULE
 from relaxd.roles import REPLICA_ROLES, ROLES, ROLLOUT, SCALABLE_ROLES, unknown_role
 from relaxd.rpc.errors import InvalidArgument, Violations
 from relaxd.rpc.gpu_uuids import GPU_UUID, GPU_UUID_RULE, MAX_GPUS, check_gpu_uuids

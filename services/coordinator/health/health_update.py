@@ -7,7 +7,7 @@ from enum import Enum, auto
 from typing import Any
 
 from relaxd.config import HealthConfig
-from relaxd.retry import Backoff
+from relaxd.waiting import Backoff
 from services.coordinator.state.health_records import (
     KEPT_EVENTS,
     Event,

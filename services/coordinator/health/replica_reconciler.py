@@ -6,13 +6,13 @@ from typing import Any
 
 from relaxd import telemetry
 from relaxd.config import HealthConfig
-from relaxd.retry import Backoff
 from relaxd.v1.replica_pb2 import (
     REPLICA_STATE_DRAINING,
     REPLICA_STATE_FAILED,
     REPLICA_STATE_QUARANTINED,
     REPLICA_STATE_READY,
 )
+from relaxd.waiting import Backoff
 from services.coordinator.fleet.registry import Replica
 from services.coordinator.health.health_update import DOWN, HealthUpdate, RestartMode, next_restart
 from services.coordinator.health.signs import HealthIssue, Signs

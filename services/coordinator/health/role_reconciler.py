@@ -5,8 +5,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from relaxd.config import HealthConfig
-from relaxd.retry import Backoff
 from relaxd.v1.replica_pb2 import REPLICA_STATE_DRAINING, REPLICA_STATE_FAILED
+from relaxd.waiting import Backoff
 from services.coordinator.fleet.registry import Replica
 from services.coordinator.health.health_update import DOWN, HealthUpdate, RestartMode
 from services.coordinator.state.health_records import Health, RoleHealth

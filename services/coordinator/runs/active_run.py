@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 from relaxd import telemetry
 from relaxd.board import Counts, DropReason
 from relaxd.config import RunConfig
-from relaxd.data.curriculum.curriculum import Curriculum
+from relaxd.data.curriculum.run_curriculum import Curriculum
 from relaxd.data.dataset import RunData
-from relaxd.data.errors import DataError
 from relaxd.drop_reasons import DropWatch, most_frequent
 from relaxd.logprob_gap import GapWatch
+from relaxd.models import DataError
 from relaxd.roles import ROLLOUT, TRAINER
 from relaxd.run_folder import METRICS, read_lines
 from relaxd.v1 import coordinator_pb2 as pb

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from relaxd.board import BoardUnavailable, roles_for, stages_for
 from relaxd.config import BoardConfig, RunConfig
 from relaxd.data.dataset import RunData, load_data
-from relaxd.data.errors import DataError
+from relaxd.models import DataError
 from relaxd.process.garbage import freeze_objects
 from relaxd.rpc.errors import AlreadyExists, FailedPrecondition, NotFound, ResourceExhausted, Unavailable
 from relaxd.rpc.paging import newest_first

@@ -23,7 +23,7 @@ from relaxd.board.types import JSON
 from relaxd.data.curriculum.own_sampler import SETTING as SAMPLER
 from relaxd.data.curriculum.visits import Visited, Visits
 from relaxd.data.dataset import Cursor, Place, RunData
-from relaxd.data.errors import DataError
+from relaxd.models import DataError
 from services.coordinator.fleet.run_context import RunContext
 
 logger = logging.getLogger(__name__)

@@ -16,11 +16,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from relaxd.board import LedgerEntry
-from relaxd.board.core import RUN_ID_RULE
-from relaxd.board.sides.coordinator import LEDGER_STEPS
+from relaxd.board.sides.coordinator_side import LEDGER_STEPS
+from relaxd.board.sides.side_base import RUN_ID_RULE
 from relaxd.config import RunConfig
 from relaxd.data.dataset import Cursor, PromptDataset, RunData, load_data
-from relaxd.data.errors import DataError
+from relaxd.models import DataError
 from relaxd.rpc.errors import FailedPrecondition, InvalidArgument, Violations
 from relaxd.run_folder import (
     CHECKPOINT_STATE,

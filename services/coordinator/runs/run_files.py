@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from relaxd.board import Counts, LedgerEntry
+from relaxd.board.committed_steps import CommittedSteps, ReadLedger
 from relaxd.board.types import Fate
-from relaxd.committed_steps import CommittedSteps, ReadLedger
 from relaxd.config import RunConfig
-from relaxd.config.write import dump
+from relaxd.config.write_toml import dump
 from relaxd.evaluation.answers import is_estimate
 from relaxd.run_folder import (
     CONFIG,

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from relaxd.algorithms.trial import create_tried
+from relaxd.algorithms.algorithm_trial import create_tried
 from relaxd.board import Board, BoardUnavailable, size_problems, stages_for
-from relaxd.board.core import RESERVED_RUN_ID, RUN_ID, RUN_ID_RULE
+from relaxd.board.sides.side_base import RESERVED_RUN_ID, RUN_ID, RUN_ID_RULE
 from relaxd.config import RunConfig
-from relaxd.config.load import ConfigError, load
-from relaxd.data.curriculum.curriculum import own_problems
+from relaxd.config.load_toml import ConfigError, load
+from relaxd.data.curriculum.run_curriculum import own_problems
 from relaxd.data.dataset import PromptDataset, RunData, load_data
-from relaxd.data.errors import DataError
 from relaxd.data.templating import with_template_texts
 from relaxd.evaluation.checking import set_problems
+from relaxd.models import DataError
 from relaxd.rpc.errors import FailedPrecondition, Unavailable, Violations
 from relaxd.run_folder import holds_run
 from services.coordinator.runs.run_files import RunFiles

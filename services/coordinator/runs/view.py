@@ -4,7 +4,7 @@ import contextlib
 from typing import Any
 
 from relaxd.board import AsyncBoard, RunMissing
-from relaxd.committed_steps import CommittedSteps
+from relaxd.board.committed_steps import CommittedSteps
 from relaxd.v1 import coordinator_pb2 as pb
 from services.coordinator.state.records import Phase, RunRecord
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from relaxd.board.committed_steps import CommittedSteps
 from relaxd.client.run_changes import changes
-from relaxd.committed_steps import CommittedSteps
 from relaxd.rpc.errors import Violations
 from relaxd.v1 import coordinator_pb2 as pb
 from services.coordinator.fleet.changes import Signal

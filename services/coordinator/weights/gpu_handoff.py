@@ -23,7 +23,6 @@ from typing import Any
 import grpc
 
 from relaxd.board import BoardUnavailable
-from relaxd.retry import Backoff
 from relaxd.roles import JUDGE, ROLLOUT, TRAINER
 from relaxd.rpc.errors import explain
 from relaxd.v1.judge_pb2 import JudgeSleepRequest, JudgeSleepResponse, JudgeWakeRequest
@@ -36,6 +35,7 @@ from relaxd.v1.rollout_pb2 import (
     WakeRequest,
 )
 from relaxd.v1.trainer_pb2 import TrainerSleepRequest, TrainerWakeRequest
+from relaxd.waiting import Backoff
 from services.coordinator.fleet.fleet import ABLE
 from services.coordinator.fleet.registry import Replica
 from services.coordinator.fleet.run_context import RunContext

@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from relaxd.retry import Backoff
+from relaxd.waiting import Backoff
 from services.coordinator.state.records import Member
 
 logger = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from relaxd import telemetry
-from relaxd.retry import Backoff
 from relaxd.rpc.errors import FailedPrecondition
 from relaxd.steady_clock import steady_time
+from relaxd.waiting import Backoff
 from services.coordinator.fleet.registry import Replica
 from services.coordinator.fleet.run_context import RunContext
 from services.coordinator.state.records import Announcement, GroupRecord, Member, WeightsRecord

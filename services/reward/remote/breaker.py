@@ -5,8 +5,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from relaxd.retry import Backoff
-from relaxd.waiting import duration, waiting
+from relaxd.waiting import Backoff, duration, waiting
 from services.reward.remote.errors import MismatchError, UnreachableError
 
 FAILURES_TO_OPEN = 3

@@ -7,8 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from relaxd.retry import Backoff
-from relaxd.waiting import duration, waiting
+from relaxd.waiting import Backoff, duration, waiting
 from services.reward.remote.breaker import Breaker
 from services.reward.remote.errors import UnreachableError
 from services.reward.remote.pace import Pace

@@ -7,8 +7,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from relaxd.data.errors import DataError
 from relaxd.data.special_tokens import TOKENIZER_CONFIG, TOKENS_MAP, read_object, token_text
+from relaxd.models import DataError
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ import psutil
 
 from relaxd.board import roles_for
 from relaxd.config import JudgeConfig, RolloutConfig, RunConfig
-from relaxd.config.roles import ENGINE_SETTINGS
-from relaxd.data.errors import DataError
+from relaxd.config.role_settings import ENGINE_SETTINGS
 from relaxd.data.examples import Example, Message
-from relaxd.data.models import resolve_model
 from relaxd.data.tokenizer import PromptTokenizer
+from relaxd.models import DataError
+from relaxd.models.folders import resolve_model
 from relaxd.process.child import ChildExit
 from relaxd.replica.context import ReplicaContext
 from relaxd.replica.gpus import gpu_environment

@@ -13,16 +13,16 @@ import psutil
 from relaxd import telemetry
 from relaxd.board import Board, StageWorker, stages_for
 from relaxd.config import RunConfig
-from relaxd.data.models import resolve_model
+from relaxd.models.folders import resolve_model
 from relaxd.process.child import ChildError, ChildExit
 from relaxd.replica.context import ReplicaContext
 from relaxd.replica.gpus import Gpu, gpu_environment, memory_used, wait_until_steady
 from relaxd.replica.service import ReplicaService, ServiceStatus
-from relaxd.retry import Backoff
 from relaxd.roles import ROLES, ROLLOUT
 from relaxd.rpc.errors import RpcError
 from relaxd.v1 import replica_pb2
 from relaxd.v1.coordinator_pb2 import Assignment
+from relaxd.waiting import Backoff
 from relaxd.weights.environment import NCCL_ENVIRONMENT
 from services.rollout.engines.engine import RolloutEngine
 from services.rollout.engines.load_progress import loaded_mebibytes

@@ -12,8 +12,8 @@ from relaxd.algorithms import create
 from relaxd.board import TEACHER_PROMPT_TOKENS, Column, Delivery, roles_for, stages_for
 from relaxd.board.worker import Process, Result
 from relaxd.config import RunConfig
-from relaxd.data.models import resolve_model
-from relaxd.data.vocabulary import check_vocabularies, vocab_size
+from relaxd.models.folders import resolve_model
+from relaxd.models.vocabulary import check_vocabularies, vocab_size
 from relaxd.process.child import ChildExit
 from relaxd.replica.context import ReplicaContext
 from relaxd.replica.gpus import gpu_environment

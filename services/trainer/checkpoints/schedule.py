@@ -1,6 +1,6 @@
 """Decide when checkpoints are due: after some steps, or before a restart would have too much to repeat."""
 
-from relaxd.config.trainer.trainer import CheckpointConfig
+from relaxd.config.trainer import CheckpointConfig
 
 
 class Schedule:

@@ -9,7 +9,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from relaxd.board import RETURNS
-from relaxd.committed_steps import CommittedSteps
+from relaxd.board.committed_steps import CommittedSteps
 from services.trainer.batch.row_packing import PackedMicroBatch
 from services.trainer.batch.step_file import read_committed
 from services.trainer.critic.learner import COLUMNS, CriticLearner

@@ -17,7 +17,7 @@ from relaxd.algorithms import create
 from relaxd.algorithms.base import WithCritic
 from relaxd.board import RETURNS, VALUES
 from relaxd.config import RunConfig
-from relaxd.data.models import resolve_model
+from relaxd.models.folders import resolve_model
 from relaxd.roles import CRITIC
 from services.trainer.batch.groups import TrainGroup, check_group
 from services.trainer.batch.mini_batches import pack_rounds

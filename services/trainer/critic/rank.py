@@ -6,7 +6,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from relaxd.algorithms.trial import create_tried
+from relaxd.algorithms.algorithm_trial import create_tried
 from relaxd.board import CRITIC_STATE, Board, DropReason, stages_for
 from relaxd.config import RunConfig
 from relaxd.process.child_server import ChildServer

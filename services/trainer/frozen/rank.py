@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from relaxd.algorithms import create
 from relaxd.board import REFERENCE_WEIGHTS, STUDENT_CANDIDATES, TEACHER_PROMPT_TOKENS, Board, stages_for
 from relaxd.config import RunConfig, TrainerConfig
-from relaxd.data.models import frozen_models, resolve_model
+from relaxd.models.folders import frozen_models, resolve_model
 from relaxd.process.child_server import ChildServer
 from relaxd.process.garbage import freeze_objects
 from relaxd.roles import ROLES

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from relaxd.board import roles_for
 from relaxd.config import RunConfig
-from relaxd.data.vocabulary import check_vocabularies
+from relaxd.models.vocabulary import check_vocabularies
 from relaxd.replica.context import ReplicaContext
 from relaxd.replica.gpus import gpu_environment
 from relaxd.replica.service import ReplicaService, ServiceStatus

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from relaxd.algorithms.base import WithCritic
-from relaxd.algorithms.terms.value_loss import clipped_value_loss
+from relaxd.algorithms.loss_terms import clipped_value_loss
 from relaxd.board import RETURNS, VALUES
 from relaxd.config import CriticConfig, TrainerConfig
 from services.trainer.batch.row_packing import PackedMicroBatch

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from relaxd.board import CANDIDATES, TEACHER_CANDIDATE_LOGPROBS
 from relaxd.config import TrainerConfig
-from relaxd.config.trainer.context_division import context_division
+from relaxd.models.layouts import context_division
 from services.trainer.batch.pipeline import group_size
 from services.trainer.batch.row_packing import PackedMicroBatch, empty_micro_batch
 from services.trainer.learner.device_batch import DeviceBatch, to_device_batch

@@ -42,7 +42,7 @@ from relaxd.algorithms import create
 from relaxd.algorithms.base import WithCritic
 from relaxd.algorithms.results import unexplained
 from relaxd.config import AlgorithmConfig, CriticConfig, RunConfig, TrainerConfig
-from relaxd.data.models import models_in_trainer, resolve_model
+from relaxd.models.folders import models_in_trainer, resolve_model
 from relaxd.roles import REFERENCE
 from services.trainer.batch.groups import RoutingShape
 from services.trainer.batch.row_packing import PackedMicroBatch, no_values

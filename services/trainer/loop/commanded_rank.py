@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn, Protocol, TypeVar
 
 from relaxd.board import Board
-from relaxd.committed_steps import CommittedSteps
+from relaxd.board.committed_steps import CommittedSteps
 from services.trainer.checkpoints.folder import has_room
 from services.trainer.checkpoints.part import CheckpointPart
 from services.trainer.learner.snapshots.checkpoint import Checkpointed

@@ -9,7 +9,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from relaxd.algorithms.terms.whitening import Whitening
+from relaxd.algorithms.advantage_terms import Whitening
 from relaxd.board import TRAIN, BoardUnavailable, Column, Delivery
 from services.trainer.batch.groups import TrainGroup, check_group
 from services.trainer.batch.step_file import read_committed

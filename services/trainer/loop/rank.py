@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from relaxd import telemetry
-from relaxd.algorithms.trial import create_tried
+from relaxd.algorithms.algorithm_trial import create_tried
 from relaxd.board import Board, stages_for
 from relaxd.config import RunConfig
-from relaxd.data.vocabulary import check_vocabularies
+from relaxd.models.vocabulary import check_vocabularies
 from relaxd.process.child_server import ChildServer, in_turn
 from relaxd.process.garbage import freeze_objects
 from relaxd.roles import TEACHER

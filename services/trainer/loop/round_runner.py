@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaxd.algorithms import AlgorithmError, Filtered, create
+from relaxd.algorithms.advantage_terms import Whitening
 from relaxd.algorithms.base import AdvantagesAndReturns, ValuedGroup
 from relaxd.algorithms.results import advantages_of, returns_of
-from relaxd.algorithms.terms.whitening import Whitening
 from relaxd.board import (
     ADVANTAGES,
     COLUMNS,

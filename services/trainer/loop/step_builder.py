@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from opentelemetry.trace import Span
 
 from relaxd import telemetry
-from relaxd.algorithms.terms.whitening import Whitening
+from relaxd.algorithms.advantage_terms import Whitening
 from relaxd.board import TRAIN, Delivery, GroupTimes, StageTime, microseconds
 from services.trainer.batch.groups import TrainGroup
 from services.trainer.batch.mini_batches import add_group

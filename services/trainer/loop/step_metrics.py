@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaxd import telemetry
-from relaxd.algorithms.terms.whitening import Whitening
+from relaxd.algorithms.advantage_terms import Whitening
 from relaxd.board import CRITIC_STATE, LOSS_MASK, RETURNS, VALUES
 from services.trainer.batch.groups import TrainGroup, bounds_of
 

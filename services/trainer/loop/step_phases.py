@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from relaxd.algorithms import Algorithm
-from relaxd.algorithms.terms.whitening import Whitening
+from relaxd.algorithms.advantage_terms import Whitening
 from relaxd.board import ADVANTAGES, LOSS_MASK
 from relaxd.config import RunConfig
 from services.trainer.batch.groups import TrainGroup

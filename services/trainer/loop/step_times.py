@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from relaxd.board import TRAIN, StageTime
-from relaxd.board.times import MICROSECONDS
+from relaxd.board.types import MICROSECONDS
 from services.trainer.loop.step_builder import StepBuilder
 
 WORK_NAMES = {"rollout": "generate", "reward": "score", TRAIN: "in_step"}

@@ -13,11 +13,10 @@ from relaxd.algorithms import Algorithm
 from relaxd.board import REFERENCE_WEIGHTS, TRAIN, BoardUnavailable, DropReason, LedgerEntry, microseconds
 from relaxd.board.errors import TooLate
 from relaxd.config import RunConfig
-from relaxd.retry import Backoff
 from relaxd.roles import CRITIC, REFERENCE
 from relaxd.v1.rank_pb2 import RankProgress, VersionCommitted, WorkResponse
 from relaxd.v1.replica_pb2 import REPLICA_WAIT_DISK, REPLICA_WAIT_UNSPECIFIED, ReplicaWait, WeightVersion
-from relaxd.waiting import waiting
+from relaxd.waiting import Backoff, waiting
 from services.trainer.batch.groups import TrainGroup
 from services.trainer.batch.pipeline import bubble_share
 from services.trainer.batch.reference_weights import remove_older, sync_weights, weights_after, weights_path

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from relaxd.amounts import byte_amount
-from relaxd.retry import Backoff
+from relaxd.waiting import Backoff
 
 PROGRESS_SECONDS = 1.0
 """Interval at which a rank publishes its progress and checks that of the others."""

@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch.distributed import distributed_c10d
 
 from relaxd.config import TrainerConfig
-from relaxd.config.trainer.pipeline import chunk_layers
+from relaxd.models.layouts import chunk_layers
 from relaxd.weights.group import host_store
 from services.trainer.megatron.disk_work import DiskWork
 

@@ -17,8 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from relaxd.data.model_contradictions import weights_contradiction
 from relaxd.data.templating import MORE_TEMPLATES
+from relaxd.models.model_contradictions import weights_contradiction
 from services.trainer.batch.durable import errors_of_the_system
 from services.trainer.megatron.disk_work import DiskRefused, DiskWorkFailed
 from services.trainer.megatron.parallel import GatherGroups, World

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from relaxd.config.trainer.pipeline import chunk_layers
+from relaxd.models.layouts import chunk_layers
 from services.trainer.model.architecture import Architecture
 from services.trainer.model.architectures import FAMILIES
 from services.trainer.model.layouts import ParameterLayout

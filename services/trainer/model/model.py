@@ -16,9 +16,8 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from relaxd.config import TrainerConfig
-from relaxd.config.trainer.pipeline import stage_layers
-from relaxd.fitting.layout import Layout, problem
-from relaxd.fitting.shape import read_shape
+from relaxd.models.layouts import Layout, problem, stage_layers
+from relaxd.models.shape import read_shape
 from services.trainer.megatron import gpu as megatron_gpu
 from services.trainer.megatron.parallel import World, expert_tensor_parallel
 from services.trainer.model.architecture import Architecture, ModelError

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from relaxd.data.errors import DataError
-from relaxd.data.models import resolve_model
+from relaxd.models import DataError
+from relaxd.models.folders import resolve_model
 from relaxd.run_folder import checkpoint_path, checkpoint_steps
 from services.trainer.offline.run_folder import OfflineError, newest_intact, print_error, print_result, read_config
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from relaxd.config import RunConfig
-from relaxd.data.errors import DataError
+from relaxd.models import DataError
 from relaxd.run_folder import checkpoint_path
 from relaxd.weights.ports import NoFreePort, reserve_port
 from services.trainer.batch.step_file import StepFileError, read_step_file, step_file_path

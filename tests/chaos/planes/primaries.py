@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from relaxd.redis_client import COORDINATOR
-from relaxd.redis_client.keys import slot_of
+from relaxd.redis_client.lookups import slot_of
 from tests.kit.redis.clusters import PRIMARIES as NODES
 from tests.kit.redis.clusters import SHARE, ClusterServers
 from tests.kit.redis.sentinels import WatchedRedis

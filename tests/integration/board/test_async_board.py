@@ -9,7 +9,7 @@ import pytest
 import redis
 
 from relaxd.board import AsyncBoard, Board, BoardUnavailable, Fenced, NewGroup
-from relaxd.board.connections.asynchronous import AT_ONCE
+from relaxd.board.connections.connection import AT_ONCE
 from relaxd.config import BoardConfig
 from relaxd.redis_client.moves import Operation
 from tests.kit.boards import LARGE, STAGES, advance, audit, group, make_board, output, take

@@ -14,8 +14,7 @@ from benchmarks.failover import campaign
 from relaxd.board import AsyncBoard, Board, BoardError, BoardUnavailable, NewGroup, RunMissing
 from relaxd.config import LARGE_COLUMN_BYTES, BoardConfig
 from relaxd.redis_client import COORDINATOR, key_prefix, parse
-from relaxd.redis_client.keys import mark_key, slot_of
-from relaxd.redis_client.owner import OwnerLookup
+from relaxd.redis_client.lookups import OwnerLookup, mark_key, slot_of
 from relaxd.rpc.terms import TERM_KEY, RedisTerm
 from services.coordinator import __main__ as program
 from services.coordinator.state.records import Phase, RunRecord

@@ -12,7 +12,7 @@ from benchmarks.failover import campaign
 from relaxd.board import AsyncBoard, BoardUnavailable
 from relaxd.config import BoardConfig
 from relaxd.local.embedded_redis import wait_until_up
-from relaxd.redis_client.keys import mark_key
+from relaxd.redis_client.lookups import mark_key
 from relaxd.rpc.terms import RedisTerm
 from services.coordinator import __main__ as program
 from services.coordinator.state.store import Store, StoreUnavailable

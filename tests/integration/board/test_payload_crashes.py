@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import pytest
 
 from relaxd.board import Board, Delivery, NewGroup, Stage
-from relaxd.board.connections.blocking import RedisConnection
-from relaxd.board.payloads import transfer
+from relaxd.board.connections.connection import RedisConnection
+from relaxd.board.payloads import payload_transfer
 from relaxd.config import BoardConfig
 from tests.kit.boards import LARGE, advance, audit, end_leases, group, make_board, make_overdue, output, take
 
@@ -58,7 +58,7 @@ def deaths(board: Board, work: Work) -> Iterator[int]:
 def die_at(step: int, work: Work, url: str, run_id: str, stages: tuple[Stage, ...], limits: BoardConfig) -> None:
     """Do work on a board. Kill this process before its `step`th operation."""
     # Write and free one slice after the other.
-    transfer.BYTES_TOGETHER = transfer.KEYS_TOGETHER = 1
+    payload_transfer.BYTES_TOGETHER = payload_transfer.KEYS_TOGETHER = 1
     mine = Board(url, run_id, stages, limits)
     # All of them together die at the same command.
     DyingConnection.left = step

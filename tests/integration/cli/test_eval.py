@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from relaxd.cli.main import app
 from relaxd.client.errors import CliError
-from relaxd.config.load import ConfigError
+from relaxd.config.load_toml import ConfigError
 
 CONFIG = """
 run.steps = 1

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from relaxd.client.errors import CliError
-from relaxd.data.models import models_folder, resolve_model
-from relaxd.models.fetch import MODELS, fetch, is_fetched
+from relaxd.models.folders import models_folder, resolve_model
+from relaxd.tools.model_fetch import MODELS, fetch, is_fetched
 from tests.kit.processes import run_python
 
 MODEL = MODELS["smollm2-135m"]

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from relaxd.cli.main import app
-from relaxd.config.load import ConfigError, load_file
+from relaxd.config.load_toml import ConfigError, load_file
 
 REWARD = """\
 import os

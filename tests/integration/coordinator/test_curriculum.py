@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from relaxd.config import RunConfig
-from relaxd.data.checking import CHECKED
-from relaxd.data.curriculum.record import PromptRecord
+from relaxd.data.curriculum.prompt_record import PromptRecord
+from relaxd.data.prompt_checks import CHECKED
 from relaxd.run_folder import GROUPS
 from relaxd.v1 import coordinator_pb2 as pb
 from tests.integration.coordinator.cluster import Cluster

@@ -11,7 +11,7 @@ import pytest
 
 from relaxd.board import NewGroup
 from relaxd.config import RunConfig
-from relaxd.data.curriculum.curriculum import Curriculum
+from relaxd.data.curriculum.run_curriculum import Curriculum
 from relaxd.data.dataset import PromptDataset, RunData, load_data
 from relaxd.data.examples import Example
 from relaxd.data.files.rows import OnDemand

@@ -10,7 +10,7 @@ import redis
 
 from relaxd.board import Board, stages_for
 from relaxd.config import RunConfig
-from relaxd.config.load import load_file
+from relaxd.config.load_toml import load_file
 from relaxd.rpc.errors import from_call
 from relaxd.v1 import coordinator_pb2 as pb
 from services.coordinator.runs.run_files import held_folder

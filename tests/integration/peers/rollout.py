@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from relaxd.board import Board, Delivery, StageWorker, stages_for
 from relaxd.config import RunConfig
-from relaxd.data.models import resolve_model
+from relaxd.models.folders import resolve_model
 from relaxd.replica.context import ReplicaContext
 from relaxd.replica.service import ReplicaService, ServiceStatus
 from relaxd.roles import ROLLOUT

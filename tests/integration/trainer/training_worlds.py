@@ -49,7 +49,7 @@ def run_job(job: RunJob, ranks: int = 1) -> dict[str, Any]:
     """
     from relaxd.algorithms import create
     from relaxd.board import Board, stages_for
-    from relaxd.data.models import models_in_trainer
+    from relaxd.models.folders import models_in_trainer
     from services.trainer.batch.group_refusals import GroupRefusals
     from services.trainer.checkpoints.part import CheckpointPart
     from services.trainer.learner.compared.routing import model_of

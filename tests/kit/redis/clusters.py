@@ -8,7 +8,7 @@ from typing import Any
 
 import redis
 
-from relaxd.redis_client.keys import slot_of
+from relaxd.redis_client.lookups import slot_of
 from tests.kit.ports import free_port
 from tests.kit.redis.redis_server import RedisServer
 from tests.kit.redis.replicas import PROMPT, has_replica, lagging

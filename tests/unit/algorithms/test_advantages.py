@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from relaxd.algorithms import ALGORITHMS, Advantages, Filtered, create
+from relaxd.algorithms.advantage_terms import Whitening, generalized_advantages, token_rewards
 from relaxd.algorithms.base import ValuedGroup, WithCritic
-from relaxd.algorithms.terms.distillation import distilled
-from relaxd.algorithms.terms.returns import generalized_advantages, token_rewards
-from relaxd.algorithms.terms.value_loss import clipped_value_loss
-from relaxd.algorithms.terms.whitening import Whitening
+from relaxd.algorithms.distillation_terms import distilled
+from relaxd.algorithms.loss_terms import clipped_value_loss
 from relaxd.board import roles_for, stages_for
 from relaxd.config.algorithm import ALGORITHM
-from relaxd.config.load import ConfigError, load
+from relaxd.config.load_toml import ConfigError, load
 from relaxd.drop_reasons import DropReason
 from relaxd.roles import ADVANTAGE
 

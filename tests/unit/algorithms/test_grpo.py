@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaxd.algorithms import Advantages, Filtered, LossInputs, create, sample_lengths
-from relaxd.algorithms.terms.correction import correction_weights
+from relaxd.algorithms.loss_terms import correction_weights
 from relaxd.config import GRPOConfig
 
 torch.set_num_threads(1)

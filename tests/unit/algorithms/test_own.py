@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from relaxd.algorithms import AlgorithmError, create
-from relaxd.algorithms.trial import create_tried
+from relaxd.algorithms.algorithm_trial import create_tried
 from relaxd.board import stages_for
 from relaxd.cli.preparing.check import check_algorithm
 from relaxd.config.algorithm import ALGORITHM, OwnConfig
-from relaxd.config.load import load_file
+from relaxd.config.load_toml import load_file
 from relaxd.rpc.errors import InvalidArgument
 from relaxd.v1.advantage_pb2 import ComputeRequest
 from services.advantage.server import parse_compute_request

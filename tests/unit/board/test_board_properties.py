@@ -22,10 +22,10 @@ from hypothesis.stateful import (
 )
 
 from relaxd.board import BoardError, Delivery, Fenced, GateClosed, StepConflict
-from relaxd.board.connections.blocking import RedisConnection
-from relaxd.board.core import GroupAttempt
-from relaxd.board.payloads import transfer
-from relaxd.board.payloads.attempt import Attempt, new_names
+from relaxd.board.connections.connection import RedisConnection
+from relaxd.board.payloads import payload_transfer
+from relaxd.board.payloads.attempts import Attempt, new_names
+from relaxd.board.sides.side_base import GroupAttempt
 from tests.kit.boards import LARGE, STAGES, audit, end_leases, group, make_board, make_overdue, output, take
 
 NAMES = [stage.name for stage in STAGES]
@@ -155,7 +155,7 @@ class BoardMachine(RuleBasedStateMachine):
             attempt = Attempt(self.board.prefix, name, output(stage, tokens=LARGE))
             registering = self.board._register([GroupAttempt(delivery.group_id, stage, attempt)], 60_000)
             if not self.board._run(registering):
-                self.board._run(transfer.write([attempt], 60_000))
+                self.board._run(payload_transfer.write([attempt], 60_000))
 
     def sweep(self, draw: Any) -> None:
         """The living coordinator sweeps, or one that has been replaced tries to; attempts may be overdue."""

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from relaxd.board import Board, BoardUnavailable, NewGroup, RunExists, RunMissing
 from relaxd.board.connections.scripts import run_script
-from relaxd.board.payloads import transfer
+from relaxd.board.payloads import payload_transfer
 from relaxd.config import BoardConfig
 from tests.kit.boards import LARGE, advance, audit, group, make_board, make_overdue, output, take
 from tests.kit.redis.redis_server import RedisServer
@@ -86,7 +86,7 @@ def test_a_writer_that_stalls_until_it_was_given_up_leaks_nothing(redis_url, url
     moments = []
 
     def stalling(name):
-        function = getattr(transfer, name)
+        function = getattr(payload_transfer, name)
 
         def stalled(*arguments):
             moments.append(name)
@@ -95,7 +95,7 @@ def test_a_writer_that_stalls_until_it_was_given_up_leaks_nothing(redis_url, url
                 board.sweep(term=1)
             return function(*arguments)
 
-        monkeypatch.setattr(transfer, name, stalled)
+        monkeypatch.setattr(payload_transfer, name, stalled)
 
     stalling("write")  # the slices come after the sweep: they are registered again
     stalling("keep")  # they were swept before they last: they are written again
@@ -109,15 +109,15 @@ def test_a_writer_that_stalls_until_it_was_given_up_leaks_nothing(redis_url, url
 
 def test_prompts_of_which_one_was_given_up_are_all_written_again(redis_url, urls, monkeypatch):
     board = make_board(redis_url, data_urls=urls)
-    large, write = {"prompt_tokens": np.arange(LARGE, dtype=np.int32), "prompt": "?"}, transfer.write
+    large, write = {"prompt_tokens": np.arange(LARGE, dtype=np.int32), "prompt": "?"}, payload_transfer.write
 
     def stalled(attempts, milliseconds):
-        monkeypatch.setattr(transfer, "write", write)
+        monkeypatch.setattr(payload_transfer, "write", write)
         yield from write(attempts, milliseconds)
         board._connection.client.zadd(f"{board.prefix}pending", {attempts[1].pointer: 1})
         yield from run_script("sweep", board.prefix, 1, 100)  # only its first half: it is garbage, and not freed yet
 
-    monkeypatch.setattr(transfer, "write", stalled)
+    monkeypatch.setattr(payload_transfer, "write", stalled)
     board.publish(term=1, groups=[NewGroup(name, large) for name in "abc"])
     make_overdue(board)
     board.sweep(term=1)
@@ -130,7 +130,7 @@ def test_slices_that_expire_before_they_last_are_written_again(redis_url, urls, 
     board = make_board(redis_url, data_urls=urls)
     board.publish(term=1, groups=[group("a")])
     (delivery,) = take(board, "rollout")
-    keep, times = transfer.keep, []
+    keep, times = payload_transfer.keep, []
 
     def expired(*arguments):
         times.append(1)
@@ -139,7 +139,7 @@ def test_slices_that_expire_before_they_last_are_written_again(redis_url, urls, 
                 client.delete(*columns_on(client)[:1] or ["none"])
         return (yield from keep(*arguments))
 
-    monkeypatch.setattr(transfer, "keep", expired)
+    monkeypatch.setattr(payload_transfer, "keep", expired)
     assert board.commit([(delivery, output("rollout", tokens=LARGE))]) == [True]
     assert len(times) == 2
     make_overdue(board)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from relaxd.board import Board, Fenced, LedgerEntry, LedgerTrimmed
-from relaxd.board.sides.coordinator import LEDGER_STEPS
-from relaxd.committed_steps import CommittedSteps
+from relaxd.board.committed_steps import CommittedSteps
+from relaxd.board.sides.coordinator_side import LEDGER_STEPS
 from relaxd.run_folder import LEDGER
 from tests.kit.boards import advance, audit, group, make_board, take
 

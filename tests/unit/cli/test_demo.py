@@ -9,7 +9,7 @@ from relaxd.cli.demo import best_teacher, demo_config, distillation_config
 from relaxd.cli.preparing.examples import example
 from relaxd.client.errors import CliError
 from relaxd.config import RunConfig
-from relaxd.config.load import load_file
+from relaxd.config.load_toml import load_file
 from tests.kit.run_folders import write_run
 
 DEMO = demo_config("grpo", seed=0, steps=None)

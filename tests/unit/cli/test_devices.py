@@ -2,7 +2,7 @@
 
 import pytest
 
-from relaxd.config.load import load
+from relaxd.config.load_toml import load
 from relaxd.local.devices import check_devices
 
 RUN = """

@@ -15,7 +15,7 @@ from relaxd.cli.execute import Where, _engines, _replicas
 from relaxd.cli.main import app
 from relaxd.cli.preparing.check import check
 from relaxd.client.errors import CliError
-from relaxd.config.load import ConfigError, load
+from relaxd.config.load_toml import ConfigError, load
 from relaxd.local.stack import make_plan
 from relaxd.local.state import StateFolder
 from relaxd.roles import REPLICA_ROLES, ROLES, SCALABLE_ROLES

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaxd.config import RunConfig
-from relaxd.config.load import ConfigError, load, load_file
-from relaxd.config.write import dump
+from relaxd.config.load_toml import ConfigError, load, load_file
+from relaxd.config.write_toml import dump
 
 GOOD = """\
 [run]

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from relaxd.config.load import ConfigError, load, load_file
+from relaxd.config.load_toml import ConfigError, load, load_file
 from relaxd.config.parse import MAX_SETTINGS
-from relaxd.data.errors import DataError
-from relaxd.data.files.json_lines import JsonLines
+from relaxd.data.files.json_files import JsonLines
 from relaxd.data.templating import load_chat_template
 from relaxd.json_text import parse_json
+from relaxd.models import DataError
 
 SECONDS = 10.0
 """Less than any of these took before; most take a hundredth of a second on a machine with nothing else to do."""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from relaxd.config.load import load
+from relaxd.config.load_toml import load
 from relaxd.migrate.verl import migrate
 from relaxd.migrate.verl_rewards import CONFINED
 from relaxd.migrate.verl_source import VerlConfigError, read_verl

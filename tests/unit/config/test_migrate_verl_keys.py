@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from relaxd.config.load import load
+from relaxd.config.load_toml import load
 from relaxd.migrate.migrated import KeyFate
 from relaxd.migrate.verl import migrate
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from relaxd.config.load import ConfigError, load
-from relaxd.config.write import dump, dump_explained
-from relaxd.data.errors import DataError
+from relaxd.config.load_toml import ConfigError, load
+from relaxd.config.write_toml import dump, dump_explained
 from relaxd.data.files.opening import open_rows
+from relaxd.models import DataError
 
 BASE = """
 run.steps = 1

@@ -7,11 +7,11 @@ import pytest
 
 from relaxd.cli.preparing.examples import demo_overrides
 from relaxd.config.algorithm import BUILT_IN
-from relaxd.config.load import ConfigError, load, load_file
-from relaxd.config.names.equivalents import EQUIVALENTS, FRAMEWORKS
-from relaxd.config.names.settings import sections, settings
-from relaxd.config.names.suggest import suggest
-from relaxd.config.write import dump, dump_changes, dump_explained
+from relaxd.config.load_toml import ConfigError, load, load_file
+from relaxd.config.names.other_frameworks import EQUIVALENTS, FRAMEWORKS
+from relaxd.config.names.settings_table import sections, settings
+from relaxd.config.names.suggestions import suggest
+from relaxd.config.write_toml import dump, dump_changes, dump_explained
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))

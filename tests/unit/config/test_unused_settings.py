@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from relaxd.config.load import ConfigError, load_file
+from relaxd.config.load_toml import ConfigError, load_file
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "addition.toml"
 TIS = "algorithm.old_logprobs=current algorithm.correction=tis"

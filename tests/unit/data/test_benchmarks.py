@@ -10,9 +10,9 @@ from pydantic import ValidationError
 from relaxd.config import RunConfig
 from relaxd.config.evaluation import EvalSet
 from relaxd.data.dataset import load_data
-from relaxd.data.errors import DataError
-from relaxd.data.sources.benchmarks import read_benchmark
+from relaxd.data.sources.evaluation_sets import read_benchmark
 from relaxd.evaluation.sets import sets_of
+from relaxd.models import DataError
 from relaxd.rewards import RewardInput, resolve
 from tests.kit.tokenizer import write_tokenizer
 

@@ -15,17 +15,16 @@ from rich.console import Console
 
 from relaxd.board import stages_for
 from relaxd.cli.reading.status import print_run
-from relaxd.config.load import ConfigError, load
-from relaxd.config.prompts.curriculum import CurriculumConfig
-from relaxd.data.curriculum import history
-from relaxd.data.curriculum.curriculum import Curriculum
+from relaxd.config.data import CurriculumConfig
+from relaxd.config.load_toml import ConfigError, load
+from relaxd.data.curriculum import run_curriculum
 from relaxd.data.curriculum.own_filter import COLUMNS, FilterError, GroupFilter, samples_of
-from relaxd.data.curriculum.pool import Pool
-from relaxd.data.curriculum.record import PromptRecord
+from relaxd.data.curriculum.prompt_record import Pool, PromptRecord
+from relaxd.data.curriculum.run_curriculum import Curriculum
 from relaxd.data.curriculum.visits import Visited, Visits
 from relaxd.data.dataset import Cursor, Prompt, PromptDataset
-from relaxd.data.errors import DataError
 from relaxd.data.examples import Example
+from relaxd.models import DataError
 from relaxd.run_folder import GROUPS
 from relaxd.v1 import coordinator_pb2 as pb
 from tests.kit.processes import run_python
@@ -235,8 +234,8 @@ def test_a_million_prompts_that_are_nearly_all_solved_cost_little() -> None:
     program = """
 import time
 import numpy as np
-from relaxd.config.prompts.curriculum import CurriculumConfig
-from relaxd.data.curriculum.record import PromptRecord
+from relaxd.config.data import CurriculumConfig
+from relaxd.data.curriculum.prompt_record import PromptRecord
 from relaxd.data.curriculum.visits import Visits
 from relaxd.data.dataset import Cursor, Prompt, PromptDataset
 class Prompts(PromptDataset):
@@ -277,8 +276,8 @@ def test_the_record_follows_from_the_folder_with_and_without_a_snapshot(tmp_path
     whole.observe(lines)
     end = write(tmp_path, [*lines[:25], *lines[22:25]])  # by two coordinators, one of which was replaced
     record = record_of(9, **SETTINGS)
-    assert history.load(record, tmp_path) == lines[24]["entry"]
-    history.save(record, tmp_path, end, lines[24]["entry"])
+    assert run_curriculum.load(record, tmp_path) == lines[24]["entry"]
+    run_curriculum.save(record, tmp_path, end, lines[24]["entry"])
     write(tmp_path, lines[23:])
     text = (tmp_path / GROUPS).read_text()
     (tmp_path / GROUPS).write_text(
@@ -286,7 +285,7 @@ def test_the_record_follows_from_the_folder_with_and_without_a_snapshot(tmp_path
     )  # the snapshot has these lines
     for _ in range(2):
         found = record_of(9, **SETTINGS)
-        assert history.load(found, tmp_path) == lines[-1]["entry"]
+        assert run_curriculum.load(found, tmp_path) == lines[-1]["entry"]
         np.testing.assert_array_equal(found.tries, whole.tries)
         np.testing.assert_array_equal(found.pass_rate, whole.pass_rate)
         assert found.visits == whole.visits
@@ -297,10 +296,10 @@ def test_the_record_follows_from_the_folder_with_and_without_a_snapshot(tmp_path
 def test_a_snapshot_of_other_data_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     end = write(tmp_path, [line(8, 1.0)])
     record = record_of(9)
-    history.load(record, tmp_path)
-    history.save(record, tmp_path, end, "")
+    run_curriculum.load(record, tmp_path)
+    run_curriculum.save(record, tmp_path, end, "")
     smaller = record_of(5)
-    history.load(smaller, tmp_path)
+    run_curriculum.load(smaller, tmp_path)
     assert smaller.tried == 0
     assert "1 groups of prompts that the data doesn't have" in caplog.text
 

@@ -14,13 +14,13 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, pr
 
 from relaxd.config import RunConfig
 from relaxd.data.dataset import Cursor, PromptDataset, load_data
-from relaxd.data.errors import DataError
 from relaxd.data.examples import Example
 from relaxd.data.files.opening import open_rows
-from relaxd.data.models import resolve_model
-from relaxd.data.sources.addition import addition
-from relaxd.data.sources.columns import Columns, Examples
+from relaxd.data.sources.addition_source import addition
+from relaxd.data.sources.prompt_columns import Columns, Examples
 from relaxd.data.tokenizer import PromptTokenizer
+from relaxd.models import DataError
+from relaxd.models.folders import resolve_model
 from tests.kit.tokenizer import CHATML, write_tokenizer
 
 

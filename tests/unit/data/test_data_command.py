@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from relaxd.cli.main import app
-from relaxd.config.load import ConfigError
+from relaxd.config.load_toml import ConfigError
 from tests.kit.tokenizer import CHATML, write_tokenizer
 
 RUN = """

@@ -16,9 +16,9 @@ from relaxd.data.duplicates import Chosen
 from relaxd.data.examples import Example
 from relaxd.data.files.opening import open_rows
 from relaxd.data.files.rows import Joined
-from relaxd.data.sources import own_code
-from relaxd.data.sources.columns import Columns, Examples
-from relaxd.data.sources.own_code import OwnRows
+from relaxd.data.sources import own_source
+from relaxd.data.sources.own_source import OwnRows
+from relaxd.data.sources.prompt_columns import Columns, Examples
 
 Row = dict[str, Any]
 COUNT = 600
@@ -117,7 +117,7 @@ def test_sources_count_in_their_order() -> None:
 
 
 def test_of_a_users_large_source_some_rows_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_code, "DIGESTED", 1000)
+    monkeypatch.setattr(own_source, "DIGESTED", 1000)
 
     class Squares:
         def __init__(self, wrong: int = -1) -> None:

@@ -13,16 +13,16 @@ import pyarrow.parquet
 import pytest
 
 from relaxd.config import RunConfig
-from relaxd.config.load import ConfigError, load
-from relaxd.config.prompts.curriculum import CurriculumConfig
-from relaxd.data import checking
-from relaxd.data.curriculum.record import PromptRecord
+from relaxd.config.data import CurriculumConfig
+from relaxd.config.load_toml import ConfigError, load
+from relaxd.data import prompt_checks
+from relaxd.data.curriculum.prompt_record import PromptRecord
 from relaxd.data.curriculum.visits import Visits
 from relaxd.data.dataset import Cursor, RunData, load_data
-from relaxd.data.errors import DataError
 from relaxd.data.files.opening import open_rows
-from relaxd.data.mixture import Share, epoch_visits
-from relaxd.data.sources.columns import Columns, Examples
+from relaxd.data.sources.prompt_columns import Columns, Examples
+from relaxd.data.sources.run_sources import Share, epoch_visits
+from relaxd.models import DataError
 from tests.kit.processes import run_python
 from tests.kit.tokenizer import write_tokenizer
 
@@ -350,7 +350,7 @@ def visits_of(data: RunData) -> Visits:
 
 
 def test_long_prompts_of_large_files_are_left_out_when_their_turn_comes(tmp_path, model_folder, monkeypatch):
-    monkeypatch.setattr(checking, "CHECKED", 4)
+    monkeypatch.setattr(prompt_checks, "CHECKED", 4)
     lines = [json.dumps({"prompt": "long " * 100 if i in (1, 5, 6) else f"p{i}"}) for i in range(8)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     loaded = load_data(config(model_folder, path=tmp_path / "a.jsonl", max_prompt_tokens=40, overlong="skip"))
@@ -375,7 +375,7 @@ MILLION = """
 import re, sys, time
 begun = time.process_time()
 from relaxd.config import RunConfig
-from relaxd.data.curriculum.curriculum import Curriculum
+from relaxd.data.curriculum.run_curriculum import Curriculum
 from relaxd.data.dataset import Cursor, load_data
 config = RunConfig.model_validate({"run": {"steps": 1}, "model": {"path": sys.argv[1]}, "reward": {"name": "math"},
     "data": {"source": "files", "path": sys.argv[2], "curriculum": {"max_pass_rate": 0.9, "replay": 0.1}}})

@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from relaxd.cli.preparing.check import check
-from relaxd.config.load import load
-from relaxd.data.errors import DataError
-from relaxd.data.model_contradictions import weights_contradiction
-from relaxd.fitting.shape import read_shape
+from relaxd.config.load_toml import load
+from relaxd.models import DataError
+from relaxd.models.model_contradictions import weights_contradiction
+from relaxd.models.shape import read_shape
 from services.trainer.batch.durable import errors_of_the_system
 from services.trainer.model.architecture import ModelError
 from services.trainer.model.architectures import read_architecture

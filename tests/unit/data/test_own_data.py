@@ -12,13 +12,13 @@ import pytest
 
 from relaxd.cli.execute import with_absolute_paths
 from relaxd.config import RunConfig
-from relaxd.config.load import ConfigError, load
+from relaxd.config.load_toml import ConfigError, load
 from relaxd.data.dataset import load_data
 from relaxd.data.duplicates import keys_of, normalised, overlap, repeats
-from relaxd.data.errors import DataError
 from relaxd.data.examples import Example
 from relaxd.data.files.opening import open_rows
-from relaxd.data.sources.columns import Columns, Examples
+from relaxd.data.sources.prompt_columns import Columns, Examples
+from relaxd.models import DataError
 from tests.kit.processes import run_python
 from tests.kit.tokenizer import CHATML, write_tokenizer
 
@@ -285,7 +285,7 @@ MANY = """
 import re, sys, time
 begun = time.process_time()
 from relaxd.config import RunConfig
-from relaxd.data.curriculum.record import PromptRecord
+from relaxd.data.curriculum.prompt_record import PromptRecord
 from relaxd.data.curriculum.visits import Visits
 from relaxd.data.dataset import Cursor, load_data
 config = RunConfig.model_validate({"run": {"steps": 1}, "model": {"path": sys.argv[1]}, "reward": {"name": "math"},

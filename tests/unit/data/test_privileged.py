@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from relaxd.config import RunConfig
-from relaxd.config.load import ConfigError, load
+from relaxd.config.load_toml import ConfigError, load
 from relaxd.data.dataset import Cursor, load_data
-from relaxd.data.errors import DataError
 from relaxd.data.examples import Example
-from relaxd.data.privileged import PrivilegedPrompts
+from relaxd.data.prompt_checks import PrivilegedPrompts
+from relaxd.models import DataError
 from tests.kit.tokenizer import write_tokenizer
 
 TEMPLATE = "{prompt} ({privileged})"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from relaxd.data.examples import Example
-from relaxd.data.sources.benchmarks import BENCHMARKS, read_benchmark
+from relaxd.data.sources.evaluation_sets import BENCHMARKS, read_benchmark
 from relaxd.rewards import RewardInput, resolve
 
 

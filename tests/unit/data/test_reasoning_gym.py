@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from relaxd.config import ReasoningGymConfig, RunConfig
-from relaxd.config.load import ConfigError, load
-from relaxd.config.write import dump
+from relaxd.config.load_toml import ConfigError, load
+from relaxd.config.write_toml import dump
 from relaxd.data.dataset import load_data
-from relaxd.data.errors import DataError
 from relaxd.data.examples import Example
-from relaxd.data.sources.reasoning_gym import KEY, NOT_REPRODUCIBLE, reasoning_gym
+from relaxd.data.sources.reasoning_gym_source import KEY, NOT_REPRODUCIBLE, reasoning_gym
+from relaxd.models import DataError
 from relaxd.rewards import RewardInput, check_output, resolve
 from tests.kit.processes import run_python
 from tests.kit.tokenizer import write_tokenizer
@@ -161,7 +161,7 @@ def test_a_missing_package_is_named_with_the_command(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['reasoning_gym'] = None\n"
         "from relaxd.config import ReasoningGymConfig\n"
-        "from relaxd.data.sources.reasoning_gym import reasoning_gym\n"
+        "from relaxd.data.sources.reasoning_gym_source import reasoning_gym\n"
         "from relaxd.rewards import UnknownRewardError, resolve\n"
         "try:\n"
         "    resolve('reasoning_gym')\n"

@@ -11,17 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaxd.config import RunConfig
-from relaxd.config.prompts.curriculum import CurriculumConfig
-from relaxd.data import first_visits
-from relaxd.data.curriculum.curriculum import Curriculum
-from relaxd.data.curriculum.record import PromptRecord
+from relaxd.config.data import CurriculumConfig
+from relaxd.data import duplicates
+from relaxd.data.curriculum.prompt_record import PromptRecord
+from relaxd.data.curriculum.run_curriculum import Curriculum
 from relaxd.data.curriculum.visits import Visits
 from relaxd.data.dataset import Cursor, Prompt, PromptDataset, load_data
 from relaxd.data.duplicates import Seen, key_of
-from relaxd.data.errors import DataError
 from relaxd.data.examples import Example
-from relaxd.data.mixture import Share
-from relaxd.data.sources.columns import Examples
+from relaxd.data.sources.prompt_columns import Examples
+from relaxd.data.sources.run_sources import Share
+from relaxd.models import DataError
 from relaxd.run_folder import COMPARED
 from tests.kit.tokenizer import write_tokenizer
 
@@ -97,7 +97,7 @@ def test_hashes_are_fresh_once(parts, few):
 
 @pytest.mark.parametrize("file", ["kept", "gone", "short", "of other data", "longer"])
 def test_a_resumed_run_gives_the_same_prompts(tmp_path, monkeypatch, caplog, file):
-    monkeypatch.setattr(first_visits, "_WRITTEN", 8)
+    monkeypatch.setattr(duplicates, "_WRITTEN", 8)
     texts = "".join(chr(ord("a") + (number * 7) % 120) for number in range(400))
     path = tmp_path / COMPARED
 
@@ -131,12 +131,12 @@ def test_a_resumed_run_gives_the_same_prompts(tmp_path, monkeypatch, caplog, fil
     del reads[:]
     again = opened()
     assert walk(again, 100, Cursor(1)) == [one for one in whole if one[0] >= (1, 0)][:100]
-    assert len(reads) <= first_visits._SAMPLES  # the rest was in the file
+    assert len(reads) <= duplicates._SAMPLES  # the rest was in the file
 
 
 def test_prompts_are_read_when_their_turn_comes(tmp_path, monkeypatch):
     monkeypatch.setattr("relaxd.data.dataset.CHECKED", 4)
-    monkeypatch.setattr("relaxd.data.checking.CHECKED", 4)
+    monkeypatch.setattr("relaxd.data.prompt_checks.CHECKED", 4)
     model = write_tokenizer(tmp_path / "model")
     rows = [{"prompt": f"P  {number % 50}" if number % 2 else f"p {number % 50}"} for number in range(100)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -189,7 +189,7 @@ def test_a_curriculum_counts_no_repeats(tmp_path):
 
 
 def test_what_cannot_be_written_is_told_once(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(first_visits, "_WRITTEN", 2)
+    monkeypatch.setattr(duplicates, "_WRITTEN", 2)
     prompts = prompts_of("abcdefgh")
     prompts.keep(tmp_path / "nowhere")
     with caplog.at_level(logging.WARNING):

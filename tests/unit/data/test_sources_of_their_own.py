@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from relaxd.config import RunConfig
-from relaxd.config.load import ConfigError, load
-from relaxd.config.prompts.data import DataConfig
+from relaxd.config.data import DataConfig
+from relaxd.config.load_toml import ConfigError, load
 from relaxd.data.dataset import load_data
-from relaxd.data.errors import DataError
-from relaxd.data.mixture import Share, epoch_visits, mixture_weights
+from relaxd.data.sources.run_sources import Share, epoch_visits, mixture_weights
+from relaxd.models import DataError
 from tests.kit.tokenizer import write_tokenizer
 
 TOOL = {"type": "function", "function": {"name": "look_up"}}

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from relaxd.data.errors import DataError
 from relaxd.data.templating import ChatTemplate
+from relaxd.models import DataError
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 TOOLS: list[dict[str, Any]] = [

@@ -8,9 +8,9 @@ import pytest
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from relaxd.data.errors import DataError
 from relaxd.data.special_tokens import special_tokens
 from relaxd.data.templating import ChatTemplate, chat_template_text, load_chat_template
+from relaxd.models import DataError
 from tests.kit.models import make_tiny_model
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -8,9 +8,9 @@ from tokenizers import AddedToken, Tokenizer, models
 
 from relaxd.cli.preparing.check import check
 from relaxd.config import RunConfig
-from relaxd.config.load import load
-from relaxd.data.errors import DataError
-from relaxd.data.vocabulary import check_vocabularies, vocabulary_problem
+from relaxd.config.load_toml import load
+from relaxd.models import DataError
+from relaxd.models.vocabulary import check_vocabularies, vocabulary_problem
 
 WORDS = ["<end>", "one", "two", "three"]
 

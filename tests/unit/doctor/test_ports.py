@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from relaxd.config.load import load
+from relaxd.config.load_toml import load
 from relaxd.doctor.finding import Scope
 from relaxd.doctor.ports import check_coordinator_port, check_weight_ports
 from relaxd.local.port_holder import PortHolder, ask_stack, find_holder, taken_port

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from relaxd import PROTOCOL_VERSION, __version__
-from relaxd.config.load import load
+from relaxd.config.load_toml import load
 from relaxd.doctor.checks import CHECKS, examine
 from relaxd.doctor.docker import engine_findings, image_findings
 from relaxd.doctor.finding import Scope

@@ -11,14 +11,13 @@ from typer.testing import CliRunner
 from relaxd.cli.main import app
 from relaxd.client.errors import CliError
 from relaxd.config import RunConfig
-from relaxd.config.load import ConfigError
+from relaxd.config.load_toml import ConfigError
 from relaxd.fitting.fit import Fit, fit
 from relaxd.fitting.gradient_buckets import buckets_in_memory
 from relaxd.fitting.held import FitError, Hardware
-from relaxd.fitting.layout import Layout, possible_layouts, problem
-from relaxd.fitting.parameters import stage_parameters
-from relaxd.fitting.shape import read_shape
 from relaxd.fitting.speed import StepWork, predict
+from relaxd.models.layouts import Layout, possible_layouts, problem, stage_parameters
+from relaxd.models.shape import read_shape
 from tests.unit.fitting.models import write_config
 
 H100, H200 = Hardware(80 << 30, 8), Hardware(141 << 30, 8)

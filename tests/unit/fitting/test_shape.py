@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import transformers
 
-from relaxd.data.errors import DataError
 from relaxd.fitting import logits, sizing, speed
-from relaxd.fitting.shape import FAMILIES, read_shape
+from relaxd.models import DataError
+from relaxd.models.shape import FAMILIES, read_shape
 from services.trainer.batch import pipeline, round_packer
 from services.trainer.learner import logprobs
 from services.trainer.model import architectures

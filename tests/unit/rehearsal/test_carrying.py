@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relaxd.config.load import load_file
+from relaxd.config.load_toml import load_file
 from relaxd.rehearsal.assumptions import least_step_seconds, mean_tokens
 from relaxd.rehearsal.carrying import HostLoad, advice, doubt, refusal
 

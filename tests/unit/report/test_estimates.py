@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from relaxd.config.load import load
+from relaxd.config.load_toml import load
 from relaxd.evaluation.answers import ScoredAnswer, summarise_set
 from relaxd.evaluation.estimates import Z95, interval, pass_at_k
 from relaxd.evaluation.sets import sets_of

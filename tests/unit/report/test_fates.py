@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from relaxd.board import Board, DropReason, NewGroup, stages_for
-from relaxd.board.facts import facts_of
+from relaxd.board.group_contents import facts_of
 from relaxd.cli.main import app
-from relaxd.config.prompts.curriculum import CurriculumConfig
-from relaxd.data.curriculum.record import GrowingRecord, PromptRecord
+from relaxd.config.data import CurriculumConfig
+from relaxd.data.curriculum.prompt_record import GrowingRecord, PromptRecord
 from relaxd.report import fates
 from relaxd.report.fates import ConditionError, GroupSet, condition, of_prompt, read_fates, summarise_fates
 from relaxd.run_folder import closed_groups

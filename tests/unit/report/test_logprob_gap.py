@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from relaxd.config.load import load
+from relaxd.config.load_toml import load
 from relaxd.logprob_gap import GapWatch
 from relaxd.report.report import write_report
 

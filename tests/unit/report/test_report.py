@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from relaxd.client.errors import CliError
-from relaxd.config.load import load
+from relaxd.config.load_toml import load
 from relaxd.report.charts import chart_data
 from relaxd.report.page import shown_text
 from relaxd.report.report import write_report

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from relaxd.config import RewardConfig
-from relaxd.config.load import ConfigError, load
-from relaxd.config.write import dump
+from relaxd.config.load_toml import ConfigError, load
+from relaxd.config.write_toml import dump
 from relaxd.rewards import BadRewardError, RewardInput, UnknownRewardError, check_output
 from relaxd.rewards.adapters import adapt
 from relaxd.rewards.calling import call, check_signature

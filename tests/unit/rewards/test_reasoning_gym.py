@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from relaxd.data.sources.reasoning_gym import KEY, make_task
+from relaxd.data.sources.reasoning_gym_source import KEY, make_task
 from relaxd.rewards.hub.readable import readable
 from tests.unit.rewards.scoring import LONG, score
 

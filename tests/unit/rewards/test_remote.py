@@ -14,11 +14,10 @@ from aiohttp.test_utils import TestServer
 from pydantic import ValidationError
 
 from relaxd.config import RewardConfig
-from relaxd.retry import Backoff
 from relaxd.rewards import RewardInput, RewardOutput
 from relaxd.v1 import remote_reward_pb2 as pb
 from relaxd.v1.remote_reward_pb2_grpc import RemoteRewardServicer, add_RemoteRewardServicer_to_server
-from relaxd.waiting import waits
+from relaxd.waiting import Backoff, waits
 from services.reward.cache import ScoreCache
 from services.reward.environment import MissingVariableError
 from services.reward.pool import Failure

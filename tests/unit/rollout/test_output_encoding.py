@@ -6,8 +6,9 @@ import time
 import numpy as np
 import pytest
 
-from relaxd.board import Column, expert_dtype, stages_for
+from relaxd.board import Column, stages_for
 from relaxd.config import RunConfig
+from relaxd.models.shape import expert_dtype
 from relaxd.v1 import engine_pb2
 from services.rollout.engines import output_stream
 from services.rollout.engines.output_encoding import decode_output, encode_output, join_outputs, pack_messages

@@ -9,8 +9,8 @@ from pydantic import ValidationError
 
 from relaxd.board import stages_for
 from relaxd.config import RunConfig
-from relaxd.config.load import load
-from relaxd.config.write import dump
+from relaxd.config.load_toml import load
+from relaxd.config.write_toml import dump
 from services.rollout.service.requests import run_sampling
 from tests.unit.rollout.configs import run_config
 

@@ -7,7 +7,7 @@
 --   group:<id>       hash of an open group:
 --                      trace, retries (where there are any)
 --                      stored             bytes of its payloads
---                      facts:<writer>     what its fate is told with (JSON; relaxd.board.facts)
+--                      facts:<writer>     what its fate is told with (JSON; relaxd.board.group_contents)
 --                      room               bytes reserved for it; 0 once a stage has committed
 --                      published          when it was published (microseconds of Unix time)
 --                      time:<stage>       "<enqueued_at> <started_at> <ended>" of a stage (the same unit)
@@ -19,7 +19,7 @@
 --                                         forgiven_attempt:<stage> is the last of them
 --   stage:<name>     stream, consumer group "workers": group, trace and attempts (where there are any), @<writer> ...
 --   columns:<name>:<bytes>[:<column>:<slice>]  payloads of an attempt; its pointer is
---                    "<name>:<bytes>[,<column>:<bytes>:<slices>[@<data node>]]..." (relaxd.board.payloads.attempt). Slices
+--                    "<name>:<bytes>[,<column>:<bytes>:<slices>[@<data node>]]..." (relaxd.board.payloads.attempts). Slices
 --                    expire until the attempt is accepted; those on a data node until just before.
 --   data_nodes       URLs of the run's data nodes (JSON), where there are any
 --   pending          sorted set: pointers of attempts whose slices are being written -> when they are given up (milliseconds)

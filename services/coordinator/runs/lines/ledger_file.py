@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from relaxd.board import LedgerEntry, LedgerTrimmed
-from relaxd.committed_steps import ReadLedger
+from relaxd.board.committed_steps import ReadLedger
 from relaxd.run_folder import newest_lines_with_ends
 from services.coordinator.runs.lines.appended_file import AppendedFile, Check
 

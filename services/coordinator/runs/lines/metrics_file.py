@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from relaxd.board import LedgerTrimmed
-from relaxd.committed_steps import ReadLedger
+from relaxd.board.committed_steps import ReadLedger
 from relaxd.run_folder import read_lines
 from services.coordinator.runs.lines.appended_file import AppendedFile, Check
 from services.coordinator.runs.lines.ledger_file import PAGE

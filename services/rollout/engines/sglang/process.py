@@ -19,7 +19,7 @@ import psutil
 from transformers import AutoTokenizer
 
 from relaxd.config import RolloutConfig
-from relaxd.data.models import EXPERT_COUNTS
+from relaxd.models.folders import EXPERT_COUNTS
 from relaxd.replica.gpus import gpu_share
 from relaxd.rpc.errors import FailedPrecondition, RpcError
 from relaxd.v1 import engine_pb2, rollout_pb2, weights_pb2

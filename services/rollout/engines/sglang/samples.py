@@ -10,7 +10,7 @@ import numpy as np
 from sglang.srt.managers.io_struct import BatchTokenIDOutput, TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from relaxd.board import expert_dtype
+from relaxd.models.shape import expert_dtype
 from services.rollout.engines.stop_strings import end_across
 from services.rollout.engines.types import FinishReason, Output, Request, Sampling, cut_at_stop
 

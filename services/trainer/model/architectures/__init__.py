@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 
-from relaxd.data.model_contradictions import config_contradiction
+from relaxd.models.model_contradictions import config_contradiction
 from services.trainer.model.architecture import Architecture, ModelError, ModelFileError
 from services.trainer.model.family import Config, Family
 

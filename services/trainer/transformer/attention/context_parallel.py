@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from relaxd.config.trainer.context_division import ContextDivision
+from relaxd.models.layouts import ContextDivision
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from relaxd.board import BoardError, NewGroup, StageWorker
-from relaxd.board.connections.resp import CommandPacker
+from relaxd.board.connections.command_packing import CommandPacker
 from relaxd.board.connections.scripts import run_script
 from relaxd.board.errors import TooLate
-from relaxd.board.payloads import transfer
-from relaxd.board.payloads.attempt import SLICE_BYTES, Attempt
-from relaxd.board.payloads.encoding import encode_columns
+from relaxd.board.payloads import payload_transfer
+from relaxd.board.payloads.attempts import SLICE_BYTES, Attempt
+from relaxd.board.payloads.column_encoding import encode_columns
 from relaxd.config import LARGE_COLUMN_BYTES
 from tests.kit.boards import LARGE, advance, audit, commands_of, group, make_board, make_overdue, output, take
 from tests.kit.waiting import wait_until
@@ -23,7 +23,7 @@ TEXTS = ("", "x" * LARGE_COLUMN_BYTES, "ä" * (SLICE_BYTES // 2 + 7))
 @pytest.fixture
 def many_round_trips(monkeypatch):
     """Nothing is few enough bytes for the script to be sent with them."""
-    monkeypatch.setattr(transfer, "BYTES_TOGETHER", 1)
+    monkeypatch.setattr(payload_transfer, "BYTES_TOGETHER", 1)
 
 
 def payload_keys(board, pattern="*"):
@@ -185,15 +185,15 @@ def test_a_writer_that_is_overtaken_leaves_nothing(redis_url, monkeypatch):
     board = make_board(redis_url)
     board.publish(term=1, groups=[group("a")])
     (delivery,) = take(board, "rollout")
-    write = transfer.write
+    write = payload_transfer.write
     results = []
 
     def overtaken(*arguments):
         yield from write(*arguments)
-        monkeypatch.setattr(transfer, "write", write)
+        monkeypatch.setattr(payload_transfer, "write", write)
         results.append(board.commit([(delivery, output("rollout", tokens=LARGE))]))
 
-    monkeypatch.setattr(transfer, "write", overtaken)
+    monkeypatch.setattr(payload_transfer, "write", overtaken)
     assert board.commit([(delivery, output("rollout", tokens=LARGE))]) == [False]
     assert results == [[True]]
     audit(board)
@@ -211,7 +211,7 @@ def test_a_commit_that_comes_too_late_writes_again(redis_url, monkeypatch):
     board = make_board(redis_url)
     board.publish(term=1, groups=[group("a")])
     (delivery,) = take(board, "rollout")
-    write = transfer.write
+    write = payload_transfer.write
     times = []
 
     def slow(*arguments):
@@ -221,7 +221,7 @@ def test_a_commit_that_comes_too_late_writes_again(redis_url, monkeypatch):
             make_overdue(board)
             assert board.sweep(term=1) == 1
 
-    monkeypatch.setattr(transfer, "write", slow)
+    monkeypatch.setattr(payload_transfer, "write", slow)
     assert board.commit([(delivery, output("rollout", tokens=LARGE))]) == [True]
     assert len(times) == 3
     audit(board)
@@ -233,19 +233,19 @@ def test_what_expires_before_its_commit_is_late_and_said(redis_url, monkeypatch)
     board = make_board(redis_url)
     board.publish(term=1, groups=[group("a")])
     (delivery,) = take(board, "rollout")
-    write = transfer.write
+    write = payload_transfer.write
 
     def lost(*arguments):
         yield from write(*arguments)
         board._connection.client.delete(payload_keys(board, "*:versions:*")[0])
 
-    monkeypatch.setattr(transfer, "write", lost)
+    monkeypatch.setattr(payload_transfer, "write", lost)
     with pytest.raises(TooLate, match=r"group a: what 'rollout' writes came too late 3 times: \d+ bytes took longer"):
         board.commit([(delivery, output("rollout", tokens=LARGE))])
     audit(board)
     board.sweep(term=1)
     assert len(payload_keys(board)) == 1  # the prompt
-    monkeypatch.setattr(transfer, "write", write)
+    monkeypatch.setattr(payload_transfer, "write", write)
     assert board.commit([(delivery, output("rollout", tokens=LARGE))]) == [True]
 
 
@@ -254,10 +254,10 @@ def test_what_a_dead_writer_left_expires_or_is_swept(redis_url):
     board.orphan_seconds = 0.01
     board.publish(term=1, groups=[group("a")])
     attempt = Attempt(board.prefix, "a.1", output("rollout", tokens=LARGE))
-    milliseconds = transfer.patience(attempt.large_bytes, board.orphan_seconds)
+    milliseconds = payload_transfer.patience(attempt.large_bytes, board.orphan_seconds)
     registered = run_script("register", board.prefix, milliseconds, "a", "rollout", attempt.pointer)
     assert board._run(registered) == []
-    board._run(transfer.write([attempt], milliseconds))
+    board._run(payload_transfer.write([attempt], milliseconds))
     assert len(payload_keys(board)) == 3
     wait_until(lambda: len(payload_keys(board)) == 1, "its slices have expired", 5)
     assert board.sweep(term=1) == 1
@@ -340,7 +340,7 @@ def test_the_gate_counts_payloads_until_they_are_freed(redis_url):
 
 
 def test_a_sweep_frees_many_attempts_in_pieces(redis_url, monkeypatch):
-    monkeypatch.setattr("relaxd.board.sides.coordinator.SWEPT_TOGETHER", 3)
+    monkeypatch.setattr("relaxd.board.sides.coordinator_side.SWEPT_TOGETHER", 3)
     board = make_board(redis_url, groups_per_step=10)
     board.publish(term=1, groups=[group(f"g{i}") for i in range(10)])
     advance(board, ["rollout"], tokens=LARGE)

@@ -8,8 +8,8 @@ import pytest
 
 from relaxd.board import NewGroup, Stage
 from relaxd.board.connections.scripts import run_script
-from relaxd.board.core import GroupAttempt
-from relaxd.board.payloads import attempt as attempts
+from relaxd.board.payloads import attempts as attempts
+from relaxd.board.sides.side_base import GroupAttempt
 from tests.kit.boards import audit, make_board
 from tests.unit.board.payloads.payload_model import (
     SLICES,

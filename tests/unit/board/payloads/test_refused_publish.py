@@ -4,9 +4,17 @@ import numpy as np
 import pytest
 import redis
 
-from relaxd.board import Board, BoardError, Fenced, GateClosed, NewGroup, RunMissing, core
+from relaxd.board import (
+    Board,
+    BoardError,
+    Fenced,
+    GateClosed,
+    NewGroup,
+    RunMissing,
+)
 from relaxd.board.connections.scripts import run_script
-from relaxd.board.payloads import transfer
+from relaxd.board.payloads import payload_transfer
+from relaxd.board.sides import side_base
 from relaxd.redis_client import passing
 from tests.kit.boards import LARGE, audit, commands_of, group, make_board, make_overdue, take
 
@@ -145,15 +153,15 @@ def test_what_comes_again_after_another_publish_costs_no_retry_its_prompt(
 
 def test_a_run_that_is_being_deleted_gets_no_garbage(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     board = make_board(redis_url)
-    run_script, client = core.run_script, board._connection.client
-    monkeypatch.setattr(transfer, "BYTES_TOGETHER", 1)
+    run_script, client = side_base.run_script, board._connection.client
+    monkeypatch.setattr(payload_transfer, "BYTES_TOGETHER", 1)
 
     def after_the_state(name, *arguments, **settings):
         if name == "publish":
             client.delete(f"{board.prefix}state")
         return run_script(name, *arguments, **settings)
 
-    monkeypatch.setattr(core, "run_script", after_the_state)
+    monkeypatch.setattr(side_base, "run_script", after_the_state)
     with pytest.raises(RunMissing):
         board.publish(term=1, groups=prompts("a", "b"))
     assert not client.exists(f"{board.prefix}state", f"{board.prefix}garbage", f"{board.prefix}unwanted")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from relaxd.board import LedgerEntry
-from relaxd.board.sides.coordinator import LEDGER_STEPS
+from relaxd.board.sides.coordinator_side import LEDGER_STEPS
 from relaxd.config import RunConfig
 from relaxd.data.dataset import load_data
 from relaxd.rpc.errors import FailedPrecondition, InvalidArgument

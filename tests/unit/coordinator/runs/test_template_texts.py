@@ -7,10 +7,10 @@ import pytest
 from relaxd.cli.execute import with_absolute_paths
 from relaxd.cli.preparing.check import check
 from relaxd.config import RunConfig
-from relaxd.config.load import load
-from relaxd.config.write import dump
-from relaxd.data.errors import DataError
+from relaxd.config.load_toml import load
+from relaxd.config.write_toml import dump
 from relaxd.data.templating import with_template_texts
+from relaxd.models import DataError
 from relaxd.rpc.errors import InvalidArgument
 from services.coordinator.runs.starting import prepare
 from tests.kit.models import make_tiny_model

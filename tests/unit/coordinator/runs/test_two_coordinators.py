@@ -10,9 +10,9 @@ import pytest
 
 from relaxd.board import Board, DropReason, Fenced, NewGroup, stages_for
 from relaxd.board.types import Fate
-from relaxd.config.prompts.curriculum import CurriculumConfig
-from relaxd.data.curriculum import history
-from relaxd.data.curriculum.record import PromptRecord
+from relaxd.config.data import CurriculumConfig
+from relaxd.data.curriculum import run_curriculum
+from relaxd.data.curriculum.prompt_record import PromptRecord
 from relaxd.run_folder import GROUPS, closed_groups
 from services.coordinator.runs.run_files import RunFiles
 from tests.integration.scoring.processes import run_config
@@ -38,7 +38,7 @@ class Coordinator:
         """Begin the term, then read the folder."""
         self._board.create(term=self.term, groups_per_step=4, steps=9)
         yield
-        self._last = history.load(PromptRecord(10, CurriculumConfig()), self._folder)
+        self._last = run_curriculum.load(PromptRecord(10, CurriculumConfig()), self._folder)
         self.seen = [line["entry"] for line in closed_groups(self._folder)]
         if self._last:
             self._board.continue_fates(self._last, term=self.term)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from relaxd.algorithms.terms.whitening import Whitening
+from relaxd.algorithms.advantage_terms import Whitening
 from services.trainer.batch.step_plan import MicroBatchRound, MiniBatch, PlanError, SequenceSlice, StepPlan
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from relaxd.config.trainer.trainer import CheckpointConfig
+from relaxd.config.trainer import CheckpointConfig
 from services.trainer.checkpoints.schedule import Schedule
 
 

@@ -1,0 +1,253 @@
+"""Terms of the loss of each token: clipping, corrections, KL, excluded tokens, and their aggregation. Tensor methods
+only: no torch import.
+
+The engine's probabilities differ from the trainer's even under the same weights (kernels, precision, choice of
+experts), and in an asynchronous run the engine had older weights. Both make the policy gradient off-policy. With
+
+    w = pi_train,old(y_t) / pi_rollout(y_t)
+
+as weight of its terms it is unbiased again, token by token, but w can be huge. Therefore it is limited.
+
+The step's loss is Σ weight x loss of a token / normalizer. Both are chosen such that it doesn't matter how the step is
+divided into micro-batches and among ranks.
+
+They keep their place in the divisors of the loss, and their KL and entropy terms, except an unbiased KL term, which has
+the ratio as a factor.
+
+Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relaxd.config.algorithm_shared import Aggregation, ClippedConfig, KLEstimator, PolicyGradientConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from relaxd.algorithms.base import LossInputs
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to ± this before exp, so that ratios are finite."""
+
+
+def correction_weights(
+    train_logprobs: Tensor, rollout_logprobs: Tensor, config: PolicyGradientConfig
+) -> tuple[Tensor, Tensor]:
+    """Return the weight of each token's policy-gradient term, and where it was limited; with w as above:
+
+    - none: 1.
+    - tis: clip(w, tis_clip_low, tis_clip). Truncated importance sampling: Yao et al. 2025, "Your efficient RL framework
+      secretly brings you off-policy RL training"; the truncation is that of Ionides 2008. The lower limit, 0 by
+      default, is slime's.
+    - icepop: w if icepop_low <= w <= icepop_high, else 0: such tokens are left out. "Every Step Evolves", arXiv
+      2510.18855, section on IcePop.
+
+    Both are detached: no gradient goes through the weights.
+
+    Args:
+        train_logprobs: [T], the trainer's log-probs under the weights at the start of the step.
+        rollout_logprobs: [T], the engine's log-probs.
+        config: the correction and its limits.
+
+    Returns:
+        Weights [T] >= 0, and [T] 1 where w was limited or the token left out, else 0.
+    """
+    ratio = (train_logprobs.detach() - rollout_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    match config.correction:
+        case "none":
+            return ratio.new_ones(ratio.shape), ratio.new_zeros(ratio.shape)
+        case "tis":
+            limited = (ratio < config.tis_clip_low) | (ratio > config.tis_clip)
+            return ratio.clamp(config.tis_clip_low, config.tis_clip), limited.to(ratio.dtype)
+        case "icepop":
+            limited = (ratio < config.icepop_low) | (ratio > config.icepop_high)
+            return ratio.masked_fill(limited, 0.0), limited.to(ratio.dtype)
+
+
+def token_weights(aggregation: Aggregation, mask: NDArray[np.uint8], lengths: NDArray[np.int32]) -> NDArray[np.float32]:
+    """Return the weight of each token of a group: 0 where mask is 0, else
+
+    - token_mean, sample_sum, constant_length: 1.
+    - sample_mean: 1 / trained tokens of the token's sample.
+    - group_mean: n / trained tokens of the group.
+
+    Args:
+        aggregation: one of the above.
+        mask: uint8 [T], 1 where the token is trained on, the group's samples one after the other.
+        lengths: int32 [n], tokens of each sample, of all its sequences; they add up to T.
+
+    Returns:
+        float32 [T].
+
+    Raises:
+        ValueError: lengths don't add up to T.
+    """
+    if int(lengths.sum()) != mask.size:
+        raise ValueError(f"lengths add up to {int(lengths.sum())}, but mask has {mask.size} tokens")
+    trained = (mask != 0).astype(np.float32)
+    match aggregation:
+        case "sample_mean":
+            sample_of_token = np.repeat(np.arange(lengths.size), lengths)
+            trained_per_sample = np.bincount(sample_of_token, weights=trained, minlength=lengths.size)
+            return (trained / np.maximum(trained_per_sample, 1)[sample_of_token]).astype(np.float32)
+        case "group_mean":
+            return (trained * (lengths.size / max(int(np.count_nonzero(trained)), 1))).astype(np.float32)
+        case _:
+            return trained
+
+
+def normalizer(aggregation: Aggregation, trained_tokens: int, samples: int, constant_length: int) -> float:
+    """Return the divisor of the step's summed loss, at least 1.
+
+    token_mean: trained_tokens. sample_mean, group_mean, sample_sum: samples. constant_length: samples x
+    constant_length.
+
+    Args:
+        aggregation: one of the above.
+        trained_tokens: tokens with mask 1 in the whole step, over all ranks.
+        samples: samples in the whole step, over all ranks, those without a trained token included.
+        constant_length: tokens.
+    """
+    match aggregation:
+        case "token_mean":
+            divisor = trained_tokens
+        case "constant_length":
+            divisor = samples * constant_length
+        case _:
+            divisor = samples
+    return float(max(divisor, 1))
+
+
+def clipped_loss(ratio: Tensor, advantages: Tensor, config: ClippedConfig) -> tuple[Tensor, Tensor]:
+    """Return max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A): PPO, arXiv 1707.06347, equation 7.
+
+    With dual_clip c, and where A < 0, it is at most -c A: Dual-Clip PPO, arXiv 1912.09729.
+
+    Args:
+        ratio: [T], r, with gradient.
+        advantages: [T], A.
+        config: the limits.
+
+    Returns:
+        Loss of each token [T], and bool [T], True where the clipped term is larger, so that a token has no gradient.
+        Tokens that only dual_clip cuts aren't counted, as in verl.
+    """
+    unclipped = -ratio * advantages
+    clipped = -ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high) * advantages
+    loss = unclipped.maximum(clipped)
+    if config.dual_clip > 0:
+        loss = loss.minimum(-config.dual_clip * advantages).where(advantages < 0, loss)
+    return loss, clipped > unclipped
+
+
+def has_veto(config: PolicyGradientConfig) -> bool:
+    """Return whether any ratio is extreme."""
+    return config.veto_high > 0 or config.veto_low > 0
+
+
+def vetoed(log_ratios: list[Tensor], trained: Tensor, inputs: LossInputs, config: PolicyGradientConfig) -> Tensor:
+    """Return the tokens with an extreme ratio: above veto_high or below veto_low. NaN stays, to be found.
+
+    PPO's clip doesn't limit the ratio of a token with a negative advantage from above, so one token whose probability
+    rose from 1e-8 to 1e-3 would have 1e5 times the gradient of any other.
+
+    Args:
+        log_ratios: logarithms of the ratios to look at, each [T].
+        trained: bool [T].
+        inputs: the micro-batch, for its sequences.
+        config: the limits; with veto_sequences all tokens of a sequence follow.
+
+    Returns:
+        bool [T].
+    """
+    extreme = ~trained
+    for log_ratio in log_ratios:
+        if config.veto_high > 0:
+            extreme = extreme | (log_ratio > math.log(config.veto_high))
+        if config.veto_low > 0:
+            extreme = extreme | (log_ratio < math.log(config.veto_low))
+    extreme = extreme & trained
+    if config.veto_sequences:
+        extreme = (inputs.segment_sum(extreme.to(inputs.logprobs.dtype)) > 0)[inputs.sequence] & trained
+    return extreme
+
+
+def off_policy_sequences(
+    rollout_log_ratio: Tensor, advantages: Tensor, trained: Tensor, inputs: LossInputs, delta: float
+) -> Tensor:
+    """Return the tokens that off-policy sequence masking leaves out: DeepSeek-V3.2, arXiv 2512.02556, equation 9.
+
+    Those with A < 0 in a sequence whose mean of log(engine's probability / current probability) is above delta: the
+    policy has moved away from a bad answer, which can teach it little more.
+
+    Args:
+        rollout_log_ratio: [T], log(current / engine's probability), detached, 0 where not trained.
+        advantages: [T].
+        trained: bool [T].
+        inputs: the micro-batch, for its sequences.
+        delta: the limit.
+
+    Returns:
+        bool [T].
+    """
+    count = inputs.segment_sum(trained.to(rollout_log_ratio.dtype)).clamp(min=1.0)
+    divergence = inputs.segment_sum(-rollout_log_ratio) / count
+    return (divergence > delta)[inputs.sequence] & (advantages < 0) & trained
+
+
+def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
+    """Estimate KL(policy || reference) at each token; with l = logprobs - ref_logprobs:
+
+    - k1: l. Unbiased, but as a loss its expected gradient is zero, and it may be negative.
+    - k2: l² / 2. Biased, but its gradient is that of the divergence.
+    - k3: exp(-l) - 1 + l. Unbiased, never negative; may overflow where the reference is much likelier.
+    - low_var_kl: k3 with l clamped to ±20 and the result to ±10, as in verl.
+
+    Args:
+        logprobs: [T], with gradient.
+        ref_logprobs: [T].
+        estimator: one of the above.
+
+    Returns:
+        [T], with gradient to logprobs.
+    """
+    log_ratio = logprobs - ref_logprobs
+    match estimator:
+        case "k1":
+            return log_ratio
+        case "k2":
+            return log_ratio.square() / 2
+        case "k3":
+            return _k3(log_ratio)
+        case "low_var_kl":
+            return _k3(log_ratio.clamp(-20.0, 20.0)).clamp(-10.0, 10.0)
+
+
+def _k3(log_ratio: Tensor) -> Tensor:
+    # expm1, because exp(-l) - 1 is inexact for small l in float32.
+    return (-log_ratio).expm1() + log_ratio
+
+
+def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    """Return max((V - G)², (V_old + clip(V - V_old, ±clip) - G)²) / 2: PPO's value loss with its usual clip.
+
+    The factor 1/2 is verl's.
+
+    Args:
+        values: [T], V, with gradient.
+        old_values: [T], V_old, the values from which the returns were computed.
+        returns: [T], G; see `generalized_advantages`.
+        clip: largest change of a value that a step rewards, > 0.
+
+    Returns:
+        Loss of each token [T], and bool [T], True where |V - V_old| > clip.
+    """
+    change = values - old_values
+    clipped = old_values + change.clamp(-clip, clip)
+    return (values - returns).square().maximum((clipped - returns).square()) / 2, change.abs() > clip

@@ -1,1 +1,0 @@
-"""Parts that algorithms are made of: baselines, clipping, corrections, tokens left out, KL, aggregation."""

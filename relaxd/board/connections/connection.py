@@ -1,0 +1,245 @@
+"""Connections to a Redis, blocking and in asyncio: deadlines, cached scripts, retries with back-off, typed errors."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import redis
+import redis.asyncio
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.backoff import NoBackoff
+from redis.exceptions import NoScriptError, ResponseError
+from redis.retry import Retry
+
+from relaxd.board.connections.command_packing import CommandPacker
+from relaxd.board.connections.scripts import loading, script_loads, translate
+from relaxd.board.errors import BoardError, BoardUnavailable
+from relaxd.redis_client import (
+    acknowledged,
+    acknowledged_async,
+    connect,
+    connect_async,
+    keys_of,
+    keys_of_async,
+    misnamed,
+    parse,
+    passing,
+    read,
+    read_async,
+    where,
+)
+from relaxd.redis_client.moves import Asynchronous, At, Blocking, Command, FindKeys, Request
+from relaxd.waiting import Backoff
+
+BACKOFF = Backoff(first_seconds=0.02, max_seconds=1.0)
+
+
+class Retries:
+    """The attempts of one operation."""
+
+    def __init__(self, url: str, seconds: float) -> None:
+        """`seconds` limits all attempts together."""
+        self._url = url
+        self._deadline = time.monotonic() + seconds
+        self._failures = 0
+
+    def pause_after(self, error: redis.RedisError) -> float:
+        """Return the seconds until the next attempt.
+
+        Raises what the error means: BoardUnavailable once there is no time left, another BoardError if Redis refuses
+        the operation, and an error that says nothing about Redis as it is.
+        """
+        if not (why := passing(error)):
+            if why := misnamed(error):
+                raise BoardError(f"Redis at {where(self._url)} {why}") from error
+            if isinstance(error, ResponseError):
+                raise translate(error) from error
+            raise error
+        self._failures += 1
+        pause = BACKOFF.pause(self._failures)
+        if time.monotonic() + pause > self._deadline:
+            raise BoardUnavailable(f"Redis at {where(self._url)} {why}") from error
+        return pause
+
+
+Connection = TypeVar("Connection")
+
+
+class Servers(Generic[Connection]):
+    """Connections by what moves call their servers."""
+
+    def __init__(self, connect: Callable[[str], Connection], board: Connection, urls: Sequence[str]) -> None:
+        """`urls`: board.data_urls."""
+        self._connect = connect
+        self.board = board
+        self.data = tuple(connect(url) for url in urls)
+        self._named = dict(zip(urls, self.data, strict=True))
+
+    def at(self, server: At) -> Connection:
+        """Return the connection to a server. Raises BoardError: there is no data node of this number."""
+        if server is None:
+            return self.board
+        if isinstance(server, str):
+            if server not in self._named:
+                self._named[server] = self._connect(server)
+            return self._named[server]
+        if server >= len(self.data):
+            raise BoardError(f"a payload is on data node {server}, but board.data_urls has {len(self.data)}")
+        return self.data[server]
+
+    @property
+    def every(self) -> tuple[Connection, ...]:
+        """All connections, the board's first."""
+        return (self.board, *self._named.values())
+
+
+T = TypeVar("T")
+
+RAW_REPLIES = ("XREADGROUP", "XPENDING")
+"""Commands whose replies redis-py would make dictionaries of."""
+
+
+class RedisConnection:
+    """A thread-safe connection pool that retries operations while Redis is unavailable.
+
+    Operations must be idempotent: one whose reply was lost, or that too few replicas have, runs again.
+    `timeout_seconds` limits connecting and each read; `retry_seconds` limits all attempts together, after which
+    BoardUnavailable is raised. What `write` did survives the primary, if the URL has `wait_replicas`.
+    """
+
+    def __init__(self, url: str, *, tag: str, timeout_seconds: float, retry_seconds: float) -> None:
+        """`tag`: the run, whose keys are in one slot of a cluster."""
+        self.url = url
+        self.timeout_seconds = timeout_seconds
+        self.retry_seconds = retry_seconds
+        self._replicas = parse(url).wait_replicas
+        self.client: redis.Redis = connect(
+            url,
+            tag=tag,
+            protocol=2,
+            decode_responses=False,
+            seconds=timeout_seconds,
+            socket_keepalive=True,
+            retry=Retry(NoBackoff(), 0),
+            command_packer=CommandPacker(),
+        )
+        for name in RAW_REPLIES:
+            del self.client.response_callbacks[name]
+
+    def send(self, request: Request) -> list[Any]:
+        """Carry out what a move asks for."""
+        if isinstance(request, FindKeys):
+            return self.run(lambda client: keys_of(client, request.prefix))
+        if request.how == "write":
+            return self.write(request.commands)
+        return self.run(lambda client: read(client, request.commands, atomic=request.how == "atomic"))
+
+    def write(self, commands: Sequence[Command]) -> list[Any]:
+        """Send commands in one round trip and return their replies, once replicas have what they wrote."""
+        seconds = self.timeout_seconds / 2  # so that its reply comes before a read gives up
+        return self.run(lambda client: acknowledged(client, commands, replicas=self._replicas, seconds=seconds))
+
+    def run(self, operation: Callable[[redis.Redis], T]) -> T:
+        """Run an operation, retrying it with back-off on connection and transient errors (see PASSING)."""
+        retries = Retries(self.url, self.retry_seconds)
+        while True:
+            try:
+                return operation(self.client)
+            except NoScriptError:
+                with loading():
+                    read(self.client, script_loads())
+            except redis.RedisError as error:
+                time.sleep(retries.pause_after(error))  # brief: at most retry_seconds in all
+
+    def close(self) -> None:
+        """Close all connections."""
+        self.client.close()
+
+
+class BlockingFace(Blocking):
+    """Carries moves out in the calling thread."""
+
+    connect_to = RedisConnection
+    _nodes: Servers[RedisConnection]
+
+    def close(self) -> None:
+        """Close the connections to Redis."""
+        for connection in self._nodes.every:
+            connection.close()
+
+    def _send(self, request: Request) -> list[Any]:
+        return self._nodes.at(request.at).send(request)
+
+
+AT_ONCE = 64
+"""Maximum number of concurrent operations, one connection each; further ones wait."""
+
+
+class AsyncRedisConnection:
+    """A connection pool for one event loop. See RedisConnection."""
+
+    def __init__(self, url: str, *, tag: str, timeout_seconds: float, retry_seconds: float) -> None:
+        """`tag`: the run, whose keys are in one slot of a cluster."""
+        self.url = url
+        self.timeout_seconds = timeout_seconds
+        self.retry_seconds = retry_seconds
+        self._replicas = parse(url).wait_replicas
+        self._turns = asyncio.Semaphore(AT_ONCE)
+        self.client: redis.asyncio.Redis = connect_async(
+            url,
+            tag=tag,
+            protocol=2,
+            decode_responses=False,
+            seconds=timeout_seconds,
+            socket_keepalive=True,
+            retry=AsyncRetry(NoBackoff(), 0),
+            packer=CommandPacker(),
+        )
+        for name in RAW_REPLIES:
+            del self.client.response_callbacks[name]
+
+    async def send(self, request: Request) -> list[Any]:
+        """Carry out what a move asks for."""
+        if isinstance(request, FindKeys):
+            return await self.run(lambda client: keys_of_async(client, request.prefix))
+        if request.how == "write":
+            return await self.write(request.commands)
+        return await self.run(lambda client: read_async(client, request.commands, atomic=request.how == "atomic"))
+
+    async def write(self, commands: Sequence[Command]) -> list[Any]:
+        """Send commands in one round trip and return their replies, once replicas have what they wrote."""
+        how: dict[str, Any] = {"replicas": self._replicas, "seconds": self.timeout_seconds / 2}
+        return await self.run(lambda client: acknowledged_async(client, commands, **how))
+
+    async def run(self, operation: Callable[[redis.asyncio.Redis], Awaitable[T]]) -> T:
+        """Run an operation, retrying it with back-off on connection and transient errors (see PASSING)."""
+        retries = Retries(self.url, self.retry_seconds)
+        while True:
+            try:
+                async with self._turns:
+                    return await operation(self.client)
+            except NoScriptError:
+                with loading():
+                    await read_async(self.client, script_loads())
+            except redis.RedisError as error:
+                await asyncio.sleep(retries.pause_after(error))  # brief: at most retry_seconds in all
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self.client.aclose()
+
+
+class AsynchronousFace(Asynchronous):
+    """Carries moves out in the event loop."""
+
+    connect_to = AsyncRedisConnection
+    _nodes: Servers[AsyncRedisConnection]
+
+    async def close(self) -> None:
+        """Close the connections to Redis."""
+        for connection in self._nodes.every:
+            await connection.close()
+
+    async def _send(self, request: Request) -> list[Any]:
+        return await self._nodes.at(request.at).send(request)

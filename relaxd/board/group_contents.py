@@ -1,0 +1,100 @@
+"""Contents of a group's columns: a few facts that outlive them, and its sequences for the stages that ask a model."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relaxd.board.schema import CONTINUED, TEACHER_PROMPT_TOKENS
+from relaxd.board.types import JSON, Column
+
+
+def facts_of(columns: Mapping[str, Column]) -> dict[str, float]:
+    """Return the summary figures of a stage's columns.
+
+    tokens: mean length of the group's samples; truncated: share of samples that ended at max_new_tokens; continued:
+    maximum number of times that a sample was cut off and continued (where the run counts them); reward:
+    mean.
+    """
+    facts: dict[str, float] = {}
+    lengths, samples, finish = columns.get("lengths"), columns.get("sample_of_sequence"), columns.get("finish")
+    if isinstance(lengths, np.ndarray) and isinstance(samples, np.ndarray) and lengths.size:
+        facts["tokens"] = round(float(lengths.sum()) / max(1, np.unique(samples).size), 1)
+    if isinstance(finish, list) and finish:
+        facts["truncated"] = round(finish.count("length") / len(finish), 4)
+    continued = columns.get(CONTINUED)
+    if isinstance(continued, np.ndarray) and continued.size:
+        facts["continued"] = int(continued.max())
+    reward = columns.get("reward")
+    if isinstance(reward, np.ndarray) and reward.size:
+        facts["reward"] = round(float(reward.mean()), 6)
+    return facts
+
+
+def facts_json(facts: Mapping[str, JSON]) -> str:
+    """Return facts as the board stores them; "" for none."""
+    return json.dumps(dict(facts), separators=(",", ":")) if facts else ""
+
+
+def parse_fate(fields: Mapping[bytes, bytes]) -> dict[str, Any]:
+    """Return the record of an entry in the stream of fates. Raises ValueError, KeyError: it is damaged."""
+    record: dict[str, Any] = {"group": fields[b"group"].decode()}
+    if b"step" in fields:
+        record["step"] = int(fields[b"step"])
+    else:
+        record |= {"reason": fields[b"reason"].decode(), "stage": fields[b"stage"].decode()}
+        record |= {"attempt": int(fields[b"attempt"]), "retried": fields[b"retried"] == b"1"}
+    for name, value in fields.items():
+        if name.startswith(b"facts:"):
+            record |= json.loads(value)
+    return record
+
+
+@dataclass(frozen=True)
+class GroupSequence:
+    """One sequence of a group."""
+
+    prompt: NDArray[np.integer]
+    """[P] token ids of the prompt that its group shares; empty for a sequence that begins with its own."""
+    tokens: NDArray[np.integer]
+    """[L] its own token ids."""
+    loss_mask: NDArray[np.uint8]
+    """uint8 [L]: 1 for tokens to train on."""
+
+
+def read_sequences(columns: Mapping[str, Column], prompt: str) -> list[GroupSequence]:
+    """Return the sequences of a group, at least one.
+
+    Args:
+        columns: the group's.
+        prompt: the column with the prompt that they continue.
+
+    Raises:
+        ValueError: the columns are malformed.
+    """
+    needs = (prompt, "tokens", "lengths", "loss_mask", "shares_prompt")
+    arrays: dict[str, NDArray[Any]] = {name: np.asarray(columns[name]) for name in needs}
+    if any(array.ndim != 1 or array.dtype.kind not in "iu" for array in arrays.values()):
+        raise ValueError(f"{', '.join(needs)} must be arrays [values] of integers")
+    tokens, lengths, mask, shares = (arrays[name] for name in needs[1:])
+    if not lengths.size or (lengths < 0).any() or not int(lengths.sum()) == len(tokens) == len(mask):
+        raise ValueError(
+            f"lengths add up to {int(lengths.sum())}, but tokens has {len(tokens)} values and loss_mask {len(mask)}"
+        )
+    if len(shares) != len(lengths):
+        raise ValueError(f"shares_prompt has {len(shares)} values for {len(lengths)} sequences")
+    if prompt == TEACHER_PROMPT_TOKENS and not shares.all():
+        raise ValueError(
+            f"sequence {int(np.flatnonzero(shares == 0)[0])} begins with a prompt of its own, in whose place the "
+            "teacher's prompt (roles.teacher.privileged_key) can't be put"
+        )
+    ends = np.cumsum(lengths)
+    own = [slice(int(end - length), int(end)) for end, length in zip(ends, lengths, strict=True)]
+    shared = arrays[prompt]
+    return [
+        GroupSequence(shared if shares[index] else shared[:0], tokens[part], (mask[part] != 0).astype(np.uint8))
+        for index, part in enumerate(own)
+    ]

@@ -1,0 +1,169 @@
+"""The trainer's side of the board. Writes carry its term, so that a replaced trainer commits nothing."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from relaxd.board.connections.scripts import run_script
+from relaxd.board.errors import LedgerTrimmed, RunMissing
+from relaxd.board.payloads import payload_transfer
+from relaxd.board.payloads.attempts import Place, decode_sample, sample_places, samples_attempt
+from relaxd.board.sides.side_base import BoardCore, GroupAttempt, reading
+from relaxd.board.stages import SAMPLES, TRAIN
+from relaxd.board.types import CriticOrders, GroupTimes, LedgerEntry, parse_times
+from relaxd.redis_client.moves import Move, Send, ask, operation
+
+
+class TrainerSide(BoardCore):
+    """The step ledger, and the state that the trainer needs to close a step."""
+
+    @operation
+    def new_trainer_term(self) -> Move[int]:
+        """Start the next trainer term (from 1) and free the groups that the last trainer held. Raises RunMissing."""
+        return int((yield from run_script("start_term", self.prefix, TRAIN, self.limits.max_deliveries)))
+
+    @operation
+    def trainer_term(self) -> Move[int]:
+        """Return the current trainer term; 0 before the first. Raises RunMissing."""
+        return int((yield from self._state("trainer_term")))
+
+    @operation
+    def new_critic_term(self) -> Move[int]:
+        """Start the next critic term (from 1): an earlier critic, which asks for it, gives up. Raises RunMissing."""
+        return int((yield from run_script("start_critic", self.prefix)))
+
+    @operation
+    def ask_critic(self, *, term: int, step: int, keep: bool) -> Move[None]:
+        """Ask the critic for a checkpoint of the last step; if `keep`, for one that is never removed.
+
+        Call it before the next step is committed: the critic then sees it before it trains on that step. Raises Fenced
+        when another trainer has taken over, RunMissing.
+        """
+        yield from run_script("ask_critic", self.prefix, term, step, int(keep))
+
+    @operation
+    def critic_orders(self) -> Move[CriticOrders]:
+        """Return the critic's term and its requested checkpoints. Raises RunMissing."""
+        names = ("critic_term", "critic_checkpoint", "critic_kept")
+        term, checkpoint, kept = yield from ask("HMGET", f"{self.prefix}state", *names)
+        if term is None:
+            raise RunMissing(f"run {self.run_id} is not on the board")
+        return CriticOrders(int(term), *(None if step is None else int(step) for step in (checkpoint, kept)))
+
+    @operation
+    def open_versions(self) -> Move[dict[str, int]]:
+        """Return the oldest weight version by id, for open groups whose generation has started.
+
+        Until the rollout commits it is the version that generation started with, then the oldest of the tokens.
+        """
+        started = yield from ask("HGETALL", f"{self.prefix}started")
+        return {group_id.decode(): int(version) for group_id, version in started.items()}
+
+    @operation
+    def times(self, group_ids: Sequence[str]) -> Move[dict[str, GroupTimes]]:
+        """Return the times of open groups in the stages that have committed; closed groups are left out."""
+        stages = [stage.name for stage in self.stages if stage.name != TRAIN]
+        fields = ("published", *(f"time:{stage}" for stage in stages))
+        replies = yield Send([("HMGET", f"{self.prefix}group:{group_id}", *fields) for group_id in group_ids])
+        result = {}
+        for group_id, (published, *found) in zip(group_ids, replies, strict=True):
+            if published is not None:
+                committed = {stage: text for stage, text in zip(stages, found, strict=True) if text is not None}
+                result[group_id] = parse_times(published, committed)
+        return result
+
+    @operation
+    def commit_step(
+        self,
+        *,
+        term: int,
+        step: int,
+        plan: Mapping[str, Any],
+        metrics: Mapping[str, float],
+        samples: Sequence[Mapping[str, Any]] = (),
+    ) -> Move[None]:
+        """Add a step to the ledger, close its groups as trained and free their columns, atomically.
+
+        `plan["groups"]` lists the groups' ids in order; `plan` and `metrics` must be JSON. Repeating a commit (same
+        term, step and plan) does nothing. `samples` are what people are shown: they are written before the script runs,
+        up to relaxd.board.payloads.attempts.SHOWN_BYTES of them, but at least one. Raises Fenced when another trainer
+        has taken over, StepConflict when the step is not the last plus one or a group is not open, TooLate.
+        """
+        count, shown = samples_attempt(self.prefix, step, samples)
+
+        def arguments(_: list[int]) -> list[Any]:
+            texts = json.dumps(plan, sort_keys=True), json.dumps(metrics)
+            written = (count, shown.pointer, shown.shared) if count else (0, "", b"")
+            return [term, step, *texts, *written, *plan["groups"]]
+
+        if count:
+            yield from self._commit_attempts([GroupAttempt(str(step), SAMPLES, shown)], "commit_step", arguments)
+        else:
+            yield from run_script("commit_step", self.prefix, *arguments([]))
+
+    @operation
+    def last_step(self) -> Move[int]:
+        """Return the last committed step; 0 before the first. Raises RunMissing."""
+        return int((yield from self._state("last_step")))
+
+    @operation
+    def ledger(self, after_step: int = 0, limit: int | None = None) -> Move[list[LedgerEntry]]:
+        """Return the committed steps after `after_step`, in order.
+
+        Raises LedgerTrimmed: the next step is not on the board any more (see relaxd.board.committed_steps).
+        """
+        most = () if limit is None else ("COUNT", limit)
+        entries = yield from ask("XRANGE", f"{self.prefix}ledger", f"{after_step + 1}-0", "+", *most)
+        with reading(f"the ledger of run {self.run_id} after step {after_step}"):
+            found = [
+                LedgerEntry(
+                    step=int(entry_id.split(b"-")[0]),
+                    time=float(fields[b"time"]),
+                    term=int(fields[b"term"]),
+                    plan=json.loads(fields[b"plan"]),
+                    metrics=json.loads(fields[b"metrics"]),
+                )
+                for entry_id, fields in entries
+            ]
+        if found and found[0].step != after_step + 1:
+            first = found[0].step
+            raise LedgerTrimmed(first, f"the ledger of run {self.run_id} begins at step {first} in Redis")
+        return found
+
+    @operation
+    def sample_page(
+        self, step: int | None = None, after: str = "", *, limit: int = 16
+    ) -> Move[list[tuple[str, dict[str, Any]]]]:
+        """Return samples of a step, or of all steps, newest first, with their keys; those after the key `after`.
+
+        Each has its "step".
+        """
+        found: list[tuple[str, dict[str, Any]]] = []
+        while len(found) < limit and (page := (yield from self._sample_keys(step, after, limit - len(found)))):
+            payloads, _ = yield from payload_transfer.read([place for _, place in page])
+            with reading(f"the samples of run {self.run_id}"):
+                found += [
+                    (key, decode_sample(data) | {"step": int(key.split("-")[0])})
+                    for key, place in page
+                    if (data := payloads[place.keys[0]]) is not None  # else newer ones have replaced it
+                ]
+            after = page[-1][0]
+        return found
+
+    def _sample_keys(self, step: int | None, after: str, limit: int) -> Move[list[tuple[str, Place]]]:
+        """Return the keys of samples, newest first, and where these are."""
+        lowest, highest = ("-", "+") if step is None else (f"{step}", f"{step}")
+        first, below = (int(part) for part in after.split("-")) if after else (0, 0)
+        if after:
+            highest = f"{first}" if below else f"({first}-0"
+        entries = yield from ask("XREVRANGE", f"{self.prefix}samples", highest, lowest, "COUNT", limit)
+        found: list[tuple[str, Place]] = []
+        with reading(f"the samples of run {self.run_id}"):
+            for entry_id, fields in entries:
+                of_step, count = int(entry_id.split(b"-")[0]), int(fields[b"count"])
+                if after and of_step == first:
+                    count = min(count, below)
+                indices = range(count)[::-1][: limit - len(found)]
+                where = sample_places(self.prefix, fields[b"pointer"].decode(), indices)
+                found += zip((f"{of_step}-{index}" for index in indices), where, strict=True)
+        return found

@@ -1,0 +1,286 @@
+"""Settings that algorithms share: rewards, corrections, limits, KL and entropy terms, the mean over tokens."""
+
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from relaxd.config.section import Section, refuse_unused
+
+Aggregation = Literal["token_mean", "sample_mean", "group_mean", "sample_sum", "constant_length"]
+Correction = Literal["none", "tis", "icepop"]
+KLEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
+DistillEstimator = Literal["k2", "k3", "low_var_kl"]
+Candidates = Literal["teacher", "student", "union"]
+Divergence = Literal["reverse_kl", "forward_kl", "jensen_shannon"]
+StudentLogprobs = Literal["current", "rollout"]
+
+
+class PolicyGradientConfig(Section):
+    """Settings of every algorithm."""
+
+    needs_whole_step: ClassVar[bool] = False
+    """True if advantages are normalised over all groups of a step."""
+    needs_critic: ClassVar[bool] = False
+    """True if a critic is trained, with whose values the trainer computes advantages."""
+
+    name: str = ""
+    """Chooses the algorithm."""
+    drop_zero_variance: bool = True
+    """Drop groups whose rewards are all equal and publish the next prompt instead (DAPO's dynamic sampling). With
+    mask_truncated this goes for groups whose answers were all cut, too."""
+    overlong_buffer: int = Field(default=0, ge=0)
+    """Overlong shaping (DAPO, arXiv 2503.14476, equation 13): the reward of an answer falls linearly, by up to
+    overlong_penalty, over its last overlong_buffer tokens before overlong_limit. 0 turns it off."""
+    overlong_limit: int = Field(default=0, ge=0)
+    """Length of an answer from which the whole penalty counts, in tokens; usually rollout.max_new_tokens."""
+    overlong_penalty: float = Field(default=1.0, gt=0)
+    """Largest penalty of overlong shaping."""
+    mask_truncated: bool = False
+    """Give answers that were cut at their maximum length no advantage (DAPO's overlong filtering). They count in their
+    group's mean and in the divisors of the loss all the same."""
+    correction: Correction = "none"
+    """Weight each token's policy-gradient term by w, its probability under the trainer at the start of the step divided
+    by that under the engine. tis: w, truncated (Yao et al. 2025). icepop: w, and 0 outside two limits (arXiv
+    2510.18855)."""
+    tis_clip_low: float = Field(default=0.0, ge=0)
+    """Smallest w of correction = "tis"."""
+    tis_clip: float = Field(default=2.0, gt=0)
+    """Largest w of correction = "tis"."""
+    icepop_low: float = Field(default=0.5, ge=0)
+    """Tokens with a smaller w are left out by correction = "icepop" (the paper's alpha)."""
+    icepop_high: float = Field(default=5.0, gt=0)
+    """Tokens with a larger w are left out by correction = "icepop" (the paper's beta)."""
+    veto_high: float = Field(default=100.0, ge=0)
+    """Leave out tokens whose probability is now more than this many times what the engine said: one of them could have
+    a larger gradient than all other tokens of the step. 0 turns the limit off."""
+    veto_low: float = Field(default=0.0, ge=0, lt=1)
+    """Leave out tokens whose probability is now less than this share of what the engine said."""
+    veto_sequences: bool = False
+    """Leave out the whole sequence of a token beyond veto_high or veto_low."""
+    opsm_delta: float = Field(default=0.0, ge=0)
+    """Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): leave out tokens with a negative advantage in
+    sequences whose mean of log(engine's probability / current probability) is above this. 0 turns it off."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of the KL divergence to the reference (the initial model) in the loss. 0 keeps no reference."""
+    kl_estimator: KLEstimator = "low_var_kl"
+    """Estimator of that divergence (Schulman 2020, "Approximating KL divergence"); low_var_kl is k3, clamped."""
+    kl_unbiased: bool = False
+    """Multiply that estimate by the probability ratio to the old policy, so that its gradient is unbiased, too
+    (DeepSeek-V3.2, arXiv 2512.02556)."""
+    kl_reward_coef: float = Field(default=0.0, ge=0)
+    """Subtract this many times the KL divergence to the reference, estimated as the sum of log(student's probability /
+    reference's) over an answer's tokens, from its reward. student_logprobs says whose probability is the student's."""
+    distill_coef: float = Field(default=0.0, ge=0)
+    """On-policy distillation (arXiv 2306.13649) in the advantages: subtract this many times log(student's probability /
+    teacher's) from each token's; student_logprobs says whose probability is the student's. Needs
+    roles.teacher.model."""
+    student_logprobs: StudentLogprobs = "current"
+    """The student's log-probs in distill_coef and kl_reward_coef. current: the trainer's, under its current weights
+    (kl_reward_coef: at the step's beginning). rollout: the engine's; with stale samples the expected gradient is then
+    not that of the divergence."""
+    distill_loss_coef: float = Field(default=0.0, ge=0)
+    """On-policy distillation in the loss: weight of the KL divergence to the teacher, estimated at the sampled tokens,
+    or computed over distill_top_k. Needs roles.teacher.model."""
+    distill_estimator: DistillEstimator = "k2"
+    """Estimator of distill_loss_coef at the sampled tokens. The gradient of k2 is that of KL(student || teacher), as
+    with distill_coef; that of k3 is that of KL(teacher || student); low_var_kl is k3, clamped."""
+    distill_top_k: int = Field(default=0, ge=0)
+    """Compute the divergence of distill_loss_coef over this many of the likeliest tokens in each place, all others
+    counting as one, instead of estimating it at the sampled token. 0 estimates it."""
+    distill_candidates: Candidates = "teacher"
+    """Whose likeliest tokens distill_top_k takes: the teacher's, the student's, or both. The student's are those of the
+    weights at the beginning of the step with roles.teacher.placement = "trainer", and those of the engine that wrote
+    the token with "service", which needs roles.teacher.engine = "megatron"."""
+    distill_divergence: Divergence = "reverse_kl"
+    """The divergence of distill_top_k. reverse_kl: KL(student || teacher). forward_kl: KL(teacher || student).
+    jensen_shannon: half of the KL divergences of both to their mean."""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Weight of the entropy bonus."""
+    loss_aggregation: Aggregation = "token_mean"
+    """token_mean: mean over all tokens of the step (DAPO). sample_mean: mean over each sample's tokens, then over
+    samples (GRPO). group_mean: mean over each group's tokens, then over groups. sample_sum: sum over each sample's
+    tokens, then mean over samples. constant_length: that sum divided by constant_length (Dr. GRPO). The tokens of a
+    sample are those of all its sequences, so that a conversation that was branched counts once."""
+    constant_length: int = Field(default=1024, ge=1)
+    """Divisor of loss_aggregation = "constant_length", in tokens."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """True if the loss or the reward has a KL term."""
+        return self.kl_coef > 0 or self.kl_reward_coef > 0
+
+    @property
+    def needs_teacher(self) -> bool:
+        """True if a teacher has a part in advantages or loss."""
+        return self.distill_coef > 0 or self.distill_loss_coef > 0
+
+    @property
+    def on_policy_only(self) -> str:
+        """Why the algorithm needs samples of the newest weights, one update a step; empty if it doesn't."""
+        return ""
+
+    @model_validator(mode="after")
+    def _limits_in_order(self) -> Self:
+        for low, high in (("icepop_low", "icepop_high"), ("tis_clip_low", "tis_clip")):
+            if getattr(self, low) >= getattr(self, high):
+                raise ValueError(
+                    f"algorithm.{low} is {getattr(self, low):g}: it must be less than {high}, {getattr(self, high):g}"
+                )
+        if 0 < self.veto_high <= 1:
+            raise ValueError(f"algorithm.veto_high is {self.veto_high:g}: it must be more than 1, or 0 for no limit")
+        return self
+
+    @model_validator(mode="after")
+    def _shaping_has_its_limit(self) -> Self:
+        if self.overlong_buffer > 0 and self.overlong_limit <= self.overlong_buffer:
+            raise ValueError(
+                f"algorithm.overlong_limit is {self.overlong_limit}: with overlong_buffer = {self.overlong_buffer} it "
+                "must be longer; set it to rollout.max_new_tokens"
+            )
+        return self
+
+    @property
+    def min_samples(self) -> int:
+        """Minimum samples of a group: 2 where a sample is compared with the others."""
+        return 1
+
+    @model_validator(mode="after")
+    def _what_is_set_counts(self) -> Self:
+        for correction, names in (("tis", ("tis_clip_low", "tis_clip")), ("icepop", ("icepop_low", "icepop_high"))):
+            if self.correction != correction:
+                self._refuse(names, f'algorithm.correction is "{self.correction}": set "{correction}"')
+        if self.overlong_buffer == 0:
+            self._refuse(
+                ("overlong_limit", "overlong_penalty"),
+                "algorithm.overlong_buffer is 0, which turns shaping off: set it",
+            )
+        if self.veto_high == self.veto_low == 0:
+            self._refuse(("veto_sequences",), "algorithm.veto_high and algorithm.veto_low are 0: set one of them")
+        if self.kl_coef == 0:
+            self._refuse(("kl_unbiased",), "algorithm.kl_coef is 0: set kl_coef")
+        if not self.needs_reference:  # the metric kl has it, too
+            self._refuse(("kl_estimator",), "algorithm.kl_coef is 0: set kl_coef")
+        if self.distill_loss_coef == 0:
+            self._refuse(("distill_estimator",), "algorithm.distill_loss_coef is 0: set distill_loss_coef")
+        if self.distill_coef == self.kl_reward_coef == 0:
+            self._refuse(
+                ("student_logprobs",), "algorithm.distill_coef and algorithm.kl_reward_coef are 0: set one of them"
+            )
+        if self.loss_aggregation != "constant_length":
+            self._refuse(
+                ("constant_length",),
+                f'algorithm.loss_aggregation is "{self.loss_aggregation}": set "constant_length"',
+            )
+        return self
+
+    def _refuse(self, names: tuple[str, ...], reason: str) -> None:
+        """Refuse settings that don't count here."""
+        refuse_unused(self, "algorithm", names, reason)
+
+    @model_validator(mode="after")
+    def _truncated_stay_masked(self) -> Self:
+        if self.needs_whole_step and self.mask_truncated:
+            raise ValueError(
+                f"algorithm.mask_truncated is true, but {self.name} subtracts the step's mean from every advantage, "
+                "also from those of answers that were cut: use overlong_buffer instead"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _kl_counts_once(self) -> Self:
+        if self.kl_coef > 0 and self.kl_reward_coef > 0:
+            raise ValueError(
+                f"algorithm.kl_coef is {self.kl_coef:g} and algorithm.kl_reward_coef is {self.kl_reward_coef:g}: the "
+                "divergence counts in the loss or in the reward; set one of them to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _teacher_counts_once(self) -> Self:
+        if self.distill_coef > 0 and self.distill_loss_coef > 0:
+            raise ValueError(
+                f"algorithm.distill_coef is {self.distill_coef:g} and algorithm.distill_loss_coef is "
+                f"{self.distill_loss_coef:g}: the teacher counts in the advantages or in the loss; set one of them to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _candidates_count(self) -> Self:
+        if self.distill_top_k > 0 and self.distill_loss_coef == 0:
+            raise ValueError(
+                f"algorithm.distill_top_k is {self.distill_top_k}, but algorithm.distill_loss_coef is 0: only the loss "
+                "compares several tokens in a place, because as an advantage their divergence, which is the same "
+                "whatever token was sampled, has no gradient in expectation: set distill_loss_coef, and "
+                "distill_coef = 0"
+            )
+        if self.distill_top_k == 0:
+            for name in ("distill_candidates", "distill_divergence"):
+                if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                    raise ValueError(
+                        f'algorithm.{name} is "{value}", but algorithm.distill_top_k is 0, which compares the sampled '
+                        "tokens only: set distill_top_k"
+                    )
+        elif self.distill_estimator != type(self).model_fields["distill_estimator"].default:
+            raise ValueError(
+                f'algorithm.distill_estimator is "{self.distill_estimator}", but with algorithm.distill_top_k = '
+                f"{self.distill_top_k} nothing is estimated: set distill_divergence"
+            )
+        return self
+
+
+class RatioConfig(PolicyGradientConfig):
+    """Settings of algorithms with a probability ratio to an old policy."""
+
+    old_logprobs: Literal["rollout", "current"] = "rollout"
+    """Denominator of the ratio: the engine's log-probs, or the trainer's own at the step's beginning: computed before
+    the first update if a step has several (trainer.mini_batches, epochs), else the ratio is 1."""
+    correction: Correction = "none"
+    """Weight each token's policy-gradient term by w, its probability under the trainer at the start of the step divided
+    by that under the engine. tis: w, truncated (Yao et al. 2025). icepop: w, and 0 outside two limits (arXiv
+    2510.18855). Both need old_logprobs = "current": with "rollout" the same ratio would count twice."""
+
+    @model_validator(mode="after")
+    def _ratio_counts_once(self) -> Self:
+        if self.correction != "none" and self.old_logprobs == "rollout":
+            raise ValueError(
+                f'algorithm.correction is "{self.correction}" and algorithm.old_logprobs is "rollout": both weight a '
+                'token by its ratio to the engine. Use old_logprobs = "current", or correction = "none"'
+            )
+        return self
+
+
+class ClippedConfig(RatioConfig):
+    """Settings of algorithms with PPO's clipped objective."""
+
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """The probability ratio is clipped below at 1 - clip_low."""
+    clip_high: float = Field(default=0.2, gt=0)
+    """The probability ratio is clipped above at 1 + clip_high. DAPO (arXiv 2503.14476) uses 0.28."""
+    dual_clip: float = Field(default=0.0, ge=0)
+    """With a negative advantage, also clip the ratio above at this (Dual-Clip PPO, arXiv 1912.09729), for
+    example 3. 0 turns it off."""
+
+    @model_validator(mode="after")
+    def _dual_clip_is_above(self) -> Self:
+        if 0 < self.dual_clip <= 1:
+            raise ValueError(f"algorithm.dual_clip is {self.dual_clip:g}: it must be more than 1, or 0 for none")
+        return self
+
+
+class NormalizedConfig(PolicyGradientConfig):
+    """Settings of algorithms whose advantages are relative to the group's mean and standard deviation."""
+
+    normalize_std: bool = True
+    """Divide advantages by the group's standard deviation."""
+    std_epsilon: float = Field(default=1e-6, gt=0)
+    """Added to the standard deviation before dividing."""
+
+    @property
+    def min_samples(self) -> int:
+        return 2
+
+    @model_validator(mode="after")
+    def _epsilon_counts(self) -> Self:
+        if not self.normalize_std:
+            self._refuse(("std_epsilon",), "algorithm.normalize_std is false: set true")
+        return self

@@ -1,0 +1,281 @@
+"""[data]: the sources of a run's prompts, their curriculum and their tables."""
+
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from relaxd.config.section import Section
+from relaxd.importing import check_known_or_own, check_own
+
+SAMPLERS = ("uniform", "hard", "learnable")
+"""relaxd's own samplers."""
+
+
+class CurriculumConfig(Section):
+    """Which prompts are given how often, by how well the model has answered them so far (docs/curriculum.md)."""
+
+    sampler: str = "uniform"
+    """Frequencies of the prompts. uniform: all alike. hard: in proportion to 1 - pass rate (Kimi k1.5, arXiv
+    2501.12599). learnable: in proportion to pass rate x (1 - pass rate) (arXiv 2502.12272). Prompts that were never
+    tried count as much as any. Or a class of your own, "package.module:Class" or "file.py:Class"."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of a sampler of your own."""
+    min_weight: float = Field(default=0.1, gt=0, le=1)
+    """With hard and learnable: how often the least wanted prompt is given, as a share of the most wanted."""
+    min_pass_rate: float = Field(default=0.0, ge=0, le=1)
+    """Leave out prompts with a lower pass rate after `tries` tries: they are too hard. 0 leaves out none."""
+    max_pass_rate: float = Field(default=1.0, ge=0, le=1)
+    """Leave out prompts with a higher pass rate after `tries` tries: they are solved. 1 leaves out none."""
+    tries: int = Field(default=2, ge=1)
+    """Groups of a prompt that must be scored before it may be left out."""
+    retest: float = Field(default=0.05, ge=0, le=1)
+    """Share of the visits to prompts which are left out that take place all the same, because the model has changed
+    since."""
+    replay: float = Field(default=0.0, ge=0, lt=1)
+    """Share of all visits that go to a hard prompt which was tried before, instead of the next prompt."""
+    replay_below: float = Field(default=0.5, gt=0, le=1)
+    """A prompt with at most this pass rate is hard, for replay, unless it is left out."""
+    memory: int = Field(default=4, ge=1)
+    """Number of groups that a pass rate is the mean of, about: of later ones each counts 1/memory."""
+    min_reward: float = 0.0
+    """Mean reward of a group that is a pass rate of 0; lower ones are, too."""
+    max_reward: float = 1.0
+    """Mean reward of a group that is a pass rate of 1; higher ones are, too."""
+    exhausted: Literal["repeat", "end"] = "repeat"
+    """Once fewer prompts than trainer.groups_per_step aren't left out: repeat gives all prompts again, until enough of
+    them have a pass rate within the limits. end ends the run."""
+    filter: str = ""
+    """Your own filter of groups, "package.module:function" or "file.py:function": gets a list of the group's samples
+    with their rewards, and returns whether to train on it. A group that isn't is dropped and replaced by another."""
+
+    @property
+    def is_own(self) -> bool:
+        """True if the sampler is the user's."""
+        return self.sampler not in SAMPLERS
+
+    @property
+    def leaves_out(self) -> bool:
+        """True if prompts may be left out."""
+        return self.min_pass_rate > 0 or self.max_pass_rate < 1
+
+    @property
+    def chooses(self) -> bool:
+        """True if visits differ from those of the data's epochs."""
+        return self.sampler != "uniform" or self.leaves_out or self.replay > 0
+
+    @field_validator("sampler")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        return check_known_or_own("data.curriculum.sampler", name, SAMPLERS, "relaxd has", "Your own")
+
+    @field_validator("filter")
+    @classmethod
+    def _is_function(cls, name: str) -> str:
+        return check_own("data.curriculum.filter", name, "function")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        wrong = ""
+        if self.min_pass_rate >= self.max_pass_rate:
+            wrong = (
+                f"min_pass_rate is {self.min_pass_rate}: it must be less than max_pass_rate = {self.max_pass_rate}, or "
+                "every prompt would be left out"
+            )
+        elif self.min_reward >= self.max_reward:
+            wrong = f"min_reward is {self.min_reward}: it must be less than max_reward = {self.max_reward}"
+        elif self.is_own and self.replay:
+            wrong = f'replay is {self.replay}: a sampler of your own ("{self.sampler}") replays prompts itself: set 0'
+        elif self.settings and not self.is_own:
+            wrong = f'settings are for a sampler of your own, but sampler is "{self.sampler}"'
+        if wrong:
+            raise ValueError(f"data.curriculum.{wrong}")
+        return self
+
+
+class ReasoningGymConfig(Section):
+    """A task of reasoning-gym (pip install 'relaxd[reasoning]'), for data.source = "reasoning_gym"."""
+
+    task: str = ""
+    """Name of the task, such as "spell_backward"."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """The task's own settings, named as in its configuration class, such as max_word_len = 5."""
+    size: int = Field(default=2000, ge=1)
+    """Training prompts. They are generated when the run starts; most tasks generate thousands a second, some a few."""
+    held_out: int = Field(default=200, ge=0)
+    """Held-out prompts for evaluation. None of them is trained on."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the prompts. Separate from run.seed, so that runs with different seeds share held-out prompts."""
+    instruction: str = ""
+    """Text added as a paragraph after the question, such as "Answer with the word only."."""
+
+
+SOURCES = ("addition", "files", "jsonl", "reasoning_gym")
+"""The sources that relaxd has."""
+
+
+class DataSource(Section):
+    """One of several sources of prompts."""
+
+    path: Path
+    """As data.path."""
+    name: str = ""
+    """Becomes metadata.data_source of its prompts, unless they have one."""
+    weight: float = Field(default=1.0, gt=0)
+    """Number of times that an epoch visits each of its prompts: 2 is twice, 0.5 visits every second one, others in each
+    epoch."""
+    prompt_key: str = ""
+    """As data.prompt_key; empty means that."""
+    answer_key: str = ""
+    """As data.answer_key; empty means that."""
+    metadata_key: str = ""
+    """As data.metadata_key; empty means that, "*" all columns but prompt and answer."""
+    tools_key: str | None = None
+    """As data.tools_key. Not set, it is that; empty means that its prompts have no tools."""
+    prompt_function: str | None = None
+    """As data.prompt_function. Not set, it is that, unless prompt_key is set; empty means none."""
+    system_prompt: str | None = None
+    """As data.system_prompt. Not set, it is that; empty means none."""
+    max_new_tokens: int = Field(default=0, ge=0)
+    """Maximum length of answers to its prompts, at most rollout.max_new_tokens; 0 means that."""
+    top_p: float = Field(default=0.0, ge=0, le=1)
+    """Nucleus sampling of answers to its prompts; 1 turns it off, 0 means rollout.top_p."""
+    top_k: int | None = Field(default=None, ge=0)
+    """Sample answers to its prompts from the k likeliest tokens; 0 turns it off. Not set, it is rollout.top_k."""
+    stop: tuple[str, ...] | None = None
+    """Strings that end answers to its prompts. Not set, they are those of rollout.stop."""
+    stop_token_ids: tuple[int, ...] | None = None
+    """Token ids that end answers to its prompts. Not set, they are those of rollout.stop_token_ids."""
+    min_new_tokens: int | None = Field(default=None, ge=0)
+    """Minimum length of answers to its prompts. Not set, it is rollout.min_new_tokens."""
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Its sampling parameters that differ from the run's, by name, as JSON has them."""
+        found: dict[str, Any] = {name: value for name in ("max_new_tokens", "top_p") if (value := getattr(self, name))}
+        for name in ("top_k", "stop", "stop_token_ids", "min_new_tokens"):
+            if (value := getattr(self, name)) is not None:
+                found[name] = list(value) if isinstance(value, tuple) else value
+        return found
+
+    @field_validator("prompt_function")
+    @classmethod
+    def _is_function(cls, name: str | None) -> str | None:
+        return name and check_own("prompt_function", name, "function")
+
+    @model_validator(mode="after")
+    def _stops_are_possible(self) -> Self:
+        if "" in (self.stop or ()):
+            raise ValueError("one of data.sources has an empty stop string, which would end every answer at once")
+        if wrong := [token for token in self.stop_token_ids or () if token < 0]:
+            raise ValueError(f"one of data.sources has the stop token id {wrong[0]}: token ids are not negative")
+        return self
+
+
+class DataConfig(Section):
+    """The source of prompts (docs/data.md)."""
+
+    source: str
+    """addition: generated sums. files: prompts in files; jsonl is another name for it. reasoning_gym: a task of that
+    package. Or a class of your own, "package.module:Class" or "file.py:Class" (docs/data.md)."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of a source of your own."""
+    path: Path | None = None
+    """File with prompts (JSON lines, a JSON array, Parquet, Arrow or CSV, by its ending), a folder of such files, a
+    folder that the package datasets saved, or a data set of the Hugging Face hub, "owner/name" or
+    "owner/name/config:split". "PATH@[0:100]" is a part of it. Each row has "prompt" (text or a list of chat messages),
+    optionally "answer", and any other columns, which the reward gets as metadata."""
+    eval_path: Path | None = None
+    """Held-out prompts, as path. Without it there is no evaluation."""
+    sources: tuple[DataSource, ...] = ()
+    """Instead of path: several sources that are mixed, each in a table [[data.sources]] with path, weight, name, and
+    columns, system_prompt, prompt_function and sampling parameters of its own (docs/data.md)."""
+    temperature: float | None = Field(default=None, gt=0)
+    """With sources, instead of their weights: an epoch visits each source in proportion to its number of prompts to the
+    power of 1 / temperature, all of them as often as there are prompts. 1: each prompt once; above 1 small sources come
+    more often, and with a large one all equally often. (The sampling temperature is rollout.temperature.)"""
+    prompt_key: str = "prompt"
+    """Column of the prompt. Dots lead into objects, as in "extra_info.question"."""
+    answer_key: str = "answer"
+    """Column of the reference answer, such as "reward_model.ground_truth". Rows may lack it only if it is "answer"."""
+    metadata_key: str = ""
+    """Column with an object that the reward gets as metadata; "*" or empty means all columns but prompt and answer."""
+    tools_key: str = ""
+    """Column with tools for the chat template, which rows may lack: a list of objects, or its JSON text. Empty means
+    that there are none."""
+    tools_file: Path | None = None
+    """verl's file of tools (YAML), whose schemas the chat template of every prompt gets that has none in tools_key. No
+    tool is called while an answer is generated; the reward verl_tools calls them (docs/rewards.md)."""
+    prompt_function: str = ""
+    """Your own function "package.module:function" or "file.py:function", which gets a row as a dict and returns the
+    prompt: text, or a list of chat messages. prompt_key isn't read then."""
+    continue_final_message: bool = True
+    """Have the model continue the last message of a prompt that ends in one of the assistant, such as "<think>". false
+    refuses such prompts."""
+    system_prompt: str = ""
+    """Text of a system message that is put before prompts without one."""
+    digits: int = Field(default=2, ge=1, le=6)
+    """Digits of each number of the addition source."""
+    reasoning_gym: ReasoningGymConfig = ReasoningGymConfig()
+    """The task of the reasoning_gym source."""
+    max_prompt_tokens: int = Field(default=1024, ge=1)
+    """Maximum length of a prompt."""
+    overlong: Literal["error", "skip"] = "error"
+    """Longer prompts: error refuses to start and names the prompt; skip leaves them out and counts them."""
+    deduplicate: bool = False
+    """Leave out prompts that occur twice, and those of evaluation sets. Case and white space don't
+    count. Prompts of a source with more than 20,000 are compared when their turn comes (docs/data.md)."""
+    shuffle: bool = True
+    """Shuffle prompts in each epoch, seeded by run.seed."""
+    curriculum: CurriculumConfig = CurriculumConfig()
+    """Which prompts are given how often."""
+
+    @property
+    def is_own(self) -> bool:
+        """True if prompts come from the user's own source."""
+        return self.source not in SOURCES
+
+    @property
+    def has_files(self) -> bool:
+        """True if prompts come from files."""
+        return self.source in ("files", "jsonl")
+
+    @field_validator("source")
+    @classmethod
+    def _is_known(cls, name: str) -> str:
+        return check_known_or_own("data.source", name, SOURCES, "there are", "A source of your own")
+
+    @field_validator("prompt_function")
+    @classmethod
+    def _is_function(cls, name: str) -> str:
+        return check_own("data.prompt_function", name, "function")
+
+    @model_validator(mode="after")
+    def _path_fits_source(self) -> Self:
+        if self.has_files and self.path is None and not self.sources:
+            raise ValueError(f'data.path is missing: source = "{self.source}" needs the path of a file')
+        if self.path is not None and self.sources:
+            raise ValueError("data.path is set, but there are data.sources, too: give one of them")
+        if self.temperature is not None:
+            if not self.sources:
+                raise ValueError(
+                    f"data.temperature is {self.temperature:g}, but there are no data.sources to mix: add them, or "
+                    "leave it out (the sampling temperature is rollout.temperature)"
+                )
+            if weighted := [n for n, one in enumerate(self.sources) if one.weight != 1]:
+                raise ValueError(
+                    f"data.temperature is {self.temperature:g}, but data.sources.{weighted[0]}.weight is set, too: "
+                    "give one of them"
+                )
+        if self.sources and not self.has_files:
+            raise ValueError(f'data.sources are for source = "files", but it is "{self.source}"')
+        if self.path is not None and self.is_own:
+            raise ValueError(f'data.path is for source = "files", but it is "{self.source}": use data.settings')
+        if self.settings and not self.is_own:
+            raise ValueError(f'data.settings are for a source of your own, but data.source is "{self.source}"')
+        if self.source == "reasoning_gym" and not self.reasoning_gym.task:
+            raise ValueError(
+                'data.reasoning_gym.task is missing: source = "reasoning_gym" needs the name of a task, such as '
+                '"spell_backward"'
+            )
+        return self

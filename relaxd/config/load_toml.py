@@ -1,0 +1,293 @@
+"""Loading of a `RunConfig` from TOML and command-line overrides. Errors name the place, the value and the remedy."""
+
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from relaxd.config.algorithm import BUILT_IN, OWN
+from relaxd.config.names.settings_table import Place, sections, settings
+from relaxd.config.names.suggestions import elsewhere, homes, is_elsewhere, suggest
+from relaxd.config.parse import MAX_CHARACTERS, MAX_DEPTH, LimitError, parse_toml
+from relaxd.config.run import RunConfig
+
+MAX_PROBLEMS = 50
+MAX_SHOWN = 100
+"""Characters of a wrong line or name that are read."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake in a configuration."""
+
+    setting: str
+    """Dotted name of the setting, such as "rollout.top_p"; empty for the whole configuration."""
+    message: str
+    """The mistake and its remedy."""
+    source: str = ""
+    """The place where it was set: "FILE line 12" or "--rollout.top_p"; empty if it was not set."""
+
+    def __str__(self) -> str:
+        head = f"{self.source}: " if self.source else ""
+        return f"{head}{self.setting} {self.message}" if self.setting else f"{head}{self.message}"
+
+
+class ConfigError(ValueError):
+    """An invalid configuration. `problems` has every mistake, not only the first."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = list(problems)
+        super().__init__("\n".join(str(problem) for problem in problems))
+
+
+def load(toml_text: str, overrides: Sequence[str] = (), *, name: str = "configuration") -> RunConfig:
+    """Parse and validate a configuration.
+
+    `overrides` are command-line words such as ["--rollout.top_p", "0.9", "--run.steps=4"]; their values are parsed
+    as TOML or, if that fails or the setting is a text, taken as text. `name` names the configuration in errors, usually
+    by its path. Raises `ConfigError` with every problem found.
+    """
+    try:
+        data = parse_toml(toml_text)
+    except LimitError as error:
+        raise ConfigError([Problem("", str(error), f"{name} line {error.line}" if error.line else name)]) from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError([_syntax_problem(error, toml_text, name)]) from error
+    sources = {place: f"{name} line {line}" for place, line in _lines(toml_text)}
+    for place, value in _parse_overrides(overrides):
+        option = "--" + ".".join(place)
+        _set(data, place, value, option)
+        sources[place] = option
+    try:
+        # Strict JSON keeps "8", true and 8.5 from passing for an integer, and still reads a text as a path.
+        return RunConfig.model_validate_json(json.dumps(data, default=str), strict=True)
+    except ValidationError as error:
+        raise ConfigError(_shown(error, sources)) from error
+
+
+def load_file(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """`load` the file at `path`. Raises `ConfigError`, also when the file can't be read."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_CHARACTERS + 1)  # no more than it takes to refuse it
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError([Problem("", f"cannot read the configuration: {reason}", str(path))]) from error
+    return load(text, overrides, name=str(path))
+
+
+def explain(error: ValidationError, section: Place = ()) -> list[Problem]:
+    """Convert pydantic's errors in one section, such as ("algorithm",), to problems."""
+    return [
+        problem
+        for details in error.errors()
+        for problem in _problems({**details, "loc": (*section, *details["loc"])}, {})
+    ]
+
+
+# --- lines of settings -----------------------------------------------------------------------------------------------
+
+
+def _lines(text: str) -> Iterator[tuple[Place, int]]:
+    """Yield (place, line number) of every table header and key, for TOML with one key per line."""
+    table: Place = ()
+    closing = ""  # the quotes that end the multi-line text we are in
+    for number, line in enumerate(text.splitlines(), start=1):
+        if closing:
+            if closing in line:
+                closing = ""
+            continue
+        if header := re.match(r"\s*\[\[?\s*([^\]]+?)\s*\]", line):
+            table = _split_key(header[1])
+            yield table, number
+        elif key := re.match(r"""\s*((?:[\w-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[\w-]+|"[^"]*"|'[^']*'))*)\s*=""", line):
+            yield table + _split_key(key[1]), number
+            for quotes in ('"""', "'''"):
+                if line.count(quotes) == 1:
+                    closing = quotes
+
+
+def _split_key(key: str) -> Place:
+    return tuple(part.strip().strip("\"'") for part in key.split("."))
+
+
+def _syntax_problem(error: tomllib.TOMLDecodeError, text: str, name: str) -> Problem:
+    message = str(error)
+    match = re.search(r"\(at (?:line (\d+), column (\d+)|end of document)\)", message)
+    reason = message[: match.start()].strip() if match else message
+    last = max(1, len(text.splitlines()))
+    number = int(match[1]) if match and match[1] else last
+    shown = text.splitlines()[number - 1].strip()[:MAX_SHOWN] if text.splitlines() and number <= last else ""
+    advice = "write settings as: key = value, with texts in quotes, below a [section]"
+    return Problem("", f"not valid TOML: {reason}, in: {shown!r} ({advice})", f"{name} line {number}")
+
+
+# --- overrides -----------------------------------------------------------------------------------------------------
+
+
+def _parse_overrides(words: Sequence[str]) -> Iterator[tuple[Place, Any]]:
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not re.match(r"--[A-Za-z_]", word):
+            raise ConfigError([Problem("", f"expected --section.key value, found {word!r}")])
+        option, equals, value = word[2:].partition("=")
+        if not equals:
+            if not rest:
+                raise ConfigError([Problem("", f"--{option} needs a value: --{option} VALUE")])
+            value = rest.pop(0)
+        place = tuple(part.replace("-", "_") for part in option.split("."))
+        if len(place) > MAX_DEPTH:
+            raise ConfigError([Problem("", f"--{option[:MAX_SHOWN]}... has more than {MAX_DEPTH} names")])
+        if len(place) < 2:
+            known = " or ".join(f"--{'.'.join(home)}" for home in homes(place[0]))
+            advice = f"did you mean {known}?" if known else elsewhere(place)
+            advice = advice or "settings are given as --section.key value"
+            raise ConfigError([Problem("", f"unknown option --{option}; {advice}")])
+        yield place, _override_value(place, value)
+
+
+def _override_value(place: Place, text: str) -> Any:
+    setting = settings().get(place)
+    if setting is not None and setting.takes_text:
+        return text
+    try:
+        parsed = parse_toml(f"value = {text}")
+    except LimitError as error:
+        raise ConfigError([Problem("", str(error), "--" + ".".join(place))]) from error
+    except tomllib.TOMLDecodeError:
+        return text
+    return parsed["value"] if parsed.keys() == {"value"} else text
+
+
+def _set(data: dict[str, Any], place: Place, value: Any, option: str) -> None:
+    """Set what is at a place, where a number stands for one of a list of tables: ("eval", "sets", "0", "k")."""
+    table: Any = data
+    for depth, part in enumerate(place[:-1], start=1):
+        if isinstance(table, dict):
+            table = table.setdefault(part, {})
+        elif part.isdecimal() and int(part) < len(table):
+            table = table[int(part)]
+        else:
+            raise _no_entry(place[: depth - 1], table, option)
+        if not isinstance(table, dict | list):
+            raise ConfigError([Problem("", f"{'.'.join(place[:depth])} is a value, not a section", option)])
+    if isinstance(table, list):
+        raise _no_entry(place[:-1], table, option)
+    table[place[-1]] = value
+
+
+def _no_entry(place: Place, entries: Sequence[Any], option: str) -> ConfigError:
+    name = ".".join(place)
+    return ConfigError(
+        [Problem("", f"{name} is a list of {len(entries)}: settings of the first are {name}.0.NAME", option)]
+    )
+
+
+# --- pydantic's errors as problems ---------------------------------------------------------------------------------
+
+
+def _shown(error: ValidationError, sources: Mapping[Place, str]) -> list[Problem]:
+    """Convert at most MAX_PROBLEMS errors: each looks for similar names among all settings."""
+    found = (one for details in error.errors() for one in _problems(details, sources))
+    problems = list(islice(found, MAX_PROBLEMS))
+    if next(found, None) is not None:
+        problems.append(Problem("", f"these are the first {MAX_PROBLEMS} problems: there are more"))
+    return problems
+
+
+def _problems(details: ErrorDetails, sources: Mapping[Place, str]) -> list[Problem]:
+    """Convert an error: one problem, or one for each setting of an unknown section that another framework has."""
+    place, algorithm = tuple(str(part) for part in details["loc"]), ""
+    if place[:1] == ("algorithm",) and place[1:2] and place[1] in (*BUILT_IN, OWN):
+        # pydantic names the chosen algorithm in between.
+        place, algorithm = (place[0], *place[2:]), place[1]
+    if details["type"] == "extra_forbidden" and isinstance(details["input"], dict):
+        leaves = list(islice(_leaves(details["input"], place), MAX_PROBLEMS + 1))
+        if any(map(is_elsewhere, leaves)):
+            return [_unknown(leaf, "setting", _source(leaf, sources)) for leaf in leaves]
+    return [_problem(place, details, sources, algorithm)]
+
+
+def _leaves(value: Any, place: Place) -> Iterator[Place]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _leaves(inner, (*place, key))
+    else:
+        yield place
+
+
+def _unknown(place: Place, what: str, source: str, algorithm: str = "") -> Problem:
+    return Problem(".".join(place), f"is not a known {what}; {suggest(place, algorithm)}", source)
+
+
+def _source(place: Place, sources: Mapping[Place, str]) -> str:
+    return next((sources[place[:n]] for n in range(len(place), 0, -1) if place[:n] in sources), "")
+
+
+def _problem(place: Place, details: ErrorDetails, sources: Mapping[Place, str], algorithm: str) -> Problem:
+    setting, kind = ".".join(place), details["type"]
+    context, value = details.get("ctx", {}), details["input"]
+    source = _source(place, sources)
+    if kind == "extra_forbidden":
+        return _unknown(place, "section" if isinstance(value, dict) else "setting", source, algorithm)
+    if kind == "missing":
+        meaning = settings()[place].meaning if place in settings() else sections().get(place, "it has no default")
+        return Problem(setting, f"is missing: {meaning}", source if len(place) > 1 else "")
+    if kind == "literal_error":
+        choices = re.findall(r"'([^']*)'", str(context["expected"]))
+        return Problem(setting, _not_allowed(value, choices), source)
+    if kind == "union_tag_invalid":
+        message = _not_allowed(value["name"], list(BUILT_IN), ', or "package.module:Class" for one of your own')
+        return Problem(f"{setting}.name", message, _source((*place, "name"), sources))
+    if kind == "value_error":
+        # Our validators name the settings themselves.
+        return Problem("", str(context["error"]), source)
+    return Problem(setting, f"= {_show(value)}: {_requirement(kind, context, details['msg'], place, value)}", source)
+
+
+def _not_allowed(value: Any, choices: Sequence[str], other: str = "") -> str:
+    written = str(value).lower()[:MAX_SHOWN]
+    close = difflib.get_close_matches(written, choices, n=3, cutoff=0.5)
+    # Of names that are equally close, the one with the same letters: "gpro" is grpo rather than gspo.
+    close.sort(key=lambda name: sorted(name) != sorted(written))
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"= {_show(value)} is not allowed: one of {', '.join(map(repr, choices))}{other}{hint}"
+
+
+def _requirement(kind: str, context: Mapping[str, Any], message: str, place: Place, value: Any) -> str:
+    if kind in ("tuple_type", "list_type"):
+        return f"must be a list, such as [{_show(value)}]"
+    if isinstance(value, list) and place == ("data", "path"):
+        return "must be one path, in quotes; several files are a folder, or [[data.sources]] with a path each"
+    bounds = {"greater_than": ("gt", "more than"), "greater_than_equal": ("ge", "at least")}
+    bounds |= {"less_than": ("lt", "less than"), "less_than_equal": ("le", "at most")}
+    if kind in bounds:
+        key, words = bounds[kind]
+        return f"must be {words} {context[key]}"
+    types = {
+        "int_type": "must be a whole number",
+        "int_from_float": "must be a whole number",
+        "float_type": "must be a number",
+        "finite_number": "must be a finite number",
+        "bool_type": "must be true or false",
+        "string_type": "must be a text, in quotes",
+        "path_type": "must be a path, in quotes",
+        "model_type": "must be a section: [name], then its settings",
+        "union_tag_not_found": "must be a section: [name], then its settings",
+        "model_attributes_type": "must be a section: [name], then its settings",
+    }
+    return types.get(kind, message)
+
+
+def _show(value: Any) -> str:
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."

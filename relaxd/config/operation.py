@@ -1,0 +1,185 @@
+"""[board], [weights], [health] and [rehearsal]: how the services of a run work together."""
+
+from collections import Counter
+from typing import Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator, model_validator
+
+from relaxd.config.section import Section
+from relaxd.redis_client import parse as parse_redis_url
+from relaxd.redis_client import where
+
+LARGE_COLUMN_BYTES = 64 << 10
+"""Default of board.large_column_bytes."""
+
+
+class BoardConfig(Section):
+    """The sample board: staleness, leases, limits."""
+
+    max_staleness: int = Field(default=1, ge=0)
+    """Maximum versions between the weights that generated a token and those that train on it. 0 is strictly
+    on-policy."""
+    oversample: float = Field(default=1.0, ge=1.0)
+    """Publish this many times the groups that a step needs."""
+    lease_seconds: float = Field(default=30.0, gt=0)
+    """Redeliver a group whose holder has not renewed its lease for this long."""
+    max_deliveries: int = Field(default=5, ge=1)
+    """Maximum deliveries of a group to a stage. Then it is poison: dropped, counted and recorded for inspection."""
+    max_retries: int = Field(default=2, ge=0)
+    """Maximum times to publish the prompt of a stale group again."""
+    max_consecutive_drops: int = Field(default=0, ge=0)
+    """Pause the run when more groups than this fail without a trained step in between. 0 means two steps' groups, but
+    at least 64. Groups that the algorithm filters do not count."""
+    max_filtered_steps: int = Field(default=50, ge=0)
+    """Pause the run when the algorithm filters this many steps' groups without a trained step in between, for example
+    because all rewards are equal: the task is too easy or too hard. The pause names the most frequent reason. 0 never
+    pauses."""
+    high_water_bytes: int = Field(default=0, ge=0)
+    """Maximum bytes of open groups in Redis; above, only groups that the open step needs are published. 0 means four
+    fifths of Redis's maxmemory, or a fifth of its machine's memory if it has none."""
+    max_group_bytes: int = Field(default=256 << 20, ge=1 << 10, le=16 << 30)
+    """Maximum bytes in Redis of a prompt, or of one stage's columns of a group. A larger one fails."""
+    large_column_bytes: int = Field(default=LARGE_COLUMN_BYTES, ge=1, le=1 << 20)
+    """Write a column of at least so many bytes apart from the script that commits it: no script handles its bytes, and
+    it is on a data node, if there are any."""
+    data_urls: tuple[str, ...] = Field(default=(), max_length=64)
+    """Redis servers for large columns, such as ["redis://data-1:6379/0", "redis://data-2:6379/0"]; empty: they are on
+    the board's Redis, or node of a cluster. User, password and certificates are those of the board's Redis."""
+
+    @field_validator("data_urls")
+    @classmethod
+    def _data_nodes_differ(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            if urlsplit(url).password:
+                raise ValueError("a URL has a password, which the run's records would show: leave it out")
+            if parse_redis_url(url).nodes:
+                raise ValueError(f"{where(url)} can't be a data node: name servers, each with a URL of its own")
+        places = [where(url) for url in urls]
+        twice = [place for place, times in Counter(places).items() if times > 1]
+        if twice:
+            raise ValueError(f"{twice[0]} is named twice: each data node must be a server of its own")
+        return urls
+
+
+class HealthConfig(Section):
+    """Detection and recovery of dead or stuck replicas (docs/reliability.md).
+
+    First, the replica is restarted in place. If that does not help, the run is paused and all replicas of the role are
+    restarted (a rebuild). After that, the run fails.
+    """
+
+    stuck_seconds: float = Field(default=300.0, gt=0)
+    """A replica that holds groups but makes no progress for this long is stuck. Its own deadlines are added
+    (reward.timeout_seconds and roles.judge.timeout_seconds, trainer.collective_timeout_seconds,
+    weights.timeout_seconds)."""
+    start_seconds: float = Field(default=900.0, gt=0)
+    """A replica that starts without progress for this long is stuck. Reading its model is progress."""
+    failed_seconds: float = Field(default=60.0, gt=0)
+    """A failed replica may recover by itself for this long before it is restarted."""
+    max_sync_failures: int = Field(default=4, ge=1)
+    """Consecutive failed weight synchronisations before an engine is restarted."""
+    restart_timeout_seconds: float = Field(default=30.0, gt=0)
+    """Time for a replica to register again after its death or restart. Then its launcher restarts it, with twice the
+    time, and so on up to role_timeout_seconds."""
+    max_restarts: int = Field(default=3, ge=1)
+    """Maximum restarts of a replica within restart_window_seconds, and maximum consecutive attempts to restart it."""
+    restart_window_seconds: float = Field(default=600.0, gt=0)
+    """Window of max_restarts. A replica that exceeded it is restarted once more after this long."""
+    first_backoff_seconds: float = Field(default=1.0, ge=0)
+    """Pause before a replica's second restart within the window, and between two rebuilds of a role; doubles each
+    time."""
+    role_timeout_seconds: float = Field(default=300.0, gt=0)
+    """A role without replicas for this long is rebuilt, as is one whose replicas all exceeded max_restarts."""
+    max_rebuilds: int = Field(default=2, ge=0)
+    """Rebuilds of a role without a committed step in between, before the run fails."""
+
+
+FEWEST_PORTS = 2
+"""Ports on which a trainer listens besides its service's: its ranks' and the weight group's rendezvous."""
+
+
+class WeightsConfig(Section):
+    """Weight synchronisation."""
+
+    transport: Literal["gloo", "nccl", "cuda_ipc"] = "gloo"
+    """gloo: between CPUs. nccl: between GPUs. cuda_ipc: between trainer and engines that share GPUs (run.colocate)."""
+    interval: int = Field(default=1, ge=1)
+    """Send new weights to the engines after every so many steps, and after the last one. An engine that joins gets the
+    newest ones, and all others with it. At most board.max_staleness + 1, or steps would lack groups that are fresh
+    enough."""
+    ports: str = Field(default="", pattern=r"^(\d{1,5}-\d{1,5})?$")
+    """Ports on which the trainer's ranks and the weight group meet, such as "29500-29599"; empty: any free ones. gloo
+    and NCCL choose the ports of the connections between ranks themselves (docs/deploy.md)."""
+    bucket_bytes: int = Field(default=256 << 20, ge=1 << 20)
+    """Size of the buckets in which tensors are sent: one is sent while the next is gathered."""
+    timeout_seconds: float = Field(default=30.0, gt=0)
+    """Abort a broadcast that takes longer, and repeat it without the late engines."""
+    connect_timeout_seconds: float = Field(default=10.0, gt=0)
+    """Deadline for connecting a weight group."""
+    verify: Literal["first", "always", "never"] = "first"
+    """Compare a checksum of every tensor between trainer and engine: at an engine's first synchronisation with a
+    trainer, always or never. An engine whose values differ does not serve and is synchronised again."""
+    pause: Literal["in_place", "retract", "abort", "drain"] = "in_place"
+    """Running requests during a synchronisation: in_place keeps them and their key-value cache, retract keeps their
+    tokens and recomputes the cache under the new weights (sglang), abort ends them, drain waits for them."""
+
+    @property
+    def port_range(self) -> range | None:
+        """The ports to listen on; None: any."""
+        if not self.ports:
+            return None
+        first, last = map(int, self.ports.split("-"))
+        return range(first, last + 1)
+
+    @model_validator(mode="after")
+    def _ports_suffice(self) -> Self:
+        ports = self.port_range
+        if ports is None:
+            return self
+        if not 1024 <= ports.start < ports.stop <= 65536:
+            raise ValueError(f'weights.ports is "{self.ports}": it must be FIRST-LAST, from 1024 to 65535')
+        if len(ports) < FEWEST_PORTS:
+            raise ValueError(
+                f'weights.ports is "{self.ports}", which are {len(ports)}: a trainer needs {FEWEST_PORTS}, one for its '
+                "ranks and one for the weight group; give it some more, for a trainer that takes its place"
+            )
+        return self
+
+
+class RehearsalConfig(Section):
+    """Speeds and lengths that `relaxd rehearse` assumes (docs/rehearse.md). Other runs ignore them."""
+
+    median_tokens: int = Field(default=0, ge=0)
+    """Median length of an answer, in tokens. Lengths are log-normal, cut off at rollout.max_new_tokens; 0 means an
+    eighth of that."""
+    spread: float = Field(default=1.0, ge=0)
+    """Standard deviation of the lengths' logarithm: with 1.0, one answer in six is longer than 2.7 medians."""
+    tokens_per_second: float = Field(default=3000.0, gt=0)
+    """Tokens per second that one rollout replica generates when it has many samples in progress."""
+    sample_tokens_per_second: float = Field(default=60.0, gt=0)
+    """Tokens per second of one sample at most, however few are in progress."""
+    train_tokens_per_second: float = Field(default=50_000.0, gt=0)
+    """Tokens per second that the whole trainer trains, forward and backward. Forward passes alone are three times as
+    fast."""
+    update_seconds: float = Field(default=1.0, ge=0)
+    """Seconds of an optimizer update."""
+    sync_seconds: float = Field(default=2.0, ge=0)
+    """Seconds in which the weights reach all engines."""
+    tensors: int = Field(default=400, ge=1)
+    """Tensors of the model, whose list every engine gets when a weight group forms."""
+    moe_layers: int = Field(default=0, ge=0)
+    """Layers with experts, for rollout.return_routed_experts and trainer.routing_replay."""
+    experts_per_token: int = Field(default=0, ge=0)
+    """Experts that a token is sent to in each of these layers."""
+    reward_seconds: float = Field(default=0.0, ge=0)
+    """Seconds that the reward takes for a sample."""
+    success: float = Field(default=0.5, ge=0, le=1)
+    """Share of samples with reward 1; the others get 0."""
+    redis_bytes: int = Field(default=64 << 30, ge=1 << 20)
+    """Memory of the Redis that the run will have (its maxmemory)."""
+
+    @property
+    def experts(self) -> tuple[int, int]:
+        """Layers, and experts of each token in a layer; (0, 0) for a model without."""
+        return self.moe_layers, self.experts_per_token

@@ -1,1 +1,0 @@
-"""The settings of prompts: the section [data] and its tables."""

@@ -1,0 +1,407 @@
+"""Placement and sizes of roles that only some runs need."""
+
+from typing import Any, ClassVar, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator, model_validator
+
+from relaxd.config.section import Section, refuse_unused
+from relaxd.config.trainer import OptimizerConfig
+
+
+class ReplicaSizes(Section):
+    """Sizes of the replicas of a role that holds a model in ranks of its own, with the trainer's dtype and kernels."""
+
+    section: ClassVar[str]
+    """Name of the section, for errors."""
+
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Ranks of a replica that share each layer's matrices."""
+    pipeline_parallel: int = Field(default=1, ge=1)
+    """Ranks of a replica that share the layers."""
+    context_parallel: int = Field(default=1, ge=1)
+    """Ranks of a replica that share each micro-batch's tokens, and its heads within attention."""
+    expert_parallel: int = Field(default=1, ge=1)
+    """Ranks of a replica that share the experts."""
+    micro_batch_tokens: int = Field(default=0, ge=0)
+    """Maximum tokens of a replica's packed micro-batch; 0 means trainer.micro_batch_tokens."""
+    threads: int = Field(default=0, ge=0)
+    """CPU threads of each rank of a replica; 0 divides all cores among the ranks."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of a replica. More replicas, not more ranks, work on different groups."""
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
+
+    @model_validator(mode="after")
+    def _experts_divide(self) -> Self:
+        sharing = self.tensor_parallel * self.context_parallel
+        if sharing % self.expert_parallel:
+            raise ValueError(
+                f"{self.section}.expert_parallel is {self.expert_parallel}: it must divide tensor_parallel x "
+                f"context_parallel = {sharing}"
+            )
+        return self
+
+
+IN_TRAINER = '"trainer", whose ranks have the sizes of [trainer]: set "service"'
+SIZES = tuple(ReplicaSizes.model_fields)
+"""Settings of replicas, which a model in the trainer's ranks has not."""
+
+
+class FrozenModelConfig(ReplicaSizes):
+    """A model that isn't trained and gives log-probs of the policy's tokens. It has the trainer's dtype and kernels."""
+
+    model: str = ""
+    """A Hugging Face folder, the name of a fetched model, or a hub name."""
+    placement: Literal["trainer", "service"] = "service"
+    """trainer: in the trainer's ranks, beside the model that they train. service: in replicas of its own."""
+    refresh_every: int = Field(default=0, ge=0)
+    """Take over the trained model's weights after every so many steps, recorded in the ledger; 0: never. Needs the
+    initial model to begin with. A teacher needs placement = "trainer", too."""
+
+    @model_validator(mode="after")
+    def _sizes_are_of_replicas(self) -> Self:
+        if self.placement == "trainer":
+            refuse_unused(self, self.section, SIZES, f"{self.section}.placement is {IN_TRAINER}")
+        return self
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The models that it holds, by the setting that names them; "" is the initial model."""
+        return {f"{self.section}.model": self.model}
+
+
+class ReferenceConfig(FrozenModelConfig):
+    """The reference model of the KL term, frozen. It has the trainer's dtype and kernels."""
+
+    section: ClassVar[str] = "roles.reference"
+
+    model: str = ""
+    """A Hugging Face folder, the name of a fetched model, or a hub name: a model of any supported architecture and
+    size, with the vocabulary of the trained model. Empty: the initial model."""
+    placement: Literal["trainer", "service"] = "trainer"
+    """trainer: in the trainer's ranks, beside the model that they train. service: in reference replicas of their own,
+    which write the column ref_logprobs; the trainer then keeps no reference. Sizes and threads are the replicas'."""
+
+
+class TeacherModel(Section):
+    """One of several teachers."""
+
+    model: str = Field(min_length=1)
+    """As roles.teacher.model."""
+    sources: tuple[str, ...] = Field(min_length=1)
+    """Sources whose prompts it judges: their metadata.data_source, such as the name of a data.sources."""
+
+
+class TeacherConfig(FrozenModelConfig):
+    """The teacher of on-policy distillation. It has the trainer's dtype, and its kernels unless engine is "sglang"."""
+
+    section: ClassVar[str] = "roles.teacher"
+
+    model: str = ""
+    """A Hugging Face folder, the name of a fetched model, or a hub name: a model of any supported architecture and
+    size, with the vocabulary of the trained model. With models it judges the prompts of all other sources."""
+    models: tuple[TeacherModel, ...] = ()
+    """Several teachers, each in a table [[roles.teacher.models]] with model and sources, all in each replica, or in the
+    trainer's ranks. A prompt whose source none of them lists has the teacher model; if that is empty, it is refused."""
+    privileged_key: str = ""
+    """Part of a prompt that only the teacher sees: "answer", or a column of the metadata such as "solution". The
+    teacher may then be the trained model itself. Empty: it sees what the student sees."""
+    privileged_template: str = (
+        "{prompt}\n\nA reference solution, which you must neither quote nor mention:\n{privileged}\n\n"
+        "Now solve the problem in your own words."
+    )
+    """Text in place of the prompt's last message that isn't the assistant's, with privileged_key: the student's
+    for {prompt}, and what only the teacher sees for {privileged}."""
+    max_prompt_tokens: int = Field(default=0, ge=0)
+    """Maximum length of the teacher's prompts, with privileged_key; 0 means data.max_prompt_tokens."""
+    placement: Literal["trainer", "service"] = "service"
+    """service: in teacher replicas of its own, which write columns. trainer: in the trainer's ranks, beside the model
+    that they train. Sizes and threads are the replicas'."""
+    engine: Literal["megatron", "sglang"] = "megatron"
+    """The processes that hold the model. megatron: ranks like the trainer's. sglang: an SGLang engine with the
+    trainer's dtype on tensor_parallel GPUs, which prefills each answer; it holds one model."""
+    max_tokens_in_flight: int = Field(default=131_072, ge=1)
+    """Maximum number of tokens, prompts included, that an engine has at a time; a longer answer goes alone (sglang)."""
+    gpu_share: float = Field(default=1.0, gt=0, le=1)
+    """Share of the memory of each of its GPUs that an engine has; 1: GPUs of its own. Below 1 rollout engines and a
+    judge may be on the same GPU: every engine of the run leaves this share free. Not with run.colocate (sglang)."""
+    memory_fraction: float = Field(default=0.0, ge=0, lt=1)
+    """Share of GPU memory, or of gpu_share, for weights and key-value cache; 0 lets SGLang decide (sglang)."""
+    sglang: dict[str, Any] = Field(default_factory=dict)
+    """SGLang's own options, as in rollout.sglang, such as chunked_prefill_size = 4096 (sglang)."""
+
+    @property
+    def settings(self) -> dict[str, str]:
+        several = {f"{self.section}.models.{index}.model": one.model for index, one in enumerate(self.models)}
+        return ({f"{self.section}.model": self.model} if self.model else {}) | several
+
+    @property
+    def shares_gpus(self) -> bool:
+        """True if its engines may be on rollout engines' GPUs."""
+        return self.gpu_share < 1
+
+    def model_of(self, source: object) -> str:
+        """Return the model that judges the prompts of a source (None: of no source); "" if none does."""
+        return next((one.model for one in self.models if source in one.sources), self.model)
+
+    def without(self, source: object, what: str) -> str:
+        """Say that something of a source has no teacher."""
+        listed = ", ".join(name for one in self.models for name in one.sources)
+        of = "no source (metadata.data_source)" if source is None else f'the source "{source}"'
+        return (
+            f"list {listed}, but {what} is of {of}: list it, or set {self.section}.model to the teacher of all other "
+            "prompts"
+        )
+
+    @model_validator(mode="after")
+    def _sources_have_one_teacher(self) -> Self:
+        listed = [source for one in self.models for source in one.sources]
+        if twice := sorted({source for source in listed if listed.count(source) > 1}):
+            raise ValueError(f'{self.section}.models list the source "{twice[0]}" twice: a prompt has one teacher')
+        if self.models and self.refresh_every:
+            raise ValueError(
+                f"{self.section}.refresh_every is {self.refresh_every}, but {self.section}.models are several "
+                "teachers, and one takes over the trained model's weights: remove it, or use model"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _weights_are_at_hand(self) -> Self:
+        if self.refresh_every and self.placement != "trainer":
+            raise ValueError(
+                f'{self.section}.refresh_every is {self.refresh_every}, but {self.section}.placement is "service", '
+                'which gets no weights of the trainer: set "trainer"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _fits_the_engine(self) -> Self:
+        fields = type(self).model_fields.items()
+        given = {one for one, field in fields if getattr(self, one) != field.get_default(call_default_factory=True)}
+        of_ranks = ("pipeline_parallel", "context_parallel", "expert_parallel", "micro_batch_tokens")
+        of_engines = ("max_tokens_in_flight", "gpu_share", "memory_fraction", "sglang")
+        other = "megatron" if self.engine == "sglang" else "sglang"
+        for one in of_ranks if self.engine == "sglang" else of_engines:
+            if one in given:
+                raise ValueError(
+                    f'{self.section}.{one} is for {self.section}.engine = "{other}", but {self.section}.engine is '
+                    f'"{self.engine}": leave one of them out'
+                )
+        if self.engine != "sglang":
+            return self
+        if self.placement == "trainer":
+            raise ValueError(
+                f'{self.section}.engine is "sglang", but {self.section}.placement is "trainer", where the model is in '
+                'the trainer\'s ranks: set placement = "service", or engine = "megatron"'
+            )
+        if self.models:
+            raise ValueError(
+                f'{self.section}.engine is "sglang", but {self.section}.models are several teachers, and an engine '
+                'holds one model: use model alone, or engine = "megatron"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _template_is_filled(self) -> Self:
+        if not self.privileged_key:
+            reason = "without privileged_key the teacher sees the student's prompts: remove it"
+            refuse_unused(self, self.section, ("privileged_template",), reason)
+        for part in ("{prompt}", "{privileged}"):
+            if self.privileged_key and part not in self.privileged_template:
+                raise ValueError(f"{self.section}.privileged_template has no {part}, for which it is filled in")
+        if self.max_prompt_tokens and not self.privileged_key:
+            raise ValueError(
+                f"{self.section}.max_prompt_tokens is {self.max_prompt_tokens}, but without privileged_key the teacher "
+                "sees the student's prompts: remove it"
+            )
+        return self
+
+
+class CriticOptimizerConfig(OptimizerConfig):
+    """AdamW of the critic, and its learning-rate schedule."""
+
+    section: ClassVar[str] = "roles.critic.optimizer"
+
+    lr: float = Field(default=1e-5, gt=0)
+    """Peak learning rate; usually above the policy's, because the critic has to keep up with it."""
+
+
+class CriticConfig(ReplicaSizes):
+    """The critic of algorithm.name = "ppo": a model like the trained one, with one value instead of logits. It has the
+    trainer's dtype and kernels."""
+
+    section: ClassVar[str] = "roles.critic"
+
+    placement: Literal["trainer", "service"] = "trainer"
+    """trainer: in the trainer's ranks, with their sizes, beside the model that they train. service: in one critic
+    replica of its own, which writes the column values and trains on each step once it is committed (docs/critic.md).
+    Sizes and threads are the replica's."""
+    max_value_staleness: int = Field(default=1, ge=0)
+    """Maximum steps that the critic hasn't seen, of those before the one in which its values are used; groups with
+    older values are valued again. 0: values are those of the critic after the step before. With placement =
+    "service"."""
+    model: str = ""
+    """Folder or name of the model from which it starts, which must have the architecture of model.path; empty: that
+    model. Its value head starts with zeros."""
+    optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
+    """The optimizer of the critic."""
+
+    @model_validator(mode="after")
+    def _sizes_are_of_a_replica(self) -> Self:
+        if self.placement == "trainer":
+            refuse_unused(self, self.section, SIZES, f"{self.section}.placement is {IN_TRAINER}")
+        return self
+
+    @model_validator(mode="after")
+    def _staleness_is_of_a_service(self) -> Self:
+        default = type(self).model_fields["max_value_staleness"].default
+        if self.placement == "trainer" and self.max_value_staleness != default:
+            raise ValueError(
+                f"{self.section}.max_value_staleness is {self.max_value_staleness}, but {self.section}.placement is "
+                '"trainer", where values are never stale: remove it, or set "service"'
+            )
+        return self
+
+
+class JudgeConfig(Section):
+    """The judge: a model that rewards ask about answers, and that is never trained (docs/judge.md)."""
+
+    model: str = ""
+    """A Hugging Face folder, the name of a fetched model, or a hub name, for replicas of the role judge. With an
+    address: the model's name there. Empty: there is no judge."""
+    address: str = ""
+    """Instead of replicas: base URL of a server that speaks OpenAI's chat completions, such as "https://host/v1". Its
+    key is in the reward service's RELAXD_JUDGE_KEY, or in the file that RELAXD_JUDGE_KEY_FILE names."""
+    chat_template: str | None = None
+    """Jinja chat template to use instead of the model's own: its text, or the path of its file."""
+    chat_template_arguments: dict[str, Any] = Field(default_factory=dict)
+    """Variables for the chat template, such as { enable_thinking = false }. With an address, they are sent as
+    chat_template_kwargs."""
+    max_new_tokens: int = Field(default=1024, ge=1)
+    """Maximum length of a reply, in tokens."""
+    temperature: float = Field(default=0.1, ge=0)
+    """Sampling temperature; 0 is greedy. Raise it where several votes are asked for."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling; 1 turns it off."""
+    top_k: int = Field(default=0, ge=0)
+    """Sample from the k likeliest tokens; 0 turns it off."""
+    timeout_seconds: float = Field(default=300.0, gt=0)
+    """A question without a reply for this long fails its sample. The time doesn't count in reward.timeout_seconds."""
+    outage_seconds: float = Field(default=600.0, ge=0)
+    """Time for which questions wait for a judge that can't be reached. Then their samples fail."""
+    max_in_flight: int = Field(default=64, ge=1)
+    """Questions that a reward replica has open at a time."""
+    questions_per_second: float = Field(default=0.0, ge=0)
+    """Maximum number of questions that a reward replica begins in a second, at even intervals; 0.5: 30 a minute, 0: no
+    limit."""
+    engine: Literal["transformers", "sglang"] = "transformers"
+    """Inference engine of a replica. transformers: on CPUs. sglang: on GPUs."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Element type of the weights."""
+    max_running_samples: int = Field(default=64, ge=1)
+    """Maximum number of replies in progress per replica; other questions wait there."""
+    threads: int = Field(default=0, ge=0)
+    """CPU threads of a replica; 0 means all cores."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """GPUs of a replica, which share each layer's matrices (sglang)."""
+    gpu_share: float = Field(default=1.0, gt=0, le=1)
+    """Share of the memory of each of its GPUs that a replica has; 1: GPUs of its own. Below 1 a rollout engine may be
+    on the same GPU: every engine of the run leaves this share free. With run.colocate the judge then sleeps whenever
+    the engines do."""
+    memory_fraction: float = Field(default=0.0, ge=0, lt=1)
+    """Share of GPU memory, or of gpu_share, for weights and key-value cache; 0 lets SGLang decide (sglang)."""
+    sglang: dict[str, Any] = Field(default_factory=dict)
+    """SGLang's own options, as in rollout.sglang, such as context_length = 8192."""
+
+    @property
+    def is_there(self) -> bool:
+        """True if the run has a judge."""
+        return bool(self.model)
+
+    @property
+    def has_replicas(self) -> bool:
+        """True if the judge is the run's own replicas."""
+        return bool(self.model) and not self.address
+
+    @property
+    def shares_gpus(self) -> bool:
+        """True if the judge may be on rollout engines' GPUs. In a colocated run it then takes turns, as they do."""
+        return self.gpu_share < 1
+
+    @field_validator("address")
+    @classmethod
+    def _check_address(cls, address: str) -> str:
+        if not address:
+            return address
+        try:
+            parts = urlsplit(address)
+            found = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # a port that isn't a number
+            found = False
+        if not found:
+            raise ValueError(f'{address!r} must be a base URL, such as "https://host/v1"')
+        if parts.username is not None or parts.query or parts.fragment:
+            raise ValueError(
+                "it has more than host and path, which logs would show: leave credentials and parameters out; the key "
+                "is RELAXD_JUDGE_KEY in the reward service's environment"
+            )
+        if parts.path.rstrip("/").endswith("/completions"):
+            raise ValueError(f"{address!r} must be the base URL, without /chat/completions")
+        return address.rstrip("/")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        fields = type(self).model_fields.items()
+        given = {one for one, field in fields if getattr(self, one) != field.get_default(call_default_factory=True)}
+        if not self.model and given:
+            raise ValueError(
+                f"roles.judge.{min(given)} is set, but roles.judge.model is empty: name the judge's model"
+                + (", as the server at the address knows it" if self.address else "")
+            )
+        for_replicas = {"chat_template", "gpu_share", *ENGINE_SETTINGS} & given
+        if self.address and for_replicas:
+            raise ValueError(
+                f"roles.judge.{min(for_replicas)} is for a judge's replicas, but roles.judge.address is "
+                f'"{self.address}": leave one of them out'
+            )
+        for_sglang = {"tensor_parallel", "memory_fraction", "sglang"} & given
+        if self.engine != "sglang" and for_sglang:
+            raise ValueError(
+                f'roles.judge.{min(for_sglang)} is for roles.judge.engine = "sglang", but roles.judge.engine is '
+                f'"{self.engine}"'
+            )
+        return self
+
+
+ENGINE_SETTINGS = ("engine", "dtype", "max_running_samples", "threads", "tensor_parallel", "memory_fraction", "sglang")
+"""Settings of a judge's engine, which [rollout] has under the same names."""
+
+
+class RolesConfig(Section):
+    """Settings of roles that only some runs need."""
+
+    reference: ReferenceConfig = ReferenceConfig()
+    """The reference model of the KL term."""
+    teacher: TeacherConfig = TeacherConfig()
+    """The teacher of on-policy distillation."""
+    critic: CriticConfig = CriticConfig()
+    """The critic."""
+    judge: JudgeConfig = JudgeConfig()
+    """The judge that rewards ask."""
+
+    @property
+    def engine_gpu_share(self) -> float:
+        """Share of the memory of each of its GPUs that is a rollout engine's: what judge and teacher leave of it."""
+        return 1.0 - sum(own.gpu_share for own in (self.judge, self.teacher) if own.shares_gpus)
+
+    @property
+    def frozen(self) -> dict[str, FrozenModelConfig]:
+        """The sections of frozen models, by the role that holds the model."""
+        return {"reference": self.reference, "teacher": self.teacher}
+
+    @property
+    def sizes(self) -> dict[str, ReferenceConfig | TeacherConfig | CriticConfig]:
+        """The sections of roles that hold a model in ranks of their own, by role."""
+        return {"reference": self.reference, "teacher": self.teacher, "critic": self.critic}

@@ -1,0 +1,272 @@
+"""[trainer]: training, its optimizer and its checkpoints."""
+
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from relaxd.config.section import Section, refuse_unused
+
+
+class MoEConfig(Section):
+    """Routers of mixture-of-experts models. Dense models ignore this section."""
+
+    aux_loss_coef: float = Field(default=0.0, ge=0)
+    """Weight of the load-balancing loss (Switch Transformers, arXiv 2101.03961, equations 4 to 6), which is 1 under an
+    even load. Added to the loss for each layer and micro-batch, in proportion to the micro-batch's share of the step. 0
+    turns it off, as is usual in RL."""
+    z_loss_coef: float = Field(default=0.0, ge=0)
+    """Weight of the router's z-loss (ST-MoE, arXiv 2202.08906, equation 5), which keeps its logits small. Added like
+    the load-balancing loss. 0 turns it off."""
+    freeze_router: bool = False
+    """Keep the routers fixed, so that tokens stay with their pretrained experts."""
+
+
+class OptimizerConfig(Section):
+    """AdamW and its learning-rate schedule."""
+
+    section: ClassVar[str] = "trainer.optimizer"
+
+    lr: float = Field(default=1e-6, gt=0)
+    """Peak learning rate."""
+    min_lr: float = Field(default=0.0, ge=0)
+    """Learning rate at the end of the decay."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Decay of the learning rate over run.steps after the warm-up. All updates of a step have the same rate."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear warm-up, whatever the number of updates in a step is."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decoupled weight decay."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    """Decay of the second moment."""
+    epsilon: float = Field(default=1e-8, gt=0)
+    """AdamW's epsilon."""
+    clip_grad: float = Field(default=1.0, ge=0)
+    """Maximum global gradient norm, above which gradients are clipped; 0 turns clipping off."""
+    moments: Literal["float32", "bfloat16", "float8"] = "float32"
+    """Element type in which AdamW keeps its two moments. bfloat16: 4 bytes for each parameter instead of 8, and a
+    slower update, which still computes in float32 and rounds stochastically (docs/fit.md). float8: 3 bytes, because
+    only the first moment is in float8, with a scale for each 32 elements; the second is in bfloat16. A checkpoint of
+    another type is converted."""
+    cpu_offload: bool = False
+    """Keep and update the optimizer's state and main weights in host memory."""
+
+    @model_validator(mode="after")
+    def _decay_has_an_end(self) -> Self:
+        if self.schedule == "constant":
+            refuse_unused(self, self.section, ("min_lr",), f'{self.section}.schedule is "constant": set another one')
+        return self
+
+    @model_validator(mode="after")
+    def _offloaded_moments_are_float32(self) -> Self:
+        if self.cpu_offload and self.moments != "float32":
+            raise ValueError(
+                f'{self.section}.moments is "{self.moments}", but {self.section}.cpu_offload is true: moments in the '
+                'host\'s memory are "float32"; set one of the two'
+            )
+        return self
+
+    @property
+    def moment_bytes(self) -> float:
+        """Bytes of a parameter's two moments, with their scales."""
+        return {"float32": 8, "bfloat16": 4, "float8": 3 + 1 / 32}[self.moments]
+
+    @property
+    def saved_moment_bytes(self) -> int:
+        """Bytes of a parameter's two moments in a checkpoint, where float8 is written as bfloat16."""
+        return 8 if self.moments == "float32" else 4
+
+
+class CheckpointConfig(Section):
+    """Checkpoints of the trainer (docs/reliability.md)."""
+
+    every: int = Field(default=50, ge=0)
+    """Steps between checkpoints. One more is saved when the run ends or is stopped, and at Ctrl-C and `relaxd down`. 0
+    saves them only on request. A restarted trainer loads the newest one and repeats the steps after it."""
+    replay_seconds: float = Field(default=1800.0, ge=0)
+    """Also save one once the steps after the last one have taken this much work, waits not included, which a restart
+    would repeat. 0: only `every` counts."""
+    replay_bytes: int = Field(default=100_000_000_000, ge=0)
+    """Also save one once the files of the steps after the last one take this much of the disk. They are kept as long
+    as `keep` checkpoints need them, so (`keep` + 1) times as much is needed. 0: only `every` counts."""
+    keep: int = Field(default=2, ge=1)
+    """Number of newest checkpoints to keep. With two or more, a run survives a damaged one. Those that `relaxd
+    checkpoint` took are never removed."""
+    max_bytes: int = Field(default=0, ge=0)
+    """Maximum size of all checkpoints on disk, with the one that is being written: the oldest ones are removed earlier
+    than `keep` says, but for those that `relaxd checkpoint` took, and never the newest. At least two checkpoints. Those
+    of a critic service may take as much besides. 0: no limit."""
+    keep_step_files: Literal["until_checkpoint", "always"] = "until_checkpoint"
+    """until_checkpoint: remove a step's file once `keep` checkpoints after it are on disk. always: keep all, so that
+    `relaxd replay` can repeat any step."""
+    timeout_seconds: float = Field(default=1800.0, gt=0)
+    """Abandon a checkpoint that is not on disk after this time; training continues."""
+
+
+class TrainerConfig(Section):
+    """Training of the model."""
+
+    groups_per_step: int = Field(default=8, ge=1)
+    """Groups in one step."""
+    mini_batches: int = Field(default=1, ge=1)
+    """Divide a step's groups into this many mini-batches, with one optimizer update each. A step is one version of the
+    weights whatever its number of updates is."""
+    epochs: int = Field(default=1, ge=1)
+    """Number of times that a step trains on each of its mini-batches. With several updates a step, set
+    algorithm.old_logprobs = "current", so that ratios are those to the weights at the step's beginning."""
+    micro_batch_tokens: int = Field(default=0, ge=0)
+    """Maximum tokens of a packed micro-batch. A prompt that its samples share counts once, as long as all samples with
+    their prompts have at most twice as many tokens. 0: as many as one sample may have, data.max_prompt_tokens +
+    rollout.max_new_tokens, and at least 4,096."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Element type of weights and activations. With bfloat16, the optimizer keeps float32 main weights."""
+    fp32_lm_head: bool = False
+    """With dtype = "bfloat16": compute logits in float32 from the model's last hidden states, instead of rounding them
+    to bfloat16, so that log-probs are closer to those of an engine that does the same (docs/mismatch.md). Log-probs of
+    references and teachers, too."""
+    ranks: int = Field(default=1, ge=1)
+    """Processes of the Megatron world on this node."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Ranks that share each layer's matrices."""
+    pipeline_parallel: int = Field(default=1, ge=1)
+    """Ranks that share the layers."""
+    pipeline_layers: tuple[int, ...] = ()
+    """Layers of each pipeline stage, which add up to the model's; empty: equally many. The last stage also computes the
+    logits, which for a large vocabulary take as long as several layers: give it fewer (docs/performance.md)."""
+    pipeline_chunks: int = Field(default=1, ge=1)
+    """Chunks of layers of each pipeline stage (Megatron's virtual pipeline, with its interleaved schedule). With v of
+    them a micro-batch goes v times through all stages, each time through a v-th of their layers. Stages then wait only
+    a v-th as long for the pipeline to fill and drain, but exchange v times as much, and hold activations of more
+    micro-batches. For steps with few micro-batches (docs/performance.md)."""
+    context_parallel: int = Field(default=1, ge=1)
+    """Ranks that share each micro-batch's tokens, and its query heads within attention. Where heads don't divide among
+    them, each attends from its own tokens to the keys of all (docs/architecture.md)."""
+    expert_parallel: int = Field(default=1, ge=1)
+    """Ranks that share the experts."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations to recompute in the backward pass instead of storing them. selective: norms, rotated heads and the
+    first half of the MLP or experts, but not attention: about a twentieth more work for a third of the memory. full:
+    the whole layer from its input: a third more work for a twentieth of the memory."""
+    recompute_layers: int = Field(default=0, ge=0)
+    """Number of layers to recompute, from the first of each pipeline stage; 0 means all."""
+    activation_offload_bytes: int = Field(default=0, ge=0)
+    """Pinned host memory in which each rank keeps what `recompute` leaves of the layers' activations, instead of on its
+    GPU; 0: none. It is copied while the layers compute. What has no room stays on the GPU. It pays for long rows, whose
+    layers take longer than the copies: with recompute = "full" for more tokens, with "selective" for less work."""
+    overlap_grad_reduce: bool = False
+    """Overlap, where ranks share parameters, as in data parallelism: add up their gradients during the backward pass of
+    an update's last micro-batch, in buckets of 40 million parameters or more, instead of afterwards. The sums are the
+    same. With several buckets each rank updates other parameters, so that the gradient norm is rounded differently.
+    For ranks on several machines; over NVLink it was no faster."""
+    shard_gradients: bool = False
+    """Where ranks share parameters, as in data parallelism: keep on each rank only its shard of the accumulated
+    gradients (ZeRO stage 2), and a few buckets of 40 million parameters or more during a backward pass. Gradients are
+    then added up over ranks in each micro-batch instead of once an update, in another order of sums. With
+    overlap_grad_reduce while others are computed (docs/fit.md). Not with pipeline_chunks."""
+    attention: Literal["auto", "cudnn", "varlen"] = "auto"
+    """Attention kernels on GPUs in bfloat16. cudnn: cuDNN's, for packed sequences (needs the package
+    nvidia-cudnn-frontend and an H100 or newer). varlen: torch's variable-length kernel, with FlashAttention 3 if
+    installed. auto: cudnn if it works, else varlen; varlen also for prompts so long that it pays to compute their
+    queries once for all samples (docs/architecture.md)."""
+    moe: MoEConfig = MoEConfig()
+    """Mixture-of-experts models."""
+    routing_replay: Literal["none", "rollout", "trainer"] = "none"
+    """Experts of the tokens in a mixture-of-experts model (docs/mismatch.md). none: the trainer's routers choose.
+    rollout: those that the engine chose; needs rollout.return_routed_experts. trainer: those that the trainer chose at
+    the beginning of a step of several updates, in all of them. The gates' weights are always the trainer's own."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The optimizer."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Checkpoints."""
+    threads: int = Field(default=0, ge=0)
+    """CPU threads of each rank; 0 divides all cores among the ranks."""
+    collective_timeout_seconds: float = Field(default=120.0, gt=0)
+    """Deadline of each collective in training. It does not cover reading and writing files."""
+    disk_stall_seconds: float = Field(default=300.0, gt=0)
+    """While ranks wait for each other's file I/O, a rank that makes no progress for this long fails the trainer."""
+    max_skipped_updates: int = Field(default=8, ge=0)
+    """Maximum consecutive updates to skip because loss or gradient is not finite. One more fails the trainer; the error
+    lists the groups of these steps. 0 fails at the first one."""
+
+    @model_validator(mode="after")
+    def _ranks_divide(self) -> Self:
+        model_ranks = self.tensor_parallel * self.pipeline_parallel * self.context_parallel
+        if self.ranks % model_ranks:
+            raise ValueError(
+                f"trainer.ranks is {self.ranks}: it must be a multiple of tensor_parallel x pipeline_parallel x "
+                f"context_parallel = {model_ranks}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _what_is_set_counts(self) -> Self:
+        if self.recompute == "none":
+            reason = 'trainer.recompute is "none": set "selective" or "full"'
+            refuse_unused(self, "trainer", ("recompute_layers",), reason)
+        if self.dtype == "float32":
+            reason = 'trainer.dtype is "float32", in which logits are computed anyway: remove it, or set "bfloat16"'
+            refuse_unused(self, "trainer", ("fp32_lm_head",), reason)
+        return self
+
+    @model_validator(mode="after")
+    def _stages_have_layers(self) -> Self:
+        counts = self.pipeline_layers
+        if counts and (len(counts) != self.pipeline_parallel or min(counts) < 1):
+            raise ValueError(
+                f"trainer.pipeline_layers is {list(counts)}: it must have a number of at least 1 for each of the "
+                f"trainer.pipeline_parallel = {self.pipeline_parallel} stages, or be empty"
+            )
+        if self.pipeline_chunks > 1 and self.pipeline_parallel == 1:
+            raise ValueError(
+                f"trainer.pipeline_chunks is {self.pipeline_chunks}, but trainer.pipeline_parallel is 1: without a "
+                "pipeline set 1"
+            )
+        if self.pipeline_chunks > 1 and self.shard_gradients:
+            raise ValueError(
+                f"trainer.shard_gradients is true, but trainer.pipeline_chunks is {self.pipeline_chunks}: chunks of "
+                "different micro-batches go backward in turn, which sharded gradients can't follow: set only one"
+            )
+        if self.pipeline_chunks > 1 and counts:
+            raise ValueError(
+                f"trainer.pipeline_chunks is {self.pipeline_chunks}, with which stages have equally many layers, but "
+                f"trainer.pipeline_layers is {list(counts)}: set only one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_fill_mini_batches(self) -> Self:
+        if self.mini_batches > self.groups_per_step:
+            raise ValueError(
+                f"trainer.mini_batches is {self.mini_batches}: it must be at most trainer.groups_per_step = "
+                f"{self.groups_per_step}, because a group isn't divided"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _offload_fits(self) -> Self:
+        if self.optimizer.cpu_offload and self.dtype != "bfloat16":
+            raise ValueError(
+                f'trainer.optimizer.cpu_offload needs trainer.dtype = "bfloat16", but it is "{self.dtype}": only then '
+                "are there main weights beside those that the model computes with"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _routing_is_repeated(self) -> Self:
+        if self.routing_replay == "trainer" and self.updates_per_step == 1:
+            raise ValueError(
+                'trainer.routing_replay is "trainer", but a step has one update, whose routing is the first: set '
+                '"none", or several updates with trainer.mini_batches or trainer.epochs'
+            )
+        return self
+
+    @property
+    def updates_per_step(self) -> int:
+        """Number of optimizer updates in a step."""
+        return self.mini_batches * self.epochs
+
+    @property
+    def data_parallel(self) -> int:
+        """Number of ranks that work on different groups."""
+        return self.ranks // (self.tensor_parallel * self.pipeline_parallel * self.context_parallel)

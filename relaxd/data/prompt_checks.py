@@ -1,0 +1,214 @@
+"""Checks of prompts before a run, those with privileged messages included.
+
+With the trained model itself as the teacher this is on-policy self-distillation (Zhao et al., "Self-Distilled
+Reasoner").
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from relaxd.config import RunConfig
+from relaxd.data.examples import Example
+from relaxd.data.sources.prompt_columns import Examples
+from relaxd.data.sources.run_sources import Source, ToolsColumn
+from relaxd.data.tokenizer import PromptTokenizer
+from relaxd.models import DataError
+
+SECTION = "roles.teacher"
+
+
+@dataclass(frozen=True)
+class PrivilegedPrompts:
+    """Makes the teacher's prompts."""
+
+    key: str
+    """roles.teacher.privileged_key."""
+    template: str
+    """roles.teacher.privileged_template."""
+    limit: int
+    """Maximum number of tokens of a prompt."""
+
+    def encode(self, tokenizer: PromptTokenizer, examples: Sequence[Example]) -> list[np.ndarray]:
+        """Tokenise the teacher's prompts: an int32 array each. Raises DataError: a row has nothing to tell."""
+        return tokenizer.encode([self.example(example) for example in examples])
+
+    def example(self, example: Example) -> Example:
+        """Return a prompt whose question has what only the teacher sees. Raises DataError: there is nothing."""
+        parts = {"{prompt}": example.text, "{privileged}": self._found(example)}
+        # At once: what is put in may itself look like a placeholder.
+        text = re.sub(r"\{prompt\}|\{privileged\}", lambda match: parts[match[0]], self.template)
+        if isinstance(example.prompt, str):
+            return replace(example, prompt=text)
+        messages = list(example.prompt)
+        messages[example.asked] = {**messages[example.asked], "content": text}
+        return replace(example, prompt=messages)
+
+    def too_long(self, place: str, tokens: int) -> DataError:
+        """Return the error of a prompt that is too long for the teacher."""
+        return DataError(
+            f"{SECTION}.max_prompt_tokens",
+            f"= {self.limit}, but {place} has {tokens} tokens with what only the teacher sees: raise it, or set "
+            'data.overlong = "skip"',
+        )
+
+    def _found(self, example: Example) -> str:
+        value: Any = {"answer": example.answer, **example.metadata}
+        for part in [self.key] if self.key in value else self.key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if isinstance(value, list):
+            value = "\n".join(map(str, value))
+        if value is None or isinstance(value, dict) or not str(value).strip():
+            names = ", ".join(["answer", *example.metadata])
+            raise DataError(
+                f"{SECTION}.privileged_key",
+                f'= "{self.key}", but {example.place or "a prompt"} has no text or number under that name (found: '
+                f"{names}): the teacher would know no more than the student",
+            )
+        return str(value).strip()
+
+
+def privileged_prompts(config: RunConfig) -> PrivilegedPrompts | None:
+    """Return the maker of the teacher's prompts, if a run's teacher has its own."""
+    if not config.has_privileged_teacher:
+        return None
+    teacher = config.roles.teacher
+    return PrivilegedPrompts(teacher.privileged_key, teacher.privileged_template, config.teacher_prompt_tokens)
+
+
+def check_teachers(config: RunConfig, examples: Iterable[Example]) -> None:
+    """Raise DataError if a prompt's source has no teacher, in a run that has teachers for some sources."""
+    if not config.roles.teacher.models or "teacher" not in config.frozen_roles():
+        return
+    for example in examples:
+        source = example.metadata.get("data_source")
+        if not config.roles.teacher.model_of(source):
+            raise DataError(f"{SECTION}.models", config.roles.teacher.without(source, example.place or "a prompt"))
+
+
+CHECK_BATCH = 1024
+CHECKED = 20_000
+"""Maximum number of prompts of a source that are checked before a run; the others are when their turn comes."""
+FIRST_LOOK = 1000
+"""Prompts of a source that `relaxd run` looks at before it starts services, whose coordinator checks CHECKED."""
+MAX_PROBLEMS_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Treatment of long prompts that weren't looked at before the run."""
+
+    tokens: int
+    """data.max_prompt_tokens."""
+    skip: bool
+    """True if longer prompts are left out (data.overlong = "skip"); False if they are errors."""
+    field: str
+    """The setting that the prompts come from, for errors."""
+
+    def too_long(self, place: str, tokens: int) -> DataError:
+        """Return the error of a prompt that is too long."""
+        return DataError(
+            self.field,
+            f"{place} has {tokens} tokens, more than data.max_prompt_tokens = {self.tokens}: raise it, or set "
+            'data.overlong = "skip"',
+        )
+
+    def all_too_long(self) -> DataError:
+        """Return the error of prompts that are all too long."""
+        return DataError(self.field, f"every prompt is longer than data.max_prompt_tokens = {self.tokens}")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Prompts of a source that may be published."""
+
+    examples: Sequence[Example]
+    skipped: int
+    """Prompts that were left out because they are too long."""
+    limit: Limit | None
+    """Set if only some of them were looked at."""
+    has_tools: bool = False
+    """True if any prompt that was looked at has tools."""
+
+
+def check_source(
+    source: Source,
+    tokenizer: PromptTokenizer,
+    config: RunConfig,
+    teacher: PrivilegedPrompts | None = None,
+    most: int | None = None,
+) -> Checked:
+    """Check the prompts of a source: all of them, or of more than CHECKED some that are evenly spread.
+
+    Args:
+        source: the source.
+        tokenizer: the model's tokenizer.
+        config: the run.
+        teacher: what makes the teacher's prompts, if it has prompts of its own.
+        most: a limit below CHECKED, with which prompts that are all too long are no error yet.
+
+    Raises DataError: rows are wrong, or prompts are longer than data.max_prompt_tokens and data.overlong forbids it.
+    """
+    count = len(source.examples)
+    limit = Limit(config.data.max_prompt_tokens, config.data.overlong == "skip", source.field)
+    places = evenly_spread(count, most or CHECKED)
+    examples = read_some(source, places)
+    kept = []
+    for start in range(0, len(examples), CHECK_BATCH):
+        batch = examples[start : start + CHECK_BATCH]
+        longer = tokenizer.longer(batch, limit.tokens)
+        for index, example in enumerate(batch):
+            if tokens := longer.get(index):
+                if not limit.skip:
+                    raise limit.too_long(example.place, tokens)
+            elif teacher is not None and (teachers := tokenizer.longer([teacher.example(example)], teacher.limit)):
+                if not limit.skip:
+                    raise teacher.too_long(example.place, teachers[0])
+            else:
+                kept.append(example)
+    if examples and not kept and (most is None or len(places) == count):
+        raise limit.all_too_long()
+    has_tools = any(example.tools for example in examples)
+    if len(places) < count:
+        return Checked(source.examples, 0, limit, has_tools)
+    return Checked(kept, count - len(kept), None, has_tools)
+
+
+def check_tools(checked: Iterable[tuple[Source, Checked]]) -> None:
+    """Check that each setting of a column with tools finds some in a source. Raises DataError."""
+    sources: dict[ToolsColumn, list[Source]] = {}
+    found: set[ToolsColumn] = set()
+    for source, one in checked:
+        sources.setdefault(source.tools, []).append(source)
+        if one.has_tools:
+            found.add(source.tools)
+    for tools, those in sources.items():
+        if tools.key and tools not in found:
+            names = [one.examples.nearest(tools.key) for one in those if isinstance(one.examples, Examples)]
+            hint = next((f'; did you mean "{name}"?' for name in names if name not in (None, tools.key)), "")
+            raise DataError(
+                tools.setting, f'= "{tools.key}": no prompt that was looked at has tools in such a column{hint}'
+            )
+
+
+def evenly_spread(count: int, most: int) -> range:
+    """Return at most `most` of `count` places, evenly spread."""
+    return range(0, count, max(1, -(-count // most)))
+
+
+def read_some(source: Source, places: range) -> list[Example]:
+    """Read some prompts. Raises DataError with the first rows that are wrong."""
+    examples, problems = [], []
+    for place in places:
+        try:
+            examples.append(source.examples[place])
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        shown = "; ".join(problems[:MAX_PROBLEMS_SHOWN])
+        more = f"; and {len(problems) - MAX_PROBLEMS_SHOWN} more" if len(problems) > MAX_PROBLEMS_SHOWN else ""
+        raise DataError(source.field, f"{len(problems)} of {len(places)} rows are wrong: {shown}{more}")
+    return examples

@@ -1,0 +1,211 @@
+"""Prompts from rows: which columns hold prompt, answer and metadata."""
+
+import difflib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from relaxd.data.examples import Example
+from relaxd.data.files.rows import OnDemand, Rows, kind_of, plain, stranger
+from relaxd.data.sources.messages import read_prompt, without_nulls
+from relaxd.importing import describe_error
+from relaxd.json_text import parse_json
+
+ALL = "*"
+"""Stands for all columns but those of prompt and answer."""
+ANSWER = "answer"
+"""The column of the answer if none is named; rows need not have it."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Names of columns, dotted for what is inside an object, such as "reward_model.ground_truth"."""
+
+    prompt: str = "prompt"
+    answer: str = ANSWER
+    metadata: str = ""
+    """Column with an object; ALL or empty means all columns but those of prompt and answer."""
+    system_prompt: str = ""
+    """Text of a system message to put before prompts that have none."""
+    source: str = ""
+    """Name of the source, which becomes metadata.data_source where a row has none."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling parameters of the source."""
+    tools: str = ""
+    """Column with tools for the chat template, which rows may lack; empty means none."""
+    other_tools: Sequence[dict[str, Any]] = ()
+    """Tools of rows that have none of their own."""
+    make_prompt: Callable[[dict[str, Any]], Any] | None = None
+    """A user's own function that makes the prompt from a row, instead of the column `prompt`."""
+    made_by: str = "data.prompt_function"
+    """The setting that names this function."""
+
+    def example(self, record: Mapping[str, Any], place: str) -> Example:
+        """Return the prompt of a row. Raises ValueError, which names the column and what is wrong."""
+        if self.make_prompt is None:
+            prompt = read_prompt(self.prompt, plain(_find(record, self.prompt, "data.prompt_key")))
+        else:
+            prompt = read_prompt(self.made_by, plain(self._made(plain(record))))
+        answer: Any = ""
+        if self.answer != ANSWER or ANSWER in record:
+            answer = _answer(self.answer, plain(_find(record, self.answer, "data.answer_key")))
+        metadata = self._metadata(record)
+        if self.source:
+            metadata.setdefault("data_source", self.source)
+        tools = _tools(self.tools, plain(_find_optional(record, self.tools))) if self.tools else []
+        tools = tools or list(self.other_tools)
+        example = Example(prompt, answer, metadata, dict(self.sampling), tools, place)
+        return example.with_system_prompt(self.system_prompt)
+
+    def _made(self, record: dict[str, Any]) -> Any:
+        assert self.make_prompt is not None
+        try:
+            return self.make_prompt(record)
+        except Exception as error:  # a user's function may raise anything
+            raise ValueError(f"{self.made_by} failed: {describe_error(error)}") from error
+
+    def _metadata(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        if self.metadata in ("", ALL):
+            chosen = {name: plain(value) for name, value in record.items() if name not in (self.prompt, self.answer)}
+            return _for_json(chosen)
+        found = plain(_find(record, self.metadata, "data.metadata_key"))
+        if isinstance(found, str):
+            try:
+                found = parse_json(found)
+            except ValueError as error:
+                raise ValueError(f'"{self.metadata}" is text that is not JSON') from error
+        if found is not None and not isinstance(found, dict):
+            raise ValueError(f'"{self.metadata}" must be an object, for data.metadata_key, not {kind_of(found)}')
+        return _for_json(found or {}, f"{self.metadata}.")
+
+
+class Examples(OnDemand[Example]):
+    """The prompts of rows, made on demand."""
+
+    def __init__(self, rows: Rows, columns: Columns) -> None:
+        self._rows = rows
+        self._columns = columns
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def _item(self, index: int) -> Example:
+        """Return one. Raises ValueError, which names the row and the column."""
+        place = self._rows.place(index)
+        try:
+            return self._columns.example(self._rows[index], place)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from error
+
+    def nearest(self, key: str) -> str | None:
+        """Return the column of the first row whose name is nearest to a key; None if none is near."""
+        try:
+            return _nearest(self._rows[0], key)
+        except (IndexError, ValueError):
+            return None
+
+    def content(self) -> Iterator[bytes]:
+        """Yield what the rows are stored as: other bytes if one of them has changed."""
+        return self._rows.content(range(len(self._rows)))
+
+    def scan(self) -> Iterator[Example | None]:
+        """Yield all, in order, faster than one by one and without their places; None for one that is wrong."""
+        for row in self._rows.scan():
+            try:
+                yield None if row is None else self._columns.example(row, "")
+            except ValueError:
+                yield None
+
+
+def _for_json(metadata: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return metadata. Raises ValueError, which names the column: there is a value that JSON lacks."""
+    for name, value in metadata.items():
+        if found := stranger(prefix + name, value):
+            column, what = found
+            raise ValueError(
+                f'column "{column}" has {kind_of(what)}, which metadata can\'t have: choose others with '
+                "data.metadata_key"
+            )
+    return metadata
+
+
+def _find_optional(record: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a column, None where the row lacks it."""
+    value: Any = record
+    for part in [key] if key in record else key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _find(record: Mapping[str, Any], key: str, setting: str) -> Any:
+    """Return the value of a column. Raises ValueError with the nearest name."""
+    if key in record:
+        return record[key]
+    value: Any = record
+    for part in key.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            near = _nearest(record, key)
+            hint = f"; did you mean {setting} = {json.dumps(near)}?" if near else ""
+            found = ", ".join(record) or "nothing"
+            raise ValueError(f'"{key}" is missing (found: {found}){hint or f"; {setting} names another column"}')
+        value = value[part]
+    return value
+
+
+def _nearest(record: Mapping[str, Any], key: str) -> str | None:
+    """Return the column whose name is nearest to a key, else one that has it as its last part; None if none is near."""
+    names = list(_names(record))
+    near = difflib.get_close_matches(key, names, n=1) or [one for one in names if one.endswith(f".{key}")]
+    return near[0] if near else None
+
+
+def _names(record: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in record.items():
+        yield prefix + name
+        if isinstance(value, Mapping):
+            yield from _names(value, f"{prefix}{name}.")
+
+
+def _answer(key: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, Mapping):
+        inside = ", ".join(value) or "nothing"
+        example = f"{key}.{next(iter(value), 'text')}"
+        raise ValueError(f'"{key}" is an object with {inside}: name what is in it, as data.answer_key = "{example}"')
+    if isinstance(value, list) and value and all(_is_plain(one) for one in value):
+        texts = [_as_text(one) for one in value]
+        return texts[0] if len(texts) == 1 else json.dumps(texts, ensure_ascii=False)
+    if not _is_plain(value):
+        what = "a list with something else" if isinstance(value, list) and value else kind_of(value)
+        raise ValueError(f'"{key}" must be text, a number or a list of them, not {what}')
+    return _as_text(value)
+
+
+def _as_text(value: str | int | float) -> str:
+    """Return an answer as text. Whole numbers have no point: tables store them as floats beside a missing one."""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, str | int | float) and not isinstance(value, bool)
+
+
+def _tools(key: str, value: Any) -> list[dict[str, Any]]:
+    """Return tools from a list of objects, or from its JSON text."""
+    if value in (None, "", []):
+        return []
+    if isinstance(value, str):
+        try:
+            value = parse_json(value)
+        except ValueError as error:
+            raise ValueError(f'"{key}" is text that is not JSON: tools are a list of objects') from error
+    else:
+        value = without_nulls(value)
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise ValueError(
+            f'"{key}" must be a list of tools such as {{"type": "function", "function": {{"name": "...", ...}}}}, not '
+            f"{kind_of(value) if not isinstance(value, list) else 'a list of something else'}"
+        )
+    return value

@@ -1,0 +1,186 @@
+"""The sources of a run's prompts, and how often an epoch visits each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from relaxd.config import DataConfig, RunConfig
+from relaxd.config.data import DataSource
+from relaxd.config.evaluation import EvalSet
+from relaxd.data.examples import Example
+from relaxd.data.files.opening import open_rows
+from relaxd.data.files.rows import Rows
+from relaxd.data.sources.addition_source import addition
+from relaxd.data.sources.own_source import open_own, prompt_function
+from relaxd.data.sources.prompt_columns import Columns, Examples
+from relaxd.data.sources.reasoning_gym_source import reasoning_gym
+from relaxd.data.tools_file import ToolsFileError, schemas_of
+from relaxd.models import DataError
+
+SETTINGS = {
+    "addition": ("data", "data"),
+    "reasoning_gym": ("data.reasoning_gym", "data.reasoning_gym"),
+    "files": ("data.path", "data.eval_path"),
+    "jsonl": ("data.path", "data.eval_path"),
+}
+"""The settings that training and held-out prompts of each source come from."""
+GENERATED = ("addition", "reasoning_gym")
+"""Sources whose prompts are made by relaxd."""
+
+
+@dataclass(frozen=True)
+class ToolsColumn:
+    """A column with tools."""
+
+    key: str = ""
+    """Its name; empty if there are none."""
+    setting: str = "data.tools_key"
+    """The setting that names it."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Prompts of one source, before they are checked."""
+
+    examples: Sequence[Example]
+    """The prompts; those of files are read on demand, and then raise ValueError for a wrong row."""
+    field: str
+    """The setting that they come from."""
+    shown: str = ""
+    """The source's name or path, for people."""
+    tools: ToolsColumn = ToolsColumn()
+    """The column with its tools."""
+
+
+def columns_of(data: DataConfig, own: DataSource | EvalSet | None = None, place: str = "data") -> Columns:
+    """Return the columns of the data, or of one of its sources or evaluation sets, at `place` in the configuration.
+
+    What a source sets wins; its prompt_key also over data.prompt_function. Raises DataError.
+    """
+    common = Columns(
+        prompt=data.prompt_key,
+        answer=data.answer_key,
+        metadata=data.metadata_key,
+        system_prompt=data.system_prompt,
+        tools=data.tools_key,
+        other_tools=schemas_of_tools(data),
+    )
+    function, setting = data.prompt_function, "data.prompt_function"
+    if own is not None:
+        common = replace(
+            common,
+            prompt=own.prompt_key or common.prompt,
+            answer=own.answer_key or common.answer,
+            metadata=own.metadata_key or common.metadata,
+            system_prompt=common.system_prompt if own.system_prompt is None else own.system_prompt,
+            tools=common.tools if own.tools_key is None else own.tools_key,
+        )
+        if own.prompt_function is not None:
+            function, setting = own.prompt_function, f"{place}.prompt_function"
+        elif own.prompt_key:
+            function = ""
+    if isinstance(own, DataSource):
+        common = replace(common, source=own.name, sampling=own.sampling)
+    return replace(common, make_prompt=prompt_function(function, setting), made_by=setting)
+
+
+def tools_of(data: DataConfig, own: DataSource | EvalSet | None = None, place: str = "data") -> ToolsColumn:
+    """Return the column with the tools of the data, or of one of its sources or evaluation sets."""
+    if own is None or own.tools_key is None:
+        return ToolsColumn(data.tools_key, "data.tools_key")
+    return ToolsColumn(own.tools_key, f"{place}.tools_key")
+
+
+def schemas_of_tools(data: DataConfig) -> list[dict[str, Any]]:
+    """Return the schemas of data.tools_file. Raises DataError."""
+    try:
+        return schemas_of(data.tools_file) if data.tools_file is not None else []
+    except ToolsFileError as error:
+        raise DataError("data.tools_file", str(error)) from error
+
+
+def read_sources(config: RunConfig) -> tuple[list[Source], Source]:
+    """Open the sources of a run's training prompts, and that of the held-out ones, without the model.
+
+    Raises DataError, which names the setting and the file.
+    """
+    data = config.data
+    field, held_out_field = SETTINGS.get(data.source, ("data.source", "data.eval_path"))
+    if data.source in GENERATED:
+        made = addition(data.digits) if data.source == "addition" else reasoning_gym(data.reasoning_gym)
+        schemas = schemas_of_tools(data)
+        train, held_out = (
+            [replace(one, tools=schemas).with_system_prompt(data.system_prompt) for one in examples]
+            for examples in made
+        )
+        return [Source(train, field, shown=data.source)], Source(held_out, held_out_field, shown="held out")
+    sources = []
+    held_out_rows: Rows | None = None
+    columns, tools = columns_of(data), tools_of(data)
+    if data.is_own:
+        rows, held_out_rows = open_own(data)
+        sources.append(Source(Examples(rows, columns), field, data.source, tools))
+    for number, one in enumerate(data.sources):
+        place = f"data.sources.{number}"
+        examples = Examples(open_rows(one.path, f"{place}.path"), columns_of(data, one, place))
+        sources.append(Source(examples, f"{place}.path", one.name or str(one.path), tools_of(data, one, place)))
+    if data.path is not None:
+        sources.append(Source(Examples(open_rows(data.path, field), columns), field, str(data.path), tools))
+    shown = f"{data.source} (held out)"
+    if data.eval_path is not None:
+        held_out_rows, shown = open_rows(data.eval_path, "data.eval_path"), f"{data.eval_path} (held out)"
+    held_out_examples = () if held_out_rows is None else Examples(held_out_rows, columns)
+    return sources, Source(held_out_examples, held_out_field, shown=shown)
+
+
+@dataclass(frozen=True)
+class Share:
+    """A source in a mixture."""
+
+    count: int
+    """Its prompts."""
+    weight: float = 1.0
+    """Number of times that an epoch visits each of them."""
+
+    @property
+    def visits(self) -> int:
+        """Visits of an epoch to the source, at least one."""
+        return max(1, round(self.count * self.weight))
+
+
+def mixture_weights(data: DataConfig, counts: Sequence[int]) -> list[float]:
+    """Return the number of times that an epoch visits each prompt of the sources, given their sizes.
+
+    With data.temperature T an epoch has N * n**(1/T) / sum of all n**(1/T) visits to a source of n prompts, N of all
+    (Arivazhagan et al. 2019, arXiv 1907.05019).
+    """
+    if data.temperature is None:
+        return [one.weight for one in data.sources] or [1.0] * len(counts)
+    sizes = np.array(counts, np.float64)
+    powers = (sizes / sizes.max()) ** (1 / data.temperature)  # of shares, because those of counts may be too large
+    return list((sizes.sum() * powers / powers.sum() / sizes).tolist())
+
+
+def epoch_visits(shares: Sequence[Share], epoch: int, seed: int) -> np.ndarray:
+    """Return the indices of the prompts that an epoch visits, source by source, int32 [sum of visits].
+
+    They are int64 if there are more than 2^31 - 1 prompts.
+
+    A source is visited in rounds through all its prompts, which go on from epoch to epoch, so that a weight of 0.5
+    reaches every prompt in two epochs. The order of a source's rounds depends on the seed alone.
+    """
+    kind = np.int32 if sum(share.count for share in shares) < 2**31 else np.int64
+    parts, first = [], 0
+    for number, share in enumerate(shares):
+        if share.visits == share.count:
+            parts.append(np.arange(first, first + share.count, dtype=kind))
+        else:
+            start = epoch * share.visits
+            visits = np.arange(start, start + share.visits, dtype=np.int64) % share.count
+            if share.visits % share.count:
+                visits = np.random.default_rng((seed, number)).permutation(share.count)[visits]
+            parts.append((first + visits).astype(kind))
+        first += share.count
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -1,0 +1,169 @@
+"""The sizes of a model that its memory depends on, read from config.json without torch."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from relaxd.json_text import parse_json
+from relaxd.models import DataError
+from relaxd.models.model_contradictions import config_contradiction
+
+Config = Mapping[str, Any]
+"""A config.json."""
+
+
+def expert_dtype(experts: int) -> np.dtype[np.unsignedinteger[Any]]:
+    """Return the dtype of ROUTED_EXPERTS for a model with `experts` experts in a layer."""
+    return np.dtype(np.uint8 if experts <= 1 << 8 else np.uint16)
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """The mixture of experts in each layer."""
+
+    count: int
+    """Experts of a layer."""
+    per_token: int
+    """Experts that a token goes to."""
+    ffn: int
+    """Inner width of an expert."""
+    shared_ffn: int
+    """Inner width of the gated expert that all tokens share; 0 without one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Sizes and switches of a decoder."""
+
+    model_type: str
+    vocabulary: int
+    hidden: int
+    ffn: int
+    """Inner width of a dense MLP."""
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    tied: bool
+    """True if the output layer is the embedding."""
+    qk_norm: bool
+    qkv_bias: bool
+    output_bias: bool
+    """True if attention's output projection has a bias."""
+    experts: ExpertShape | None
+
+    @property
+    def query(self) -> int:
+        """Width of all query heads."""
+        return self.heads * self.head_size
+
+    @property
+    def kv(self) -> int:
+        """Width of all key heads, and of all value heads."""
+        return self.kv_heads * self.head_size
+
+
+def _both_biases(config: Config) -> dict[str, bool]:
+    bias = bool(config.get("attention_bias", False))
+    return {"qkv_bias": bias, "output_bias": bias}
+
+
+@dataclass(frozen=True)
+class _Family:
+    """Differences of a `model_type` from Llama."""
+
+    switches: Callable[[Config], dict[str, bool]] = lambda config: {}
+    """Fields of ModelShape that are true."""
+    kv_heads: int = 0
+    """Default of num_key_value_heads; 0: as many as query heads."""
+    head_size: int = 0
+    """Default of head_dim; 0: the hidden size divided among the heads."""
+    experts: bool = False
+    shared: bool = False
+    """True if there is a shared expert."""
+
+
+FAMILIES = {
+    "llama": _Family(_both_biases),
+    "qwen2": _Family(lambda config: {"qkv_bias": True}, kv_heads=32),
+    "qwen3": _Family(lambda config: {"qk_norm": True, **_both_biases(config)}, kv_heads=32, head_size=128),
+    "qwen2_moe": _Family(lambda config: {"qkv_bias": bool(config.get("qkv_bias", True))}, experts=True, shared=True),
+    "qwen3_moe": _Family(lambda config: {"qk_norm": True, **_both_biases(config)}, experts=True),
+    "mistral": _Family(kv_heads=8),
+    "ministral": _Family(kv_heads=8),
+    "phi3": _Family(),
+}
+"""Families that the trainer knows (docs/models.md), by `model_type`."""
+
+
+def read_shape(folder: Path, setting: str = "model.path") -> ModelShape:
+    """Read a model folder's config.json.
+
+    Raises:
+        DataError: the file is missing or no JSON, a field is missing or wrong, or the family isn't supported. It names
+            `setting`.
+    """
+    path = folder / "config.json"
+    try:
+        config = parse_json(path.read_text())
+        shape = _shape(config)
+    except OSError as error:
+        raise DataError(setting, f"{folder} has no readable config.json, as a model folder has: {error}") from error
+    except KeyError as error:
+        raise DataError(setting, f"{path} has no field {error}") from error
+    except ValueError as error:
+        raise DataError(setting, f"{path}: {error}") from error
+    if problem := config_contradiction(config):
+        raise DataError(setting, f"{path}: {problem}")
+    return shape
+
+
+def _shape(config: Config) -> ModelShape:
+    if not isinstance(config, dict):
+        raise ValueError(f"it must be a JSON object, not {type(config).__name__}")
+    model_type = config["model_type"]
+    if model_type not in FAMILIES:
+        nearest = get_close_matches(str(model_type), FAMILIES, n=1, cutoff=0)[0]
+        raise ValueError(
+            f'model_type is "{model_type}": supported are {", ".join(FAMILIES)}. The nearest name is "{nearest}"; '
+            "see docs/models.md"
+        )
+    family = FAMILIES[model_type]
+    heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
+    kv_heads = heads
+    if config.get("num_key_value_heads", family.kv_heads):
+        kv_heads = _size({"num_key_value_heads": family.kv_heads, **config}, "num_key_value_heads")
+    head_size = config.get("head_dim", family.head_size)
+    return ModelShape(
+        model_type=model_type,
+        vocabulary=_size(config, "vocab_size"),
+        hidden=hidden,
+        ffn=_size(config, "intermediate_size"),
+        layers=_size(config, "num_hidden_layers"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=_size({"head_dim": head_size}, "head_dim") if head_size else hidden // heads,
+        tied=bool(config.get("tie_word_embeddings", False)),
+        experts=_experts(config, family) if family.experts else None,
+        **{"qk_norm": False, "qkv_bias": False, "output_bias": False, **family.switches(config)},
+    )
+
+
+def _experts(config: Config, family: _Family) -> ExpertShape:
+    return ExpertShape(
+        count=_size(config, "num_experts" if "num_experts" in config else "num_local_experts"),
+        per_token=_size(config, "num_experts_per_tok"),
+        ffn=_size(config, "moe_intermediate_size"),
+        shared_ffn=_size(config, "shared_expert_intermediate_size") if family.shared else 0,
+    )
+
+
+def _size(config: Config, field: str) -> int:
+    value = config[field]
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{field} is {value!r}: it must be a whole number of at least 1")
+    return value

@@ -1,0 +1,82 @@
+"""Comparison of the vocabularies of two models."""
+
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from relaxd.config import RunConfig
+from relaxd.json_text import parse_json
+from relaxd.models import DataError
+from relaxd.models.folders import frozen_models, resolve_model
+
+SHOWN = 3
+"""Differences that an error names."""
+
+
+def check_vocabularies(config: RunConfig, role: str) -> None:
+    """Check that the models that a role holds frozen have the trained model's vocabulary.
+
+    Log-probs of the same token ids mean something only then. Reads the folders; downloads no weights.
+
+    Raises:
+        DataError: one has another vocabulary, or one of the models isn't there.
+    """
+    trained = resolve_model(config.model.path, weights=False)
+    folders = frozen_models(config, role, weights=False)
+    for setting, model in config.roles.frozen[role].settings.items():
+        if model and (problem := vocabulary_problem(trained, folders[model])):
+            raise DataError(
+                setting,
+                f"= {model!r} has another vocabulary than model.path = {config.model.path!r}: {problem}. The {role} is "
+                "asked for log-probs of the trained model's token ids: choose a model with the same tokenizer",
+            )
+
+
+def vocabulary_problem(one: Path, other: Path) -> str:
+    """Describe the difference between the token ids of two model folders; "" if they mean the same.
+
+    Compares tokenizer.json, added tokens included. The sizes of the output layers may differ: models pad theirs. Where
+    neither folder has a tokenizer, compares these sizes.
+
+    Raises:
+        DataError: a tokenizer can't be read.
+    """
+    vocabularies = [_vocabulary(folder) for folder in (one, other)]
+    if vocabularies[0] is None and vocabularies[1] is None:
+        sizes = [vocab_size(folder) for folder in (one, other)]
+        return "" if sizes[0] == sizes[1] else f"vocab_size is {sizes[1]}, not {sizes[0]}"
+    for folder, vocabulary in zip((one, other), vocabularies, strict=True):
+        if vocabulary is None:
+            return f"{folder} has no tokenizer.json to compare"
+    first, second = ({id: token for token, id in (found or {}).items()} for found in vocabularies)
+    if first == second:
+        return ""
+    differing = [id for id in sorted(first.keys() | second.keys()) if first.get(id) != second.get(id)]
+    shown = ", ".join(
+        f"token {id} is {_named(second.get(id))} and not {_named(first.get(id))}" for id in differing[:SHOWN]
+    )
+    return f"{len(differing)} of {len(first)} tokens differ: {shown}"
+
+
+def _vocabulary(folder: Path) -> dict[str, int] | None:
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return None
+    try:
+        vocabulary: dict[str, int] = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
+    except Exception as error:  # the Rust binding raises plain Exception
+        raise DataError("model.path", f"{file} is not a tokenizer: {error}") from error
+    return vocabulary
+
+
+def vocab_size(folder: Path) -> int | None:
+    """Return the size of a model's output layer, from its config.json; None if that doesn't say."""
+    try:
+        size: int = parse_json((folder / "config.json").read_text())["vocab_size"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return size
+
+
+def _named(token: str | None) -> str:
+    return "missing" if token is None else repr(token)

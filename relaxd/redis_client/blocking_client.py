@@ -1,0 +1,229 @@
+"""Blocking clients of a Redis by its URL, the errors after which they try again, and writes that count only once
+replicas have them.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import redis
+from redis.connection import parse_url
+
+from relaxd.redis_client.lookups import (
+    FoundConnection,
+    Lookup,
+    OwnerConnection,
+    OwnerLookup,
+    OwnerTlsConnection,
+    PrimaryConnection,
+    PrimaryLookup,
+    PrimaryTlsConnection,
+    mark_key,
+)
+from relaxd.redis_client.redis_url import RedisAddress, parse
+
+MARK_SECONDS = 30 * 24 * 3600
+MARK = f"""#!lua flags=allow-oom
+local mark = redis.call('INCR', KEYS[1])
+redis.call('EXPIRE', KEYS[1], {MARK_SECONDS})
+return mark"""
+"""A write. WAIT waits for the last write of its own connection, but what is repeated after a lost reply may find its
+work done, by another connection, and write nothing. Its number only rises, unless a primary lacks acknowledged
+writes. It is forgotten a month after the last write of its tag."""
+
+logger = logging.getLogger(__name__)
+
+
+class TooFewReplicas(redis.ConnectionError):
+    """Too few replicas have a write."""
+
+
+@dataclass
+class Mark:
+    """The mark that a client sets with each acknowledged write."""
+
+    key: str
+    last: int = 0
+    """The last acknowledged one."""
+
+    def asking(self, replicas: int, seconds: float) -> list[tuple[Any, ...]]:
+        """Return the commands, to be sent after others, that set the mark and wait until replicas have it."""
+        wait = ("WAIT", replicas, max(1, int(seconds * 1000)))
+        return [("EVAL", MARK, 1, self.key), wait] if replicas else []
+
+    def checked(self, replies: list[Any], before: int, replicas: int, seconds: float) -> list[Any]:
+        """Return the replies to the others. `before`: the last mark when they were sent. Raises as `acknowledged`."""
+        for reply in replies:
+            if isinstance(reply, redis.ResponseError) and "WAIT cannot be used with replica" in str(reply):
+                raise redis.ConnectionError("READONLY it was demoted after a write and before its WAIT") from reply
+            # A transaction's reply is the list of its commands' replies.
+            without_errors(reply if isinstance(reply, list) else [reply])
+        if not replicas:
+            return replies
+        *replies, number, have_it = replies
+        if have_it < replicas:
+            raise TooFewReplicas(
+                f"NOREPLICAS {have_it} of {replicas} replicas (wait_replicas) have a write after {seconds:.1f} s"
+            )
+        if number <= before:
+            logger.error(
+                "Redis has lost writes that %d replicas had (mark %d came after %d): a server that lacked them became "
+                "the primary. The logs of the Sentinels (+switch-master) or of the cluster's nodes say when; "
+                "docs/reliability.md says what prevents it",
+                *(replicas, number, before),
+            )
+        self.last = number
+        return replies
+
+
+marks: WeakKeyDictionary[Any, Mark] = WeakKeyDictionary()
+"""Those of clients, blocking ones and others."""
+
+
+def connect(url: str, *, tag: str, seconds: float, **settings: Any) -> redis.Redis:
+    """Return a client of the server that a URL names, of whichever server is the primary, or of a node of a cluster.
+
+    Args:
+        url: see relaxd.redis_client.redis_url.
+        tag: whose keys it is for (relaxd.redis_client.lookups). In a cluster it finds no others.
+        seconds: deadline of each connect and each read.
+        settings: those of redis.Redis.
+
+    Raises ValueError: the URL is wrong.
+    """
+    address = parse(url)
+    if address.sentinels or address.nodes:
+        client = _found(address, tag, settings | {"socket_timeout": seconds, "socket_connect_timeout": seconds})
+    else:
+        client = redis.Redis.from_url(address.url, socket_timeout=seconds, socket_connect_timeout=seconds, **settings)
+    marks[client] = Mark(mark_key(tag))
+    return client
+
+
+def _found(address: RedisAddress, tag: str, settings: dict[str, Any]) -> redis.Redis:
+    """Return a client that looks up where its connections lead."""
+    lookup, given = lookup_of(address, tag)
+    kind: type[FoundConnection]
+    if address.nodes:
+        kind = OwnerTlsConnection if address.tls else OwnerConnection
+    else:
+        kind = PrimaryTlsConnection if address.tls else PrimaryConnection
+    pool = redis.ConnectionPool(connection_class=kind, lookup=lookup, **(given | settings))
+    return redis.Redis.from_pool(pool)
+
+
+def lookup_of(address: RedisAddress, tag: str) -> tuple[Lookup, dict[str, Any]]:
+    """Return the lookup for the server of a tag's keys, and the URL's connection settings."""
+    given: dict[str, Any] = dict(parse_url(address.url))
+    for name in ("host", "port", "connection_class"):
+        given.pop(name, None)
+    tls = {name: value for name, value in given.items() if name.startswith("ssl_")}
+    tls |= {"ssl": True} if address.tls else {}
+    if address.nodes:
+        users = {name: given[name] for name in ("username", "password") if name in given}
+        return OwnerLookup(address, tag, tls | users), given
+    return PrimaryLookup(address, tls), given
+
+
+def acknowledged(
+    client: redis.Redis, commands: Sequence[tuple[Any, ...]], *, replicas: int, seconds: float
+) -> list[Any]:
+    """Send commands in one round trip, and return their replies once `replicas` replicas have all that came before.
+
+    Raises the first error among the replies; redis.ConnectionError with NOREPLICAS when too few replicas have it within
+    `seconds`. Then it may have taken effect or not, as after a lost reply. Logs an error when the primary lacks what
+    replicas once had.
+    """
+    mark = marks[client]
+    before = mark.last  # of a mark that is set from now on, this is a lower bound
+    with client.pipeline(transaction=False) as pipe:
+        for command in (*commands, *mark.asking(replicas, seconds)):
+            pipe.execute_command(*command)
+        replies = pipe.execute(raise_on_error=False)
+    try:
+        return mark.checked(replies, before, replicas, seconds)
+    except TooFewReplicas:
+        # A primary that is cut off keeps its connections, while others have named another: ask them again.
+        client.connection_pool.disconnect(inuse_connections=False)
+        doubt(client)
+        raise
+
+
+def read(client: redis.Redis, commands: Sequence[tuple[Any, ...]], *, atomic: bool = False) -> list[Any]:
+    """Send commands in one round trip and return their replies. Raises the first error among them."""
+    with client.pipeline(transaction=atomic) as pipe:
+        for command in commands:
+            pipe.execute_command(*command)
+        return without_errors(pipe.execute(raise_on_error=False))
+
+
+def without_errors(replies: list[Any]) -> list[Any]:
+    """Return replies. Raises the first error among them."""
+    for reply in replies:
+        if isinstance(reply, Exception):
+            raise reply
+    return replies
+
+
+def doubt(client: Any) -> None:
+    """Let a client that looks up where its connections lead ask another server the next time."""
+    if (lookup := client.connection_pool.connection_kwargs.get("lookup")) is not None:
+        lookup.doubt()
+
+
+def keys_of(client: redis.Redis, prefix: str) -> list[str]:
+    """Return the keys of a server that begin with the prefix of the client's tag, which must have no wildcards.
+
+    Raises redis.ConnectionError: a cluster's node lost the slot during the scan, so keys may be missing.
+    """
+    with client.client() as one:  # a connection of its own
+        found = [key if isinstance(key, str) else key.decode() for key in one.scan_iter(match=f"{prefix}*", count=1000)]
+        one.exists(prefix)  # SCAN has no key, and so a node answers it that owns the slot no more
+    return found
+
+
+PASSING = {
+    "OOM": "is full (maxmemory)",
+    "READONLY": "is a replica now, not the primary",
+    "NOREPLICAS": "has too few replicas to take writes",
+    "MISCONF": "can't write to its disk",
+    "LOADING": "is loading its data",
+    "BUSY": "is busy with a script",
+    "MASTERDOWN": "has lost its primary",
+    "UNBLOCKED": "is becoming a replica",
+    "NOPRIMARY": "has no primary",
+}
+"""Transient errors by their first word, and the state of Redis that each means."""
+OF_CLUSTER = {
+    "MOVED": "has another node for these keys now",
+    "ASK": "is moving these keys to another node",
+    "TRYAGAIN": "is moving these keys to another node",
+    "CLUSTERDOWN": "doesn't serve these keys now",
+    "NOOWNER": "has no node for these keys",
+}
+"""The same of a cluster, once its connection has given up the node."""
+NO_ANSWER = "doesn't answer"
+
+
+def passing(error: redis.RedisError) -> str:
+    """Explain why Redis is unavailable, as the end of a sentence; "" if the error is not transient."""
+    if isinstance(error, redis.AuthenticationError):
+        return f"refuses the password: {error}"
+    # redis-py cuts the first word off where it has a class for it.
+    word = error.status_code or str(error).split(" ", 1)[0]
+    if word == "EXECABORT":  # Redis took all commands of a transaction, and then refused to carry them out
+        word = str(error).partition("because of: ")[2].split(" ", 1)[0]
+    if word in PASSING:
+        return f"{PASSING[word]}: {error}"
+    if isinstance(error, redis.ConnectionError | redis.TimeoutError):
+        return f"{OF_CLUSTER.get(word, NO_ANSWER)}: {error}"
+    return ""
+
+
+def misnamed(error: redis.RedisError) -> str:
+    """Explain what a single server says that is a node of a cluster, as the end of a sentence; "" for other errors."""
+    if isinstance(error, redis.exceptions.AskError | redis.exceptions.ClusterDownError):
+        return f"is a node of a Redis Cluster, which a redis+cluster:// URL must name: {error.status_code} {error}"
+    return ""

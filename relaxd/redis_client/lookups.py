@@ -1,0 +1,231 @@
+"""Connections to servers that are looked up when one is made: the primary, or the owner of a key's slot in a Redis
+Cluster.
+
+As https://redis.io/docs/latest/develop/reference/sentinel-clients describes: ask one Sentinel after the other, connect,
+check that the server is a primary. A server that says READONLY was demoted, and its connection is given up.
+
+All keys of one tag are in one slot (relaxd.redis_client.lookups), so a client talks to one node, as to a single server.
+When a node says that the slot is elsewhere, or on its way, the connection is given up; the next one asks again who owns
+it. An ASK is not followed: scripts would find only those keys that have moved already.
+
+A run's tag is its id; the coordinator's own records have one, too. Scripts may find the keys of their tag as they run:
+the node that has one of them has all.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import redis
+from redis.backoff import NoBackoff
+from redis.crc import key_slot
+from redis.exceptions import AskError, ClusterDownError, TryAgainError
+from redis.retry import Retry
+
+from relaxd.redis_client.redis_url import RedisAddress
+
+ASK_SECONDS = 1.0
+"""Deadline of each lookup, in seconds: the next server may know better."""
+
+
+class Lookup(Protocol):
+    """Knows servers that know where a connection leads."""
+
+    def find(self) -> tuple[str, int]:
+        """Return host and port. Raises redis.ConnectionError: nobody knows."""
+        ...
+
+    def doubt(self) -> None:
+        """Ask another server first the next time: what this one said may be out of date."""
+        ...
+
+
+class FoundConnection(redis.Connection):
+    """A connection that asks where it leads whenever it is made."""
+
+    def __init__(self, *, lookup: Lookup, **settings: Any) -> None:
+        self._lookup = lookup
+        super().__init__(**settings)
+
+    def _connect(self) -> Any:
+        self.host, self.port = self._lookup.find()
+        try:
+            return super()._connect()
+        except OSError:
+            self._lookup.doubt()  # whoever named a dead server may be cut off from those that know its successor
+            raise
+
+
+def ask(host: str, port: int, settings: Mapping[str, Any], *words: str) -> Any:
+    """Send a server one command. Raises redis.RedisError, OSError."""
+    seconds: dict[str, Any] = {"socket_timeout": ASK_SECONDS, "socket_connect_timeout": ASK_SECONDS}
+    once = Retry(NoBackoff(), 0)  # the next one may know; redis-py would ask this one again for seconds
+    with redis.Redis(host, port, protocol=2, decode_responses=True, retry=once, **seconds, **settings) as client:
+        return client.execute_command(*words)
+
+
+class PrimaryLookup:
+    """Asks Sentinels for the primary, beginning with the last one that knew."""
+
+    def __init__(self, address: RedisAddress, tls: Mapping[str, Any]) -> None:
+        """`tls`: redis-py's settings of TLS, for the Sentinels, too."""
+        self._service = address.service
+        self._sentinels: Sequence[tuple[str, int]] = address.sentinels
+        self._settings = {**tls, "username": address.sentinel_user or None}
+        self._password_file = address.sentinel_password_file
+
+    def find(self) -> tuple[str, int]:
+        """Return host and port of the primary. Raises redis.ConnectionError: no Sentinel knows it."""
+        problems = []
+        for index, (host, port) in enumerate(self._sentinels):
+            try:
+                found = self._ask(host, port)
+            except (redis.RedisError, OSError) as error:
+                problems.append(f"{host}:{port}: {error}")
+                continue
+            if found:
+                self._sentinels = (*self._sentinels[index:], *self._sentinels[:index])
+                return found[0], int(found[1])
+            problems.append(f"{host}:{port} watches no {self._service!r}")
+        raise redis.ConnectionError(f"NOPRIMARY no Sentinel names one: {'; '.join(problems)}")
+
+    def doubt(self) -> None:
+        """Ask another Sentinel first the next time: what this one said may be out of date."""
+        self._sentinels = (*self._sentinels[1:], *self._sentinels[:1])
+
+    def _ask(self, host: str, port: int) -> list[str] | None:
+        password = Path(self._password_file).read_text(encoding="utf-8").strip() if self._password_file else None
+        settings = {**self._settings, "password": password}
+        found: list[str] | None = ask(host, port, settings, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service)
+        return found
+
+
+def check_primary(connection: Any, lookup: Lookup, replication: bytes | str) -> None:
+    """Raise redis.ConnectionError, and doubt who named it, if a server's facts say that it is not a primary."""
+    if "role:master" not in (replication.decode() if isinstance(replication, bytes) else replication):
+        lookup.doubt()
+        node = f"{connection.host}:{connection.port}"
+        raise redis.ConnectionError(f"READONLY {node}, which the Sentinels named a moment ago")
+
+
+def demoted(connection: Any) -> redis.ConnectionError:
+    """Return the error for a server that says READONLY."""
+    node = f"{connection.host}:{connection.port}"
+    return redis.ConnectionError(f"READONLY {node} was demoted: the Sentinels are asked for the next primary")
+
+
+class PrimaryConnection(FoundConnection):
+    """A connection to the primary."""
+
+    def on_connect_check_health(self, check_health: bool = True) -> None:
+        """Log in, and check that the server is a primary."""
+        super().on_connect_check_health(check_health=check_health)
+        self.send_command("INFO", "replication", check_health=False)
+        check_primary(self, self._lookup, self.read_response())
+
+    def read_response(self, *arguments: Any, **settings: Any) -> Any:
+        """Read a reply; see redis.Connection."""
+        try:
+            return super().read_response(*arguments, **settings)
+        except redis.ReadOnlyError as error:
+            self.disconnect()  # what is still to be read of a pipeline was refused, too
+            raise demoted(self) from error
+
+
+class PrimaryTlsConnection(PrimaryConnection, redis.SSLConnection):
+    """The same with TLS."""
+
+
+COORDINATOR = "coordinator"
+"""The coordinator's tag. No run may have this id."""
+
+
+def key_prefix(tag: str) -> str:
+    """Return the prefix of a tag's keys. Redis Cluster hashes what is in the braces."""
+    return f"relaxd:{{{tag}}}:"
+
+
+def mark_key(tag: str) -> str:
+    """Return the key of a tag's mark (blocking_client.py), which is not under its prefix: it outlives a run."""
+    return f"relaxd:acknowledged:{{{tag}}}"
+
+
+def slot_of(tag: str) -> int:
+    """Return the slot of a tag's keys in a Redis Cluster."""
+    return int(key_slot(key_prefix(tag).encode()))
+
+
+Node = tuple[str, int]
+ELSEWHERE = (AskError, ClusterDownError, TryAgainError, redis.ReadOnlyError)
+"""Replies of a node that doesn't own a slot, or not all of its keys. MovedError is an AskError."""
+
+
+class OwnerLookup:
+    """Asks nodes for the owner of a tag's slot, beginning with the last one that knew."""
+
+    def __init__(self, address: RedisAddress, tag: str, settings: Mapping[str, Any]) -> None:
+        """`settings`: redis-py's, of users and TLS."""
+        self.tag = tag
+        self.slot = slot_of(tag)
+        self._given = address.nodes
+        self._nodes = address.nodes
+        """Nodes named in the URL or by another node, in the order of queries."""
+        self._settings = settings
+
+    def find(self) -> Node:
+        """Return host and port of the owner. Raises redis.ConnectionError: no node knows it."""
+        problems = []
+        for index, node in enumerate(self._nodes):
+            place = f"{node[0]}:{node[1]}"
+            try:
+                ranges = ask(*node, self._settings, "CLUSTER", "SLOTS")
+            except (redis.RedisError, OSError) as error:
+                problems.append(f"{place}: {error}")
+                continue
+            owner = next((one[2] for one in ranges if one[0] <= self.slot <= one[1]), None)
+            if owner is not None:
+                named = {_address(server, node) for one in ranges for server in one[2:]}
+                rotated = (*self._nodes[index:], *self._nodes[:index], *sorted(named))
+                self._nodes = tuple(dict.fromkeys(one for one in rotated if one in named or one in self._given))
+                return _address(owner, node)
+            problems.append(f"{place} knows no owner")
+        raise redis.ConnectionError(f"NOOWNER slot {self.slot} of {self.tag!r}: {'; '.join(problems)}")
+
+    def doubt(self) -> None:
+        """Ask another node first the next time: what this one said may be out of date."""
+        self._nodes = (*self._nodes[1:], *self._nodes[:1])
+
+    def elsewhere(self, connection: Any, error: redis.RedisError) -> redis.ConnectionError:
+        """Return the error for a node that said that the slot, or one of its keys, isn't there; doubts it."""
+        self.doubt()
+        node, what = f"{connection.host}:{connection.port}", f"slot {self.slot} of {self.tag!r}"
+        return redis.ConnectionError(f"{error.status_code} {node} says of {what}: {error}")
+
+
+class OwnerConnection(FoundConnection):
+    """A connection to the node that owns a slot."""
+
+    _lookup: OwnerLookup
+
+    def on_connect_check_health(self, check_health: bool = True) -> None:
+        """Log in, and check that the node owns the slot: commands without keys would be carried out anywhere."""
+        super().on_connect_check_health(check_health=check_health)
+        self.send_command("EXISTS", key_prefix(self._lookup.tag), check_health=False)
+        self.read_response()
+
+    def read_response(self, *arguments: Any, **settings: Any) -> Any:
+        """Read a reply; see redis.Connection."""
+        try:
+            return super().read_response(*arguments, **settings)
+        except ELSEWHERE as error:
+            self.disconnect()  # what is still to be read of a pipeline was refused, too
+            raise self._lookup.elsewhere(self, error) from error
+
+
+class OwnerTlsConnection(OwnerConnection, redis.SSLConnection):
+    """The same with TLS."""
+
+
+def _address(server: list[Any], asked: Node) -> Node:
+    """Return the address of a server in CLUSTER SLOTS. Without a host it is on the queried node's host."""
+    return str(server[0] or asked[0]), int(server[1])

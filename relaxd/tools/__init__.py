@@ -1,0 +1,1 @@
+"""Tools beside the core, which nothing of the core imports: model fetch, fit, migrate, rehearse, doctor."""
