@@ -33,7 +33,7 @@ from benchmarks.transfer_queue import TransferQueue, installed
 from relaxd.board import Board, NewGroup, Stage
 from relaxd.config import BoardConfig
 from relaxd.local.embedded_redis import given_url, server_command, url, wait_until_up
-from relaxd.process.garbage import freeze_objects
+from relaxd.process.upkeep import freeze_objects
 
 CASES = {4: (256, 16384), 64: (64, 2048), 256: (16, 512), 1024: (4, 128)}
 """By group size in KB: groups per batch, groups in total."""

@@ -22,7 +22,7 @@ import redis
 from benchmarks.board import CASES, STAGES, measure_board, measure_latency
 from benchmarks.reporting import report
 from relaxd.local.embedded_redis import server_command, url, wait_until_up
-from relaxd.local.ports import free_port
+from relaxd.process.ports import free_port
 
 MODES = ("off", "everysec", "always")
 SECONDS = 60.0

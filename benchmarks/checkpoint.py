@@ -50,7 +50,7 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from benchmarks.gpu_models import SHAPES, count_parameters, make_batch, prepare_model
 from benchmarks.reporting import report
 from relaxd.config import GRPOConfig, TrainerConfig
-from relaxd.process.garbage import freeze_objects
+from relaxd.process.upkeep import freeze_objects
 from relaxd.run_folder import checkpoint_path, checkpoint_steps, checkpoints_folder
 from services.trainer.batch.durable import sync
 from services.trainer.batch.row_packing import PackedMicroBatch

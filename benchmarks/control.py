@@ -24,9 +24,9 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from benchmarks.reporting import report
 from relaxd import telemetry
 from relaxd.roles import REWARD
-from relaxd.rpc.access.tokens import AccessTokens
+from relaxd.rpc.access import AccessTokens
 from relaxd.rpc.client import channel
-from relaxd.rpc.security import ServerSecurity
+from relaxd.rpc.credentials import ServerSecurity
 from relaxd.rpc.server import start_server
 from relaxd.v1 import replica_pb2, replica_pb2_grpc
 

@@ -163,7 +163,7 @@ class _Service:
 
 async def serve_relaxd(arguments: argparse.Namespace) -> None:
     from relaxd.config import RolloutConfig
-    from relaxd.replica.sync_ids import SyncIds
+    from relaxd.replica.replica_server import SyncIds
     from relaxd.rpc.server import start_server
     from relaxd.v1 import rollout_pb2, rollout_pb2_grpc
     from services.rollout.engines.types import Sampling, Version

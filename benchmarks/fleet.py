@@ -35,7 +35,7 @@ from benchmarks.scaling import until
 from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.local.embedded_redis import server_command, url, wait_until_up
-from relaxd.local.ports import free_port
+from relaxd.process.ports import free_port
 from relaxd.rpc.client import sync_channel
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub

@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 
-from relaxd.process.garbage import freeze_objects
+from relaxd.process.upkeep import freeze_objects
 
 TIMEOUT_SECONDS = 120.0
 

@@ -17,7 +17,7 @@ from relaxd.algorithms import Filtered, create
 from relaxd.board import STAGES, Board, NewGroup
 from relaxd.config import BoardConfig, GRPOConfig, OptimizerConfig, TrainerConfig
 from relaxd.local.embedded_redis import server_command, url, wait_until_up
-from relaxd.local.ports import free_port
+from relaxd.process.ports import free_port
 from services.rollout.engines.transformers.engine import TransformersEngine
 from services.rollout.engines.types import Output, Request, Sampling, Version
 from services.rollout.service.answers import Answers

@@ -35,10 +35,10 @@ from relaxd.drop_reasons import drop_warnings
 from relaxd.evaluation.answers import shown_name
 from relaxd.local import stack
 from relaxd.local.devices import check_devices
-from relaxd.local.ports import LOOPBACK
 from relaxd.local.silence import open_client, why_silent
 from relaxd.local.state import StateFolder
 from relaxd.models import DataError
+from relaxd.process.ports import LOOPBACK
 from relaxd.replica.gpus import visible_gpus
 from relaxd.report.evaluation_table import SetRow
 from relaxd.report.report import write_report

@@ -55,7 +55,7 @@ from relaxd.local.address import coordinator_address as _address
 from relaxd.local.silence import open_client
 from relaxd.local.state import StackState, StateFolder
 from relaxd.roles import ROLES, TEACHER
-from relaxd.rpc.access.stack_identity import read_stack_identity
+from relaxd.rpc.stack_identity import read_stack_identity
 
 HELP = """
 relaxd post-trains language models by reinforcement learning, asynchronously, as five gRPC services:

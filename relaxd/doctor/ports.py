@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from relaxd.config.operation import FEWEST_PORTS
 from relaxd.doctor.finding import Finding, Scope
 from relaxd.local.port_holder import find_holder
-from relaxd.local.ports import is_free
+from relaxd.process.ports import is_free
 
 
 def check_coordinator_port(scope: Scope) -> Iterator[Finding]:

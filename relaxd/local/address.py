@@ -6,7 +6,7 @@ from pathlib import Path
 from relaxd.client.errors import CliError
 from relaxd.local import compose
 from relaxd.local.state import StackState, StateFolder
-from relaxd.rpc.access.stack_identity import STACK_VARIABLE
+from relaxd.rpc.stack_identity import STACK_VARIABLE
 
 
 def address_here(state: Path, coordinator: str | None) -> str | None:

@@ -11,10 +11,10 @@ from pydantic import BaseModel, ValidationError
 import relaxd
 from relaxd.client.errors import CliError
 from relaxd.local.port_holder import taken_port
-from relaxd.local.ports import LOOPBACK, free_port, is_free
 from relaxd.local.state import StateFolder
+from relaxd.process.ports import LOOPBACK, free_port, is_free
 from relaxd.roles import ROLES
-from relaxd.rpc.access.stack_identity import STACK_VARIABLE, make_stack_identity
+from relaxd.rpc.stack_identity import STACK_VARIABLE, make_stack_identity
 
 BUILD_SECONDS = 3600.0
 UP_SECONDS = 300

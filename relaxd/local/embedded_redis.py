@@ -13,8 +13,8 @@ import psutil
 import redis
 
 from relaxd.client.errors import CliError
-from relaxd.local.ports import LOOPBACK
 from relaxd.local.redis_address import without_password, write_private
+from relaxd.process.ports import LOOPBACK
 from relaxd.redis_client import COORDINATOR, connect, parse, where
 from relaxd.rpc.credentials import REDIS_FILES, with_certificates, with_password
 

@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from relaxd.launcher.server import run_launcher
 from relaxd.local.state import LaunchWish, LaunchWishes, RestartWish, ServiceState, StateFolder
 from relaxd.local.supervisor import StackPlan
+from relaxd.replica.launcher_server import run_launcher
 from relaxd.roles import REPLICA_ROLES
 from relaxd.rpc.errors import DeadlineExceeded, FailedPrecondition, NotFound, Unavailable
-from relaxd.rpc.settings import parse_settings
+from relaxd.rpc.service_settings import parse_settings
 from relaxd.v1 import launcher_pb2 as pb
 
 LOOK_SECONDS = 0.05

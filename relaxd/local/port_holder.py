@@ -6,14 +6,13 @@ from pathlib import Path
 import grpc
 import psutil
 
-from relaxd.local.ports import LOOPBACK, is_free
 from relaxd.local.state import StateFolder
-from relaxd.rpc.access.stack_identity import STACK_VARIABLE
+from relaxd.process.ports import LOOPBACK, is_free, reservation_name
 from relaxd.rpc.client import sync_channel
 from relaxd.rpc.errors import failed_precondition
+from relaxd.rpc.stack_identity import STACK_VARIABLE
 from relaxd.v1.replica_pb2 import GetStatusRequest
 from relaxd.v1.replica_pb2_grpc import ReplicaStub
-from relaxd.weights.ports import reservation_name
 
 SUPERVISOR = "relaxd.local.supervisor"
 NOBODY = "nobody"

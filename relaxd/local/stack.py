@@ -15,12 +15,12 @@ from relaxd.client.errors import CliError
 from relaxd.local import embedded_redis
 from relaxd.local.environment import python_path
 from relaxd.local.port_holder import taken_port
-from relaxd.local.ports import LOOPBACK, free_port, reservations, reserve
 from relaxd.local.redis_address import without_password, write_private
 from relaxd.local.state import StackState, StateFolder
 from relaxd.local.supervisor import ServiceSpec, StackPlan
+from relaxd.process.ports import LOOPBACK, free_port, reservations, reserve
 from relaxd.roles import COORDINATOR, REPLICA_ROLES, ROLES
-from relaxd.rpc.access.stack_identity import STACK_VARIABLE, make_stack_identity
+from relaxd.rpc.stack_identity import STACK_VARIABLE, make_stack_identity
 
 COORDINATOR_PORT = 50050
 ENDING_SECONDS = 60.0

@@ -45,7 +45,7 @@ class StackState(RedisUrlModel):
     coordinator: str
     """host:port."""
     stack: str = ""
-    """Identity of the stack (relaxd.rpc.access.stack_identity); empty if an earlier release started it."""
+    """Identity of the stack (relaxd.rpc.stack_identity); empty if an earlier release started it."""
     stopping: bool = False
     services: list[ServiceState] = Field(default_factory=list)
 

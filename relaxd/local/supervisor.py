@@ -26,7 +26,7 @@ from relaxd.client.errors import CliError
 from relaxd.local import embedded_redis
 from relaxd.local.redis_address import RedisUrlModel
 from relaxd.local.state import LaunchWish, LaunchWishes, Phase, ServiceState, StackState, StateFolder
-from relaxd.replica.exit_codes import RESTART
+from relaxd.replica import RESTART
 from relaxd.waiting import Backoff, waiting
 
 PR_SET_PDEATHSIG = 1
@@ -50,7 +50,7 @@ class StackPlan(RedisUrlModel):
     coordinator: str
     """host:port."""
     stack: str = ""
-    """Identity of the stack (relaxd.rpc.access.stack_identity)."""
+    """Identity of the stack (relaxd.rpc.stack_identity)."""
     services: list[ServiceSpec]
     """In the order of starting. The coordinator and then Redis are stopped last."""
     templates: dict[str, ServiceSpec] = Field(default_factory=dict)

@@ -21,8 +21,8 @@ import grpc
 
 from relaxd.process.child import LIFELINE_VARIABLE, SOCKET_VARIABLE, TOKEN_VARIABLE
 from relaxd.process.gpu_lease import end_with_lease
-from relaxd.process.idle_threads import IdleThreads
-from relaxd.rpc.access.tokens import AccessTokens
+from relaxd.process.upkeep import IdleThreads
+from relaxd.rpc.access import AccessTokens
 from relaxd.rpc.interceptor import CallInterceptor
 
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
@@ -121,7 +121,7 @@ class Outbox(Generic[T]):
 
 
 def in_turn(handler: Handler) -> Handler:
-    """Have a plain function answer each request of a stream, one after the other (see `relaxd.process.turns`)."""
+    """Have a plain function answer each request of a stream, one after the other (child_channel.py)."""
     handler.in_turn = True  # type: ignore[attr-defined]
     return handler
 

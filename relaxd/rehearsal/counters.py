@@ -11,7 +11,7 @@ import redis
 
 from relaxd.client.coordinator import CoordinatorClient
 from relaxd.local.state import StateFolder
-from relaxd.rpc.enums import words
+from relaxd.rpc.message_parts import words
 from relaxd.v1.coordinator_pb2 import WAIT_KIND_STAGE, Run, WaitKind
 
 MACHINE = "machine"

@@ -2,3 +2,6 @@
 
 A service implements `service.ReplicaService`; `replica.run_replica` runs it.
 """
+
+RESTART = 75
+"""The process ended because of Replica.Restart, not because of a failure (EX_TEMPFAIL in sysexits.h)."""

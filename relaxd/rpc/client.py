@@ -13,9 +13,9 @@ import grpc
 from opentelemetry import trace
 from opentelemetry.trace import Span
 
-from relaxd.rpc.access.stack_identity import STACK_METADATA, read_stack_identity
 from relaxd.rpc.credentials import read_token
 from relaxd.rpc.methods import may_repeat, methods
+from relaxd.rpc.stack_identity import STACK_METADATA, read_stack_identity
 from relaxd.rpc.terms import TERM_METADATA
 from relaxd.rpc.tls import TlsFiles, open_channel
 from relaxd.telemetry import inject

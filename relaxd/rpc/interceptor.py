@@ -14,9 +14,9 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from relaxd import telemetry
-from relaxd.rpc.access.stack_identity import STACK_METADATA, check_stack
-from relaxd.rpc.access.tokens import AccessTokens
+from relaxd.rpc.access import AccessTokens
 from relaxd.rpc.errors import DeadlineExceeded, InvalidArgument, RpcError, explain
+from relaxd.rpc.stack_identity import STACK_METADATA, check_stack
 from relaxd.rpc.terms import TERM_METADATA, Fence, check_term
 from relaxd.telemetry.rpc import RpcMethod, ServedCall
 

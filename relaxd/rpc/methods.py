@@ -1,9 +1,15 @@
-"""Properties of methods, read from the protos: who may call them, whether gRPC may retry, whether they need a term."""
+"""Methods of the protos, read from their descriptors: who may call them, whether gRPC may retry, whether they need a
+term; and server reflection.
+"""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from google.protobuf.descriptor import MethodDescriptor
+import grpc
+from google.protobuf import descriptor_pool
+from google.protobuf.descriptor import FileDescriptor, MethodDescriptor
 from google.protobuf.descriptor_pb2 import MethodOptions
+from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
 from relaxd.roles import COORDINATOR
 from relaxd.v1 import (
@@ -72,3 +78,42 @@ _ORDERS = frozenset(path(method) for method in methods() if callers(method) == (
 def needs_term(method_path: str) -> bool:
     """Return whether a method is an order to a replica or launcher, which must carry a coordinator's term."""
     return method_path in _ORDERS
+
+
+SERVICES = ("grpc.reflection.v1.ServerReflection", reflection.SERVICE_NAME)
+
+
+def enable_reflection(server: grpc.aio.Server, names: Sequence[str]) -> None:
+    """Answer reflection calls about the services `names`."""
+    pool = _MethodFindingPool()
+    servicer = reflection.aio.ReflectionServicer([*names, reflection.SERVICE_NAME], pool=pool)  # type: ignore[attr-defined]
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
+    handler = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    # grpcio-reflection has no v1.
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(SERVICES[0], {"ServerReflectionInfo": handler}),)
+    )
+
+
+class _MethodFindingPool:
+    """protobuf's default pool, which does not find methods, as `grpcurl describe relaxd.v1.Reward.Score` needs."""
+
+    def __init__(self) -> None:
+        self._pool = descriptor_pool.Default()
+
+    def FindFileContainingSymbol(self, symbol: str) -> FileDescriptor:
+        try:
+            return self._pool.FindFileContainingSymbol(symbol)
+        except KeyError:
+            service, _, method = symbol.rpartition(".")
+            found = self._pool.FindServiceByName(service)
+            if method not in found.methods_by_name:
+                raise
+            return found.file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)

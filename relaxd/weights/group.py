@@ -18,14 +18,14 @@ from typing import Literal, Protocol, cast
 import torch
 import torch.distributed as dist
 
-from relaxd.rpc.enums import words
+from relaxd.process.ports import listen
 from relaxd.rpc.errors import Aborted
+from relaxd.rpc.message_parts import words
 from relaxd.v1 import weights_pb2
 from relaxd.weights.cuda_ipc import IpcConnection
 from relaxd.weights.cuda_memory import CudaMemory
 from relaxd.weights.gloo import GlooConnection
 from relaxd.weights.nccl import NcclConnection
-from relaxd.weights.ports import listen
 
 logger = logging.getLogger(__name__)
 

@@ -8,12 +8,12 @@ from typing import Any
 
 from relaxd import PROTOCOL_VERSION, __version__, telemetry
 from relaxd.board import BoardError
-from relaxd.process.signals import stop_signals
-from relaxd.replica.server import ReplicaServicer
+from relaxd.process.upkeep import stop_signals
+from relaxd.replica.replica_server import ReplicaServicer
 from relaxd.roles import COORDINATOR, REPLICA_ROLES
 from relaxd.rpc.errors import Unavailable
 from relaxd.rpc.server import RunningServer, Service, start_service
-from relaxd.rpc.settings import ServiceSettings
+from relaxd.rpc.service_settings import ServiceSettings
 from relaxd.v1.coordinator_pb2_grpc import add_CoordinatorServicer_to_server
 from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, ReplicaStatus
 from relaxd.v1.replica_pb2_grpc import add_ReplicaServicer_to_server

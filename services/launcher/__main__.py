@@ -3,9 +3,9 @@
 import asyncio
 import sys
 
-from relaxd.launcher.server import run_launcher
+from relaxd.replica.launcher_server import run_launcher
 from relaxd.rpc.errors import RpcError
-from relaxd.rpc.settings import parse_settings
+from relaxd.rpc.service_settings import parse_settings
 from relaxd.telemetry.printable import escape_lines
 from services.launcher.docker_host import DockerHost
 

@@ -12,8 +12,8 @@ import docker.errors
 import requests
 
 from relaxd.roles import REPLICA_ROLES, SCALABLE_ROLES
-from relaxd.rpc.container_id import container_id
 from relaxd.rpc.errors import FailedPrecondition, NotFound, Unavailable
+from relaxd.rpc.service_settings import container_id
 from relaxd.v1 import launcher_pb2 as pb
 from services.launcher.container import LAUNCH_ID, NUMBER, ONEOFF, PROJECT, ROLE, SERVICE, container_config
 

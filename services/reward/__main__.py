@@ -2,10 +2,10 @@
 
 import asyncio
 
-from relaxd.replica.context import open_context
-from relaxd.replica.replica import run_replica
+from relaxd.replica.replica_context import open_context
+from relaxd.replica.replica_life import run_replica
 from relaxd.rpc.server import Service
-from relaxd.rpc.settings import parse_settings
+from relaxd.rpc.service_settings import parse_settings
 from relaxd.v1 import reward_pb2_grpc
 from services.reward.server import RewardServicer
 from services.reward.service import RewardService

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from relaxd.config import RewardConfig
-from relaxd.rpc.settings import SECRET_FILES
+from relaxd.rpc.service_settings import SECRET_FILES
 from relaxd.sandbox.enclosure import Measure, Plan
 
 NEEDED = ("network", "files", "memory", "processes")

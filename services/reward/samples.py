@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from relaxd.rewards import RewardInput
 from relaxd.rewards.base import text_message
 from relaxd.rewards.messages import text_and_media, to_proto
-from relaxd.rpc.enums import numbers, words
+from relaxd.rpc.message_parts import numbers, words
 from relaxd.v1.content_pb2 import Conversation
 from relaxd.v1.reward_pb2 import ScoreRequest
 from relaxd.v1.sample_pb2 import FinishReason

@@ -5,8 +5,8 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from relaxd.rewards import REWARDS, RewardInput, RewardOutput, UnknownRewardError, check_name, describe, is_bundled
-from relaxd.rpc.enums import words
 from relaxd.rpc.errors import InvalidArgument, PermissionDenied, Unavailable, Violations
+from relaxd.rpc.message_parts import words
 from relaxd.v1 import content_pb2, reward_pb2, reward_pb2_grpc
 from relaxd.v1.sample_pb2 import FinishReason
 from services.reward.pool import Failure, PoolClosedError, WorkerStartError

@@ -15,8 +15,8 @@ from relaxd.board import OFF_POLICY_TOKENS, Column, Delivery, Drop, DropReason
 from relaxd.board.worker import Process, Result
 from relaxd.config import RewardConfig, RunConfig
 from relaxd.evaluation.sets import sets_of
-from relaxd.replica.context import ReplicaContext
-from relaxd.replica.service import ServiceStatus
+from relaxd.replica.replica_context import ReplicaContext
+from relaxd.replica.service_interface import ServiceStatus
 from relaxd.replica.stage_replica import StageReplica
 from relaxd.rewards import RewardInput, RewardOutput, UnknownRewardError
 from relaxd.rewards.base import text_message

@@ -17,7 +17,7 @@ from relaxd.config import JudgeConfig, RewardConfig
 from relaxd.rewards import RewardInput
 from relaxd.rewards.judge import JudgeError, NoJudgeError
 from relaxd.rpc.credentials import read_token
-from relaxd.rpc.settings import JUDGE_KEY
+from relaxd.rpc.service_settings import JUDGE_KEY
 from relaxd.v1.judge_pb2 import AskRequest, AskResponse
 from services.reward.cache import Score, Scored
 from services.reward.enclosure import MissingPathError

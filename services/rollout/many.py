@@ -12,12 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from relaxd.replica.context import ReplicaContext, open_context
 from relaxd.replica.gpus import Gpu, GpuLeases
-from relaxd.replica.replica import run_replica
-from relaxd.replica.sync_ids import SyncIds
+from relaxd.replica.replica_context import ReplicaContext, open_context
+from relaxd.replica.replica_life import run_replica
+from relaxd.replica.replica_server import SyncIds
 from relaxd.rpc.server import Service
-from relaxd.rpc.settings import parse_settings
+from relaxd.rpc.service_settings import parse_settings
 from relaxd.v1 import rollout_pb2_grpc
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 from services.rollout.service.server import RolloutServicer

@@ -2,11 +2,11 @@
 
 import asyncio
 
-from relaxd.replica.context import open_context
-from relaxd.replica.replica import run_replica
-from relaxd.replica.sync_ids import SyncIds
+from relaxd.replica.replica_context import open_context
+from relaxd.replica.replica_life import run_replica
+from relaxd.replica.replica_server import SyncIds
 from relaxd.rpc.server import Service
-from relaxd.rpc.settings import parse_settings
+from relaxd.rpc.service_settings import parse_settings
 from relaxd.v1 import trainer_pb2_grpc
 from services.trainer.service.server import TrainerService, TrainerServicer
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from relaxd.roles import REPLICA_ROLES, ROLES
-from relaxd.rpc.access.callers import TOKEN_ROLES
-from relaxd.rpc.access.tokens import AccessTokens
+from relaxd.rpc.access import TOKEN_ROLES, AccessTokens
 from tests.compose.stack import COMPOSE, Stack
 
 SCRIPT = COMPOSE.parent / "secrets.sh"

@@ -2,9 +2,9 @@
 
 import asyncio
 
-from relaxd.launcher.server import run_launcher
+from relaxd.replica.launcher_server import run_launcher
 from relaxd.roles import SCALABLE_ROLES
-from relaxd.rpc.settings import parse_settings
+from relaxd.rpc.service_settings import parse_settings
 from relaxd.v1 import launcher_pb2 as pb
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import socket
 
-from relaxd.rpc.settings import COORDINATOR_PORT
+from relaxd.rpc.service_settings import COORDINATOR_PORT
 
 
 class _Ports:

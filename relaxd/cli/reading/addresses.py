@@ -4,7 +4,7 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from relaxd.rpc.access.stack_identity import STACK_VARIABLE
+from relaxd.rpc.stack_identity import STACK_VARIABLE
 from relaxd.v1 import coordinator_pb2 as pb
 
 

@@ -17,7 +17,7 @@ from relaxd.client.coordinator import CoordinatorClient, state_name
 from relaxd.client.errors import CliError
 from relaxd.local.compose import Container
 from relaxd.local.state import StackState
-from relaxd.rpc.enums import words
+from relaxd.rpc.message_parts import words
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.health_pb2 import HEALTH_STATE_HEALTHY, HealthState
 from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, ReplicaState

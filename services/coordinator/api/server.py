@@ -10,9 +10,9 @@ import grpc
 
 from relaxd import PROTOCOL_VERSION, __version__
 from relaxd.roles import REPLICA_ROLES
-from relaxd.rpc.access.callers import speak_for
+from relaxd.rpc.access import speak_for
 from relaxd.rpc.errors import FailedPrecondition, NotFound, Unavailable, Violations, explain, shortened
-from relaxd.rpc.paging import Page, newest_first
+from relaxd.rpc.message_parts import Page, newest_first
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import scaling_pb2
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorServicer

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from relaxd.board.sides.side_base import RUN_ID, RUN_ID_RULE
 from relaxd.roles import REPLICA_ROLES, ROLES, ROLLOUT, SCALABLE_ROLES, unknown_role
 from relaxd.rpc.errors import InvalidArgument, Violations
-from relaxd.rpc.gpu_uuids import GPU_UUID, GPU_UUID_RULE, MAX_GPUS, check_gpu_uuids
+from relaxd.rpc.message_parts import GPU_UUID, GPU_UUID_RULE, MAX_GPUS, check_gpu_uuids
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import scaling_pb2
 from services.coordinator.runs.starting import check_run_id

@@ -19,8 +19,8 @@ from relaxd.models import DataError
 from relaxd.rewards.base import text_message
 from relaxd.rewards.messages import to_proto
 from relaxd.roles import REWARD, ROLES
-from relaxd.rpc.enums import words
 from relaxd.rpc.errors import explain
+from relaxd.rpc.message_parts import words
 from relaxd.v1.content_pb2 import Conversation
 from relaxd.v1.reward_pb2 import Score, ScoreRequest
 from relaxd.v1.rollout_pb2 import GenerateRequest, GenerateResponse

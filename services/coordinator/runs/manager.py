@@ -14,10 +14,10 @@ from relaxd.board import BoardUnavailable, roles_for, stages_for
 from relaxd.config import BoardConfig, RunConfig
 from relaxd.data.dataset import RunData, load_data
 from relaxd.models import DataError
-from relaxd.process.garbage import freeze_objects
+from relaxd.process.upkeep import freeze_objects
 from relaxd.rpc.errors import AlreadyExists, FailedPrecondition, NotFound, ResourceExhausted, Unavailable
-from relaxd.rpc.paging import newest_first
-from relaxd.rpc.settings import ServiceSettings
+from relaxd.rpc.message_parts import newest_first
+from relaxd.rpc.service_settings import ServiceSettings
 from relaxd.run_folder import holder_of
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.waiting import waits

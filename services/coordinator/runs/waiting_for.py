@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from relaxd.board import HeldGroup, QueueDepth
 from relaxd.roles import ROLES, SCALABLE_ROLES
-from relaxd.rpc.enums import words
+from relaxd.rpc.message_parts import words
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import replica_pb2
 from relaxd.waiting import duration

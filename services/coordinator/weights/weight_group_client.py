@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 
 from relaxd.config import WeightsConfig
-from relaxd.rpc.enums import numbers
 from relaxd.rpc.errors import explain
+from relaxd.rpc.message_parts import numbers
 from relaxd.v1 import rollout_pb2, trainer_pb2
 from relaxd.v1.replica_pb2 import WeightVersion
 from relaxd.v1.rollout_pb2_grpc import RolloutStub

@@ -8,8 +8,8 @@ import aiohttp
 
 from relaxd.config import JudgeConfig
 from relaxd.rewards.judge.asking import JudgeError
-from relaxd.rpc.enums import numbers
-from relaxd.rpc.settings import JUDGE_KEY
+from relaxd.rpc.message_parts import numbers
+from relaxd.rpc.service_settings import JUDGE_KEY
 from relaxd.v1.judge_pb2 import AskRequest, AskResponse
 from relaxd.v1.sample_pb2 import FinishReason
 from services.reward.http_answers import SHOWN, read_at_most, retry_after, shortened

@@ -12,7 +12,7 @@ from relaxd.rewards.judge.asking import JudgeError
 from relaxd.roles import JUDGE
 from relaxd.rpc.client import channel
 from relaxd.rpc.errors import explain
-from relaxd.rpc.settings import ServiceSettings
+from relaxd.rpc.service_settings import ServiceSettings
 from relaxd.v1.coordinator_pb2 import ListReplicasRequest, RegisteredReplica
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 from relaxd.v1.judge_pb2 import AskRequest, AskResponse

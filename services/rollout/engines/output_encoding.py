@@ -8,7 +8,7 @@ from typing import cast
 
 import numpy as np
 
-from relaxd.rpc.enums import numbers, words
+from relaxd.rpc.message_parts import numbers, words
 from relaxd.v1 import engine_pb2, sample_pb2
 from services.rollout.engines.types import FinishReason, Output
 

@@ -2,12 +2,12 @@
 
 import asyncio
 
-from relaxd.replica.context import open_context
-from relaxd.replica.replica import run_replica
-from relaxd.replica.sync_ids import SyncIds
+from relaxd.replica.replica_context import open_context
+from relaxd.replica.replica_life import run_replica
+from relaxd.replica.replica_server import SyncIds
 from relaxd.roles import JUDGE
 from relaxd.rpc.server import Service
-from relaxd.rpc.settings import parse_settings
+from relaxd.rpc.service_settings import parse_settings
 from relaxd.v1 import judge_pb2_grpc
 from services.rollout.judge.server import JudgeServicer
 from services.rollout.judge.service import JudgeService

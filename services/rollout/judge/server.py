@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from relaxd.replica.sync_ids import SyncIds
+from relaxd.replica.replica_server import SyncIds
 from relaxd.rpc.errors import Violations
 from relaxd.v1 import judge_pb2, judge_pb2_grpc
 from services.rollout.engines.output_encoding import FINISH_NUMBERS

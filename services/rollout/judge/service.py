@@ -14,9 +14,9 @@ from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.models import DataError
 from relaxd.models.folders import resolve_model
 from relaxd.process.child import ChildExit
-from relaxd.replica.context import ReplicaContext
 from relaxd.replica.gpus import gpu_environment
-from relaxd.replica.service import ReplicaService, ServiceStatus
+from relaxd.replica.replica_context import ReplicaContext
+from relaxd.replica.service_interface import ReplicaService, ServiceStatus
 from relaxd.roles import JUDGE, ROLES
 from relaxd.rpc.errors import FailedPrecondition, InvalidArgument, RpcError, Unavailable
 from relaxd.v1.coordinator_pb2 import Assignment

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from relaxd.config import RolloutConfig
 from relaxd.process.child import Child, ChildExit, ChildExited
+from relaxd.process.child_channel import Turns
 from relaxd.process.gpu_lease import GpuLease
-from relaxd.process.turns import Turns
 from relaxd.roles import ROLLOUT
 from relaxd.rpc.errors import Aborted, RpcError
 from relaxd.v1 import engine_pb2, engine_pb2_grpc, rollout_pb2, rollout_pb2_grpc, weights_pb2

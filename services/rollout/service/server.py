@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from opentelemetry import trace
 
-from relaxd.replica.sync_ids import SyncIds
-from relaxd.rpc.enums import words
+from relaxd.replica.replica_server import SyncIds
 from relaxd.rpc.errors import AlreadyExists, FailedPrecondition, NotFound, Unavailable, Violations
+from relaxd.rpc.message_parts import words
 from relaxd.v1 import replica_pb2, rollout_pb2, rollout_pb2_grpc, weights_pb2
 from services.rollout.engines.engine import RolloutEngine
 from services.rollout.engines.output_encoding import FINISH_NUMBERS

@@ -15,9 +15,9 @@ from relaxd.board import Board, StageWorker, stages_for
 from relaxd.config import RunConfig
 from relaxd.models.folders import resolve_model
 from relaxd.process.child import ChildError, ChildExit
-from relaxd.replica.context import ReplicaContext
 from relaxd.replica.gpus import Gpu, gpu_environment, memory_used, wait_until_steady
-from relaxd.replica.service import ReplicaService, ServiceStatus
+from relaxd.replica.replica_context import ReplicaContext
+from relaxd.replica.service_interface import ReplicaService, ServiceStatus
 from relaxd.roles import ROLES, ROLLOUT
 from relaxd.rpc.errors import RpcError
 from relaxd.v1 import replica_pb2

@@ -2,10 +2,10 @@
 
 import asyncio
 
-from relaxd.replica.context import open_context
-from relaxd.replica.replica import run_replica
+from relaxd.replica.replica_context import open_context
+from relaxd.replica.replica_life import run_replica
 from relaxd.roles import TEACHER
-from relaxd.rpc.settings import parse_settings
+from relaxd.rpc.service_settings import parse_settings
 from services.rollout.teacher.service import TeacherService
 
 

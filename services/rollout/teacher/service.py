@@ -15,9 +15,9 @@ from relaxd.config import RunConfig
 from relaxd.models.folders import resolve_model
 from relaxd.models.vocabulary import check_vocabularies, vocab_size
 from relaxd.process.child import ChildExit
-from relaxd.replica.context import ReplicaContext
 from relaxd.replica.gpus import gpu_environment
-from relaxd.replica.service import ServiceStatus
+from relaxd.replica.replica_context import ReplicaContext
+from relaxd.replica.service_interface import ServiceStatus
 from relaxd.replica.stage_replica import StageReplica
 from relaxd.roles import ROLES, TEACHER
 from relaxd.rpc.errors import FailedPrecondition, RpcError

@@ -10,7 +10,7 @@ from relaxd.algorithms.algorithm_trial import create_tried
 from relaxd.board import CRITIC_STATE, Board, DropReason, stages_for
 from relaxd.config import RunConfig
 from relaxd.process.child_server import ChildServer
-from relaxd.process.garbage import freeze_objects
+from relaxd.process.upkeep import freeze_objects
 from relaxd.run_folder import critic_folder
 from relaxd.v1 import rank_pb2 as pb
 from relaxd.v1 import rank_pb2_grpc

@@ -2,9 +2,9 @@
 
 import asyncio
 
-from relaxd.replica.context import open_context
-from relaxd.replica.replica import run_replica
-from relaxd.rpc.settings import parse_settings
+from relaxd.replica.replica_context import open_context
+from relaxd.replica.replica_life import run_replica
+from relaxd.rpc.service_settings import parse_settings
 from services.trainer.frozen.service import StageService
 
 

@@ -16,7 +16,7 @@ from relaxd.board import REFERENCE_WEIGHTS, STUDENT_CANDIDATES, TEACHER_PROMPT_T
 from relaxd.config import RunConfig, TrainerConfig
 from relaxd.models.folders import frozen_models, resolve_model
 from relaxd.process.child_server import ChildServer
-from relaxd.process.garbage import freeze_objects
+from relaxd.process.upkeep import freeze_objects
 from relaxd.roles import ROLES
 from relaxd.v1 import rank_pb2 as pb
 from relaxd.v1 import rank_pb2_grpc

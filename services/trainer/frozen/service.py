@@ -9,9 +9,9 @@ from pathlib import Path
 from relaxd.board import roles_for
 from relaxd.config import RunConfig
 from relaxd.models.vocabulary import check_vocabularies
-from relaxd.replica.context import ReplicaContext
 from relaxd.replica.gpus import gpu_environment
-from relaxd.replica.service import ReplicaService, ServiceStatus
+from relaxd.replica.replica_context import ReplicaContext
+from relaxd.replica.service_interface import ReplicaService, ServiceStatus
 from relaxd.roles import ROLES
 from relaxd.rpc.errors import FailedPrecondition, RpcError
 from relaxd.v1 import rank_pb2 as pb

@@ -18,7 +18,7 @@ from relaxd.board import Board, stages_for
 from relaxd.config import RunConfig
 from relaxd.models.vocabulary import check_vocabularies
 from relaxd.process.child_server import ChildServer, in_turn
-from relaxd.process.garbage import freeze_objects
+from relaxd.process.upkeep import freeze_objects
 from relaxd.roles import TEACHER
 from relaxd.rpc.errors import Aborted, FailedPrecondition, ResourceExhausted, RpcError, Unavailable
 from relaxd.v1 import rank_pb2 as rank_pb

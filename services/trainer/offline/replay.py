@@ -16,8 +16,8 @@ from typing import Any
 
 from relaxd.config import RunConfig
 from relaxd.models import DataError
+from relaxd.process.ports import NoFreePort, reserve_port
 from relaxd.run_folder import checkpoint_path
-from relaxd.weights.ports import NoFreePort, reserve_port
 from services.trainer.batch.step_file import StepFileError, read_step_file, step_file_path
 from services.trainer.batch.step_plan import OUTCOME
 from services.trainer.checkpoints.folder import CheckpointBroken, read_state

@@ -9,11 +9,11 @@ from typing import Any
 
 from relaxd.config import RunConfig
 from relaxd.process.child import Child, ChildError
+from relaxd.process.child_channel import Turns
 from relaxd.process.gpu_lease import GpuLease
-from relaxd.process.turns import Turns
+from relaxd.process.ports import NoFreePort, ReservedPort, reserve_port
 from relaxd.rpc.errors import InvalidArgument, RpcError
 from relaxd.v1 import rank_pb2, rank_pb2_grpc, trainer_pb2_grpc
-from relaxd.weights.ports import NoFreePort, ReservedPort, reserve_port
 
 RankEvent = Callable[["RankProcess", rank_pb2.WorkResponse], None]
 """Callback with the rank and its event."""

@@ -12,7 +12,7 @@ from relaxd.process.child import ChildError
 from relaxd.process.gpu_lease import GpuLease
 from relaxd.rpc.client import channel
 from relaxd.rpc.errors import InvalidArgument, RpcError, Unavailable, explain
-from relaxd.rpc.settings import ServiceSettings
+from relaxd.rpc.service_settings import ServiceSettings
 from relaxd.v1 import coordinator_pb2, coordinator_pb2_grpc, rank_pb2, replica_pb2, trainer_pb2
 from relaxd.waiting import Backoff
 from services.trainer.service.rank_processes import RANK, RankProcess, RankProcesses

@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 
 from relaxd import telemetry
 from relaxd.config import RunConfig
-from relaxd.replica.context import ReplicaContext
 from relaxd.replica.gpus import gpu_environment
-from relaxd.replica.replica import advertised_address
-from relaxd.replica.service import ReplicaService, ServiceStatus
-from relaxd.replica.sync_ids import SyncIds
+from relaxd.replica.replica_context import ReplicaContext
+from relaxd.replica.replica_life import advertised_address
+from relaxd.replica.replica_server import SyncIds
+from relaxd.replica.service_interface import ReplicaService, ServiceStatus
 from relaxd.roles import TRAINER
-from relaxd.rpc.enums import words
+from relaxd.rpc.credentials import is_loopback
 from relaxd.rpc.errors import (
     Aborted,
     FailedPrecondition,
@@ -24,8 +24,8 @@ from relaxd.rpc.errors import (
     Unavailable,
     Violations,
 )
-from relaxd.rpc.security import is_loopback
-from relaxd.rpc.settings import ServiceSettings
+from relaxd.rpc.message_parts import words
+from relaxd.rpc.service_settings import ServiceSettings
 from relaxd.v1 import coordinator_pb2, trainer_pb2_grpc, weights_pb2
 from relaxd.v1 import rank_pb2 as rank_pb
 from relaxd.v1 import trainer_pb2 as pb

@@ -11,12 +11,12 @@ from pathlib import Path
 from relaxd.config import RunConfig
 from relaxd.process.child import Child
 from relaxd.replica import gpus
-from relaxd.replica.context import ReplicaContext, open_context
 from relaxd.replica.gpus import Gpu, gpu_environment
-from relaxd.replica.replica import run_replica
-from relaxd.replica.service import ReplicaService, ServiceStatus
+from relaxd.replica.replica_context import ReplicaContext, open_context
+from relaxd.replica.replica_life import run_replica
+from relaxd.replica.service_interface import ReplicaService, ServiceStatus
 from relaxd.roles import ROLLOUT
-from relaxd.rpc.settings import parse_settings
+from relaxd.rpc.service_settings import parse_settings
 from relaxd.v1.coordinator_pb2 import Assignment
 from tests.kit.processes import is_alive
 

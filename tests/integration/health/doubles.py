@@ -22,13 +22,13 @@ import numpy as np
 from relaxd.board import CRITIC_STATE, VALUES, Column, Delivery
 from relaxd.board.worker import Process
 from relaxd.config import RunConfig
-from relaxd.replica.context import ReplicaContext, open_context
-from relaxd.replica.replica import run_replica
-from relaxd.replica.service import ReplicaService
+from relaxd.replica.replica_context import ReplicaContext, open_context
+from relaxd.replica.replica_life import run_replica
+from relaxd.replica.service_interface import ReplicaService
 from relaxd.replica.stage_replica import StageReplica
 from relaxd.roles import CRITIC
 from relaxd.rpc.errors import Aborted, InvalidArgument
-from relaxd.rpc.settings import parse_settings
+from relaxd.rpc.service_settings import parse_settings
 from relaxd.v1 import rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from relaxd.v1.coordinator_pb2 import Assignment
 

@@ -17,7 +17,7 @@ import psutil
 from relaxd.board import Board, Delivery, NewGroup, stages_for
 from relaxd.config import RunConfig
 from relaxd.rpc.client import sync_channel
-from relaxd.rpc.enums import words
+from relaxd.rpc.message_parts import words
 from relaxd.v1 import (
     coordinator_pb2,
     coordinator_pb2_grpc,

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from relaxd.rpc.enums import words
 from relaxd.rpc.errors import explain, field_violations
+from relaxd.rpc.message_parts import words
 from relaxd.v1 import coordinator_pb2, replica_pb2, replica_pb2_grpc, rollout_pb2, sample_pb2
 from tests.integration.rollout.rollout_kit import (
     PATIENCE,

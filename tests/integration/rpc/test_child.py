@@ -12,9 +12,9 @@ import pytest
 from google.protobuf.struct_pb2 import Struct
 
 from relaxd.process.child import LIFELINE_VARIABLE, SOCKET_VARIABLE, TOKEN_VARIABLE, Child, ChildExited
+from relaxd.process.child_channel import Turns
 from relaxd.process.child_server import serve_socket
-from relaxd.process.idle_threads import IDLE_THREADS
-from relaxd.process.turns import Turns
+from relaxd.process.upkeep import IDLE_THREADS
 from relaxd.rpc.errors import DeadlineExceeded, InvalidArgument, RpcError
 from tests.integration.rpc.echo_child import Echo, add_echo
 from tests.kit.child_service import ChildStub, struct
@@ -38,7 +38,7 @@ LEAVING = f"""
 import asyncio, logging, sys
 from contextlib import suppress
 from relaxd.process.child import Child, ChildExited
-from relaxd.process.turns import Turns
+from relaxd.process.child_channel import Turns
 from tests.kit.child_service import ChildStub, struct
 kept = []
 async def until_it_ends(reading):

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from relaxd import PROTOCOL_VERSION
 from relaxd.config import DataConfig, ModelConfig, RewardConfig, RunConfig, RunSection
-from relaxd.replica.exit_codes import RESTART
+from relaxd.replica import RESTART
 from relaxd.roles import REWARD
 from relaxd.rpc.client import channel
 from relaxd.rpc.errors import FailedPrecondition, NotFound

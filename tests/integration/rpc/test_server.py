@@ -14,10 +14,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
-from relaxd.rpc.access.tokens import AccessTokens
+from relaxd.rpc.access import AccessTokens
 from relaxd.rpc.client import channel, sync_channel
+from relaxd.rpc.credentials import ServerSecurity
 from relaxd.rpc.errors import InvalidArgument, NotFound, ServerError, Violations, explain, field_violations
-from relaxd.rpc.security import ServerSecurity
 from relaxd.rpc.server import RunningServer, Service, start_server
 from relaxd.rpc.terms import NewestTerm
 from relaxd.v1 import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc

@@ -10,7 +10,7 @@ import redis
 from relaxd.board import BoardUnavailable
 from relaxd.client.errors import CliError
 from relaxd.local import embedded_redis
-from relaxd.rpc.settings import parse_settings
+from relaxd.rpc.service_settings import parse_settings
 from tests.kit.boards import advance, group, make_board, take
 from tests.kit.certificates import CertificateAuthority
 from tests.kit.ports import free_port

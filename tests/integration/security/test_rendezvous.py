@@ -3,7 +3,7 @@
 import psutil
 import pytest
 
-from relaxd.rpc.settings import ServiceSettings
+from relaxd.rpc.service_settings import ServiceSettings
 from relaxd.weights.group import host_store
 from services.trainer.service.server import _store_host
 

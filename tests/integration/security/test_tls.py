@@ -12,9 +12,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from relaxd.rpc.access.tokens import AccessTokens
+from relaxd.rpc.access import AccessTokens
 from relaxd.rpc.client import channel, sync_channel
-from relaxd.rpc.security import ServerSecurity
+from relaxd.rpc.credentials import ServerSecurity
 from relaxd.rpc.server import RunningServer, start_server
 from relaxd.rpc.tls import TlsFiles, connection_hint
 from relaxd.v1 import coordinator_pb2, replica_pb2, replica_pb2_grpc

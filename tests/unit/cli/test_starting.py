@@ -11,9 +11,9 @@ import pytest
 from relaxd.cli.new_run import new_run_id
 from relaxd.client.errors import CliError
 from relaxd.local.state import StateFolder
-from relaxd.weights.ports import ReservedPort
+from relaxd.process.ports import ReservedPort
 
-RESERVE = "from relaxd.weights.ports import ReservedPort; import sys; ReservedPort('127.0.0.1', int(sys.argv[1]))"
+RESERVE = "from relaxd.process.ports import ReservedPort; import sys; ReservedPort('127.0.0.1', int(sys.argv[1]))"
 
 
 def reserve_elsewhere(port: int) -> str:

@@ -8,8 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from relaxd.config import RunConfig
+from relaxd.process.ports import NoFreePort, ReservedPort, listen, reserve_port
 from relaxd.weights.group import host_store
-from relaxd.weights.ports import NoFreePort, ReservedPort, listen, reserve_port
 from tests.kit.ports import free_port as own_port
 
 

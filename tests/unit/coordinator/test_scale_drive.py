@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from relaxd.launcher.server import LauncherServicer
+from relaxd.replica.launcher_server import LauncherServicer
 from relaxd.rpc.errors import Unavailable
 from relaxd.rpc.server import Service, start_server
 from relaxd.rpc.terms import RedisTerm

@@ -7,7 +7,7 @@ import grpc
 import pytest
 import redis
 
-from relaxd.launcher.server import LauncherServicer
+from relaxd.replica.launcher_server import LauncherServicer
 from relaxd.rpc.client import channel
 from relaxd.rpc.errors import InvalidArgument, field_violations
 from relaxd.rpc.server import start_server

@@ -10,11 +10,10 @@ from google.protobuf.descriptor_pb2 import MethodOptions
 
 import relaxd.v1
 from relaxd.roles import COORDINATOR, REPLICA_ROLES
-from relaxd.rpc.access.callers import ADMIN, READ, REPLICA, TOKEN_ROLES, callers_of, speak_for
-from relaxd.rpc.access.tokens import KNOWN_TOKENS, AccessTokens
+from relaxd.rpc.access import ADMIN, KNOWN_TOKENS, READ, REPLICA, TOKEN_ROLES, AccessTokens, callers_of, speak_for
+from relaxd.rpc.credentials import ServerSecurity, is_loopback
 from relaxd.rpc.errors import PermissionDenied, ServerError, Unauthenticated
 from relaxd.rpc.methods import callers, may_repeat, methods, needs_term, path
-from relaxd.rpc.security import ServerSecurity, is_loopback
 from relaxd.rpc.tls import TlsFiles
 
 READ_TOKEN, REWARD_TOKEN, TRAINER_TOKEN, ADMIN_TOKEN = "r" * 32, "s" * 32, "t" * 32, "a" * 32

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from relaxd.rpc.container_id import container_id
-from relaxd.rpc.settings import parse_settings
+from relaxd.rpc.service_settings import container_id, parse_settings
 
 ID = "14cd870b9ccadaf2dfaee04eacee37fb260669aa8e970fea5b8f5a3771730cef"
 OTHER = "b802db69c459fa386f6798dfa1e791b918e4af892eddfba32b2be2ef04a67916"
@@ -32,7 +31,7 @@ def test_outside_of_a_container_there_is_none(tmp_path: Path) -> None:
 
 
 def test_it_names_the_replica_and_its_instance(monkeypatch) -> None:
-    monkeypatch.setattr("relaxd.rpc.settings.container_id", lambda: ID[:12])
+    monkeypatch.setattr("relaxd.rpc.service_settings.container_id", lambda: ID[:12])
     settings = parse_settings("trainer", [], {})
     assert settings.instance == ID[:12]
     assert settings.replica_id.startswith(f"trainer-{ID[:12]}-")

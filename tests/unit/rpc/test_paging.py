@@ -5,7 +5,7 @@ import base64
 import pytest
 
 from relaxd.rpc.errors import InvalidArgument, Violations
-from relaxd.rpc.paging import MAX_PAGE_BYTES, Page, newest_first
+from relaxd.rpc.message_parts import MAX_PAGE_BYTES, Page, newest_first
 from relaxd.v1 import coordinator_pb2 as pb
 
 

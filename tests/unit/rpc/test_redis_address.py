@@ -6,7 +6,7 @@ import pytest
 
 from relaxd.redis_client import parse, where
 from relaxd.rpc.credentials import with_certificates, with_password
-from relaxd.rpc.settings import parse_settings
+from relaxd.rpc.service_settings import parse_settings
 
 SENTINELS = "redis+sentinel://ann:secret@a:1,b/mine/3"
 

@@ -3,7 +3,7 @@
 import pytest
 
 from relaxd.rpc.credentials import read_token
-from relaxd.rpc.settings import parse_settings
+from relaxd.rpc.service_settings import parse_settings
 from services.coordinator.api.validation import REPLICA_ID
 
 

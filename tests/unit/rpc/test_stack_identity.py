@@ -7,10 +7,10 @@ from typing import Any
 import grpc
 import pytest
 
-from relaxd.rpc.access.stack_identity import STACK_IDENTITY, STACK_VARIABLE, make_stack_identity
 from relaxd.rpc.client import channel
 from relaxd.rpc.errors import from_call
 from relaxd.rpc.server import start_server
+from relaxd.rpc.stack_identity import STACK_IDENTITY, STACK_VARIABLE, make_stack_identity
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorServicer, CoordinatorStub, add_CoordinatorServicer_to_server
 

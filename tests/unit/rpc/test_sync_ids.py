@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from relaxd.replica.sync_ids import MAX_SYNC_ID, SyncIds
+from relaxd.replica.replica_server import MAX_SYNC_ID, SyncIds
 from relaxd.rpc.errors import FailedPrecondition, InvalidArgument
 from relaxd.rpc.terms import NewestTerm
 

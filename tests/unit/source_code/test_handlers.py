@@ -1,4 +1,4 @@
-"""Where gRPC handlers are: those of a service in `server.py`, those of a child process in the file of its program."""
+"""Where gRPC handlers are: those of a service in a file named *server.py, those of a child in its program's file."""
 
 import ast
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ def handlers(sources: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 def test_handlers_of_services_are_in_server_py_and_those_of_children_are_listed() -> None:
     found = dict(handlers({path.relative_to(ROOT).as_posix(): path.read_text() for path in files()}))
-    elsewhere = {file: name for file, name in found.items() if file.rpartition("/")[2] != SERVER}
+    elsewhere = {file: name for file, name in found.items() if not file.endswith(SERVER)}
     assert elsewhere == CHILDREN, "move a service's handlers to its server.py, or list a child process"
 
 

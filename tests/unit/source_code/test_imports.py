@@ -3,7 +3,7 @@
 from tests.kit.processes import run_python
 
 MODULES = (
-    *("relaxd.algorithms", "relaxd.rewards", "relaxd.telemetry", "relaxd.replica.replica", "relaxd.cli.main"),
+    *("relaxd.algorithms", "relaxd.rewards", "relaxd.telemetry", "relaxd.replica.replica_life", "relaxd.cli.main"),
     *("services.coordinator.__main__", "services.reward.__main__", "services.advantage.__main__"),
     *("services.launcher.__main__", "services.trainer.__main__", "services.rollout.__main__"),
     *("services.trainer.critic.__main__", "services.trainer.reference.__main__", "services.trainer.teacher.__main__"),

@@ -31,8 +31,8 @@ WITHOUT_DEADLINE = {
         ("relaxd/process/child.py", "Child._raise_if_exited"),
         ("relaxd/replica/assignment.py", "AssignmentFollower.drain"),
         ("relaxd/replica/assignment.py", "AssignmentFollower._after_late_drain"),
-        ("relaxd/replica/replica.py", "_Life.keep_registered"),
-        ("relaxd/replica/replica.py", "run_replica"),
+        ("relaxd/replica/replica_life.py", "_Life.keep_registered"),
+        ("relaxd/replica/replica_life.py", "run_replica"),
         ("services/coordinator/runs/evaluation.py", "_Evaluation.run"),
         ("services/coordinator/health/health_manager.py", "HealthManager._tick"),
         ("services/coordinator/fleet/stall_limit.py", "answer"),
@@ -50,11 +50,11 @@ WITHOUT_DEADLINE = {
         ("relaxd/process/child.py", "Child._watch"),  # a thread for the life of the child
         ("relaxd/process/child_server.py", "serve_socket"),
         ("relaxd/process/child_server.py", "Outbox.__aiter__"),  # its reader's call ends
-        ("relaxd/process/idle_threads.py", "IdleThreads._work"),  # until the next call
-        ("relaxd/process/turns.py", "Turns._sent"),  # until the next request
-        ("relaxd/launcher/server.py", "_serve"),
-        ("relaxd/replica/replica.py", "_Life.keep_registered"),
-        ("relaxd/replica/replica.py", "run_replica"),
+        ("relaxd/process/upkeep.py", "IdleThreads._work"),  # until the next call
+        ("relaxd/process/child_channel.py", "Turns._sent"),  # until the next request
+        ("relaxd/replica/launcher_server.py", "_serve"),
+        ("relaxd/replica/replica_life.py", "_Life.keep_registered"),
+        ("relaxd/replica/replica_life.py", "run_replica"),
         ("relaxd/rpc/server.py", "RunningServer.wait"),
         ("relaxd/waiting.py", "Waits._log_forever"),
         ("relaxd/weights/cuda_ipc.py", "IpcConnection._work"),
@@ -83,7 +83,7 @@ WITHOUT_DEADLINE = {
             "relaxd/replica/assignment.py",
             "AssignmentFollower._start",
         ),  # start_run's own; another assignment ends it
-        ("relaxd/replica/replica.py", "_end"),  # both were cancelled
+        ("relaxd/replica/replica_life.py", "_end"),  # both were cancelled
         ("services/reward/remote/breaker.py", "Breaker.wait_closed"),  # reward.outage_seconds
         ("relaxd/weights/gloo.py", "GlooBroadcast.finish"),  # the process group's timeout
         ("relaxd/weights/cuda_ipc.py", "IpcConnection.abort"),  # each broadcast before it has a deadline

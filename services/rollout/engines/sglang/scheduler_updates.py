@@ -10,7 +10,7 @@ from typing import Any
 import zmq
 from sglang.srt.utils.network import get_zmq_socket
 
-from relaxd.process.idle_threads import IdleThreads
+from relaxd.process.upkeep import IdleThreads
 from relaxd.rpc.errors import Aborted, RpcError
 from services.rollout.engines.sglang.messages import (
     GroupLeft,

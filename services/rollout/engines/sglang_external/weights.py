@@ -12,8 +12,8 @@ from collections.abc import Awaitable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from relaxd.rpc.enums import words
 from relaxd.rpc.errors import Aborted, DeadlineExceeded, RpcError
+from relaxd.rpc.message_parts import words
 from relaxd.v1 import rollout_pb2, sample_pb2, weights_pb2
 from services.rollout.engines.sglang_external.client import ServerRefusal, SGLangClient
 from services.rollout.engines.types import BadManifest, EngineError

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from relaxd.process.garbage import freeze_objects
+from relaxd.process.upkeep import freeze_objects
 from services.trainer.batch.row_packing import pack
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.snapshots import checkpoint_copies, part_files

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from relaxd.launcher.server import LauncherServicer
+from relaxd.replica.launcher_server import LauncherServicer
 from relaxd.roles import REWARD, ROLLOUT
 from relaxd.rpc.errors import FailedPrecondition
 from relaxd.rpc.server import Service, start_server

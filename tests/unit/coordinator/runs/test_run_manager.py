@@ -10,7 +10,7 @@ import redis
 
 from relaxd.redis_client import key_prefix
 from relaxd.rpc.errors import ResourceExhausted
-from relaxd.rpc.settings import ServiceSettings
+from relaxd.rpc.service_settings import ServiceSettings
 from relaxd.rpc.tls import TlsFiles
 from relaxd.waiting import waiting
 from services.coordinator.fleet.peers import Peers

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from relaxd.board import HeldGroup, QueueDepth
-from relaxd.rpc.enums import numbers, words
+from relaxd.rpc.message_parts import numbers, words
 from relaxd.v1 import replica_pb2
 from relaxd.v1.coordinator_pb2 import WAIT_KIND_HELD_GROUP, WAIT_KIND_ROLE, WaitKind
 from services.coordinator.runs.waiting_for import REASONS, Named, Peer, RunSnapshot, evidence, explain, is_late

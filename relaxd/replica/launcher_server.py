@@ -1,4 +1,4 @@
-"""relaxd.v1.Launcher, over a Host: local processes (relaxd.local.launcher) or containers (services.launcher).
+"""relaxd.v1.Launcher, over a Host: local processes (relaxd.local.local_launcher) or containers (services.launcher).
 
 A coordinator that was replaced must not start or kill anything any more, so the launcher reads the newest term in Redis
 at every call and refuses calls of any other. It remembers no term itself: a single mistyped or malicious call with a
@@ -10,19 +10,37 @@ import asyncio
 import logging
 import re
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 from relaxd import telemetry
-from relaxd.launcher.host import Host
-from relaxd.process.signals import stop_signals
+from relaxd.process.upkeep import stop_signals
 from relaxd.rpc.errors import ServerError, Violations
-from relaxd.rpc.gpu_uuids import check_gpu_uuids
-from relaxd.rpc.paging import Page
+from relaxd.rpc.message_parts import Page, check_gpu_uuids
 from relaxd.rpc.server import Service, start_service
-from relaxd.rpc.settings import ServiceSettings
+from relaxd.rpc.service_settings import ServiceSettings
 from relaxd.rpc.terms import RedisTerm
 from relaxd.v1 import launcher_pb2 as pb
 from relaxd.v1 import launcher_pb2_grpc
+
+
+class Host(Protocol):
+    """A place where replicas run. Its methods block, are called in threads, several at once, and raise RpcError."""
+
+    roles: frozenset[str]
+    """Roles that it can start."""
+
+    def launch(self, launch_id: str, role: str, gpu_uuids: tuple[str, ...]) -> pb.Instance:
+        """Start a replica, or return the one that has this launch id already."""
+
+    def remove(self, launch_id: str, grace_seconds: float) -> None:
+        """Stop a replica. Returns once it has ended."""
+
+    def restart(self, instance: str, replica_id: str) -> str:
+        """Kill a process and start it again (see the proto). Returns a description of what was done."""
+
+    def instances(self) -> list[pb.Instance]:
+        """Return the replicas that were launched and not removed."""
+
 
 LAUNCH_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 THREADS = 32

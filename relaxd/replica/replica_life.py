@@ -15,7 +15,7 @@ run_replica runs a ReplicaService:
 - After ReplicaContext.give_up the replica is FAILED, drains as on SIGTERM, and the process ends with code 1: its
   supervisor starts another one. The same happens when another replica got its GPUs while it was out of touch.
 - Replica.Restart ends the process within RESTART_SECONDS, even if something hangs: held groups are handed back, no
-  drain is awaited, and the exit code (relaxd.replica.exit_codes) marks it as no failure.
+  drain is awaited, and the exit code (relaxd.replica) marks it as no failure.
 - SIGTERM or SIGINT: health says NOT_SERVING, the service drains within grace_seconds, the process ends with code 0. A
   second signal ends it at once, with code 1.
 """
@@ -30,16 +30,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from relaxd import PROTOCOL_VERSION, __version__, telemetry
+from relaxd.replica import RESTART
 from relaxd.replica.assignment import AssignmentFollower
-from relaxd.replica.context import ReplicaContext
-from relaxd.replica.exit_codes import RESTART
 from relaxd.replica.gpus import gpu_gauges
 from relaxd.replica.membership import Membership, Refused
-from relaxd.replica.server import ReplicaServicer
-from relaxd.replica.service import ReplicaService, ServiceStatus
+from relaxd.replica.replica_context import ReplicaContext
+from relaxd.replica.replica_server import ReplicaServicer
+from relaxd.replica.service_interface import ReplicaService, ServiceStatus
 from relaxd.rpc.errors import FailedPrecondition, ResourceExhausted, ServerError
 from relaxd.rpc.server import RunningServer, Service, start_service
-from relaxd.rpc.settings import ServiceSettings
+from relaxd.rpc.service_settings import ServiceSettings
 from relaxd.v1 import replica_pb2, replica_pb2_grpc
 from relaxd.v1.coordinator_pb2 import HeartbeatResponse, Registration
 from relaxd.waiting import waits

@@ -1,4 +1,4 @@
-"""The interface of a replica's service; `relaxd.replica.replica.run_replica` runs it."""
+"""The interface of a replica's service; `relaxd.replica.replica_life.run_replica` runs it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping

@@ -1,7 +1,10 @@
-"""Pages of lists: limited in number and in bytes, and continued with a token."""
+"""Parts that messages share: pages of lists, words of enums, UUIDs of GPUs."""
 
 import base64
-from typing import Generic, Protocol, TypeVar
+import re
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, Generic, Protocol, TypeVar
 
 from google.protobuf.message import Message
 
@@ -80,3 +83,29 @@ def _decoded(token: str) -> str:
         return base64.urlsafe_b64decode(token.encode()).decode()
     except ValueError:  # also UnicodeError and binascii.Error
         return ""
+
+
+@cache
+def words(enum: Any) -> dict[int, str]:
+    """Return an enum's words by number, such as `words(sample_pb2.FinishReason)`; the word of 0 is ""."""
+    prefix = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", enum.DESCRIPTOR.name).upper() + "_"
+    return {value: name.removeprefix(prefix).lower() if value else "" for name, value in enum.items()}
+
+
+@cache
+def numbers(enum: Any) -> dict[str, Any]:
+    """Return an enum's numbers by word."""
+    return {word: value for value, word in words(enum).items()}
+
+
+GPU_UUID = re.compile(r"(GPU|MIG)-[A-Za-z0-9/_-]{1,120}")
+GPU_UUID_RULE = "must be GPU-... or MIG-..."
+MAX_GPUS = 1024
+"""Limit of one request."""
+
+
+def check_gpu_uuids(field: str, uuids: Sequence[str], violations: Violations) -> None:
+    """Check the number and the form of the GPU UUIDs in a field."""
+    violations.check(len(uuids) <= MAX_GPUS, field, f"must be at most {MAX_GPUS}")
+    for index, uuid in enumerate(uuids[:MAX_GPUS]):
+        violations.check(GPU_UUID.fullmatch(uuid), f"{field}[{index}]", f"is {uuid!r}: it {GPU_UUID_RULE}")

@@ -1,1 +1,0 @@
-"""The gRPC server that all launchers share. Each brings its own host: local processes, or containers."""

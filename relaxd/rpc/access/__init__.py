@@ -1,1 +1,0 @@
-"""Authorisation: tokens, each for a role (`tokens`), and what a role may do (`callers`)."""
