@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.reporting import machine, report
-from relaxd.client.coordinator import CoordinatorClient
+from relaxd.client.coordinator_client import CoordinatorClient
 from tests.compose.conftest import CONFIG, REWARD
 from tests.compose.stack import ROOT, SERVICES, Stack, docker, running
 from tests.kit.models import make_tiny_model

@@ -33,9 +33,9 @@ import grpc
 import psutil
 
 from benchmarks.reporting import machine, report
-from relaxd.client.coordinator import CoordinatorClient
+from relaxd.client.coordinator_client import CoordinatorClient
 from relaxd.local import stack
-from relaxd.local.state import StateFolder
+from relaxd.local.state_folder import StateFolder
 from relaxd.rpc.client import sync_channel
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub

@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 
 from benchmarks.reporting import report
-from relaxd.cli.preparing.examples import example
-from relaxd.local.state import StateFolder
+from relaxd.cli.preparing.first_steps import example
+from relaxd.local.state_folder import StateFolder
 
 MODES = {"asynchronous": 1, "on-policy": 0}
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from benchmarks.reporting import machine, report
 from benchmarks.scaling import until
-from relaxd.client.coordinator import ENDED, CoordinatorClient
+from relaxd.client.coordinator_client import ENDED, CoordinatorClient
 from relaxd.local import stack
-from relaxd.local.state import StateFolder
+from relaxd.local.state_folder import StateFolder
 from tests.kit.models import make_tiny_model
 
 FIRST = 6

@@ -32,8 +32,8 @@ import redis
 
 from benchmarks.reporting import machine, report
 from benchmarks.scaling import until
-from relaxd.client.coordinator import CoordinatorClient
-from relaxd.client.errors import CliError
+from relaxd.client import CliError
+from relaxd.client.coordinator_client import CoordinatorClient
 from relaxd.local.embedded_redis import server_command, url, wait_until_up
 from relaxd.process.ports import free_port
 from relaxd.rpc.client import sync_channel

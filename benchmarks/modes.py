@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.reporting import report
-from relaxd.client.coordinator import ENDED, CoordinatorClient
-from relaxd.client.errors import CliError
+from relaxd.client import CliError
+from relaxd.client.coordinator_client import ENDED, CoordinatorClient
 from relaxd.local import stack
-from relaxd.local.state import StateFolder
+from relaxd.local.state_folder import StateFolder
 from relaxd.replica.gpus import visible_gpus
 from relaxd.v1 import coordinator_pb2 as pb
 

@@ -20,9 +20,9 @@ from benchmarks.reporting import machine, report
 from benchmarks.scaling import until
 from relaxd.cli.scale import ENDED as SCALED
 from relaxd.cli.scale import scale_to
-from relaxd.client.coordinator import ENDED, CoordinatorClient
+from relaxd.client.coordinator_client import ENDED, CoordinatorClient
 from relaxd.local import stack
-from relaxd.local.state import StateFolder
+from relaxd.local.state_folder import StateFolder
 from relaxd.rewards.base import RewardInput
 from tests.kit.models import make_tiny_model
 

@@ -30,7 +30,7 @@ from typing import Any
 import psutil
 
 from benchmarks.reporting import machine, report
-from relaxd.local.state import StateFolder
+from relaxd.local.state_folder import StateFolder
 
 STEP = re.compile(r"step +(\d+)/")
 LIMIT_SECONDS = 900.0

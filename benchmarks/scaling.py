@@ -17,11 +17,11 @@ from pathlib import Path
 from benchmarks.reporting import machine, report
 from relaxd.board import Board, stages_for
 from relaxd.cli.scale import ENDED, GOOD
-from relaxd.client.coordinator import ENDED as RUN_ENDED
-from relaxd.client.coordinator import CoordinatorClient
+from relaxd.client.coordinator_client import ENDED as RUN_ENDED
+from relaxd.client.coordinator_client import CoordinatorClient
 from relaxd.config import RunConfig
 from relaxd.local import stack
-from relaxd.local.state import StateFolder
+from relaxd.local.state_folder import StateFolder
 from relaxd.rpc.client import sync_channel
 from relaxd.v1 import replica_pb2, replica_pb2_grpc
 from relaxd.v1 import scaling_pb2 as pb

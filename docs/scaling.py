@@ -19,9 +19,9 @@ sys.path.insert(0, str(ROOT))
 from admin import Page  # noqa: E402
 
 from relaxd.cli.scale import ENDED  # noqa: E402
-from relaxd.client.coordinator import CoordinatorClient  # noqa: E402
+from relaxd.client.coordinator_client import CoordinatorClient  # noqa: E402
 from relaxd.local import stack  # noqa: E402
-from relaxd.local.state import StateFolder  # noqa: E402
+from relaxd.local.state_folder import StateFolder  # noqa: E402
 from relaxd.v1 import scaling_pb2 as pb  # noqa: E402
 from tests.kit.models import make_tiny_model  # noqa: E402
 

@@ -8,14 +8,13 @@ from typing import Annotated
 
 import typer
 
-from relaxd.cli.execute import Where, execute, sayer
-from relaxd.cli.new_run import check_run_id, free_folder, new_run_id
+from relaxd.cli.execute import Where, check_run_id, execute, free_folder, new_run_id, sayer
 from relaxd.cli.options import DEFAULT_STATE, KeepUpOption, RunIdOption, StateOption, new_console
-from relaxd.cli.preparing.examples import demo_overrides, example
-from relaxd.client.errors import CliError
+from relaxd.cli.preparing.first_steps import demo_overrides, example
+from relaxd.client import CliError
 from relaxd.config import RunConfig
 from relaxd.config.load_toml import load_file
-from relaxd.local.state import StateFolder
+from relaxd.local.state_folder import StateFolder
 from relaxd.report.result import read_result
 from relaxd.run_folder import is_run
 

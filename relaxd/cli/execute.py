@@ -1,12 +1,15 @@
-"""One run from its start to its report, on services that are up or on services started for it."""
+"""One run from its id and folder to its report, on services that are up or on services started for it."""
 
 import json
 import math
 import os
+import re
+import secrets
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +19,15 @@ from rich.table import Table
 from rich.text import Text
 
 from relaxd.board import roles_for
-from relaxd.cli.last_checkpoint import save_last_checkpoint
-from relaxd.cli.new_run import check_run_id, free_folder
-from relaxd.cli.preparing.check import check, check_algorithm
+from relaxd.board.sides.side_base import RESERVED_RUN_ID, RUN_ID, RUN_ID_RULE
+from relaxd.cli.preparing.config_command import check, check_algorithm
 from relaxd.cli.preparing.doctor_command import PREFLIGHT_SECONDS, scope_of, warn_of_machine
-from relaxd.cli.preparing.models import prepare_model
+from relaxd.cli.preparing.first_steps import prepare_model
 from relaxd.cli.reading.follow import Terminated, follow, interrupt_code
-from relaxd.cli.reading.source import began_on_up, failed_by_data, refuse_ended, resume_command
-from relaxd.client.coordinator import AWAY_SECONDS, ENDED, CoordinatorClient
-from relaxd.client.errors import CliError
+from relaxd.cli.reading.run_source import began_on_up, failed_by_data, refuse_ended, resume_command
+from relaxd.cli.run_checkpoints import save_last_checkpoint
+from relaxd.client import CliError
+from relaxd.client.coordinator_client import AWAY_SECONDS, ENDED, CoordinatorClient
 from relaxd.client.folder_runs import read_run
 from relaxd.config import RunConfig
 from relaxd.config.load_toml import ConfigError, Problem
@@ -32,11 +35,11 @@ from relaxd.config.write_toml import dump
 from relaxd.data.files.opening import is_hub_path
 from relaxd.data.templating import with_template_texts
 from relaxd.drop_reasons import drop_warnings
-from relaxd.evaluation.answers import shown_name
+from relaxd.evaluation.scored_answers import shown_name
 from relaxd.local import stack
 from relaxd.local.devices import check_devices
 from relaxd.local.silence import open_client, why_silent
-from relaxd.local.state import StateFolder
+from relaxd.local.state_folder import StateFolder
 from relaxd.models import DataError
 from relaxd.process.ports import LOOPBACK
 from relaxd.replica.gpus import visible_gpus
@@ -44,8 +47,40 @@ from relaxd.report.evaluation_table import SetRow
 from relaxd.report.report import write_report
 from relaxd.report.result import read_result, results
 from relaxd.roles import ROLES, ROLLOUT
-from relaxd.run_folder import HELD_OUT, LOGS, RECORD, SUMMARY
+from relaxd.run_folder import HELD_OUT, LOGS, RECORD, SUMMARY, holds_run
 from relaxd.v1.coordinator_pb2 import RUN_STATE_PAUSED, Run
+
+
+def new_run_id(prefix: str) -> str:
+    """Return an id for a run that was given none: the time after a prefix such as the configuration's name.
+
+    A random end tells runs apart that begin in the same second.
+    """
+    stem = re.sub(r"[^A-Za-z0-9_-]+", "-", prefix).strip("-")[:32] or "run"
+    return f"{stem}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+
+
+def check_run_id(run_id: str) -> None:
+    """Raise CliError unless a run may have this id."""
+    if RUN_ID.fullmatch(run_id) is None or run_id == RESERVED_RUN_ID:
+        raise CliError(f"--run-id {run_id!r} {RUN_ID_RULE}, and not {RESERVED_RUN_ID!r}")
+
+
+def free_folder(runs: Path, run_id: str) -> Path:
+    """Return the absolute path of a new run's folder. Raises CliError if it is in use, or can't be written."""
+    folder = runs.expanduser().resolve() / run_id
+    if holds_run(folder):
+        raise CliError(
+            f"{folder} contains an earlier run: choose another run_id, or move its files away",
+            f"relaxd resume {run_id} continues it, --run-id ID names another one",
+        )
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not existing.is_dir():
+        raise CliError(f"run.folder = {str(runs)!r}: {existing} is not a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise CliError(f"run.folder = {str(runs)!r}: {existing} can't be written by this user")
+    return folder
+
 
 SHOWN_STEPS = 5
 """Maximum number of steps at the start and the end over which the final table averages the reward."""

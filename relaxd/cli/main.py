@@ -8,11 +8,9 @@ from typing import Annotated
 import typer
 
 from relaxd import __version__
-from relaxd.cli import recovery, run_commands
+from relaxd.cli import run_checkpoints, run_commands
 from relaxd.cli.demo import demo
-from relaxd.cli.execute import Where, execute
-from relaxd.cli.last_checkpoint import save_of_run_in_progress
-from relaxd.cli.new_run import new_run_id
+from relaxd.cli.execute import Where, execute, new_run_id
 from relaxd.cli.options import (
     DEFAULT_STATE,
     PASS_ON,
@@ -31,29 +29,25 @@ from relaxd.cli.preparing.config_command import config_app
 from relaxd.cli.preparing.data_command import data
 from relaxd.cli.preparing.doctor_command import PREFLIGHT_SECONDS, doctor, scope_of, warn_of_machine
 from relaxd.cli.preparing.eval_command import evaluate
-from relaxd.cli.preparing.examples import init
+from relaxd.cli.preparing.first_steps import init, migrate_app, model_app
 from relaxd.cli.preparing.fit_command import fit
-from relaxd.cli.preparing.migrate_command import migrate_app
-from relaxd.cli.preparing.models import model_app
-from relaxd.cli.preparing.rehearse_command import rehearse
 from relaxd.cli.preparing.reward_command import reward_app
-from relaxd.cli.reading import commands
-from relaxd.cli.reading.addresses import address_lines
+from relaxd.cli.reading import run_tables
 from relaxd.cli.reading.evaluation_command import evaluation
 from relaxd.cli.reading.ledger_command import ledger
-from relaxd.cli.reading.logs import logs
-from relaxd.cli.reading.report_command import report
-from relaxd.cli.reading.status import print_status
-from relaxd.cli.reading.trace import trace
-from relaxd.cli.reading.why import why
+from relaxd.cli.reading.logs_command import logs, trace
+from relaxd.cli.reading.run_tables import report
+from relaxd.cli.reading.status_command import address_lines, print_status, why
+from relaxd.cli.rehearse_command import rehearse
+from relaxd.cli.run_checkpoints import save_of_run_in_progress
 from relaxd.cli.scale import scale_to, wait_for
-from relaxd.client.errors import CliError
+from relaxd.client import CliError
 from relaxd.config.load_toml import ConfigError
 from relaxd.local import compose, stack
-from relaxd.local.address import address_here, use_stack
-from relaxd.local.address import coordinator_address as _address
 from relaxd.local.silence import open_client
-from relaxd.local.state import StackState, StateFolder
+from relaxd.local.stack import address_here, use_stack
+from relaxd.local.stack import coordinator_address as _address
+from relaxd.local.state_folder import StackState, StateFolder
 from relaxd.roles import ROLES, TEACHER
 from relaxd.rpc.stack_identity import read_stack_identity
 
@@ -267,7 +261,7 @@ def status(
     folder, console = StateFolder(state), new_console()
     if not addresses and address_here(state, coordinator) is None:
         console.print(f"no services are up here (in {folder.path}): relaxd up starts them", soft_wrap=True)
-        commands.print_runs(state, None, console, run_id)
+        run_tables.print_runs(state, None, console, run_id)
         return
     containers = compose.read(folder) if coordinator is None else None
     with open_client(_address(state, coordinator), state) as client:
@@ -278,7 +272,7 @@ def status(
         print_status(client, folder.read(), console, shown, run_id)
 
 
-app.command()(commands.watch)
+app.command()(run_tables.watch)
 app.command()(why)
 app.command()(run_commands.pause)
 app.command()(run_commands.resume)
@@ -323,17 +317,17 @@ def scale(
         raise typer.Exit(1)
 
 
-app.command()(commands.samples)
-app.command()(commands.metrics)
-app.command()(commands.runs)
+app.command()(run_tables.samples)
+app.command()(run_tables.metrics)
+app.command()(run_tables.runs)
 app.command()(logs)
 app.command()(trace)
 app.command()(report)
 app.command()(evaluation)
 app.command()(ledger)
 app.command("eval", context_settings=PASS_ON)(evaluate)
-app.command()(recovery.replay)
-app.command()(recovery.export)
+app.command()(run_checkpoints.replay)
+app.command()(run_checkpoints.export)
 
 
 def main() -> None:

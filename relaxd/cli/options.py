@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from relaxd.cli.output import EscapingConsole
-from relaxd.client.errors import CliError
+from relaxd.client import CliError
 from relaxd.config import RunConfig
 from relaxd.config.load_toml import load_file
 from relaxd.roles import ROLES, SCALABLE_ROLES

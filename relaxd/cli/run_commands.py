@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from relaxd.cli import recovery
+from relaxd.cli import run_checkpoints
 from relaxd.cli.execute import Where, execute_again
 from relaxd.cli.options import (
     DEFAULT_STATE,
@@ -21,13 +21,13 @@ from relaxd.cli.options import (
     with_replica_options,
 )
 from relaxd.cli.output import show
-from relaxd.cli.reading.source import failed_by_data, refuse_ended
-from relaxd.client.coordinator import ENDED, CoordinatorClient, state_name
-from relaxd.client.errors import CliError
+from relaxd.cli.reading.run_source import failed_by_data, refuse_ended
+from relaxd.client import CliError
+from relaxd.client.coordinator_client import ENDED, CoordinatorClient, state_name
 from relaxd.client.folder_runs import read_run
-from relaxd.local.address import address_here, coordinator_address
 from relaxd.local.silence import open_client
-from relaxd.local.state import StateFolder
+from relaxd.local.stack import address_here, coordinator_address
+from relaxd.local.state_folder import StateFolder
 from relaxd.v1 import coordinator_pb2 as pb
 
 STOPPING_SECONDS = 5.0
@@ -63,7 +63,9 @@ def resume(
     place = StateFolder(state)
     address = address_here(state, coordinator)
     if address is None:
-        run_folder = recovery.run_folder(run_id, folder) if run_id or folder else recovery.newest_unfinished()
+        run_folder = (
+            run_checkpoints.run_folder(run_id, folder) if run_id or folder else run_checkpoints.newest_unfinished()
+        )
         execute_again(run_folder, Where(place, replicas=replicas), new_console(), steps, new_data=new_data)
         return
     with open_client(address, state) as client:
@@ -74,7 +76,7 @@ def resume(
             raise CliError("--new-data needs the run that goes on with it", "relaxd resume RUN --new-data")
         from_folder = folder or steps or new_data or (run_id and run_id not in known)
         from_folder = from_folder or (run_id and failed_by_data(known[run_id]))
-        local = recovery.run_folder(run_id, folder) if from_folder else None
+        local = run_checkpoints.run_folder(run_id, folder) if from_folder else None
         if local is None:
             show(_state_line(client.resume_run(run_id)))
             return

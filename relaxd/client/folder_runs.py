@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from google.protobuf.json_format import ParseDict
 
-from relaxd.client.errors import CliError, NotFoundError
+from relaxd.client import CliError, NotFoundError
 from relaxd.run_folder import CONFIG, METRICS, RECORD, SUMMARY, is_run, newest_lines, newest_samples, read_lines
 from relaxd.v1 import coordinator_pb2 as pb
 

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from relaxd.client.errors import CliError
+from relaxd.client import CliError
 from relaxd.doctor.finding import Finding, Scope
 from relaxd.local import compose
 from relaxd.replica.gpus import visible_gpus

@@ -6,7 +6,7 @@ from typing import Literal
 
 from relaxd.config import RunConfig
 from relaxd.local.stack import COORDINATOR_PORT
-from relaxd.local.state import StackState, StateFolder
+from relaxd.local.state_folder import StackState, StateFolder
 
 Level = Literal["ok", "warning", "problem"]
 """ok: as it should be, or needed by nobody. warning: it may slow a run down or stop it later. problem: something that

@@ -10,7 +10,7 @@ import redis
 
 from relaxd.amounts import byte_amount
 from relaxd.board.sizes import NO_EVICTION
-from relaxd.client.errors import CliError
+from relaxd.client import CliError
 from relaxd.doctor.finding import Finding, Scope
 from relaxd.local import embedded_redis
 from relaxd.redis_client import COORDINATOR, connect, where

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from relaxd.doctor.finding import Finding, Scope
-from relaxd.local.environment import python_path
+from relaxd.local.programs import python_path
 from relaxd.sandbox import landlock
 from relaxd.sandbox.confinement import ConfinementError, check
 from relaxd.sandbox.enclosure import Measure

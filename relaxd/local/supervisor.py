@@ -22,10 +22,10 @@ from pathlib import Path
 
 from pydantic import BaseModel, Field
 
-from relaxd.client.errors import CliError
+from relaxd.client import CliError
 from relaxd.local import embedded_redis
-from relaxd.local.redis_address import RedisUrlModel
-from relaxd.local.state import LaunchWish, LaunchWishes, Phase, ServiceState, StackState, StateFolder
+from relaxd.local.embedded_redis import RedisUrlModel
+from relaxd.local.state_folder import LaunchWish, LaunchWishes, Phase, ServiceState, StackState, StateFolder
 from relaxd.replica import RESTART
 from relaxd.waiting import Backoff, waiting
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import redis
 
-from relaxd.client.coordinator import CoordinatorClient
-from relaxd.local.state import StateFolder
+from relaxd.client.coordinator_client import CoordinatorClient
+from relaxd.local.state_folder import StateFolder
 from relaxd.rpc.message_parts import words
 from relaxd.v1.coordinator_pb2 import WAIT_KIND_STAGE, Run, WaitKind
 

@@ -15,13 +15,13 @@ import psutil
 import redis
 
 from relaxd.board.stages import stages_for
-from relaxd.client.coordinator import ENDED, CoordinatorClient
-from relaxd.client.errors import CliError
+from relaxd.client import CliError
+from relaxd.client.coordinator_client import ENDED, CoordinatorClient
 from relaxd.config import RunConfig
 from relaxd.config.write_toml import dump
 from relaxd.local import embedded_redis, stack
-from relaxd.local.modules import MANY_ROLLOUTS
-from relaxd.local.state import StateFolder
+from relaxd.local.programs import MANY_ROLLOUTS
+from relaxd.local.state_folder import StateFolder
 from relaxd.local.supervisor import ServiceSpec, StackPlan
 from relaxd.models import DataError
 from relaxd.models.folders import models_folder, resolve_model

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from relaxd.evaluation.answers import is_end, is_estimate, shown_name
+from relaxd.evaluation.scored_answers import is_end, is_estimate, shown_name
 from relaxd.run_folder import HELD_OUT
 
 COUNTS = ("prompts", "unscored", "response_length", "truncated_share", "step")

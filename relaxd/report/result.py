@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from relaxd.client.errors import CliError
+from relaxd.client import CliError
 from relaxd.config import RunConfig
 from relaxd.config.write_toml import dump_changes
 from relaxd.logprob_gap import GapWatch

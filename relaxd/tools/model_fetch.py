@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from relaxd.client.errors import CliError
-from relaxd.local.environment import python_path
+from relaxd.client import CliError
+from relaxd.local.programs import python_path
 from relaxd.models.folders import models_folder
 
 DOWNLOAD_SECONDS = 1800.0

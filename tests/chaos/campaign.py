@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from relaxd.client.coordinator import ENDED
+from relaxd.client.coordinator_client import ENDED
 from relaxd.redis_client import key_prefix
 from tests.chaos.books import Books
 from tests.chaos.faults import PASSING, Fault, MomentMissed

@@ -16,8 +16,8 @@ import psutil
 import pytest
 import redis
 
-from relaxd.client.coordinator import CoordinatorClient
-from relaxd.client.errors import CliError
+from relaxd.client import CliError
+from relaxd.client.coordinator_client import CoordinatorClient
 from relaxd.redis_client import key_prefix
 from relaxd.roles import ROLES
 from tests.chaos.proxy import Link

@@ -13,10 +13,10 @@ import grpc
 import psutil
 import redis
 
-from relaxd.client.coordinator import CoordinatorClient
-from relaxd.client.errors import CliError
+from relaxd.client import CliError
+from relaxd.client.coordinator_client import CoordinatorClient
 from relaxd.local import stack
-from relaxd.local.state import StackState, StateFolder
+from relaxd.local.state_folder import StackState, StateFolder
 from relaxd.redis_client import connect, key_prefix
 from relaxd.roles import ROLES
 from relaxd.rpc.client import sync_channel

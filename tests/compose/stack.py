@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from relaxd.client.coordinator import CoordinatorClient
+from relaxd.client.coordinator_client import CoordinatorClient
 from relaxd.v1 import coordinator_pb2 as pb
 from tests.kit.ports import free_port
 

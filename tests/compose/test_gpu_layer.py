@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from relaxd.client.coordinator import CoordinatorClient
+from relaxd.client.coordinator_client import CoordinatorClient
 from relaxd.v1.coordinator_pb2 import RUN_STATE_STOPPED
 from tests.compose.stack import Stack, docker, running
 from tests.kit.waiting import wait_until

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from relaxd.client.coordinator import CoordinatorClient
+from relaxd.client.coordinator_client import CoordinatorClient
 from relaxd.rpc.errors import FailedPrecondition, NotFound, Unavailable
 from relaxd.v1 import launcher_pb2 as pb
 from relaxd.v1.coordinator_pb2 import RUN_STATE_STOPPED

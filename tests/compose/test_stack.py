@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from relaxd.client.coordinator import CoordinatorClient
+from relaxd.client.coordinator_client import CoordinatorClient
 from tests.compose.stack import SERVICES, Stack, bridge_address, docker, running, steps_of
 from tests.kit.otlp import OtlpReceiver, otlp_receiver
 from tests.kit.waiting import wait_until

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from relaxd.local.state import StateFolder
+from relaxd.local.state_folder import StateFolder
 from tests.kit.models import make_tiny_model
 from tests.kit.ports import occupy_default_port
 from tests.kit.processes import start_python

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from relaxd.local.state import StateFolder
+from relaxd.local.state_folder import StateFolder
 from tests.e2e.conftest import Workplace, open_workplace
 
 

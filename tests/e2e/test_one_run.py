@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from relaxd.cli.main import app
-from relaxd.local.state import StateFolder
+from relaxd.local.state_folder import StateFolder
 from relaxd.run_folder import TRACES, read_lines
 from relaxd.telemetry import METRICS
 from tests.e2e.conftest import open_workplace

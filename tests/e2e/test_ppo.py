@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from relaxd.client.coordinator import CoordinatorClient
-from relaxd.local.state import StateFolder
+from relaxd.client.coordinator_client import CoordinatorClient
+from relaxd.local.state_folder import StateFolder
 from relaxd.roles import CRITIC
 from relaxd.run_folder import checkpoint_steps, critic_folder
 from tests.chaos.models import audit_models

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from relaxd.local.state import StateFolder
+from relaxd.local.state_folder import StateFolder
 from relaxd.redis_client import COORDINATOR
 from relaxd.redis_client.lookups import slot_of
 from tests.e2e.conftest import Workplace

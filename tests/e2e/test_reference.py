@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from relaxd.client.coordinator import CoordinatorClient
-from relaxd.local.state import StateFolder
+from relaxd.client.coordinator_client import CoordinatorClient
+from relaxd.local.state_folder import StateFolder
 from relaxd.roles import ADVANTAGE
 from tests.e2e.conftest import Workplace, open_workplace
 from tests.e2e.test_run import check_books, read_summary

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from relaxd.local.state import StateFolder
+from relaxd.local.state_folder import StateFolder
 from tests.e2e.conftest import Workplace
 from tests.e2e.test_run import check_books, read_summary
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from safetensors.numpy import load_file
 
-from relaxd.local.state import StateFolder
+from relaxd.local.state_folder import StateFolder
 from tests.e2e.conftest import Workplace
 from tests.e2e.test_run import check_books, read_summary
 from tests.kit.redis.redis_server import await_append_only_file

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from relaxd.local.state import StateFolder
+from relaxd.local.state_folder import StateFolder
 from tests.e2e.conftest import Workplace
 from tests.kit.ports import free_port
 from tests.kit.processes import start_python

@@ -7,9 +7,9 @@ import psutil
 import pytest
 
 from relaxd.board import Board, stages_for
-from relaxd.client.coordinator import CoordinatorClient
+from relaxd.client.coordinator_client import CoordinatorClient
 from relaxd.config import RunConfig
-from relaxd.local.state import StateFolder
+from relaxd.local.state_folder import StateFolder
 from relaxd.roles import ROLLOUT
 from relaxd.v1 import coordinator_pb2 as pb
 from tests.e2e.conftest import Workplace

@@ -15,7 +15,7 @@ from urllib.parse import quote, quote_plus
 import psutil
 import pytest
 
-from relaxd.local.state import StateFolder
+from relaxd.local.state_folder import StateFolder
 from tests.e2e.conftest import Workplace
 from tests.e2e.test_run import check_books, read_summary
 from tests.kit.certificates import CertificateAuthority, environment

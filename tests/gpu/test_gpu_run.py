@@ -13,8 +13,8 @@ import psutil
 import pytest
 import torch
 
-from relaxd.client.coordinator import CoordinatorClient
-from relaxd.local.state import StateFolder
+from relaxd.client.coordinator_client import CoordinatorClient
+from relaxd.local.state_folder import StateFolder
 from relaxd.roles import ROLLOUT, TRAINER
 from tests.e2e.conftest import REWARD, Workplace
 from tests.e2e.test_run import check_books, read_summary

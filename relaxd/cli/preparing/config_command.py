@@ -1,22 +1,294 @@
-"""`relaxd config`: show and check a configuration."""
+"""`relaxd config`: show a configuration, and check it against itself, the model and the data."""
 
 import os
-from typing import Annotated
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from relaxd.amounts import byte_amount
+from relaxd.board import size_problems, stages_for
 from relaxd.cli.options import DEFAULT_STATE, PASS_ON, WordsArgument, load_words, new_console
 from relaxd.cli.output import show
-from relaxd.cli.preparing.check import check, check_algorithm
 from relaxd.cli.preparing.doctor_command import PREFLIGHT_SECONDS, scope_of, warn_of_machine
-from relaxd.config import RunConfig
-from relaxd.config.load_toml import ConfigError
+from relaxd.cli.preparing.reward_command import check_reward
+from relaxd.client import CliError
+from relaxd.config import FrozenModelConfig, ReplicaSizes, RunConfig, TrainerConfig
+from relaxd.config.algorithm import OwnConfig
+from relaxd.config.load_toml import ConfigError, Problem
 from relaxd.config.write_toml import dump_changes, dump_explained
-from relaxd.fitting.fit import written
+from relaxd.data.curriculum.run_curriculum import own_problems
+from relaxd.data.dataset import load_data
+from relaxd.data.templating import JUDGE_OVERRIDE, chat_template_text, load_chat_template
+from relaxd.evaluation.set_checks import context_problems, set_problems
+from relaxd.fitting.fit import budget_problem, written
+from relaxd.json_text import parse_json
 from relaxd.local.devices import check_devices
+from relaxd.local.programs import ALGORITHM_TRIAL, run_program
 from relaxd.models import DataError
+from relaxd.models.folders import frozen_models, resolve_model, routed_expert_bytes
+from relaxd.models.layouts import Layout, problems
+from relaxd.models.model_contradictions import weights_contradiction
+from relaxd.models.shape import read_shape
+from relaxd.models.vocabulary import check_vocabularies
 from relaxd.replica.gpus import visible_gpus
+from relaxd.roles import TEACHER
+
+TRIAL_SECONDS = 90.0
+"""Time for loading a user's own algorithm and torch."""
+
+
+def check(config: RunConfig, *, call_reward: bool = True, first_look: bool = False) -> list[Problem]:
+    """Return everything that would make a run fail. Reads the model's folder and the data; starts no service.
+
+    `check_algorithm` comes before: what is checked here, and `check_devices`, needs the columns of the algorithm.
+    With `first_look`, only some prompts are read, as a coordinator reads the data next. With `call_reward`, also
+    calls the reward once; its environment and import path must be those of the services.
+    """
+    problems = _check_sizes(config)
+    try:
+        folder = resolve_model(config.model.path, weights=False)
+    except DataError as error:
+        return [*problems, Problem(error.field, error.message)]
+    if config.roles.critic.model:
+        try:
+            resolve_model(config.roles.critic.model)
+        except DataError as error:
+            problems.append(Problem("roles.critic.model", error.message))
+    problems += _check_model(config, folder)
+    problems += _check_frozen_models(config)
+    if config.roles.judge.has_replicas:
+        problems += _check_judge(config)
+    if config.trainer.checkpoint.max_bytes and (problem := budget_problem(config)):
+        problems.append(Problem("trainer.checkpoint.max_bytes", problem))
+    problems += [Problem(setting, message) for setting, message in context_problems(config, folder)]
+    expert_bytes = routed_expert_bytes(folder) if config.rollout.return_routed_experts else 0
+    problems += [Problem(one.setting, one.message) for one in size_problems(config, expert_bytes=expert_bytes)]
+    try:
+        data = load_data(config, first_look=first_look)
+    except DataError as error:
+        return [*problems, Problem(error.field, error.message)]
+    own = own_problems(config, data.train)
+    problems += [Problem(field, message) for field, message in (*set_problems(config, data.evaluation), *own)]
+    return problems + (check_reward(config, data.train.prompt(0)) if call_reward else [])
+
+
+def check_algorithm(config: RunConfig) -> list[Problem]:
+    """Check that the algorithm has the columns that it needs, and try a user's own in a process of its own."""
+    try:
+        if isinstance(config.algorithm, OwnConfig):
+            text = config.algorithm.model_dump_json()
+            if problem := run_program(ALGORITHM_TRIAL, [], seconds=TRIAL_SECONDS, text=text)["problem"]:
+                return [Problem("", problem)]
+        stages_for(config)
+    except (CliError, ValueError) as error:
+        return [Problem("", str(error))]
+    return []
+
+
+def _check_sizes(config: RunConfig) -> list[Problem]:
+    problems = []
+    trainer, rollout = config.trainer, config.rollout
+    if trainer.groups_per_step % trainer.data_parallel:
+        problems.append(
+            Problem(
+                "trainer.groups_per_step",
+                f"= {trainer.groups_per_step} does not divide among {trainer.data_parallel} data-parallel ranks "
+                f"(ranks {trainer.ranks} / (tensor x pipeline x context parallel)): use a multiple",
+            )
+        )
+    longest = config.data.max_prompt_tokens + rollout.max_new_tokens
+    rows = {
+        "trainer.micro_batch_tokens": config.micro_batch_tokens,
+        **{f"{own.section}.micro_batch_tokens": own.micro_batch_tokens or longest for own in _frozen(config).values()},
+    }
+    if (critic := config.roles.critic).placement == "service":
+        rows[f"{critic.section}.micro_batch_tokens"] = critic.micro_batch_tokens or longest
+    if config.has_privileged_teacher and config.roles.teacher.engine == "megatron":
+        problems += _check_privileged(config)
+    problems += [
+        Problem(
+            setting,
+            f"= {tokens} is too small for one sample: data.max_prompt_tokens + rollout.max_new_tokens = {longest}",
+        )
+        for setting, tokens in rows.items()
+        if longest > tokens
+    ]
+    for section, optimizer in (
+        ("trainer.optimizer", trainer.optimizer),
+        ("roles.critic.optimizer", config.roles.critic.optimizer),
+    ):
+        if optimizer.warmup_steps >= config.run.steps and optimizer.warmup_steps:
+            problem = f"= {optimizer.warmup_steps} is not less than run.steps = {config.run.steps}"
+            problems.append(Problem(f"{section}.warmup_steps", problem))
+        if optimizer.min_lr > optimizer.lr:
+            problems.append(Problem(f"{section}.min_lr", f"= {optimizer.min_lr} is above lr = {optimizer.lr}"))
+    return problems
+
+
+def _check_privileged(config: RunConfig) -> list[Problem]:
+    """Check that a micro-batch has room for a sample with the teacher's prompt."""
+    teacher, longest = config.roles.teacher, config.teacher_prompt_tokens + config.rollout.max_new_tokens
+    setting = "trainer.micro_batch_tokens"
+    if teacher.placement == "service" and teacher.micro_batch_tokens:
+        setting = f"{teacher.section}.micro_batch_tokens"
+    tokens = teacher.micro_batch_tokens or config.micro_batch_tokens
+    if tokens >= longest:
+        return []
+    return [
+        Problem(
+            setting,
+            f"= {tokens} is too small for one sample with the teacher's prompt: roles.teacher.max_prompt_tokens + "
+            f"rollout.max_new_tokens = {longest}",
+        )
+    ]
+
+
+def _check_model(config: RunConfig, folder: Path) -> list[Problem]:
+    file = folder / "config.json"
+    try:
+        model: dict[str, Any] = parse_json(file.read_text())
+    except (OSError, ValueError) as error:
+        return [Problem("model.path", f"= {str(folder)!r} is no model folder: {file}: {error}")]
+    found = []
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    context = model.get("max_position_embeddings")
+    if isinstance(context, int) and longest > context:
+        found.append(
+            Problem(
+                "rollout.max_new_tokens",
+                f"+ data.max_prompt_tokens = {longest}, but the model's context has only {context} tokens",
+            )
+        )
+    size = model.get("vocab_size")
+    if isinstance(size, int) and (beyond := [token for token in config.rollout.stop_token_ids if token >= size]):
+        found.append(Problem("rollout.stop_token_ids", f"has {beyond[0]}, but the model's tokens are 0 to {size - 1}"))
+    replay, returned = config.trainer.routing_replay, config.rollout.return_routed_experts
+    for setting, value, asked in (
+        ("trainer.routing_replay", f'"{replay}"', replay != "none"),
+        ("rollout.return_routed_experts", "true", returned),
+    ):
+        if asked and not model.get("num_experts_per_tok"):
+            found.append(Problem(setting, f"= {value}, but the model ({model.get('model_type')}) has no experts"))
+    if (critic := config.roles.critic).placement == "service":
+        found += _check_division("model.path", folder, critic, config.trainer.attention)
+    return found + _check_division("model.path", folder, config.trainer, config.trainer.attention)
+
+
+def _check_frozen_models(config: RunConfig) -> list[Problem]:
+    """Check the models of the reference and the teacher, where the run has them."""
+    found = []
+    for role, own in _frozen(config).items():
+        try:
+            folders = frozen_models(config, role, weights=False)
+            check_vocabularies(config, role)
+        except DataError as error:
+            found.append(Problem(error.field, error.message))
+            continue
+        for setting, name in own.settings.items():
+            try:
+                model = parse_json((folders[name] / "config.json").read_text())
+            except (OSError, ValueError) as error:
+                found.append(Problem(setting, f"= {name!r} is no model folder: {error}"))
+                continue
+            if role == TEACHER:
+                found += _check_candidates(config, model)
+            if role == TEACHER and config.roles.teacher.engine == "sglang":
+                found += _check_teacher_engine(config, model)
+                continue
+            sizes = config.trainer if own.placement == "trainer" else own
+            found += _check_division(setting, folders[name], sizes, config.trainer.attention)
+    return found
+
+
+def _check_teacher_engine(config: RunConfig, model: dict[str, Any]) -> list[Problem]:
+    """Check that a teacher's engine can divide its model, and takes the longest sample."""
+    teacher, problems = config.roles.teacher, []
+    heads, context = model.get("num_attention_heads"), model.get("max_position_embeddings")
+    if isinstance(heads, int) and heads % teacher.tensor_parallel:
+        problem = f"= {teacher.tensor_parallel} does not divide the model's num_attention_heads = {heads}"
+        problems.append(Problem(f"{teacher.section}.tensor_parallel", problem))
+    setting = f"{teacher.section}.model"
+    if isinstance(given := teacher.sglang.get("context_length"), int):
+        setting, context = f"{teacher.section}.sglang.context_length", given
+    longest = config.teacher_prompt_tokens + config.rollout.max_new_tokens
+    if isinstance(context, int) and longest > context:
+        prompts = f"{teacher.section}.max_prompt_tokens" if config.has_privileged_teacher else "data.max_prompt_tokens"
+        problem = f"has a context of {context} tokens, but {prompts} + rollout.max_new_tokens = {longest}"
+        problems.append(Problem(setting, problem))
+    return problems
+
+
+def _check_candidates(config: RunConfig, teacher: dict[str, Any]) -> list[Problem]:
+    """Check that the teacher has as many tokens as are to be compared."""
+    top_k, size = getattr(config.algorithm, "distill_top_k", 0), teacher.get("vocab_size")
+    if not isinstance(size, int) or top_k <= size:
+        return []
+    return [Problem("algorithm.distill_top_k", f"= {top_k}, but the teacher has only {size} tokens")]
+
+
+def _check_judge(config: RunConfig) -> list[Problem]:
+    """Check the folder of the judge's model, and that a reply fits into its context."""
+    judge = config.roles.judge
+    try:
+        folder = resolve_model(judge.model, weights=False, setting="roles.judge.model")
+        model = parse_json((folder / "config.json").read_text())
+    except DataError as error:
+        return [Problem(error.field, error.message)]
+    except (OSError, ValueError) as error:
+        return [Problem("roles.judge.model", f"= {judge.model!r} is no model folder: {error}")]
+    try:
+        if judge.chat_template is not None:
+            load_chat_template(folder, chat_template_text(judge.chat_template, JUDGE_OVERRIDE))
+    except DataError as error:
+        return [Problem(JUDGE_OVERRIDE, error.message)]
+    context = model.get("max_position_embeddings")
+    if isinstance(context, int) and judge.max_new_tokens >= context:
+        problem = (
+            f"= {judge.max_new_tokens}, but the judge's context has only {context} tokens, the question's included"
+        )
+        return [Problem("roles.judge.max_new_tokens", problem)]
+    return []
+
+
+def _frozen(config: RunConfig) -> dict[str, FrozenModelConfig]:
+    """Return the sections of the frozen models that the run has, by role."""
+    return {role: config.roles.frozen[role] for role in config.frozen_roles()}
+
+
+def _check_division(setting: str, folder: Path, sizes: TrainerConfig | ReplicaSizes, kernel: str) -> list[Problem]:
+    """Check that the trainer knows a model, and that it divides among the ranks of a section.
+
+    Args:
+        setting: the setting that names the model.
+        folder: its folder.
+        sizes: the section.
+        kernel: `trainer.attention`.
+    """
+    section = "trainer" if isinstance(sizes, TrainerConfig) else sizes.section
+    try:
+        shape = read_shape(folder, setting)
+    except DataError as error:
+        return [Problem(error.field, error.message)]
+    if contradiction := weights_contradiction(folder, shape.tied):
+        return [Problem(setting, contradiction)]
+    layout = Layout.of_trainer(sizes) if isinstance(sizes, TrainerConfig) else Layout.of_replica(sizes)
+    if found := problems(layout, shape):
+        return [Problem(f"{section}.{field}", wrong) for field, wrong in found]
+    if kernel == "cudnn" and layout.division(shape).gathering > 1:
+        dividing = [
+            size for size in range(1, layout.context) if replace(layout, context=size).division(shape).gathering == 1
+        ]
+        return [
+            Problem(
+                f"{section}.context_parallel",
+                f"is {layout.context}, among which the model's {shape.heads} query heads don't divide, as "
+                f'trainer.attention = "cudnn" needs; sizes that do: {", ".join(map(str, dividing))}',
+            )
+        ]
+    return []
+
 
 config_app = typer.Typer(help="Show or check a configuration.", no_args_is_help=True)
 

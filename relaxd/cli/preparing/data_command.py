@@ -1,7 +1,10 @@
-"""`relaxd data`: what a run will see of its data."""
+"""`relaxd data`: what a run will see of its data, from a configuration or from a file or folder with prompts."""
 
+import json
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -10,13 +13,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from relaxd.cli.options import WordsArgument, new_console
-from relaxd.cli.preparing.models import prepare_model
-from relaxd.cli.preparing.prompts_file import load_words_or_prompts
+from relaxd.cli.options import WordsArgument, new_console, split_words
+from relaxd.cli.preparing.first_steps import prepare_model
+from relaxd.client import CliError
 from relaxd.config import RunConfig
-from relaxd.config.load_toml import ConfigError, Problem
+from relaxd.config.load_toml import ConfigError, Problem, load, load_file
 from relaxd.data.duplicates import Keys, Repeats, keys_of, overlap, repeats
 from relaxd.data.examples import Example
+from relaxd.data.files.opening import LINES, TABLES, without_part
 from relaxd.data.files.rows import kind_of
 from relaxd.data.prompt_checks import evenly_spread, read_some
 from relaxd.data.sources.evaluation_sets import read_set
@@ -24,7 +28,46 @@ from relaxd.data.sources.run_sources import Share, Source, mixture_weights, read
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.models import DataError
 from relaxd.models.folders import resolve_model
+from relaxd.run_folder import HELD_OUT
 from relaxd.telemetry.printable import escape
+
+CONFIGURATIONS = (".toml", "")
+"""Endings of configurations; "": a pipe's, for example."""
+
+
+def load_words_or_prompts(words: list[str], further: Callable[[Path], str]) -> RunConfig:
+    """Load the configuration that the words name, or make one for a file or folder with prompts.
+
+    Args:
+        words: see `WordsArgument`.
+        further: returns lines of TOML for such a file or folder: what a command needs besides its prompts.
+
+    Raises:
+        CliError: they name no file, or several, or one that is neither.
+        ConfigError: the configuration is wrong, or no option names the model for the prompts.
+    """
+    path, overrides = split_words(words)
+    ending = path.suffix.partition("@")[0]
+    if not without_part(path).is_dir():
+        if ending in CONFIGURATIONS:
+            return load_file(path, overrides)
+        if ending not in (*LINES, *TABLES):
+            raise CliError(
+                f"{path} is neither a configuration (.toml) nor a file with prompts ({', '.join((*LINES, *TABLES))})"
+            )
+    if not any(word.startswith("--model.path") for word in overrides):
+        what = f"is missing: {path} has prompts and no configuration, so name the model that gets them"
+        raise ConfigError([Problem("model.path", f"{what}: --model.path FOLDER_OR_NAME")])
+    lines = ("run.steps = 1", 'data.source = "files"', f"data.path = {json.dumps(str(path))}", further(path))
+    return load("\n".join(lines), overrides, name=str(path))
+
+
+def set_of(path: Path) -> str:
+    """Return the lines of an evaluation set that has all prompts of a file, and the file's name."""
+    name = re.sub(r"[^a-z0-9_.-]+", "-", path.stem.lower()).lstrip("_.-")[:64]
+    name = "prompts" if name in ("", HELD_OUT) else name
+    return f"[[eval.sets]]\nname = {json.dumps(name)}\npath = {json.dumps(str(path))}"
+
 
 MOST_READ = 2000
 """Maximum number of prompts that are read of a source, evenly spread over it."""

@@ -15,8 +15,8 @@ from relaxd.config import RunConfig
 from relaxd.doctor.checks import Moment, examine
 from relaxd.doctor.finding import Finding, Level, Scope
 from relaxd.local import compose
-from relaxd.local.address import address_here
-from relaxd.local.state import StateFolder
+from relaxd.local.stack import address_here
+from relaxd.local.state_folder import StateFolder
 
 STYLES: dict[Level, str] = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 PREFLIGHT_SECONDS = 0.3

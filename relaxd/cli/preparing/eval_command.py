@@ -13,20 +13,19 @@ import typer
 from rich.console import Console
 
 from relaxd.cli.options import WordsArgument, new_console
-from relaxd.cli.preparing.models import prepare_model
-from relaxd.cli.preparing.prompts_file import load_words_or_prompts, set_of
+from relaxd.cli.preparing.data_command import load_words_or_prompts, set_of
+from relaxd.cli.preparing.first_steps import prepare_model
 from relaxd.cli.preparing.reward_command import try_reward
 from relaxd.cli.reading.evaluation_command import results_table
-from relaxd.client.errors import CliError
+from relaxd.client import CliError
 from relaxd.config import RunConfig
 from relaxd.config.load_toml import ConfigError, Problem
 from relaxd.data.dataset import Prompt, PromptDataset, load_evaluation
-from relaxd.evaluation.answers import ScoredAnswer, summarise_set
-from relaxd.evaluation.checking import context_problems, set_problems
+from relaxd.evaluation.estimates import vote_of
+from relaxd.evaluation.scored_answers import ScoredAnswer, summarise_set
+from relaxd.evaluation.set_checks import context_problems, set_problems
 from relaxd.evaluation.sets import ResolvedSet, sets_of, unknown_set
-from relaxd.evaluation.votes import vote_of
-from relaxd.local.modules import SET_ANSWERS
-from relaxd.local.programs import stream_program
+from relaxd.local.programs import SET_ANSWERS, stream_program
 from relaxd.models import DataError
 from relaxd.models.folders import resolve_model
 from relaxd.report.evaluation_table import set_rows

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from relaxd.cli.options import WordsArgument, load_words, new_console
 from relaxd.cli.output import show
-from relaxd.client.errors import CliError
+from relaxd.client import CliError
 from relaxd.config.load_toml import ConfigError, Problem
 from relaxd.fitting.fit import Fit
 from relaxd.fitting.fit import fit as compute

@@ -13,17 +13,16 @@ from rich.table import Table
 
 from relaxd.cli.options import DEFAULT_STATE, PASS_ON, WordsArgument, load_words, new_console
 from relaxd.cli.output import show
-from relaxd.cli.preparing.models import prepare_model
-from relaxd.client.errors import CliError
+from relaxd.cli.preparing.first_steps import prepare_model
+from relaxd.client import CliError
 from relaxd.config import RunConfig
 from relaxd.config.load_toml import ConfigError, Problem
 from relaxd.data.dataset import Prompt
 from relaxd.data.examples import Example
 from relaxd.data.sources.run_sources import read_sources
 from relaxd.data.tokenizer import PromptTokenizer
-from relaxd.local.modules import REWARD_TRIAL, ROLLOUT_TRIAL
-from relaxd.local.programs import run_program
-from relaxd.local.state import StateFolder
+from relaxd.local.programs import REWARD_TRIAL, ROLLOUT_TRIAL, run_program
+from relaxd.local.state_folder import StateFolder
 from relaxd.models import DataError
 from relaxd.models.folders import resolve_model
 from relaxd.rewards import RewardInput

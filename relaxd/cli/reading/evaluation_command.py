@@ -9,9 +9,9 @@ from rich.text import Text
 
 from relaxd.cli.options import DEFAULT_STATE, CoordinatorOption, FolderOption, RunArgument, StateOption, new_console
 from relaxd.cli.output import show_json
-from relaxd.cli.reading.source import open_run
-from relaxd.cli.reading.view import printable
-from relaxd.client.errors import CliError
+from relaxd.cli.reading.live_view import printable
+from relaxd.cli.reading.run_source import open_run
+from relaxd.client import CliError
 from relaxd.evaluation.sets import unknown_set
 from relaxd.report.evaluation_table import SetRow, table_of
 from relaxd.report.result import RunResult, place_of, read_result

@@ -12,9 +12,9 @@ from types import FrameType
 from rich.console import Console
 from rich.live import Live
 
-from relaxd.cli.reading.view import Picture, RunView, evaluation_line, event_line, step_line, time_left
-from relaxd.client.coordinator import AWAY_SECONDS, state_name
-from relaxd.client.errors import CliError
+from relaxd.cli.reading.live_view import Picture, RunView, evaluation_line, event_line, step_line, time_left
+from relaxd.client import CliError
+from relaxd.client.coordinator_client import AWAY_SECONDS, state_name
 from relaxd.client.folder_runs import RunReader
 from relaxd.drop_reasons import DropWatch
 from relaxd.v1 import coordinator_pb2 as pb

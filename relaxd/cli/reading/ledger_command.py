@@ -11,8 +11,8 @@ from rich.table import Table
 
 from relaxd.cli.options import DEFAULT_STATE, CoordinatorOption, FolderOption, RunArgument, StateOption, new_console
 from relaxd.cli.output import show_json
-from relaxd.cli.reading.source import open_run
-from relaxd.client.errors import CliError
+from relaxd.cli.reading.run_source import open_run
+from relaxd.client import CliError
 from relaxd.config import RunConfig
 from relaxd.config.data import CurriculumConfig
 from relaxd.data.curriculum.prompt_record import BUCKETS, GrowingRecord, PromptRecord

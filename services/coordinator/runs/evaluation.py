@@ -12,9 +12,9 @@ from typing import TypeVar
 import grpc
 
 from relaxd.data.dataset import Prompt, PromptDataset, RunData
-from relaxd.evaluation.answers import ScoredAnswer, summarise_set
+from relaxd.evaluation.estimates import vote_of
+from relaxd.evaluation.scored_answers import ScoredAnswer, summarise_set
 from relaxd.evaluation.sets import ResolvedSet, sets_of
-from relaxd.evaluation.votes import vote_of
 from relaxd.models import DataError
 from relaxd.rewards.base import text_message
 from relaxd.rewards.messages import to_proto

@@ -20,7 +20,7 @@ from relaxd.board.committed_steps import CommittedSteps, ReadLedger
 from relaxd.board.types import Fate
 from relaxd.config import RunConfig
 from relaxd.config.write_toml import dump
-from relaxd.evaluation.answers import is_estimate
+from relaxd.evaluation.scored_answers import is_estimate
 from relaxd.run_folder import (
     CONFIG,
     GROUPS,

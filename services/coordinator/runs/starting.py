@@ -15,7 +15,7 @@ from relaxd.config.load_toml import ConfigError, load
 from relaxd.data.curriculum.run_curriculum import own_problems
 from relaxd.data.dataset import PromptDataset, RunData, load_data
 from relaxd.data.templating import with_template_texts
-from relaxd.evaluation.checking import set_problems
+from relaxd.evaluation.set_checks import set_problems
 from relaxd.models import DataError
 from relaxd.rpc.errors import FailedPrecondition, Unavailable, Violations
 from relaxd.run_folder import holds_run

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from relaxd.cli.main import app
-from relaxd.client.errors import CliError
+from relaxd.client import CliError
 from relaxd.config.load_toml import ConfigError
 
 CONFIG = """

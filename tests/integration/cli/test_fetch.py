@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from relaxd.client.errors import CliError
+from relaxd.client import CliError
 from relaxd.models.folders import models_folder, resolve_model
 from relaxd.tools.model_fetch import MODELS, fetch, is_fetched
 from tests.kit.processes import run_python

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from relaxd.cli.main import app
-from relaxd.client.errors import CliError
+from relaxd.client import CliError
 from relaxd.local import stack
 from services.coordinator.state.records import Evaluation, Outcome, Phase
 from tests.kit.run_folders import CONFIG, write_run

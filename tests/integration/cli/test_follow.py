@@ -17,9 +17,9 @@ from rich.console import Console
 from relaxd.cli.execute import unfinished
 from relaxd.cli.reading import follow as following
 from relaxd.cli.reading.follow import HungUp, Quiet, RunPaused, Terminated, follow, interrupt_code
-from relaxd.cli.reading.why import print_why
-from relaxd.client.coordinator import CoordinatorClient
-from relaxd.client.errors import CliError
+from relaxd.cli.reading.status_command import print_why
+from relaxd.client import CliError
+from relaxd.client.coordinator_client import CoordinatorClient
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import coordinator_pb2_grpc
 from relaxd.v1.health_pb2 import HEALTH_STATE_REBUILDING

@@ -12,9 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from relaxd.cli.main import app
-from relaxd.client import coordinator
-from relaxd.client.errors import CliError
-from relaxd.local.state import Phase, ServiceState, StackState, StateFolder
+from relaxd.client import CliError, coordinator_client
+from relaxd.local.state_folder import Phase, ServiceState, StackState, StateFolder
 from tests.kit.processes import kill, start_python
 from tests.kit.run_folders import write_run
 from tests.kit.waiting import wait_until
@@ -56,7 +55,7 @@ class Stack:
 @pytest.fixture
 def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(coordinator, "CALL_SECONDS", 1.0)
+    monkeypatch.setattr(coordinator_client, "CALL_SECONDS", 1.0)
     for name in ("RELAXD_STATE", "RELAXD_COORDINATOR"):
         monkeypatch.delenv(name, raising=False)
     folder = StateFolder(tmp_path / ".relaxd")

@@ -5,9 +5,9 @@ from typing import Any
 
 from rich.console import Console
 
-from relaxd.cli.reading.status import print_status
-from relaxd.client.coordinator import CoordinatorClient
-from relaxd.local.state import ServiceState, StackState
+from relaxd.cli.reading.status_command import print_status
+from relaxd.client.coordinator_client import CoordinatorClient
+from relaxd.local.state_folder import ServiceState, StackState
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import coordinator_pb2_grpc, scaling_pb2
 from relaxd.v1.health_pb2 import HEALTH_STATE_HEALTHY, HEALTH_STATE_RESTARTING

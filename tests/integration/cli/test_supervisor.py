@@ -12,7 +12,7 @@ import pytest
 import redis
 
 from relaxd.local.embedded_redis import server_command, url, wait_until_up
-from relaxd.local.state import ServiceState, StackState, StateFolder
+from relaxd.local.state_folder import ServiceState, StackState, StateFolder
 from relaxd.local.supervisor import ServiceSpec, StackPlan
 from relaxd.process.ports import free_port
 from tests.kit.processes import is_alive, kill, run_python, start_python

@@ -10,9 +10,9 @@ import grpc
 import psutil
 import pytest
 
-from relaxd.client.coordinator import CoordinatorClient
-from relaxd.client.errors import CliError
-from relaxd.local.state import StateFolder
+from relaxd.client import CliError
+from relaxd.client.coordinator_client import CoordinatorClient
+from relaxd.local.state_folder import StateFolder
 from relaxd.roles import ROLLOUT, TRAINER
 from relaxd.v1.replica_pb2 import GetStatusRequest, ReplicaStatus
 from relaxd.v1.replica_pb2_grpc import ReplicaStub

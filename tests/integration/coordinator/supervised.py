@@ -11,7 +11,7 @@ import psutil
 
 from relaxd.board import Board, stages_for
 from relaxd.config import RunConfig
-from relaxd.local.state import StateFolder
+from relaxd.local.state_folder import StateFolder
 from relaxd.local.supervisor import ServiceSpec, StackPlan
 from relaxd.v1 import coordinator_pb2 as pb
 from tests.integration.coordinator.cluster import LEASE_SECONDS, Cluster
@@ -46,7 +46,7 @@ class SupervisedCluster(Cluster):
         self, services: Sequence[ServiceSpec], templates: Mapping[str, ServiceSpec], max_restarts: int
     ) -> None:
         """Start the supervisor with a launcher, these services, and these templates of launched ones."""
-        command = [sys.executable, "-m", "relaxd.local.launcher", str(self.state.path)]
+        command = [sys.executable, "-m", "relaxd.local.local_launcher", str(self.state.path)]
         command += ["--port", str(self.launcher_port), "--redis", self.redis_url]
         launcher = ServiceSpec(name="launcher", role="launcher", command=command)
         self.state.create()

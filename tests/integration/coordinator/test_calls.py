@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from relaxd import PROTOCOL_VERSION
 from relaxd.board.payloads.attempts import samples_attempt
 from relaxd.cli.main import app
-from relaxd.client.coordinator import CoordinatorClient
-from relaxd.client.errors import CliError
+from relaxd.client import CliError
+from relaxd.client.coordinator_client import CoordinatorClient
 from relaxd.client.run_changes import merge
 from relaxd.redis_client import key_prefix
 from relaxd.roles import COORDINATOR, REWARD, TRAINER

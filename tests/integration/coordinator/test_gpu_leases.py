@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from relaxd import PROTOCOL_VERSION
-from relaxd.cli.reading.status import print_status
-from relaxd.client.coordinator import CoordinatorClient
+from relaxd.cli.reading.status_command import print_status
+from relaxd.client.coordinator_client import CoordinatorClient
 from relaxd.roles import JUDGE, ROLLOUT
 from relaxd.rpc.errors import field_violations
 from relaxd.v1 import coordinator_pb2 as pb

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from relaxd.board import Board, stages_for
 from relaxd.cli.reading.follow import follow
-from relaxd.client.coordinator import CoordinatorClient
-from relaxd.client.errors import CliError
+from relaxd.client import CliError
+from relaxd.client.coordinator_client import CoordinatorClient
 from relaxd.config import RunConfig
 from relaxd.run_folder import closed_groups, newest_samples
 from relaxd.v1 import coordinator_pb2 as pb

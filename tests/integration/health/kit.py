@@ -7,7 +7,7 @@ from typing import Any
 
 import psutil
 
-from relaxd.local.state import ServiceState
+from relaxd.local.state_folder import ServiceState
 from relaxd.local.supervisor import ServiceSpec
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import health_pb2

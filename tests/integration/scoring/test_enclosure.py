@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from relaxd.local.stack import make_plan
-from relaxd.local.state import StateFolder
+from relaxd.local.state_folder import StateFolder
 from relaxd.sandbox import landlock
 from services.reward.enclosure import NEEDED
 from tests.kit.processes import ROOT, run_python

@@ -8,7 +8,7 @@ import pytest
 import redis
 
 from relaxd.board import BoardUnavailable
-from relaxd.client.errors import CliError
+from relaxd.client import CliError
 from relaxd.local import embedded_redis
 from relaxd.rpc.service_settings import parse_settings
 from tests.kit.boards import advance, group, make_board, take

@@ -12,7 +12,7 @@ import torch
 from relaxd.algorithms import AlgorithmError, create
 from relaxd.algorithms.algorithm_trial import create_tried
 from relaxd.board import stages_for
-from relaxd.cli.preparing.check import check_algorithm
+from relaxd.cli.preparing.config_command import check_algorithm
 from relaxd.config.algorithm import ALGORITHM, OwnConfig
 from relaxd.config.load_toml import load_file
 from relaxd.rpc.errors import InvalidArgument

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from relaxd.cli.demo import best_teacher, demo_config, distillation_config
-from relaxd.cli.preparing.examples import example
-from relaxd.client.errors import CliError
+from relaxd.cli.preparing.first_steps import example
+from relaxd.client import CliError
 from relaxd.config import RunConfig
 from relaxd.config.load_toml import load_file
 from tests.kit.run_folders import write_run

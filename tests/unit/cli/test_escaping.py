@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from relaxd.cli import main as command
 from relaxd.cli.output import EscapingConsole
-from relaxd.client.errors import CliError
+from relaxd.client import CliError
 from relaxd.process.child import Child
 from relaxd.telemetry.logs import JsonFormatter, TextFormatter
 from relaxd.telemetry.printable import escape, escape_lines

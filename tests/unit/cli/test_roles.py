@@ -13,11 +13,11 @@ from relaxd import PROTOCOL_VERSION
 from relaxd.board import STAGES, roles_for, stages_for
 from relaxd.cli.execute import Where, _engines, _replicas
 from relaxd.cli.main import app
-from relaxd.cli.preparing.check import check
-from relaxd.client.errors import CliError
+from relaxd.cli.preparing.config_command import check
+from relaxd.client import CliError
 from relaxd.config.load_toml import ConfigError, load
 from relaxd.local.stack import make_plan
-from relaxd.local.state import StateFolder
+from relaxd.local.state_folder import StateFolder
 from relaxd.roles import REPLICA_ROLES, ROLES, SCALABLE_ROLES
 from relaxd.rpc.errors import InvalidArgument
 from relaxd.v1.coordinator_pb2 import Registration

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from relaxd.cli.new_run import new_run_id
-from relaxd.client.errors import CliError
-from relaxd.local.state import StateFolder
+from relaxd.cli.execute import new_run_id
+from relaxd.client import CliError
+from relaxd.local.state_folder import StateFolder
 from relaxd.process.ports import ReservedPort
 
 RESERVE = "from relaxd.process.ports import ReservedPort; import sys; ReservedPort('127.0.0.1', int(sys.argv[1]))"

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from relaxd.cli.execute import result_table
-from relaxd.cli.reading.view import Picture, RunView, samples_table, sparkline, step_line
+from relaxd.cli.reading.live_view import Picture, RunView, samples_table, sparkline, step_line
 from relaxd.v1 import coordinator_pb2 as pb
 
 

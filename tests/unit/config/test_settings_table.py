@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from relaxd.cli.preparing.examples import demo_overrides
+from relaxd.cli.preparing.first_steps import demo_overrides
 from relaxd.config.algorithm import BUILT_IN
 from relaxd.config.load_toml import ConfigError, load, load_file
 from relaxd.config.names.other_frameworks import EQUIVALENTS, FRAMEWORKS

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from relaxd.board import stages_for
-from relaxd.cli.reading.status import print_run
+from relaxd.cli.reading.status_command import print_run
 from relaxd.config.data import CurriculumConfig
 from relaxd.config.load_toml import ConfigError, load
 from relaxd.data.curriculum import run_curriculum

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from relaxd.cli.preparing.check import check
+from relaxd.cli.preparing.config_command import check
 from relaxd.config.load_toml import load
 from relaxd.models import DataError
 from relaxd.models.model_contradictions import weights_contradiction

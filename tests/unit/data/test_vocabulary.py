@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, models
 
-from relaxd.cli.preparing.check import check
+from relaxd.cli.preparing.config_command import check
 from relaxd.config import RunConfig
 from relaxd.config.load_toml import load
 from relaxd.models import DataError

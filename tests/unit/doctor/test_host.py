@@ -20,7 +20,7 @@ from relaxd.doctor.host import (
     processes_finding,
     shared_memory_finding,
 )
-from relaxd.local.state import StateFolder
+from relaxd.local.state_folder import StateFolder
 
 INFINITY = resource.RLIM_INFINITY
 MIB, GIB = 1 << 20, 1 << 30
@@ -122,7 +122,7 @@ def test_limits_are_those_of_the_process(tmp_path: Path) -> None:
         "from pathlib import Path\n"
         "from relaxd.doctor.finding import Scope\n"
         "from relaxd.doctor.host import check_limits\n"
-        "from relaxd.local.state import StateFolder\n"
+        "from relaxd.local.state_folder import StateFolder\n"
         "print([(one.about, one.level) for one in check_limits(Scope(folder=StateFolder(Path('x'))))])"
     )
 

@@ -12,7 +12,7 @@ from relaxd.config.load_toml import load
 from relaxd.doctor.finding import Scope
 from relaxd.doctor.ports import check_coordinator_port, check_weight_ports
 from relaxd.local.port_holder import PortHolder, ask_stack, find_holder, taken_port
-from relaxd.local.state import StateFolder
+from relaxd.local.state_folder import StateFolder
 from relaxd.process.ports import ReservedPort
 from relaxd.rpc.server import start_server
 from relaxd.rpc.stack_identity import STACK_VARIABLE

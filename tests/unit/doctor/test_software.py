@@ -23,7 +23,7 @@ from relaxd.doctor.packages import (
 )
 from relaxd.doctor.sandbox import answers_finding, check_sandbox, enclosure_finding
 from relaxd.doctor.services import status_findings
-from relaxd.local.state import StateFolder
+from relaxd.local.state_folder import StateFolder
 from relaxd.rewards.table import PACKAGES
 from relaxd.sandbox.enclosure import Measure
 from relaxd.v1.replica_pb2 import REPLICA_STATE_FAILED, ReplicaStatus

@@ -7,10 +7,9 @@ from itertools import combinations
 import pytest
 
 from relaxd.config.load_toml import load
-from relaxd.evaluation.answers import ScoredAnswer, summarise_set
-from relaxd.evaluation.estimates import Z95, interval, pass_at_k
+from relaxd.evaluation.estimates import Z95, interval, maj_at_k, pass_at_k, vote_of
+from relaxd.evaluation.scored_answers import ScoredAnswer, summarise_set
 from relaxd.evaluation.sets import sets_of
-from relaxd.evaluation.votes import maj_at_k, vote_of
 
 
 def test_pass_at_k_is_the_share_of_draws_with_a_right_answer() -> None:

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from relaxd.cli.main import app
-from relaxd.client.errors import CliError
+from relaxd.client import CliError
 from services.coordinator.state.records import Outcome
 from tests.kit.run_folders import write_run
 

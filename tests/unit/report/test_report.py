@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from relaxd.client.errors import CliError
+from relaxd.client import CliError
 from relaxd.config.load_toml import load
 from relaxd.report.charts import chart_data
 from relaxd.report.page import shown_text

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from relaxd.cli import recovery
+from relaxd.cli import run_checkpoints
 from relaxd.run_folder import checkpoint_path, checkpoint_steps, checkpoints_folder
 from relaxd.v1 import trainer_pb2
 from services.trainer.batch.step_file import step_file_path
@@ -187,9 +187,9 @@ def test_two_ranks_write_and_read_one_checkpoint(tiny_qwen3: Path, redis_url: st
     # Without any service: the step once more on two ranks, and the checkpoint's model by one.
     (tmp_path / "config.json").write_text(config.model_dump_json())
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 3, **recorded}) + "\n")
-    result = recovery.replay_step(tmp_path, 3)
+    result = run_checkpoints.replay_step(tmp_path, 3)
     assert result["start"] == "the checkpoint of step 2"
     for name, numbers in result["numbers"].items():
         assert numbers["replayed"] == numbers["recorded"] == recorded[name], name
-    assert recovery.export_model(tmp_path, 2, tmp_path / "alone") == {"path": str(tmp_path / "alone"), "step": 2}
+    assert run_checkpoints.export_model(tmp_path, 2, tmp_path / "alone") == {"path": str(tmp_path / "alone"), "step": 2}
     assert weights(tmp_path / "alone") == weights(at_2)

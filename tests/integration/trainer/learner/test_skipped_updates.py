@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from relaxd.cli import recovery
+from relaxd.cli import run_checkpoints
 from services.trainer.batch.row_packing import PackedMicroBatch, pack
 from services.trainer.batch.step_file import step_file_path
 from services.trainer.learner.learner import Learner
@@ -207,7 +207,7 @@ def test_a_run_goes_on_after_a_skipped_update_and_replay_skips_it_too(
         (tmp_path / "config.json").write_text(config.model_dump_json())
         (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(asdict(entry)) + "\n" for entry in ledger))
     # With the ledger as it was, and without any service, the same weights come out.
-    numbers = recovery.replay_step(tmp_path, 3)["numbers"]
+    numbers = run_checkpoints.replay_step(tmp_path, 3)["numbers"]
     assert numbers["weights_checksum"]["replayed"] == ledger[2].metrics["weights_checksum"]
 
 

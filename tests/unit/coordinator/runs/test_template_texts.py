@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from relaxd.cli.execute import with_absolute_paths
-from relaxd.cli.preparing.check import check
+from relaxd.cli.preparing.config_command import check
 from relaxd.config import RunConfig
 from relaxd.config.load_toml import load
 from relaxd.config.write_toml import dump

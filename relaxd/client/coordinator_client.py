@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import grpc
 
-from relaxd.client.errors import CliError, NotFoundError
+from relaxd.client import CliError, NotFoundError
 from relaxd.client.run_changes import merge
 from relaxd.rpc.client import sync_channel
 from relaxd.rpc.errors import explain, field_violations, has_status

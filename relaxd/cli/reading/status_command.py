@@ -1,26 +1,35 @@
-"""`relaxd status`: the services, the runs and the queue of each stage, in 80 columns.
+"""`relaxd status` and `relaxd why`: the services, the runs, the queue of each stage, and what a run waits for.
 
 What is as it should be takes one line, the rest a row each.
 """
 
+import re
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from relaxd.cli.options import DEFAULT_STATE, CoordinatorOption, FolderOption, RunArgument, StateOption, new_console
+from relaxd.cli.reading.run_source import open_run
 from relaxd.cli.scale import ENDED, request_line, scaled_table
-from relaxd.client.coordinator import ENDED as RUN_ENDED
-from relaxd.client.coordinator import CoordinatorClient, state_name
-from relaxd.client.errors import CliError
+from relaxd.client import CliError
+from relaxd.client.coordinator_client import ENDED as RUN_ENDED
+from relaxd.client.coordinator_client import CoordinatorClient, state_name
+from relaxd.drop_reasons import drop_warnings
 from relaxd.local.compose import Container
-from relaxd.local.state import StackState
+from relaxd.local.state_folder import StackState
 from relaxd.rpc.message_parts import words
+from relaxd.rpc.stack_identity import STACK_VARIABLE
+from relaxd.run_folder import holder_of
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.health_pb2 import HEALTH_STATE_HEALTHY, HealthState
 from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, ReplicaState
+from relaxd.waiting import duration
 
 SHOWN_RUNS = 20
 SHOWN_REPLICAS = 30
@@ -190,3 +199,64 @@ def _print_health(run: pb.Run, console: Console) -> None:
         count = f"{one.restarts} rebuilds" if not one.instance and one.restarts else str(one.restarts or "")
         table.add_row(one.role, replica, Text(state, styles.get(state, "yellow")), count, one.reason)
     console.print(table)
+
+
+def address_lines(coordinator: str, replicas: Sequence[pb.RegisteredReplica], stack: str = "") -> list[str]:
+    """Return NAME=host:port for the coordinator and each replica; a role's own name is its first replica's.
+
+    With the stack's identity, which services need that are to register here, also RELAXD_STACK.
+
+    A replica's name is its id in capitals: that of rollout-2 is ROLLOUT_2.
+    """
+    found = {"COORDINATOR": coordinator}
+    registrations = sorted((replica.registration for replica in replicas), key=lambda one: (one.role, one.replica_id))
+    for one in registrations:
+        for name in (one.role, one.replica_id):
+            found.setdefault(re.sub(r"[^A-Z0-9]", "_", name.upper()), one.address)
+    found |= {STACK_VARIABLE: stack} if stack else {}
+    return [f"{name}={shlex.quote(address)}" for name, address in found.items()]
+
+
+def why(
+    run_id: RunArgument = "",
+    folder: FolderOption = None,
+    state: StateOption = DEFAULT_STATE,
+    coordinator: CoordinatorOption = None,
+) -> None:
+    """Say what a run waits for, with the numbers, and what to do."""
+    with open_run(run_id, folder, state, coordinator) as source:
+        run = source.run
+        if not source.address and run.state not in RUN_ENDED:
+            there = holder_of(Path(run.folder))
+            run.waiting_for = f"it belongs to another coordinator (stack {there})" if there else "it waits for services"
+            run.waiting_for += f"; it is paused: {run.reason}" if run.reason else ""
+        print_why(run, new_console())
+
+
+def print_why(run: pb.Run, console: Console) -> None:
+    """Print the sentence, the evidence and the advice."""
+
+    def say(text: str, style: str = "") -> None:
+        console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+    name = f"run {run.run_id} ({state_name(run.state)}, step {run.step} of {run.steps})"
+    if run.state in RUN_ENDED:
+        say(f"{name} waits for nothing: it has ended{f': {run.reason}' if run.reason else ''}")
+        return
+    say(f"{name}: {run.waiting_for or 'nothing holds it up'}", style="bold")
+    if run.wait.on or run.wait.HasField("start_time"):
+        since = run.wait.start_time.ToDatetime().astimezone()
+        say(f"  since {since:%H:%M:%S}" + (f", because of {run.wait.on}" if run.wait.on else ""))
+    if run.HasField("remaining_seconds"):
+        say(f"  about {duration(run.remaining_seconds)} are left, once it goes on" if run.waiting_for else
+            f"  about {duration(run.remaining_seconds)} are left")  # fmt: skip
+    for title, lines in (
+        ("what is known", run.wait.evidence),
+        ("alarms", [f"since step {alarm.first_step}: {alarm.text}" for alarm in run.alarms]),
+        ("dropped groups", drop_warnings(run.groups.dropped_by_reason, run.groups.published)),
+        ("what to do", run.wait.advice or (["nothing: it goes on by itself"] if run.wait.kind else [])),
+    ):
+        if lines:
+            say(f"{title}:")
+            for line in lines:
+                say(f"  {line}")

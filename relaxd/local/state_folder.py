@@ -11,8 +11,8 @@ from typing import Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
-from relaxd.client.errors import CliError
-from relaxd.local.redis_address import RedisUrlModel
+from relaxd.client import CliError
+from relaxd.local.embedded_redis import RedisUrlModel
 
 Phase = Literal["starting", "running", "restarting", "failed", "stopped"]
 

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from relaxd.evaluation.estimates import interval, pass_at_k
+from relaxd.evaluation.estimates import interval, maj_at_k, pass_at_k
 from relaxd.evaluation.sets import ResolvedSet
-from relaxd.evaluation.votes import maj_at_k
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from relaxd.client.coordinator import ENDED, state_name
+from relaxd.client.coordinator_client import ENDED, state_name
 from relaxd.telemetry.printable import escape
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.health_pb2 import HEALTH_STATE_HEALTHY, RunEvent

@@ -1,4 +1,4 @@
-"""The launcher of local replicas: `python -m relaxd.local.launcher STATE_FOLDER`, started by the supervisor.
+"""The launcher of local replicas: `python -m relaxd.local.local_launcher STATE_FOLDER`, started by the supervisor.
 
 It starts no process itself, because gRPC and forking don't mix and all services must end together. It writes its
 requests into the state folder, and the supervisor, the parent of all services, carries them out.
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from relaxd.local.state import LaunchWish, LaunchWishes, RestartWish, ServiceState, StateFolder
+from relaxd.local.state_folder import LaunchWish, LaunchWishes, RestartWish, ServiceState, StateFolder
 from relaxd.local.supervisor import StackPlan
 from relaxd.replica.launcher_server import run_launcher
 from relaxd.roles import REPLICA_ROLES

