@@ -28,8 +28,8 @@ from relaxd.board import TEACHER_LOGPROBS
 from relaxd.config import AlgorithmConfig, CriticConfig, TrainerConfig
 from relaxd.data.sources.addition_source import addition
 from relaxd.data.tokenizer import PromptTokenizer
-from relaxd.rewards.base import RewardInput
 from relaxd.rewards.hub.addition import addition as score_addition
+from relaxd.rewards.interface import RewardInput
 from relaxd.roles import TEACHER
 from services.rollout.engines.transformers.weights import named_parameters
 from services.trainer.batch.row_packing import TrainSequence, pack

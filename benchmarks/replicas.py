@@ -23,7 +23,7 @@ from relaxd.cli.scale import scale_to
 from relaxd.client.coordinator_client import ENDED, CoordinatorClient
 from relaxd.local import stack
 from relaxd.local.state_folder import StateFolder
-from relaxd.rewards.base import RewardInput
+from relaxd.rewards.interface import RewardInput
 from tests.kit.models import make_tiny_model
 
 JUDGE_SECONDS = 0.25

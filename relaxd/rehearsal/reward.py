@@ -3,7 +3,7 @@
 import hashlib
 import time
 
-from relaxd.rewards.base import RewardInput
+from relaxd.rewards.interface import RewardInput
 
 
 def scripted(sample: RewardInput, success: float = 0.5, seconds: float = 0.0) -> float:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from relaxd.rewards.adapters import VERL, VERL_BATCH, scored_parameters, takes_group
-from relaxd.rewards.base import BadRewardError, Reward, RewardInput, RewardOutput, check_output
+from relaxd.rewards.interface import BadRewardError, Reward, RewardInput, RewardOutput, check_output
+from relaxd.rewards.other_interfaces import VERL, VERL_BATCH, scored_parameters, takes_group
 
 MACHINERY = str(Path(__file__).parent)
 """Folder of the files that call and import rewards; bundled rewards are in folders below it."""

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any, cast
 
 from relaxd.importing import import_file
-from relaxd.rewards.adapters import adapt, boxed
-from relaxd.rewards.base import Reward
 from relaxd.rewards.calling import check_settings, check_signature, describe_error
+from relaxd.rewards.interface import Reward
+from relaxd.rewards.other_interfaces import adapt, boxed
 from relaxd.rewards.table import BOXED, PACKAGES, REWARDS, UnknownRewardError, check_name
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from relaxd.rewards.base import Message, text_message
+from relaxd.rewards.interface import Message, text_message
 from relaxd.v1 import content_pb2
 
 

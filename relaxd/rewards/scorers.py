@@ -6,12 +6,11 @@ from typing import Any, Protocol
 
 from relaxd.config import RewardConfig
 from relaxd.config.reward import RewardTerm
-from relaxd.rewards.adapters import awaits, takes_group
-from relaxd.rewards.base import RewardInput, RewardOutput
 from relaxd.rewards.calling import Outcome, call
-from relaxd.rewards.data_sources import reward_of_data_source
+from relaxd.rewards.interface import RewardInput, RewardOutput
 from relaxd.rewards.loading import resolve
-from relaxd.rewards.table import UnknownRewardError, check_name, is_bundled
+from relaxd.rewards.other_interfaces import awaits, takes_group
+from relaxd.rewards.table import UnknownRewardError, check_name, is_bundled, reward_of_data_source
 
 
 class Scorer(Protocol):

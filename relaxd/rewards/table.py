@@ -1,10 +1,11 @@
-"""The table of bundled rewards, and what counts as a reward's name."""
+"""Tables of names: the bundled rewards, and verl's data sources with the bundled reward nearest to what verl scores
+each with.
+"""
 
 import difflib
 from collections.abc import Mapping
 
 from relaxd.importing import OWN_NAME
-from relaxd.rewards.base import Reward
 from relaxd.rewards.coding.code import Code
 from relaxd.rewards.hub.addition import addition
 from relaxd.rewards.hub.dummy import dummy
@@ -20,6 +21,7 @@ from relaxd.rewards.hub.random import random
 from relaxd.rewards.hub.reasoning_gym import reasoning_gym
 from relaxd.rewards.hub.regex import regex
 from relaxd.rewards.hub.search_r1 import search_r1
+from relaxd.rewards.interface import Reward
 from relaxd.rewards.judge.pairs import judge_pairs
 from relaxd.rewards.judge.single import judge
 from relaxd.rewards.mathematics.dapo import dapo
@@ -27,7 +29,7 @@ from relaxd.rewards.mathematics.deepscaler import deepscaler
 from relaxd.rewards.mathematics.geo3k import geo3k
 from relaxd.rewards.mathematics.math import math
 from relaxd.rewards.mathematics.openr1mm import openr1mm
-from relaxd.rewards.tools.reward import VerlToolsReward
+from relaxd.rewards.verl_tools_reward import VerlToolsReward
 
 REWARDS: Mapping[str, Reward | type[Code] | type[VerlToolsReward]] = {
     reward.__name__: reward
@@ -91,3 +93,37 @@ def is_bundled(name: str) -> bool:
 def describe(name: str) -> str:
     """Return the first line of a bundled reward's docstring."""
     return (REWARDS[name].__doc__ or "").strip().partition("\n")[0]
+
+
+_REWARDS = {
+    "openai/gsm8k": "gsm8k",
+    "lighteval/MATH": "math",
+    "DigitalLearningGmbH/MATH-lighteval": "math",
+    "HuggingFaceH4/MATH-500": "math",
+    "math": "dapo",
+    "math_dapo": "dapo",
+    "math_dapo_reasoning": "dapo",
+    "numina_aops_forum": "math",
+    "numina_synthetic_math": "math",
+    "numina_amc_aime": "math",
+    "numina_synthetic_amc": "math",
+    "numina_cn_k12": "math",
+    "numina_olympiads": "math",
+    "hiyouga/geometry3k": "geo3k",
+    "apps": "code",
+    "codecontests": "code",
+    "codeforces": "code",
+    "taco": "code",
+    "searchR1_nq": "search_r1",
+    "searchR1_triviaqa": "search_r1",
+    "searchR1_popqa": "search_r1",
+    "searchR1_hotpotqa": "search_r1",
+    "searchR1_2wikimultihopqa": "search_r1",
+    "searchR1_musique": "search_r1",
+    "searchR1_bamboogle": "search_r1",
+}
+
+
+def reward_of_data_source(name: str) -> str | None:
+    """Return the name of the bundled reward for one of verl's data sources, or None if there is none."""
+    return "dapo" if name.startswith("aime") else _REWARDS.get(name)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 
 from relaxd.rewards import RewardInput
-from relaxd.rewards.base import text_message
+from relaxd.rewards.interface import text_message
 from relaxd.rewards.messages import text_and_media, to_proto
 from relaxd.rpc.message_parts import numbers, words
 from relaxd.v1.content_pb2 import Conversation

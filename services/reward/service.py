@@ -19,7 +19,7 @@ from relaxd.replica.replica_context import ReplicaContext
 from relaxd.replica.service_interface import ServiceStatus
 from relaxd.replica.stage_replica import StageReplica
 from relaxd.rewards import RewardInput, RewardOutput, UnknownRewardError
-from relaxd.rewards.base import text_message
+from relaxd.rewards.interface import text_message
 from relaxd.rewards.messages import with_parts
 from relaxd.rewards.scorers import check_names
 from relaxd.roles import REWARD

@@ -26,7 +26,7 @@ from relaxd.local.state_folder import StateFolder
 from relaxd.models import DataError
 from relaxd.models.folders import resolve_model
 from relaxd.rewards import RewardInput
-from relaxd.rewards.references import references
+from relaxd.rewards.interface import references
 from relaxd.telemetry.printable import escape
 
 PROMPTS = 3

@@ -2,10 +2,9 @@
 
 from typing import Literal
 
-from relaxd.rewards.base import RewardInput
-from relaxd.rewards.coding.cases import cases_of
-from relaxd.rewards.coding.extract import code_in
+from relaxd.rewards.coding.cases import cases_of, code_in
 from relaxd.rewards.coding.judging import judge
+from relaxd.rewards.interface import RewardInput
 from relaxd.sandbox.limits import Limits
 from relaxd.sandbox.sandbox import Sandbox
 

@@ -3,7 +3,7 @@
 import re
 from decimal import Decimal
 
-from relaxd.rewards.base import RewardInput
+from relaxd.rewards.interface import RewardInput
 
 # A minus (also that of typography) is a sign unless it may be an operator, as in "5-3". Commas may separate thousands.
 _NUMBER = re.compile(r"(?<![0-9])[-\u2212]?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")

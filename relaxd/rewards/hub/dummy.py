@@ -1,6 +1,6 @@
 """No reward, for trying the rest of a run."""
 
-from relaxd.rewards.base import RewardInput
+from relaxd.rewards.interface import RewardInput
 
 
 def dummy(sample: RewardInput) -> float:

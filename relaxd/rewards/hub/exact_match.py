@@ -1,7 +1,6 @@
 """Reward for an exact answer."""
 
-from relaxd.rewards.base import RewardInput
-from relaxd.rewards.references import references
+from relaxd.rewards.interface import RewardInput, references
 
 
 def exact_match(sample: RewardInput) -> float:

@@ -4,8 +4,7 @@ import re
 import string
 from collections import Counter
 
-from relaxd.rewards.base import RewardInput
-from relaxd.rewards.references import best_of_references
+from relaxd.rewards.interface import RewardInput, best_of_references
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")

@@ -4,7 +4,7 @@ import re
 import string
 from collections.abc import Sequence
 
-from relaxd.rewards.base import RewardInput
+from relaxd.rewards.interface import RewardInput
 from relaxd.rewards.tags import without_thinking
 
 # Possessive quantifiers (*+) never give back what they took: a reply of blanks takes time linear in its length.

@@ -4,7 +4,7 @@ import re
 from decimal import Decimal, InvalidOperation
 from functools import lru_cache
 
-from relaxd.rewards.base import RewardInput
+from relaxd.rewards.interface import RewardInput
 
 _LAST = 300
 _MARKED = re.compile(r"####\s*+\$?+\s*+([-\u2212]?[0-9.,]*[0-9])")

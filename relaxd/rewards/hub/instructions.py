@@ -7,9 +7,8 @@ import csv
 from collections.abc import Mapping
 from typing import Any
 
-from relaxd.rewards.base import RewardInput
 from relaxd.rewards.hub.ifbench_checkers import ifbench_checkers
-from relaxd.rewards.limit import TooSlow, time_limit
+from relaxd.rewards.interface import RewardInput, TooSlow, time_limit
 
 CHECK_SECONDS = 3.0
 """Time for checking one reply. Then it fails."""

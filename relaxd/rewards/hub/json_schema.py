@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from relaxd.rewards.base import RewardInput
-from relaxd.rewards.limit import TooSlow, time_limit
+from relaxd.rewards.interface import RewardInput, TooSlow, time_limit
 from relaxd.rewards.tags import THINKING
 
 CHECK_SECONDS = 1.0

@@ -2,7 +2,7 @@
 
 import re
 
-from relaxd.rewards.base import RewardInput
+from relaxd.rewards.interface import RewardInput
 from relaxd.rewards.tags import tagged, without_thinking
 
 _LETTER = re.compile(r"\(?([A-Za-z])\)?[.:]?")

@@ -1,6 +1,6 @@
 """DAPO's soft punishment of long answers (Yu et al. 2025, arXiv 2503.14476, equation 13)."""
 
-from relaxd.rewards.base import RewardInput
+from relaxd.rewards.interface import RewardInput
 
 
 def overlong(sample: RewardInput, max_tokens: int = 0, buffer_tokens: int = 0, penalty: float = 1.0) -> float:

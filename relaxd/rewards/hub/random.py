@@ -2,7 +2,7 @@
 
 import random as chance
 
-from relaxd.rewards.base import RewardInput
+from relaxd.rewards.interface import RewardInput
 
 
 def random(sample: RewardInput) -> float:

@@ -3,8 +3,7 @@
 import re
 from functools import lru_cache
 
-from relaxd.rewards.base import RewardInput
-from relaxd.rewards.limit import TooSlow, time_limit
+from relaxd.rewards.interface import RewardInput, TooSlow, time_limit
 
 MATCH_SECONDS = 1.0
 """Time for matching a reply. Then it doesn't match."""

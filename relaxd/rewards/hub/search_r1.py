@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from relaxd.rewards.adapters import ground_truth
-from relaxd.rewards.base import RewardInput
 from relaxd.rewards.hub.f1 import words
-from relaxd.rewards.references import references
+from relaxd.rewards.interface import RewardInput, references
+from relaxd.rewards.other_interfaces import ground_truth
 from relaxd.rewards.tags import tagged
 
 _MOST_TAGS = 10

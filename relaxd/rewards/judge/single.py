@@ -5,10 +5,20 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from relaxd.rewards.base import RewardInput
+from relaxd.rewards.interface import RewardInput
 from relaxd.rewards.judge.asking import ask
-from relaxd.rewards.judge.questions import ANSWER, GIVEN, REFERENCE, TASK, conversation, fill
-from relaxd.rewards.judge.replies import read_field, read_number, read_yes_no, visible
+from relaxd.rewards.judge.questions_and_replies import (
+    ANSWER,
+    GIVEN,
+    REFERENCE,
+    TASK,
+    conversation,
+    fill,
+    read_field,
+    read_number,
+    read_yes_no,
+    visible,
+)
 
 _ASKS = {
     "number": (

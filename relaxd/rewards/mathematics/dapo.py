@@ -2,9 +2,9 @@
 
 import re
 
-from relaxd.rewards.base import RewardInput
+from relaxd.rewards.interface import RewardInput
 from relaxd.rewards.mathematics.boxed import last_boxed
-from relaxd.rewards.mathematics.mathd import reference
+from relaxd.rewards.mathematics.normal_forms import reference
 
 _LAST = 300
 _ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")

@@ -1,6 +1,6 @@
 """DeepScaleR's reward: a boxed answer after the thinking."""
 
-from relaxd.rewards.base import RewardInput
+from relaxd.rewards.interface import RewardInput
 from relaxd.rewards.mathematics.math import score_boxed
 
 _MARKS = ("</think>", "###Response")

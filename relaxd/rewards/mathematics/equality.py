@@ -6,11 +6,9 @@ import re
 from decimal import Decimal
 from itertools import chain
 
-from relaxd.rewards.limit import TooSlow, time_limit
+from relaxd.rewards.interface import TooSlow, time_limit
 from relaxd.rewards.mathematics.formulas import Unreadable, parse
-from relaxd.rewards.mathematics.mathd import normalize
-from relaxd.rewards.mathematics.numerals import numeral, rational
-from relaxd.rewards.mathematics.plain import plain
+from relaxd.rewards.mathematics.normal_forms import normalize, numeral, plain, rational
 
 MAX_LETTERS = 2000
 """Longest answer that is compared as more than a text."""

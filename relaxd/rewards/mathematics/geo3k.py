@@ -1,6 +1,6 @@
 """The reward for Geometry3K: a boxed answer after tagged thinking."""
 
-from relaxd.rewards.base import RewardInput
+from relaxd.rewards.interface import RewardInput
 from relaxd.rewards.mathematics.math import score_boxed
 
 

@@ -2,9 +2,8 @@
 
 import re
 
-from relaxd.rewards.base import RewardInput
-from relaxd.rewards.limit import TooSlow, time_limit
-from relaxd.rewards.mathematics.mathd import reference
+from relaxd.rewards.interface import RewardInput, TooSlow, time_limit
+from relaxd.rewards.mathematics.normal_forms import reference
 from relaxd.rewards.mathematics.sentences import formula_of, has_marks, with_improper_fractions
 from relaxd.rewards.tags import tagged
 

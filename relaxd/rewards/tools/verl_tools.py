@@ -9,7 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 from relaxd.importing import describe_error
-from relaxd.rewards.base import BadRewardError
+from relaxd.rewards.interface import BadRewardError
 from relaxd.rewards.tools.calls import ToolCall, calls_in
 
 CALL_SECONDS = 5.0

@@ -8,7 +8,7 @@ import grpc
 
 from relaxd.config import RewardConfig
 from relaxd.rewards import RewardInput, RewardOutput
-from relaxd.rewards.base import BadRewardError, check_output, text_message
+from relaxd.rewards.interface import BadRewardError, check_output, text_message
 from relaxd.rpc.client import MAX_MESSAGE_BYTES
 from relaxd.sandbox.running_time import LOOK_SECONDS
 from relaxd.v1 import remote_reward_pb2 as pb

@@ -9,7 +9,7 @@ import aiohttp
 
 from relaxd.config import RewardConfig
 from relaxd.rewards import RewardInput, RewardOutput
-from relaxd.rewards.base import BadRewardError, check_output
+from relaxd.rewards.interface import BadRewardError, check_output
 from services.reward.deadline import Deadline
 from services.reward.http_answers import read_at_most, retry_after, shortened
 from services.reward.pool import Failure

@@ -17,7 +17,7 @@ import redis
 
 from relaxd.redis_client import key_prefix
 from relaxd.rewards import REWARDS
-from relaxd.rewards.base import text_message
+from relaxd.rewards.interface import text_message
 from relaxd.rewards.messages import to_proto
 from relaxd.rpc.errors import field_violations
 from relaxd.v1.advantage_pb2 import ComputeRequest

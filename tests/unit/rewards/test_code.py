@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from relaxd.rewards import RewardInput, UnknownRewardError, check_output, resolve
-from relaxd.rewards.coding.comparing import same_output, same_value
-from relaxd.rewards.coding.extract import code_in
+from relaxd.rewards.coding.cases import code_in
+from relaxd.rewards.coding.judging import same_output, same_value
 from relaxd.sandbox.limits import Limits
 from relaxd.sandbox.sandbox import Sandbox
 from tests.kit.processes import is_alive, start_python

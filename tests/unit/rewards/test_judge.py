@@ -15,7 +15,7 @@ from aiohttp import web
 from relaxd.config import JudgeConfig, RewardConfig
 from relaxd.rewards import RewardInput, RewardOutput, resolve
 from relaxd.rewards.judge import JudgeError, NoJudgeError, UnreadableReplyError, ask, asking
-from relaxd.rewards.judge.replies import read_field, read_number, read_side, read_yes_no
+from relaxd.rewards.judge.questions_and_replies import read_field, read_number, read_side, read_yes_no
 from relaxd.v1.judge_pb2 import AskRequest, AskResponse
 from relaxd.waiting import Backoff, waits
 from services.reward.http_answers import retry_after

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from relaxd.rewards.limit import TooSlow, time_limit
+from relaxd.rewards.interface import TooSlow, time_limit
 from relaxd.rewards.mathematics.boxed import last_boxed
 from relaxd.rewards.mathematics.equality import SYMPY_SECONDS, are_equal
 from relaxd.rewards.mathematics.formulas import Unreadable, parse

@@ -14,9 +14,7 @@ from relaxd.rewards import RewardInput, resolve
 from relaxd.rewards.mathematics import boxed, equality
 from relaxd.rewards.mathematics.boxed import last_boxed
 from relaxd.rewards.mathematics.equality import are_equal
-from relaxd.rewards.mathematics.mathd import normalize
-from relaxd.rewards.mathematics.numerals import numeral, rational
-from relaxd.rewards.mathematics.plain import plain
+from relaxd.rewards.mathematics.normal_forms import normalize, numeral, plain, rational
 
 DIGITS = ("0", "1", "2", "4", "5", "25", "50", "007", "1234", "1,234", "12,34", "0.5", ".5", "0.50", "2.0", "1,234.0")
 FRACTIONS = (

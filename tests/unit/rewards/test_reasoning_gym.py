@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from relaxd.data.sources.reasoning_gym_source import KEY, make_task
-from relaxd.rewards.hub.readable import readable
+from relaxd.rewards.hub.reasoning_gym import readable
 from tests.unit.rewards.scoring import LONG, score
 
 pytest.importorskip("reasoning_gym", reason="needs the extra reasoning")

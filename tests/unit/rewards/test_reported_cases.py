@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from relaxd.rewards.coding.comparing import same_output, same_value
-from relaxd.rewards.coding.extract import code_in
+from relaxd.rewards.coding.cases import code_in
+from relaxd.rewards.coding.judging import same_output, same_value
 from relaxd.rewards.tags import without_thinking
 from tests.unit.rewards.scoring import SECONDS, score
 

@@ -18,7 +18,7 @@ from relaxd.rewards import (
     describe,
     resolve,
 )
-from relaxd.rewards.base import text_message
+from relaxd.rewards.interface import text_message
 from relaxd.rewards.messages import text_and_media, to_proto, with_parts
 from services.reward.service import samples_of
 

@@ -1,11 +1,13 @@
-"""The reward of single-turn function calling with verl's tools."""
+"""The reward of single-turn function calling with verl's tools: an answer's calls are executed, and what the tools
+return is scored.
+"""
 
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from relaxd.rewards.base import RewardInput
+from relaxd.rewards.interface import RewardInput
 from relaxd.rewards.tools.loading import load_tools
 from relaxd.rewards.tools.verl_tools import CALL_SECONDS, ToolFailure, VerlTools
 

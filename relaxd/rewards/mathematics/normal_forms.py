@@ -1,9 +1,15 @@
-# ruff: noqa: RUF001 (signs that look like others are what this is about)
-"""Answers in LaTeX, unicode or words as plain formulas, such as "(-1/2)*sqrt(3)", without blanks and in lower case."""
+"""Normal forms of mathematical answers: plain formulas, MATH's form, and numbers. Equal answers are equal texts."""
 
 import re
 import unicodedata
 from decimal import Decimal
+from fractions import Fraction
+from functools import lru_cache
+
+from relaxd.rewards.mathematics.boxed import last_boxed
+
+# ruff: noqa: RUF001 (signs that look like others are what this is about)
+
 
 _DEEPEST = 32
 """Maximum depth of fractions and roots within each other; deeper ones stay as they are."""
@@ -98,3 +104,96 @@ def _closes_at_end(text: str) -> bool:
         if depth == 0:
             return place == len(text) - 1
     return False
+
+
+_WHOLE_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\{([^{}]*)\}")
+_MATHD_UNITS = re.compile(r"\\(?:text|mathrm|mbox)\{\s[^{}]*\}.*|\\(?:text|mathrm|mbox)\{[^{}]*\}$", re.DOTALL)
+_DEGREES = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|°")
+_DROPPED = re.compile(r"\\!|\\left(?![a-z])|\\right(?![a-z])|\\?\$|\\?%|\\[,;:]|\n")
+_NAME = re.compile(r"\A\s*\S{1,2}\s*=(?!=)")
+_SHORT_SQRT = re.compile(r"\\sqrt\s*([^\s{\[\\])")
+_MATHD_SHORT_FRAC = re.compile(r"\\frac(?:([0-9a-zA-Z])|\{([^{}]*)\})\s*(?:([0-9a-zA-Z])|\{([^{}]*)\})")
+_SLASH = re.compile(r"(-?)([0-9]+)/(-?[0-9]+)")
+
+
+def normalize(answer: str) -> str:
+    """Return MATH's normal form of an answer in LaTeX.
+
+    It drops what doesn't change the value: layout, degrees, dollars, percent, units at the end, "x =" before it, and
+    blanks.
+    "0.5" and "a/b" of whole numbers become \\frac{}{}. Numbers keep their digits: "0.50" and "0.5" differ.
+    """
+    answer = answer.strip()
+    if whole := _WHOLE_TEXT.fullmatch(answer):
+        answer = whole[1].strip()
+    answer = _DEGREES.sub("", answer.replace("\\\\", "\\"))
+    answer = _DROPPED.sub("", re.sub(r"\\[td]frac", r"\\frac", answer)).strip()
+    answer = _MATHD_UNITS.sub("", answer) or answer
+    if answer.count("=") == 1:
+        answer = _NAME.sub("", answer, count=1)
+    answer = re.sub(r"(?<![0-9])\.(?=[0-9])", "0.", answer)
+    answer = _SHORT_SQRT.sub(r"\\sqrt{\1}", answer)
+    answer = re.sub(r"(?<![0-9])\s+|\s+(?![0-9])", "", answer)  # "7 3/4" is not "73/4"
+    answer = _MATHD_SHORT_FRAC.sub(_frac, answer)
+    if slash := _SLASH.fullmatch(answer):
+        answer = f"{slash[1]}\\frac{{{slash[2]}}}{{{slash[3]}}}"
+    return r"\frac{1}{2}" if answer == "0.5" else answer
+
+
+@lru_cache(1024)  # the samples of a group share it
+def reference(answer: str, reward: str) -> str:
+    """Return a reference answer: what is in its box if it has one.
+
+    Raises ValueError when it is empty, because every reward would then be 0 (or, compared with nothing, 1).
+    """
+    boxed = last_boxed(answer)
+    found = answer.strip() if boxed is None else boxed
+    if not found:
+        raise ValueError(f"answer is {answer!r}: the reward {reward} needs a reference answer")
+    return found
+
+
+def _frac(match: re.Match[str]) -> str:
+    above, below = match[1] or match[2], match[3] or match[4]
+    return f"\\frac{{{above or ''}}}{{{below or ''}}}"
+
+
+MAX_LETTERS = 60
+"""Longest number. The parser reads no longer numbers either."""
+_DECIMAL = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
+_WRITTEN = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|" + _DECIMAL + ")(?:/[0-9]+)?"
+_SUFFIX = rf" *\\?%|\^\\circ|\^\{{\\circ\}}|°|(?:\\,)? *(?:{UNIT}|\\(?:text|mathrm)\{{ *{UNIT} *\}})"
+_NUMERAL = re.compile(
+    rf"(?:\\?\$ *)?(?P<sign>-?)(?:(?P<written>{_WRITTEN})"
+    r"|\\[dt]?frac(?:(?P<a>[0-9])(?P<b>[0-9])|\{(?P<minus>-?)(?P<above>[0-9]+)\}\{(?P<below>[0-9]+)\}))"
+    rf"(?:{_SUFFIX})? *\$?"
+)
+_RATIONAL = re.compile(rf"(-?)(\()?(?:({_DECIMAL})|\((-{_DECIMAL})\))(?:/({_DECIMAL}))?(?(2)\))")
+
+
+def numeral(answer: str) -> str | None:
+    """Return what `plain` returns, sooner, if an answer is an ordinary number; None if it may be anything else.
+
+    Ordinary are whole numbers, decimals and fractions of whole numbers, also with \\frac, thousands' commas, dollars,
+    percent, degrees and units.
+    """
+    if len(answer) > MAX_LETTERS or not (match := _NUMERAL.fullmatch(answer.strip())):
+        return None
+    sign = match["sign"]
+    if match["written"]:
+        return f"{sign}{match['written'].replace(',', '')}"
+    above, below = match["above"] or match["a"], match["below"] or match["b"]
+    fraction = f"(-{above})/{below}" if match["minus"] else f"{above}/{below}"
+    return f"-({fraction})" if sign else fraction
+
+
+def rational(text: str) -> Fraction | None:
+    """Return the value of a plain formula that is a decimal or a fraction of decimals; None for anything else."""
+    if len(text) > MAX_LETTERS or not (match := _RATIONAL.fullmatch(text)):
+        return None
+    sign, _, above, negative, below = match.groups()
+    divisor = Fraction(below or 1)
+    if not divisor:
+        return None
+    value = Fraction(above or negative) / divisor
+    return -value if sign else value

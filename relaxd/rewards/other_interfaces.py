@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any
 
-from relaxd.rewards.base import RewardInput
+from relaxd.rewards.interface import RewardInput
 from relaxd.rewards.mathematics.boxed import last_boxed
 
 VERL = frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})

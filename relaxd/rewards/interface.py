@@ -1,11 +1,17 @@
-"""The interface of rewards: pure functions over one sample."""
+"""The interface of rewards: pure functions over one sample, with their references and the limit of their work."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import signal
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import wraps
 from numbers import Real
+from types import FrameType
 from typing import Any
 
 Message = dict[str, Any]
@@ -130,3 +136,58 @@ def _number(what: str, value: object) -> float:
 
 def _shorten(text: str) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+_AGAIN_SECONDS = 0.1
+
+
+class TooSlow(BaseException):
+    """The time is over. It isn't an Exception, because packages such as sympy catch those."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TooSlow in the body once the process has computed for `seconds`, so that a busy machine changes no reward.
+
+    An answer that makes a checker run for ever is then a wrong answer, and doesn't cost its whole group. It uses
+    SIGVTALRM, so it does nothing outside the main thread, and doesn't nest; workers score in their main thread. C code
+    that doesn't look for signals, such as a power of huge numbers, isn't interrupted: the sample's deadline ends it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise TooSlow(f"longer than {seconds:g} s")
+
+    handler = signal.signal(signal.SIGVTALRM, stop)
+    # Repeated, in case the first exception is swallowed by a finalizer.
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, _AGAIN_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, handler)
+
+
+def references(answer: str) -> list[str]:
+    """Return the references in an answer: the texts of a JSON list, as data with lists have them, or the answer."""
+    if answer.startswith("[") and answer.endswith("]"):
+        try:
+            found = json.loads(answer)
+        except ValueError:
+            return [answer]
+        if all(isinstance(one, str) for one in found) and (texts := [one for one in found if one.strip()]):
+            return texts
+    return [answer]
+
+
+def best_of_references(reward: Callable[[RewardInput], Any]) -> Callable[[RewardInput], Any]:
+    """Return a reward that gives what the reference that fits best gets."""
+
+    @wraps(reward)
+    def best(sample: RewardInput) -> Any:
+        scores = [reward(replace(sample, answer=one)) for one in references(sample.answer)]
+        return max(scores, key=lambda score: check_output(score).reward)
+
+    return best

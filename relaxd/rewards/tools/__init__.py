@@ -1,1 +1,0 @@
-"""verl's tools as a reward: an answer's calls are executed, and what the tools say of them is scored."""
