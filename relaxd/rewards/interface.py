@@ -14,14 +14,7 @@ from numbers import Real
 from types import FrameType
 from typing import Any
 
-Message = dict[str, Any]
-"""A message: {"role": "user", "content": [part, ...]}. A part is {"type": "text", "text": ...}, or media by reference:
-{"type": "image" | "audio" | "video", "uri": ..., "media_type": "image/png", "sha256": hexadecimal digits or ""}."""
-
-
-def text_message(role: str, text: str) -> Message:
-    """Return a message of one text."""
-    return {"role": role, "content": [{"type": "text", "text": text}]}
+from relaxd.media.messages import Message, text_message
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from relaxd.rewards.interface import RewardInput
-from relaxd.rewards.tools.loading import load_tools
-from relaxd.rewards.tools.verl_tools import CALL_SECONDS, ToolFailure, VerlTools
+from relaxd.envs.verl_tools import CALL_SECONDS, BadToolResult, ToolFailure, VerlTools, load_tools
+from relaxd.rewards.interface import BadRewardError, RewardInput
 
 
 class VerlToolsReward:
@@ -43,9 +42,11 @@ class VerlToolsReward:
             await conversation.reset()
             _, _, info = await conversation.step(sample.response)
             reward = info["reward"] + await conversation.final_reward()
-        except BaseException:
+        except BaseException as error:
             with suppress(ToolFailure):  # the first failure says more
                 await conversation.close()
+            if isinstance(error, BadToolResult):
+                raise BadRewardError(str(error)) from error
             raise
         await conversation.close()
         return {"reward": reward, "calls": info["calls"], "errors": info["errors"]}

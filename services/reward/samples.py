@@ -3,9 +3,8 @@
 import json
 from collections.abc import Sequence
 
+from relaxd.media.messages import text_and_media, text_message, to_proto
 from relaxd.rewards import RewardInput
-from relaxd.rewards.interface import text_message
-from relaxd.rewards.messages import text_and_media, to_proto
 from relaxd.rpc.message_parts import numbers, words
 from relaxd.v1.content_pb2 import Conversation
 from relaxd.v1.reward_pb2 import ScoreRequest

@@ -15,12 +15,11 @@ from relaxd.board import OFF_POLICY_TOKENS, Column, Delivery, Drop, DropReason
 from relaxd.board.worker import Process, Result
 from relaxd.config import RewardConfig, RunConfig
 from relaxd.evaluation.sets import sets_of
+from relaxd.media.messages import text_message, with_parts
 from relaxd.replica.replica_context import ReplicaContext
 from relaxd.replica.service_interface import ServiceStatus
 from relaxd.replica.stage_replica import StageReplica
 from relaxd.rewards import RewardInput, RewardOutput, UnknownRewardError
-from relaxd.rewards.interface import text_message
-from relaxd.rewards.messages import with_parts
 from relaxd.rewards.scorers import check_names
 from relaxd.roles import REWARD
 from relaxd.v1.coordinator_pb2 import Assignment

@@ -26,11 +26,11 @@ from relaxd.evaluation.scored_answers import ScoredAnswer, summarise_set
 from relaxd.evaluation.set_checks import context_problems, set_problems
 from relaxd.evaluation.sets import ResolvedSet, sets_of, unknown_set
 from relaxd.local.programs import SET_ANSWERS, stream_program
+from relaxd.media.messages import with_parts
 from relaxd.models import DataError
 from relaxd.models.folders import resolve_model
 from relaxd.report.evaluation_table import set_rows
 from relaxd.rewards import RewardInput
-from relaxd.rewards.messages import with_parts
 
 SCORED_TOGETHER = 2048
 """Answers that are scored by one start of the reward's program. Their texts are in memory meanwhile."""

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from relaxd.media.messages import THINKING
 from relaxd.rewards.interface import RewardInput
 from relaxd.rewards.other_interfaces import ground_truth
-from relaxd.rewards.tags import THINKING
 
 _MARKERS = re.compile(r"[ \t]*+(?:(?:[-*+]|[0-9]{1,9}[.)])[ \t]++|>[ \t]*+)*+")
 """Marks of lists and quotes before the text of a line."""

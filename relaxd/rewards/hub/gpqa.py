@@ -4,8 +4,8 @@ import re
 import string
 from collections.abc import Sequence
 
+from relaxd.media.messages import without_thinking
 from relaxd.rewards.interface import RewardInput
-from relaxd.rewards.tags import without_thinking
 
 # Possessive quantifiers (*+) never give back what they took: a reply of blanks takes time linear in its length.
 _LETTER = r"[\s*_(\[{\"'$]*+(?:\\(?:boxed|text|mathrm)\{\s*+)*+[(]?+([A-Z])(?![^\W_])"

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from relaxd.media.messages import THINKING
 from relaxd.rewards.interface import RewardInput, TooSlow, time_limit
-from relaxd.rewards.tags import THINKING
 
 CHECK_SECONDS = 1.0
 """Time for checking a reply. Then it doesn't fit."""

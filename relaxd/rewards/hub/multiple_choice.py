@@ -2,8 +2,8 @@
 
 import re
 
+from relaxd.media.messages import tagged, without_thinking
 from relaxd.rewards.interface import RewardInput
-from relaxd.rewards.tags import tagged, without_thinking
 
 _LETTER = re.compile(r"\(?([A-Za-z])\)?[.:]?")
 _STATED = re.compile(

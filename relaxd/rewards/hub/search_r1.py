@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+from relaxd.media.messages import tagged
 from relaxd.rewards.hub.f1 import words
 from relaxd.rewards.interface import RewardInput, references
 from relaxd.rewards.other_interfaces import ground_truth
-from relaxd.rewards.tags import tagged
 
 _MOST_TAGS = 10
 """With more of <answer> or of </answer>, a right reply gets a quarter: it tries answers until one fits."""

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, overload
 
-from relaxd.rewards.messages import to_proto
+from relaxd.media.messages import to_proto
 from relaxd.v1.judge_pb2 import AskRequest, AskResponse
 
 T = TypeVar("T")

@@ -2,10 +2,10 @@
 
 import re
 
+from relaxd.media.messages import tagged
 from relaxd.rewards.interface import RewardInput, TooSlow, time_limit
 from relaxd.rewards.mathematics.normal_forms import reference
 from relaxd.rewards.mathematics.sentences import formula_of, has_marks, with_improper_fractions
-from relaxd.rewards.tags import tagged
 
 VERIFY_SECONDS = 3.0
 """Time for math-verify to read and compare two answers. Then they count as different."""

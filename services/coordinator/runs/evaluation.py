@@ -15,9 +15,8 @@ from relaxd.data.dataset import Prompt, PromptDataset, RunData
 from relaxd.evaluation.estimates import vote_of
 from relaxd.evaluation.scored_answers import ScoredAnswer, summarise_set
 from relaxd.evaluation.sets import ResolvedSet, sets_of
+from relaxd.media.messages import text_message, to_proto
 from relaxd.models import DataError
-from relaxd.rewards.interface import text_message
-from relaxd.rewards.messages import to_proto
 from relaxd.roles import REWARD, ROLES
 from relaxd.rpc.errors import explain
 from relaxd.rpc.message_parts import words

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import redis
 
+from relaxd.media.messages import to_proto
 from relaxd.redis_client import key_prefix
 from relaxd.rewards import REWARDS
 from relaxd.rewards.interface import text_message
-from relaxd.rewards.messages import to_proto
 from relaxd.rpc.errors import field_violations
 from relaxd.v1.advantage_pb2 import ComputeRequest
 from relaxd.v1.advantage_pb2_grpc import AdvantageStub

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from relaxd.media.messages import without_thinking
 from relaxd.rewards.coding.cases import code_in
 from relaxd.rewards.coding.judging import same_output, same_value
-from relaxd.rewards.tags import without_thinking
 from tests.unit.rewards.scoring import SECONDS, score
 
 BMATRIX, PMATRIX = r"\begin{bmatrix}1\\2\end{bmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"

@@ -8,6 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from relaxd.media.messages import text_and_media, to_proto, with_parts
 from relaxd.rewards import (
     REWARDS,
     BadRewardError,
@@ -19,7 +20,6 @@ from relaxd.rewards import (
     resolve,
 )
 from relaxd.rewards.interface import text_message
-from relaxd.rewards.messages import text_and_media, to_proto, with_parts
 from services.reward.service import samples_of
 
 

@@ -9,11 +9,10 @@ import pytest
 
 from relaxd.config import RewardConfig
 from relaxd.data.tools_file import ToolsFileError, read_tools, schemas_of
+from relaxd.envs.tool_calls import ToolCall, calls_in
+from relaxd.envs.verl_tools import ToolFailure, VerlTools, load_tools
 from relaxd.rewards import BadRewardError, RewardInput, UnknownRewardError, resolve
 from relaxd.rewards.scorers import scorer_of
-from relaxd.rewards.tools.calls import ToolCall, calls_in
-from relaxd.rewards.tools.loading import load_tools
-from relaxd.rewards.tools.verl_tools import ToolFailure, VerlTools
 
 yaml = pytest.importorskip("yaml", reason="needs PyYAML")
 
@@ -415,9 +414,9 @@ def test_verl_itself_is_used_where_it_is_installed(tmp_path, write, monkeypatch)
     for name in ("__init__.py", "tools/__init__.py", "utils/__init__.py"):
         (folder / name).write_text("")
     (folder / "utils" / "rollout_trace.py").write_text("rollout_trace_op = lambda function: function\n")
-    from relaxd.rewards.tools import standins
+    from relaxd.envs import verl_stand_ins
 
-    own = Path(standins.__file__).read_text()
+    own = Path(verl_stand_ins.__file__).read_text()
     (folder / "tools" / "schemas.py").write_text(own.replace('"""Stand-ins', 'IS_VERL = True\n"""Stand-ins'))
     (folder / "tools" / "base_tool.py").write_text("from verl.tools.schemas import BaseTool\n")
     monkeypatch.syspath_prepend(tmp_path / "site")

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from relaxd.rewards.tags import tagged
+from relaxd.media.messages import tagged
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,20 @@
-"""Messages of conversations, as rewards see them and as protos."""
+"""Messages of conversations, as rewards see them and as protos, and the text in and outside of their tags."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
-from relaxd.rewards.interface import Message, text_message
 from relaxd.v1 import content_pb2
+
+Message = dict[str, Any]
+"""A message: {"role": "user", "content": [part, ...]}. A part is {"type": "text", "text": ...}, or media by reference:
+{"type": "image" | "audio" | "video", "uri": ..., "media_type": "image/png", "sha256": hexadecimal digits or ""}."""
+
+
+def text_message(role: str, text: str) -> Message:
+    """Return a message of one text."""
+    return {"role": role, "content": [{"type": "text", "text": text}]}
 
 
 def to_proto(messages: Iterable[Mapping[str, Any]]) -> list[content_pb2.Message]:
@@ -60,3 +70,40 @@ def _part(part: content_pb2.ContentPart) -> dict[str, str]:
         return {"type": "text", "text": part.text}
     media: content_pb2.Media = getattr(part, kind)
     return {"type": kind, "uri": media.uri, "media_type": media.media_type, "sha256": media.sha256.hex()}
+
+
+def tagged(text: str, tag: str = "answer") -> list[str]:
+    """Return the contents of a tag, whose case doesn't matter. Takes time linear in the text, whatever it is."""
+    opening, closing = _patterns(tag)
+    found, start = [], opening.search(text)
+    while start is not None:
+        end = closing.search(text, start.end())
+        if end is None:
+            break
+        found.append(text[start.end() : end.start()])
+        start = opening.search(text, end.end())
+    return found
+
+
+@lru_cache
+def _patterns(tag: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    return re.compile(f"<{tag}>", re.IGNORECASE), re.compile(f"</{tag}>", re.IGNORECASE)
+
+
+THINKING = re.compile(r"<(/?)think(?:ing)?\s{0,9}>", re.IGNORECASE)
+"""A tag at the beginning or, with group 1, at the end of thinking."""
+
+
+def without_thinking(response: str) -> str:
+    """Remove the thinking from a response, also one that was cut off, or whose first tag is in the prompt."""
+    said: list[str] = []
+    place, thinks = 0, False
+    for tag in THINKING.finditer(response):
+        if tag[1]:
+            if not thinks:
+                said.clear()
+            place, thinks = tag.end(), False
+        elif not thinks:
+            said.append(response[place : tag.start()])
+            thinks = True
+    return "".join(said) + ("" if thinks else response[place:])

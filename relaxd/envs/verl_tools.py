@@ -1,22 +1,28 @@
-"""One conversation with verl's tools, in the interface of environments: reset, step, close."""
+"""verl's tools, made from a file and used in one conversation, in the interface of environments: reset, step, close."""
 
 import asyncio
 import inspect
 import math
 from collections.abc import Callable, Mapping
 from numbers import Real
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from relaxd.importing import describe_error
-from relaxd.rewards.interface import BadRewardError
-from relaxd.rewards.tools.calls import ToolCall, calls_in
+from relaxd.data.tools_file import ToolEntry, ToolsFileError, read_tools
+from relaxd.envs.tool_calls import ToolCall, calls_in
+from relaxd.envs.verl_stand_ins import provide_verl, tool_schema
+from relaxd.importing import ImportProblem, describe_error, import_own
 
 CALL_SECONDS = 5.0
 
 
 class ToolFailure(RuntimeError):
     """A tool can't begin a conversation, score it or end it. The message names the tool and the place in its file."""
+
+
+class BadToolResult(ValueError):
+    """A tool returned something else than a result, or a reward that is no finite number. The message says what."""
 
 
 class VerlTools:
@@ -69,7 +75,7 @@ class VerlTools:
             The tools' answers as an observation; whether the reply calls none, which ends the conversation; and an info
             with reward (the sum of step rewards), calls (their number) and errors (how many came to nothing).
 
-        Raises BadRewardError: a tool returned what is no answer.
+        Raises BadToolResult: a tool returned what is no answer.
         """
         calls = calls_in(text)
         answers, reward, errors = [], 0.0, 0
@@ -82,7 +88,7 @@ class VerlTools:
         return _observation(answers), not calls, {"reward": reward, "calls": float(len(answers)), "errors": errors}
 
     async def final_reward(self) -> float:
-        """Return the sum of what the tools say of the whole conversation. Raises ToolFailure and BadRewardError."""
+        """Return the sum of what the tools say of the whole conversation. Raises ToolFailure and BadToolResult."""
         total = 0.0
         for name, instance in self._instances.items():
             value = await self._must(name, "calc_reward", instance, **self._given(name, "calc_reward"))
@@ -115,7 +121,7 @@ class VerlTools:
         except Exception as error:  # a user's tool may raise anything
             return f"Error: {type(error).__name__}: {error}", None
         if not isinstance(result, tuple) or len(result) < 2:
-            raise BadRewardError(
+            raise BadToolResult(
                 f"execute of the tool {call.name} returned a {type(result).__name__}: it must return its answer, a "
                 "step reward and metrics"
             )
@@ -165,5 +171,39 @@ def _number(value: Any, what: str) -> float:
     if value is None:
         return 0.0
     if not isinstance(value, Real) or not math.isfinite(value):
-        raise BadRewardError(f"{what} is {value!r:.80}: it must be a finite number")
+        raise BadToolResult(f"{what} is {value!r:.80}: it must be a finite number")
     return float(value)
+
+
+METHODS = ("create", "execute", "calc_reward", "release")
+
+
+def load_tools(path: Path) -> dict[str, Any]:
+    """Return the tools of a file by name, made with their settings. Raises ToolsFileError."""
+    entries = read_tools(path)
+    try:
+        provide_verl()
+    except ImportError as error:
+        raise ToolsFileError(str(error)) from error
+    tools: dict[str, Any] = {}
+    for entry in entries:
+        tool = _made(entry, path)
+        name = entry.name or str(getattr(tool, "name", ""))
+        if not name or name in tools:
+            raise ToolsFileError(f"{path}: {entry.class_name} is named {name!r}: a tool needs a name of its own")
+        tools[name] = tool
+    return tools
+
+
+def _made(entry: ToolEntry, path: Path) -> Any:
+    module, _, name = entry.class_name.rpartition(".")
+    try:
+        made_of = import_own(f"{module}:{name}")
+        tool = made_of(config=entry.config, tool_schema=tool_schema(entry.schema) if entry.schema else None)
+    except ImportProblem as problem:
+        raise ToolsFileError(f"{path}: {problem}") from problem
+    except Exception as error:  # a user's class may raise anything
+        raise ToolsFileError(f"{path}: {entry.class_name} can't be made: {describe_error(error)}") from error
+    if missing := [method for method in METHODS if not callable(getattr(tool, method, None))]:
+        raise ToolsFileError(f"{path}: {entry.class_name} has no {', '.join(missing)}: it must be like verl's BaseTool")
+    return tool

@@ -1,0 +1,1 @@
+"""Content of conversations: messages, and what they show and play."""
