@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from relaxd.weights.environment import NCCL_ENVIRONMENT
+from relaxd.weights import NCCL_ENVIRONMENT
 
 os.environ.update(NCCL_ENVIRONMENT)
 
@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from relaxd.v1 import weights_pb2
-from relaxd.weights.group import Rendezvous, host_store
 from relaxd.weights.manifest import TensorBucket, from_proto, to_proto
+from relaxd.weights.weight_group import Rendezvous, host_store
 
 TIMEOUT = 60.0
 STOCK_GROUP = "stock"

@@ -10,9 +10,8 @@ from collections.abc import Iterator, Sequence
 from relaxd.doctor.finding import Finding, Scope
 from relaxd.local.programs import python_path
 from relaxd.sandbox import landlock
-from relaxd.sandbox.confinement import ConfinementError, check
+from relaxd.sandbox.confinement import ConfinementError, Limits, check
 from relaxd.sandbox.enclosure import Measure
-from relaxd.sandbox.limits import Limits
 
 TRIAL_SECONDS = 20.0
 SCOPES_VERSION = 6

@@ -19,7 +19,7 @@ from relaxd.rpc.stack_identity import STACK_METADATA, read_stack_identity
 from relaxd.rpc.terms import TERM_METADATA
 from relaxd.rpc.tls import TlsFiles, open_channel
 from relaxd.telemetry import inject
-from relaxd.telemetry.rpc import RpcMethod, end_client_span, open_client_span
+from relaxd.telemetry.call_spans import RpcMethod, end_client_span, open_client_span
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Maximum size of a message; larger columns go through the board."""

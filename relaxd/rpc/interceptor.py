@@ -18,7 +18,7 @@ from relaxd.rpc.access import AccessTokens
 from relaxd.rpc.errors import DeadlineExceeded, InvalidArgument, RpcError, explain
 from relaxd.rpc.stack_identity import STACK_METADATA, check_stack
 from relaxd.rpc.terms import TERM_METADATA, Fence, check_term
-from relaxd.telemetry.rpc import RpcMethod, ServedCall
+from relaxd.telemetry.call_spans import RpcMethod, ServedCall
 
 DEFAULT_DEADLINE_SECONDS = 120.0
 """Deadline of unary calls without one, such as from grpcurl."""

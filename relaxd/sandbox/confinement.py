@@ -1,13 +1,38 @@
-"""Confinement of a process: its memory, its output, its files, and what it may ask of the kernel."""
+"""Confinement of a process and its limits: memory, output, files, and system calls."""
 
+import json
 import math
 import os
 import resource
 import sys
+from dataclasses import asdict, dataclass
 
 from relaxd.sandbox import landlock, seccomp
-from relaxd.sandbox.limits import Limits
 from relaxd.sandbox.privileges import die_with_parent, drop_capabilities, no_new_privileges
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of each confined process."""
+
+    seconds: float = 3.0
+    """Processor time for one question."""
+    memory_bytes: int = 512 << 20
+    """Address space."""
+    output_bytes: int = 1 << 20
+    """Bytes that it may print, or return."""
+    confine_files: bool = True
+    """Hide all files but Python's own, which needs Landlock. False: it can read what this user can, but write none."""
+
+    def to_json(self) -> str:
+        """Return JSON for `from_json`."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Limits":
+        """Read what `to_json` wrote."""
+        return cls(**json.loads(text))
+
 
 CPU_SECONDS = 600
 """Maximum processor time of a process in all: it ends even if nobody watches it."""

@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from relaxd.sandbox.channel import Channel
+from relaxd.sandbox.channel import Channel, NotPlain, decode, encode
 from relaxd.sandbox.loading import load
 from relaxd.sandbox.testing import describe, run_tests
-from relaxd.sandbox.values import NotPlain, decode, encode
 
 
 def run(channel: Channel) -> None:

@@ -13,9 +13,8 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-from relaxd.sandbox.channel import Channel
+from relaxd.sandbox.channel import Channel, NotPlain, decode, encode
 from relaxd.sandbox.loading import contest_names, load
-from relaxd.sandbox.values import NotPlain, decode, encode
 
 Names = Collection[str]
 

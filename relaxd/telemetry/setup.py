@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
 
-    from relaxd.telemetry.log_export import LogExport
+    from relaxd.telemetry.exporters import LogExport, TraceFiles
     from relaxd.telemetry.quick_spans import QuickSpan
-    from relaxd.telemetry.trace_files import TraceFiles
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 FLUSH_MILLISECONDS = 2000
@@ -82,7 +81,7 @@ def setup(role: str, replica_id: str, part: str = "") -> bool:
         reader = PeriodicExportingMetricReader(OTLPMetricExporter(insecure=insecure, timeout=EXPORT_SECONDS))
         metrics.set_meter_provider(MeterProvider(resource=_resource(), metric_readers=[reader]))
     if "logs" in exported:
-        from relaxd.telemetry.log_export import LogExport
+        from relaxd.telemetry.exporters import LogExport
 
         _logs = LogExport(_resource(), insecure, EXPORT_SECONDS)
     _enabled = True
@@ -105,7 +104,7 @@ def write_traces(run_folder: Path | None) -> None:
             return
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        from relaxd.telemetry.trace_files import TraceFiles
+        from relaxd.telemetry.exporters import TraceFiles
 
         _files = TraceFiles(_process[1])
         processor = BatchSpanProcessor(_files, schedule_delay_millis=FILE_DELAY_MILLISECONDS)

@@ -3,21 +3,151 @@
 The span that creates the group is the root. The group carries its context (carriers.py), and the spans in which stages
 work on it are its children. The carrier of an untraced group is empty. Steps have separate traces, to which the
 trainer's spans link. docs/traces.md has a table of all spans.
+
+A group is a message, and a stage the destination that it is sent to. Publishing, taking and settling groups are
+operations on batches, which link to the spans that created their groups. A batch without a traced group has no span.
 """
 
+import re
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
+from typing import Literal
 
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import INVALID_SPAN, Span, SpanKind
-from opentelemetry.util.types import Attributes
+from opentelemetry.trace import (
+    INVALID_SPAN,
+    INVALID_SPAN_CONTEXT,
+    Link,
+    Span,
+    SpanContext,
+    SpanKind,
+    TraceFlags,
+    TraceState,
+)
+from opentelemetry.util.types import Attributes, AttributeValue
 
-from relaxd.telemetry.carriers import inject, link_from, remote_context
-from relaxd.telemetry.messaging import operation_attributes
 from relaxd.telemetry.setup import enabled, open_quick_span, tracer
+
+KNOWN = 4096
+"""Contexts that are remembered: a group's carrier is read by every operation on it."""
+MOST_LETTERS = 512
+"""Of either header; longer ones are ignored."""
+
+_PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:(?<!^00.{53})-.*)?")
+"""W3C Trace Context, as opentelemetry.trace.propagation.tracecontext reads it, but quicker."""
+
+
+def inject(span: Span | None = None) -> dict[str, str]:
+    """Return the carrier of a span, by default the current one; empty if it isn't recorded."""
+    context = (trace.get_current_span() if span is None else span).get_span_context()
+    if not context.is_valid:
+        return {}
+    carrier = {"traceparent": f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"}
+    if context.trace_state:
+        carrier["tracestate"] = context.trace_state.to_header()
+    return carrier
+
+
+def remote_context(carrier: Mapping[str, str]) -> SpanContext:
+    """Return the context of a carrier's span; an invalid one for a carrier that has none."""
+    parent, state = carrier.get("traceparent"), carrier.get("tracestate", "")
+    if not parent or len(parent) > MOST_LETTERS:
+        return INVALID_SPAN_CONTEXT
+    return _read(parent, state if len(state) <= MOST_LETTERS else "")
+
+
+def link_from(carrier: Mapping[str, str]) -> Link | None:
+    """Return a link to a carrier's span, or None for an empty carrier."""
+    context = remote_context(carrier)
+    return Link(context) if context.is_valid else None
+
+
+@lru_cache(maxsize=KNOWN)
+def _read(parent: str, state: str) -> SpanContext:
+    found = _PARENT.fullmatch(parent)
+    if found is None:
+        return INVALID_SPAN_CONTEXT
+    trace_id, span_id, flags = (int(part, 16) for part in found.groups())
+    return SpanContext(
+        trace_id, span_id, True, TraceFlags(flags), TraceState.from_header([state]) if state else TraceState()
+    )
+
+
+SYSTEM = "redis"
+
+OperationType = Literal["create", "send", "receive", "process", "settle"]
+
+
+def operation_attributes(
+    name: str, kind: OperationType, stage: str, message: str = "", more: Attributes = None
+) -> dict[str, AttributeValue]:
+    """Return the attributes of an operation on a stage's groups; `message` is the group's id, if it is on one."""
+    found: dict[str, AttributeValue] = {
+        "messaging.system": SYSTEM,
+        "messaging.operation.name": name,
+        "messaging.operation.type": kind,
+        "messaging.destination.name": stage,
+        **(more or {}),
+    }
+    return found | {"messaging.message.id": message, "relaxd.group_id": message} if message else found
+
+
+class BatchSpan:
+    """Records its block as an operation on a batch of groups, if one of them is traced.
+
+    The span is a child of the current recorded span, or else begins a new trace.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kind: OperationType,
+        stage: str,
+        carriers: Iterable[Mapping[str, str]],
+        attributes: Attributes = None,
+    ) -> None:
+        """`name`: publish, commit, nack ...; `carriers`: those of the groups."""
+        self._name, self._kind, self._stage = name, kind, stage
+        self._carriers, self._attributes = carriers, attributes
+
+    def __enter__(self) -> None:
+        self._started_at = time.time_ns()
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        record_batch(
+            self._name, self._kind, self._stage, self._carriers, self._started_at, self._attributes, error=error
+        )
+
+
+def record_batch(
+    name: str,
+    kind: OperationType,
+    stage: str,
+    carriers: Iterable[Mapping[str, str]],
+    started_at: int,
+    attributes: Attributes = None,
+    *,
+    error: BaseException | None = None,
+) -> None:
+    """Record an operation that has ended; see BatchSpan. `started_at` is in nanoseconds of Unix time."""
+    if not enabled() or not (links := [link for link in map(link_from, carriers) if link is not None]):
+        return
+    current = trace.get_current_span()
+    parent = current.get_span_context() if current.is_recording() else None
+    count = {"messaging.batch.message_count": len(links)}
+    values = operation_attributes(name, kind, stage, more={**(attributes or {}), **count})
+    span = open_quick_span(f"{name} {stage}", parent, SpanKind.CLIENT, values, links, started_at)
+    if span is None:
+        return
+    if error is not None:
+        span.record_exception(error)
+        span.set_status(trace.StatusCode.ERROR, str(error))
+        span.set_attribute("error.type", type(error).__qualname__)
+    span.end()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
-from relaxd.weights.environment import NCCL_ENVIRONMENT
+from relaxd.weights import NCCL_ENVIRONMENT
 
 _SUCCESS, _IN_PROGRESS = 0, 7
 _UINT8 = 1
@@ -257,7 +257,7 @@ def check_environment() -> None:
     if os.environ.get(name) != NCCL_ENVIRONMENT[name]:
         raise NcclError(
             f"{name} is {os.environ.get(name, 'not set')} in this process: it must be {NCCL_ENVIRONMENT[name]} "
-            "in every member before NCCL is first used, as relaxd.weights.environment says"
+            "in every member before NCCL is first used, as relaxd.weights says"
         )
 
 

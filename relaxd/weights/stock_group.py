@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from relaxd.weights.gloo import GlooConnection
-from relaxd.weights.group import GroupConnection, WeightGroup, WeightGroupError, address_towards
 from relaxd.weights.nccl import NcclBroadcast, NcclConnection, UniqueId
+from relaxd.weights.weight_group import GroupConnection, WeightGroup, WeightGroupError, address_towards
 
 
 class StockWeightGroup(WeightGroup):

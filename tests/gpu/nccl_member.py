@@ -11,14 +11,14 @@ import threading
 import time
 from typing import Any
 
-from relaxd.weights.environment import NCCL_ENVIRONMENT
+from relaxd.weights import NCCL_ENVIRONMENT
 
 os.environ.update(NCCL_ENVIRONMENT)
 
 # isort: split
 import torch
 
-from relaxd.weights.group import Rendezvous, Transfer, Transport, WeightGroup, WeightGroupError, host_store
+from relaxd.weights.weight_group import Rendezvous, Transfer, Transport, WeightGroup, WeightGroupError, host_store
 
 
 class Member:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from relaxd.weights.environment import NCCL_ENVIRONMENT
+from relaxd.weights import NCCL_ENVIRONMENT
 
 os.environ.update(NCCL_ENVIRONMENT)  # of the sender, which is this process
 
@@ -21,7 +21,7 @@ pytest.importorskip("sglang")
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from relaxd.rpc.errors import DeadlineExceeded
-from relaxd.weights.group import WeightGroupError
+from relaxd.weights.weight_group import WeightGroupError
 from services.rollout.engines.types import Output, Sampling, Version
 from tests.integration.rollout.sglang_external.external_kit import PROMPT, Engine, Server, Trainer, connect, logprobs
 from tests.kit.engines import receive_request

@@ -23,7 +23,7 @@ from relaxd.rpc.errors import RpcError
 from relaxd.v1 import replica_pb2
 from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.waiting import Backoff
-from relaxd.weights.environment import NCCL_ENVIRONMENT
+from relaxd.weights import NCCL_ENVIRONMENT
 from services.rollout.engines.engine import RolloutEngine
 from services.rollout.engines.load_progress import loaded_mebibytes
 from services.rollout.engines.scripted.engine import ScriptedEngine

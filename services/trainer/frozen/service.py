@@ -16,7 +16,7 @@ from relaxd.roles import ROLES
 from relaxd.rpc.errors import FailedPrecondition, RpcError
 from relaxd.v1 import rank_pb2 as pb
 from relaxd.v1.coordinator_pb2 import Assignment
-from relaxd.weights.environment import NCCL_ENVIRONMENT
+from relaxd.weights import NCCL_ENVIRONMENT
 from services.trainer.frozen.run_folder import await_run_folder
 from services.trainer.service.rank_processes import RankProcess, RankProcesses
 

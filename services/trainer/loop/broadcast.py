@@ -16,11 +16,10 @@ from itertools import islice
 import torch
 
 from relaxd.v1.trainer_pb2 import BroadcastWeightsResponse
-from relaxd.weights.checksum import checksums
-from relaxd.weights.group import Rendezvous, Transfer, WeightGroup, WeightGroupError
-from relaxd.weights.layout import Layout, as_sent, broadcast_layout, piece_bytes, pieces
 from relaxd.weights.manifest import TensorBucket, TensorSpec, pack, plan_buckets
+from relaxd.weights.sent_buckets import Layout, as_sent, broadcast_layout, checksums, piece_bytes, pieces
 from relaxd.weights.stock_group import StockWeightGroup
+from relaxd.weights.weight_group import Rendezvous, Transfer, WeightGroup, WeightGroupError
 from services.trainer.learner.learner import Learner
 
 logger = logging.getLogger(__name__)

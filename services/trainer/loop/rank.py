@@ -24,8 +24,8 @@ from relaxd.rpc.errors import Aborted, FailedPrecondition, ResourceExhausted, Rp
 from relaxd.v1 import rank_pb2 as rank_pb
 from relaxd.v1 import rank_pb2_grpc, replica_pb2, trainer_pb2_grpc
 from relaxd.v1 import trainer_pb2 as pb
-from relaxd.weights.group import Rendezvous, WeightGroupError, host_store
 from relaxd.weights.manifest import TensorBucket, to_proto
+from relaxd.weights.weight_group import Rendezvous, WeightGroupError, host_store
 from services.trainer.batch.group_refusals import GroupRefusals
 from services.trainer.checkpoints.part import CheckpointPart
 from services.trainer.learner.compared.routing import model_of

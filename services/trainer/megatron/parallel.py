@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d
 
 from relaxd.config import TrainerConfig
 from relaxd.models.layouts import chunk_layers
-from relaxd.weights.group import host_store
+from relaxd.weights.weight_group import host_store
 from services.trainer.megatron.disk_work import DiskWork
 
 _store: dist.Store | None = None

@@ -29,7 +29,7 @@ from relaxd.rpc.service_settings import ServiceSettings
 from relaxd.v1 import coordinator_pb2, trainer_pb2_grpc, weights_pb2
 from relaxd.v1 import rank_pb2 as rank_pb
 from relaxd.v1 import trainer_pb2 as pb
-from relaxd.weights.environment import NCCL_ENVIRONMENT
+from relaxd.weights import NCCL_ENVIRONMENT
 from services.trainer.loop.weight_read_lock import HOLD_MARGIN_SECONDS
 from services.trainer.service.export import export_folder
 from services.trainer.service.rank_processes import RANK, RankProcess

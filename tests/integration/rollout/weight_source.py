@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from relaxd.weights.checksum import checksum
-from relaxd.weights.group import Rendezvous, WeightGroup, WeightGroupError, host_store
 from relaxd.weights.manifest import TensorSpec, pack, plan_buckets, to_proto
+from relaxd.weights.sent_buckets import checksum
+from relaxd.weights.weight_group import Rendezvous, WeightGroup, WeightGroupError, host_store
 
 
 def weights_of(folder: Path, version: int) -> dict[str, torch.Tensor]:

@@ -4,7 +4,7 @@ import psutil
 import pytest
 
 from relaxd.rpc.service_settings import ServiceSettings
-from relaxd.weights.group import host_store
+from relaxd.weights.weight_group import host_store
 from services.trainer.service.server import _store_host
 
 

@@ -293,8 +293,8 @@ class Receiver:
 
     def __init__(self, trainer: trainer_pb2_grpc.TrainerStub, name: str, sync_id: int = 1) -> None:
         """Connect with the trainer."""
-        from relaxd.weights.group import Rendezvous, WeightGroup
         from relaxd.weights.manifest import from_proto
+        from relaxd.weights.weight_group import Rendezvous, WeightGroup
 
         self._trainer = trainer
         self._pool = ThreadPoolExecutor(2)

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-import relaxd.weights.group as group_module
-from relaxd.weights.group import Rendezvous, WeightGroup, WeightGroupError, host_store
+import relaxd.weights.weight_group as group_module
+from relaxd.weights.weight_group import Rendezvous, WeightGroup, WeightGroupError, host_store
 
 
 class Pages:
-    """Memory that processes see each other's of, as relaxd.weights.cuda_memory has it, on a CPU."""
+    """Memory that processes see each other's of, as relaxd.weights.cuda_ipc has it, on a CPU."""
 
     def __init__(self) -> None:
         self._maps: dict[int, tuple[mmap.mmap, Any]] = {}

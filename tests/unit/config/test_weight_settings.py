@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from relaxd.config import RunConfig
 from relaxd.process.ports import NoFreePort, ReservedPort, listen, reserve_port
-from relaxd.weights.group import host_store
+from relaxd.weights.weight_group import host_store
 from tests.kit.ports import free_port as own_port
 
 

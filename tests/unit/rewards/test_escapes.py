@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from relaxd.sandbox import landlock
-from relaxd.sandbox.limits import Limits
-from relaxd.sandbox.sandbox import Ended, Sandbox, Stopped
-from relaxd.sandbox.syscalls import ARGUMENTS, DENIED
+from relaxd.sandbox.confined import Ended, Sandbox, Stopped
+from relaxd.sandbox.confinement import Limits
+from relaxd.sandbox.seccomp import ARGUMENTS, DENIED
 
 COLUMN = {"x86_64": 0, "aarch64": 1}.get(platform.machine(), 0)
 TABLES = DENIED | ARGUMENTS
@@ -124,7 +124,7 @@ def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
     with pytest.MonkeyPatch.context() as patch, Sandbox(Limits(seconds=5)) as made:
         if request.param is not None:
             program = OLD_ZYGOTE.format(version=request.param)
-            patch.setattr("relaxd.sandbox.sandbox.ZYGOTE", ("-c", program))
+            patch.setattr("relaxd.sandbox.confined.ZYGOTE", ("-c", program))
         yield made
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from relaxd.weights.checksum import checksum
-from relaxd.weights.group import Rendezvous, WeightGroup, WeightGroupError, host_store
 from relaxd.weights.manifest import ManifestMismatch, TensorBucket, TensorSpec, pack, plan_buckets
+from relaxd.weights.sent_buckets import checksum
+from relaxd.weights.weight_group import Rendezvous, WeightGroup, WeightGroupError, host_store
 from services.rollout.engines.transformers.engine import TransformersEngine
 from services.rollout.engines.transformers.weights import WeightReceiver, check_manifest, named_parameters
 from services.rollout.engines.types import EngineError, Version

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-from relaxd.weights.checksum import checksum, checksums
-from relaxd.weights.layout import as_sent, broadcast_layout, piece_bytes, pieces
 from relaxd.weights.manifest import (
     ManifestError,
     TensorBucket,
@@ -16,6 +14,7 @@ from relaxd.weights.manifest import (
     unpack,
 )
 from relaxd.weights.nccl import NcclError, check_environment
+from relaxd.weights.sent_buckets import as_sent, broadcast_layout, checksum, checksums, piece_bytes, pieces
 
 SPECS = [
     TensorSpec("a", torch.float32, (3, 5)),

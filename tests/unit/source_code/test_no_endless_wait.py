@@ -87,8 +87,11 @@ WITHOUT_DEADLINE = {
         ("services/reward/remote/breaker.py", "Breaker.wait_closed"),  # reward.outage_seconds
         ("relaxd/weights/gloo.py", "GlooBroadcast.finish"),  # the process group's timeout
         ("relaxd/weights/cuda_ipc.py", "IpcConnection.abort"),  # each broadcast before it has a deadline
-        ("relaxd/weights/group.py", "Transfer.precede_current_stream"),  # the transfer's deadline, as in the following
-        ("relaxd/weights/group.py", "WeightGroup.broadcast"),
+        (
+            "relaxd/weights/weight_group.py",
+            "Transfer.precede_current_stream",
+        ),  # the transfer's deadline, as in the following
+        ("relaxd/weights/weight_group.py", "WeightGroup.broadcast"),
         ("services/rollout/engines/transformers/weights.py", "WeightReceiver.receive"),
         ("services/rollout/engines/sglang/weights.py", "_Receiver.finish"),
         ("services/trainer/loop/broadcast.py", "WeightBroadcaster._send"),

@@ -11,11 +11,11 @@ from opentelemetry.semconv._incubating.metrics import rpc_metrics
 from opentelemetry.semconv.attributes import code_attributes, error_attributes, exception_attributes, server_attributes
 from opentelemetry.trace import SpanContext, SpanKind, StatusCode, TraceFlags
 
-from relaxd.telemetry.log_export import attributes_of
-from relaxd.telemetry.messaging import operation_attributes
+from relaxd.telemetry.call_spans import RpcMethod
+from relaxd.telemetry.exporters import attributes_of
 from relaxd.telemetry.metrics import METRICS
 from relaxd.telemetry.quick_spans import QuickSpan
-from relaxd.telemetry.rpc import RpcMethod
+from relaxd.telemetry.spans import operation_attributes
 from tests.kit.boards import make_board
 
 KNOWN = {

@@ -8,7 +8,7 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExportResult
 
-from relaxd.telemetry.trace_files import TraceFiles
+from relaxd.telemetry.exporters import TraceFiles
 from tests.kit.disks import full_disk
 
 

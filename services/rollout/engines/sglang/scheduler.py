@@ -27,8 +27,8 @@ from transformers import AutoTokenizer
 from relaxd.process.child_server import die_with_parent, serve_socket
 from relaxd.replica.gpus import gpu_share
 from relaxd.v1 import engine_pb2, engine_pb2_grpc, rollout_pb2, rollout_pb2_grpc
-from relaxd.weights.group import Rendezvous
 from relaxd.weights.manifest import ManifestMismatch
+from relaxd.weights.weight_group import Rendezvous
 from services.rollout.engines.sglang.gpu_share import memory_of_all, show_share
 from services.rollout.engines.sglang.logits import TEMPERATURE_VARIABLE, set_temperature
 from services.rollout.engines.sglang.messages import ChangeMade, HeldRequest, PauseForUpdate

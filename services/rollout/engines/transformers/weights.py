@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from transformers import PreTrainedModel
 
-from relaxd.weights.checksum import checksum
-from relaxd.weights.group import Transfer, WeightGroup
 from relaxd.weights.manifest import ManifestMismatch, TensorBucket, TensorSpec, unpack
+from relaxd.weights.sent_buckets import checksum
+from relaxd.weights.weight_group import Transfer, WeightGroup
 from services.rollout.engines.transformers.engine import TransformersEngine
 from services.rollout.engines.types import Version
 

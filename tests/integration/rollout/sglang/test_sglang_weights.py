@@ -13,10 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from relaxd.weights.checksum import checksum
-from relaxd.weights.group import Rendezvous, WeightGroup, host_store
-from relaxd.weights.layout import as_sent
 from relaxd.weights.manifest import TensorBucket, TensorSpec, pack, plan_buckets, to_proto
+from relaxd.weights.sent_buckets import as_sent, checksum
+from relaxd.weights.weight_group import Rendezvous, WeightGroup, host_store
 from tests.kit.processes import Partner
 from tests.kit.waiting import wait_until
 from tests.sglang.environment import CPU_ENVIRONMENT, EnvironmentUnavailable, sglang_python

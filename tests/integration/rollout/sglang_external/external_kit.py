@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from relaxd.config import RolloutConfig
 from relaxd.v1 import rollout_pb2, weights_pb2
-from relaxd.weights.group import Rendezvous, Transport, host_store
 from relaxd.weights.manifest import TensorSpec, pack, plan_buckets, to_proto
 from relaxd.weights.stock_group import StockWeightGroup
+from relaxd.weights.weight_group import Rendezvous, Transport, host_store
 from services.rollout.engines.sglang_external.engine import ExternalEngine
 from services.rollout.engines.types import Output, Sampling, Version
 from tests.kit.engines import receive_request

@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from relaxd.weights.group import Rendezvous
+from relaxd.weights.weight_group import Rendezvous
 from services.trainer.loop import broadcast
 from services.trainer.loop.broadcast import WeightBroadcaster, weight_buckets
 from tests.integration.trainer.trainer_worlds import Job, make_learner

@@ -7,10 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from relaxd.weights.checksum import checksum
-from relaxd.weights.group import Rendezvous, WeightGroup, host_store
-from relaxd.weights.layout import piece_bytes, pieces
 from relaxd.weights.manifest import TensorSpec, plan_buckets
+from relaxd.weights.sent_buckets import checksum, piece_bytes, pieces
+from relaxd.weights.weight_group import Rendezvous, WeightGroup, host_store
 from services.trainer.model.architectures import read_architecture
 from services.trainer.model.hf_weights import hf_tensor_specs
 from tests.integration.trainer.service.broadcasting_ranks import BUCKET_BYTES

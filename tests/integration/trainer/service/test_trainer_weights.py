@@ -12,8 +12,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from relaxd.v1 import replica_pb2, trainer_pb2, weights_pb2
-from relaxd.weights.checksum import checksum
 from relaxd.weights.manifest import from_proto
+from relaxd.weights.sent_buckets import checksum
 from tests.integration.trainer.service_kit import (
     Receiver,
     TrainerProcess,
@@ -29,7 +29,7 @@ from tests.kit.processes import kill, start_python
 DYING_RECEIVER = """
 import sys, time
 import torch
-from relaxd.weights.group import Rendezvous, WeightGroup
+from relaxd.weights.weight_group import Rendezvous, WeightGroup
 host, port, name, nbytes = sys.argv[1:]
 print("imported", flush=True)
 meet = Rendezvous(transport="gloo", store_host=host, store_port=int(port), name=name, world_size=2)

@@ -1,12 +1,85 @@
-"""Log records over OTLP, each with the ids of the span in which it was made."""
+"""Exporters: spans in files of a run's folder, in OTLP's JSON format, and log records over OTLP."""
 
+import base64
+import json
 import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+from google.protobuf.json_format import MessageToDict
 from opentelemetry._logs import LogRecord, SeverityNumber
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.exporter.otlp.proto.grpc._log_exporter import OTLPLogExporter
 from opentelemetry.sdk._logs import LoggerProvider
 from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
 from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+from relaxd.run_folder import TRACES, append_whole
+from relaxd.telemetry.metrics import record
+
+IDS = ("traceId", "spanId", "parentSpanId")
+"""Bytes that OTLP's JSON has in hexadecimal, unlike protobuf's."""
+
+_log = logging.getLogger(__name__)
+
+
+class TraceFiles(SpanExporter):
+    """Appends this process's spans to its file in a run's folder; drops them while there is no run."""
+
+    def __init__(self, process: str) -> None:
+        """`process`: the beginning of the file's name, such as a replica id, or "ID/PART" of a child process."""
+        self._name = f"{process.replace('/', '-')}-{os.getpid()}.jsonl"
+        self._path: Path | None = None
+        self._dropped = 0
+        """Spans since the last one that was written."""
+
+    @property
+    def is_open(self) -> bool:
+        """True if spans are written."""
+        return self._path is not None
+
+    def open(self, run_folder: Path | None) -> None:
+        """Write to a run's folder from now on; None drops what follows."""
+        if run_folder is not None and not run_folder.is_dir():
+            _log.warning(
+                "no traces of this process are written: the run's folder %s is not on this machine", run_folder
+            )
+            run_folder = None
+        self._path = None if run_folder is None else run_folder / TRACES / self._name
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Append spans, all or none. What the disk refuses is dropped and counted: nothing waits for traces."""
+        path = self._path
+        if path is None:
+            return SpanExportResult.SUCCESS
+        line = json.dumps(_with_hex_ids(MessageToDict(encode_spans(spans), use_integers_for_enums=True))) + "\n"
+        try:
+            path.parent.mkdir(exist_ok=True)
+            with path.open("ab", buffering=0) as file:
+                append_whole(file, line.encode())
+        except OSError as error:
+            if not self._dropped:
+                _log.warning("spans are dropped: %s", error)
+            self._dropped += len(spans)
+            record("traces.dropped_spans", len(spans))
+            return SpanExportResult.FAILURE
+        if self._dropped:
+            _log.warning("spans are written again; %d were dropped", self._dropped)
+            self._dropped = 0
+        return SpanExportResult.SUCCESS
+
+
+def _with_hex_ids(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_with_hex_ids(inner) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    return {name: base64.b64decode(part).hex() if name in IDS else _with_hex_ids(part) for name, part in value.items()}
+
 
 OWN = "opentelemetry"
 """The exporters' own records: sending them would make more of them."""

@@ -22,8 +22,7 @@ from relaxd.process.ports import listen
 from relaxd.rpc.errors import Aborted
 from relaxd.rpc.message_parts import words
 from relaxd.v1 import weights_pb2
-from relaxd.weights.cuda_ipc import IpcConnection
-from relaxd.weights.cuda_memory import CudaMemory
+from relaxd.weights.cuda_ipc import CudaMemory, IpcConnection
 from relaxd.weights.gloo import GlooConnection
 from relaxd.weights.nccl import NcclConnection
 

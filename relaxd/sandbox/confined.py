@@ -12,8 +12,7 @@ from typing import Any, Self
 
 from relaxd.sandbox import confinement
 from relaxd.sandbox.channel import Channel, ChannelClosed, TooLong
-from relaxd.sandbox.confinement import ConfinementError
-from relaxd.sandbox.limits import Limits
+from relaxd.sandbox.confinement import ConfinementError, Limits
 from relaxd.sandbox.running_time import LOOK_SECONDS, RunningClock
 
 ZYGOTE_SECONDS = 30.0
