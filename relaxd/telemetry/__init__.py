@@ -1,8 +1,9 @@
 """Traces, metrics and logs. Nothing is recorded, at almost no cost, unless it is exported or written."""
 
+from relaxd.telemetry.instruments import enabled, meter, tracer
 from relaxd.telemetry.logs import setup_logging
 from relaxd.telemetry.metrics import METRICS, Metric, record, record_step
-from relaxd.telemetry.setup import enabled, flush, meter, setup, shutdown, tracer, write_traces
+from relaxd.telemetry.setup import flush, setup, shutdown, write_traces
 from relaxd.telemetry.spans import (
     BatchSpan,
     create_span,

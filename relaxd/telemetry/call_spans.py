@@ -12,8 +12,8 @@ from opentelemetry.context import attach, detach
 from opentelemetry.trace import NonRecordingSpan, Span, SpanKind, StatusCode
 from opentelemetry.util.types import AttributeValue
 
+from relaxd.telemetry.instruments import open_quick_span
 from relaxd.telemetry.metrics import record
-from relaxd.telemetry.setup import open_quick_span
 from relaxd.telemetry.spans import remote_context
 
 FAULTS = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})

@@ -16,7 +16,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Span
 from opentelemetry.util.types import AttributeValue
 
-from relaxd.telemetry.setup import enabled, meter
+from relaxd.telemetry.instruments import enabled, meter
 
 Kind = Literal["step", "gauge", "counter", "histogram"]
 

@@ -2,26 +2,22 @@
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from opentelemetry import metrics, trace
-from opentelemetry.metrics import Meter
-from opentelemetry.trace import Link, SpanContext, SpanKind, Tracer
-from opentelemetry.trace import TracerProvider as AbstractTracerProvider
-from opentelemetry.util.types import AttributeValue
 
 from relaxd import __version__
+from relaxd.telemetry import instruments
+from relaxd.telemetry.instruments import enabled
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
 
     from relaxd.telemetry.exporters import LogExport, TraceFiles
-    from relaxd.telemetry.quick_spans import QuickSpan
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 FLUSH_MILLISECONDS = 2000
@@ -33,13 +29,10 @@ FILE_DELAY_MILLISECONDS = 1000
 """Longest time until a span is in a run's folder."""
 
 _log = logging.getLogger(__name__)
-_enabled = False
 _process = ("process", "process")
 """Role and instance: the replica id, with the part's name in a child process."""
 _files: "TraceFiles | None" = None
 _logs: "LogExport | None" = None
-_open_quick: "Callable[..., QuickSpan] | None" = None
-"""Opens a span for the provider's processors, once there is a provider."""
 
 
 def setup(role: str, replica_id: str, part: str = "") -> bool:
@@ -53,11 +46,11 @@ def setup(role: str, replica_id: str, part: str = "") -> bool:
 
     Returns True if anything is exported.
     """
-    global _enabled, _process, _logs
+    global _process, _logs
     _process = role, f"{replica_id}/{part}" if part else replica_id
     endpoint = os.environ.get(ENDPOINT, "").strip()
-    if _enabled or not endpoint or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
-        return _enabled
+    if instruments.exporting() or not endpoint or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return instruments.exporting()
     exported = [what for what in ("traces", "metrics", "logs") if _is_wanted(what)]
     if not exported:
         return False
@@ -84,7 +77,7 @@ def setup(role: str, replica_id: str, part: str = "") -> bool:
         from relaxd.telemetry.exporters import LogExport
 
         _logs = LogExport(_resource(), insecure, EXPORT_SECONDS)
-    _enabled = True
+    instruments.set_exporting(True)
     _log.info("exporting %s of relaxd-%s to %s", ", ".join(exported), role, endpoint)
     return True
 
@@ -112,6 +105,7 @@ def write_traces(run_folder: Path | None) -> None:
     elif _files.is_open:
         flush()
     _files.open(run_folder)
+    instruments.set_writing(_files.is_open)
 
 
 class _SaidOnce(logging.Filter):
@@ -145,7 +139,6 @@ def _resource() -> "Resource":
 
 def _span_provider() -> "TracerProvider":
     """Return this process's provider of recorded spans; make it the first time."""
-    global _open_quick
     from opentelemetry.sdk.trace import SynchronousMultiSpanProcessor, TracerProvider
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
@@ -156,47 +149,8 @@ def _span_provider() -> "TracerProvider":
         processor, scope = SynchronousMultiSpanProcessor(), InstrumentationScope("relaxd", __version__)
         provider = TracerProvider(resource=_resource(), active_span_processor=processor)
         trace.set_tracer_provider(provider)
-        _open_quick = partial(QuickSpan, processor=processor, scope=scope, resource=provider.resource)
+        instruments.set_open_quick(partial(QuickSpan, processor=processor, scope=scope, resource=provider.resource))
     return provider
-
-
-def enabled() -> bool:
-    """Return True if this process exports anything."""
-    return _enabled or (_files is not None and _files.is_open)
-
-
-def tracer() -> Tracer:
-    """Return the tracer of this process; its spans do nothing unless something is exported."""
-    return _tracer_of(trace.get_tracer_provider())
-
-
-@cache
-def _tracer_of(provider: AbstractTracerProvider) -> Tracer:
-    # The SDK makes a new tracer for each request for one, which takes half as long as a span.
-    return provider.get_tracer("relaxd", __version__)
-
-
-def open_quick_span(
-    name: str,
-    parent: SpanContext | None,
-    kind: SpanKind,
-    attributes: Mapping[str, AttributeValue],
-    links: Sequence[Link] = (),
-    start_time: int | None = None,
-) -> "QuickSpan | None":
-    """Open a span, which the caller ends; None if it isn't recorded, as nothing is or its parent isn't.
-
-    `attributes` belong to the caller, who must not change them: many spans can share them. `start_time` is in
-    nanoseconds of Unix time; by default now. Without a parent the span is in a new trace.
-    """
-    if _open_quick is None or not enabled() or (parent is not None and not parent.trace_flags.sampled):
-        return None
-    return _open_quick(name, parent, kind, attributes, links, start_time)
-
-
-def meter() -> Meter:
-    """Return the meter of this process. Prefer `record`, which uses the table of metrics."""
-    return metrics.get_meter("relaxd", __version__)
 
 
 def flush() -> None:
@@ -217,13 +171,13 @@ def flush() -> None:
 
 def shutdown() -> None:
     """Export pending data, for a bounded time, and stop exporting."""
-    global _enabled
     if not enabled():
         return
     flush()
-    _enabled = False
+    instruments.set_exporting(False)
     if _files is not None:
         _files.open(None)
+        instruments.set_writing(False)
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.trace import TracerProvider
 

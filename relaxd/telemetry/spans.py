@@ -30,7 +30,7 @@ from opentelemetry.trace import (
 )
 from opentelemetry.util.types import Attributes, AttributeValue
 
-from relaxd.telemetry.setup import enabled, open_quick_span, tracer
+from relaxd.telemetry.instruments import enabled, open_quick_span, tracer
 
 KNOWN = 4096
 """Contexts that are remembered: a group's carrier is read by every operation on it."""

@@ -1,0 +1,83 @@
+"""Instruments of this process: its tracer, its meter, and the spans of its hot paths. setup.py switches them on."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING
+
+from opentelemetry import metrics, trace
+from opentelemetry.metrics import Meter
+from opentelemetry.trace import Link, SpanContext, SpanKind, Tracer
+from opentelemetry.trace import TracerProvider as AbstractTracerProvider
+from opentelemetry.util.types import AttributeValue
+
+from relaxd import __version__
+
+if TYPE_CHECKING:
+    from relaxd.telemetry.quick_spans import QuickSpan
+
+_exporting = False
+_writing = False
+_open_quick: "Callable[..., QuickSpan] | None" = None
+"""Opens a span for the provider's processors, once there is a provider."""
+
+
+def set_exporting(exporting: bool) -> None:
+    """Say whether this process exports anything by OTLP."""
+    global _exporting
+    _exporting = exporting
+
+
+def set_writing(writing: bool) -> None:
+    """Say whether this process writes spans into a run's folder."""
+    global _writing
+    _writing = writing
+
+
+def set_open_quick(open_span: "Callable[..., QuickSpan]") -> None:
+    """Say how to open a span for the provider's processors."""
+    global _open_quick
+    _open_quick = open_span
+
+
+def exporting() -> bool:
+    """Return True if this process exports anything by OTLP."""
+    return _exporting
+
+
+def enabled() -> bool:
+    """Return True if this process exports anything."""
+    return _exporting or _writing
+
+
+def tracer() -> Tracer:
+    """Return the tracer of this process; its spans do nothing unless something is exported."""
+    return _tracer_of(trace.get_tracer_provider())
+
+
+@cache
+def _tracer_of(provider: AbstractTracerProvider) -> Tracer:
+    # The SDK makes a new tracer for each request for one, which takes half as long as a span.
+    return provider.get_tracer("relaxd", __version__)
+
+
+def open_quick_span(
+    name: str,
+    parent: SpanContext | None,
+    kind: SpanKind,
+    attributes: Mapping[str, AttributeValue],
+    links: Sequence[Link] = (),
+    start_time: int | None = None,
+) -> "QuickSpan | None":
+    """Open a span, which the caller ends; None if it isn't recorded, as nothing is or its parent isn't.
+
+    `attributes` belong to the caller, who must not change them: many spans can share them. `start_time` is in
+    nanoseconds of Unix time; by default now. Without a parent the span is in a new trace.
+    """
+    if _open_quick is None or not enabled() or (parent is not None and not parent.trace_flags.sampled):
+        return None
+    return _open_quick(name, parent, kind, attributes, links, start_time)
+
+
+def meter() -> Meter:
+    """Return the meter of this process. Prefer `record`, which uses the table of metrics."""
+    return metrics.get_meter("relaxd", __version__)
