@@ -17,9 +17,9 @@ import psutil
 
 from benchmarks.reporting import report
 from relaxd.config import RunConfig
-from relaxd.rehearsal.assumptions import Scale
-from relaxd.rehearsal.counters import MACHINE, Counters, Sample
-from relaxd.rehearsal.rehearse import rehearsed_run
+from relaxd.tools.rehearsal.assumptions import Scale
+from relaxd.tools.rehearsal.counters import MACHINE, Counters, Sample
+from relaxd.tools.rehearsal.rehearse import rehearsed_run
 
 CONFIG = """
 [run]

@@ -14,11 +14,11 @@ from typing import Any
 
 from benchmarks.reporting import machine, report
 from relaxd.config.load_toml import load_file
-from relaxd.rehearsal import control_plane
-from relaxd.rehearsal.assumptions import Scale
-from relaxd.rehearsal.carrying import refusal
-from relaxd.rehearsal.rehearse import rehearse
-from relaxd.rehearsal.report import Measured, limits, rows
+from relaxd.tools.rehearsal import control_plane
+from relaxd.tools.rehearsal.assumptions import Scale
+from relaxd.tools.rehearsal.carrying import refusal
+from relaxd.tools.rehearsal.rehearsal_report import Measured, limits, rows
+from relaxd.tools.rehearsal.rehearse import rehearse
 
 SHAPES = Path(__file__).parent / "shapes"
 SCALES = {

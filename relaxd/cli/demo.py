@@ -15,7 +15,7 @@ from relaxd.client import CliError
 from relaxd.config import RunConfig
 from relaxd.config.load_toml import load_file
 from relaxd.local.state_folder import StateFolder
-from relaxd.report.result import read_result
+from relaxd.report.run_result import read_result
 from relaxd.run_folder import is_run
 
 DISTILLATION = "opd"

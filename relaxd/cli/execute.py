@@ -43,9 +43,8 @@ from relaxd.local.state_folder import StateFolder
 from relaxd.models import DataError
 from relaxd.process.ports import LOOPBACK
 from relaxd.replica.gpus import visible_gpus
-from relaxd.report.evaluation_table import SetRow
-from relaxd.report.report import write_report
-from relaxd.report.result import read_result, results
+from relaxd.report.report_files import write_report
+from relaxd.report.run_result import SetRow, read_result, results
 from relaxd.roles import ROLES, ROLLOUT
 from relaxd.run_folder import HELD_OUT, LOGS, RECORD, SUMMARY, holds_run
 from relaxd.v1.coordinator_pb2 import RUN_STATE_PAUSED, Run

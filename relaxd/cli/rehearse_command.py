@@ -15,11 +15,11 @@ from relaxd.cli.preparing.config_command import check_algorithm
 from relaxd.client import CliError
 from relaxd.config.load_toml import ConfigError
 from relaxd.local.state_folder import StateFolder
-from relaxd.rehearsal.assumptions import Scale, held_bytes, obstacle, payload_scale
-from relaxd.rehearsal.carrying import refusal
-from relaxd.rehearsal.rehearse import rehearse as run_rehearsal
-from relaxd.rehearsal.report import Measured, rows
 from relaxd.roles import ROLLOUT
+from relaxd.tools.rehearsal.assumptions import Scale, held_bytes, obstacle, payload_scale
+from relaxd.tools.rehearsal.carrying import refusal
+from relaxd.tools.rehearsal.rehearsal_report import Measured, rows
+from relaxd.tools.rehearsal.rehearse import rehearse as run_rehearsal
 
 MEMORY_SHARE = 8
 """Payloads are scaled down to an eighth of this machine's free memory: Redis, trainer and engines each have some."""

@@ -13,6 +13,9 @@ from relaxd.redis_client import where
 LARGE_COLUMN_BYTES = 64 << 10
 """Default of board.large_column_bytes."""
 
+EXPERTS = 128
+"""Experts in a layer of a mixture, of which the scripted engine chooses."""
+
 
 class BoardConfig(Section):
     """The sample board: staleness, leases, limits."""

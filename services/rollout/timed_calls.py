@@ -5,13 +5,13 @@ from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
-from relaxd.rehearsal.calls import line
+from relaxd.tools.rehearsal.control_plane import line
 from relaxd.v1.coordinator_pb2 import HeartbeatRequest, LeaseGpusRequest
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 
 
 class TimedCoordinator:
-    """A coordinator's stub that writes a line for every answered heartbeat and GPU lease (`relaxd.rehearsal.calls`)."""
+    """A coordinator's stub that writes a line for every answered heartbeat and GPU lease (control_plane.py)."""
 
     def __init__(self, stub: CoordinatorStub, path: Path) -> None:
         self._stub = stub

@@ -22,7 +22,6 @@ from relaxd.data.curriculum.run_curriculum import own_problems
 from relaxd.data.dataset import load_data
 from relaxd.data.templating import JUDGE_OVERRIDE, chat_template_text, load_chat_template
 from relaxd.evaluation.set_checks import context_problems, set_problems
-from relaxd.fitting.fit import budget_problem, written
 from relaxd.json_text import parse_json
 from relaxd.local.devices import check_devices
 from relaxd.local.programs import ALGORITHM_TRIAL, run_program
@@ -34,6 +33,7 @@ from relaxd.models.shape import read_shape
 from relaxd.models.vocabulary import check_vocabularies
 from relaxd.replica.gpus import visible_gpus
 from relaxd.roles import TEACHER
+from relaxd.tools.fitting.fit import budget_problem, written
 
 TRIAL_SECONDS = 90.0
 """Time for loading a user's own algorithm and torch."""

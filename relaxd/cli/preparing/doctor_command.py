@@ -12,11 +12,11 @@ from rich.text import Text
 from relaxd.cli.options import DEFAULT_STATE, CoordinatorOption, StateOption, load_words, new_console
 from relaxd.cli.output import show_json
 from relaxd.config import RunConfig
-from relaxd.doctor.checks import Moment, examine
-from relaxd.doctor.finding import Finding, Level, Scope
 from relaxd.local import compose
 from relaxd.local.stack import address_here
 from relaxd.local.state_folder import StateFolder
+from relaxd.tools.doctor.checks import Moment, examine
+from relaxd.tools.doctor.finding import Finding, Level, Scope
 
 STYLES: dict[Level, str] = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 PREFLIGHT_SECONDS = 0.3

@@ -29,7 +29,7 @@ from relaxd.local.programs import SET_ANSWERS, stream_program
 from relaxd.media.messages import with_parts
 from relaxd.models import DataError
 from relaxd.models.folders import resolve_model
-from relaxd.report.evaluation_table import set_rows
+from relaxd.report.run_result import set_rows
 from relaxd.rewards import RewardInput
 
 SCORED_TOGETHER = 2048

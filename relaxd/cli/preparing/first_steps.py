@@ -13,9 +13,8 @@ import relaxd
 from relaxd.cli.output import show
 from relaxd.client import CliError
 from relaxd.config import RunConfig
-from relaxd.migrate.verl import migrate
-from relaxd.migrate.verl_source import VerlConfigError, read_verl
 from relaxd.models.folders import models_folder
+from relaxd.tools.migrate.verl import VerlConfigError, migrate, read_verl
 from relaxd.tools.model_fetch import MODELS, fetch, is_fetched
 
 OWN_TASK = {"run.toml": "jsonl.toml", "prompts.jsonl": "prompts.jsonl", "reward.py": "reward.py"}

@@ -13,10 +13,10 @@ from relaxd.cli.options import WordsArgument, load_words, new_console
 from relaxd.cli.output import show
 from relaxd.client import CliError
 from relaxd.config.load_toml import ConfigError, Problem
-from relaxd.fitting.fit import Fit
-from relaxd.fitting.fit import fit as compute
-from relaxd.fitting.held import FitError, Hardware, Held
 from relaxd.models import DataError
+from relaxd.tools.fitting.fit import Fit
+from relaxd.tools.fitting.fit import fit as compute
+from relaxd.tools.fitting.trainer_memory import FitError, Hardware, Held
 
 SHOWN_LAYOUTS = 5
 SHOWN_STAGES = 3

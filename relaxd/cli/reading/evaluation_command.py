@@ -13,8 +13,7 @@ from relaxd.cli.reading.live_view import printable
 from relaxd.cli.reading.run_source import open_run
 from relaxd.client import CliError
 from relaxd.evaluation.sets import unknown_set
-from relaxd.report.evaluation_table import SetRow, table_of
-from relaxd.report.result import RunResult, place_of, read_result
+from relaxd.report.run_result import RunResult, SetRow, place_of, read_result, table_of
 from relaxd.telemetry.printable import escape
 
 

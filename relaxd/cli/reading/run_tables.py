@@ -29,8 +29,8 @@ from relaxd.client.folder_runs import FolderRuns, step_lines
 from relaxd.local.silence import open_client
 from relaxd.local.stack import address_here, raise_when_down
 from relaxd.local.state_folder import StateFolder
-from relaxd.report.report import write_report
-from relaxd.report.result import read_result, sample_values
+from relaxd.report.report_files import write_report
+from relaxd.report.run_result import read_result, sample_values
 from relaxd.report.step_times import tables
 from relaxd.run_folder import METRICS, RECORD, newest_lines
 from relaxd.v1 import coordinator_pb2 as pb

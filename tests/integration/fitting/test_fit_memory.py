@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from relaxd.config import TrainerConfig
-from relaxd.fitting.activations import MicroBatch, saved_by_part
-from relaxd.fitting.trainer import in_flight, sharded_parameters
 from relaxd.models.layouts import Layout, model_parameters, stage_parameters
 from relaxd.models.shape import read_shape
+from relaxd.tools.fitting.activations import MicroBatch, saved_by_part
+from relaxd.tools.fitting.trainer_memory import in_flight, sharded_parameters
 from tests.integration.fitting.fit_worlds import LENGTH, Job, run_job, write_model
 from tests.integration.trainer.trainer_worlds import KINDS, run_world, trainer_config
 from tests.kit.ports import free_port

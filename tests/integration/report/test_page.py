@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from relaxd.report.report import write_report
+from relaxd.report.report_files import write_report
 from tests.kit.browser import browser_page, find_browser
 from tests.kit.waiting import wait_until
 

@@ -9,7 +9,7 @@ from relaxd.cli.reading.evaluation_command import results_table
 from relaxd.cli.reading.live_view import samples_table
 from relaxd.cli.reading.logs_command import trace_table
 from relaxd.cli.reading.run_tables import SHOWN_METRICS, metrics_tables
-from relaxd.report.evaluation_table import set_rows
+from relaxd.report.run_result import set_rows
 from relaxd.report.traces import GroupTrace, TracedSpan
 from relaxd.v1 import coordinator_pb2 as pb
 

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from relaxd.config.load_toml import load
-from relaxd.migrate.verl import migrate
-from relaxd.migrate.verl_rewards import CONFINED
-from relaxd.migrate.verl_source import VerlConfigError, read_verl
+from relaxd.tools.migrate.verl import VerlConfigError, migrate, read_verl
+from relaxd.tools.migrate.verl_rewards import CONFINED
 
 RECIPE = r"""
 set -x

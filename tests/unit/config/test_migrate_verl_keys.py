@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from relaxd.config.load_toml import load
-from relaxd.migrate.migrated import KeyFate
-from relaxd.migrate.verl import migrate
+from relaxd.tools.migrate.migrated import KeyFate
+from relaxd.tools.migrate.verl import migrate
 
 A, R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 WRITTEN: dict[str, Any] = {

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from relaxd.doctor.gpus import (
+from relaxd.tools.doctor.gpus import (
     GpuMemory,
     Torch,
     driver_finding,

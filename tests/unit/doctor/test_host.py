@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from relaxd.doctor.disk import folder_finding
-from relaxd.doctor.finding import Scope
-from relaxd.doctor.host import (
+from relaxd.local.state_folder import StateFolder
+from relaxd.tools.doctor.disk import folder_finding
+from relaxd.tools.doctor.finding import Scope
+from relaxd.tools.doctor.host import (
     check_clock,
     check_limits,
     check_shared_memory,
@@ -20,7 +21,6 @@ from relaxd.doctor.host import (
     processes_finding,
     shared_memory_finding,
 )
-from relaxd.local.state_folder import StateFolder
 
 INFINITY = resource.RLIM_INFINITY
 MIB, GIB = 1 << 20, 1 << 30
@@ -120,8 +120,8 @@ def test_this_machine_is_described(tmp_path: Path) -> None:
 def test_limits_are_those_of_the_process(tmp_path: Path) -> None:
     program = (
         "from pathlib import Path\n"
-        "from relaxd.doctor.finding import Scope\n"
-        "from relaxd.doctor.host import check_limits\n"
+        "from relaxd.tools.doctor.finding import Scope\n"
+        "from relaxd.tools.doctor.host import check_limits\n"
         "from relaxd.local.state_folder import StateFolder\n"
         "print([(one.about, one.level) for one in check_limits(Scope(folder=StateFolder(Path('x'))))])"
     )

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from relaxd.config.load_toml import load
-from relaxd.doctor.finding import Scope
-from relaxd.doctor.ports import check_coordinator_port, check_weight_ports
 from relaxd.local.port_holder import PortHolder, ask_stack, find_holder, taken_port
 from relaxd.local.state_folder import StateFolder
 from relaxd.process.ports import ReservedPort
 from relaxd.rpc.server import start_server
 from relaxd.rpc.stack_identity import STACK_VARIABLE
+from relaxd.tools.doctor.finding import Scope
+from relaxd.tools.doctor.ports import check_coordinator_port, check_weight_ports
 from relaxd.v1.replica_pb2 import GetStatusResponse
 from relaxd.v1.replica_pb2_grpc import ReplicaServicer, add_ReplicaServicer_to_server
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import redis
 
-from relaxd.doctor.finding import Scope
-from relaxd.doctor.redis_server import check_redis, check_redis_program, fact_findings, server_findings
 from relaxd.local.state_folder import StateFolder
+from relaxd.tools.doctor.finding import Scope
+from relaxd.tools.doctor.redis_server import check_redis, check_redis_program, fact_findings, server_findings
 from tests.kit.redis.redis_server import RedisServer
 
 NO_EVICTION = "redis-cli CONFIG SET maxmemory-policy noeviction"

@@ -8,10 +8,13 @@ import pytest
 
 from relaxd import PROTOCOL_VERSION, __version__
 from relaxd.config.load_toml import load
-from relaxd.doctor.checks import CHECKS, examine
-from relaxd.doctor.docker import engine_findings, image_findings
-from relaxd.doctor.finding import Scope
-from relaxd.doctor.packages import (
+from relaxd.local.state_folder import StateFolder
+from relaxd.rewards.table import PACKAGES
+from relaxd.sandbox.enclosure import Measure
+from relaxd.tools.doctor.checks import CHECKS, examine
+from relaxd.tools.doctor.docker import engine_findings, image_findings
+from relaxd.tools.doctor.finding import Scope
+from relaxd.tools.doctor.packages import (
     OPTIONAL,
     SERVICES,
     Requirement,
@@ -21,11 +24,8 @@ from relaxd.doctor.packages import (
     parse,
     requirements,
 )
-from relaxd.doctor.sandbox import answers_finding, check_sandbox, enclosure_finding
-from relaxd.doctor.services import status_findings
-from relaxd.local.state_folder import StateFolder
-from relaxd.rewards.table import PACKAGES
-from relaxd.sandbox.enclosure import Measure
+from relaxd.tools.doctor.sandbox import answers_finding, check_sandbox, enclosure_finding
+from relaxd.tools.doctor.services import status_findings
 from relaxd.v1.replica_pb2 import REPLICA_STATE_FAILED, ReplicaStatus
 
 RUN = """

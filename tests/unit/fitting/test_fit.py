@@ -12,12 +12,11 @@ from relaxd.cli.main import app
 from relaxd.client import CliError
 from relaxd.config import RunConfig
 from relaxd.config.load_toml import ConfigError
-from relaxd.fitting.fit import Fit, fit
-from relaxd.fitting.gradient_buckets import buckets_in_memory
-from relaxd.fitting.held import FitError, Hardware
-from relaxd.fitting.speed import StepWork, predict
 from relaxd.models.layouts import Layout, possible_layouts, problem, stage_parameters
 from relaxd.models.shape import read_shape
+from relaxd.tools.fitting.fit import Fit, fit
+from relaxd.tools.fitting.speed import StepWork, predict
+from relaxd.tools.fitting.trainer_memory import FitError, Hardware, buckets_in_memory
 from tests.unit.fitting.models import write_config
 
 H100, H200 = Hardware(80 << 30, 8), Hardware(141 << 30, 8)

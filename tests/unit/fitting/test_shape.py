@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import transformers
 
-from relaxd.fitting import logits, sizing, speed
 from relaxd.models import DataError
 from relaxd.models.shape import FAMILIES, read_shape
+from relaxd.tools.fitting import activations, host_and_disk, speed
 from services.trainer.batch import pipeline, round_packer
 from services.trainer.learner import logprobs
 from services.trainer.model import architectures
@@ -69,8 +69,8 @@ def test_every_family_of_the_trainer_is_known() -> None:
 
 
 def test_constants_are_those_of_the_trainer() -> None:
-    assert (logits.CHUNK_BYTES, logits.KEPT_SHARE) == (logprobs.CHUNK_BYTES, logprobs.KEPT_SHARE)
-    assert sizing.MAX_REPEAT == round_packer.MAX_REPEAT
+    assert (activations.CHUNK_BYTES, activations.KEPT_SHARE) == (logprobs.CHUNK_BYTES, logprobs.KEPT_SHARE)
+    assert host_and_disk.MAX_REPEAT == round_packer.MAX_REPEAT
     assert speed.SCHEDULE == pipeline.SCHEDULE
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from relaxd.config.load_toml import load_file
-from relaxd.rehearsal.assumptions import least_step_seconds, mean_tokens
-from relaxd.rehearsal.carrying import HostLoad, advice, doubt, refusal
+from relaxd.tools.rehearsal.assumptions import least_step_seconds, mean_tokens
+from relaxd.tools.rehearsal.carrying import HostLoad, advice, doubt, refusal
 
 # A step takes at least 240 s and costs 30 s of processor time: at a time scale of 8 that is one processor.
 LOAD = HostLoad(

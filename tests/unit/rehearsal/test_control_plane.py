@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from relaxd.rehearsal.calls import AnsweredCall, line, p99, read_calls
-from relaxd.rehearsal.control_plane import CallTimes, call_times, verdict
+from relaxd.tools.rehearsal.control_plane import AnsweredCall, CallTimes, call_times, line, p99, read_calls, verdict
 
 VERDICTS = [
     # p99 at rest, p99 while it works, p99 of leases, cores, busy at rest; what is said

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from relaxd.rehearsal.counters import current_wait, processor_seconds
+from relaxd.tools.rehearsal.counters import current_wait, processor_seconds
 from relaxd.v1 import coordinator_pb2 as pb
 
 PARENT = """

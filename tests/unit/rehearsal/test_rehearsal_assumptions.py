@@ -7,7 +7,7 @@ import pytest
 from relaxd.board import worst_bytes
 from relaxd.config.load_toml import load, load_file
 from relaxd.config.write_toml import dump
-from relaxd.rehearsal.assumptions import Scale, obstacle, payload_scale, rehearsed
+from relaxd.tools.rehearsal.assumptions import Scale, obstacle, payload_scale, rehearsed
 
 SHAPES = sorted(Path("benchmarks/shapes").glob("*.toml"))
 

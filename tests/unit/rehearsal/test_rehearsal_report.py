@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from relaxd.rehearsal import report
-from relaxd.rehearsal.assumptions import Scale
-from relaxd.rehearsal.control_plane import CallTimes
-from relaxd.rehearsal.counters import Sample
-from relaxd.rehearsal.report import Measured
+from relaxd.tools.rehearsal import rehearsal_report
+from relaxd.tools.rehearsal.assumptions import Scale
+from relaxd.tools.rehearsal.control_plane import CallTimes
+from relaxd.tools.rehearsal.counters import Sample
+from relaxd.tools.rehearsal.rehearsal_report import Measured
 
 
 def sample(time: float, step: int, count: float, **cpu: float) -> Sample:
@@ -77,12 +77,12 @@ LIMITS = [
 @pytest.mark.parametrize(("changes", "said", "factor"), LIMITS)
 def test_the_first_limit(changes: dict[str, float], said: str, factor: float) -> None:
     found = replace(FOUND, **changes)
-    assert report.first_limit(found).startswith(said)
-    assert report.limits(found)[0].factor == pytest.approx(factor)
+    assert rehearsal_report.first_limit(found).startswith(said)
+    assert rehearsal_report.limits(found)[0].factor == pytest.approx(factor)
 
 
 def test_no_limit_when_sizes_double() -> None:
-    said = report.first_limit(FOUND)
+    said = rehearsal_report.first_limit(FOUND)
     assert said.startswith("none when sizes double; the nearest, at 4 x, is a group's answers: 64 B of 256 B.")
     assert "Raise board.max_group_bytes" in said
 
@@ -93,14 +93,14 @@ def test_heartbeats_are_no_limit_on_a_machine_that_is_too_busy() -> None:
     idle_last = sample(135.0, 15, 20_500, machine=10.0, coordinator=11.0)
     idle_first = sample(130.0, 15, 20_000, machine=0.5, coordinator=10.0)
     busy = replace(FOUND, call_times=slow, last=last, idle_first=idle_first, idle_last=idle_last)
-    assert all("Heartbeat" not in limit.name for limit in report.limits(busy))
-    assert dict(report.rows(busy))["doubtful"].startswith("this machine's processors were 100% busy")
-    assert "doubtful" not in dict(report.rows(FOUND))
+    assert all("Heartbeat" not in limit.name for limit in rehearsal_report.limits(busy))
+    assert dict(rehearsal_report.rows(busy))["doubtful"].startswith("this machine's processors were 100% busy")
+    assert "doubtful" not in dict(rehearsal_report.rows(FOUND))
 
 
 def test_a_scale_that_the_machine_cant_carry_gets_no_verdict() -> None:
     found = replace(FOUND, last=sample(120.0, 15, 12_000, machine=40.0, coordinator=35.0, rollout=25.0))
-    rows = dict(report.rows(found))
+    rows = dict(rehearsal_report.rows(found))
     assert rows["no verdict"].startswith("this machine can't carry this scale: at --time-scale 30 the rehearsal needs")
     assert "would do" in rows["no verdict"]
     assert not {"would it fill steps?", "first limit", "next limits", "doubtful"} & rows.keys()
@@ -108,7 +108,7 @@ def test_a_scale_that_the_machine_cant_carry_gets_no_verdict() -> None:
 
 
 def test_rows() -> None:
-    rows = dict(report.rows(FOUND))
+    rows = dict(rehearsal_report.rows(FOUND))
     assert rows["would it fill steps?"] == "yes: a step every 60 s"
     assert rows["the open step waits for"] == "trainer 75%, stage rollout 25%"
     assert rows["the trainer's time"] == "works 75%, waits for groups 25%"
@@ -120,8 +120,11 @@ def test_rows() -> None:
     )
     assert "idle replicas" not in rows
     few = replace(FOUND, scale=replace(FOUND.scale, rollout=40))
-    assert dict(report.rows(few))["idle replicas"].startswith(
+    assert dict(rehearsal_report.rows(few))["idle replicas"].startswith(
         "8 of 40 rollout replicas never have work: the gate admits"
     )
     many = replace(FOUND, dropped={"stale": 60, "too_long": 20})
-    assert report.verdict(many) == "yes: a step every 60 s; 25% of the groups were dropped (stale 60, too_long 20)"
+    assert (
+        rehearsal_report.verdict(many)
+        == "yes: a step every 60 s; 25% of the groups were dropped (stale 60, too_long 20)"
+    )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from relaxd.report.charts import COLOURS, NAMED, SECTIONS, UNDRAWN, chart_data
-from relaxd.report.page import _packed
+from relaxd.report.html_page import _packed
 from relaxd.telemetry.metrics import METRICS
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from relaxd.config.load_toml import load
 from relaxd.logprob_gap import GapWatch
-from relaxd.report.report import write_report
+from relaxd.report.report_files import write_report
 
 NAN = float("nan")
 

@@ -10,9 +10,9 @@ import pytest
 from relaxd.client import CliError
 from relaxd.config.load_toml import load
 from relaxd.report.charts import chart_data
-from relaxd.report.page import shown_text
-from relaxd.report.report import write_report
-from relaxd.report.result import read_result
+from relaxd.report.html_page import shown_text
+from relaxd.report.report_files import write_report
+from relaxd.report.run_result import read_result
 from relaxd.report.step_times import GROUP, TRAINER, mean_rows, share_rows, tables
 
 

@@ -25,7 +25,7 @@ ARGUED = {
     "relaxd/sandbox/loading.py": "a model's code, in a confined process: that is what it is for",
     "relaxd/sandbox/testing.py": "tests of a model's code, in a confined process",
     "relaxd/data/tools_file.py": "yaml.safe_load, which makes plain values; the configuration names the file",
-    "relaxd/migrate/verl_source.py": "yaml.safe_load, which makes plain values; a person names the file",
+    "relaxd/tools/migrate/verl.py": "yaml.safe_load, which makes plain values; a person names the file",
     "services/rollout/engines/sglang/scheduler.py": "SGLang's scheduler is a child process of SGLang's own making",
 }
 """Modules that do, and why that is no door."""

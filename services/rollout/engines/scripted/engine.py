@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from relaxd.config import RehearsalConfig, RolloutConfig
+from relaxd.config.operation import EXPERTS
 from relaxd.models.shape import expert_dtype
-from relaxd.rehearsal.assumptions import EXPERTS
 from relaxd.v1 import rollout_pb2
 from services.rollout.engines.engine import RolloutEngine
 from services.rollout.engines.scripted.decoder import Decoder

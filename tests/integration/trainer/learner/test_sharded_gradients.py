@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import redis
 
-from relaxd.fitting.gradient_buckets import buckets_in_memory
-from relaxd.fitting.trainer import sharded_parameters
 from relaxd.models.layouts import Layout, stage_parameters
 from relaxd.models.shape import read_shape
+from relaxd.tools.fitting.trainer_memory import buckets_in_memory, sharded_parameters
 from tests.integration.trainer.learner import reduction_worlds
 from tests.integration.trainer.learner.reduction_worlds import ReductionJob, merged, run_of
 from tests.integration.trainer.trainer_worlds import make_model, run_world, trainer_config

@@ -1,0 +1,54 @@
+"""The table of checks."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from relaxd.tools.doctor.disk import check_disk
+from relaxd.tools.doctor.docker import check_docker
+from relaxd.tools.doctor.finding import Finding, Scope
+from relaxd.tools.doctor.gpus import check_gpus
+from relaxd.tools.doctor.host import check_clock, check_limits, check_shared_memory, check_system
+from relaxd.tools.doctor.packages import check_optional_packages, check_packages
+from relaxd.tools.doctor.ports import check_coordinator_port, check_weight_ports
+from relaxd.tools.doctor.redis_server import check_redis, check_redis_program
+from relaxd.tools.doctor.sandbox import check_sandbox
+from relaxd.tools.doctor.services import check_services
+
+Moment = Literal["config", "run", "up"]
+"""The commands that run some checks by themselves: `relaxd config check`, `run` and `resume`, `up`."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check, and the commands that run it before they start anything. Those take milliseconds."""
+
+    find: Callable[[Scope], Iterable[Finding]]
+    moments: tuple[Moment, ...] = ()
+
+
+CHECKS = (
+    Check(check_system),
+    Check(check_packages, ("config", "run", "up")),
+    Check(check_optional_packages),
+    Check(check_gpus, ("config", "run", "up")),
+    Check(check_shared_memory, ("config", "run", "up")),
+    Check(check_limits, ("run", "up")),
+    Check(check_disk, ("config", "run", "up")),
+    Check(check_clock, ("run", "up")),
+    Check(check_coordinator_port),
+    Check(check_weight_ports, ("config", "run")),
+    Check(check_redis, ("run", "up")),
+    Check(check_redis_program),
+    Check(check_services),
+    Check(check_sandbox),
+    Check(check_docker),
+)
+"""All checks, in the order in which the doctor prints them."""
+
+
+def examine(scope: Scope, moment: Moment | None = None) -> Iterable[Finding]:
+    """Yield what the checks find; those of a moment only, and of these only warnings and problems."""
+    for check in CHECKS:
+        if moment is None or moment in check.moments:
+            yield from (one for one in check.find(scope) if moment is None or one.level != "ok")

@@ -1,0 +1,211 @@
+"""Checks of the host: shared memory, limits of this user, and the clock."""
+
+import contextlib
+import ctypes
+import os
+import platform
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from relaxd import __version__
+from relaxd.amounts import byte_amount
+from relaxd.local.embedded_redis import machine_memory
+from relaxd.replica.gpus import visible_gpus
+from relaxd.tools.doctor.finding import Finding, Scope
+from relaxd.waiting import duration
+
+SHARED_MEMORY = Path("/dev/shm")
+SHARED_BYTES = 1 << 30
+"""Free shared memory below which engines and NCCL may fail to start; Docker's default is 64 MiB."""
+OPEN_FILES, FEWEST_OPEN_FILES = 1024, 256
+"""Open files of a process: recommended, and without which services don't start."""
+PROCESSES, FEWEST_PROCESSES = 2048, 512
+"""Processes and threads, of which a service has tens and a rank on GPUs hundreds: recommended, and fewest."""
+CLOCK_SECONDS = 60.0
+"""Maximum time by which a file may have been written in the future."""
+CGROUP = Path("/sys/fs/cgroup")
+_UNSYNCHRONISED = 0x40
+_STATUS_OFFSET = 40
+"""Offset of `status` in the kernel's struct timex on 64-bit machines."""
+
+
+def check_system(scope: Scope) -> Iterator[Finding]:
+    """Describe this machine, for reports of errors."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    yield Finding(
+        "ok",
+        "system",
+        f"relaxd {__version__}, Python {platform.python_version()} ({sys.prefix}), {platform.system()} "
+        f"{platform.release()} on {platform.machine()}, {cores} cores, {byte_amount(machine_memory())} of memory",
+    )
+
+
+def check_shared_memory(scope: Scope) -> Iterator[Finding]:
+    """Check the free shared memory of a machine with GPUs."""
+    if sys.platform != "linux":
+        return
+    try:
+        found = os.statvfs(SHARED_MEMORY)
+    except OSError as error:
+        yield shared_memory_finding(0, 0, len(visible_gpus()), error.strerror or str(error))
+        return
+    yield shared_memory_finding(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize, len(visible_gpus()))
+
+
+def shared_memory_finding(free: int, size: int, gpus: int, error: str = "") -> Finding:
+    """Judge shared memory of `size` bytes, of which some are free."""
+    found = f"{byte_amount(free)} of {byte_amount(size)} are free" if not error else f"it can't be used: {error}"
+    if free >= SHARED_BYTES or not (gpus or error):
+        return Finding("ok", str(SHARED_MEMORY), found)
+    return Finding(
+        "warning",
+        str(SHARED_MEMORY),
+        found,
+        f"at least {byte_amount(SHARED_BYTES)}, which NCCL and SGLang share between processes; of a container: "
+        "docker run --ipc=host, or --shm-size=16g",
+        f"ls -l {SHARED_MEMORY}" if size >= SHARED_BYTES else f"sudo mount -o remount,size=16G {SHARED_MEMORY}",
+    )
+
+
+def check_limits(scope: Scope) -> Iterator[Finding]:
+    """Check this user's limits of open files, processes and core dumps."""
+    yield open_files_finding(*resource.getrlimit(resource.RLIMIT_NOFILE))
+    yield processes_finding(*_free_processes())
+    soft, _ = resource.getrlimit(resource.RLIMIT_CORE)
+    pattern = Path("/proc/sys/kernel/core_pattern")
+    yield core_finding(soft, pattern.read_text().strip() if pattern.exists() else "core")
+
+
+def open_files_finding(soft: int, hard: int) -> Finding:
+    """Judge the limit of open files."""
+    if soft == resource.RLIM_INFINITY or soft >= OPEN_FILES:
+        most = "without a limit" if soft == resource.RLIM_INFINITY else f"{soft} for each process"
+        return Finding("ok", "open files", f"{most} (ulimit -n)")
+    wanted = 65536 if hard == resource.RLIM_INFINITY else min(65536, hard)
+    enough = wanted >= OPEN_FILES
+    return Finding(
+        "problem" if soft < FEWEST_OPEN_FILES else "warning",
+        "open files",
+        f"{soft} for each process (ulimit -n)",
+        f"at least {OPEN_FILES}: a service has a connection for each replica"
+        + ("" if enough else f"; root must raise the hard limit, {hard} (nofile in /etc/security/limits.conf)"),
+        f"ulimit -n {wanted}" if enough else "",
+    )
+
+
+def processes_finding(free: float, by: str) -> Finding:
+    """Judge the number of processes and threads that may still start, which `by` limits."""
+    if free >= PROCESSES:
+        return Finding("ok", "processes", f"{free:.0f} more may start ({by})" if by else "without a limit")
+    return Finding(
+        "problem" if free < FEWEST_PROCESSES else "warning",
+        "processes",
+        f"{free:.0f} more processes and threads may start ({by})",
+        f"at least {PROCESSES}: services have tens of threads, ranks on GPUs hundreds; of a container: docker run "
+        "--pids-limit=32768",
+        "ulimit -u unlimited" if by.startswith("ulimit") else "",
+    )
+
+
+def core_finding(soft: int, pattern: str) -> Finding:
+    """Judge the size of core dumps, which the kernel puts where `pattern` says."""
+    if not soft:
+        return Finding("ok", "core dumps", "none (ulimit -c 0)")
+    if pattern.startswith("|"):
+        return Finding("ok", "core dumps", f"handed to {pattern[1:].split()[0]}")
+    most = "whole" if soft == resource.RLIM_INFINITY else byte_amount(soft)
+    return Finding(
+        "warning",
+        "core dumps",
+        f"a process that crashes writes its memory ({most}) to the file {pattern!r}",
+        "none, unless you look for a crash: a rank's memory may fill the disk",
+        "ulimit -c 0",
+    )
+
+
+def check_clock(scope: Scope) -> Iterator[Finding]:
+    """Check that the clock is synchronised where other machines matter, and is not behind what was written."""
+    written, newest = Path(__file__).stat().st_mtime, Path(__file__)
+    for path in scope.folder.path.glob("*"):
+        with contextlib.suppress(OSError):  # services replace their files meanwhile
+            written, newest = max((written, newest), (path.stat().st_mtime, path))
+    yield clock_finding(written - time.time(), newest, _is_synchronised(), scope.elsewhere)
+
+
+def clock_finding(ahead: float, newest: Path, synchronised: bool | None, others: bool) -> Finding:
+    """Judge the clock.
+
+    Args:
+        ahead: seconds by which the newest file was written in the future.
+        newest: that file.
+        synchronised: True if the kernel says that something synchronises the clock; None: unknown.
+        others: services run on other machines.
+    """
+    if ahead > CLOCK_SECONDS:
+        return Finding(
+            "problem",
+            "clock",
+            f"it was set back: {newest} was written {duration(ahead)} in the future",
+            "a clock that doesn't go back: leases and the order of runs depend on it",
+            "sudo timedatectl set-ntp true",
+        )
+    if synchronised is None:
+        return Finding("ok", "clock", time.strftime("%Y-%m-%d %H:%M:%S %Z"))
+    if synchronised or not others:
+        return Finding("ok", "clock", "synchronised" if synchronised else "not synchronised; one machine needs no more")
+    return Finding(
+        "warning",
+        "clock",
+        "nothing synchronises it, and services run on other machines",
+        "clocks that agree to a second: times in logs and traces, and TLS certificates, depend on it",
+        "sudo timedatectl set-ntp true",
+    )
+
+
+def _free_processes() -> tuple[float, str]:
+    """Return the number of processes and threads that may still start, and their limit's name, "" without one."""
+    free, by = float("inf"), ""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if os.getuid() != 0 and soft != resource.RLIM_INFINITY:  # Linux doesn't limit root's
+        user = os.getuid()
+        threads = sum(
+            one.info["num_threads"] or 0
+            for one in psutil.process_iter(["uids", "num_threads"])
+            if one.info["uids"] and one.info["uids"].real == user
+        )
+        free, by = soft - threads, f"ulimit -u {soft}"
+    for folder in _cgroups():
+        try:
+            most = int((folder / "pids.max").read_text())
+            left = most - int((folder / "pids.current").read_text())
+        except (OSError, ValueError):  # no such limit, or "max"
+            continue
+        if left < free:
+            free, by = left, f"pids.max {most} of {folder}"
+    return free, by
+
+
+def _cgroups() -> list[Path]:
+    """Return the folders of this process's control group and those above it (version 2)."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    own = next((line[3:] for line in lines if line.startswith("0::")), "/")
+    folder = CGROUP / own.lstrip("/")
+    return [one for one in (folder, *folder.parents) if one.is_relative_to(CGROUP)]
+
+
+def _is_synchronised() -> bool | None:
+    """Return whether the kernel's clock is synchronised; None where it can't be asked."""
+    if sys.platform != "linux":
+        return None
+    times = ctypes.create_string_buffer(256)  # a struct timex of zeros only reads
+    if ctypes.CDLL(None).adjtimex(times) < 0:
+        return None
+    return not int.from_bytes(times.raw[_STATUS_OFFSET : _STATUS_OFFSET + 4], sys.byteorder) & _UNSYNCHRONISED

@@ -1,0 +1,168 @@
+"""Checks of Python packages: those that relaxd's extras require, and their versions."""
+
+import functools
+import importlib.metadata
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import relaxd
+from relaxd.board import roles_for
+from relaxd.config import RunConfig
+from relaxd.replica.gpus import visible_gpus
+from relaxd.rewards.table import BOXED, PACKAGES
+from relaxd.roles import JUDGE, ROLLOUT, TEACHER
+from relaxd.tools.doctor.finding import Finding, Scope
+
+SERVICES = ("coordinator", "reward", "advantage", "rollout", "trainer")
+"""Extras of the services that `relaxd up` starts."""
+OPTIONAL = {
+    "sglang": 'rollout.engine = "sglang": README, On GPUs',
+    "data": "prompts in Parquet, Arrow and CSV files",
+    "reasoning": "source and reward reasoning_gym",
+    "humaneval": "evaluation set humaneval",
+    "ifeval": "rewards ifeval and ifbench",
+    "launcher": "replicas as containers",
+    "demo": "relaxd demo, plots, a Redis without an installed one",
+    "migrate": "relaxd migrate",
+}
+"""Purposes of other extras."""
+_REQUIREMENT = re.compile(r"\s*([A-Za-z0-9._-]+)\s*(?:\[[^\]]*\])?\s*\(?([^;)]*)\)?\s*(?:;(.*))?")
+_EXTRA = re.compile(r"extra\s*==\s*['\"]([^'\"]+)['\"]")
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A package that relaxd requires."""
+
+    name: str
+    versions: str
+    """Versions that suit, such as ">=2.11,<2.14"; empty: any."""
+
+    def __str__(self) -> str:
+        return f"{self.name}{self.versions}"
+
+    def problem(self, installed: str | None) -> str:
+        """Say what is wrong with the version that is installed, None if it is missing; "" if it suits."""
+        if installed is None:
+            return f"{self.name} is missing"
+        suits = all(_suits(installed, one) for one in self.versions.split(",") if one)
+        return "" if suits else f"{self.name} {installed} is not {self.versions}"
+
+
+def check_packages(scope: Scope) -> Iterator[Finding]:
+    """Check the packages of the services that would start here, for the run that is meant."""
+    if not scope.elsewhere:
+        yield package_finding("packages", requirements(), _needed(scope))
+
+
+def check_optional_packages(scope: Scope) -> Iterator[Finding]:
+    """Say which packages are missing that only some runs and commands need."""
+    if scope.elsewhere:
+        return
+    required, needed, missing = requirements(), _needed(scope), {}
+    for extra, purpose in OPTIONAL.items():
+        if extra not in needed and (lacks := _missing(required.get(extra, ()))):
+            missing[f"{', '.join(one.name for one in lacks)} ({purpose})"] = lacks
+    found = f"missing: {'; '.join(missing)}" if missing else "complete"
+    wanted = [one for some in missing.values() for one in some if one.name != "sglang"]
+    yield Finding("ok", "optional packages", found, how=_pip(wanted) if wanted else "")
+    if scope.config is None and visible_gpus() and _missing(required.get("sglang", ())):
+        right = 'sglang in an environment for GPUs (README, On GPUs): rollout.engine = "transformers" uses the CPU'
+        yield Finding("warning", "sglang", "missing, on a machine with GPUs", right)
+
+
+def package_finding(about: str, required: Mapping[str, Sequence[Requirement]], extras: Sequence[str]) -> Finding:
+    """Judge the packages that relaxd itself and some of its extras require."""
+    if not required:
+        return Finding("ok", about, "relaxd is not installed as a package, so what it requires is not known")
+    wanted = list(dict.fromkeys(one for extra in ("", *extras) for one in required.get(extra, ())))
+    problems = {one: problem for one in wanted if (problem := one.problem(_installed(one.name)))}
+    if not problems:
+        versions = {name: _installed(name) for name in ("torch", "transformers", "megatron-core", "sglang")}
+        shown = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+        return Finding("ok", about, f"complete for {', '.join(extras)}: {shown}")
+    gone = any(_installed(one.name) is None for one in problems)
+    right = f"what {', '.join(extras)} need"
+    if any(one.name == "sglang" for one in problems):
+        right += "; sglang decides the versions of torch, so give it an environment for GPUs (README, On GPUs)"
+    return Finding("problem" if gone else "warning", about, ", ".join(problems.values()), right, _pip(list(problems)))
+
+
+def extras_of(config: RunConfig) -> list[str]:
+    """Return the extras that a run's services need. `relaxd config check` finds what its prompts need."""
+    roles = roles_for(config)
+    engines = {ROLLOUT: config.rollout.engine, JUDGE: config.roles.judge.engine, TEACHER: config.roles.teacher.engine}
+    on_sglang = any(role in roles and engine == "sglang" for role, engine in engines.items())
+    extras = ["coordinator", "reward", "advantage", "sglang" if on_sglang else "rollout", "trainer"]
+    rewards = {config.reward.name, *(term.name for term in config.reward.terms)}
+    for name in sorted(rewards):
+        _, requirement = PACKAGES.get(name.removeprefix(BOXED), ("", ""))
+        extras += re.findall(r"\[(\w+)\]", requirement)
+    return list(dict.fromkeys(extras))
+
+
+def requirements() -> dict[str, list[Requirement]]:
+    """Return relaxd's requirements by extra, "" for its own: of its source tree, else of the installed package."""
+    project = Path(relaxd.__file__).parents[1] / "pyproject.toml"
+    if project.is_file():
+        table = tomllib.loads(project.read_text())["project"]
+        texts = {"": table["dependencies"], **table["optional-dependencies"]}
+        return {extra: [parse(text) for text in lines] for extra, lines in texts.items()}
+    try:
+        lines = importlib.metadata.requires("relaxd") or []
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    found: dict[str, list[Requirement]] = {}
+    for line in lines:
+        extra = _EXTRA.search(line)
+        found.setdefault(extra[1] if extra else "", []).append(parse(line))
+    return found
+
+
+def parse(text: str) -> Requirement:
+    """Parse a requirement, without its own extras and markers."""
+    match = _REQUIREMENT.match(text)
+    assert match is not None
+    return Requirement(match[1], match[2].replace(" ", ""))
+
+
+def _needed(scope: Scope) -> list[str]:
+    return extras_of(scope.config) if scope.config else list(SERVICES)
+
+
+def _missing(wanted: Sequence[Requirement]) -> list[Requirement]:
+    return [one for one in wanted if _installed(one.name) is None]
+
+
+@functools.cache
+def _installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _suits(version: str, bound: str) -> bool:
+    """Return whether a version is within one bound, such as ">=2.11". Local versions (+cu130) don't count."""
+    match = re.fullmatch(r"(>=|<|==)(.+)", bound)
+    if match is None:
+        return True
+    if match[1] == "==":
+        return version.partition("+")[0] == match[2]
+    mine, other = _numbers(version), _numbers(match[2])
+    return mine >= other if match[1] == ">=" else mine < other
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    match = re.match(r"\d+(\.\d+)*", version)
+    numbers = [int(part) for part in match[0].split(".")] if match else []
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    return tuple(numbers)
+
+
+def _pip(wanted: Sequence[Requirement]) -> str:
+    return "pip install " + " ".join(f"'{one}'" for one in dict.fromkeys(wanted))

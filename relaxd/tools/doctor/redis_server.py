@@ -1,0 +1,118 @@
+"""Checks of Redis: the server that is given or up, else the program that would be started."""
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import redis
+
+from relaxd.amounts import byte_amount
+from relaxd.board.sizes import NO_EVICTION
+from relaxd.client import CliError
+from relaxd.local import embedded_redis
+from relaxd.redis_client import COORDINATOR, connect, where
+from relaxd.tools.doctor.finding import Finding, Scope
+
+CLOCK_SECONDS = 1.0
+"""Difference between two clocks that is worth a warning."""
+
+
+def check_redis(scope: Scope) -> Iterator[Finding]:
+    """Check the Redis of the services that are up, else that of REDIS_URL, and the data nodes of the run."""
+    stack = scope.stack
+    try:
+        url = stack.redis if stack else embedded_redis.given_url()
+    except CliError as error:
+        yield Finding("problem", "Redis", error.message, "a URL that names a Redis", error.hint)
+        return
+    if url is not None:
+        yield from server_findings("Redis", url, scope.patience_seconds)
+    for node in scope.config.board.data_urls if scope.config and not scope.elsewhere else ():
+        yield from server_findings("data node", node, scope.patience_seconds)
+
+
+def check_redis_program(scope: Scope) -> Iterator[Finding]:
+    """Check the program of the Redis that `relaxd up` would start."""
+    if scope.elsewhere or scope.stack or os.environ.get("REDIS_URL"):
+        return
+    try:
+        program = embedded_redis.find_server()
+        version = ".".join(map(str, embedded_redis.server_version(program)))
+        most = byte_amount(embedded_redis.maxmemory())
+        yield Finding("ok", "Redis", f"{program}, version {version}, would get {most} (RELAXD_REDIS_MAXMEMORY)")
+    except CliError as error:
+        yield Finding("problem", "Redis", error.message, "a program and a size for it", error.hint)
+
+
+def server_findings(about: str, url: str, seconds: float) -> Iterator[Finding]:
+    """Judge the server at a URL, which must answer within `seconds`."""
+    name = where(url)
+    try:
+        embedded_redis.wait_until_up(url, seconds=seconds)
+        with contextlib.closing(connect(url, tag=COORDINATOR, seconds=seconds)) as client:
+            facts: dict[str, Any] = client.info()
+            now, before = client.time(), time.time()
+    except CliError as error:
+        yield Finding("problem", about, error.message, "a Redis that answers", error.hint)
+        return
+    except redis.RedisError as error:
+        yield Finding("problem", about, f"{name}: {error}", "a Redis that lets its user call INFO and TIME")
+        return
+    wrong = list(fact_findings(about, name, facts))
+    if abs(ahead := now[0] + now[1] / 1e6 - before) > CLOCK_SECONDS:
+        right = "clocks that agree to a second: leases end by Redis's"
+        found = f"{name}: its clock is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} this machine's"
+        wrong.append(Finding("warning", about, found, right, "sudo timedatectl set-ntp true"))
+    if wrong:
+        yield from wrong
+        return
+    used, most = byte_amount(facts["used_memory"]), byte_amount(facts["maxmemory"])
+    persistence = "append-only file" if facts["aof_enabled"] else "no append-only file"
+    text = f"{name}, version {version_of(facts)}, {used} of {most} used, {facts['maxmemory_policy']}, {persistence}"
+    yield Finding("ok", about, text)
+
+
+def fact_findings(about: str, name: str, facts: Mapping[str, Any]) -> Iterator[Finding]:
+    """Judge what a server's INFO says; yields only warnings and problems."""
+    version = version_of(facts)
+    numbers = tuple(int(part) for part in version.split(".")[:2])
+    needed = ".".join(map(str, embedded_redis.MIN_VERSION))
+    if numbers < embedded_redis.MIN_VERSION and "valkey_version" not in facts:
+        yield Finding("problem", about, f"{name}: version {version}", f"{needed} or newer, for the board's scripts")
+    if facts["role"] == "slave":
+        yield Finding("problem", about, f"{name}: a replica, which takes no writes", "the URL of its primary")
+    if facts["maxmemory_policy"] != NO_EVICTION:
+        yield Finding(
+            "problem",
+            about,
+            f"{name}: maxmemory-policy {facts['maxmemory_policy']}",
+            f"{NO_EVICTION}: others forget groups when Redis is full",
+            f"redis-cli CONFIG SET maxmemory-policy {NO_EVICTION}",
+        )
+    if not facts["maxmemory"]:
+        yield Finding(
+            "warning",
+            about,
+            f"{name}: no maxmemory, so that the kernel may kill it when memory is full",
+            "a limit that leaves room for its copy while it saves",
+            f"redis-cli CONFIG SET maxmemory {max(1, facts['total_system_memory'] >> 32)}gb",
+        )
+    if about == "Redis" and not facts["aof_enabled"]:  # what is on data nodes is generated again
+        yield Finding(
+            "warning",
+            about,
+            f"{name}: no append-only file, so that a restart of Redis forgets what it didn't save",
+            "appendonly yes, with appendfsync everysec",
+            "redis-cli CONFIG SET appendonly yes",
+        )
+    for field in ("aof_last_write_status", "aof_last_bgrewrite_status", "rdb_last_bgsave_status"):
+        if facts.get(field, "ok") != "ok":
+            right = "ok: its log says why it can't write its files, such as a full disk"
+            yield Finding("problem", about, f"{name}: {field} is {facts[field]}", right)
+
+
+def version_of(facts: Mapping[str, Any]) -> str:
+    """Return a server's version: Valkey's own, not that of the Redis that it is compatible with."""
+    return str(facts.get("valkey_version", facts["redis_version"]))

@@ -1,0 +1,189 @@
+"""Activations: the tensors, logits included, that a forward pass keeps for the backward pass.
+
+Every tensor of a layer is a row of a table. What Triton's kernels compute in one pass (bfloat16 on GPUs) keeps fewer
+tensors than torch's own operations (float32); `selective` recomputes some in the backward pass, `full` all but a
+layer's input.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from relaxd.models.layouts import Layout
+from relaxd.models.shape import ModelShape
+
+Part = Literal["attention", "MLP", "experts", "norms"]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The largest micro-batch, on all ranks that share it."""
+
+    tokens: int
+    """Tokens of the row."""
+    slots: int
+    """Tokens that attention sees: a prompt that samples share is repeated for each."""
+    fused: bool
+    """True if the fused kernels run."""
+    element: int
+    """Bytes of an element."""
+    float32_logits: bool = False
+    """True if logits are in float32 whatever the element is."""
+
+    @property
+    def logit_bytes(self) -> int:
+        """Bytes of a logit."""
+        return 4 if self.float32_logits else self.element
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """One saved tensor of a layer."""
+
+    name: str
+    part: Part
+    size: int
+    """Bytes of all ranks that share the micro-batch, together."""
+    recomputed: bool = False
+    """True if "selective" recomputes it."""
+
+
+def layer_tensors(shape: ModelShape, layout: Layout, batch: MicroBatch) -> list[SavedTensor]:
+    """Return the tensors that a layer saves without recomputation."""
+    return [*_attention(shape, layout, batch), *_mlp(shape, layout, batch)]
+
+
+def _attention(shape: ModelShape, layout: Layout, batch: MicroBatch) -> Iterator[SavedTensor]:
+    division = layout.division(shape)
+    copied = shape.kv * division.copies
+    gathered = copied * division.gathering  # at most: the last tokens' rank needs the keys of all
+    tokens, slots = batch.tokens * batch.element, batch.slots * batch.element
+    yield from _norm(shape, batch, "attention")
+    yield SavedTensor("projection", "attention", (shape.query + 2 * copied) * tokens)
+    if shape.qk_norm and not batch.fused:
+        yield SavedTensor(
+            "queries and keys before their norms' weights", "attention", (2 * shape.query + copied) * tokens
+        )
+    separate = (
+        batch.fused or batch.slots > batch.tokens or division.gathering > 1
+    )  # otherwise values are a view of the projection
+    yield SavedTensor("rotated heads", "attention", (shape.query + (1 + separate) * gathered) * slots, recomputed=True)
+    yield SavedTensor("output", "attention", shape.query * slots)
+    yield SavedTensor("softmax statistics", "attention", 4 * shape.heads * batch.slots)
+    if batch.slots > batch.tokens:
+        yield SavedTensor("output in the row's order", "attention", shape.query * tokens, recomputed=True)
+
+
+def _norm(shape: ModelShape, batch: MicroBatch, of: str) -> Iterator[SavedTensor]:
+    size = shape.hidden * batch.tokens * batch.element
+    yield SavedTensor(f"residual before {of}", "norms", size)
+    if not batch.fused:
+        yield SavedTensor(f"norm before {of}, without its weight", "norms", size)
+    yield SavedTensor(f"norm before {of}", "norms", size, recomputed=True)
+
+
+def _mlp(shape: ModelShape, layout: Layout, batch: MicroBatch) -> Iterator[SavedTensor]:
+    yield from _norm(shape, batch, "MLP")
+    experts = shape.experts
+    if experts is None:
+        yield from _swiglu(shape.ffn, batch)
+        return
+    rows = batch.tokens * experts.per_token
+    yield SavedTensor("router", "experts", 4 * experts.count * batch.tokens + 32 * rows)
+    if layout.expert > 1:
+        yield SavedTensor("rows from other ranks", "experts", rows * shape.hidden * batch.element)
+    elif layout.expert_tensor > 1:
+        gathered = layout.expert_tensor * batch.tokens * shape.hidden * batch.element
+        yield SavedTensor("tokens of all tensor-parallel ranks", "experts", gathered)
+    yield SavedTensor("gate and up", "experts", 2 * rows * experts.ffn * batch.element, recomputed=True)
+    if experts.shared_ffn:
+        yield from _swiglu(experts.shared_ffn, batch)
+        yield SavedTensor("shared expert's output", "experts", batch.tokens * shape.hidden * batch.element)
+
+
+def _swiglu(ffn: int, batch: MicroBatch) -> Iterator[SavedTensor]:
+    size = batch.tokens * ffn * batch.element
+    yield SavedTensor("gate and up", "MLP", 2 * size, recomputed=True)
+    if not batch.fused:
+        yield SavedTensor("silu(gate)", "MLP", size)
+    yield SavedTensor("input of the second product", "MLP", size, recomputed=True)
+
+
+def saved_by_part(shape: ModelShape, layout: Layout, batch: MicroBatch, stage: int = 0) -> dict[str, int]:
+    """Return the bytes that a rank of a stage keeps of one micro-batch in all its layers, by part.
+
+    The part "recomputed layer" is what the backward pass makes of one layer at a time, with `full`.
+    """
+    tensors, layers = layer_tensors(shape, layout, batch), layout.stage_layers(shape, stage)
+    recomputed = layout.recomputed_layers(shape, stage)
+    found: dict[str, int] = {}
+    for tensor in tensors:
+        again = layout.recompute == "full" or tensor.recomputed
+        kept = layers - recomputed if again else layers
+        found[tensor.part] = found.get(tensor.part, 0) + kept * tensor.size
+    if layout.recompute == "full" and recomputed:
+        layer_input = shape.hidden * batch.tokens * batch.element
+        found["norms"] = found.get("norms", 0) + recomputed * layer_input
+        found["recomputed layer"] = sum(tensor.size for tensor in tensors) - layer_input
+    return {part: size // layout.slices for part, size in found.items()}
+
+
+def backward_work(shape: ModelShape, layout: Layout, batch: MicroBatch) -> int:
+    """Return the bytes of the gradients within one layer's backward pass, at most."""
+    hidden, experts = shape.hidden, shape.experts
+    attention = 2 * hidden + 2 * (shape.query + 2 * shape.kv)
+    if experts is None:
+        mlp = 3 * hidden + 3 * shape.ffn
+    else:
+        mlp = 3 * hidden + experts.per_token * (2 * hidden + 4 * experts.ffn) + 3 * experts.shared_ffn
+    if layout.recompute == "selective":
+        mlp += hidden + (3 * shape.ffn if experts is None else 2 * experts.per_token * experts.ffn)
+    return max(attention * batch.slots, mlp * batch.tokens) * batch.element // layout.slices
+
+
+CHUNK_BYTES = 1 << 30
+"""Bytes of a chunk of logits on a GPU, as in the trainer's services/trainer/learner/logprobs.py."""
+KEPT_SHARE = 1 / 24
+"""Share of the GPU's memory for kept logits, as there."""
+
+
+@dataclass(frozen=True)
+class LogitBytes:
+    """Bytes of the last stage's output on one rank."""
+
+    kept: int
+    """Logits that are kept for the backward pass."""
+    work: int
+    """Chunks that aren't kept, the hidden states before the output layer, and their gradient."""
+
+
+def logit_bytes(shape: ModelShape, layout: Layout, batch: MicroBatch, gpu_bytes: int) -> LogitBytes:
+    """Return the memory of log-probs, if every token of the micro-batch is trained."""
+    width = -(-shape.vocabulary // layout.tensor) * batch.logit_bytes
+    tokens = batch.tokens // layout.context
+    chunk = _chunk_tokens(width)
+    kept_chunks = int(gpu_bytes * KEPT_SHARE) // (chunk * width)
+    kept = min(tokens, kept_chunks * chunk)
+    # torch's operations need three chunks in float32 for one, the fused kernels none.
+    copies = 1 if batch.fused else 3
+    chunks = copies * min(chunk, tokens) * width if tokens > kept or not batch.fused else 0
+    if batch.fused and batch.logit_bytes > batch.element:
+        chunks += min(chunk, tokens) * width * batch.element // batch.logit_bytes  # their gradient, rounded
+    # Without tensor parallelism: the last residual, the rows that predict a token, their gradient.
+    states = (1 + 2 * layout.tensor) * shape.hidden * batch.tokens * batch.element // layout.slices
+    return LogitBytes(kept * width, chunks + states)
+
+
+def forward_work(shape: ModelShape, layout: Layout, batch: MicroBatch) -> int:
+    """Return the bytes of a pass without gradients: one layer's tensors, and one chunk of logits."""
+    width = -(-shape.vocabulary // layout.tensor) * batch.logit_bytes
+    experts = shape.experts
+    inner = 3 * shape.ffn if experts is None else experts.per_token * (shape.hidden + 3 * experts.ffn)
+    layer = (3 * shape.hidden + inner) * batch.tokens * batch.element // layout.slices
+    chunk = _chunk_tokens(width)
+    return layer + (1 if batch.fused else 3) * min(chunk, batch.tokens) * width
+
+
+def _chunk_tokens(width: int) -> int:
+    """Return the tokens of a chunk whose logits take `width` bytes each."""
+    return max(CHUNK_BYTES // width // 256, 1) * 256

@@ -1,0 +1,198 @@
+"""The whole answer: what each role of a run holds, whether it fits, and which layouts of the trainer would, ranked by
+predicted step time.
+"""
+
+from dataclasses import dataclass, replace
+
+from relaxd.config import RunConfig
+from relaxd.models.folders import resolve_model, routed_expert_bytes
+from relaxd.models.layouts import Layout, possible_layouts, problem
+from relaxd.roles import TRAINER
+from relaxd.tools.fitting.gpu_memory import (
+    ASLEEP,
+    EngineMemory,
+    check_layout,
+    engines,
+    in_turns,
+    on_critic,
+    on_engine,
+    on_frozen,
+    on_trainer,
+)
+from relaxd.tools.fitting.host_and_disk import (
+    Models,
+    checkpoint_bytes,
+    critic_checkpoint_bytes,
+    disk_bytes,
+    host_bytes,
+    longest_sequence,
+    micro_batch,
+    read_models,
+    step_work,
+)
+from relaxd.tools.fitting.speed import Seconds, predict
+from relaxd.tools.fitting.trainer_memory import Bytes, Hardware, Held
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that fits."""
+
+    layout: Layout
+    bytes: int
+    """Bytes of its fullest GPU."""
+    seconds: float
+    """Predicted, for the trainer's part in a step."""
+
+
+def rank_layouts(config: RunConfig, models: Models, hardware: Hardware, taken: int) -> list[Candidate]:
+    """Return the layouts that fit, the fastest predicted first: of trainer.ranks, or of the fewest ranks above.
+
+    Args:
+        config: the run.
+        models: the models in the trainer's ranks.
+        hardware: the GPUs.
+        taken: bytes of a GPU that another process holds.
+    """
+    ranks = config.trainer.ranks
+    while ranks <= hardware.gpus_per_node:
+        if found := _fitting(config, models, hardware, ranks, taken):
+            return sorted(found, key=lambda one: (one.seconds, one.bytes))
+        if config.run.colocate:  # as many ranks as the engines have GPUs
+            break
+        ranks += 1
+    return []
+
+
+def _fitting(config: RunConfig, models: Models, hardware: Hardware, ranks: int, taken: int) -> list[Candidate]:
+    work, trainer = step_work(config, models), config.trainer
+    element, found = micro_batch(config, config.micro_batch_tokens).element, []
+    offload = element < 4 and trainer.optimizer.moments == "float32"
+    for bare in possible_layouts(models.policy, ranks, trainer.groups_per_step, offload=offload):
+        layout = replace(
+            bare,
+            activations_on_host=trainer.activation_offload_bytes,
+            shard_gradients=trainer.shard_gradients,
+            overlap_grad_reduce=trainer.overlap_grad_reduce,
+        )
+        if any(problem(layout, shape) for shape in models.frozen):
+            continue
+        ways = [layout]  # whole gradients first: they are faster
+        if layout.data * layout.context > 1 and not layout.shard_gradients:
+            ways.append(replace(layout, shard_gradients=True))
+        for layout in ways:
+            size = taken + max(held.total for held in on_trainer(config, models, layout, hardware))
+            if size <= hardware.room:
+                found.append(Candidate(layout, size, predict(models.policy, layout, work, element).total))
+                break
+    return found
+
+
+@dataclass(frozen=True)
+class EngineFit:
+    """An engine's key-value cache in the numbers that a run cares about."""
+
+    memory: EngineMemory
+    longest: int
+    """Tokens of the longest sequence that it gets."""
+    running: int
+    """Sequences that it may have in progress."""
+
+    @property
+    def answers(self) -> int:
+        """Sequences of maximal length that fit at once."""
+        return self.memory.answers(self.longest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """The answer."""
+
+    held: list[Held]
+    engines: dict[str, EngineFit]
+    layout: Layout
+    """The trainer's."""
+    seconds: Seconds
+    """Predicted, of the trainer's part in a step."""
+    layouts: list[Candidate]
+    """Layouts of the trainer that fit, the fastest predicted first."""
+    host: Bytes
+    disk: Bytes
+
+    @property
+    def fits(self) -> bool:
+        """True if every GPU has room, and every engine for at least one sequence of maximal length."""
+        return all(one.fits for one in self.held) and all(one.answers for one in self.engines.values())
+
+
+def fit(config: RunConfig, hardware: Hardware, judges: int = 1) -> Fit:
+    """Compute what a run will hold.
+
+    Args:
+        config: the run.
+        hardware: its GPUs.
+        judges: replicas of the judge, each of which sleeps on the trainer's host where they take turns.
+
+    Raises:
+        DataError: a model has no usable config.json.
+        FitError: a model can't be divided as configured, or a node has too few GPUs.
+    """
+    models, layout = read_models(config), Layout.of_trainer(config.trainer)
+    check_layout(layout, (models.policy, *models.frozen), TRAINER, hardware)
+    trainer, own_engines = on_trainer(config, models, layout, hardware), engines(config, hardware)
+    held, judge_weights = list(trainer), 0
+    sleepers: list[str] = []
+    if config.run.colocate and "rollout" in own_engines:
+        judge = own_engines.get("judge") if config.roles.judge.shares_gpus else None
+        held = in_turns(trainer, own_engines["rollout"], hardware, config.weights.bucket_bytes, judge)
+        sleepers = ["rollout"] if judge is None else ["rollout", "judge"]
+        if judge is not None:
+            judge_weights = judges * judge.weights * config.roles.judge.tensor_parallel
+    taken = ASLEEP["rollout"] * len(sleepers)
+    held += [on_engine(role, one, hardware) for role, one in own_engines.items() if role not in sleepers]
+    for role in config.frozen_roles("service"):
+        held += on_frozen(config, role, hardware) if role not in own_engines else []
+    if config.algorithm.needs_critic and not models.critic:
+        held += on_critic(config, models, hardware)
+    element, expert_bytes = _element_and_expert_bytes(config)
+    return Fit(
+        held=held,
+        engines={role: _engine(config, role, memory) for role, memory in own_engines.items()},
+        layout=layout,
+        seconds=predict(models.policy, layout, step_work(config, models), element),
+        layouts=rank_layouts(config, models, hardware, taken),
+        host=host_bytes(config, models, element, expert_bytes, judge_weights),
+        disk=disk_bytes(config, models, element, expert_bytes),
+    )
+
+
+def written(config: RunConfig) -> Bytes:
+    """Compute what a run will have on disk, in its folder. Raises DataError: a model has no usable config.json."""
+    return disk_bytes(config, read_models(config), *_element_and_expert_bytes(config))
+
+
+def budget_problem(config: RunConfig) -> str:
+    """Return why checkpoints can't stay within trainer.checkpoint.max_bytes, '' if they can. Raises as `written`."""
+    limit, models = config.trainer.checkpoint.max_bytes, read_models(config)
+    # A critic service's checkpoints have the same limit for themselves.
+    largest = max(checkpoint_bytes(config, models), critic_checkpoint_bytes(config, models))
+    if not limit or limit >= 2 * largest:
+        return ""
+    return f"= {limit} is less than two checkpoints take, {2 * largest}: the newest stays while the next is written"
+
+
+def _element_and_expert_bytes(config: RunConfig) -> tuple[int, int]:
+    """Return the bytes of a weight in the trainer, and of a token's routed experts."""
+    folder = resolve_model(config.model.path, weights=False)
+    expert_bytes = routed_expert_bytes(folder) if config.rollout.return_routed_experts else 0
+    return micro_batch(config, config.micro_batch_tokens).element, expert_bytes
+
+
+def _engine(config: RunConfig, role: str, memory: EngineMemory) -> EngineFit:
+    if role == "rollout":
+        return EngineFit(memory, longest_sequence(config), config.rollout.max_running_samples)
+    if role == "teacher":
+        longest = config.teacher_prompt_tokens + config.rollout.max_new_tokens
+        return EngineFit(memory, longest, config.teacher_engine.max_running_samples)
+    judge = config.roles.judge
+    return EngineFit(memory, longest_sequence(config) + judge.max_new_tokens, judge.max_running_samples)

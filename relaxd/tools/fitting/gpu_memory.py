@@ -1,0 +1,219 @@
+"""Bytes that the GPUs of each role hold, engines and the answers that their key-value caches have room for included."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from relaxd.config import JudgeConfig, RolloutConfig, RunConfig
+from relaxd.models.folders import frozen_models, resolve_model
+from relaxd.models.layouts import Layout, model_parameters, problem
+from relaxd.models.shape import ModelShape, read_shape
+from relaxd.roles import ROLES, TRAINER
+from relaxd.tools.fitting.host_and_disk import Models, micro_batch
+from relaxd.tools.fitting.trainer_memory import (
+    PROCESS_BYTES,
+    Bytes,
+    FitError,
+    Hardware,
+    Held,
+    TrainedModelShape,
+    critic_stage,
+    frozen_stage,
+    trainer_stage,
+)
+
+DEFAULT_FRACTION = 0.85
+"""Share of the GPU for weights and cache where SGLang decides, roughly."""
+ENGINE_PROCESS_BYTES = 5_600_000_000
+"""CUDA's context, graphs and work space beside weights and cache: 3.6 GB measured at 135 M, 5.6 GB at 0.6 B."""
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """An engine on one of its GPUs."""
+
+    weights: int
+    """Bytes."""
+    cache: int
+    """Bytes of the key-value cache; negative if the weights don't fit."""
+    token_bytes: int
+    """Bytes of a token in the cache."""
+    assumed: bool
+    """True if SGLang decides how much is for weights and cache (DEFAULT_FRACTION of a whole GPU)."""
+    share: float = 1.0
+    """Share of the GPU that is the engine's."""
+
+    @property
+    def bytes(self) -> Bytes:
+        """Bytes by what they are for."""
+        return {"weights": self.weights, "key-value cache": max(0, self.cache), "process": ENGINE_PROCESS_BYTES}
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens that fit into the cache."""
+        return max(0, self.cache) // self.token_bytes
+
+    def answers(self, tokens: int) -> int:
+        """Return the number of sequences of `tokens` tokens that fit at once."""
+        return self.cached_tokens // tokens
+
+
+def engine_memory(
+    shape: ModelShape, tensor: int, element: int, fraction: float, gpu_bytes: int, share: float = 1.0
+) -> EngineMemory:
+    """Divide a GPU's memory.
+
+    Args:
+        shape: the model.
+        tensor: GPUs that share it. With more than there are key-value heads, several hold the same head.
+        element: bytes of an element of weights and cache.
+        fraction: share of the engine's memory for weights and cache; 0 lets SGLang decide.
+        gpu_bytes: memory of the GPU.
+        share: share of the GPU that is the engine's. Where SGLang decides, it keeps as many bytes free as of a whole
+            GPU.
+    """
+    weights = model_parameters(shape) * element // tensor
+    token = 2 * shape.layers * max(1, shape.kv_heads // tensor) * shape.head_size * element
+    static = fraction * share if fraction else share - (1 - DEFAULT_FRACTION)
+    cache = int(static * gpu_bytes) - weights
+    return EngineMemory(weights, cache, token, not fraction, share)
+
+
+ASLEEP = {TRAINER: 7_500_000_000, "rollout": 5_600_000_000}
+"""Bytes that a process keeps while it sleeps in a colocated run. Measured: 4.4 to 7.5 GB and 3.6 to 5.6 GB."""
+
+
+def check_layout(layout: Layout, shapes: Sequence[ModelShape], section: str, hardware: Hardware) -> None:
+    """Raise FitError if a layout can't be, for one of the models or on a node."""
+    for shape in shapes:
+        if wrong := problem(layout, shape, section):
+            raise FitError(wrong)
+    sizes = "tensor_parallel x pipeline_parallel x context_parallel"
+    hardware.check(f"{section}.{'ranks' if section == TRAINER else sizes}", layout.ranks)
+
+
+def on_trainer(config: RunConfig, models: Models, layout: Layout, hardware: Hardware) -> list[Held]:
+    """Return the memory of the trainer's ranks, by pipeline stage."""
+    critic = config.roles.critic.optimizer
+    trained = [TrainedModelShape("", models.policy, layout.offload, config.trainer.optimizer.moment_bytes)]
+    if models.critic:
+        trained.append(TrainedModelShape("critic", models.policy, critic.cpu_offload, critic.moment_bytes))
+    batch = micro_batch(config, config.micro_batch_tokens)
+    bucket = 0 if config.weights.transport == "gloo" else config.weights.bucket_bytes
+    found = []
+    for stage in range(layout.pipeline):
+        own = trainer_stage(trained, models.frozen, layout, stage, batch, hardware.gpu_bytes, bucket_bytes=bucket)
+        place = f"stage {stage}" if layout.pipeline > 1 else ""
+        found.append(Held(TRAINER, place, {**own, "process": PROCESS_BYTES}, hardware.room))
+    return found
+
+
+def on_frozen(config: RunConfig, role: str, hardware: Hardware) -> list[Held]:
+    """Return the memory of the ranks of a frozen model's replica, by pipeline stage."""
+    own = config.roles.frozen[role]
+    layout, folders = Layout.of_replica(own), frozen_models(config, role, weights=False)
+    shapes = [read_shape(folder, f"{own.section}.model") for folder in folders.values()]
+    check_layout(layout, shapes, own.section, hardware)
+    batch = micro_batch(config, own.micro_batch_tokens or config.micro_batch_tokens)
+    found = []
+    for stage in range(layout.pipeline):
+        place = f"stage {stage}" if layout.pipeline > 1 else ""
+        of_stage = {**frozen_stage(shapes, layout, stage, batch), "process": PROCESS_BYTES}
+        found.append(Held(role, place, of_stage, hardware.room))
+    return found
+
+
+def on_critic(config: RunConfig, models: Models, hardware: Hardware) -> list[Held]:
+    """Return the memory of the critic's ranks, by pipeline stage. They recompute and shard
+    gradients as the trainer does."""
+    own, trainer = config.roles.critic, config.trainer
+    layout = replace(
+        Layout.of_replica(own),
+        recompute=trainer.recompute,
+        recompute_layers=trainer.recompute_layers,
+        shard_gradients=trainer.shard_gradients,
+        overlap_grad_reduce=trainer.overlap_grad_reduce,
+    )
+    check_layout(layout, [models.policy], own.section, hardware)
+    model = TrainedModelShape("critic", models.policy, own.optimizer.cpu_offload, own.optimizer.moment_bytes)
+    batch = micro_batch(config, own.micro_batch_tokens or config.micro_batch_tokens)
+    found = []
+    for stage in range(layout.pipeline):
+        place = f"stage {stage}" if layout.pipeline > 1 else ""
+        of_stage = critic_stage(model, layout, stage, batch, hardware.gpu_bytes)
+        found.append(Held("critic", place, {**of_stage, "process": PROCESS_BYTES}, hardware.room))
+    return found
+
+
+def engines(config: RunConfig, hardware: Hardware) -> dict[str, EngineMemory]:
+    """Return the engines that hold GPUs of the run's own, by role."""
+    judge = config.roles.judge
+    sections: list[tuple[str, str, RolloutConfig | JudgeConfig, str, str]] = [
+        ("rollout", "rollout", config.rollout, "model.path", config.model.path)
+    ]
+    if judge.has_replicas:
+        sections.append(("judge", "roles.judge", judge, "roles.judge.model", judge.model))
+    teacher = config.roles.teacher
+    if "teacher" in config.frozen_roles("service") and teacher.engine == "sglang":
+        sections.append(("teacher", "roles.teacher", config.teacher_engine, "roles.teacher.model", teacher.model))
+    found = {}
+    for role, setting, section, where, model in sections:
+        if section.engine != "sglang":
+            continue
+        hardware.check(f"{setting}.tensor_parallel", section.tensor_parallel)
+        shape = read_shape(resolve_model(model, weights=False, setting=where), where)
+        if shape.heads % section.tensor_parallel:
+            raise FitError(
+                f"{setting}.tensor_parallel is {section.tensor_parallel}: it must divide the model's {shape.heads} "
+                "query heads"
+            )
+        element = 2 if section.dtype == "bfloat16" else 4
+        found[role] = engine_memory(
+            shape,
+            section.tensor_parallel,
+            element,
+            section.memory_fraction,
+            hardware.gpu_bytes,
+            ROLES[role].gpu_share(config),
+        )
+    return found
+
+
+def on_engine(role: str, engine: EngineMemory, hardware: Hardware) -> Held:
+    """Return an engine's memory on its GPU, or its share of one. Its cache takes what the other parts leave of its
+    memory_fraction, up to the last GB."""
+    place = f"{engine.share:g} of a GPU" if engine.share < 1 else ""
+    return Held(role, place, engine.bytes, int(engine.share * hardware.gpu_bytes))
+
+
+def in_turns(
+    trainer: Sequence[Held],
+    engine: EngineMemory,
+    hardware: Hardware,
+    bucket_bytes: int,
+    judge: EngineMemory | None = None,
+) -> list[Held]:
+    """Return the memory of a GPU that trainer and engine share, in each turn. `judge`: a judge on the same GPU."""
+    worst = max(trainer, key=lambda held: held.total)
+    waiting = {name: size for name, size in worst.bytes.items() if name.split(":")[0] not in _OF_A_PASS}
+    awake = {f"judge's {name}": size for name, size in judge.bytes.items()} if judge is not None else {}
+    asleep = {"sleeping judge": ASLEEP["rollout"]} if judge is not None else {}
+    return [
+        Held("both", "generate", {**engine.bytes, **awake, "sleeping trainer": ASLEEP[TRAINER]}, hardware.gpu_bytes),
+        Held("both", "train", {**worst.bytes, "sleeping engine": ASLEEP["rollout"], **asleep}, hardware.room),
+        Held(
+            "both",
+            "synchronise",
+            {
+                **waiting,
+                "engine's weights": engine.weights,
+                "sleeping engine": ASLEEP["rollout"],
+                **asleep,
+                "buckets of weights": 2 * bucket_bytes,
+            },
+            hardware.room,
+        ),
+    ]
+
+
+_OF_A_PASS = ("activations", "recomputed layer", "logits", "work space")
+"""Entries that a rank holds only while it trains."""

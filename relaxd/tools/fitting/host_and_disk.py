@@ -1,0 +1,186 @@
+"""Bytes that a run needs on the trainer's host and on disk, and the sizes that follow from its settings."""
+
+from dataclasses import dataclass
+
+from relaxd.board import worst_bytes
+from relaxd.config import RunConfig
+from relaxd.models.folders import models_in_trainer, resolve_model
+from relaxd.models.layouts import Layout, stage_parameters
+from relaxd.models.shape import ModelShape, read_shape
+from relaxd.tools.fitting.activations import MicroBatch
+from relaxd.tools.fitting.speed import StepWork
+from relaxd.tools.fitting.trainer_memory import Bytes
+
+RANK_BYTES = 4 << 30
+"""Resident memory of a rank's process without tensors: torch, CUDA's libraries, Megatron. Assumed."""
+MEAN_OF_MEDIAN = 1.5
+"""Mean length of an answer over the median, as rehearsals assume."""
+
+
+@dataclass(frozen=True)
+class Models:
+    """The models in the trainer's ranks."""
+
+    policy: ModelShape
+    critic: bool
+    """True if a critic is in these ranks. It has the policy's architecture."""
+    frozen: tuple[ModelShape, ...]
+
+    @property
+    def trained(self) -> list[int]:
+        """Parameters of the policy, then of the critic if the run has one."""
+        return [
+            stage_parameters(self.policy, Layout(1), 0).all,
+            *([critic_parameters(self)] if self.critic else []),
+        ]
+
+
+def critic_parameters(models: Models) -> int:
+    """Return the parameters of a critic, wherever it is."""
+    return stage_parameters(models.policy, Layout(1), 0, critic=True).all
+
+
+def mean_answer(config: RunConfig) -> float:
+    """Return the tokens of an answer on average, from rehearsal.median_tokens or its default."""
+    most = config.rollout.max_new_tokens
+    return float(min(most, MEAN_OF_MEDIAN * (config.rehearsal.median_tokens or max(1.0, most / 8))))
+
+
+def step_bytes(config: RunConfig, expert_bytes: int) -> int:
+    """Return the bytes of a step's groups, with answers of mean length. `expert_bytes` are a token's routed experts."""
+    prompt, samples = config.published_prompt_tokens, config.rollout.samples_per_prompt
+    worst = worst_bytes(config, prompt, expert_bytes=expert_bytes)
+    mean_share = (prompt + samples * mean_answer(config)) / (prompt + samples * config.rollout.max_new_tokens)
+    return int(config.trainer.groups_per_step * worst * mean_share)
+
+
+def state_bytes(config: RunConfig, models: Models, fixed: int, *, saved: bool = False) -> int:
+    """Return the bytes of all trained parameters: their moments, perhaps as saved, and `fixed` bytes of each."""
+    optimizers = (config.trainer.optimizer, config.roles.critic.optimizer)
+    moments = [one.saved_moment_bytes if saved else one.moment_bytes for one in optimizers]
+    return sum(int(count * (fixed + size)) for count, size in zip(models.trained, moments, strict=False))
+
+
+def checkpoint_bytes(config: RunConfig, models: Models) -> int:
+    """Return the bytes of a checkpoint, with a critic in the trainer's ranks: float32 main weights and two moments."""
+    return state_bytes(config, models, 4, saved=True)
+
+
+def critic_checkpoint_bytes(config: RunConfig, models: Models) -> int:
+    """Return the bytes of a checkpoint of a critic service, 0 if there is none."""
+    critic = config.roles.critic
+    if not config.algorithm.needs_critic or critic.placement != "service":
+        return 0
+    return critic_parameters(models) * (4 + critic.optimizer.saved_moment_bytes)
+
+
+def kept_checkpoints(config: RunConfig, models: Models) -> int:
+    """Return the number of kept checkpoints: trainer.checkpoint's number, within its limit of bytes."""
+    settings, size = config.trainer.checkpoint, checkpoint_bytes(config, models)
+    if not settings.max_bytes:
+        return settings.keep
+    return min(settings.keep, max(1, settings.max_bytes // size - 1))
+
+
+def host_bytes(config: RunConfig, models: Models, element: int, expert_bytes: int, judge_weights: int = 0) -> Bytes:
+    """Return the memory that the trainer's host needs. `judge_weights` are those of all judges that sleep there."""
+    trainer = config.trainer
+    found = {
+        "the ranks' processes": trainer.ranks * RANK_BYTES,
+        "groups of two steps": 2 * step_bytes(config, expert_bytes),
+    }
+    offloads = (trainer.optimizer.cpu_offload, config.roles.critic.optimizer.cpu_offload)
+    if offloaded := sum(count for count, offload in zip(models.trained, offloads, strict=False) if offload):
+        found["offloaded optimizer"] = 16 * offloaded  # main weights, moments, gradients
+    if trainer.activation_offload_bytes:
+        found["activations"] = trainer.ranks * trainer.activation_offload_bytes
+    if trainer.checkpoint.every:
+        found["a checkpoint being written"] = checkpoint_bytes(config, models)
+    if config.run.colocate:
+        state = state_bytes(config, models, element + (4 if element < 4 else 0))
+        weights = element * sum(stage_parameters(shape, Layout(1), 0).all for shape in models.frozen)
+        found["the sleeping trainer"] = state + weights
+    if judge_weights:
+        found["sleeping judges' weights"] = judge_weights
+    return found
+
+
+def disk_bytes(config: RunConfig, models: Models, element: int, expert_bytes: int) -> Bytes:
+    """Return the disk that the run's folder needs."""
+    checkpoint, steps = config.trainer.checkpoint, config.run.steps
+    kept = kept_checkpoints(config, models)
+    files = steps
+    if checkpoint.keep_step_files == "until_checkpoint" and checkpoint.every:
+        files = min(steps, checkpoint.every * (kept + 1))
+        if checkpoint.replay_bytes:
+            between = checkpoint.replay_bytes // step_bytes(config, expert_bytes) + 1
+            files = min(files, between * (kept + 1))
+    reference = config.roles.reference
+    refreshed = reference.placement == "service" and reference.refresh_every
+    weights = element * models.trained[0]
+    of_critic = critic_checkpoint_bytes(config, models)
+    return {
+        f"{kept} checkpoint{'s' if kept > 1 else ''}, and one being written": (kept + 1)
+        * checkpoint_bytes(config, models),
+        **({f"{kept} of the critic, and one being written": (kept + 1) * of_critic} if of_critic else {}),
+        f"step files of {files} steps": files * step_bytes(config, expert_bytes),
+        **({"2 weights of the reference, and those being written": 3 * weights} if refreshed else {}),
+        "the trained model": weights,
+    }
+
+
+MAX_REPEAT = 2
+"""Maximum tokens that attention sees over those of a row, as the trainer packs them."""
+
+
+def read_models(config: RunConfig) -> Models:
+    """Read the models in the trainer's ranks.
+
+    Raises:
+        DataError: a model has no usable config.json.
+    """
+    frozen = tuple(
+        read_shape(folder, f"roles.{role}.model")
+        for role, folders in models_in_trainer(config).items()
+        for folder in folders.values()
+    )
+    folder = resolve_model(config.model.path, weights=False)
+    has_critic = config.algorithm.needs_critic and config.roles.critic.placement == "trainer"
+    return Models(read_shape(folder), has_critic, frozen)
+
+
+def longest_sequence(config: RunConfig) -> int:
+    """Return the tokens of the longest prompt with the longest answer."""
+    return config.data.max_prompt_tokens + config.rollout.max_new_tokens
+
+
+def micro_batch(config: RunConfig, budget: int) -> MicroBatch:
+    """Return the largest micro-batch.
+
+    Attention sees a prompt once for each sample that shares it: as often as with prompts of maximal and answers of mean
+    length, and at most MAX_REPEAT times the tokens of the row.
+    """
+    prompt, samples, answer = config.data.max_prompt_tokens, config.rollout.samples_per_prompt, mean_answer(config)
+    repeat = min(MAX_REPEAT, samples * (prompt + answer) / (prompt + samples * answer))
+    tokens, bf16 = max(budget, longest_sequence(config)), config.trainer.dtype == "bfloat16"
+    return MicroBatch(tokens, int(repeat * tokens), bf16, 2 if bf16 else 4, config.trainer.fp32_lm_head)
+
+
+def step_work(config: RunConfig, models: Models) -> StepWork:
+    """Return the work of a step with prompts of maximal and answers of mean length.
+
+    A pass without gradients (a frozen model, log-probs before several updates) counts as a third of one with them, and
+    a critic as much as the policy.
+    """
+    trainer, rollout = config.trainer, config.rollout
+    prompt, answer, trained = config.data.max_prompt_tokens, mean_answer(config), 1 + models.critic
+    # Of several teachers, one is asked about a group.
+    forward_only = len(config.frozen_roles("trainer")) + (trained if trainer.updates_per_step > 1 else models.critic)
+    return StepWork(
+        tokens=trainer.groups_per_step * (prompt + rollout.samples_per_prompt * answer),
+        attended=trainer.groups_per_step * rollout.samples_per_prompt * (prompt + answer) ** 2 / 2,
+        micro_batch_tokens=config.micro_batch_tokens,
+        mini_batches=trainer.mini_batches,
+        updates=trainer.updates_per_step * trained,
+        passes=trainer.epochs * trained + forward_only / 3,
+    )

@@ -1,0 +1,276 @@
+"""Bytes of each pipeline stage of a trained or a frozen model on a GPU: weights, optimizer state, gradients and their
+buckets.
+
+The buckets are Megatron's, which fills one after the other, from the last parameter to the first, until it has
+`least_parameters` or more.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from relaxd.models.layouts import Layout, Parameters, layer_parameters, stage_parameters
+from relaxd.models.shape import ModelShape
+from relaxd.tools.fitting.activations import (
+    LogitBytes,
+    MicroBatch,
+    backward_work,
+    forward_work,
+    logit_bytes,
+    saved_by_part,
+)
+
+LEAST_PARAMETERS = 40_000_000
+"""Minimum parameters of a bucket except the last; a million per data-parallel rank, if that is more."""
+
+
+def buckets_in_memory(
+    shape: ModelShape, layout: Layout, stage: int, *, critic: bool = False, least: int | None = None
+) -> int:
+    """Return the bytes that the buckets of a rank have at once, at most.
+
+    These are two neighbours, because a layer may be in both, and with overlapped reduction one more, which is being
+    reduced; of the dense parameters and of the experts. A tied embedding gets its first gradient at the beginning of a
+    pass and its last one at the end, so that its bucket is there all the time.
+
+    Args:
+        shape: the model.
+        layout: its division among ranks.
+        stage: the pipeline stage.
+        critic: whether the model is a critic.
+        least: parameters of a bucket at least; None: what Megatron chooses.
+    """
+    least = least or max(LEAST_PARAMETERS, 1_000_000 * layout.data)
+    dense, experts = _parameters(shape, layout, stage, critic=critic)
+    neighbours, total = 3 if layout.overlap_grad_reduce else 2, 0
+    if layout.data * layout.context > 1:
+        buckets = _buckets(dense, least)
+        all_the_time = buckets.pop() if shape.tied and layout.pipeline == 1 and not critic else 0
+        total += _largest(buckets, neighbours) + all_the_time
+    if layout.expert_data > 1:
+        total += _largest(_buckets(experts, least), neighbours)
+    return 4 * total
+
+
+def _parameters(shape: ModelShape, layout: Layout, stage: int, *, critic: bool) -> tuple[list[int], list[int]]:
+    """Return the sizes of a stage's parameters: those that all ranks of the stage share, and those of experts.
+
+    Small ones of a layer count as one.
+    """
+    tensor, hidden, experts = layout.tensor, shape.hidden, shape.experts
+    ffn = shape.ffn if experts is None else experts.shared_ffn
+    matrices = [
+        shape.query * hidden // tensor,
+        (shape.query + 2 * shape.kv) * hidden // tensor,
+        2 * hidden * ffn // tensor,
+        hidden * ffn // tensor,
+    ]
+    of_layer, of_experts = layer_parameters(shape, layout)
+    layers = layout.stage_layers(shape, stage)
+    dense = [of_layer - sum(matrices), *matrices] * layers
+    vocabulary = -(-shape.vocabulary // tensor) * hidden
+    first = [vocabulary] if stage == 0 else []
+    rest = stage_parameters(shape, layout, stage, critic=critic).dense - sum(dense) - sum(first)
+    return [*first, *dense, rest], [of_experts * 2 // 3, of_experts // 3] * layers
+
+
+def _buckets(parameters: Sequence[int], least: int) -> list[int]:
+    """Return the sizes of buckets, the first of which has the last parameters."""
+    found, size = [], 0
+    for count in reversed(parameters):
+        size += count
+        if size >= least:
+            found.append(size)
+            size = 0
+    return [*found, size] if size or not found else found
+
+
+def _largest(buckets: Sequence[int], neighbours: int) -> int:
+    return max((sum(buckets[begin : begin + neighbours]) for begin in range(len(buckets))), default=0)
+
+
+PROCESS_BYTES = 2 << 30
+"""Bytes of a process beside its tensors: CUDA's context, cuBLAS's and cuDNN's workspaces, kernels, NCCL. Assumed."""
+USABLE_SHARE = 0.95
+"""Share of a GPU's memory that tensors can fill: the allocator leaves gaps. A run that needed 0.955 of an H200 failed
+(docs/benchmarks.md, 4 B without recompute), and one that needed as much succeeded (1.7 B, 57,344 tokens)."""
+
+Bytes = dict[str, int]
+"""Bytes by what they are for."""
+
+
+@dataclass(frozen=True)
+class TrainedModelShape:
+    """A model that a rank trains."""
+
+    name: str
+    """"" for the policy, or "critic"."""
+    shape: ModelShape
+    offload: bool
+    """True if its optimizer's state is in the host's memory."""
+    moment_bytes: float = 8
+    """Bytes of the two moments of a parameter."""
+
+
+def weights_and_state(model: TrainedModelShape, layout: Layout, stage: int, element: int) -> Bytes:
+    """Return the bytes that a rank holds of a trained model all the time.
+
+    Gradients are in float32. The optimizer's state is divided among the ranks that have the same parameters: float32
+    main weights, if the model computes in bfloat16, and two moments. So are gradients that are sharded.
+    """
+    own = stage_parameters(model.shape, layout, stage, critic=model.name == "critic")
+    prefix = f"{model.name} " if model.name else ""
+    sharded = sharded_parameters(own, layout)
+    gradients = 4 * (sharded if layout.shard_gradients else own.all)
+    found = {f"{prefix}weights": own.all * element, f"{prefix}gradients": gradients}
+    if not model.offload:
+        if element < 4:
+            found[f"{prefix}main weights"] = 4 * sharded
+        found[f"{prefix}moments"] = int(model.moment_bytes * sharded)
+    return found
+
+
+def sharded_parameters(own: Parameters, layout: Layout) -> int:
+    """Return the parameters whose optimizer state, and shard of the gradients, a rank holds."""
+    return own.dense // (layout.data * layout.context) + own.experts // layout.expert_data
+
+
+def in_flight(layout: Layout, stage: int) -> Fraction:
+    """Return the micro-batches whose activations a stage holds at once, in Megatron's one-forward-one-backward.
+
+    Before a stage with several chunks goes backward, it takes as many micro-batches as there are stages through each
+    chunk but the last, and then two for each stage after it. If the micro-batches of a schedule aren't a multiple of
+    the stages, it holds more.
+    """
+    chunks, behind = layout.pipeline_chunks, layout.pipeline - stage - 1
+    if chunks == 1:
+        return Fraction(behind + 1)
+    return Fraction((chunks - 1) * layout.pipeline + 2 * behind + 1, chunks)
+
+
+def training_bytes(
+    shape: ModelShape, layout: Layout, stage: int, batch: MicroBatch, gpu_bytes: int, *, critic: bool = False
+) -> Bytes:
+    """Return the bytes of activations and of the backward pass on a rank of a stage, when they are the most.
+
+    A critic has no logits.
+    """
+    parts = saved_by_part(shape, layout, batch, stage)
+    of_one_layer = parts.pop("recomputed layer", 0)
+    found = _on_gpu(parts, layout, layout.stage_layers(shape), in_flight(layout, stage))
+    in_layers = of_one_layer + backward_work(shape, layout, batch)
+    logits = LogitBytes(0, 0)
+    if stage == layout.pipeline - 1 and not critic:
+        logits = logit_bytes(shape, layout, batch, gpu_bytes)
+    # Logits are freed before the layers' backward pass needs the room.
+    if logits.kept + logits.work >= in_layers:
+        return {**found, "logits": logits.kept, "work space": logits.work}
+    return {**found, "recomputed layer": of_one_layer, "work space": in_layers - of_one_layer}
+
+
+def _on_gpu(parts: Bytes, layout: Layout, layers: int, micro_batches: Fraction) -> Bytes:
+    """Return the activations that stay on a GPU: with offload what has no room on the host, and about two layers'."""
+    total = int(sum(parts.values()) * micro_batches)
+    moved = min(layout.activations_on_host, max(0, total - 2 * sum(parts.values()) // layers))
+    return {
+        f"activations: {part}": size * micro_batches * (total - moved) // max(total, 1) for part, size in parts.items()
+    }
+
+
+def trainer_stage(
+    models: Sequence[TrainedModelShape],
+    frozen: Sequence[ModelShape],
+    layout: Layout,
+    stage: int,
+    batch: MicroBatch,
+    gpu_bytes: int,
+    *,
+    bucket_bytes: int = 0,
+) -> Bytes:
+    """Return the peak memory of tensors on a rank of a stage.
+
+    Args:
+        models: the policy, and a critic if any, which take turns: each has the activations of one pass.
+        frozen: models beside them that aren't trained.
+        layout: the division of each model.
+        stage: the stage.
+        batch: the largest micro-batch.
+        gpu_bytes: memory of the GPU.
+        bucket_bytes: bytes of a weight bucket; the next one is gathered while one is sent.
+    """
+    found: Bytes = {}
+    for model in models:
+        found |= weights_and_state(model, layout, stage, batch.element)
+    if frozen:
+        found["frozen models"] = sum(stage_parameters(shape, layout, stage).all for shape in frozen) * batch.element
+    if bucket_bytes:
+        found["buckets of weights"] = 2 * bucket_bytes
+    # A critic has its backward pass after the policy's.
+    if layout.shard_gradients and (buckets := buckets_in_memory(models[0].shape, layout, stage)):
+        found["buckets of gradients"] = buckets
+    return found | training_bytes(models[0].shape, layout, stage, batch, gpu_bytes)
+
+
+def critic_stage(model: TrainedModelShape, layout: Layout, stage: int, batch: MicroBatch, gpu_bytes: int) -> Bytes:
+    """Return the peak memory of tensors on a rank of a critic's replica."""
+    state = weights_and_state(model, layout, stage, batch.element)
+    own = {name.removeprefix(f"{model.name} "): size for name, size in state.items()}
+    if layout.shard_gradients and (buckets := buckets_in_memory(model.shape, layout, stage, critic=True)):
+        own["buckets of gradients"] = buckets
+    return own | training_bytes(model.shape, layout, stage, batch, gpu_bytes, critic=True)
+
+
+def frozen_stage(shapes: Sequence[ModelShape], layout: Layout, stage: int, batch: MicroBatch) -> Bytes:
+    """Return the memory of a rank of a frozen model's replica, all of its models together."""
+    return {
+        "weights": sum(stage_parameters(shape, layout, stage).all for shape in shapes) * batch.element,
+        "work space": max(forward_work(shape, layout, batch) for shape in shapes),
+    }
+
+
+class FitError(ValueError):
+    """A setting with which nothing can be computed. The message names it, its value, and what would be right."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The GPUs of a run."""
+
+    gpu_bytes: int
+    """Memory of one."""
+    gpus_per_node: int
+
+    @property
+    def room(self) -> int:
+        """Bytes of a GPU that can be filled."""
+        return int(USABLE_SHARE * self.gpu_bytes)
+
+    def check(self, setting: str, gpus: int) -> None:
+        """Raise FitError if a role needs more GPUs than a node has."""
+        if gpus > self.gpus_per_node:
+            raise FitError(
+                f"{setting} is {gpus}: a replica's GPUs are on one node, which has {self.gpus_per_node} "
+                "(--gpus-per-node)"
+            )
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of a GPU in one role, when it holds the most."""
+
+    role: str
+    place: str
+    """Which of the role's GPUs, or in which turn; "" if all hold the same."""
+    bytes: Bytes
+    room: int
+    """Bytes that it may hold."""
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return sum(self.bytes.values())
+
+    @property
+    def fits(self) -> bool:
+        """True if there is room for them."""
+        return self.total <= self.room

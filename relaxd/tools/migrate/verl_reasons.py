@@ -1,0 +1,124 @@
+"""verl's keys that do nothing in a configuration, and why others have no equivalent."""
+
+import re
+from collections.abc import Callable, Mapping
+
+from relaxd.tools.migrate.migrated import Reader
+
+_TURNS = "there are no conversations of several turns yet"
+_PARALLEL = "how the trainer holds its model is trainer.tensor_parallel, context_parallel and so on (relaxd fit)"
+_ENGINE = "options of the engine are SGLang's own, in rollout.sglang"
+_REASONS: Mapping[str, str] = {
+    r"rollout\.(multi_turn|agent)\..*|data\.function_tool_path": _TURNS,
+    r"rollout\.engine_kwargs\..*": "there is no vLLM or TensorRT-LLM: options of SGLang are rollout.sglang",
+    r"rollout\.checkpoint_engine\..*": "weights.transport says how weights get to the engines",
+    r"rollout\.(trace|prometheus)\..*|.*profiler\..*": "traces, metrics and profiles: docs/metrics.md, `relaxd trace`",
+    r"rollout\.(log_prob|micro).*|ref\.log_prob.*": "micro-batches are always packed, up to trainer.micro_batch_tokens",
+    r"rollout\.(ignore_eos|do_sample)": "training samples answers up to an end token",
+    r"rollout\..*": _ENGINE,
+    r"actor\.(fsdp_config|megatron|veomni|torchtitan|engine)\..*|actor\.strategy": _PARALLEL,
+    r"actor\.checkpoint\..*|trainer\.(default_hdfs_dir|max_critic_ckpt_to_keep|del_local_ckpt_after_load)": (
+        "checkpoints hold all that a run needs: trainer.checkpoint"
+    ),
+    r"actor\.policy_loss\..*": "a setting of a loss that relaxd doesn't have",
+    r"actor\.(use_torch_compile|use_fused_kernels|use_remove_padding|entropy_from_logits_with_chunking|"
+    r"entropy_checkpointing)|model\.(use_remove_padding|use_fused_kernels|use_liger|fused_kernel_options\..*|"
+    r"tiled_mlp\..*)": "rows are always packed without padding; the trainer has kernels of its own (trainer.attention)",
+    r"ref\..*": "the reference model has the trainer's settings, or those of roles.reference",
+    r"model\.(lora.*|target_modules|exclude_modules)": "there is no LoRA",
+    r"critic\..*": "the critic has the trainer's settings, or those of roles.critic (docs/critic.md)",
+    r"reward\.reward_model\..*|reward_model\..*": "a judge is a role of its own: docs/judge.md",
+    r"(reward\.|reward_model\.)?sandbox_fusion\..*": "the reward `code` has its own sandbox (docs/rewards.md)",
+    r"algorithm\.rollout_correction\..*": "there is algorithm.correction, with tis_clip and veto_low",
+    r"algorithm\.kl_ctrl\..*": "the coefficient is fixed",
+    r"algorithm\.filter_groups\..*": "groups are compared by their reward, and each dropped one is replaced",
+    r"distillation\..*": "a teacher is roles.teacher.model with algorithm.distill_* (docs/distillation.md)",
+    r"data\.(image|video|audio|mm_|return_multi_modal).*": "prompts are text",
+    r"data\.(gen_batch_size|val_batch_size)": "engines are kept busy without batches (board.oversample)",
+    r"data\.(dataloader_num_workers|filter_overlong_prompts_workers)": "prompts are read when their turn comes",
+    r"data\.datagen\..*": "a source of your own makes rows (docs/data.md)",
+    r"trainer\.v1\..*": "board.max_staleness says how far engines may be ahead",
+    r"trainer\.(rollout_data_dir|validation_data_dir|log_val_generations)": (
+        "samples are on the board, evaluations' answers in the run's folder (eval.kept_prompts)"
+    ),
+    r"trainer\.val_only": "`relaxd eval` evaluates a model without a run",
+    r"trainer\.balance.*": "a step's rows are always balanced over ranks",
+    r"ray_kwargs\..*|ray_init\..*|trainer\.ray.*": "there is no Ray",
+    r"transfer_queue\..*": "samples are on the board, in Redis",
+    r"--config-.*|defaults": "files that hydra adds aren't read: migrate that file, with the overrides after it",
+    r"model_engine|.*@.*": "files that hydra adds aren't read",
+    r"~.*": "nothing is deleted: leave the key out of what is migrated",
+}
+"""Why keys have no equivalent, by patterns of their names without actor_rollout_ref; the first one holds."""
+
+
+def reason(name: str) -> str:
+    """Return why a key without an equivalent has none; `name` is without actor_rollout_ref."""
+    return next((why for pattern, why in _REASONS.items() if re.fullmatch(pattern, name)), "there is no such setting")
+
+
+def _uses_reference(reader: Reader) -> bool:
+    return bool(reader.get("actor.use_kl_loss") or reader.get("algorithm.use_kl_in_reward"))
+
+
+_OFF: tuple[tuple[str, Callable[[Reader], bool]], ...] = (
+    (r"(.*\.)?_target_", lambda reader: True),
+    (
+        r"critic\..*",
+        lambda reader: reader.out.values["algorithm.name"] != "ppo" and not reader.get("critic.enable"),
+    ),
+    (r"ref\..*", lambda reader: not _uses_reference(reader)),
+    (r"reward\.reward_model\..*", lambda reader: not reader.get("reward.reward_model.enable")),
+    (
+        r"reward_model\.(enable|enable_resource_pool|n_gpus_per_node|nnodes|strategy|model_path|model\..*|rollout\..*|"
+        r"micro_batch_size.*|max_length|use_dynamic_bsz|forward_max_token_len_per_gpu|ulysses.*)",
+        lambda reader: not reader.get("reward_model.enable"),
+    ),
+    (r"reward\.reward_manager\.module\..*", lambda reader: not reader.get("reward.reward_manager.module.path")),
+    (r"reward_manager\.module\..*", lambda reader: not reader.get("reward_manager.module.path")),
+    (
+        r"(reward\.)?sandbox_fusion\..*",
+        lambda reader: not reader.first("reward.sandbox_fusion.url", "sandbox_fusion.url"),
+    ),
+    (r"reward_model\.sandbox_fusion\..*", lambda reader: not reader.get("reward_model.sandbox_fusion.url")),
+    (r"distillation\..*", lambda reader: not reader.get("distillation.enabled")),
+    (r"rollout\.multi_turn\..*", lambda reader: not reader.get("rollout.multi_turn.enable")),
+    (r"rollout\.trace\..*", lambda reader: not reader.get("rollout.trace.backend")),
+    (r"rollout\.prometheus\..*", lambda reader: not reader.get("rollout.prometheus.enable")),
+    (r"rollout\.skip\..*", lambda reader: not reader.get("rollout.skip.enable")),
+    (r"rollout\.disaggregation\..*", lambda reader: not reader.get("rollout.disaggregation.enabled")),
+    (r"actor\.profiler\..*", lambda reader: not reader.get("actor.profiler.enable")),
+    (r"rollout\.profiler\..*", lambda reader: reader.get("rollout.profiler.enable") is not True),
+    (r"global_profiler\..*", lambda reader: not reader.get("global_profiler.tool")),
+    (r"actor\.router_replay\..*", lambda reader: reader.get("actor.router_replay.mode", "disabled") == "disabled"),
+    (r"(model|rollout)\.mtp\..*", lambda reader: not reader.get("model.mtp.enable")),
+    (r"model\.tiled_mlp\..*", lambda reader: not reader.get("model.tiled_mlp.enabled")),
+    (r"model\.(lora_alpha|target_modules|exclude_modules)", lambda reader: not reader.get("model.lora_rank")),
+    (r"model\.fused_kernel_options\..*", lambda reader: not reader.get("model.use_fused_kernels")),
+    (r"algorithm\.kl_(ctrl\..*|penalty)", lambda reader: not reader.get("algorithm.use_kl_in_reward")),
+    (r"algorithm\.pf_ppo\..*", lambda reader: not reader.get("algorithm.use_pf_ppo")),
+    (r"algorithm\.filter_groups\.(?!enable).*", lambda reader: not reader.get("algorithm.filter_groups.enable")),
+    (
+        r"algorithm\.rollout_correction\.rollout_(is|rs)_.*",
+        lambda reader: (
+            not reader.first("algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_rs")
+        ),
+    ),
+    (
+        r"actor\.policy_loss\.(clip_cov|kl_cov|ppo_kl).*",
+        lambda reader: reader.get("actor.policy_loss.loss_mode", "vanilla") not in ("clip_cov", "kl_cov"),
+    ),
+    (r"transfer_queue\..*", lambda reader: not reader.get("transfer_queue.enable")),
+    (r"skip\..*", lambda reader: not reader.get("skip.rollout.enable")),
+    (r"trainer\.resume_from_path", lambda reader: reader.get("trainer.resume_mode", "auto") != "resume_path"),
+    (
+        r"trainer\.v1\.(?!trainer_mode).*",
+        lambda reader: reader.get("trainer.v1.trainer_mode", "sync") == "sync",
+    ),
+)
+"""Patterns of keys without actor_rollout_ref, and whether another key turns them off."""
+
+
+def is_off(reader: Reader, name: str) -> bool:
+    """Return whether verl ignores a key, because what it is for is off; `name` is without actor_rollout_ref."""
+    return any(re.fullmatch(pattern, name) and off(reader) for pattern, off in _OFF)

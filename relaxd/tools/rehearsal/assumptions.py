@@ -1,0 +1,197 @@
+"""The configuration that is rehearsed: a run's own, with scripted engines and trainer, and its speeds and sizes scaled.
+
+Time is scaled by speeds: everything that is assumed to take time becomes `time_scale` times as fast. Payloads are
+scaled by lengths: answers have a `payload_scale`-th of their tokens and engines of their speed, so that they take as
+long as before and store a `payload_scale`-th of the bytes.
+"""
+
+import math
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+from relaxd.board.sizes import worst_bytes
+from relaxd.config import RehearsalConfig, RunConfig
+from relaxd.config.data import DataSource
+from relaxd.config.operation import EXPERTS
+from relaxd.models.shape import expert_dtype
+
+QUANTILES = 1000
+"""Lengths over which a mean is taken."""
+REWARD = "relaxd.tools.rehearsal.stand_ins:scripted"
+MANY_STEPS = 1_000_000
+STEPS_IN_REDIS = 3
+"""Steps whose groups are in Redis at the same time, at most: being generated, waiting, being trained."""
+LONG_TAIL = 1.5
+"""Factor from the median to the mean of the lengths, roughly: what it is for a spread of 0.9."""
+MIN_TOKENS = 64
+"""Answers are scaled down to no fewer tokens at most, or prompts and headers would count more than they do."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Scale of a rehearsal: its time and payloads as fractions of the run's."""
+
+    rollout: int
+    """Rollout replicas."""
+    time: float
+    """Factor by which assumed times are shorter."""
+    payload: int
+    """Factor by which answers are shorter."""
+    ranks: int = 1
+    """Ranks of the trainer, which divide the groups among them."""
+
+
+def expert_bytes(config: RunConfig) -> int:
+    """Return the bytes of a token's routed experts; 0 if the run doesn't return them."""
+    return (
+        expert_dtype(EXPERTS).itemsize * math.prod(config.rehearsal.experts)
+        if config.rollout.return_routed_experts
+        else 0
+    )
+
+
+def held_bytes(config: RunConfig) -> float:
+    """Return the bytes of the groups that are held at the same time, at most, with true payloads."""
+    rehearsal, most = config.rehearsal, config.rollout.max_new_tokens
+    share = min(1.0, LONG_TAIL * (rehearsal.median_tokens or most / 8) / most)
+    group = worst_bytes(config, 0, expert_bytes=expert_bytes(config)) * share
+    return STEPS_IN_REDIS * config.trainer.groups_per_step * group
+
+
+def payload_scale(config: RunConfig, memory_bytes: int) -> int:
+    """Return the power of two by which payloads have to be scaled down to fit into the memory."""
+    needed = held_bytes(config) / memory_bytes
+    return min(1 << max(0, math.ceil(math.log2(needed))), max(1, config.rollout.max_new_tokens // MIN_TOKENS))
+
+
+def admitted_groups(config: RunConfig) -> int:
+    """Return the number of groups that the gate admits at once."""
+    return int(config.trainer.groups_per_step * (1 + config.board.max_staleness) * config.board.oversample)
+
+
+def mean_tokens(config: RunConfig, of_longest: int = 1) -> float:
+    """Return the mean length of an answer, or of the longest of several; cut off at rollout.max_new_tokens."""
+    most, spread = config.rollout.max_new_tokens, config.rehearsal.spread
+    median, normal = config.rehearsal.median_tokens or max(1, most // 8), NormalDist()
+    shares = ((number + 0.5) / QUANTILES for number in range(QUANTILES))
+    quantiles = (math.exp(spread * normal.inv_cdf(share ** (1 / of_longest))) for share in shares)
+    return statistics.fmean(min(median * quantile, most) for quantile in quantiles)
+
+
+def least_step_seconds(config: RunConfig, rollout: int) -> float:
+    """Return the minimum mean seconds of a step.
+
+    They are those of its tokens in the engines that work or in the trainer, or those in which the gate, which admits a
+    limited number of groups, lets a step's groups through: each stays as long as its longest answer takes.
+    """
+    own, groups, samples = config.rehearsal, config.trainer.groups_per_step, config.rollout.samples_per_prompt
+    tokens, admitted = groups * samples * mean_tokens(config), admitted_groups(config)
+    return max(
+        tokens / (min(rollout, admitted) * own.tokens_per_second),
+        tokens / own.train_tokens_per_second + own.update_seconds,
+        groups / admitted * mean_tokens(config, of_longest=samples) / own.sample_tokens_per_second,
+    )
+
+
+def obstacle(config: RunConfig) -> str:
+    """Say which part of a run can't be rehearsed; "" if all can."""
+    if config.run.colocate:
+        return "run.colocate is true: trainer and engines that take turns can't be rehearsed"
+    if "reference" in config.frozen_roles("service"):
+        return 'roles.reference.placement is "service": it can\'t be rehearsed; set "trainer" to rehearse the rest'
+    if "teacher" in config.frozen_roles():
+        return "roles.teacher.model is set: a teacher can't be rehearsed; leave distillation out to rehearse the rest"
+    if config.roles.judge.is_there:
+        return "roles.judge.model is set: a judge can't be rehearsed; leave roles.judge out to rehearse the rest"
+    if config.algorithm.needs_critic:
+        return f'algorithm.name is "{config.algorithm.name}": a critic can\'t be rehearsed; "grpo" rehearses the rest'
+    routed = {
+        "rollout.return_routed_experts is true": config.rollout.return_routed_experts,
+        'trainer.routing_replay is "trainer"': config.trainer.routing_replay == "trainer",
+    }
+    if any(routed.values()) and not math.prod(config.rehearsal.experts):
+        what = next(name for name, holds in routed.items() if holds)
+        return f"{what}: say how many with rehearsal.moe_layers and experts_per_token"
+    return ""
+
+
+def rehearsed(config: RunConfig, scale: Scale, *, model: Path, folder: Path) -> RunConfig:
+    """Return the configuration to rehearse.
+
+    Args:
+        config: the run's own.
+        scale: the sizes.
+        model: folder with the tokenizer.
+        folder: folder for the rehearsal's run.
+    """
+    own = config.rehearsal
+    faster, shorter = scale.time, scale.payload
+    new_tokens = max(1, config.rollout.max_new_tokens // shorter)
+    least = min(config.rollout.min_new_tokens, new_tokens)
+    sequence = config.data.max_prompt_tokens + new_tokens
+    rehearsal = RehearsalConfig(
+        **{
+            **own.model_dump(),
+            "median_tokens": max(1, (own.median_tokens or config.rollout.max_new_tokens // 8) // shorter),
+            "tokens_per_second": own.tokens_per_second * faster / shorter,
+            "sample_tokens_per_second": own.sample_tokens_per_second * faster / shorter,
+            "train_tokens_per_second": own.train_tokens_per_second * faster / shorter,
+            "update_seconds": own.update_seconds / faster,
+            "sync_seconds": own.sync_seconds / faster,
+            "reward_seconds": own.reward_seconds / faster,
+        }
+    )
+    reward = {"success": own.success, "seconds": rehearsal.reward_seconds}
+    alone = {"tensor_parallel": 1, "pipeline_parallel": 1, "context_parallel": 1, "expert_parallel": 1}
+    return _updated(
+        config,
+        run={"steps": MANY_STEPS, "folder": folder},
+        model={"path": str(model), "chat_template": None if model.name == "stand-in" else config.model.chat_template},
+        reward={
+            "name": REWARD,
+            "settings": reward,
+            "terms": (),
+            "key": "",
+            "choose_by": "",
+            "choices": {},
+            "environment": (),
+            "address": "",
+            "cache_samples": 0,
+        },
+        rollout={
+            "engine": "scripted",
+            "max_new_tokens": new_tokens,
+            "min_new_tokens": least,
+            "threads": 1,
+        },
+        trainer={
+            **alone,
+            "pipeline_layers": (),
+            "pipeline_chunks": 1,
+            "ranks": scale.ranks,
+            "threads": 1,
+            "micro_batch_tokens": max(sequence, config.micro_batch_tokens // shorter),
+            "checkpoint": config.trainer.checkpoint.model_copy(update={"every": 0}),
+        },
+        weights={"transport": "gloo"},
+        eval={"prompts": 0, "interval": 0, "sets": (), "before": False, "after": False},
+        data={"sources": tuple(_shortened(one, new_tokens, least) for one in config.data.sources)},
+        roles={"reference": config.roles.reference.model_copy(update={"model": ""})},
+        board={"high_water_bytes": config.board.high_water_bytes // shorter, "data_urls": ()},
+        rehearsal=rehearsal.model_dump(),
+    )
+
+
+def _shortened(source: DataSource, most: int, least: int) -> DataSource:
+    """Return a source whose answers have at most `most` and at least `least` tokens, if it sets a limit at all."""
+    limit = source.max_new_tokens
+    return source.model_copy(update={"max_new_tokens": limit and max(least, 1, min(limit, most))})
+
+
+def _updated(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
+    """Return a configuration with other values, unvalidated: the coordinator validates it when the run starts."""
+    changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    return config.model_copy(update=changed)

@@ -1,0 +1,373 @@
+"""The report on a rehearsal's counters: speed, waits, sizes, and the first limit. Pure arithmetic.
+
+Costs of the control plane are of two kinds. What an idle run costs (heartbeats, looking for work) is measured in a
+window in which it is paused. The rest is a cost for each step, whatever the time in which the steps were rehearsed. At
+the run's own speed both add up: idle + cost of a step / seconds of a step.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from relaxd.amounts import byte_amount
+from relaxd.roles import TRAINER
+from relaxd.tools.rehearsal import carrying, control_plane
+from relaxd.tools.rehearsal.assumptions import Scale
+from relaxd.tools.rehearsal.carrying import BUSY_MACHINE, HostLoad
+from relaxd.tools.rehearsal.control_plane import CallTimes
+from relaxd.tools.rehearsal.counters import MACHINE, Sample
+
+NETWORK_BYTES = 1.25e9
+"""Bytes per second of a network of 10 Gbit/s."""
+CONTROL = ("coordinator", "redis", "reward", "advantage", "trainer", "rollout")
+"""Roles whose processor time is reported, in this order."""
+MANY_TIMES = 1000.0
+"""Limits farther away than this aren't worth a number."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Measurements of a rehearsal, unscaled."""
+
+    scale: Scale
+    first: Sample
+    """At the end of a step."""
+    last: Sample
+    """At the end of a later step."""
+    idle_first: Sample
+    idle_last: Sample
+    """At both ends of a window in which the run was paused."""
+    cores: int
+    """Processors of this machine."""
+    waits: Mapping[str, int]
+    peak_bytes: int
+    step_bytes: float
+    """Bytes of a step file, on average."""
+    step_file_seconds: float
+    """Seconds that writing it took, on average."""
+    trainer_shares: Mapping[str, float]
+    """The trainer's step by what its thread did."""
+    call_p99: float
+    """Seconds."""
+    dropped: Mapping[str, int]
+    groups_per_step: int
+    admitted_groups: int
+    """Groups that the gate admits at once."""
+    max_group_bytes: int
+    """board.max_group_bytes."""
+    worst_group_bytes: int
+    """Bytes of a group's answers if all are as long as they may be, unscaled."""
+    redis_bytes: int
+    """Memory of the Redis that the run will have."""
+    call_times: CallTimes
+    """Seconds that replicas waited for the coordinator."""
+    least_step_seconds: float
+    """Seconds that a step takes at least, at the run's own speed."""
+
+    @property
+    def steps(self) -> int:
+        """Steps between the two samples."""
+        return self.last.step - self.first.step
+
+    @property
+    def wall_seconds(self) -> float:
+        """Seconds between the two samples."""
+        return self.last.time - self.first.time
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step at the run's own speed."""
+        return self.wall_seconds / self.steps * self.scale.time
+
+    @property
+    def machine_share(self) -> float:
+        """Share of this machine's processors that was busy."""
+        return (self.last.cpu[MACHINE] - self.first.cpu[MACHINE]) / (self.cores * self.wall_seconds)
+
+    @property
+    def own_share(self) -> float:
+        """Share of this machine's processors that the rehearsal used."""
+        spent = sum(value - self.first.cpu.get(role, 0.0) for role, value in self.last.cpu.items() if role != MACHINE)
+        return spent / (self.cores * self.wall_seconds)
+
+    @property
+    def busy_at_rest(self) -> bool:
+        """True if this machine had no processor left while the run was paused."""
+        core_seconds = self.cores * (self.idle_last.time - self.idle_first.time)
+        return (self.idle_last.cpu[MACHINE] - self.idle_first.cpu[MACHINE]) / core_seconds > BUSY_MACHINE
+
+    @property
+    def load(self) -> HostLoad:
+        """The rehearsal's load on this machine."""
+        roles = [role for role in self.last.cpu if role != MACHINE]
+        return HostLoad(
+            cores=self.cores,
+            machine_share=self.machine_share,
+            idle_cores=sum(map(self.idle_cpu, roles)),
+            step_seconds=sum(map(self.step_cpu, roles)),
+            least_step_seconds=self.least_step_seconds,
+            time_scale=self.scale.time,
+            replicas=self.scale.rollout,
+        )
+
+    def idle_cpu(self, role: str) -> float:
+        """Return the processors that a role keeps busy while the run is paused.
+
+        0 for the trainer: while it is paused it looks for the end of the pause more often than for groups.
+        """
+        if role == TRAINER:
+            return 0.0
+        seconds = self.idle_last.time - self.idle_first.time
+        return (self.idle_last.cpu.get(role, 0.0) - self.idle_first.cpu.get(role, 0.0)) / seconds
+
+    def step_cpu(self, role: str) -> float:
+        """Return a role's processor seconds for one step, without what it costs when the run is idle."""
+        spent = self.last.cpu.get(role, 0.0) - self.first.cpu.get(role, 0.0)
+        return max(0.0, spent - self.idle_cpu(role) * self.wall_seconds) / self.steps
+
+    def cpu(self, role: str) -> float:
+        """Return the processors that a role keeps busy at the run's own speed."""
+        return self.idle_cpu(role) + self.step_cpu(role) / self.step_seconds
+
+    @property
+    def idle_operations(self) -> float:
+        """Redis's commands per second while the run is paused."""
+        seconds = self.idle_last.time - self.idle_first.time
+        return (self.idle_last.operations - self.idle_first.operations) / seconds
+
+    @property
+    def step_operations(self) -> float:
+        """Redis's commands for one step, without those of an idle run."""
+        done = self.last.operations - self.first.operations
+        return max(0.0, done - self.idle_operations * self.wall_seconds) / self.steps
+
+    @property
+    def operations(self) -> float:
+        """Redis's commands per second at the run's own speed."""
+        return self.idle_operations + self.step_operations / self.step_seconds
+
+    @property
+    def written(self) -> float:
+        """Bytes that Redis receives for one step, unscaled."""
+        return (self.last.written - self.first.written) / self.steps * self.scale.payload
+
+    @property
+    def read(self) -> float:
+        """Bytes that Redis sends for one step, unscaled."""
+        return (self.last.read - self.first.read) / self.steps * self.scale.payload
+
+
+@dataclass(frozen=True)
+class ResourceLimit:
+    """A limited resource."""
+
+    name: str
+    used: float
+    available: float
+    unit: str
+    advice: str
+    """Advice for when it is not enough."""
+
+    @property
+    def factor(self) -> float:
+        """Capacity divided by use."""
+        return self.available / self.used if self.used > 0 else float("inf")
+
+
+def limits(found: Measured) -> list[ResourceLimit]:
+    """Return all limits, the nearest first. Twice the sizes use twice as much of each."""
+    file_seconds = found.step_file_seconds * found.scale.payload
+    rows = [
+        ResourceLimit(
+            "a step's groups in Redis",
+            found.written,
+            found.redis_bytes,
+            "bytes",
+            "give Redis more memory, or make steps smaller (trainer.groups_per_step, rollout.max_new_tokens)",
+        ),
+        ResourceLimit(
+            "a group's answers",
+            found.worst_group_bytes,
+            found.max_group_bytes,
+            "bytes",
+            "raise board.max_group_bytes (up to 16 GiB), or lower rollout.samples_per_prompt or max_new_tokens",
+        ),
+        ResourceLimit(
+            "Redis's thread",
+            found.cpu("redis"),
+            1.0,
+            "cores",
+            "give Redis a faster processor; fewer, larger groups cost it fewer commands",
+        ),
+        ResourceLimit(
+            "Redis's network (10 Gbit/s)",
+            (found.written + found.read) / found.step_seconds,
+            NETWORK_BYTES,
+            "bytes/s",
+            "give Redis a faster network; rollout.return_routed_experts is the largest column if it is set",
+        ),
+        ResourceLimit(
+            "the coordinator's process",
+            found.cpu("coordinator"),
+            1.0,
+            "cores",
+            "use fewer rollout replicas with more GPUs each (rollout.tensor_parallel): each costs heartbeats",
+        ),
+        ResourceLimit(
+            "host work of a trainer rank",
+            found.cpu("trainer") / found.scale.ranks,
+            1.0,
+            "cores",
+            "use more data-parallel ranks; rank 0 packs every group and writes the step file",
+        ),
+        ResourceLimit(
+            "writing the step file",
+            file_seconds,
+            found.step_seconds,
+            "s a step",
+            "put run.folder on a faster disk, or make steps smaller",
+        ),
+        ResourceLimit(
+            "the reward replica",
+            found.cpu("reward"),
+            1.0,
+            "cores",
+            "start more reward replicas (relaxd up --reward N), each with reward.workers processes",
+        ),
+        ResourceLimit(
+            "the advantage replica",
+            found.cpu("advantage"),
+            1.0,
+            "cores",
+            "start more advantage replicas (relaxd up --advantage N)",
+        ),
+        ResourceLimit(
+            "the host of a rollout replica",
+            found.cpu("rollout") / found.scale.rollout,
+            1.0,
+            "cores",
+            "use more rollout replicas",
+        ),
+    ]
+    beats = found.call_times.heartbeat_at_rest
+    if beats is not None and not found.busy_at_rest:  # else heartbeats waited for this machine
+        rows.append(
+            ResourceLimit(
+                "the coordinator's answers (p99 of Heartbeat)",
+                beats,
+                control_plane.HEARTBEAT_SECONDS,
+                "s",
+                "use fewer rollout replicas",
+            )
+        )
+    return sorted(rows, key=lambda limit: limit.factor)
+
+
+def verdict(found: Measured) -> str:
+    """Say whether the run would fill its steps."""
+    dropped = sum(found.dropped.values())
+    trained = found.last.step * found.groups_per_step
+    share = dropped / max(1, dropped + trained)
+    losing = f"; {share:.0%} of the groups were dropped ({_listed(found.dropped)})" if share > 0.05 else ""
+    return f"yes: a step every {found.step_seconds:.3g} s{losing}"
+
+
+def first_limit(found: Measured) -> str:
+    """Say which limit is met first when all sizes double, and what to change."""
+    nearest = limits(found)[0]
+    use = f"{nearest.name}: {amount(nearest.used, nearest.unit)} of {amount(nearest.available, nearest.unit)}"
+    if nearest.factor < 1:
+        return f"met already: {use}. {_sentence(nearest.advice)}"
+    if nearest.factor < 2:
+        return f"met when sizes double (at {nearest.factor:.3g} x): {use}. {_sentence(nearest.advice)}"
+    return f"none when sizes double; the nearest, at {nearest.factor:.3g} x, is {use}. {_sentence(nearest.advice)}"
+
+
+def rows(found: Measured) -> list[tuple[str, str]]:
+    """Return the report's rows: a name and a value. No verdict on the run where it would measure the machine."""
+    refused = carrying.refusal(found.load)
+    result = [("no verdict", refused + ".")] if refused else _verdicts(found)
+    result += _costs(found)
+    judged = control_plane.verdict(
+        found.call_times,
+        found.cpu("coordinator"),
+        found.scale.rollout,
+        busy_at_rest=found.busy_at_rest,
+    )
+    result += [
+        ("replicas' calls", control_plane.calls_row(found.call_times, found.scale.time)),
+        ("the control plane", judged),
+    ]
+    if refused:
+        return result
+    result += [
+        ("first limit", first_limit(found)),
+        ("next limits", "; ".join(f"{one.name} at {_times(one.factor)}" for one in limits(found)[1:4])),
+    ]
+    if doubt := carrying.doubt(found.load, found.own_share):
+        result.append(("doubtful", doubt))
+    return result
+
+
+def _verdicts(found: Measured) -> list[tuple[str, str]]:
+    """Return the verdicts that depend on the seconds of steps."""
+    result = [
+        ("would it fill steps?", verdict(found)),
+        ("the open step waits for", _shares(found.waits)),
+        ("the trainer's time", _shares(found.trainer_shares)),
+    ]
+    if found.admitted_groups < found.scale.rollout:
+        idle = (
+            f"{found.scale.rollout - found.admitted_groups} of {found.scale.rollout} rollout replicas never have work: "
+            f"the gate admits {found.admitted_groups} groups, and each is generated by one replica. Raise "
+            "trainer.groups_per_step, board.max_staleness or board.oversample, or start fewer replicas."
+        )
+        result.insert(1, ("idle replicas", idle))
+    return result
+
+
+def _costs(found: Measured) -> list[tuple[str, str]]:
+    """Return the costs of a step."""
+    scale = found.scale
+    result = [
+        ("Redis, memory at most", amount(found.peak_bytes * scale.payload, "bytes")),
+        (
+            "Redis, a step",
+            f"{found.step_operations:,.0f} commands, {amount(found.written, 'bytes')} in, "
+            f"{amount(found.read, 'bytes')} out",
+        ),
+        ("Redis, commands", f"{found.operations:,.0f}/s, of which idle {found.idle_operations:,.0f}/s"),
+        ("disk, a step", amount(found.step_bytes * scale.payload, "bytes")),
+    ]
+    for role in CONTROL:
+        result.append(
+            (
+                f"processor, {role}",
+                f"{found.step_cpu(role):.3g} s a step + {found.idle_cpu(role):.2g} cores = {found.cpu(role):.2g} cores",
+            )
+        )
+    return [*result, ("coordinator, a call", f"p99 {found.call_p99 * 1e3:.3g} ms")]
+
+
+def amount(value: float, unit: str) -> str:
+    """Format a number with its unit."""
+    if not unit.startswith("bytes"):
+        return f"{value:.3g} {unit}"
+    return byte_amount(value) + unit.removeprefix("bytes")
+
+
+def _times(factor: float) -> str:
+    return f"{factor:.3g} x" if factor < MANY_TIMES else f"more than {MANY_TIMES:.0f} x"
+
+
+def _shares(parts: Mapping[str, float]) -> str:
+    total = sum(parts.values())
+    ordered = sorted(parts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {value / total:.0%}" for name, value in ordered if value >= 0.005 * total) or "nothing"
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(counts.items(), key=lambda item: -item[1]))
+
+
+def _sentence(advice: str) -> str:
+    return advice[:1].upper() + advice[1:] + "."

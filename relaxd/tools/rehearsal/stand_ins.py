@@ -1,0 +1,44 @@
+"""Stand-ins of a rehearsal: a model's folder with a tokenizer and nothing else, and a reward."""
+
+import hashlib
+import json
+import time
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from relaxd.rewards.interface import RewardInput
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_stand_in(folder: Path, experts: tuple[int, int] = (0, 0)) -> Path:
+    """Write a folder whose tokenizer has a token for each byte. Returns the folder.
+
+    Args:
+        folder: the folder.
+        experts: layers, and experts of each token in a layer; (0, 0) for a model without.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": CHATML}))
+    sizes = dict(zip(("num_hidden_layers", "num_experts_per_tok"), experts, strict=True))
+    (folder / "config.json").write_text(json.dumps(sizes))
+    return folder
+
+
+def scripted(sample: RewardInput, success: float = 0.5, seconds: float = 0.0) -> float:
+    """Return 1 for a share `success` of the samples and 0 for the others, after `seconds`."""
+    if seconds:
+        time.sleep(seconds)
+    # Texts of one length are equal in a rehearsal, so chance comes from here.
+    digest = hashlib.blake2b(f"{sample.prompt}/{len(sample.response)}/{time.monotonic_ns()}".encode(), digest_size=4)
+    return float(int.from_bytes(digest.digest(), "little") < success * 2**32)
