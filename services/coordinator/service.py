@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from relaxd import PROTOCOL_VERSION, __version__, telemetry
-from relaxd.board import BoardError
+from relaxd.board import AsyncBoard, BoardError
 from relaxd.process.upkeep import stop_signals
 from relaxd.replica.replica_server import ReplicaServicer
 from relaxd.roles import COORDINATOR, REPLICA_ROLES
@@ -20,11 +20,25 @@ from relaxd.v1.replica_pb2_grpc import add_ReplicaServicer_to_server
 from services.coordinator.api.server import CoordinatorService
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry
-from services.coordinator.runs.gauges import record_board
-from services.coordinator.runs.manager import RunManager
+from services.coordinator.runs.run_manager import RunManager
 from services.coordinator.scaling.launchers import Launchers
 from services.coordinator.scaling.scaler import Scaler
 from services.coordinator.state.store import AsyncStore, StoreUnavailable, Superseded
+
+
+async def record_board(board: AsyncBoard) -> None:
+    """Record group counts and the queue length of every stage. Raises BoardError."""
+    run = {"relaxd.run_id": board.run_id}
+    counts = await board.counts()
+    for name, value in (("published", counts.published), ("open", counts.open), ("trained", counts.trained)):
+        telemetry.record(f"groups.{name}", value, run)
+    for reason, dropped in counts.dropped_by_reason.items():
+        telemetry.record("groups.dropped", dropped, {**run, "relaxd.reason": reason})
+    for queue in await board.queues():
+        stage = {**run, "relaxd.stage": queue.stage}
+        telemetry.record("queue.waiting", queue.waiting, stage)
+        telemetry.record("queue.held", queue.held, stage)
+
 
 logger = logging.getLogger(__name__)
 

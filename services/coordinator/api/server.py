@@ -27,17 +27,15 @@ from services.coordinator.api.validation import (
     scale_in_spec,
     scale_out_spec,
 )
-from services.coordinator.fleet.checkpoint_requests import save_checkpoint
-from services.coordinator.fleet.critic_checkpoints import NoCriticCheckpoint, await_critic
+from services.coordinator.fleet.checkpoints import NoCriticCheckpoint, await_critic, save_checkpoint
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry, Replica
-from services.coordinator.runs.manager import RunManager, read_board
+from services.coordinator.runs.record_messages import sample_message
+from services.coordinator.runs.run_manager import RunManager, read_board
 from services.coordinator.runs.starting import check_run_id
-from services.coordinator.runs.view import sample_message
-from services.coordinator.runs.watch import RunFeed
-from services.coordinator.scaling.scale_log import MAX_REQUESTS
+from services.coordinator.runs.watch_stream import RunFeed
+from services.coordinator.scaling.scale_log import MAX_REQUESTS, scale_message
 from services.coordinator.scaling.scaler import Scaler
-from services.coordinator.scaling.view import scale_message
 from services.coordinator.state.records import Announcement
 
 MAX_REASON_BYTES = 2000

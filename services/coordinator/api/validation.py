@@ -10,7 +10,7 @@ from relaxd.rpc.message_parts import GPU_UUID, GPU_UUID_RULE, MAX_GPUS, check_gp
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import scaling_pb2
 from services.coordinator.runs.starting import check_run_id
-from services.coordinator.state.scale_records import Direction, ScaleSpec
+from services.coordinator.state.records import Direction, ScaleSpec
 
 REPLICA_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 ADDRESS = re.compile(r"[A-Za-z0-9.\[\]:_-]{1,200}:[0-9]{1,5}")

@@ -1,5 +1,6 @@
-"""gRPC channels to replicas and the launcher."""
+"""gRPC channels to replicas and the launcher, and limits of calls of unknown length."""
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from relaxd.v1.reward_pb2_grpc import RewardStub
 from relaxd.v1.rollout_pb2 import JoinWeightGroupResponse
 from relaxd.v1.rollout_pb2_grpc import RolloutStub
 from relaxd.v1.trainer_pb2_grpc import TrainerStub
+from services.coordinator.fleet.registry import Registry, Replica
 
 KEPT_SECONDS = 900.0
 """Lifetime of a channel to a lost replica: longer than any wait for one, because closing a channel cancels its calls,
@@ -98,3 +100,42 @@ class Peers:
                 address, token=self._token, tls=self._tls, term=self._term, stack=self._stack
             )
         return self._channels[address]
+
+
+Result = TypeVar("Result")
+
+LONG_CALL_SECONDS = 7 * 86400.0
+"""Deadline of calls of unknown length: `answer` cancels one without progress long before."""
+POLL_SECONDS = 0.5
+
+
+class NoAnswer(Exception):
+    """The replica is gone, or makes no progress."""
+
+
+async def answer(
+    call: Awaitable[Result], replica: Replica, registry: Registry, stall_seconds: float = float("inf")
+) -> Result:
+    """Await a call to a replica; cancel it once the replica is gone or its status.progress stalls for `stall_seconds`.
+
+    Raises NoAnswer, and whatever the call raises.
+    """
+    task = asyncio.ensure_future(call)
+    progress, silent, last = replica.status.progress, 0.0, time.monotonic()
+    try:
+        while True:
+            await asyncio.wait({task}, timeout=POLL_SECONDS)  # named: by the callers, of whom there may be many
+            if task.done():
+                return task.result()
+            now = time.monotonic()
+            silent += min(now - last, 2 * POLL_SECONDS)  # less the time in which this process itself was suspended
+            last = now
+            current = registry.get(replica.replica_id)
+            if current is None:
+                raise NoAnswer(f"{replica.replica_id} is gone")
+            if current.status.progress != progress:
+                progress, silent = current.status.progress, 0.0
+            elif silent > stall_seconds:
+                raise NoAnswer(f"{replica.replica_id} has made no progress for {silent:.0f} s")
+    finally:
+        task.cancel()

@@ -16,8 +16,15 @@ from relaxd.v1.replica_pb2 import (
     ReplicaStatus,
 )
 from services.coordinator.fleet.changes import Signal
-from services.coordinator.fleet.gpu_choice import choose, could_choose, seen_by, share_of, suffix_for, uuid_of
-from services.coordinator.fleet.gpu_holders import GpuHolders
+from services.coordinator.fleet.gpu_allocation import (
+    GpuHolders,
+    choose,
+    could_choose,
+    seen_by,
+    share_of,
+    suffix_for,
+    uuid_of,
+)
 from services.coordinator.state.records import Member, ReplicaRecord
 from services.coordinator.state.store import AsyncStore, StoreUnavailable
 

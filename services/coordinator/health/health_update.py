@@ -8,7 +8,7 @@ from typing import Any
 
 from relaxd.config import HealthConfig
 from relaxd.waiting import Backoff
-from services.coordinator.state.health_records import (
+from services.coordinator.state.records import (
     KEPT_EVENTS,
     Event,
     Health,

@@ -22,18 +22,18 @@ from relaxd.roles import ROLLOUT, TRAINER
 from relaxd.run_folder import METRICS, read_lines
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.waiting import waiting
-from services.coordinator.fleet.critic_checkpoints import NoCriticCheckpoint, await_critic
+from services.coordinator.fleet.checkpoints import NoCriticCheckpoint, await_critic
 from services.coordinator.fleet.registry import Version
-from services.coordinator.fleet.run_context import RunContext
+from services.coordinator.fleet.run_fleet import RunContext
 from services.coordinator.health.health_manager import HealthManager
+from services.coordinator.runs.ending import ExportFailed, export_model, save_last_checkpoint
 from services.coordinator.runs.evaluation import Evaluated, EvaluationFailed, Evaluator
-from services.coordinator.runs.exporting import ExportFailed, export_model, save_last_checkpoint
+from services.coordinator.runs.gpu_usage import StepUsage, Usage
 from services.coordinator.runs.publisher import PromptsFailed, Publisher
 from services.coordinator.runs.run_files import RunFiles, summarise
-from services.coordinator.runs.usage import StepUsage, Usage
 from services.coordinator.runs.wait_watcher import WaitWatcher
 from services.coordinator.state.records import Evaluation, Outcome, Phase, RunRecord, WeightsRecord
-from services.coordinator.state.retry import FolderRetry, RedisRetry
+from services.coordinator.state.retries import FolderRetry, RedisRetry
 from services.coordinator.state.store import StoreUnavailable
 from services.coordinator.weights.gpu_handoff import GpuHandoff
 from services.coordinator.weights.weight_sync import WeightSync

@@ -25,9 +25,9 @@ from relaxd.v1.reward_pb2 import Score, ScoreRequest
 from relaxd.v1.rollout_pb2 import GenerateRequest, GenerateResponse
 from relaxd.v1.sample_pb2 import FINISH_REASON_ABORT, FinishReason, SamplingParams
 from relaxd.waiting import waiting
+from services.coordinator.fleet.peers import LONG_CALL_SECONDS, NoAnswer, answer
 from services.coordinator.fleet.registry import Replica, Version
-from services.coordinator.fleet.run_context import RunContext
-from services.coordinator.fleet.stall_limit import LONG_CALL_SECONDS, NoAnswer, answer
+from services.coordinator.fleet.run_fleet import RunContext
 from services.coordinator.runs.run_files import KeepLines
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from relaxd.data.curriculum.own_sampler import SETTING as SAMPLER
 from relaxd.data.curriculum.visits import Visited, Visits
 from relaxd.data.dataset import Cursor, Place, RunData
 from relaxd.models import DataError
-from services.coordinator.fleet.run_context import RunContext
+from services.coordinator.fleet.run_fleet import RunContext
 
 logger = logging.getLogger(__name__)
 

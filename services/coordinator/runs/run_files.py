@@ -8,13 +8,17 @@ import fcntl
 import json
 import logging
 import os
+import platform
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 
+from relaxd import __version__
 from relaxd.board import Counts, LedgerEntry
 from relaxd.board.committed_steps import CommittedSteps, ReadLedger
 from relaxd.board.types import Fate
@@ -35,11 +39,32 @@ from relaxd.run_folder import (
     newest_lines_with_ends,
     read_lines,
 )
-from services.coordinator.runs.code_version import code_version
-from services.coordinator.runs.lines.appended_file import Check
-from services.coordinator.runs.lines.ledger_file import PAGE, LedgerFile
-from services.coordinator.runs.lines.metrics_file import MetricsFile, Steps, finite, json_line
+from services.coordinator.runs.line_files import PAGE, Check, LedgerFile, MetricsFile, Steps, finite, json_line
 from services.coordinator.state.records import Evaluation, RunRecord
+
+GIT_SECONDS = 5.0
+
+
+@cache
+def code_version() -> dict[str, Any]:
+    """Return the versions of relaxd and Python; in a git checkout also its commit and whether files were changed."""
+    version: dict[str, Any] = {"relaxd": __version__, "python": platform.python_version()}
+    root = Path(__file__).parents[3]
+    if (root / ".git").exists() and (commit := _git(root, "rev-parse", "HEAD")) is not None:
+        changes = _git(root, "status", "--porcelain", "--untracked-files=no")
+        version |= {"commit": commit, "uncommitted_changes": changes != ""}
+    return version
+
+
+def _git(root: Path, *words: str) -> str | None:
+    """Return the output of a git command; None without git, or if it fails or hangs."""
+    command = ["git", "-C", str(root), *words]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
 
 _log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from relaxd.board import BoardError
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.waiting import waits
 from services.coordinator.fleet.registry import Replica
-from services.coordinator.fleet.run_context import RunContext
-from services.coordinator.runs.waiting_for import Named, Peer, Reason, RunSnapshot, evidence, explain, is_late
+from services.coordinator.fleet.run_fleet import RunContext
+from services.coordinator.runs.wait_reasons import Named, Peer, Reason, RunSnapshot, evidence, explain, is_late
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from relaxd.v1.launcher_pb2 import (
 from relaxd.v1.replica_pb2 import DrainRequest, JoinRequest, LeaveRequest
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Replica
-from services.coordinator.state.scale_records import ScaledReplica
+from services.coordinator.state.records import ScaledReplica
 
 EXTERNAL = "external-"
 """Prefix of the launch id of a replica given by address; the address follows."""

@@ -1,4 +1,4 @@
-"""The log of scale requests, with a copy in Redis."""
+"""The log of scale requests, with a copy in Redis, and its requests as protobuf."""
 
 import asyncio
 from collections.abc import Sequence
@@ -7,9 +7,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from relaxd.rpc.errors import FailedPrecondition, NotFound
+from relaxd.v1 import scaling_pb2 as pb
 from services.coordinator.fleet.changes import Signal
-from services.coordinator.state.retry import RedisRetry
-from services.coordinator.state.scale_records import ScaledReplica, ScaleRecord
+from services.coordinator.state.records import ScaledReplica, ScaleRecord
+from services.coordinator.state.retries import RedisRetry
 from services.coordinator.state.store import AsyncStore
 
 MAX_REQUESTS = 100
@@ -152,3 +153,31 @@ class ScaleLog:
     def _keep(self, record: ScaleRecord) -> None:
         self._records[record.request_id] = record
         self._replicas[record.request_id] = {replica.launch_id: replica for replica in record.scaled}
+
+
+def scale_message(record: ScaleRecord) -> pb.ScaleRequest:
+    """Convert a scale request."""
+    message = pb.ScaleRequest(
+        request_id=record.request_id,
+        direction=pb.ScaleDirection.Value(f"SCALE_DIRECTION_{record.spec.direction.value}"),
+        role=record.spec.role,
+        replicas=record.spec.replicas,
+        state=pb.ScaleState.Value(f"SCALE_STATE_{record.state.value}"),
+        reason=record.reason or "; ".join(f"{r.launch_id}: {r.detail}" for r in record.scaled if r.detail),
+        cancelled=record.cancelled,
+        scaled=[
+            pb.ScaledReplica(
+                launch_id=replica.launch_id,
+                replica_id=replica.replica_id,
+                address=replica.address,
+                state=pb.ScaleState.Value(f"SCALE_STATE_{replica.state.value}"),
+                detail=replica.detail,
+                gpu_uuids=replica.gpu_uuids,
+            )
+            for replica in record.scaled
+        ],
+    )
+    message.create_time.FromDatetime(record.create_time)
+    message.update_time.FromDatetime(record.update_time)
+    message.deadline.FromDatetime(record.deadline)
+    return message

@@ -8,12 +8,12 @@ from datetime import UTC, datetime, timedelta
 
 from relaxd.rpc.errors import AlreadyExists, FailedPrecondition, NotFound
 from services.coordinator.fleet.registry import Registry, Replica
-from services.coordinator.runs.manager import RunManager
-from services.coordinator.scaling.drive import ReplicaDrive
+from services.coordinator.runs.run_manager import RunManager
 from services.coordinator.scaling.launchers import EXTERNAL, NO_LAUNCHER, Launchers
+from services.coordinator.scaling.replica_drive import ReplicaDrive
 from services.coordinator.scaling.scale_log import ScaleLog
-from services.coordinator.state.finishing import finish
-from services.coordinator.state.scale_records import Direction, ScaledReplica, ScaleRecord, ScaleSpec
+from services.coordinator.state.records import Direction, ScaledReplica, ScaleRecord, ScaleSpec
+from services.coordinator.state.retries import finish
 from services.coordinator.state.store import AsyncStore
 
 logger = logging.getLogger(__name__)

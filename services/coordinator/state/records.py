@@ -1,5 +1,6 @@
-"""Records of runs, replicas and weights in Redis."""
+"""Records in Redis: runs, replicas, weights, health, and scale requests."""
 
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from enum import StrEnum
 
@@ -144,3 +145,209 @@ class WeightsRecord(Record):
     group: GroupRecord | None = None
     announced: Announcement | None = None
     last_sync_seconds: float = 0.0
+
+
+KEPT_EVENTS = 200
+
+
+class Health(StrEnum):
+    """State of a replica or a role; names and meanings are those of the HealthState enum."""
+
+    HEALTHY = "HEALTHY"
+    SUSPECT = "SUSPECT"
+    RESTARTING = "RESTARTING"
+    REBUILDING = "REBUILDING"
+    FAILED = "FAILED"
+
+
+class ReplicaHealth(Record):
+    """One instance of a replica, across its restarts."""
+
+    instance: str
+    role: str
+    replica_id: str
+    """Its newest process."""
+    address: str = ""
+    """Address of the newest process."""
+    stopped_id: str = ""
+    """Id of the process that was last asked to end."""
+    supervised: bool = False
+    """A supervisor restarts it when it ends."""
+    state: Health = Health.HEALTHY
+    reason: str = ""
+    since: float = 0.0
+    """Unix time at which it entered this state, or was last restarted."""
+    down_since: float = 0.0
+    """Unix time at which it last stopped working."""
+    restarts: tuple[float, ...] = ()
+    """Unix times of the last restarts, by this or an earlier coordinator."""
+    tries: int = 0
+    """Consecutive losses and missed returns without work in between."""
+    counted_id: str = ""
+    """Id of the last process whose end is among `tries`."""
+    failure: str = ""
+    """The last error that one of its processes reported, since one worked."""
+    seen_working: bool = False
+    """Its newest process has made progress."""
+    refused: bool = False
+    """It failed because its start was refused: the settings or the model are wrong."""
+
+
+class RoleHealth(Record):
+    """Health of a role as a whole."""
+
+    role: str
+    state: Health = Health.HEALTHY
+    reason: str = ""
+    since: float = 0.0
+    """Unix time at which it entered this state."""
+    rebuilds: int = 0
+    """Rebuilds since the last committed step."""
+    rebuilt_at_step: int = 0
+    """Last committed step at the start of the last rebuild."""
+    pause: str = ""
+    """Reason of the run's pause for a rebuild: any coordinator that finds the run paused for it may resume the run."""
+
+
+class Event(Record):
+    """A change of a run's health, or an action on it."""
+
+    number: int
+    time: datetime
+    role: str
+    instance: str
+    """Empty for the role as a whole."""
+    state: Health
+    text: str
+
+
+class HealthRecord(Record):
+    """State of the health manager that survives a restart of the coordinator."""
+
+    replicas: dict[str, ReplicaHealth] = Field(default_factory=dict)
+    """By instance."""
+    roles: dict[str, RoleHealth] = Field(default_factory=dict)
+    """By role."""
+    events: tuple[Event, ...] = ()
+    """Latest events, oldest first."""
+
+    @property
+    def given_up(self) -> Iterator[str]:
+        """The instances that failed."""
+        return (instance for instance, one in self.replicas.items() if one.state == Health.FAILED)
+
+    def with_reset_timers(self, now: float) -> "HealthRecord":
+        """Return a copy in which all waits start at `now`, after a time without a coordinator or without Redis.
+
+        Tries begin anew, too: a process may have ended because of that time. Times after `now` are an earlier
+        coordinator's, before the clock was set back: restarts there no longer count, and waits from there begin now.
+        """
+        replicas = {
+            key: one.model_copy(
+                update={
+                    "tries": one.tries if one.state == Health.FAILED else 0,
+                    "since": now if one.state == Health.RESTARTING else min(one.since, now),
+                    "down_since": min(one.down_since, now),
+                    "restarts": tuple(at for at in one.restarts if at <= now),
+                }
+            )
+            for key, one in self.replicas.items()
+        }
+        roles = {
+            key: one.model_copy(update={"since": now if one.state == Health.REBUILDING else min(one.since, now)})
+            for key, one in self.roles.items()
+        }
+        return self.model_copy(update={"replicas": replicas, "roles": roles})
+
+
+class Direction(StrEnum):
+    """Direction of a request; the names are those of the ScaleDirection enum."""
+
+    OUT = "OUT"
+    IN = "IN"
+
+
+class ScaleState(StrEnum):
+    """State of a request or of one of its replicas; names and meanings are those of the ScaleState enum."""
+
+    PENDING = "PENDING"
+    CREATING = "CREATING"
+    SYNCING = "SYNCING"
+    DRAINING = "DRAINING"
+    REMOVING = "REMOVING"
+    ACTIVE = "ACTIVE"
+    DONE = "DONE"
+    PARTIAL = "PARTIAL"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+
+    @property
+    def ended(self) -> bool:
+        """The state is final."""
+        return self not in UNDER_WAY
+
+    @property
+    def can_go_back(self) -> bool:
+        """A replica in this state is rolled back when its request is cancelled."""
+        return self in UNDER_WAY and self != ScaleState.REMOVING
+
+
+UNDER_WAY = (
+    *(ScaleState.PENDING, ScaleState.CREATING, ScaleState.SYNCING),
+    *(ScaleState.DRAINING, ScaleState.REMOVING),
+)
+"""States in progress, the least advanced first."""
+
+
+class ScaleSpec(Record):
+    """The content of a request."""
+
+    direction: Direction
+    role: str
+    replicas: int = 0
+    """Target number; 0 if `addresses` or `replica_ids` name the replicas."""
+    addresses: tuple[str, ...] = ()
+    replica_ids: tuple[str, ...] = ()
+    gpu_uuids: tuple[str, ...] = ()
+    seconds: float
+    """Time until all replicas must be active (out) or drained (in)."""
+
+
+class ScaledReplica(Record):
+    """One replica of a request."""
+
+    launch_id: str
+    state: ScaleState = ScaleState.PENDING
+    outcome: ScaleState | None = None
+    """The state after REMOVING."""
+    replica_id: str = ""
+    address: str = ""
+    """Empty until known."""
+    gpu_uuids: tuple[str, ...] = ()
+    detail: str = ""
+
+
+class ScaleRecord(Record):
+    """One scale request."""
+
+    request_id: str
+    spec: ScaleSpec
+    scaled: tuple[ScaledReplica, ...] = ()
+    cancelled: bool = False
+    reason: str = ""
+    create_time: datetime = Field(default_factory=lambda: datetime.now(UTC))
+    update_time: datetime = Field(default_factory=lambda: datetime.now(UTC))
+    deadline: datetime
+
+    @property
+    def state(self) -> ScaleState:
+        """State of the least advanced replica; at the end, the result of all replicas."""
+        states = {replica.state for replica in self.scaled}
+        if under_way := [state for state in UNDER_WAY if state in states]:
+            return under_way[0]
+        good = ScaleState.ACTIVE if self.spec.direction == Direction.OUT else ScaleState.DONE
+        if states <= {good}:
+            return good
+        if ScaleState.CANCELLED in states:
+            return ScaleState.CANCELLED
+        return ScaleState.PARTIAL if good in states else ScaleState.FAILED

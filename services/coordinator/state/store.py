@@ -11,6 +11,7 @@ from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
+from relaxd.board import AsyncBoard, Board
 from relaxd.redis_client import (
     COORDINATOR,
     acknowledged,
@@ -26,9 +27,7 @@ from relaxd.redis_client import (
 from relaxd.redis_client.moves import Asynchronous, Blocking, Move, Request, Send, ask, is_cluster_node, operation
 from relaxd.rpc.errors import Unavailable
 from relaxd.rpc.terms import TERM_KEY
-from services.coordinator.state.health_records import HealthRecord
-from services.coordinator.state.records import ReplicaRecord, RunRecord, WeightsRecord
-from services.coordinator.state.scale_records import ScaleRecord
+from services.coordinator.state.records import HealthRecord, ReplicaRecord, RunRecord, ScaleRecord, WeightsRecord
 
 PREFIX = key_prefix(COORDINATOR)
 RUNS = PREFIX + "runs"
@@ -360,3 +359,21 @@ def _typed_errors() -> Iterator[None]:
         if reason := passing(error):
             raise StoreUnavailable(f"Redis {reason}") from error
         raise
+
+
+class RunBoard(AsyncBoard):
+    """A run's board for the event loop, and `in_threads` the same for work in threads, such as on a run's files.
+
+    What may have megabytes to parse, such as the plans of many steps, is read in threads.
+    """
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        """Take what a Board takes."""
+        super().__init__(*arguments, **settings)
+        self.in_threads = Board(*arguments, **settings)
+        """It connects when it is used."""
+
+    async def close(self) -> None:
+        """Close all connections to Redis. Whoever still reads connects again."""
+        await super().close()
+        self.in_threads.close()

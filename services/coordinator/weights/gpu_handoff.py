@@ -36,11 +36,15 @@ from relaxd.v1.rollout_pb2 import (
 )
 from relaxd.v1.trainer_pb2 import TrainerSleepRequest, TrainerWakeRequest
 from relaxd.waiting import Backoff
-from services.coordinator.fleet.fleet import ABLE
 from services.coordinator.fleet.registry import Replica
-from services.coordinator.fleet.run_context import RunContext
-from services.coordinator.weights.gpu_handoff_rules import HandoffMove, Situation, next_move
-from services.coordinator.weights.handoff_failures import HandoffFailure, HandoffFailures
+from services.coordinator.fleet.run_fleet import ABLE, RunContext
+from services.coordinator.weights.gpu_handoff_rules import (
+    HandoffFailure,
+    HandoffFailures,
+    HandoffMove,
+    Situation,
+    next_move,
+)
 from services.coordinator.weights.weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)

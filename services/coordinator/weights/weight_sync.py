@@ -18,12 +18,10 @@ from relaxd.rpc.errors import FailedPrecondition
 from relaxd.steady_clock import steady_time
 from relaxd.waiting import Backoff
 from services.coordinator.fleet.registry import Replica
-from services.coordinator.fleet.run_context import RunContext
+from services.coordinator.fleet.run_fleet import RunContext
 from services.coordinator.state.records import Announcement, GroupRecord, Member, WeightsRecord
 from services.coordinator.state.store import StoreUnavailable
-from services.coordinator.weights.due import is_due
-from services.coordinator.weights.newcomers import Newcomers
-from services.coordinator.weights.set_aside import SetAside
+from services.coordinator.weights.sync_members import Newcomers, SetAside, is_due
 from services.coordinator.weights.weight_group_client import SyncFailed, WeightGroupClient
 
 logger = logging.getLogger(__name__)

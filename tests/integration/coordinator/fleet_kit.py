@@ -10,12 +10,10 @@ from relaxd.rpc.server import start_server
 from relaxd.rpc.tls import TlsFiles
 from relaxd.v1.coordinator_pb2 import Registration
 from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, ReplicaStatus
-from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry
-from services.coordinator.fleet.run_context import RunContext
-from services.coordinator.state.run_board import RunBoard
-from services.coordinator.state.store import AsyncStore, Store
+from services.coordinator.fleet.run_fleet import Fleet, RunContext
+from services.coordinator.state.store import AsyncStore, RunBoard, Store
 
 RUN = "run"
 

@@ -17,7 +17,7 @@ from relaxd.v1.coordinator_pb2 import Registration, SaveCheckpointRequest
 from relaxd.v1.replica_pb2 import WeightVersion
 from relaxd.waiting import waits
 from services.coordinator.api.server import CoordinatorService
-from services.coordinator.fleet.critic_checkpoints import NoCriticCheckpoint, await_critic
+from services.coordinator.fleet.checkpoints import NoCriticCheckpoint, await_critic
 from tests.integration.coordinator.fleet_kit import FleetKit
 from tests.kit.waiting import eventually
 

@@ -10,8 +10,8 @@ import pytest
 from relaxd.roles import TRAINER
 from relaxd.v1 import trainer_pb2, trainer_pb2_grpc
 from relaxd.waiting import waits
-from services.coordinator.runs import exporting
-from services.coordinator.runs.exporting import ExportFailed, export_model
+from services.coordinator.runs import ending
+from services.coordinator.runs.ending import ExportFailed, export_model
 from tests.integration.coordinator.fleet_kit import FleetKit
 from tests.kit.waiting import eventually
 
@@ -40,8 +40,8 @@ class Trainer(trainer_pb2_grpc.TrainerServicer):
 
 @pytest.fixture
 async def kit(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FleetKit]:
-    monkeypatch.setattr(exporting, "POLL_SECONDS", 0.1)
-    monkeypatch.setattr(exporting, "DISK_SECONDS", 0.1)
+    monkeypatch.setattr(ending, "POLL_SECONDS", 0.1)
+    monkeypatch.setattr(ending, "DISK_SECONDS", 0.1)
     kit = FleetKit(redis_url)
     yield kit
     await kit.close()

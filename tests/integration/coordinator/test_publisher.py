@@ -15,7 +15,7 @@ from relaxd.data.curriculum.run_curriculum import Curriculum
 from relaxd.data.dataset import PromptDataset, RunData, load_data
 from relaxd.data.examples import Example
 from relaxd.data.files.rows import OnDemand
-from services.coordinator.fleet.run_context import RunContext
+from services.coordinator.fleet.run_fleet import RunContext
 from services.coordinator.runs.publisher import Publisher
 from tests.integration.coordinator.fleet_kit import FleetKit
 from tests.kit.models import make_tiny_model

@@ -13,13 +13,12 @@ from relaxd.v1.replica_pb2 import (
     ReplicaStatus,
     WeightVersion,
 )
-from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.registry import Registry
-from services.coordinator.health.health_policy import HealthPolicy
+from services.coordinator.fleet.run_fleet import Fleet
 from services.coordinator.health.health_update import HealthUpdate, RestartMode
-from services.coordinator.health.role_reconciler import RoleSigns
+from services.coordinator.health.policy import HealthPolicy, RoleSigns
 from services.coordinator.health.signs import Signs
-from services.coordinator.state.health_records import Event, Health, HealthRecord
+from services.coordinator.state.records import Event, Health, HealthRecord
 from services.coordinator.state.store import AsyncStore, Store
 
 RUN = "run"

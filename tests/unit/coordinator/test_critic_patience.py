@@ -9,7 +9,7 @@ from relaxd.v1.replica_pb2 import (
     REPLICA_STATE_STARTING,
     ReplicaStatus,
 )
-from services.coordinator.fleet.critic_checkpoints import CriticPatience
+from services.coordinator.fleet.checkpoints import CriticPatience
 from services.coordinator.fleet.registry import Replica
 
 READY, STARTING, FAILED = REPLICA_STATE_READY, REPLICA_STATE_STARTING, REPLICA_STATE_FAILED

@@ -10,8 +10,8 @@ from relaxd.v1.replica_pb2 import (
     ReplicaState,
     ReplicaStatus,
 )
-from services.coordinator.fleet.fleet import FAILURE_LEASES, Fleet
 from services.coordinator.fleet.registry import Registry
+from services.coordinator.fleet.run_fleet import FAILURE_LEASES, Fleet
 from services.coordinator.state.store import AsyncStore, Store
 
 LEASE = 6.0

@@ -10,13 +10,11 @@ from relaxd.config import BoardConfig, DataConfig, ModelConfig, RewardConfig, Ru
 from relaxd.roles import REPLICA_ROLES, ROLLOUT, TRAINER
 from relaxd.v1.coordinator_pb2 import Registration
 from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, ReplicaStatus, WeightVersion
-from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry
-from services.coordinator.fleet.run_context import RunContext
+from services.coordinator.fleet.run_fleet import Fleet, RunContext
 from services.coordinator.state.records import WeightsRecord
-from services.coordinator.state.run_board import RunBoard
-from services.coordinator.state.store import AsyncStore, Store
+from services.coordinator.state.store import AsyncStore, RunBoard, Store
 from services.coordinator.weights.gpu_handoff import GpuHandoff
 from services.coordinator.weights.weight_sync import WeightSync
 from tests.kit.boards import STAGES

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.coordinator.weights.handoff_failures import HandoffFailures
+from services.coordinator.weights.gpu_handoff_rules import HandoffFailures
 
 Call = tuple[float, str, str, float]
 """When a call begins, what it asks for, its error (empty: it worked), and how long it takes."""

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from services.coordinator.health.health_update import RestartMode
-from services.coordinator.state.health_records import Health
+from services.coordinator.state.records import Health
 from tests.unit.coordinator.health_world import LEASE_SECONDS, ROLES, START_SECONDS, TICK_SECONDS, World
 
 FAILED, HEALTHY, REBUILDING = Health.FAILED, Health.HEALTHY, Health.REBUILDING

@@ -10,8 +10,8 @@ import pytest
 
 from relaxd.board import BoardUnavailable
 from relaxd.waiting import waits
-from services.coordinator.state import retry
-from services.coordinator.state.retry import WARN_EVERY, FolderRetry, RedisRetry
+from services.coordinator.state import retries
+from services.coordinator.state.retries import WARN_EVERY, FolderRetry, RedisRetry
 from services.coordinator.state.store import StoreUnavailable, Superseded
 from tests.kit.waiting import eventually
 
@@ -30,7 +30,7 @@ class Outage:
 
 @pytest.fixture(autouse=True)
 def no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(retries, "RETRY_SECONDS", 0.0)
 
 
 async def test_an_outage_is_retried_and_logged_now_and_then(caplog: pytest.LogCaptureFixture) -> None:

@@ -18,12 +18,12 @@ from relaxd.v1 import replica_pb2 as pb
 from relaxd.v1.coordinator_pb2 import Registration
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry
-from services.coordinator.scaling import drive as module
 from services.coordinator.scaling import launchers
-from services.coordinator.scaling.drive import HAND_BACK_SECONDS, ReplicaDrive
+from services.coordinator.scaling import replica_drive as module
 from services.coordinator.scaling.launchers import Launchers
+from services.coordinator.scaling.replica_drive import HAND_BACK_SECONDS, ReplicaDrive
 from services.coordinator.scaling.scale_log import ScaleLog
-from services.coordinator.state.scale_records import Direction, ScaledReplica, ScaleRecord, ScaleSpec, ScaleState
+from services.coordinator.state.records import Direction, ScaledReplica, ScaleRecord, ScaleSpec, ScaleState
 from services.coordinator.state.store import AsyncStore, Store
 from tests.kit.waiting import eventually
 

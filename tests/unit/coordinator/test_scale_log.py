@@ -8,8 +8,8 @@ import pytest
 
 from services.coordinator.fleet.changes import Signal
 from services.coordinator.scaling.scale_log import ScaleLog
-from services.coordinator.state import retry
-from services.coordinator.state.scale_records import Direction, ScaledReplica, ScaleRecord, ScaleSpec
+from services.coordinator.state import retries
+from services.coordinator.state.records import Direction, ScaledReplica, ScaleRecord, ScaleSpec
 from services.coordinator.state.store import AsyncStore, Store, StoreUnavailable
 
 
@@ -26,7 +26,7 @@ class LossyStore(AsyncStore):
 
 
 async def test_a_request_whose_answer_was_lost_is_not_refused(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(retries, "RETRY_SECONDS", 0.0)
     store = LossyStore(Store(redis_url))
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(store.close)
@@ -42,7 +42,7 @@ async def test_a_request_whose_answer_was_lost_is_not_refused(redis_url: str, mo
 async def test_a_cancellation_whose_answer_was_lost_is_repeated(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retry, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(retries, "RETRY_SECONDS", 0.0)
     store = LossyStore(Store(redis_url))
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(store.close)

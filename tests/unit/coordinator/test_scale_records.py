@@ -5,8 +5,8 @@ from datetime import UTC, datetime
 import pytest
 
 from relaxd.v1 import scaling_pb2
-from services.coordinator.scaling.view import scale_message
-from services.coordinator.state.scale_records import Direction, ScaledReplica, ScaleRecord, ScaleSpec, ScaleState
+from services.coordinator.scaling.scale_log import scale_message
+from services.coordinator.state.records import Direction, ScaledReplica, ScaleRecord, ScaleSpec, ScaleState
 
 
 def record(direction: str, states: str) -> ScaleRecord:

@@ -6,7 +6,7 @@ import pytest
 
 from relaxd.roles import JUDGE, REFERENCE, ROLLOUT, TRAINER
 from relaxd.rpc.errors import ResourceExhausted
-from services.coordinator.fleet.gpu_choice import OWN, SHARED, choose, seen_by, share_of, suffix_for, uuid_of
+from services.coordinator.fleet.gpu_allocation import OWN, SHARED, choose, seen_by, share_of, suffix_for, uuid_of
 
 SEEN = ("GPU-a", "GPU-b", "GPU-c")
 

@@ -3,7 +3,7 @@
 import pytest
 
 from services.coordinator.fleet.registry import Version
-from services.coordinator.weights.due import is_due
+from services.coordinator.weights.sync_members import is_due
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,9 @@ WITHOUT_DEADLINE = {
         ("relaxd/replica/replica_life.py", "run_replica"),
         ("services/coordinator/runs/evaluation.py", "_Evaluation.run"),
         ("services/coordinator/health/health_manager.py", "HealthManager._tick"),
-        ("services/coordinator/fleet/stall_limit.py", "answer"),
+        ("services/coordinator/fleet/peers.py", "answer"),
         ("services/coordinator/runs/active_run.py", "ActiveRun.main"),
-        ("services/coordinator/scaling/drive.py", "ReplicaDrive._drain"),
+        ("services/coordinator/scaling/replica_drive.py", "ReplicaDrive._drain"),
         ("services/coordinator/service.py", "CoordinatorProcess.run"),
         ("services/coordinator/weights/weight_group_client.py", "WeightGroupClient._broadcast"),
         ("services/rollout/service/child_engine.py", "ChildEngine.start"),
@@ -96,12 +96,12 @@ WITHOUT_DEADLINE = {
         ("services/rollout/engines/sglang/weights.py", "_Receiver.finish"),
         ("services/trainer/loop/broadcast.py", "WeightBroadcaster._send"),
         (
-            "services/coordinator/runs/manager.py",
+            "services/coordinator/runs/run_manager.py",
             "RunManager._wait_for_clean_up",
         ),  # the run has ended: its calls have deadlines
-        ("services/coordinator/runs/manager.py", "RunManager.close"),  # cancelled
+        ("services/coordinator/runs/run_manager.py", "RunManager.close"),  # cancelled
         ("services/coordinator/runs/active_run.py", "ActiveRun._train"),  # an evaluation: see eval.stall_seconds
-        ("services/coordinator/scaling/drive.py", "ReplicaDrive._drain"),  # a call with a deadline
+        ("services/coordinator/scaling/replica_drive.py", "ReplicaDrive._drain"),  # a call with a deadline
         ("services/coordinator/scaling/scaler.py", "Scaler.close"),  # cancelled
         ("services/reward/pool.py", "WorkerPool._request"),  # each sample before it has reward.timeout_seconds
         ("services/reward/worker/rewards.py", "Rewards._in_main_thread"),  # the pool kills it at the deadline

@@ -12,7 +12,7 @@ import pytest
 
 from relaxd.board import DropReason
 from relaxd.v1 import coordinator_pb2, group_pb2, health_pb2, scaling_pb2
-from services.coordinator.state import health_records, records, scale_records
+from services.coordinator.state import records
 from tests.kit.processes import run_python
 
 ROOT = Path(__file__).parents[3]
@@ -41,9 +41,9 @@ def test_buf_has_nothing_to_say():
     [
         (DropReason, group_pb2.DropReason, "DROP_REASON_"),
         (records.Outcome, coordinator_pb2.RunOutcome, "RUN_OUTCOME_"),
-        (health_records.Health, health_pb2.HealthState, "HEALTH_STATE_"),
-        (scale_records.Direction, scaling_pb2.ScaleDirection, "SCALE_DIRECTION_"),
-        (scale_records.ScaleState, scaling_pb2.ScaleState, "SCALE_STATE_"),
+        (records.Health, health_pb2.HealthState, "HEALTH_STATE_"),
+        (records.Direction, scaling_pb2.ScaleDirection, "SCALE_DIRECTION_"),
+        (records.ScaleState, scaling_pb2.ScaleState, "SCALE_STATE_"),
     ],
 )
 def test_enums_of_records_are_those_of_the_protos(ours: type[StrEnum], theirs: Any, prefix: str):

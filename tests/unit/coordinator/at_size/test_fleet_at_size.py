@@ -10,10 +10,9 @@ from relaxd.roles import ROLLOUT
 from relaxd.v1.coordinator_pb2 import Registration
 from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, ReplicaStatus, WeightVersion
 from services.coordinator.fleet.changes import GAP_SECONDS, Signal, SignalFollower
-from services.coordinator.fleet.gpu_choice import OWN, SHARED, uuid_of
-from services.coordinator.fleet.gpu_holders import GpuHolders
+from services.coordinator.fleet.gpu_allocation import OWN, SHARED, GpuHolders, uuid_of
 from services.coordinator.fleet.registry import Registry
-from services.coordinator.runs.manager import READERS, read_in_thread
+from services.coordinator.runs.run_manager import READERS, read_in_thread
 from services.coordinator.state.store import AsyncStore, Store
 
 

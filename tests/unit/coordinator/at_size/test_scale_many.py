@@ -21,7 +21,7 @@ from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry
 from services.coordinator.scaling.launchers import LISTED_SECONDS, Launchers
 from services.coordinator.scaling.scaler import Scaler
-from services.coordinator.state.scale_records import Direction, ScaleRecord, ScaleSpec, ScaleState
+from services.coordinator.state.records import Direction, ScaleRecord, ScaleSpec, ScaleState
 from services.coordinator.state.store import AsyncStore, Store
 from tests.kit.waiting import eventually
 

@@ -12,8 +12,7 @@ import pytest
 from relaxd.board import LedgerEntry, LedgerTrimmed
 from relaxd.board.types import Fate
 from relaxd.run_folder import read_lines
-from services.coordinator.runs.lines.appended_file import LEFTOVER_SECONDS
-from services.coordinator.runs.lines.ledger_file import PAGE
+from services.coordinator.runs.line_files import LEFTOVER_SECONDS, PAGE
 from services.coordinator.runs.run_files import RunFiles
 from services.coordinator.state.records import Evaluation
 from services.coordinator.state.store import StoreUnavailable, Superseded

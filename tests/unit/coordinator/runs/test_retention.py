@@ -1,6 +1,6 @@
 from datetime import UTC, datetime, timedelta
 
-from services.coordinator.runs.retention import Retention
+from services.coordinator.runs.ending import Retention
 from services.coordinator.state.records import Phase, RunRecord
 
 NOW = datetime(2026, 6, 1, tzinfo=UTC)

@@ -15,8 +15,8 @@ from relaxd.rpc.tls import TlsFiles
 from relaxd.waiting import waiting
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry
-from services.coordinator.runs.manager import RunManager
-from services.coordinator.state import retry
+from services.coordinator.runs.run_manager import RunManager
+from services.coordinator.state import retries
 from services.coordinator.state.records import Phase, RunRecord
 from services.coordinator.state.store import AsyncStore, Store, StoreUnavailable, run_key
 from tests.kit.disks import full_disk
@@ -84,7 +84,7 @@ def lose_first_answer(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
             lost.append(run)
             raise StoreUnavailable("Redis doesn't answer")
 
-    monkeypatch.setattr(retry, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(retries, "RETRY_SECONDS", 0.0)
     monkeypatch.setattr(desk.its_store, "create_run", lossy)
 
 

@@ -6,7 +6,7 @@ from relaxd.roles import ROLLOUT
 from relaxd.v1.coordinator_pb2 import Registration
 from relaxd.v1.replica_pb2 import ReplicaStatus
 from services.coordinator.fleet.registry import Replica
-from services.coordinator.runs.usage import MOST_IN_LINE, Usage
+from services.coordinator.runs.gpu_usage import MOST_IN_LINE, Usage
 
 
 class Clock:

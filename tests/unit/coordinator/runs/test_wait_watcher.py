@@ -18,13 +18,11 @@ from relaxd.v1.replica_pb2 import (
     ReplicaStatus,
 )
 from relaxd.waiting import waiting
-from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry
-from services.coordinator.fleet.run_context import RunContext
+from services.coordinator.fleet.run_fleet import Fleet, RunContext
 from services.coordinator.runs.wait_watcher import WaitWatcher
-from services.coordinator.state.run_board import RunBoard
-from services.coordinator.state.store import AsyncStore, Store
+from services.coordinator.state.store import AsyncStore, RunBoard, Store
 from tests.kit.boards import STAGES, advance, group, take
 from tests.kit.redis.redis_server import RedisServer
 

@@ -10,7 +10,7 @@ from relaxd.board import HeldGroup, QueueDepth
 from relaxd.rpc.message_parts import numbers, words
 from relaxd.v1 import replica_pb2
 from relaxd.v1.coordinator_pb2 import WAIT_KIND_HELD_GROUP, WAIT_KIND_ROLE, WaitKind
-from services.coordinator.runs.waiting_for import REASONS, Named, Peer, RunSnapshot, evidence, explain, is_late
+from services.coordinator.runs.wait_reasons import REASONS, Named, Peer, RunSnapshot, evidence, explain, is_late
 
 NOW = 10_000.0
 

@@ -1,16 +1,21 @@
-"""Checkpoints of a critic service, which takes them after the trainer's request on the board."""
+"""Checkpoints that replicas are asked for, a critic's included."""
 
 import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import grpc
+
 from relaxd.roles import CRITIC
+from relaxd.rpc.errors import FailedPrecondition, ResourceExhausted, Unavailable, explain
 from relaxd.run_folder import KEPT, checkpoint_path, checkpoint_steps, critic_folder
 from relaxd.v1.replica_pb2 import REPLICA_STATE_FAILED
+from relaxd.v1.trainer_pb2 import TrainerSaveCheckpointRequest, TrainerSaveCheckpointResponse
 from relaxd.waiting import duration, waiting
+from services.coordinator.fleet.peers import LONG_CALL_SECONDS, NoAnswer, answer
 from services.coordinator.fleet.registry import Replica
-from services.coordinator.fleet.run_context import RunContext
+from services.coordinator.fleet.run_fleet import RunContext
 
 POLL_SECONDS = 0.3
 
@@ -116,3 +121,27 @@ def _has_checkpoint(run_folder: Path, step: int, kept: bool) -> bool:
     folder = critic_folder(run_folder)
     found = (number for number in checkpoint_steps(folder) if number >= step)
     return any(not kept or (checkpoint_path(folder, number) / KEPT).exists() for number in found)
+
+
+async def save_checkpoint(context: RunContext, *, rotate: bool) -> TrainerSaveCheckpointResponse:
+    """Let the run's trainer save a checkpoint, however long that takes. Unless `rotate`, it is never removed.
+
+    Raises Unavailable: no trainer is ready, or it is lost meanwhile; FailedPrecondition: the trainer refuses;
+    ResourceExhausted: its disk does.
+    """
+    trainer = context.fleet.trainer()
+    if trainer is None:
+        raise Unavailable("no trainer is ready")
+    stub = context.peers.trainer(trainer.registration.address)
+    try:
+        call = stub.SaveCheckpoint(TrainerSaveCheckpointRequest(rotate=rotate), timeout=LONG_CALL_SECONDS)
+        with waiting("the trainer to save a checkpoint", on=trainer.replica_id):
+            return await answer(call, trainer, context.registry)
+    except NoAnswer as error:
+        raise Unavailable(str(error)) from error
+    except grpc.aio.AioRpcError as error:
+        if error.code() == grpc.StatusCode.FAILED_PRECONDITION:
+            raise FailedPrecondition(error.details() or "the trainer refuses") from error
+        if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:
+            raise ResourceExhausted(error.details() or "the trainer's disk is full") from error
+        raise Unavailable(f"{trainer.replica_id}: {explain(error)}") from error

@@ -1,13 +1,16 @@
-"""Retries of operations while Redis, or the disk of a run's folder, is away."""
+"""Retries of operations while Redis or the disk of a run's folder is away, and work that goes on when its caller is
+gone.
+"""
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from relaxd.board import BoardUnavailable
+from relaxd.rpc.errors import RpcError
 from relaxd.waiting import Wait
 from services.coordinator.state.store import StoreUnavailable
 
@@ -96,3 +99,19 @@ class FolderRetry(Retry):
     def __init__(self, owner: str, folder: Path) -> None:
         """`owner` appears in the log."""
         super().__init__(owner, f"the disk of {folder}", (OSError,), disk=True)
+
+
+async def finish(work: Coroutine[Any, Any, Result], what: str) -> Result:
+    """Finish the work even if the caller is cancelled. `what` appears in the log, such as "a scale request"."""
+    task = asyncio.create_task(work)
+
+    def log_failure(task: "asyncio.Task[Result]") -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            bug = None if isinstance(error, RpcError) else error
+            logger.warning("%s failed after its caller was gone: %s", what, error, exc_info=bug)
+
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.add_done_callback(log_failure)
+        raise

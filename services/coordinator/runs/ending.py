@@ -1,9 +1,11 @@
-"""Last files of a run, which the trainer writes: a checkpoint, and the model as a Hugging Face folder."""
+"""The end of a run: its last checkpoint and export, and how long Redis keeps it. Its folder stays."""
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import datetime, timedelta
 from typing import TypeVar
 
 import grpc
@@ -13,9 +15,9 @@ from relaxd.rpc.errors import explain
 from relaxd.v1.trainer_pb2 import ExportHuggingFaceRequest, TrainerSaveCheckpointRequest
 from relaxd.v1.trainer_pb2_grpc import TrainerStub
 from relaxd.waiting import Wait, waiting
-from services.coordinator.fleet.fleet import Fleet
-from services.coordinator.fleet.peers import Peers
-from services.coordinator.fleet.stall_limit import LONG_CALL_SECONDS, NoAnswer, answer
+from services.coordinator.fleet.peers import LONG_CALL_SECONDS, NoAnswer, Peers, answer
+from services.coordinator.fleet.run_fleet import Fleet
+from services.coordinator.state.records import RunRecord
 
 POLL_SECONDS = 1.0
 DISK_SECONDS = 5.0
@@ -79,3 +81,29 @@ async def _ask_trainer(
                         break
             await fleet.registry.changed.wait(POLL_SECONDS)  # named: by the run's `_export`
     raise ExportFailed(failure or problem)
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Limits on ended runs in Redis: the oldest are deleted first, and the newest is always kept."""
+
+    runs: int
+    bytes: int
+    """Total of all ended runs."""
+    days: float
+    """Age since the end of the run."""
+
+    def expired(self, runs: Sequence[tuple[RunRecord, int]], now: datetime) -> list[str]:
+        """Return the ids of runs to delete. `runs`: all runs, newest first, each with its bytes in Redis."""
+        expired = []
+        kept, taken = 0, 0
+        for record, size in runs:
+            if not record.phase.ended:
+                continue
+            ended = record.end_time or record.create_time
+            too_many = kept >= self.runs or taken + size > self.bytes or now - ended > timedelta(days=self.days)
+            if kept and too_many:
+                expired.append(record.run_id)
+            else:
+                kept, taken = kept + 1, taken + size
+        return expired

@@ -13,11 +13,11 @@ from typing import Any
 from relaxd.roles import ROLES
 from relaxd.v1.replica_pb2 import REPLICA_STATE_FAILED, REPLICA_STATE_IDLE, REPLICA_STATE_READY
 from services.coordinator.fleet.registry import Registry, Replica
-from services.coordinator.runs.manager import RunManager
+from services.coordinator.runs.run_manager import RunManager
 from services.coordinator.scaling.launchers import LauncherError, Launchers, external_address
 from services.coordinator.scaling.scale_log import ScaleLog
-from services.coordinator.state.retry import RedisRetry
-from services.coordinator.state.scale_records import Direction, ScaledReplica, ScaleRecord, ScaleState
+from services.coordinator.state.records import Direction, ScaledReplica, ScaleRecord, ScaleState
+from services.coordinator.state.retries import RedisRetry
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,12 @@
-"""The replicas of one run and the versions that its engines serve."""
+"""The fleet of one run: its replicas, the versions that its engines serve, and the shared parts that all of its rooms
+are given.
+"""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
+from relaxd.config import RunConfig
 from relaxd.roles import REWARD, ROLES, ROLLOUT, TRAINER
 from relaxd.v1.replica_pb2 import (
     REPLICA_STATE_FAILED,
@@ -10,7 +14,9 @@ from relaxd.v1.replica_pb2 import (
     REPLICA_STATE_READY,
     REPLICA_STATE_STARTING,
 )
+from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry, Replica
+from services.coordinator.state.store import AsyncStore, RunBoard
 
 ABLE = (REPLICA_STATE_READY, REPLICA_STATE_QUARANTINED)
 FAILURE_LEASES = 2.5
@@ -139,3 +145,27 @@ class Fleet:
 
     def _of(self, role: str) -> list[Replica]:
         return self.registry.of_role(role, self.run_id)
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """The parts of one run that publishing, evaluation, weight synchronisation and health share."""
+
+    run_id: str
+    config: RunConfig
+    board: RunBoard
+    store: AsyncStore
+    fleet: Fleet
+    peers: Peers
+    launcher: str = ""
+    """Address of the launcher; empty: there is none."""
+
+    @property
+    def registry(self) -> Registry:
+        """The replicas of all runs."""
+        return self.fleet.registry
+
+    @property
+    def term(self) -> int:
+        """This coordinator's fencing term."""
+        return self.store.term

@@ -21,23 +21,18 @@ from relaxd.rpc.service_settings import ServiceSettings
 from relaxd.run_folder import holder_of
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.waiting import waits
-from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry
-from services.coordinator.fleet.run_context import RunContext
-from services.coordinator.health.view import health_messages
+from services.coordinator.fleet.run_fleet import Fleet, RunContext
 from services.coordinator.runs.active_run import ActiveRun
+from services.coordinator.runs.ending import Retention
+from services.coordinator.runs.record_messages import health_messages, run_message, run_state
 from services.coordinator.runs.restoring import Restored, read_run
-from services.coordinator.runs.retention import Retention
 from services.coordinator.runs.run_files import RunFiles, held_folder
 from services.coordinator.runs.starting import check_same_prompts, prepare, request_digest
-from services.coordinator.runs.view import run_message, run_state
-from services.coordinator.state.finishing import finish
-from services.coordinator.state.health_records import Event
-from services.coordinator.state.records import Outcome, Phase, RunRecord
-from services.coordinator.state.retry import RedisRetry
-from services.coordinator.state.run_board import RunBoard
-from services.coordinator.state.store import AnotherRunActive, AsyncStore, RunIdTaken
+from services.coordinator.state.records import Event, Outcome, Phase, RunRecord
+from services.coordinator.state.retries import RedisRetry, finish
+from services.coordinator.state.store import AnotherRunActive, AsyncStore, RunBoard, RunIdTaken
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")

@@ -13,10 +13,9 @@ from relaxd.client.run_changes import changes
 from relaxd.rpc.errors import Violations
 from relaxd.v1 import coordinator_pb2 as pb
 from services.coordinator.fleet.changes import Signal
-from services.coordinator.health.view import event_messages
-from services.coordinator.runs.manager import Glance, RunManager, read_in_thread
+from services.coordinator.runs.record_messages import event_messages, step_messages
+from services.coordinator.runs.run_manager import Glance, RunManager, read_in_thread
 from services.coordinator.runs.starting import check_run_id
-from services.coordinator.runs.view import step_messages
 from services.coordinator.state.records import RunRecord
 
 TOKEN = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", re.ASCII)

@@ -1,12 +1,17 @@
-"""Runs, steps and samples as protobuf."""
+"""Runs, steps, samples and health records as protobuf."""
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 from relaxd.board import AsyncBoard, RunMissing
 from relaxd.board.committed_steps import CommittedSteps
+from relaxd.config import HealthConfig
+from relaxd.steady_clock import steady_time
 from relaxd.v1 import coordinator_pb2 as pb
-from services.coordinator.state.records import Phase, RunRecord
+from relaxd.v1 import health_pb2
+from services.coordinator.health.health_update import recent
+from services.coordinator.state.records import Event, HealthRecord, Phase, RunRecord
 
 
 def run_state(record: RunRecord) -> "pb.RunState.ValueType":
@@ -70,3 +75,37 @@ def sample_message(sample: dict[str, Any]) -> pb.TrainedSample:
     return pb.TrainedSample(
         **{key: value for key, value in sample.items() if key in pb.TrainedSample.DESCRIPTOR.fields_by_name}
     )
+
+
+def health_messages(record: HealthRecord, config: HealthConfig) -> list[health_pb2.Health]:
+    """Convert a health record: every role, each followed by its replicas."""
+    messages = []
+    for role in record.roles.values():
+        state = health_pb2.HealthState.Value(f"HEALTH_STATE_{role.state}")
+        messages.append(health_pb2.Health(role=role.role, state=state, reason=role.reason, restarts=role.rebuilds))
+    for one in record.replicas.values():
+        messages.append(
+            health_pb2.Health(
+                role=one.role,
+                instance=one.instance,
+                replica_id=one.replica_id,
+                state=health_pb2.HealthState.Value(f"HEALTH_STATE_{one.state}"),
+                reason=one.reason,
+                restarts=len(recent(one.restarts, config, steady_time())),
+            )
+        )
+    return sorted(messages, key=lambda message: (message.role, message.instance))
+
+
+def event_messages(events: Sequence[Event], after: int) -> list[health_pb2.RunEvent]:
+    """Convert the events with a higher number than `after`."""
+    messages = []
+    for event in events:
+        if event.number > after:
+            state = health_pb2.HealthState.Value(f"HEALTH_STATE_{event.state}")
+            message = health_pb2.RunEvent(
+                number=event.number, role=event.role, instance=event.instance, state=state, text=event.text
+            )
+            message.create_time.FromDatetime(event.time)
+            messages.append(message)
+    return messages

@@ -1,0 +1,322 @@
+"""Files of a run with one line per step, ledger.jsonl and metrics.jsonl, which one coordinator at a time appends to."""
+
+import contextlib
+import io
+import json
+import logging
+import math
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from relaxd.board import LedgerEntry, LedgerTrimmed
+from relaxd.board.committed_steps import ReadLedger
+from relaxd.run_folder import append_whole, newest_lines_with_ends, read_lines
+from services.coordinator.state.records import Evaluation
+
+LEFTOVER_SECONDS = 3600.0
+"""Time without a write after which a temporary file is that of a coordinator that died."""
+
+Check = Callable[[], None]
+"""Raises Superseded if this coordinator was replaced."""
+
+
+class AppendedFile:
+    """Appends to a file that stays open.
+
+    Whoever takes the file over puts a copy in its place. A coordinator that was replaced, but doesn't know it yet, goes
+    on to append to the file that it has open, which nobody reads any more: no lock is needed, and one that is stopped
+    holds nobody up.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: io.FileIO | None = None
+
+    def replace(self, parts: Iterable[bytes], check: Check) -> None:
+        """Replace the file by one with this content, and append to that one from now on. Raises what `check` raises.
+
+        After an error the old file is still there and still appended to, so that this can be repeated or left.
+        """
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        # In containers both coordinators may have the same process id.
+        temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+        file = temporary.open("wb", buffering=0)
+        try:
+            for part in parts:
+                append_whole(file, part)
+            check()
+            os.replace(temporary, self._path)
+        except BaseException:
+            file.close()
+            temporary.unlink(missing_ok=True)
+            raise
+        self.close()
+        self._file = file
+
+    def remove_leftovers(self) -> None:
+        """Remove the temporary files of coordinators that died while they wrote them."""
+        for path in self._path.parent.glob(f"{self._path.name}.*.tmp"):
+            with contextlib.suppress(FileNotFoundError):  # another coordinator has removed it
+                if time.time() - path.stat().st_mtime > LEFTOVER_SECONDS:
+                    path.unlink()
+
+    def append(self, parts: Iterable[bytes]) -> None:
+        """Append to the file, all parts or none. Raises OSError."""
+        assert self._file is not None, "replace comes first"
+        append_whole(self._file, b"".join(parts))
+
+    def sync(self) -> None:
+        """Wait until the disk has the file. Raises OSError."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+PAGE = 256
+"""Steps that are read at once."""
+COPIED_BYTES = 1 << 20
+Identity = tuple[int, int, float]
+"""`LedgerEntry.identity`. Trainer terms begin at 1; 0: which commit it is isn't known."""
+
+logger = logging.getLogger(__name__)
+
+
+class LedgerFile:
+    """Keeps ledger.jsonl as the board's ledger is.
+
+    Redis may lose its newest writes, and a step be committed again with other groups. So each look at the ledger begins
+    with the last step that the file has, and lines that the ledger doesn't have are replaced.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = AppendedFile(path)
+        self._check: Check = lambda: None
+        self._last: Identity = (0, 0, 0.0)
+        self.rewound_to: int | None = None
+        """The step after which lines were replaced, until somebody who has seen it sets None."""
+
+    @property
+    def last_step(self) -> int:
+        """The last step in the file."""
+        return self._last[0]
+
+    def take_over(self, read: ReadLedger, check: Check) -> int:
+        """Take the file over, and bring it up to date. `check` is asked before the file is replaced, now and later.
+
+        Returns the last of the steps that were in it and are in the ledger, too.
+        """
+        self._check = check
+        self._file.remove_leftovers()
+        self._rewind(read)
+        self.rewound_to = None
+        kept = self.last_step
+        while self.follow(read):
+            pass
+        return kept
+
+    def follow(self, read: ReadLedger) -> list[LedgerEntry]:
+        """Append the next steps, at most PAGE, after replacing lines that the ledger doesn't have. Returns the steps.
+
+        If `read` raises, it can be repeated.
+        """
+        before = 1 if self._last[1] else 0
+        try:
+            entries = read(self.last_step - before, PAGE + before)
+        except LedgerTrimmed as error:
+            logger.error(
+                "%s ends at step %d, but the board's ledger begins at step %d: the steps between are lost",
+                *(self._path, self.last_step, error.first),
+            )
+            self._last, before = (error.first - 1, 0, 0.0), 0
+            entries = read(self.last_step, PAGE)
+        if before and (not entries or entries[0].identity != self._last):
+            self._rewind(read)
+            self.rewound_to = self.last_step
+            entries = read(self.last_step, PAGE)
+        elif before:
+            entries = entries[1:]
+        if entries:
+            self._file.append([json.dumps(asdict(entry)).encode() + b"\n" for entry in entries])
+            self._last = entries[-1].identity
+        return entries
+
+    def sync(self) -> None:
+        """Wait until the disk has the file. Raises OSError."""
+        self._file.sync()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _rewind(self, read: ReadLedger) -> None:
+        """Replace the file by its lines up to the last one that the ledger has, too."""
+        end, last = 0, (0, 0, 0.0)
+        for found_end, line in newest_lines_with_ends(self._path):
+            found = (line.get("step", 0), line.get("term", 0), line.get("time", 0.0))
+            try:
+                same = found[0] and [entry.identity for entry in read(found[0] - 1, 1)] == [found]
+            except LedgerTrimmed:  # it was trimmed because it is in the file
+                end, last = found_end, (found[0], 0, 0.0)
+                break
+            if same:
+                end, last = found_end, found
+                break
+        if not end:
+            self._file.replace((), self._check)
+        else:
+            with self._path.open("rb") as file:
+                self._file.replace(_lines_until(file, end), self._check)
+        self._last = last
+
+
+def _lines_until(file: BinaryIO, end: int) -> Iterator[bytes]:
+    """Yield the bytes before `end`, and the line feed that the last line may lack."""
+    last = b""
+    while end > 0 and (part := file.read(min(COPIED_BYTES, end))):
+        yield part
+        last, end = part, end - len(part)
+    if not last.endswith(b"\n"):
+        yield b"\n"
+
+
+Steps = Iterable[tuple[int, Mapping[str, Any]]]
+"""(step, its line), in order."""
+
+
+class MetricsFile:
+    """A line per step, and one for an evaluation of step 0.
+
+    What the coordinator itself measures is only in this file, so lines that are there are kept.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = AppendedFile(path)
+        self._check: Check = lambda: None
+        self._evaluations: dict[int, dict[str, float]] = {}
+        self._writing = threading.Lock()  # an evaluation may end beside training
+        self.last_step = 0
+        """The last step in the file."""
+
+    def take_over(
+        self, read: ReadLedger, check: Check, kept: int, last_step: int, evaluations: Iterable[Evaluation]
+    ) -> None:
+        """Take the file over with its lines up to the step `kept`; the ledger gives those that it lacks.
+
+        `check` is asked before the file is replaced, now and later.
+        """
+        self._check = check
+        self._file.remove_leftovers()
+        self._evaluations = {evaluation.step: evaluation.metrics for evaluation in evaluations}
+        self._rewrite(read, kept, last_step)
+
+    def rewind(self, last_step: int) -> None:
+        """Remove the lines after a step: it was committed again, or was lost with Redis's newest writes."""
+        if last_step < self.last_step:
+            self._rewrite(lambda after, limit: [], last_step, last_step)
+
+    def append(self, steps: Steps) -> None:
+        """Append steps, all or none. Raises OSError; then it can be repeated."""
+        with self._writing:
+            steps = list(steps)
+            self._file.append(self._line(step, metrics) for step, metrics in steps)
+            self.last_step = max((step for step, _ in steps), default=self.last_step)
+
+    def add(self, evaluation: Evaluation) -> None:
+        """Add an evaluation to its step's line, or to the line that the step is going to have."""
+        self._evaluations[evaluation.step] = evaluation.metrics
+        if evaluation.step <= self.last_step:
+            with self._writing:
+                self._file.replace(self._lines_with(evaluation.step), self._check)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _rewrite(self, read: ReadLedger, kept: int, last_step: int) -> None:
+        with self._writing:
+            self._file.replace(self._lines(read, kept, last_step), self._check)
+            self.last_step = last_step
+
+    def _lines_with(self, step: int) -> Iterator[bytes]:
+        """Yield all lines as they are but that of a step, which gets its evaluation: encoding all takes seconds."""
+        beginning = json_line({"step": step})[:-2]
+        with self._path.open("rb") as file:
+            lines = iter(file)
+            if step == 0:
+                first = next(lines, b"")
+                if _begins(first, beginning):
+                    yield self._line(0, json.loads(first))
+                else:
+                    yield self._line(0, {})
+                    yield first
+            for line in lines:
+                yield self._line(step, json.loads(line)) if _begins(line, beginning) else line
+
+    def _lines(self, read: ReadLedger, kept: int, last_step: int) -> Iterator[bytes]:
+        """Yield the line of every step up to the last one, in order: the file's up to `kept`, and the ledger's."""
+        done = 0
+        start = {}
+        for line in read_lines(self._path):
+            step = line.get("step")
+            if step == 0 and not done:
+                start = line
+            elif isinstance(step, int) and done < step <= kept:
+                if not done and (start or 0 in self._evaluations):
+                    yield self._line(0, start)
+                yield from self._missing(read, done, step - 1)
+                yield self._line(step, line)
+                done = step
+        if not done and (start or 0 in self._evaluations):
+            yield self._line(0, start)
+        yield from self._missing(read, done, last_step)
+
+    def _missing(self, read: ReadLedger, after: int, until: int) -> Iterator[bytes]:
+        """Yield lines with what the ledger has on these steps."""
+        while after < until:
+            try:
+                entries = read(after, min(PAGE, until - after))
+            except LedgerTrimmed as trimmed:  # nobody has the steps between: ledger.jsonl, too, goes on without them
+                after = trimmed.first - 1
+                continue
+            if not entries:
+                return
+            for entry in entries:
+                yield self._line(entry.step, entry.metrics)
+            after = entries[-1].step
+
+    def _line(self, step: int, metrics: Mapping[str, Any]) -> bytes:
+        return json_line({"step": step, **metrics, **self._evaluations.get(step, {})})
+
+
+def _begins(line: bytes, beginning: bytes) -> bool:
+    """Return whether a line is that of a step, given how it begins: that of step 12 isn't that of step 1."""
+    return line.startswith(beginning) and line[len(beginning) :][:1] in (b",", b"}")
+
+
+def json_line(values: Mapping[str, Any]) -> bytes:
+    """Return a line of JSON, which has null for NaN and infinity."""
+    return json.dumps(finite(values)).encode() + b"\n"
+
+
+def finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace NaN and infinity, which JSON lacks, by null."""
+    return {name: _finite(value) for name, value in values.items()}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return finite(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,120 @@
+"""Members of the next weight synchronisation: when it is due, which engines are excluded after a failure, and which
+join.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from relaxd.waiting import Backoff
+from services.coordinator.fleet.registry import Version
+from services.coordinator.state.records import GroupRecord, Member
+
+QUIET_SHARE = 0.5
+"""Newcomers join once none has come for this share of the time that connecting a group takes ..."""
+MOST_SHARE = 4.0
+"""... or once the first of them has waited for this multiple of it."""
+
+
+class Newcomers:
+    """Lets engines that come one after the other join the weight group together.
+
+    Each change of the membership connects every member anew: five hundred engines that come within a minute would
+    connect hundreds of groups of hundreds of members. They wait in proportion to what connecting takes, so that an
+    engine that joins a small fleet hardly waits. Where the group must be connected anyway, all join at once.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen: dict[Member, float] = {}
+        """When each engine was seen first."""
+        self.connect_seconds = 0.0
+        """Seconds that connecting the last group took."""
+        self.due_seconds = float("inf")
+        """Time until those that `admit` left out may join."""
+
+    def admit(self, trainer: Member, engines: Sequence[Member], group: GroupRecord | None) -> list[Member]:
+        """Return the engines to synchronise now: all, or those of the group that is connected."""
+        now = self._clock()
+        self._seen = {engine: self._seen.get(engine, now) for engine in engines}
+        self.due_seconds = float("inf")
+        if group is None or group.trainer != trainer:
+            return list(engines)
+        members = set(group.engines)
+        waiting = [seen for engine, seen in self._seen.items() if engine not in members]
+        if not waiting or not members <= self._seen.keys():
+            return list(engines)
+        quiet = max(waiting) + QUIET_SHARE * self.connect_seconds - now
+        most = min(waiting) + MOST_SHARE * self.connect_seconds - now
+        if min(quiet, most) <= 0:
+            return list(engines)
+        self.due_seconds = min(quiet, most)
+        return [engine for engine in engines if engine in members]
+
+
+logger = logging.getLogger(__name__)
+
+SET_ASIDE = Backoff(first_seconds=5.0, max_seconds=60.0)
+"""An engine's exclusion, by its failures."""
+
+
+class SetAside:
+    """Counts the failures of engines and sets those to blame aside for a while."""
+
+    def __init__(self) -> None:
+        self._blame: dict[Member, tuple[int, float]] = {}
+        """An engine's consecutive failures, and the monotonic time until which it is set aside."""
+        self._refusals: Counter[Member] = Counter()
+        """Failures since the last success with an error answer of a member and no dead or late one."""
+
+    def members(self) -> list[Member]:
+        """Return the engines that are set aside now."""
+        now = time.monotonic()
+        return [member for member, (_, until) in self._blame.items() if until > now]
+
+    def failures(self, member: Member) -> int:
+        """Return the consecutive synchronisations that failed, most likely because of this member."""
+        return self._blame.get(member, (0, 0.0))[0] + self._refusals[member]
+
+    def blame(self, members: Iterable[Member], known: Callable[[Member], bool]) -> None:
+        """Set members aside, longer after each failure, and forget those that aren't `known` any more."""
+        for member in members:
+            failures = self._blame.get(member, (0, 0.0))[0] + 1
+            seconds = SET_ASIDE.pause(failures)
+            self._blame[member] = (failures, time.monotonic() + seconds)
+            logger.warning("%s is excluded from weight synchronisation for %.0f s", member.replica_id, seconds)
+        self._blame = {member: value for member, value in self._blame.items() if known(member)}
+
+    def forgive(self, member: Member) -> None:
+        """Forget the failures of a member that has taken part in a synchronisation."""
+        self._blame.pop(member, None)
+
+    def count_refusals(self, members: Iterable[Member]) -> None:
+        """Count a failure with an error answer of these members, without setting them aside."""
+        self._refusals.update(members)
+
+    def forgive_refusals(self) -> None:
+        """Forget error answers after a success."""
+        self._refusals.clear()
+
+
+def is_due(announced: Version, served: Sequence[Version | None], *, interval: int, last: int) -> bool:
+    """Return whether the engines are to get the announced weights now.
+
+    They are after every `interval` versions, counted from the oldest one that an engine serves, as the gate counts.
+    They are at once when an engine serves none of this term: it has joined, was quarantined, or the trainer is another.
+    The gate lets prompts in for max_staleness + 1 >= interval steps after that oldest version, so that the steps up to
+    the next synchronisation can always be filled.
+
+    Args:
+        announced: the trainer's newest weights.
+        served: what each engine serves; None for nothing.
+        interval: weights.interval.
+        last: version of the run's last step, which is always sent.
+    """
+    term, version = announced
+    if any(one is None or one[0] != term for one in served):
+        return True
+    behind = version - min((one[1] for one in served if one is not None), default=version)
+    return behind >= interval or (behind > 0 and version >= last)
