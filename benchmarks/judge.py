@@ -34,9 +34,9 @@ from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.v1.judge_pb2 import AskRequest, AskResponse
 from relaxd.v1.judge_pb2_grpc import JudgeStub, add_JudgeServicer_to_server
 from services.reward.judge.chat_completions import ChatCompletions
-from services.reward.judge.client import JudgeClient
-from services.reward.pool import WorkerPool
-from services.reward.questions import Ask
+from services.reward.judge.judge_replicas import JudgeClient
+from services.reward.judge_questions import Ask
+from services.reward.worker_pool import WorkerPool
 from services.rollout.engines.types import Sampling
 from services.rollout.judge.server import JudgeServicer
 from services.rollout.judge.service import JudgeService

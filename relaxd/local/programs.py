@@ -86,7 +86,7 @@ def stream_program(module: str, text: str) -> Generator[dict[str, Any], None, No
 EXPORT_CHECKPOINT = "services.trainer.offline.export_checkpoint"
 REPLAY = "services.trainer.offline.replay"
 ALGORITHM_TRIAL = "relaxd.algorithms.algorithm_trial"
-REWARD_TRIAL = "services.reward.trial"
+REWARD_TRIAL = "services.reward.reward_trial"
 ROLLOUT_TRIAL = "services.rollout.trial"
 MANY_ROLLOUTS = "services.rollout.many"
 SET_ANSWERS = "services.rollout.set_answers"

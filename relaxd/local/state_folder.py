@@ -88,8 +88,8 @@ class StateFolder:
         self.logs = self.path / "logs"
         """Logs of the services; of those started for one run, a link to its folder."""
         self.redis_data = self.path / "redis"
-        """Data and password of the embedded Redis. Rewards need nothing in this folder, so `services.reward.enclosure`
-        keeps their workers out of it."""
+        """Data and password of the embedded Redis. Rewards need nothing in this folder, so the reward service's
+        worker_enclosure.py keeps their workers out of it."""
         self.redis_password = self.redis_data / "password"
         self.plan = self.path / "plan.json"
         self._state = self.path / "state.json"

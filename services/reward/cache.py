@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import astuple
 
 from relaxd.rewards import RewardInput, RewardOutput
-from services.reward.pool import Failure
+from services.reward.worker_pool import Failure
 
 Scored = list[RewardOutput | Failure]
 Score = Callable[[Sequence[RewardInput]], Awaitable[Scored]]

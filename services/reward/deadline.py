@@ -78,3 +78,12 @@ class Deadline:
         now = self._loop.time()
         self._left -= ran(self._planned, now - self._since)
         self._since = now
+
+
+SLOW_SECONDS = 5.0
+"""A sample that takes this long, or half its deadline if that is shorter, is reported while it runs."""
+
+
+def slow_after(deadline_seconds: float) -> float:
+    """Return the seconds after which a sample with this deadline is slow."""
+    return max(0.01, min(SLOW_SECONDS, deadline_seconds / 2))

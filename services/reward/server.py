@@ -9,9 +9,9 @@ from relaxd.rpc.errors import InvalidArgument, PermissionDenied, Unavailable, Vi
 from relaxd.rpc.message_parts import words
 from relaxd.v1 import content_pb2, reward_pb2, reward_pb2_grpc
 from relaxd.v1.sample_pb2 import FinishReason
-from services.reward.pool import Failure, PoolClosedError, WorkerStartError
 from services.reward.samples import samples_of_request
 from services.reward.service import RUNS_REWARD, RewardService, reward_of_set
+from services.reward.worker_pool import Failure, PoolClosedError, WorkerStartError
 
 MAX_NESTING = 100
 """Maximum depth of a prompt's metadata: workers get it as JSON, whose reader and writer recurse."""

@@ -27,14 +27,12 @@ from relaxd.v1.judge_pb2 import AskRequest, AskResponse
 from relaxd.v1.replica_pb2 import REPLICA_WAIT_SCORE, REPLICA_WAIT_SERVICE
 from relaxd.waiting import Backoff, waiting
 from services.reward.cache import ScoreCache
-from services.reward.enclosure import describe, missing_of
-from services.reward.judge.client import JudgeClient, Judges
-from services.reward.judge.replicas import JudgeReplicas
-from services.reward.pool import Failure, WorkerPool, WorkerStartError
-from services.reward.questions import no_judge
-from services.reward.remote.errors import MismatchError
-from services.reward.remote.scorer import RemoteScorer
-from services.reward.remote.terms import RUNS_REWARD, RemoteTerms, of_workers
+from services.reward.judge.judge_replicas import JudgeClient, JudgeReplicas, Judges
+from services.reward.judge_questions import no_judge
+from services.reward.remote.foreign_calls import MismatchError
+from services.reward.remote.remote_scorer import RUNS_REWARD, RemoteScorer, RemoteTerms, of_workers
+from services.reward.worker_enclosure import describe, missing_of
+from services.reward.worker_pool import Failure, WorkerPool, WorkerStartError
 
 RETRY_PAUSE = Backoff(first_seconds=0.5, max_seconds=30.0)
 """Pauses before failed samples are scored again (reward.on_failure = "retry")."""

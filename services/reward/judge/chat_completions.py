@@ -13,7 +13,7 @@ from relaxd.rpc.service_settings import JUDGE_KEY
 from relaxd.v1.judge_pb2 import AskRequest, AskResponse
 from relaxd.v1.sample_pb2 import FinishReason
 from services.reward.http_answers import SHOWN, read_at_most, retry_after, shortened
-from services.reward.remote.errors import MismatchError, UnreachableError
+from services.reward.remote.foreign_calls import MismatchError, UnreachableError
 
 PROBE_SECONDS = 10.0
 """Deadline of a probe, and of a connection."""

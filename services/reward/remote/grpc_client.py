@@ -14,9 +14,8 @@ from relaxd.sandbox.running_time import LOOK_SECONDS
 from relaxd.v1 import remote_reward_pb2 as pb
 from relaxd.v1.remote_reward_pb2_grpc import RemoteRewardStub
 from services.reward.deadline import Deadline
-from services.reward.pool import Failure
-from services.reward.remote.authorization import authorization
-from services.reward.remote.errors import MismatchError, UnreachableError
+from services.reward.remote.foreign_calls import MismatchError, UnreachableError, authorization
+from services.reward.worker_pool import Failure
 
 PROBE_SECONDS = 5.0
 """Deadline of a probe."""

@@ -12,9 +12,8 @@ from relaxd.rewards import RewardInput, RewardOutput
 from relaxd.rewards.interface import BadRewardError, check_output
 from services.reward.deadline import Deadline
 from services.reward.http_answers import read_at_most, retry_after, shortened
-from services.reward.pool import Failure
-from services.reward.remote.authorization import authorization
-from services.reward.remote.errors import MismatchError, UnreachableError
+from services.reward.remote.foreign_calls import MismatchError, UnreachableError, authorization
+from services.reward.worker_pool import Failure
 
 PROBE_SECONDS = 5.0
 """Deadline of a probe, and of each connection."""

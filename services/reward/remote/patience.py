@@ -1,17 +1,141 @@
-"""Calls of a service that may be away: limits those in flight and how often they begin, repeats those that don't reach
-it, waits for it, and as long as its Retry-After says."""
+"""Calls of a service that may be away: when each may begin, and when it is repeated."""
 
 import asyncio
+import logging
 import random
 import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from relaxd.waiting import Backoff, duration, waiting
-from services.reward.remote.breaker import Breaker
-from services.reward.remote.errors import UnreachableError
-from services.reward.remote.pace import Pace
-from services.reward.slow import slow_after
+from services.reward.deadline import slow_after
+from services.reward.remote.foreign_calls import MismatchError, UnreachableError
+
+
+class Pace:
+    """Calls begin at even intervals, and none while the service wants to be left alone."""
+
+    def __init__(self, per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """`per_second` is the most calls that begin in a second; 0: any number. `clock` returns seconds."""
+        self._interval = 1 / per_second if per_second else 0.0
+        self._clock = clock
+        self._next = self._held_until = clock()
+
+    @property
+    def held(self) -> bool:
+        """True if the service wants to be left alone."""
+        return self._clock() < self._held_until
+
+    def pause(self) -> float:
+        """Return the seconds until a call may begin; 0: now."""
+        return max(0.0, self._next - self._clock(), self._held_until - self._clock())
+
+    def begin(self) -> None:
+        """Report that a call begins."""
+        self._next = self._clock() + self._interval
+
+    def hold(self, seconds: float) -> None:
+        """Let no call begin for this long, or for longer if that was said before."""
+        self._held_until = max(self._held_until, self._clock() + seconds)
+
+
+FAILURES_TO_OPEN = 3
+"""Calls in a row that don't reach the service."""
+PROBE_PAUSE = Backoff(first_seconds=0.5, max_seconds=10.0)
+"""Pauses before probes. Shorter than any health limit: each probe counts as progress of the replica."""
+
+_log = logging.getLogger(__name__)
+
+
+class Breaker:
+    """Lets calls through while the service answers. Lives in one event loop."""
+
+    def __init__(self, who: str, on: str, probe: Callable[[], Awaitable[None]]) -> None:
+        """`who` is the service, for people, and `on` its address or another name.
+
+        `probe` raises UnreachableError or MismatchError unless it works.
+        """
+        self._who = who
+        self._on = on
+        self._probe = probe
+        self._failures = 0
+        self._error = ""
+        self._since: float | None = None
+        self._closed = asyncio.Event()
+        self._closed.set()
+        self._probing: asyncio.Task[None] | None = None
+        self.probes = 0
+        """Number of probes so far."""
+
+    @property
+    def problem(self) -> str:
+        """Description of what is wrong, in one sentence; empty while calls go through."""
+        if self._since is None:
+            return ""
+        seconds = time.monotonic() - self._since
+        return f"{self._who} does not answer, for {duration(seconds)} now: {self._error}"
+
+    def succeeded(self) -> None:
+        """Report a call that the service answered, whatever it said."""
+        self._failures = 0
+
+    def failed(self, error: UnreachableError) -> None:
+        """Report a call that didn't reach the service."""
+        self._failures += 1
+        if self._failures >= FAILURES_TO_OPEN:
+            self.open(error)
+
+    def open(self, error: UnreachableError) -> None:
+        """Hold calls back until a probe reaches the service."""
+        self._error = str(error)
+        if self._since is not None:
+            return
+        self._since = time.monotonic()
+        self._closed.clear()
+        _log.warning("%s does not answer: %s; its samples wait", self._who, error)
+        self._probing = asyncio.create_task(self._probe_until_closed())
+
+    def forgive(self) -> None:
+        """Count the time that the service is away from now on."""
+        if self._since is not None:
+            self._since = time.monotonic()
+
+    async def wait_closed(self, seconds: float) -> None:
+        """Wait until calls may go through, at most until the service has been away for `seconds`.
+
+        Raises UnreachableError with the reason.
+        """
+        if self._since is None:
+            return
+        left = self._since + seconds - time.monotonic()
+        try:
+            with waiting(f"{self._who} to answer", on=self._on):
+                await asyncio.wait_for(self._closed.wait(), max(0.0, left))
+        except TimeoutError:
+            raise UnreachableError(self.problem) from None
+
+    def close(self) -> None:
+        """End probing."""
+        if self._probing is not None:
+            self._probing.cancel()
+
+    async def _probe_until_closed(self) -> None:
+        failures = 1
+        with waiting(f"{self._who} to answer a probe", on=self._on):
+            while True:
+                await asyncio.sleep(PROBE_PAUSE.pause(failures))
+                try:
+                    await self._probe()
+                    break
+                except (UnreachableError, MismatchError) as error:
+                    self._error = str(error)
+                    failures += 1
+                finally:
+                    self.probes += 1
+        _log.warning("%s answers again", self._who)
+        self._since, self._failures = None, 0
+        self._closed.set()
+
 
 T = TypeVar("T")
 

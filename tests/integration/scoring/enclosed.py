@@ -13,7 +13,7 @@ from typing import Any
 from relaxd.config import RewardConfig
 from relaxd.rewards import RewardInput, RewardOutput
 from relaxd.sandbox import privileges, seccomp
-from services.reward.pool import WorkerPool
+from services.reward.worker_pool import WorkerPool
 
 SECONDS = 60.0
 

@@ -11,7 +11,7 @@ import pytest
 from relaxd.local.stack import make_plan
 from relaxd.local.state_folder import StateFolder
 from relaxd.sandbox import landlock
-from services.reward.enclosure import NEEDED
+from services.reward.worker_enclosure import NEEDED
 from tests.kit.processes import ROOT, run_python
 
 ESCAPING = "escaping_rewards:by_response"
@@ -142,7 +142,7 @@ def test_a_writable_path_that_is_not_there_is_named(tmp_path):
     done = run_python(
         "-c",
         "from relaxd.config import RewardConfig\n"
-        "from services.reward.pool import WorkerPool\n"
+        "from services.reward.worker_pool import WorkerPool\n"
         f"WorkerPool(1, RewardConfig(name='dummy', writable=({str(tmp_path / 'no')!r},)))",
     )
     assert f"reward.writable names {tmp_path / 'no'}, not on the reward service's machine" in done.stderr

@@ -16,8 +16,8 @@ import pytest
 
 from relaxd.config import RewardConfig
 from relaxd.rewards import RewardInput, RewardOutput
-from services.reward.environment import MissingVariableError
-from services.reward.pool import Failure, PoolClosedError, WorkerPool, WorkerStartError
+from services.reward.worker_enclosure import MissingVariableError
+from services.reward.worker_pool import Failure, PoolClosedError, WorkerPool, WorkerStartError
 from tests.kit.disks import no_descriptors
 from tests.kit.processes import is_alive, start_python
 from tests.kit.waiting import eventually, wait_until
@@ -160,7 +160,7 @@ def test_a_pause_of_the_process_is_not_the_rewards_fault(tmp_path):
         "import asyncio, sys\n"
         "from relaxd.config import RewardConfig\n"
         "from relaxd.rewards import RewardInput\n"
-        "from services.reward.pool import WorkerPool\n"
+        "from services.reward.worker_pool import WorkerPool\n"
         "async def main():\n"
         "    pool = WorkerPool(1, RewardConfig(name='dummy', sandbox='off'))\n"
         f"    sample = RewardInput(prompt='', response='begin-and-sleep {started}')\n"

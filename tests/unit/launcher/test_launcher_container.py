@@ -3,7 +3,7 @@
 import copy
 from typing import Any
 
-from services.launcher.container import container_config
+from services.launcher.docker_host import container_config
 
 LABELS = {
     "com.docker.compose.config-hash": "3f1c",

@@ -20,12 +20,12 @@ from relaxd.v1.judge_pb2 import AskRequest, AskResponse
 from relaxd.waiting import Backoff, waits
 from services.reward.http_answers import retry_after
 from services.reward.judge.chat_completions import ChatCompletions
-from services.reward.judge.client import JudgeClient
-from services.reward.pool import Failure, WorkerPool
-from services.reward.remote import breaker, patience
-from services.reward.remote.errors import MismatchError
-from services.reward.remote.pace import Pace
-from services.reward.trial import try_reward
+from services.reward.judge.judge_replicas import JudgeClient
+from services.reward.remote import patience
+from services.reward.remote.foreign_calls import MismatchError
+from services.reward.remote.patience import Pace
+from services.reward.reward_trial import try_reward
+from services.reward.worker_pool import Failure, WorkerPool
 from tests.kit.ports import free_port
 from tests.kit.waiting import PATIENCE, eventually
 
@@ -351,7 +351,7 @@ QUESTION.messages.add(role="user").content.add(text="How good?")
 @pytest.fixture
 async def place(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Server, Callable[..., JudgeClient]]]:
     monkeypatch.setattr(patience, "PAUSE", Backoff(0.01, 0.02))
-    monkeypatch.setattr(breaker, "PROBE_PAUSE", Backoff(0.01, 0.05))
+    monkeypatch.setattr(patience, "PROBE_PAUSE", Backoff(0.01, 0.05))
     server = Server()
     async with AsyncExitStack() as stack:
         stack.push_async_callback(server.stop)

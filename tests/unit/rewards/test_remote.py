@@ -19,12 +19,12 @@ from relaxd.v1 import remote_reward_pb2 as pb
 from relaxd.v1.remote_reward_pb2_grpc import RemoteRewardServicer, add_RemoteRewardServicer_to_server
 from relaxd.waiting import Backoff, waits
 from services.reward.cache import ScoreCache
-from services.reward.environment import MissingVariableError
-from services.reward.pool import Failure
-from services.reward.remote import breaker, grpc_client, patience
-from services.reward.remote.errors import MismatchError
-from services.reward.remote.scorer import RemoteScorer
-from services.reward.trial import try_reward
+from services.reward.remote import grpc_client, patience
+from services.reward.remote.foreign_calls import MismatchError
+from services.reward.remote.remote_scorer import RemoteScorer
+from services.reward.reward_trial import try_reward
+from services.reward.worker_enclosure import MissingVariableError
+from services.reward.worker_pool import Failure
 from tests.kit.ports import free_port
 from tests.kit.waiting import eventually
 
@@ -97,7 +97,7 @@ class Bench:
 @pytest.fixture
 async def bench(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
     monkeypatch.setattr(patience, "PAUSE", Backoff(0.01, 0.05))
-    monkeypatch.setattr(breaker, "PROBE_PAUSE", Backoff(0.01, 0.05))
+    monkeypatch.setattr(patience, "PROBE_PAUSE", Backoff(0.01, 0.05))
     monkeypatch.setattr(grpc_client, "_OPTIONS", [*grpc_client._OPTIONS[:-2], ("grpc.min_reconnect_backoff_ms", 50)])
     async with AsyncExitStack() as stack:
         made = Bench(stack)

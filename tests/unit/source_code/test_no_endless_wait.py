@@ -61,8 +61,8 @@ WITHOUT_DEADLINE = {
         ("services/coordinator/runs/active_run.py", "ActiveRun.main"),
         ("services/coordinator/runs/publisher.py", "Publisher.run_forever"),  # its run fails, which cancels it
         ("services/coordinator/service.py", "CoordinatorProcess.run"),
-        ("services/reward/worker/rewards.py", "Rewards.work"),
-        ("services/reward/questions.py", "Questions._sent"),
+        ("services/reward/worker/worker_rewards.py", "Rewards.work"),
+        ("services/reward/judge_questions.py", "Questions._sent"),
         ("services/rollout/engines/generation_gate.py", "GenerationGate.rest"),
         ("services/rollout/engines/output_stream.py", "OutputStream.messages"),
         ("services/rollout/engines/sglang/scheduler.py", "ControlHandlers.WatchEnd"),
@@ -84,7 +84,7 @@ WITHOUT_DEADLINE = {
             "AssignmentFollower._start",
         ),  # start_run's own; another assignment ends it
         ("relaxd/replica/replica_life.py", "_end"),  # both were cancelled
-        ("services/reward/remote/breaker.py", "Breaker.wait_closed"),  # reward.outage_seconds
+        ("services/reward/remote/patience.py", "Breaker.wait_closed"),  # reward.outage_seconds
         ("relaxd/weights/gloo.py", "GlooBroadcast.finish"),  # the process group's timeout
         ("relaxd/weights/cuda_ipc.py", "IpcConnection.abort"),  # each broadcast before it has a deadline
         (
@@ -103,8 +103,8 @@ WITHOUT_DEADLINE = {
         ("services/coordinator/runs/active_run.py", "ActiveRun._train"),  # an evaluation: see eval.stall_seconds
         ("services/coordinator/scaling/replica_drive.py", "ReplicaDrive._drain"),  # a call with a deadline
         ("services/coordinator/scaling/scaler.py", "Scaler.close"),  # cancelled
-        ("services/reward/pool.py", "WorkerPool._request"),  # each sample before it has reward.timeout_seconds
-        ("services/reward/worker/rewards.py", "Rewards._in_main_thread"),  # the pool kills it at the deadline
+        ("services/reward/worker_pool.py", "WorkerPool._request"),  # each sample before it has reward.timeout_seconds
+        ("services/reward/worker/worker_rewards.py", "Rewards._in_main_thread"),  # the pool kills it at the deadline
         ("services/rollout/engines/scripted/engine.py", "ScriptedEngine._generate"),  # each sample takes its time
         (
             "services/rollout/service/child_engine.py",

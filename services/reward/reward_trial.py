@@ -1,4 +1,4 @@
-"""Tries a reward on samples, as reward workers do, without the service: `python -m services.reward.trial --help`.
+"""Tries a reward on samples, as workers do, without the service: `python -m services.reward.reward_trial --help`.
 
 Reads a sample per line, as JSON with the fields of RewardInput. Prints one JSON object: {"error": reason} if the reward
 can't be loaded, else {"outcomes": [...]} with reward, parts and seconds of each sample, or error and traceback. A judge
@@ -20,14 +20,12 @@ from relaxd.rpc.credentials import read_token
 from relaxd.rpc.service_settings import JUDGE_KEY
 from relaxd.v1.judge_pb2 import AskRequest, AskResponse
 from services.reward.cache import Score, Scored
-from services.reward.enclosure import MissingPathError
-from services.reward.environment import MissingVariableError
 from services.reward.judge.chat_completions import ChatCompletions
-from services.reward.pool import Failure, WorkerPool, WorkerStartError
-from services.reward.questions import no_judge
-from services.reward.remote.errors import MismatchError, UnreachableError
-from services.reward.remote.scorer import RemoteScorer
-from services.reward.remote.terms import RUNS_REWARD, RemoteTerms, of_workers
+from services.reward.judge_questions import no_judge
+from services.reward.remote.foreign_calls import MismatchError, UnreachableError
+from services.reward.remote.remote_scorer import RUNS_REWARD, RemoteScorer, RemoteTerms, of_workers
+from services.reward.worker_enclosure import MissingPathError, MissingVariableError
+from services.reward.worker_pool import Failure, WorkerPool, WorkerStartError
 
 NOT_YET = (
     "the reward asks the judge, whose replicas are there only in a run; a server at roles.judge.address would be asked"
@@ -120,7 +118,7 @@ async def _try_sample(score: Score, sample: RewardInput, room: asyncio.Semaphore
 
 def main() -> None:
     """Run the program."""
-    parser = argparse.ArgumentParser(prog="python -m services.reward.trial", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m services.reward.reward_trial", description=__doc__)
     parser.add_argument("--config", required=True, help="the run's section [reward] as JSON")
     parser.add_argument("--judge", default="{}", help="the run's section [roles.judge] as JSON")
     parser.add_argument("--secret-file", action="append", default=[], help="a file that the reward can't open")

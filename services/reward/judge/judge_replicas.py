@@ -1,13 +1,16 @@
-"""The judge in the run's own replicas, which the coordinator knows."""
+"""The judge in the run's own replicas, which the coordinator knows, and calls of it for rewards."""
 
 import asyncio
 import logging
 import random
 import time
 from dataclasses import dataclass
+from typing import Protocol
 
 import grpc
 
+from relaxd import telemetry
+from relaxd.config import JudgeConfig
 from relaxd.rewards.judge.asking import JudgeError
 from relaxd.roles import JUDGE
 from relaxd.rpc.client import channel
@@ -18,7 +21,8 @@ from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 from relaxd.v1.judge_pb2 import AskRequest, AskResponse
 from relaxd.v1.judge_pb2_grpc import JudgeStub
 from relaxd.v1.replica_pb2 import REPLICA_STATE_READY
-from services.reward.remote.errors import UnreachableError
+from services.reward.remote.foreign_calls import MismatchError, UnreachableError
+from services.reward.remote.patience import PatientCaller
 
 LOOK_SECONDS = 10.0
 """Interval of looking for new replicas at the coordinator while questions are answered."""
@@ -132,3 +136,78 @@ class JudgeReplicas:
     def _is_able(self, replica: RegisteredReplica) -> bool:
         status = replica.status
         return status.state == REPLICA_STATE_READY and status.run_id == self._run_id
+
+
+class Judges(Protocol):
+    """Location of the judge."""
+
+    who: str
+    """The judge, for people."""
+    on: str
+    """Its address, or the role of its replicas."""
+
+    async def probe(self) -> None:
+        """Ask whether it is there. Raises UnreachableError, MismatchError."""
+
+    async def ask(self, question: AskRequest, seconds: float) -> AskResponse:
+        """Ask it within `seconds`. Raises JudgeError, UnreachableError."""
+
+    async def close(self) -> None:
+        """Close its connections."""
+
+
+class JudgeClient:
+    """Asks the run's judge. Lives in one event loop."""
+
+    def __init__(self, config: JudgeConfig, judges: Judges) -> None:
+        self._config = config
+        self._judges = judges
+        self._caller = PatientCaller(
+            judges.who,
+            judges.on,
+            judges.probe,
+            max_in_flight=config.max_in_flight,
+            timeout_seconds=config.timeout_seconds,
+            outage_seconds=config.outage_seconds,
+            per_second=config.questions_per_second,
+            turn="a question's turn (roles.judge.questions_per_second)",
+        )
+        self._replies = 0
+
+    @property
+    def pieces(self) -> int:
+        """A counter of replies, probes and looks, which shows that the replica isn't stuck."""
+        return self._replies + self._caller.pieces
+
+    @property
+    def detail(self) -> str:
+        """Call that takes long, in one sentence; empty if none does."""
+        return self._caller.detail
+
+    async def start(self) -> None:
+        """Begin with a judge that may be away for now. Raises MismatchError: it can't be asked."""
+        await self._caller.start()
+
+    def forgive(self) -> None:
+        """Count roles.judge.outage_seconds of a judge that is away from now on."""
+        self._caller.forgive()
+
+    async def ask(self, question: AskRequest) -> AskResponse:
+        """Return the judge's reply. Raises JudgeError. Cancelling this ends the call."""
+        outcome = "failed"
+        begun = time.monotonic()
+        try:
+            reply = await self._caller.call(lambda: self._judges.ask(question, self._config.timeout_seconds))
+            outcome = "answered"
+            return reply
+        except (UnreachableError, MismatchError) as error:
+            raise JudgeError(str(error)) from error
+        finally:
+            self._replies += 1
+            telemetry.record("judge.replies", 1, {"relaxd.outcome": outcome})
+            telemetry.record("judge.seconds", time.monotonic() - begun)
+
+    async def close(self) -> None:
+        """End its calls."""
+        self._caller.close()
+        await self._judges.close()

@@ -16,12 +16,10 @@ from relaxd.sandbox.enclosure import Measure
 from relaxd.v1.reward_worker_pb2 import LoadRewardRequest, LoadRewardResponse, ScoreSamplesRequest
 from relaxd.v1.reward_worker_pb2_grpc import RewardWorkerStub
 from relaxd.waiting import duration
-from services.reward.deadline import Deadline
-from services.reward.enclosure import missing_of, plan_of
-from services.reward.environment import worker_environment
-from services.reward.questions import Ask, Questions, no_judge
+from services.reward.deadline import Deadline, slow_after
+from services.reward.judge_questions import Ask, Questions, no_judge
 from services.reward.samples import request_of_samples
-from services.reward.slow import slow_after
+from services.reward.worker_enclosure import missing_of, plan_of, worker_environment
 
 SHOWN_PROMPT = 80
 START_SECONDS = 60.0

@@ -1,0 +1,32 @@
+"""Errors and tokens of a service that the user runs at reward.address."""
+
+import os
+
+from relaxd.config import RewardConfig
+from services.reward.worker_enclosure import MissingVariableError
+
+
+class UnreachableError(Exception):
+    """The service doesn't answer, or is too busy to: the call may be repeated."""
+
+    def __init__(self, message: str, *, retry_after: float = 0.0) -> None:
+        """`retry_after` is in how many seconds the service wants to be called again, if it says so."""
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class MismatchError(Exception):
+    """The service answers, but doesn't speak what relaxd speaks."""
+
+
+def authorization(config: RewardConfig) -> dict[str, str]:
+    """Return the headers with the token of reward.address_token; none without it. Raises MissingVariableError."""
+    name = config.address_token
+    if not name:
+        return {}
+    if not (token := os.environ.get(name, "").strip()):
+        raise MissingVariableError(
+            f"reward.address_token names {name}, not set in the reward service's environment: set it where that "
+            "service is started"
+        )
+    return {"authorization": f"Bearer {token}"}
