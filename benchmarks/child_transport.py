@@ -30,7 +30,7 @@ from relaxd.config import RolloutConfig
 from relaxd.process.child import LIFELINE_VARIABLE, Child
 from relaxd.v1 import engine_pb2, rollout_pb2
 from services.rollout.engines.engine_process import EngineProcess
-from services.rollout.engines.types import Output, Request, Sampling
+from services.rollout.engines.request_types import Output, Request, Sampling
 from services.rollout.service import child_engine
 
 TOKENS = 256

@@ -191,7 +191,7 @@ class Bench:
 
     def engines(self) -> dict[str, psutil.Process]:
         """Return the engines' processes."""
-        return children(self._state, "rollout", "services.rollout.engines.transformers.process")
+        return children(self._state, "rollout", "services.rollout.engines.transformers.transformers_process")
 
     def trainer(self) -> int:
         """Return the process id of the trainer's rank."""

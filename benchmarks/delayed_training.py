@@ -31,7 +31,7 @@ from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.rewards.hub.addition import addition as score_addition
 from relaxd.rewards.interface import RewardInput
 from relaxd.roles import TEACHER
-from services.rollout.engines.transformers.weights import named_parameters
+from services.rollout.engines.transformers.transformers_weights import named_parameters
 from services.trainer.batch.row_packing import TrainSequence, pack
 from services.trainer.learner.learner import Learner
 from services.trainer.megatron.parallel import shut_down

@@ -155,7 +155,7 @@ class _Service:
     """The part of a rollout service that Generate needs."""
 
     def __init__(self, engine: Any) -> None:
-        from services.rollout.service.occupancy import Occupancy
+        from services.rollout.service.group_generator import Occupancy
 
         self.engine = engine
         self.occupancy = Occupancy()
@@ -166,7 +166,7 @@ async def serve_relaxd(arguments: argparse.Namespace) -> None:
     from relaxd.replica.replica_server import SyncIds
     from relaxd.rpc.server import start_server
     from relaxd.v1 import rollout_pb2, rollout_pb2_grpc
-    from services.rollout.engines.types import Sampling, Version
+    from services.rollout.engines.request_types import Sampling, Version
     from services.rollout.service import child_engine
     from services.rollout.service.server import RolloutServicer
 

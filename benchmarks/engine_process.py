@@ -8,10 +8,10 @@ from typing import Any
 
 from relaxd.v1 import rollout_pb2
 from services.rollout.engines.engine_process import read_arguments
-from services.rollout.engines.sglang import launch
-from services.rollout.engines.sglang.process import SGLangProcess
+from services.rollout.engines.sglang import scheduler_launch
 from services.rollout.engines.sglang.scheduler import run_scheduler
-from services.rollout.engines.sglang.weights import ReceiveResult, Reception, SGLangWeights
+from services.rollout.engines.sglang.sglang_process import SGLangProcess
+from services.rollout.engines.sglang.sglang_weights import ReceiveResult, Reception, SGLangWeights
 
 
 class UntrainedProcess(SGLangProcess):
@@ -37,5 +37,5 @@ if __name__ == "__main__":
     read_arguments()
     from benchmarks import engine_process  # scheduler processes import it by this name
 
-    launch._Launcher.run_scheduler_process_func = staticmethod(engine_process.run_untrained_scheduler)
+    scheduler_launch._Launcher.run_scheduler_process_func = staticmethod(engine_process.run_untrained_scheduler)
     UntrainedProcess().serve()

@@ -34,7 +34,7 @@ from benchmarks.gpu_models import make_config, make_learner, make_sequences
 from benchmarks.reporting import report
 from relaxd.config import RolloutConfig
 from relaxd.v1 import rollout_pb2
-from services.rollout.engines.types import Version
+from services.rollout.engines.request_types import Version
 from services.rollout.service import child_engine
 from services.trainer.batch.row_packing import TrainSequence, pack
 from services.trainer.learner.learner import Learner

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.reporting import report
 from relaxd.models.folders import resolve_model
-from services.rollout.engines.transformers.engine import TransformersEngine
-from services.rollout.engines.types import Output, Request, Sampling, Version
+from services.rollout.engines.request_types import Output, Request, Sampling, Version
+from services.rollout.engines.transformers.transformers_engine import TransformersEngine
 
 PROMPTS = ["What is 12 + 34?", "What is 71 + 18?", "What is 95 + 5? Answer with the number only.", "What is 40 + 44?"]
 

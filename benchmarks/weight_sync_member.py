@@ -133,7 +133,7 @@ class EngineSide(Side):
         self.model = get_model(
             model_config=config, load_config=LoadConfig(load_format="dummy"), device_config=DeviceConfig("cuda")
         )
-        from services.rollout.engines.sglang.weights import SGLangWeights
+        from services.rollout.engines.sglang.sglang_weights import SGLangWeights
 
         self.weights = SGLangWeights(self.model, self.device, 1)
         self.buckets: list[TensorBucket] = []

@@ -131,7 +131,7 @@ class Killer(threading.Thread):
                 time.sleep(0.001)
         time.sleep(self._delay)
         engines = [
-            p for p in psutil.process_iter(["cmdline"]) if "services.rollout.engines.sglang.process" in _words(p)
+            p for p in psutil.process_iter(["cmdline"]) if "services.rollout.engines.sglang.sglang_process" in _words(p)
         ]
         victim = max(engines, key=lambda process: process.pid)
         for process in (*victim.children(recursive=True), victim):

@@ -18,8 +18,8 @@ from relaxd.board import STAGES, Board, NewGroup
 from relaxd.config import BoardConfig, GRPOConfig, OptimizerConfig, TrainerConfig
 from relaxd.local.embedded_redis import server_command, url, wait_until_up
 from relaxd.process.ports import free_port
-from services.rollout.engines.transformers.engine import TransformersEngine
-from services.rollout.engines.types import Output, Request, Sampling, Version
+from services.rollout.engines.request_types import Output, Request, Sampling, Version
+from services.rollout.engines.transformers.transformers_engine import TransformersEngine
 from services.rollout.service.answers import Answers
 from services.rollout.service.group_generator import group_seed
 from services.trainer.batch.groups import check_group

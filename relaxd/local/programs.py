@@ -12,15 +12,20 @@ from typing import Any
 import relaxd
 from relaxd.client import CliError
 
+EXPORT_CHECKPOINT = "services.trainer.offline.export_checkpoint"
+REPLAY = "services.trainer.offline.replay"
+ALGORITHM_TRIAL = "relaxd.algorithms.algorithm_trial"
+REWARD_TRIAL = "services.reward.reward_trial"
+ROLLOUT_OFFLINE = "services.rollout.offline"
+MANY_ROLLOUTS = "services.rollout.rehearsal"
+EXIT_SECONDS = 30.0
+"""Time for a program to end after its last output."""
+
 
 def python_path() -> str:
     """Return a PYTHONPATH with which child processes find relaxd and the services."""
     source = str(Path(relaxd.__file__).parents[1])
     return os.pathsep.join(path for path in (source, os.environ.get("PYTHONPATH", "")) if path)
-
-
-EXIT_SECONDS = 30.0
-"""Time for a program to end after its last output."""
 
 
 def run_program(module: str, words: Sequence[str], *, seconds: float, text: str = "") -> dict[str, Any]:
@@ -50,7 +55,7 @@ def run_program(module: str, words: Sequence[str], *, seconds: float, text: str 
     return result
 
 
-def stream_program(module: str, text: str) -> Generator[dict[str, Any], None, None]:
+def stream_program(module: str, words: Sequence[str], text: str) -> Generator[dict[str, Any], None, None]:
     """Run a program with `text` as its input, and yield its output, a JSON object in each line.
 
     Its stderr is this process's. It is killed when the iterator is closed. Raises CliError: a line has an "error", or
@@ -60,7 +65,7 @@ def stream_program(module: str, text: str) -> Generator[dict[str, Any], None, No
         given.write(text)
         given.seek(0)
         process = subprocess.Popen(
-            [sys.executable, "-m", module],
+            [sys.executable, "-m", module, *words],
             stdin=given,
             stdout=subprocess.PIPE,
             text=True,
@@ -81,12 +86,3 @@ def stream_program(module: str, text: str) -> Generator[dict[str, Any], None, No
         process.kill()
         process.wait(timeout=EXIT_SECONDS)
         process.stdout.close()
-
-
-EXPORT_CHECKPOINT = "services.trainer.offline.export_checkpoint"
-REPLAY = "services.trainer.offline.replay"
-ALGORITHM_TRIAL = "relaxd.algorithms.algorithm_trial"
-REWARD_TRIAL = "services.reward.reward_trial"
-ROLLOUT_TRIAL = "services.rollout.trial"
-MANY_ROLLOUTS = "services.rollout.many"
-SET_ANSWERS = "services.rollout.set_answers"

@@ -8,8 +8,8 @@ from relaxd.replica.replica_server import SyncIds
 from relaxd.rpc.server import Service
 from relaxd.rpc.service_settings import parse_settings
 from relaxd.v1 import rollout_pb2_grpc
+from services.rollout.service.rollout_service import RolloutService
 from services.rollout.service.server import RolloutServicer
-from services.rollout.service.service import RolloutService
 
 
 async def main() -> None:

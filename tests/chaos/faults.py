@@ -391,7 +391,7 @@ def kill_engine_in_join(stack: ChaosStack, rng: random.Random) -> float:
 
 
 ENGINE, RANK, WORKER, FROZEN_RANK, CRITIC_RANK, TEACHER_ENGINE = (
-    "services.rollout.engines.transformers.process",
+    "services.rollout.engines.transformers.transformers_process",
     "services.trainer.loop.rank",
     "services.reward.worker",
     "services.trainer.frozen.rank",

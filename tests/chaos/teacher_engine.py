@@ -1,7 +1,7 @@
 """A teacher's engine without SGLang: it answers the same calls, on a CPU, with log-probs by transformers.
 
-The stack starts it in the place of `services.rollout.engines.sglang.process` (see `interpreter`). While the file that
-FAILING_VARIABLE names is there, its answers are wrong, in turns in each way in which an engine's may be.
+The stack starts it in the place of `services.rollout.engines.sglang.sglang_process` (see `interpreter`). While the
+file that FAILING_VARIABLE names is there, its answers are wrong, in turns in each way in which an engine's may be.
 """
 
 import os
@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from relaxd.config import RolloutConfig
 from relaxd.v1 import engine_pb2, rollout_pb2
 from services.rollout.engines.engine_process import EngineProcess, read_arguments
-from services.rollout.engines.types import EngineError, MemoryPart, PauseMode, Request, RequestFailed
+from services.rollout.engines.request_types import EngineError, MemoryPart, PauseMode, Request, RequestFailed
 
 MODULE = "tests.chaos.teacher_engine"
 FAILING_VARIABLE = "CHAOS_TEACHER_FAILS"

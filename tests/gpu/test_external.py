@@ -22,7 +22,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from relaxd.rpc.errors import DeadlineExceeded
 from relaxd.weights.weight_group import WeightGroupError
-from services.rollout.engines.types import Output, Sampling, Version
+from services.rollout.engines.request_types import Output, Sampling, Version
 from tests.integration.rollout.sglang_external.external_kit import PROMPT, Engine, Server, Trainer, connect, logprobs
 from tests.kit.engines import receive_request
 from tests.kit.models import byte_tokenizer

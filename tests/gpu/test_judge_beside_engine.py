@@ -17,7 +17,7 @@ from relaxd.v1 import content_pb2, judge_pb2
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.judge_pb2_grpc import JudgeStub
 from relaxd.v1.replica_pb2 import REPLICA_STATE_READY
-from services.rollout.engines.types import Sampling
+from services.rollout.engines.request_types import Sampling
 from services.rollout.service.child_engine import ALL_MEMORY, ChildEngine
 from tests.e2e.conftest import Workplace
 from tests.e2e.test_judge import REWARD

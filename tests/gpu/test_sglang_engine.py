@@ -60,7 +60,7 @@ def engine(model: Path) -> Iterator[EngineRunner]:
         yield runner
     finally:
         runner.close()
-        child_engine.MODULES["sglang"] = "services.rollout.engines.sglang.process"
+        child_engine.MODULES["sglang"] = "services.rollout.engines.sglang.sglang_process"
 
 
 def commit(runner: EngineRunner, version: int, mode: str = "in_place") -> int:

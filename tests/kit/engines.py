@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from relaxd.config import RolloutConfig
 from relaxd.process.child import ChildExit
 from relaxd.v1 import replica_pb2, rollout_pb2, weights_pb2
-from services.rollout.engines.types import Output, Sampling, Version
+from services.rollout.engines.request_types import Output, Sampling, Version
 from services.rollout.service.child_engine import ChildEngine
 from tests.kit.waiting import eventually
 

@@ -49,10 +49,10 @@ PROGRAMS = {
     "heavy": (
         *("services.trainer.loop.rank", "services.trainer.critic.rank", "services.trainer.frozen.rank"),
         *("services.trainer.rehearsal.rank", "services.trainer.offline.replay", "tests.chaos.models"),
-        *("services.trainer.offline.export_checkpoint", "services.rollout.engines.transformers.process"),
+        *("services.trainer.offline.export_checkpoint", "services.rollout.engines.transformers.transformers_process"),
         *("tests.integration.rollout.weight_source", "relaxd.tools.model_fetch"),
     ),
-    "sglang": ("services.rollout.engines.sglang.process", "sglang.launch_server"),
+    "sglang": ("services.rollout.engines.sglang.sglang_process", "sglang.launch_server"),
 }
 """Modules by their nursery, which imports them: the light one doesn't import torch."""
 ALSO_STARTED = {

@@ -25,7 +25,7 @@ from relaxd.evaluation.estimates import vote_of
 from relaxd.evaluation.scored_answers import ScoredAnswer, summarise_set
 from relaxd.evaluation.set_checks import context_problems, set_problems
 from relaxd.evaluation.sets import ResolvedSet, sets_of, unknown_set
-from relaxd.local.programs import SET_ANSWERS, stream_program
+from relaxd.local.programs import ROLLOUT_OFFLINE, stream_program
 from relaxd.media.messages import with_parts
 from relaxd.models import DataError
 from relaxd.models.folders import resolve_model
@@ -158,7 +158,7 @@ def _answer(
         for prompt in prompts
     ]
     asked = json.dumps({"config": config.model_dump(mode="json"), "device": device, "questions": questions})
-    with closing(stream_program(SET_ANSWERS, asked)) as found:
+    with closing(stream_program(ROLLOUT_OFFLINE, ["set"], asked)) as found:
         for answer in found:
             prompt = prompts[answer["question"]]
             yield _Answered(prompt, answer["sample"], answer["text"], answer["length"], answer["finish_reason"])

@@ -21,7 +21,7 @@ from relaxd.data.dataset import Prompt
 from relaxd.data.examples import Example
 from relaxd.data.sources.run_sources import read_sources
 from relaxd.data.tokenizer import PromptTokenizer
-from relaxd.local.programs import REWARD_TRIAL, ROLLOUT_TRIAL, run_program
+from relaxd.local.programs import REWARD_TRIAL, ROLLOUT_OFFLINE, run_program
 from relaxd.local.state_folder import StateFolder
 from relaxd.models import DataError
 from relaxd.models.folders import resolve_model
@@ -130,9 +130,9 @@ def _generate(config: RunConfig, examples: Sequence[Example], count: int) -> lis
         "samples": count,
         "prompts": [tokens.tolist() for tokens in tokenizer.encode(examples)],
     }
-    answers: list[list[str]] = run_program(ROLLOUT_TRIAL, [], seconds=GENERATE_SECONDS, text=json.dumps(asked))[
-        "answers"
-    ]
+    answers: list[list[str]] = run_program(
+        ROLLOUT_OFFLINE, ["prompts"], seconds=GENERATE_SECONDS, text=json.dumps(asked)
+    )["answers"]
     return answers
 
 

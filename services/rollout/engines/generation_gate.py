@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from services.rollout.engines.types import EngineError, PauseMode, Version
+from services.rollout.engines.request_types import EngineError, PauseMode, Version
 
 logger = logging.getLogger(__name__)
 

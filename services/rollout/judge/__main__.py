@@ -9,8 +9,8 @@ from relaxd.roles import JUDGE
 from relaxd.rpc.server import Service
 from relaxd.rpc.service_settings import parse_settings
 from relaxd.v1 import judge_pb2_grpc
+from services.rollout.judge.judge_service import JudgeService
 from services.rollout.judge.server import JudgeServicer
-from services.rollout.judge.service import JudgeService
 
 
 async def main() -> None:

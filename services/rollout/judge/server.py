@@ -5,8 +5,8 @@ from typing import Any
 from relaxd.replica.replica_server import SyncIds
 from relaxd.rpc.errors import Violations
 from relaxd.v1 import judge_pb2, judge_pb2_grpc
-from services.rollout.engines.output_encoding import FINISH_NUMBERS
-from services.rollout.judge.service import JudgeService
+from services.rollout.engines.message_encoding import FINISH_NUMBERS
+from services.rollout.judge.judge_service import JudgeService
 
 
 class JudgeServicer(judge_pb2_grpc.JudgeServicer):

@@ -4,10 +4,12 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from relaxd.config import RolloutConfig
@@ -17,10 +19,9 @@ from relaxd.process.gpu_lease import GpuLease
 from relaxd.roles import ROLLOUT
 from relaxd.rpc.errors import Aborted, RpcError
 from relaxd.v1 import engine_pb2, engine_pb2_grpc, rollout_pb2, rollout_pb2_grpc, weights_pb2
-from services.rollout.engines.engine import RolloutEngine
-from services.rollout.engines.output_encoding import decode_output
-from services.rollout.engines.request_encoding import encode_request
-from services.rollout.engines.types import (
+from services.rollout.engines.engine_interface import RolloutEngine
+from services.rollout.engines.message_encoding import decode_output, encode_request
+from services.rollout.engines.request_types import (
     MARGIN_SECONDS,
     MEMORY_PARTS,
     PAUSE_MODES,
@@ -34,8 +35,8 @@ from services.rollout.engines.types import (
 )
 
 MODULES = {
-    "transformers": "services.rollout.engines.transformers.process",
-    "sglang": "services.rollout.engines.sglang.process",
+    "transformers": "services.rollout.engines.transformers.transformers_process",
+    "sglang": "services.rollout.engines.sglang.sglang_process",
 }
 """Modules of the engines' processes, by rollout.engine."""
 ALL_MEMORY: frozenset[MemoryPart] = frozenset({"weights", "kv_cache"})
@@ -346,3 +347,16 @@ class ChildEngine(RolloutEngine):
 def _number(words: Mapping[int, str], word: str) -> Any:
     """Return the last number of a word, because 0 may mean the same."""
     return max(number for number, each in words.items() if each == word)
+
+
+def loaded_mebibytes(parent: psutil.Process) -> int:
+    """Return a number, in MiB, that changes as long as a descendant of `parent` loads anything: bytes read plus memory.
+
+    Memory counts because read calls don't show files that are mapped.
+    """
+    total = 0
+    for process in parent.children(recursive=True):
+        with suppress(psutil.Error):
+            total += process.memory_info().rss
+            total += process.io_counters().read_chars if psutil.LINUX else 0
+    return total >> 20

@@ -13,12 +13,12 @@ from relaxd.replica.replica_server import SyncIds
 from relaxd.rpc.errors import AlreadyExists, FailedPrecondition, NotFound, Unavailable, Violations
 from relaxd.rpc.message_parts import words
 from relaxd.v1 import replica_pb2, rollout_pb2, rollout_pb2_grpc, weights_pb2
-from services.rollout.engines.engine import RolloutEngine
-from services.rollout.engines.output_encoding import FINISH_NUMBERS
-from services.rollout.engines.types import MEMORY_PARTS, PAUSE_MODES, Output, Version
+from services.rollout.engines.engine_interface import RolloutEngine
+from services.rollout.engines.message_encoding import FINISH_NUMBERS
+from services.rollout.engines.request_types import MEMORY_PARTS, PAUSE_MODES, Output, Version
 from services.rollout.service.child_engine import ChildEngine
-from services.rollout.service.requests import parse_generate
-from services.rollout.service.service import RolloutService
+from services.rollout.service.request_checks import parse_generate
+from services.rollout.service.rollout_service import RolloutService
 
 REPLY_SECONDS = 0.3
 """A pause fails this long before its caller's deadline, so that the caller gets the reason."""

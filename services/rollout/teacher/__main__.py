@@ -6,7 +6,7 @@ from relaxd.replica.replica_context import open_context
 from relaxd.replica.replica_life import run_replica
 from relaxd.roles import TEACHER
 from relaxd.rpc.service_settings import parse_settings
-from services.rollout.teacher.service import TeacherService
+from services.rollout.teacher.teacher_service import TeacherService
 
 
 async def main() -> None:

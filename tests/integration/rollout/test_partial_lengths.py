@@ -11,11 +11,10 @@ import pytest
 
 from relaxd.board import Board, NewGroup, StageWorker, stages_for
 from relaxd.config import RunConfig
-from services.rollout.engines.engine import RolloutEngine
-from services.rollout.engines.types import Output, Request, Version
-from services.rollout.service.group_generator import GroupGenerator
-from services.rollout.service.kept_answers import KeptAnswers
-from services.rollout.service.occupancy import Occupancy
+from services.rollout.engines.engine_interface import RolloutEngine
+from services.rollout.engines.request_types import Output, Request, Version
+from services.rollout.service.answers import KeptAnswers
+from services.rollout.service.group_generator import GroupGenerator, Occupancy
 from tests.unit.rollout.configs import run_config
 
 END = 1 / 40

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from services.rollout.engines.types import Version
+from services.rollout.engines.request_types import Version
 from services.rollout.service.group_generator import group_seed
 from tests.integration.rollout.rollout_kit import PATIENCE, Replica, Stage, kill
 from tests.integration.rollout.weight_source import weights_of

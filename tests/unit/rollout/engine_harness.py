@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from services.rollout.engines.transformers.engine import TransformersEngine
-from services.rollout.engines.types import Output, Request, Sampling, Version
+from services.rollout.engines.request_types import Output, Request, Sampling, Version
+from services.rollout.engines.transformers.transformers_engine import TransformersEngine
 
 
 class Answer:

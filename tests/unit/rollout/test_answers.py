@@ -7,7 +7,7 @@ import pytest
 
 from relaxd.board import decode_columns, encode_columns, stages_for
 from services.reward.service import samples_of
-from services.rollout.engines.types import FinishReason, Output
+from services.rollout.engines.request_types import FinishReason, Output
 from services.rollout.service.answers import Answers
 from tests.unit.rollout.configs import run_config
 

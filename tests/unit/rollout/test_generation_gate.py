@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from services.rollout.engines.generation_gate import GenerationGate, UpdatePause
-from services.rollout.engines.types import EngineError, Version
+from services.rollout.engines.request_types import EngineError, Version
 from tests.kit.waiting import wait_until
 
 NEW = Version(1, 1)

@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.rollout.engines.load_progress import loaded_mebibytes
+from services.rollout.service.child_engine import loaded_mebibytes
 from tests.kit.processes import start_python
 
 MEBIBYTES = 32

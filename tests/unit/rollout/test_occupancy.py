@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.rollout.service.occupancy import Occupancy
+from services.rollout.service.group_generator import Occupancy
 
 
 class Clock:

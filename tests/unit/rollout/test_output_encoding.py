@@ -10,10 +10,10 @@ from relaxd.board import Column, stages_for
 from relaxd.config import RunConfig
 from relaxd.models.shape import expert_dtype
 from relaxd.v1 import engine_pb2
-from services.rollout.engines import output_stream
-from services.rollout.engines.output_encoding import decode_output, encode_output, join_outputs, pack_messages
-from services.rollout.engines.output_stream import FLUSH_SECONDS, OutputStream
-from services.rollout.engines.types import Output
+from services.rollout.engines import engine_process
+from services.rollout.engines.engine_process import FLUSH_SECONDS, OutputStream
+from services.rollout.engines.message_encoding import decode_output, encode_output, join_outputs, pack_messages
+from services.rollout.engines.request_types import Output
 from services.rollout.service.answers import Answers
 from tests.unit.rollout.configs import run_config
 
@@ -82,7 +82,7 @@ async def test_tokens_come_several_times_a_second_and_ends_at_once() -> None:
     (together,) = (await first).outputs
     assert time.monotonic() - started >= 0.8 * FLUSH_SECONDS
     assert decode_output(together).tokens.tolist() == [0, 1, 2]  # type: ignore[attr-defined]
-    output_stream.FLUSH_SECONDS = 3600.0
+    engine_process.FLUSH_SECONDS = 3600.0
     try:
         last = asyncio.create_task(anext(messages))
         stream.put({"a": [Output(0, [3], [-1.0], [0])]})
@@ -93,7 +93,7 @@ async def test_tokens_come_several_times_a_second_and_ends_at_once() -> None:
         stream.fail("b", "broken")
         assert (await asyncio.wait_for(anext(messages), 5)).failures[0].reason == "broken"
     finally:
-        output_stream.FLUSH_SECONDS = FLUSH_SECONDS
+        engine_process.FLUSH_SECONDS = FLUSH_SECONDS
 
 
 @pytest.mark.parametrize(("count", "dtype"), [(4, np.uint8), (256, np.uint8), (257, np.uint16), (512, np.uint16)])

@@ -8,10 +8,9 @@ import pytest
 from relaxd.board import Board, NewGroup, StageWorker, stages_for
 from relaxd.config import RehearsalConfig
 from relaxd.v1 import rollout_pb2
-from services.rollout.engines.scripted.engine import ScriptedEngine
-from services.rollout.engines.types import Version
-from services.rollout.service.group_generator import GroupGenerator
-from services.rollout.service.occupancy import Occupancy
+from services.rollout.engines.request_types import Version
+from services.rollout.engines.scripted_engine import ScriptedEngine
+from services.rollout.service.group_generator import GroupGenerator, Occupancy
 from tests.kit.waiting import eventually
 from tests.unit.rollout.configs import run_config
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from services.rollout.engines.request_types import EngineError, Sampling
 from services.rollout.engines.transformers.sampling import choose_tokens, sample_generator
-from services.rollout.engines.types import EngineError, Sampling
 
 LOGITS = torch.tensor([2.0, 0.5, 1.0, -1.0, 0.0])
 

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from relaxd.weights.manifest import ManifestMismatch, TensorBucket, TensorSpec, pack, plan_buckets
 from relaxd.weights.sent_buckets import checksum
 from relaxd.weights.weight_group import Rendezvous, WeightGroup, WeightGroupError, host_store
-from services.rollout.engines.transformers.engine import TransformersEngine
-from services.rollout.engines.transformers.weights import WeightReceiver, check_manifest, named_parameters
-from services.rollout.engines.types import EngineError, Version
+from services.rollout.engines.request_types import EngineError, Version
+from services.rollout.engines.transformers.transformers_engine import TransformersEngine
+from services.rollout.engines.transformers.transformers_weights import WeightReceiver, check_manifest, named_parameters
 from tests.kit.models import make_tiny_model
 
 

@@ -8,10 +8,8 @@ import pytest
 
 from relaxd.config import RehearsalConfig, RolloutConfig
 from relaxd.v1 import replica_pb2, rollout_pb2
-from services.rollout.engines.scripted.decoder import Decoder
-from services.rollout.engines.scripted.engine import ScriptedEngine
-from services.rollout.engines.scripted.lengths import draw_lengths
-from services.rollout.engines.types import Output, Sampling
+from services.rollout.engines.request_types import Output, Sampling
+from services.rollout.engines.scripted_engine import Decoder, ScriptedEngine, draw_lengths
 
 
 def test_lengths_are_log_normal_and_cut_off() -> None:

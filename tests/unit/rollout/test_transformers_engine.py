@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.rollout.engines.transformers.engine import TransformersEngine
-from services.rollout.engines.types import EngineError, Version
+from services.rollout.engines.request_types import EngineError, Version
+from services.rollout.engines.transformers.transformers_engine import TransformersEngine
 from tests.kit.engines import check_likeliest
 from tests.kit.models import make_tiny_model
 from tests.unit.rollout.engine_harness import Answer, Harness, full_logprobs, load

@@ -64,13 +64,16 @@ WITHOUT_DEADLINE = {
         ("services/reward/worker/worker_rewards.py", "Rewards.work"),
         ("services/reward/judge_questions.py", "Questions._sent"),
         ("services/rollout/engines/generation_gate.py", "GenerationGate.rest"),
-        ("services/rollout/engines/output_stream.py", "OutputStream.messages"),
+        ("services/rollout/engines/engine_process.py", "OutputStream.messages"),
         ("services/rollout/engines/sglang/scheduler.py", "ControlHandlers.WatchEnd"),
         ("services/rollout/service/child_engine.py", "ChildEngine._requests"),
         ("services/rollout/engines/sglang/control.py", "SchedulerControl.supervise"),
-        ("services/rollout/engines/sglang_external/engine.py", "ExternalEngine._wait_open"),  # its caller cancels it
         (
-            "services/rollout/engines/sglang/process.py",
+            "services/rollout/engines/sglang_external/external_engine.py",
+            "ExternalEngine._wait_open",
+        ),  # its caller cancels it
+        (
+            "services/rollout/engines/sglang/sglang_process.py",
             "SGLangProcess._launch",
         ),  # schedulers end with the thread
         ("services/trainer/service/rank_supervisor.py", "RankSupervisor._announce"),
@@ -92,8 +95,8 @@ WITHOUT_DEADLINE = {
             "Transfer.precede_current_stream",
         ),  # the transfer's deadline, as in the following
         ("relaxd/weights/weight_group.py", "WeightGroup.broadcast"),
-        ("services/rollout/engines/transformers/weights.py", "WeightReceiver.receive"),
-        ("services/rollout/engines/sglang/weights.py", "_Receiver.finish"),
+        ("services/rollout/engines/transformers/transformers_weights.py", "WeightReceiver.receive"),
+        ("services/rollout/engines/sglang/sglang_weights.py", "_Receiver.finish"),
         ("services/trainer/loop/broadcast.py", "WeightBroadcaster._send"),
         (
             "services/coordinator/runs/run_manager.py",
@@ -105,17 +108,17 @@ WITHOUT_DEADLINE = {
         ("services/coordinator/scaling/scaler.py", "Scaler.close"),  # cancelled
         ("services/reward/worker_pool.py", "WorkerPool._request"),  # each sample before it has reward.timeout_seconds
         ("services/reward/worker/worker_rewards.py", "Rewards._in_main_thread"),  # the pool kills it at the deadline
-        ("services/rollout/engines/scripted/engine.py", "ScriptedEngine._generate"),  # each sample takes its time
+        ("services/rollout/engines/scripted_engine.py", "ScriptedEngine._generate"),  # each sample takes its time
         (
             "services/rollout/service/child_engine.py",
             "ChildEngine._generate",
         ),  # the health manager watches
-        ("services/rollout/engines/sglang_external/requests.py", "ExternalRequests.generate"),  # the same
-        ("services/rollout/engines/transformers/engine.py", "TransformersEngine.stop"),  # after one token
+        ("services/rollout/engines/sglang_external/external_requests.py", "ExternalRequests.generate"),  # the same
+        ("services/rollout/engines/transformers/transformers_engine.py", "TransformersEngine.stop"),  # after one token
         ("services/rollout/engines/sglang/schedulers.py", "Schedulers._answer"),  # the call's timeout
-        ("services/rollout/service/service.py", "RolloutService.stop_run"),  # cancelled
-        ("services/rollout/teacher/budget.py", "TokenBudget.hold"),  # each request before it has a deadline
-        ("services/rollout/engines/sglang/process.py", "SGLangProcess.load"),  # see health.start_seconds
+        ("services/rollout/service/rollout_service.py", "RolloutService.stop_run"),  # cancelled
+        ("services/rollout/teacher/teacher_columns.py", "TokenBudget.hold"),  # each request before it has a deadline
+        ("services/rollout/engines/sglang/sglang_process.py", "SGLangProcess.load"),  # see health.start_seconds
         (
             "services/trainer/learner/snapshots/checkpoint_copies.py",
             "HostMemory.touched",

@@ -29,9 +29,10 @@ from relaxd.replica.gpus import gpu_share
 from relaxd.v1 import engine_pb2, engine_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from relaxd.weights.manifest import ManifestMismatch
 from relaxd.weights.weight_group import Rendezvous
+from services.rollout.engines.request_types import BadManifest, EngineError
+from services.rollout.engines.sglang.given_logprobs import TEMPERATURE_VARIABLE, set_temperature
 from services.rollout.engines.sglang.gpu_share import memory_of_all, show_share
-from services.rollout.engines.sglang.logits import TEMPERATURE_VARIABLE, set_temperature
-from services.rollout.engines.sglang.messages import ChangeMade, HeldRequest, PauseForUpdate
+from services.rollout.engines.sglang.scheduler_messages import ChangeMade, HeldRequest, PauseForUpdate
 from services.rollout.engines.sglang.scheduler_updates import NewsSender, SchedulerUpdates
 from services.rollout.engines.sglang.schedulers import (
     ANSWER_SECONDS,
@@ -41,8 +42,7 @@ from services.rollout.engines.sglang.schedulers import (
     socket_path,
     write_failure,
 )
-from services.rollout.engines.sglang.weights import SGLangWeights
-from services.rollout.engines.types import BadManifest, EngineError
+from services.rollout.engines.sglang.sglang_weights import SGLangWeights
 
 PAUSED_SECONDS = 0.002
 """Wait of a paused loop between two polls of its messages: spinning would slow down receiving weights."""

@@ -12,7 +12,8 @@ from sglang.srt.utils.network import get_zmq_socket
 
 from relaxd.process.upkeep import IdleThreads
 from relaxd.rpc.errors import Aborted, RpcError
-from services.rollout.engines.sglang.messages import (
+from services.rollout.engines.request_types import EngineError
+from services.rollout.engines.sglang.scheduler_messages import (
     GroupLeft,
     HeldRequest,
     News,
@@ -21,8 +22,7 @@ from services.rollout.engines.sglang.messages import (
     UpdateEnded,
 )
 from services.rollout.engines.sglang.schedulers import END_SECONDS
-from services.rollout.engines.sglang.weights import Reception, SGLangWeights
-from services.rollout.engines.types import EngineError
+from services.rollout.engines.sglang.sglang_weights import Reception, SGLangWeights
 
 logger = logging.getLogger(__name__)
 

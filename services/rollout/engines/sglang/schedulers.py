@@ -21,7 +21,7 @@ from relaxd.process.child_channel import OPTIONS
 from relaxd.rpc.client import call_metadata
 from relaxd.rpc.errors import Aborted, RpcError, Unavailable, from_call, has_status
 from relaxd.v1 import engine_pb2, engine_pb2_grpc, rollout_pb2_grpc
-from services.rollout.engines.sglang.messages import News
+from services.rollout.engines.sglang.scheduler_messages import News
 
 FOLDER_VARIABLE = "RELAXD_SGLANG_FOLDER"
 """Environment variable with the folder of the sockets, for the scheduler processes."""

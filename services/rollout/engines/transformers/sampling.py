@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from services.rollout.engines.types import EngineError, Sampling
+from services.rollout.engines.request_types import EngineError, Sampling
 
 _Choose = Callable[[torch.Tensor, list[Sampling], torch.Tensor], torch.Tensor]
 """(log-probs [rows, vocabulary], the rows' sampling, uniform float64 [rows]) -> token ids [rows]."""

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from services.rollout.engines.engine_process import read_arguments
-from services.rollout.engines.sglang import launch, scheduler
-from services.rollout.engines.sglang.messages import PauseForUpdate
-from services.rollout.engines.sglang.process import SGLangProcess
+from services.rollout.engines.sglang import scheduler, scheduler_launch
+from services.rollout.engines.sglang.scheduler_messages import PauseForUpdate
+from services.rollout.engines.sglang.sglang_process import SGLangProcess
 
 FOLDER_VARIABLE = "RELAXD_TEST_HELD"
 """Environment variable with a folder. While it has a file "hold", the schedulers' loops take no messages and do no
@@ -22,7 +22,7 @@ class HeldScheduler(scheduler.ControlledScheduler):
         super().process_input_requests(recv_reqs)
 
 
-class TellingChannel(launch.MessageChannel):
+class TellingChannel(scheduler_launch.MessageChannel):
     def send(self, message: Any) -> None:
         super().send(message)
         if isinstance(message, PauseForUpdate):
@@ -40,6 +40,6 @@ if __name__ == "__main__":
     read_arguments()
     from tests.integration.rollout.sglang import held_engine  # scheduler processes import it by this name
 
-    launch.MessageChannel = TellingChannel  # type: ignore[misc]
-    launch._Launcher.run_scheduler_process_func = staticmethod(held_engine.run_held_scheduler)
+    scheduler_launch.MessageChannel = TellingChannel  # type: ignore[misc]
+    scheduler_launch._Launcher.run_scheduler_process_func = staticmethod(held_engine.run_held_scheduler)
     SGLangProcess().serve()

@@ -9,7 +9,7 @@ import sys
 
 from relaxd.config import RolloutConfig
 from relaxd.rpc.errors import InvalidArgument
-from services.rollout.engines.sglang.options import OptionError, check_options, server_args
+from services.rollout.engines.sglang.sglang_options import OptionError, check_options, server_args
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from relaxd.v1 import rollout_pb2
-from services.rollout.engines.types import Version
+from services.rollout.engines.request_types import Version
 from tests.integration.rollout.rollout_kit import Source
 from tests.integration.rollout.weight_source import weights_of
 from tests.kit.engines import Answer, EngineRunner, receive_request, reference_logprobs

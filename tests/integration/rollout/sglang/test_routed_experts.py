@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from relaxd.v1 import rollout_pb2
-from services.rollout.engines.types import Version
+from services.rollout.engines.request_types import Version
 from services.rollout.service import child_engine
 from tests.kit.engines import EngineRunner, receive_request
 from tests.kit.models import byte_tokenizer

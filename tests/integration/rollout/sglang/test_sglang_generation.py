@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from relaxd.process.child import ChildExited
 from relaxd.rpc.errors import Aborted, FailedPrecondition, InvalidArgument
 from relaxd.v1 import weights_pb2
-from services.rollout.engines.types import RequestFailed
+from services.rollout.engines.request_types import RequestFailed
 from tests.integration.rollout.rollout_kit import Source
 from tests.integration.rollout.sglang.syncs import check_logprobs, join, sync, transfer, with_weights
 from tests.kit.engines import (

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from relaxd.rpc.errors import FailedPrecondition
-from services.rollout.engines.types import RequestFailed
+from services.rollout.engines.request_types import RequestFailed
 from tests.integration.rollout.sglang.conftest import Start
 from tests.kit.engines import EngineRunner
 

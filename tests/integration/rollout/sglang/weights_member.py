@@ -19,8 +19,8 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_schedu
 from relaxd.v1.weights_pb2 import WeightManifest
 from relaxd.weights.manifest import ManifestMismatch
 from relaxd.weights.weight_group import Rendezvous, WeightGroupError
-from services.rollout.engines.sglang import weights as sglang_weights
-from services.rollout.engines.sglang.weights import SGLangWeights, UnsupportedModel
+from services.rollout.engines.sglang import sglang_weights as sglang_weights
+from services.rollout.engines.sglang.sglang_weights import SGLangWeights, UnsupportedModel
 
 TIMEOUT = 30.0
 

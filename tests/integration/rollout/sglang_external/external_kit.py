@@ -22,8 +22,8 @@ from relaxd.v1 import rollout_pb2, weights_pb2
 from relaxd.weights.manifest import TensorSpec, pack, plan_buckets, to_proto
 from relaxd.weights.stock_group import StockWeightGroup
 from relaxd.weights.weight_group import Rendezvous, Transport, host_store
-from services.rollout.engines.sglang_external.engine import ExternalEngine
-from services.rollout.engines.types import Output, Sampling, Version
+from services.rollout.engines.request_types import Output, Sampling, Version
+from services.rollout.engines.sglang_external.external_engine import ExternalEngine
 from tests.kit.engines import receive_request
 from tests.kit.processes import start_python
 from tests.kit.waiting import wait_until

@@ -13,10 +13,9 @@ from transformers import AutoTokenizer
 
 from relaxd.config import RolloutConfig
 from relaxd.rpc.errors import Aborted, DeadlineExceeded, FailedPrecondition, InvalidArgument
-from services.rollout.engines.sglang_external.client import ServerGone, SGLangClient
-from services.rollout.engines.sglang_external.connect import ServerMismatch
-from services.rollout.engines.sglang_external.engine import ExternalEngine
-from services.rollout.engines.types import Output, RequestFailed, Sampling, Version
+from services.rollout.engines.request_types import Output, RequestFailed, Sampling, Version
+from services.rollout.engines.sglang_external.external_engine import ExternalEngine
+from services.rollout.engines.sglang_external.server_client import ServerGone, ServerMismatch, SGLangClient
 from tests.integration.rollout.sglang_external.external_kit import (
     KEY,
     LONG,

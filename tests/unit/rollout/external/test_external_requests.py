@@ -11,10 +11,9 @@ from aiohttp import web
 from tokenizers import Tokenizer
 
 from services.rollout.engines.model_folder import ModelFolder
-from services.rollout.engines.sglang_external.client import SGLangClient
-from services.rollout.engines.sglang_external.connect import ServerInfo
-from services.rollout.engines.sglang_external.requests import ExternalRequests
-from services.rollout.engines.types import Output, Request, RequestFailed, Sampling, Version
+from services.rollout.engines.request_types import Output, Request, RequestFailed, Sampling, Version
+from services.rollout.engines.sglang_external.external_requests import ExternalRequests
+from services.rollout.engines.sglang_external.server_client import ServerInfo, SGLangClient
 from tests.kit.tokenizer import write_tokenizer
 
 INFO = ServerInfo(context=0, device="cpu", incremental=True, late_tokens=0, prefix_cache=False, tokenizer=True)

@@ -6,10 +6,16 @@ import pytest
 
 from relaxd.rpc.errors import InvalidArgument
 from relaxd.v1 import sample_pb2, weights_pb2
-from services.rollout.engines.sglang_external.client import ServerGone
-from services.rollout.engines.sglang_external.samples import ONLY_AT_END, EventStyle, ExternalSample, label, parse_label
-from services.rollout.engines.sglang_external.weights import stock_buckets
-from services.rollout.engines.types import RequestFailed, Version
+from services.rollout.engines.request_types import RequestFailed, Version
+from services.rollout.engines.sglang_external.external_samples import (
+    ONLY_AT_END,
+    EventStyle,
+    ExternalSample,
+    label,
+    parse_label,
+)
+from services.rollout.engines.sglang_external.external_weights import stock_buckets
+from services.rollout.engines.sglang_external.server_client import ServerGone
 
 ONE, TWO = Version(3, 1), Version(3, 2)
 STREAMED = EventStyle(incremental=True, interval=1, late=0)

@@ -9,16 +9,15 @@ from typing import Any
 
 from relaxd.rpc.errors import InvalidArgument, RpcError
 from services.rollout.engines.model_folder import ModelFolder
-from services.rollout.engines.sglang_external.client import ServerGone, SGLangClient
-from services.rollout.engines.sglang_external.connect import ServerInfo
-from services.rollout.engines.sglang_external.samples import (
+from services.rollout.engines.request_types import Output, Request, RequestFailed, Version
+from services.rollout.engines.sglang_external.external_samples import (
     EVENT_TOKENS,
     ONLY_AT_END,
     EventStyle,
     ExternalSample,
     label,
 )
-from services.rollout.engines.types import Output, Request, RequestFailed, Version
+from services.rollout.engines.sglang_external.server_client import ServerGone, ServerInfo, SGLangClient
 
 ABORT_SECONDS = 10.0
 SHARED_PROMPT_TOKENS = 64

@@ -1,4 +1,4 @@
-"""Outputs as messages, whose arrays are bytes."""
+"""Requests and outputs as messages between the rollout service and an engine's process. Arrays are bytes."""
 
 import math
 from collections.abc import Iterable
@@ -9,8 +9,8 @@ from typing import cast
 import numpy as np
 
 from relaxd.rpc.message_parts import numbers, words
-from relaxd.v1 import engine_pb2, sample_pb2
-from services.rollout.engines.types import FinishReason, Output
+from relaxd.v1 import engine_pb2, rollout_pb2, sample_pb2
+from services.rollout.engines.request_types import FinishReason, Output, Request, Sampling
 
 FINISH_WORDS = words(sample_pb2.FinishReason)
 FINISH_NUMBERS = numbers(sample_pb2.FinishReason)
@@ -103,3 +103,37 @@ def pack_messages(
         messages[-1].outputs.append(output)
         room -= size
     return messages
+
+
+def encode_request(request: Request) -> engine_pb2.EngineRequest:
+    """Convert a request to a message."""
+    return engine_pb2.EngineRequest(
+        id=request.request_id,
+        request=rollout_pb2.GenerateRequest(
+            prompt_tokens=request.prompt_tokens,
+            n=request.n,
+            sampling=request.sampling.to_proto(),
+            final_only=not request.stream,
+        ),
+        begun=[
+            engine_pb2.BegunSample(sample=sample, tokens=np.array(tokens, dtype=np.int32).tobytes())
+            for sample, tokens in request.begun.items()
+        ],
+        report_every=request.report_every,
+        likeliest=request.likeliest,
+    )
+
+
+def decode_request(message: engine_pb2.EngineRequest) -> Request:
+    """Convert a message to a request."""
+    asked = message.request
+    return Request(
+        message.id,
+        tuple(asked.prompt_tokens),
+        asked.n,
+        Sampling.from_proto(asked.sampling),
+        stream=not asked.final_only,
+        report_every=message.report_every,
+        begun={each.sample: tuple(np.frombuffer(each.tokens, dtype=np.int32).tolist()) for each in message.begun},
+        likeliest=message.likeliest,
+    )

@@ -20,13 +20,21 @@ from sglang.srt.managers.io_struct import (
 from relaxd.rpc.errors import RpcError
 from relaxd.v1 import engine_pb2
 from services.rollout.engines.generation_gate import GatedEngine
+from services.rollout.engines.request_types import (
+    EngineError,
+    FailureHandler,
+    MemoryPart,
+    Output,
+    PauseMode,
+    Request,
+    Version,
+)
 from services.rollout.engines.sglang.control import SchedulerControl
-from services.rollout.engines.sglang.launch import MessageChannel
-from services.rollout.engines.sglang.logprobs import LogprobRequests
-from services.rollout.engines.sglang.messages import HeldRequest
-from services.rollout.engines.sglang.samples import SGLangRequest, SGLangSample, aborted_outputs, add_output
+from services.rollout.engines.sglang.given_logprobs import LogprobRequests
+from services.rollout.engines.sglang.scheduler_launch import MessageChannel
+from services.rollout.engines.sglang.scheduler_messages import HeldRequest
 from services.rollout.engines.sglang.schedulers import ANSWER_SECONDS, STEP_SECONDS, Schedulers
-from services.rollout.engines.types import EngineError, FailureHandler, MemoryPart, Output, PauseMode, Request, Version
+from services.rollout.engines.sglang.sglang_samples import SGLangRequest, SGLangSample, aborted_outputs, add_output
 
 MEMORY_PARTS: tuple[MemoryPart, ...] = ("kv_cache", "weights")
 """Memory freed by a sleep, in SGLang's names."""

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 from relaxd.rpc.errors import Aborted, DeadlineExceeded, RpcError
 from relaxd.rpc.message_parts import words
 from relaxd.v1 import rollout_pb2, sample_pb2, weights_pb2
-from services.rollout.engines.sglang_external.client import ServerRefusal, SGLangClient
-from services.rollout.engines.types import BadManifest, EngineError
+from services.rollout.engines.request_types import BadManifest, EngineError
+from services.rollout.engines.sglang_external.server_client import ServerRefusal, SGLangClient
 
 LEAVE_SECONDS = 2.0
 _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
 
 from relaxd.v1 import rollout_pb2
-from services.rollout.engines.types import MemoryPart, Output, PauseMode, Request, Sampling, Version
+from services.rollout.engines.request_types import MemoryPart, Output, PauseMode, Request, Sampling, Version
 
 
 class RolloutEngine(ABC):

@@ -1,23 +1,130 @@
-"""The scripted engine: answers of drawn lengths after the time that they would take."""
+"""The scripted engine of a rehearsal: no model, no child process; answers of drawn lengths after the time that they
+would take, as `[rehearsal]` states them.
+"""
 
 import asyncio
+import heapq
+import itertools
+import time
 from bisect import bisect_right
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import cache
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from relaxd.config import RehearsalConfig, RolloutConfig
 from relaxd.config.operation import EXPERTS
 from relaxd.models.shape import expert_dtype
 from relaxd.v1 import rollout_pb2
-from services.rollout.engines.engine import RolloutEngine
-from services.rollout.engines.scripted.decoder import Decoder
-from services.rollout.engines.scripted.lengths import draw_lengths
-from services.rollout.engines.types import PAUSE_MODES, Output, PauseMode, Request, Version
+from services.rollout.engines.engine_interface import RolloutEngine
+from services.rollout.engines.request_types import PAUSE_MODES, Output, PauseMode, Request, Version
+
+ROUNDING_TOKENS = 1e-3
+"""A sample that lacks less than this has ended."""
+
+
+class Decoder:
+    """Decodes samples that run at the same time, each as fast as the others. Lives in one event loop.
+
+    Its clock counts the tokens that each running sample has got so far, `position`: a sample of L tokens that starts at
+    position p ends at position p + L, whatever the speed is meanwhile.
+    """
+
+    def __init__(
+        self,
+        tokens_per_second: float,
+        sample_tokens_per_second: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`tokens_per_second` of all samples together, `sample_tokens_per_second` of one at most."""
+        self._all, self._one = tokens_per_second, sample_tokens_per_second
+        self._clock = clock
+        self._last = clock()
+        self._position = 0.0
+        self._paused = False
+        self._ends: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._numbers = itertools.count()
+        self._timer: asyncio.TimerHandle | None = None
+        self.tokens = 0.0
+        """Tokens decoded so far, of all samples."""
+
+    @property
+    def running(self) -> int:
+        """Samples in progress."""
+        return len(self._ends)
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second of each sample now."""
+        if self._paused or not self._ends:
+            return 0.0
+        return min(self._one, self._all / len(self._ends))
+
+    @property
+    def position(self) -> float:
+        """Tokens that a sample would have got if it had been running from the beginning."""
+        now = self._clock()
+        passed = self.speed * (now - self._last)
+        self._position += passed
+        self.tokens += passed * len(self._ends)
+        self._last = now
+        return self._position
+
+    def pause(self, paused: bool) -> None:
+        """Stop all samples where they are, or let them go on."""
+        self._advance()
+        self._paused = paused
+        self._plan()
+
+    async def decode(self, length: int, begin: float | None = None) -> None:
+        """Return when a sample that started at position `begin` (now) has `length` tokens."""
+        end = asyncio.get_running_loop().create_future()
+        self._advance()
+        start = self._position if begin is None else begin
+        heapq.heappush(self._ends, (start + length, next(self._numbers), end))
+        self._plan()
+        try:
+            await end
+        except asyncio.CancelledError:
+            self._advance()
+            self._ends = [entry for entry in self._ends if entry[2] is not end]
+            heapq.heapify(self._ends)
+            self._plan()
+            raise
+
+    def _advance(self) -> None:
+        """Count the tokens since the last change, and end the samples that are complete."""
+        position = self.position
+        while self._ends and self._ends[0][0] <= position + ROUNDING_TOKENS:
+            _, _, end = heapq.heappop(self._ends)
+            if not end.done():
+                end.set_result(None)
+
+    def _plan(self) -> None:
+        """Wake up when the next sample ends, at the present speed."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if speed := self.speed:
+            seconds = max(0.0, (self._ends[0][0] - self._position) / speed)
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._wake)
+
+    def _wake(self) -> None:
+        self._timer = None
+        self._advance()
+        self._plan()
+
+
+def draw_lengths(config: RehearsalConfig, n: int, max_new_tokens: int, seed: int) -> NDArray[np.int64]:
+    """Return the lengths of n answers, int64 [n], each 1 to max_new_tokens. The same seed gives the same lengths."""
+    median = config.median_tokens or max(1, max_new_tokens // 8)
+    drawn = median * np.exp(config.spread * np.random.default_rng(seed).standard_normal(n))
+    return np.clip(np.rint(drawn), 1, max_new_tokens).astype(np.int64)
+
 
 CHECKSUM = {"scripted": 1}
 """Checksums that trainer and engines of a rehearsal report."""

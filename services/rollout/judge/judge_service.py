@@ -21,9 +21,8 @@ from relaxd.roles import JUDGE, ROLES
 from relaxd.rpc.errors import FailedPrecondition, InvalidArgument, RpcError, Unavailable
 from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.v1.weights_pb2 import MemoryChange
-from services.rollout.engines.load_progress import loaded_mebibytes
-from services.rollout.engines.types import Output, Sampling
-from services.rollout.service.child_engine import ALL_MEMORY, ChildEngine
+from services.rollout.engines.request_types import Output, Sampling
+from services.rollout.service.child_engine import ALL_MEMORY, ChildEngine, loaded_mebibytes
 
 IDLE_LOOK_SECONDS = 0.1
 """Interval at which a drain looks whether the open questions are answered."""

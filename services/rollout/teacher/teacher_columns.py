@@ -1,8 +1,11 @@
-"""The columns of groups, from the log-probs that an engine gives for each of their sequences."""
+"""The columns of groups from the log-probs that an engine gives for their sequences, and the limit of tokens that it
+has at a time.
+"""
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -20,8 +23,34 @@ from relaxd.board import (
 )
 from relaxd.board.worker import Result
 from relaxd.rpc.errors import DeadlineExceeded
-from services.rollout.engines.types import RequestFailed
-from services.rollout.teacher.budget import TokenBudget
+from services.rollout.engines.request_types import RequestFailed
+
+
+class TokenBudget:
+    """Admits requests in the order in which they come, as long as their tokens fit; a larger one goes alone."""
+
+    def __init__(self, most: int) -> None:
+        """`most`: tokens at a time."""
+        self._most = most
+        self._turn = asyncio.Lock()
+        self._freed = asyncio.Condition()
+        self.used = 0
+        """Tokens of the requests that are admitted now."""
+
+    @asynccontextmanager
+    async def hold(self, tokens: int) -> AsyncIterator[None]:
+        """Wait until there is room for `tokens` tokens, and take it for the block."""
+        async with self._turn, self._freed:  # in turns, or a large one would wait for ever
+            while self.used and self.used + tokens > self._most:
+                await self._freed.wait()  # brief: the deadlines of the requests that were admitted
+            self.used += tokens
+        try:
+            yield
+        finally:
+            self.used -= tokens
+            async with self._freed:
+                self._freed.notify_all()
+
 
 SHARED_PROMPT_TOKENS = 64
 """Shortest prompt of which the other sequences wait until the first has filled the engine's prefix cache with it."""

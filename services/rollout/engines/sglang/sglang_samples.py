@@ -11,8 +11,7 @@ from sglang.srt.managers.io_struct import BatchTokenIDOutput, TokenizedGenerateR
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from relaxd.models.shape import expert_dtype
-from services.rollout.engines.stop_strings import end_across
-from services.rollout.engines.types import FinishReason, Output, Request, Sampling, cut_at_stop
+from services.rollout.engines.request_types import FinishReason, Output, Request, Sampling, cut_at_stop, end_across
 
 SHARED_PREFIX_TOKENS = 64
 """Shortest prompt that is prefilled once for all samples of a request, before they start."""

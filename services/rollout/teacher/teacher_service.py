@@ -22,9 +22,8 @@ from relaxd.replica.stage_replica import StageReplica
 from relaxd.roles import ROLES, TEACHER
 from relaxd.rpc.errors import FailedPrecondition, RpcError
 from relaxd.v1.coordinator_pb2 import Assignment
-from services.rollout.engines.load_progress import loaded_mebibytes
-from services.rollout.service.child_engine import ChildEngine
-from services.rollout.teacher.logprobs import TeacherColumns
+from services.rollout.service.child_engine import ChildEngine, loaded_mebibytes
+from services.rollout.teacher.teacher_columns import TeacherColumns
 
 MODULE = "services.rollout.teacher"
 SETTINGS = {"rollout.dtype": "trainer.dtype", "rollout.sglang": "roles.teacher.sglang"} | {

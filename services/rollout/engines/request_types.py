@@ -1,6 +1,6 @@
-"""Requests, outputs and errors that all engines share."""
+"""Requests, outputs and errors that all engines share, and the state of stop strings."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -163,3 +163,36 @@ FailureHandler = Callable[[str, str], None]
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:
     """Return a text that ended at a stop string, up to the string."""
     return text[: max((found for each in stop if (found := text.rfind(each)) >= 0), default=len(text))]
+
+
+def end_across(
+    tokens: Sequence[int],
+    begun: int,
+    checked: int,
+    stop: Collection[str],
+    min_tokens: int,
+    decode: Callable[[list[int]], str],
+) -> tuple[int, str] | None:
+    """Return (tokens, stop string) of an answer that ends at a stop string begun before the request.
+
+    None if there is no such string. SGLang looks for stop strings only in what a request generates.
+
+    Args:
+        tokens: all tokens of the answer so far.
+        begun: number of tokens from before the request; no stop string ended in them.
+        checked: number of tokens up to which the caller has looked already; at least `begun`.
+        stop: stop strings.
+        min_tokens: minimum tokens of an answer.
+        decode: text of tokens.
+    """
+    if not begun or not stop:
+        return None
+    # Each token has a byte or more, so a string that began before the request ends within so many tokens of it.
+    longest = max(len(each.encode()) for each in stop)
+    first = max(0, begun - longest)
+    for count in range(max(checked + 1, min_tokens), min(len(tokens), begun + longest) + 1):
+        text = decode(list(tokens[first:count]))
+        for each in stop:
+            if each in text:
+                return count, each
+    return None

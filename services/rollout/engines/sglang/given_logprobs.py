@@ -12,11 +12,12 @@ from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
+from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.managers.io_struct import AbortReq, BatchTokenIDOutput, TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from relaxd.v1 import engine_pb2
-from services.rollout.engines.types import EngineError, RequestFailed
+from services.rollout.engines.request_types import EngineError, RequestFailed
 
 Answer = engine_pb2.ComputeLogprobsResponse
 
@@ -115,3 +116,33 @@ def _answer(message: BatchTokenIDOutput, row: int, top_k: int) -> Answer:
 def _after_first(values: Sequence[Any], dtype: type) -> bytes:
     """Return the values of all places but the first, which SGLang has for the token that nothing predicts: None."""
     return np.array(values[1:], dtype=dtype).tobytes()
+
+
+TEMPERATURE_VARIABLE = "RELAXD_SGLANG_LOGPROB_TEMPERATURE"
+"""Environment variable with the temperature of such a model's log-probs; missing for a model that generates."""
+ENVIRONMENT = {"SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK": "true"}
+"""SGLang then computes the logits of given tokens piece by piece: those of a whole step would fill gigabytes."""
+
+
+def set_temperature(model: Any, temperature: float) -> None:
+    """Have a model's logits divided by a temperature. SGLang does so for tokens that it samples, not for given ones.
+
+    Raises ValueError: the model computes its logits in a way that can't be changed.
+    """
+    if temperature == 1.0:
+        return
+    found = [module for module in model.modules() if isinstance(module, LogitsProcessor)]
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no LogitsProcessor of SGLang's, so its log-probs can't be computed under "
+            f"rollout.temperature = {temperature:g}: use another engine, or temperature = 1"
+        )
+    for module in found:
+        module._get_logits = _divided(module._get_logits, temperature)
+
+
+def _divided(get_logits: Callable[..., Any], temperature: float) -> Callable[..., Any]:
+    def divided(*arguments: Any, **named: Any) -> Any:
+        return get_logits(*arguments, **named).div_(temperature)  # float32, after any soft cap
+
+    return divided

@@ -1,4 +1,4 @@
-"""The transformers engine's process: `python -m services.rollout.engines.transformers.process`."""
+"""The transformers engine's process: `python -m services.rollout.engines.transformers.transformers_process`."""
 
 import threading
 import time
@@ -16,9 +16,9 @@ from relaxd.weights.manifest import ManifestError, ManifestMismatch, from_proto
 from relaxd.weights.weight_group import Rendezvous, WeightGroup, WeightGroupError
 from services.rollout.engines.engine_process import EngineProcess, read_arguments
 from services.rollout.engines.model_folder import read_model_folder
-from services.rollout.engines.transformers.engine import TransformersEngine
-from services.rollout.engines.transformers.weights import WeightReceiver, check_manifest
-from services.rollout.engines.types import BadManifest, EngineError, Version
+from services.rollout.engines.request_types import BadManifest, EngineError, Version
+from services.rollout.engines.transformers.transformers_engine import TransformersEngine
+from services.rollout.engines.transformers.transformers_weights import WeightReceiver, check_manifest
 
 STAGING_MEMORY = 1.5
 """A broadcast is staged as a whole if this many times its size is free memory."""

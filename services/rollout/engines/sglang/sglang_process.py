@@ -1,4 +1,4 @@
-"""The SGLang engine's process: `python -m services.rollout.engines.sglang.process`.
+"""The SGLang engine's process: `python -m services.rollout.engines.sglang.sglang_process`.
 
 Its children are SGLang's scheduler processes, one per tensor-parallel rank. They end with it, and it ends when one of
 them does; the rollout service starts another.
@@ -26,11 +26,10 @@ from relaxd.v1 import engine_pb2, rollout_pb2, weights_pb2
 from services.rollout.engines.engine_process import EngineProcess, read_arguments
 from services.rollout.engines.generation_gate import UpdatePause
 from services.rollout.engines.model_folder import read_model_folder
-from services.rollout.engines.sglang.engine import SGLangEngine
-from services.rollout.engines.sglang.launch import launch
-from services.rollout.engines.sglang.logits import ENVIRONMENT, TEMPERATURE_VARIABLE
-from services.rollout.engines.sglang.messages import Updated
-from services.rollout.engines.sglang.options import OptionError, server_args
+from services.rollout.engines.request_types import PAUSE_MODES, EngineError, Version
+from services.rollout.engines.sglang.given_logprobs import ENVIRONMENT, TEMPERATURE_VARIABLE
+from services.rollout.engines.sglang.scheduler_launch import launch
+from services.rollout.engines.sglang.scheduler_messages import Updated
 from services.rollout.engines.sglang.schedulers import (
     ANSWER_SECONDS,
     END_SECONDS,
@@ -38,7 +37,8 @@ from services.rollout.engines.sglang.schedulers import (
     Late,
     Schedulers,
 )
-from services.rollout.engines.types import PAUSE_MODES, EngineError, Version
+from services.rollout.engines.sglang.sglang_engine import SGLangEngine
+from services.rollout.engines.sglang.sglang_options import OptionError, server_args
 
 ABORT_SECONDS = 8.0
 PAUSES_WITH_UPDATE = ("in_place", "retract")

@@ -4,9 +4,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from services.rollout.engines.sglang_external.client import ServerGone
-from services.rollout.engines.stop_strings import end_across
-from services.rollout.engines.types import FinishReason, Output, RequestFailed, Sampling, Version, cut_at_stop
+from services.rollout.engines.request_types import (
+    FinishReason,
+    Output,
+    RequestFailed,
+    Sampling,
+    Version,
+    cut_at_stop,
+    end_across,
+)
+from services.rollout.engines.sglang_external.server_client import ServerGone
 
 EVENT_TOKENS = 32
 """Tokens per event of a request that does not stream. Fewer would slow the server down; more would leave the version of

@@ -15,14 +15,9 @@ from typing import Any
 from relaxd.config import RolloutConfig
 from relaxd.rpc.errors import DeadlineExceeded, RpcError
 from relaxd.v1 import rollout_pb2
-from services.rollout.engines.engine import RolloutEngine
+from services.rollout.engines.engine_interface import RolloutEngine
 from services.rollout.engines.model_folder import ModelFolder, read_model_folder
-from services.rollout.engines.sglang_external.client import ServerGone, SGLangClient
-from services.rollout.engines.sglang_external.connect import KEEP_MEMORY, ServerInfo, connect
-from services.rollout.engines.sglang_external.requests import ExternalRequests
-from services.rollout.engines.sglang_external.samples import label
-from services.rollout.engines.sglang_external.weights import ExternalWeights
-from services.rollout.engines.types import (
+from services.rollout.engines.request_types import (
     PAUSE_MODES,
     EngineError,
     Output,
@@ -30,6 +25,16 @@ from services.rollout.engines.types import (
     Request,
     RequestFailed,
     Version,
+)
+from services.rollout.engines.sglang_external.external_requests import ExternalRequests
+from services.rollout.engines.sglang_external.external_samples import label
+from services.rollout.engines.sglang_external.external_weights import ExternalWeights
+from services.rollout.engines.sglang_external.server_client import (
+    KEEP_MEMORY,
+    ServerGone,
+    ServerInfo,
+    SGLangClient,
+    connect,
 )
 
 CONTROL_SECONDS = 10.0

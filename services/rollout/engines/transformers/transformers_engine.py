@@ -4,6 +4,8 @@ Samples join the running batch at any step (their prompt is prefilled once for a
 when they end, so no request waits for a longer one.
 """
 
+import ctypes
+import ctypes.util
 import logging
 import threading
 from collections import deque
@@ -15,10 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from services.rollout.engines.generation_gate import GatedEngine
-from services.rollout.engines.transformers.batch import Batch, RunningSample
-from services.rollout.engines.transformers.parameter_memory import ParameterMemory
-from services.rollout.engines.transformers.sampling import choose_tokens, likeliest_tokens
-from services.rollout.engines.types import (
+from services.rollout.engines.request_types import (
     EngineError,
     FailureHandler,
     MemoryPart,
@@ -29,6 +28,44 @@ from services.rollout.engines.types import (
     Version,
     cut_at_stop,
 )
+from services.rollout.engines.transformers.batch import Batch, RunningSample
+from services.rollout.engines.transformers.sampling import choose_tokens, likeliest_tokens
+
+
+class ParameterMemory:
+    """The memory of a model's parameters. Tied parameters stay tied."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._shapes: list[tuple[torch.nn.Parameter, torch.Size]] = []
+
+    @property
+    def released(self) -> bool:
+        """True if the memory is freed."""
+        return bool(self._shapes)
+
+    def release(self) -> None:
+        """Free the parameters' memory, with their values. The model is unusable until `restore`."""
+        if self.released:
+            return
+        for parameter in self._model.parameters():
+            self._shapes.append((parameter, parameter.shape))
+            parameter.data = torch.empty(0, dtype=parameter.dtype)
+        _trim()
+
+    def restore(self) -> None:
+        """Allocate the memory again, with undefined values."""
+        for parameter, shape in self._shapes:
+            parameter.data = torch.empty(shape, dtype=parameter.dtype)
+        self._shapes.clear()
+
+
+def _trim() -> None:
+    """Have the C library return free heap memory, which held small tensors, to the system."""
+    trim = getattr(ctypes.CDLL(ctypes.util.find_library("c")), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
 
 PREFILL_TOKENS = 1024
 """Maximum prompt tokens, padding included, of one prefill, because a pause waits for it. A longer prompt runs alone."""

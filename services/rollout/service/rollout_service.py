@@ -24,15 +24,13 @@ from relaxd.v1 import replica_pb2
 from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.waiting import Backoff
 from relaxd.weights import NCCL_ENVIRONMENT
-from services.rollout.engines.engine import RolloutEngine
-from services.rollout.engines.load_progress import loaded_mebibytes
-from services.rollout.engines.scripted.engine import ScriptedEngine
-from services.rollout.service.child_engine import ALL_MEMORY, ChildEngine
-from services.rollout.service.group_generator import GroupGenerator
-from services.rollout.service.occupancy import Occupancy
+from services.rollout.engines.engine_interface import RolloutEngine
+from services.rollout.engines.scripted_engine import ScriptedEngine
+from services.rollout.service.child_engine import ALL_MEMORY, ChildEngine, loaded_mebibytes
+from services.rollout.service.group_generator import GroupGenerator, Occupancy
 
 if TYPE_CHECKING:
-    from services.rollout.engines.sglang_external.engine import ExternalEngine
+    from services.rollout.engines.sglang_external.external_engine import ExternalEngine
 
 RESTART_BACKOFF = Backoff(first_seconds=0.5, max_seconds=30.0)
 
@@ -230,7 +228,7 @@ class RolloutService(ReplicaService):
         )
 
     async def _connect_engine(self, folder: Path, config: RunConfig) -> "ExternalEngine":
-        from services.rollout.engines.sglang_external.engine import (
+        from services.rollout.engines.sglang_external.external_engine import (
             ExternalEngine,  # needs an HTTP client, which other runs may lack
         )
 

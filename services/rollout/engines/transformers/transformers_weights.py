@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 from relaxd.weights.manifest import ManifestMismatch, TensorBucket, TensorSpec, unpack
 from relaxd.weights.sent_buckets import checksum
 from relaxd.weights.weight_group import Transfer, WeightGroup
-from services.rollout.engines.transformers.engine import TransformersEngine
-from services.rollout.engines.types import Version
+from services.rollout.engines.request_types import Version
+from services.rollout.engines.transformers.transformers_engine import TransformersEngine
 
 
 def named_parameters(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 from relaxd.config import RolloutConfig
 from relaxd.rpc.errors import Violations
 from relaxd.v1 import rollout_pb2
-from services.rollout.engines.types import Sampling
+from services.rollout.engines.request_types import Sampling
 
 TEMPERATURES = (1e-3, 1e3)
 """Minimum and maximum temperature. Logits divided by less are infinite and would fail every request in the batch."""

@@ -1,4 +1,5 @@
-"""`python -m services.rollout.many COUNT GPUS FILE`: many rollout replicas in one process, for `relaxd rehearse`.
+"""`python -m services.rollout.rehearsal COUNT GPUS FILE`: many rollout replicas in one process, for `relaxd rehearse`,
+and the times of their calls.
 
 Each replica has its own gRPC server, registration, heartbeats, connections to Redis and threads, as in a separate
 process, and GPUS simulated GPUs, which it leases like real ones. They share the interpreter and the event
@@ -7,10 +8,12 @@ loop, so their engine must need no time: "scripted". FILE gets the times of thei
 
 import asyncio
 import sys
+import time
+from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from relaxd.replica.gpus import Gpu, GpuLeases
 from relaxd.replica.replica_context import ReplicaContext, open_context
@@ -18,11 +21,38 @@ from relaxd.replica.replica_life import run_replica
 from relaxd.replica.replica_server import SyncIds
 from relaxd.rpc.server import Service
 from relaxd.rpc.service_settings import parse_settings
+from relaxd.tools.rehearsal.control_plane import line
 from relaxd.v1 import rollout_pb2_grpc
+from relaxd.v1.coordinator_pb2 import HeartbeatRequest, LeaseGpusRequest
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
+from services.rollout.service.rollout_service import RolloutService
 from services.rollout.service.server import RolloutServicer
-from services.rollout.service.service import RolloutService
-from services.rollout.timed_calls import TimedCoordinator
+
+
+class TimedCoordinator:
+    """A coordinator's stub that writes a line for every answered heartbeat and GPU lease (control_plane.py)."""
+
+    def __init__(self, stub: CoordinatorStub, path: Path) -> None:
+        self._stub = stub
+        self._file = path.open("a", buffering=1)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stub, name)
+
+    async def Heartbeat(self, request: HeartbeatRequest, timeout: float) -> Any:
+        """Send a heartbeat."""
+        return await self._timed("Heartbeat", self._stub.Heartbeat(request, timeout=timeout))
+
+    async def LeaseGpus(self, request: LeaseGpusRequest, timeout: float) -> Any:
+        """Lease GPUs."""
+        return await self._timed("LeaseGpus", self._stub.LeaseGpus(request, timeout=timeout))
+
+    async def _timed(self, name: str, call: Awaitable[Any]) -> Any:
+        sent = time.monotonic()
+        answer = await call
+        self._file.write(line(name, sent, time.monotonic() - sent))
+        return answer
+
 
 THREADS = 64
 """Threads for the replicas' short calls to Redis."""
