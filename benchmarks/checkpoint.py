@@ -52,14 +52,14 @@ from benchmarks.reporting import report
 from relaxd.config import GRPOConfig, TrainerConfig
 from relaxd.process.upkeep import freeze_objects
 from relaxd.run_folder import checkpoint_path, checkpoint_steps, checkpoints_folder
-from services.trainer.batch.durable import sync
-from services.trainer.batch.row_packing import PackedMicroBatch
-from services.trainer.checkpoints import folder as folders
-from services.trainer.checkpoints.folder import BoardState, CheckpointState, Ledger
-from services.trainer.checkpoints.part import CheckpointPart
+from services.trainer.batch.disk_files import sync
+from services.trainer.batch.micro_batch import PackedMicroBatch
+from services.trainer.checkpoints import checkpoint_folders as folders
+from services.trainer.checkpoints.checkpoint_folders import BoardState, CheckpointState, Ledger
+from services.trainer.checkpoints.rank_part import CheckpointPart
 from services.trainer.learner.learner import Learner
-from services.trainer.megatron.parallel import shut_down
-from services.trainer.megatron.rank_channel import all_ranks_agree
+from services.trainer.megatron.channels import all_ranks_agree
+from services.trainer.megatron.world import shut_down
 
 BLOCK_BYTES = 16 << 20
 """Bytes that a thread writes at a time to measure the disk."""

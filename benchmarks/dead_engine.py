@@ -195,7 +195,7 @@ class Bench:
 
     def trainer(self) -> int:
         """Return the process id of the trainer's rank."""
-        (rank,) = children(self._state, "trainer", "services.trainer.loop.rank").values()
+        (rank,) = children(self._state, "trainer", "services.trainer.loop.training_rank").values()
         return rank.pid
 
 

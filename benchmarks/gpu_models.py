@@ -12,7 +12,7 @@ import torch
 from transformers import PretrainedConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig
 
 from relaxd.config import GRPOConfig, TrainerConfig
-from services.trainer.batch.row_packing import PackedMicroBatch, TrainSequence, pack
+from services.trainer.batch.micro_batch import PackedMicroBatch, TrainSequence, pack
 from services.trainer.learner import forward
 from services.trainer.learner.learner import Learner
 

@@ -36,9 +36,9 @@ from relaxd.config import RolloutConfig
 from relaxd.v1 import rollout_pb2
 from services.rollout.engines.request_types import Version
 from services.rollout.service import child_engine
-from services.trainer.batch.row_packing import TrainSequence, pack
+from services.trainer.batch.micro_batch import TrainSequence, pack
 from services.trainer.learner.learner import Learner
-from services.trainer.megatron.parallel import shut_down
+from services.trainer.megatron.world import shut_down
 from tests.kit.engines import EngineRunner, receive_request
 from tests.kit.models import byte_tokenizer
 

@@ -51,11 +51,10 @@ from benchmarks.gpu_profile import profile
 from benchmarks.reporting import report
 from benchmarks.sequential_experts import sequential_experts
 from benchmarks.stage_times import divided, ideal_seconds, stage_seconds
-from services.trainer.batch.pipeline import bubble_share
-from services.trainer.batch.row_packing import PackedMicroBatch, empty_micro_batch
-from services.trainer.batch.step_plan import MicroBatchRound
+from services.trainer.batch.micro_batch import PackedMicroBatch, empty_micro_batch
+from services.trainer.batch.step_plan import MicroBatchRound, bubble_share
 from services.trainer.learner.learner import Learner
-from services.trainer.megatron.parallel import leave_layout, shut_down
+from services.trainer.megatron.world import leave_layout, shut_down
 from services.trainer.transformer.kernels.fusion import fused_kernels
 
 SIZES = {"TP": "tensor_parallel", "PP": "pipeline_parallel", "CP": "context_parallel"}

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 
 from benchmarks.reporting import report
-from services.trainer.batch.round_packer import Packer
+from services.trainer.batch.micro_batch_division import Packer
 
 STEPS = {
     "long-tailed, 128 x 16 up to 16k": (128, 16, 300, 1_820, 16_384, 32_768, 8),

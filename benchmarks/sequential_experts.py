@@ -1,6 +1,6 @@
 """Megatron's SequentialMLP, which computes experts one by one, as a baseline."""
 
-import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
+import services.trainer.megatron.cpu_support  # noqa: F401  must come before Megatron
 
 # isort: split
 from collections.abc import Iterator

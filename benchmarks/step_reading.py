@@ -25,8 +25,8 @@ from benchmarks.reporting import report
 from relaxd.board import TRAIN, Board, Delivery, stages_for
 from relaxd.config import RunConfig
 from services.trainer.batch.groups import check_group
-from services.trainer.loop.commands import LOADED_TOGETHER
-from services.trainer.megatron.model_parallel_channel import ModelParallelChannel
+from services.trainer.loop.training_commands import LOADED_TOGETHER
+from services.trainer.megatron.channels import ModelParallelChannel
 from tests.integration.trainer.service_kit import RUN_ID, Feeder, make_config
 from tests.kit.ports import free_port
 from tests.kit.redis.redis_server import RedisServer

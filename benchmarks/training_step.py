@@ -25,8 +25,8 @@ import transformers
 from benchmarks.reporting import report
 from relaxd.algorithms import LossInputs, create
 from relaxd.config import AlgorithmConfig, GRPOConfig, TrainerConfig
-from services.trainer.batch.round_packer import SequenceSize, pack_bins
-from services.trainer.batch.row_packing import TrainSequence, pack
+from services.trainer.batch.micro_batch import TrainSequence, pack
+from services.trainer.batch.micro_batch_division import SequenceSize, pack_bins
 from services.trainer.learner.learner import Learner
 
 LR = 1e-5

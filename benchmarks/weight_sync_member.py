@@ -77,7 +77,7 @@ class TrainerSide(Side):
 
     def plan(self, bucket_bytes: int) -> dict[str, Any]:
         """Plan the buckets."""
-        from services.trainer.loop.broadcast import WeightBroadcaster, weight_buckets
+        from services.trainer.loop.weight_broadcast import WeightBroadcaster, weight_buckets
 
         if self.name:
             self.broadcaster.leave(self.name)

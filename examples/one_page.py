@@ -23,7 +23,7 @@ from services.rollout.engines.transformers.transformers_engine import Transforme
 from services.rollout.service.answers import Answers
 from services.rollout.service.group_generator import group_seed
 from services.trainer.batch.groups import check_group
-from services.trainer.batch.row_packing import pack
+from services.trainer.batch.micro_batch import pack
 from services.trainer.learner.learner import Learner
 
 STEPS, GROUPS, SAMPLES, NEW_TOKENS, END = 12, 4, 8, 16, 0

@@ -109,7 +109,7 @@ def kill_child(role: str, module: str, index: int, stack: ChaosStack, rng: rando
 
 def kill_rank_when(pattern: str, within_seconds: float, stack: ChaosStack, rng: random.Random) -> float:
     """A rank of the trainer, at or soon after the moment when a file of the run's folder appears that was not there."""
-    rank = stack.child("trainer", "services.trainer.loop.rank", rng.randrange(2))
+    rank = stack.child("trainer", "services.trainer.loop.training_rank", rng.randrange(2))
     before = set(stack.run_folder.glob(pattern))
     deadline = time.monotonic() + NOTICE_SECONDS
     while not _new(stack.run_folder, pattern, before):
@@ -392,10 +392,10 @@ def kill_engine_in_join(stack: ChaosStack, rng: random.Random) -> float:
 
 ENGINE, RANK, WORKER, FROZEN_RANK, CRITIC_RANK, TEACHER_ENGINE = (
     "services.rollout.engines.transformers.transformers_process",
-    "services.trainer.loop.rank",
+    "services.trainer.loop.training_rank",
     "services.reward.worker",
-    "services.trainer.frozen.rank",
-    "services.trainer.critic.rank",
+    "services.trainer.frozen.frozen_rank",
+    "services.trainer.critic.critic_rank",
     MODULE,
 )
 

@@ -72,7 +72,7 @@ class UndisturbedCritic:
     """A critic that is trained on all steps of a run, and compared with the one that was killed now and then."""
 
     def __init__(self, run_folder: Path, config: Any) -> None:
-        from services.trainer.critic.learner import CriticLearner
+        from services.trainer.critic.critic_learner import CriticLearner
 
         self._folder, self._config = run_folder, config
         self._learner = CriticLearner(config)
@@ -99,7 +99,7 @@ class UndisturbedCritic:
 
     def _compare(self, number: int) -> Iterator[str]:
         """Compare a step's values, and the critic's numbers, where they are of the step that this critic has."""
-        from services.trainer.batch.row_packing import pack
+        from services.trainer.batch.micro_batch import pack
 
         learner, file = self._learner, self._read(number)
         for group_id, columns in file.groups.items():

@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from services.trainer.batch.row_packing import TrainSequence, pack
+from services.trainer.batch.micro_batch import TrainSequence, pack
 from services.trainer.learner.logprobs import VocabShard, token_logprobs
 from services.trainer.transformer.attention.attention_kernels import attention_kernel, slice_by_varlen, varlen_attention
 from services.trainer.transformer.attention.heads import Rotary, rotary_table, rotate, split_heads
 from services.trainer.transformer.attention.sequence_layout import cudnn_batches, sequence_layout
 from services.trainer.transformer.attention.slots import gather_from_sequences, scatter_to_sequences
-from services.trainer.transformer.kernels.grouped_products import grouped_kernels
+from services.trainer.transformer.kernels.products import grouped_kernels
 from services.trainer.transformer.kernels.swiglu import swiglu
 from services.trainer.transformer.mlp.expert_rows import sort_by_expert
 from services.trainer.transformer.mlp.experts import _Experts

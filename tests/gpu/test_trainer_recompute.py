@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.trainer.batch.row_packing import PackedMicroBatch, TrainSequence, pack
+from services.trainer.batch.micro_batch import PackedMicroBatch, TrainSequence, pack
 from services.trainer.learner.learner import Learner
-from services.trainer.megatron.parallel import shut_down
+from services.trainer.megatron.world import shut_down
 from services.trainer.transformer.attention.attention_kernels import attention_kernel
 from tests.integration.trainer.trainer_worlds import VOCAB, Job, make_learner, make_model
 

@@ -47,8 +47,12 @@ PROGRAMS = {
         *("services.trainer", "services.trainer.critic", "services.trainer.reference", "services.trainer.teacher"),
     ),
     "heavy": (
-        *("services.trainer.loop.rank", "services.trainer.critic.rank", "services.trainer.frozen.rank"),
-        *("services.trainer.rehearsal.rank", "services.trainer.offline.replay", "tests.chaos.models"),
+        *(
+            "services.trainer.loop.training_rank",
+            "services.trainer.critic.critic_rank",
+            "services.trainer.frozen.frozen_rank",
+        ),
+        *("services.trainer.rehearsal", "services.trainer.offline.replay", "tests.chaos.models"),
         *("services.trainer.offline.export_checkpoint", "services.rollout.engines.transformers.transformers_process"),
         *("tests.integration.rollout.weight_source", "relaxd.tools.model_fetch"),
     ),

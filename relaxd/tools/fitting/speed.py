@@ -28,7 +28,7 @@ UPDATE_BYTES = 30
 OFFLOAD_SECONDS = 0.7e-9
 """Seconds for each parameter of an update in the host's memory, of all ranks of a host together."""
 SCHEDULE = 20
-"""Micro-batches of a pipeline's schedule for each stage but the last, as in services/trainer/batch/pipeline.py."""
+"""Micro-batches of a pipeline's schedule for each stage but the last, as in services/trainer/batch/step_plan.py."""
 FULLNESS = 0.9
 """Tokens of a micro-batch over its budget, on average."""
 

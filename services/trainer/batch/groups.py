@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from relaxd.algorithms import Algorithm, sample_lengths
 from relaxd.algorithms.results import token_weights_of
 from relaxd.board import COLUMNS, CRITIC_STATE, REFERENCE_WEIGHTS, ROUTED_EXPERTS, TEACHER_PROMPT_TOKENS
-from services.trainer.batch.row_packing import TrainSequence
+from services.trainer.batch.micro_batch import TrainSequence
 
 
 class MalformedGroup(ValueError):

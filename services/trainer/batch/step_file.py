@@ -15,7 +15,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from services.trainer.batch.durable import errors_of_the_system, sync
+from services.trainer.batch.disk_files import errors_of_the_system, sync
 from services.trainer.batch.step_plan import PlanError, StepPlan
 
 JSON_SUFFIX = ":json"

@@ -1,8 +1,18 @@
 """python -m services.trainer.critic: the service that gives values, and trains its critic on every committed step."""
 
+from relaxd.config import RunConfig
 from relaxd.roles import CRITIC
-from services.trainer.critic.service import CriticService
-from services.trainer.frozen.program import main
+from services.trainer.frozen.frozen_service import StageService, main
+
+
+class CriticService(StageService):
+    """Gives the values of groups, and trains on each step once it is committed."""
+
+    rank_module = "services.trainer.critic.critic_rank"
+
+    def _follows(self, config: RunConfig) -> bool:
+        return True
+
 
 if __name__ == "__main__":
     main(CRITIC, CriticService)

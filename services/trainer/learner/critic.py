@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
+import services.trainer.megatron.cpu_support  # noqa: F401  must come before Megatron
 
 # isort: split
 import numpy as np
@@ -14,15 +14,15 @@ from relaxd.algorithms.base import WithCritic
 from relaxd.algorithms.loss_terms import clipped_value_loss
 from relaxd.board import RETURNS, VALUES
 from relaxd.config import CriticConfig, TrainerConfig
-from services.trainer.batch.row_packing import PackedMicroBatch
+from services.trainer.batch.micro_batch import PackedMicroBatch
 from services.trainer.learner.data_parallel import DataParallel
 from services.trainer.learner.device_batch import DeviceBatch
 from services.trainer.learner.forward import Forward, StageOutput, no_tokens
 from services.trainer.learner.optimizer import build_optimizer, build_schedule
-from services.trainer.learner.snapshots.checkpoint import TrainedModel
+from services.trainer.learner.snapshots.snapshot import TrainedModel
 from services.trainer.learner.update import PendingUpdate
-from services.trainer.model.model import freeze_routers, routers
-from services.trainer.transformer.mlp import expert_load
+from services.trainer.model.policy_model import freeze_routers, routers
+from services.trainer.transformer.mlp import routing_record
 
 VALUE_LOSS = "value_loss"
 """Name under which micro-batches report their sum of the critic's loss."""
@@ -96,7 +96,7 @@ class Critic:
 
     def discard(self) -> None:
         """Drop the accumulated gradients."""
-        expert_load.reset(self._routers)
+        routing_record.reset(self._routers)
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
-import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
+import services.trainer.megatron.cpu_support  # noqa: F401  must come before Megatron
 
 # isort: split
 from megatron.core import parallel_state
@@ -11,9 +11,9 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from torch import Tensor
 from torch.nn import Parameter
 
+from services.trainer.megatron.gradient_accumulation import writable
 from services.trainer.megatron.sharded_gradients import ShardedGradients, WithoutGradientMemory
-from services.trainer.model.model import StageModel
-from services.trainer.transformer.kernels.gradients import writable
+from services.trainer.model.policy_model import StageModel
 
 BUCKET_PARAMETERS: int | None = None
 """Parameters of a bucket, whose gradients are reduced together while others are computed. None: Megatron's number,

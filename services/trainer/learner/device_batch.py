@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.trainer.batch.row_packing import PackedMicroBatch, with_padding
-from services.trainer.megatron.parallel import World
+from services.trainer.batch.micro_batch import PackedMicroBatch, with_padding
+from services.trainer.megatron.world import World
 from services.trainer.transformer.attention.context_parallel import ContextRanks
 from services.trainer.transformer.attention.heads import Rotary, rotary_table
 from services.trainer.transformer.attention.sequence_layout import AttentionKernel, SequenceLayout, sequence_layout

@@ -11,7 +11,7 @@ from itertools import tee
 from pathlib import Path
 from typing import Any
 
-import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
+import services.trainer.megatron.cpu_support  # noqa: F401  must come before Megatron
 
 # isort: split
 import numpy as np
@@ -26,28 +26,29 @@ from torch import Tensor
 from relaxd.board import CANDIDATES, TEACHER_CANDIDATE_LOGPROBS
 from relaxd.config import TrainerConfig
 from relaxd.models.layouts import context_division
-from services.trainer.batch.pipeline import group_size
-from services.trainer.batch.row_packing import PackedMicroBatch, empty_micro_batch
+from services.trainer.batch.micro_batch import PackedMicroBatch, empty_micro_batch
+from services.trainer.batch.step_plan import group_size
 from services.trainer.learner.device_batch import DeviceBatch, to_device_batch
 from services.trainer.learner.logprobs import TokenLogprobs, VocabShard, likeliest_tokens, token_logprobs
-from services.trainer.megatron.parallel import World, initialize
 from services.trainer.megatron.stage_exchange import StageExchange, pipeline_groups
+from services.trainer.megatron.world import World, initialize
 from services.trainer.model.architecture import ModelError
 from services.trainer.model.architectures import read_architecture
-from services.trainer.model.critic import VALUE_HEAD, build_critic
 from services.trainer.model.hf_weights import load_hf
-from services.trainer.model.model import (
+from services.trainer.model.policy_model import (
+    VALUE_HEAD,
     InterleavedModel,
     PolicyModel,
     StageModel,
+    build_critic,
     build_model,
     check_divisible,
     padded_vocab,
     transformer_config,
 )
+from services.trainer.transformer.activation_offload import ActivationOffload
 from services.trainer.transformer.attention.attention_kernels import attention_kernel, takes_prompts_once
 from services.trainer.transformer.attention.context_parallel import context_ranks
-from services.trainer.transformer.kernels.activation_offload import ActivationOffload
 
 StageOutput = tuple[Tensor, Tensor, dict[str, Tensor]]
 """The result of a micro-batch in Megatron's schedule: loss, an unused token count, and values to report."""

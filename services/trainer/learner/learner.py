@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
+import services.trainer.megatron.cpu_support  # noqa: F401  must come before Megatron
 
 # isort: split
 import numpy as np
@@ -45,21 +45,19 @@ from relaxd.config import AlgorithmConfig, CriticConfig, RunConfig, TrainerConfi
 from relaxd.models.folders import models_in_trainer, resolve_model
 from relaxd.roles import REFERENCE
 from services.trainer.batch.groups import RoutingShape
-from services.trainer.batch.row_packing import PackedMicroBatch, no_values
-from services.trainer.learner import mismatch
-from services.trainer.learner.compared.frozen_model import COLUMNS_OF, FrozenModel, Student
+from services.trainer.batch.micro_batch import PackedMicroBatch, no_values
+from services.trainer.learner import measures
 from services.trainer.learner.critic import VALUE_LOSS, Critic
 from services.trainer.learner.data_parallel import DataParallel
 from services.trainer.learner.forward import Forward
-from services.trainer.learner.offload import Offload, memory_in_use, state_tensors
+from services.trainer.learner.frozen_model import COLUMNS_OF, FrozenModel, Student
+from services.trainer.learner.measures import bit_sum, merge_reported, reduce_over_ranks
+from services.trainer.learner.offload import TRIM_EVERY_STEPS, Offload, memory_in_use, state_tensors, trim_heap
 from services.trainer.learner.optimizer import build_optimizer, build_schedule
 from services.trainer.learner.policy_loss import UNEXPLAINED, PolicyLoss
-from services.trainer.learner.snapshots.checkpoint import Kept, Snapshot, Stateful, TrainedModel, load_snapshot, prepare
 from services.trainer.learner.snapshots.checkpoint_copies import HostCopies
-from services.trainer.learner.sums import bit_sum, merge_reported, reduce_over_ranks
-from services.trainer.learner.update import PendingUpdate, update_weights
-from services.trainer.learner.update_stats import UpdateStats
-from services.trainer.megatron.host_memory import TRIM_EVERY_STEPS, trim_heap
+from services.trainer.learner.snapshots.snapshot import Kept, Snapshot, Stateful, TrainedModel, load_snapshot, prepare
+from services.trainer.learner.update import PendingUpdate, UpdateStats, update_weights
 from services.trainer.model.hf_weights import (
     HFTensorSpec,
     exported_parameters,
@@ -67,8 +65,8 @@ from services.trainer.model.hf_weights import (
     hf_tensor_specs,
     save_hf,
 )
-from services.trainer.model.model import freeze_routers, routers
-from services.trainer.transformer.mlp import expert_load
+from services.trainer.model.policy_model import freeze_routers, routers
+from services.trainer.transformer.mlp import routing_record
 from services.trainer.transformer.mlp.routing_record import recorded_experts, recording
 
 
@@ -312,7 +310,7 @@ class Learner:
     def discard(self) -> None:
         """Drop the gradients accumulated since the last `update`."""
         self._sums, self._accumulated = {}, False
-        expert_load.reset(self._routers)
+        routing_record.reset(self._routers)
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
         if self._critic is not None:
@@ -454,7 +452,7 @@ class Learner:
         value_loss = values.pop(VALUE_LOSS, 0.0) / normalizer
         cause = unexplained(self._algorithm) if values.pop(UNEXPLAINED, 0.0) else ""
         metrics = {name: value / max(tokens, 1.0) for name, value in values.items()}
-        metrics |= expert_metrics | (mismatch.metrics(measured) if measured is not None else {})
+        metrics |= expert_metrics | (measures.metrics(measured) if measured is not None else {})
         return _UpdateTotals(loss, value_loss, int(tokens), cause, metrics)
 
     def _reduce_gradients(self, normalizer: float) -> None:
@@ -501,7 +499,7 @@ class Learner:
             return {}
         moe = self._config.moe
         with_losses = moe.aux_loss_coef > 0 or moe.z_loss_coef > 0
-        return expert_load.metrics(self._routers, self.world, with_losses=with_losses)
+        return routing_record.metrics(self._routers, self.world, with_losses=with_losses)
 
     def _record_weights_changed(self) -> None:
         if self._changed is not None:

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.trainer.transformer.kernels.float32_product import float32_product
+from services.trainer.megatron.gradient_accumulation import add_product_, writable
 from services.trainer.transformer.kernels.fusion import fused_kernels
-from services.trainer.transformer.kernels.gradients import add_product_, writable
+from services.trainer.transformer.kernels.products import float32_product
 
 CPU_CHUNK_TOKENS = 512
 """Tokens per chunk on CPU."""

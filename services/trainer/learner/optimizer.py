@@ -2,7 +2,7 @@
 
 from typing import Any
 
-import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
+import services.trainer.megatron.cpu_support  # noqa: F401  must come before Megatron
 
 # isort: split
 import torch
@@ -13,9 +13,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from relaxd.config import OptimizerConfig, TrainerConfig
-from services.trainer.learner.bfloat16_moments import Bfloat16MomentsAdamW, ShardPlace
 from services.trainer.learner.data_parallel import DataParallel
-from services.trainer.learner.float8_moments import Float8MomentAdamW
+from services.trainer.learner.small_moments import Bfloat16MomentsAdamW, Float8MomentAdamW, ShardPlace
 from services.trainer.megatron.sharded_gradients import use_shards
 
 EMBEDDING = "embedding.word_embeddings.weight"

@@ -10,7 +10,7 @@ from torch.distributed.nn.functional import all_reduce
 from relaxd.algorithms import Algorithm, LossInputs
 from relaxd.algorithms.results import loss_of
 from relaxd.board import CANDIDATES, OLD_LOGPROBS
-from services.trainer.learner import mismatch
+from services.trainer.learner import measures
 from services.trainer.learner.device_batch import DeviceBatch
 from services.trainer.learner.forward import StageOutput, no_tokens
 from services.trainer.learner.logprobs import TokenLogprobs
@@ -55,7 +55,7 @@ class PolicyLoss:
         reported[UNEXPLAINED] = (_finite(inputs) & ~output.loss.detach().isfinite()).double()
         reported["tokens"] = torch.tensor(float(logprobs.numel()), dtype=torch.float64)
         trainers = batch.columns.get(OLD_LOGPROBS, logprobs)
-        reported["mismatch"] = mismatch.measure(trainers, batch.columns["rollout_logprobs"], batch.logprobs_comparable)
+        reported["mismatch"] = measures.measure(trainers, batch.columns["rollout_logprobs"], batch.logprobs_comparable)
         return output.loss, no_tokens(), reported
 
 

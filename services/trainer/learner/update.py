@@ -1,4 +1,5 @@
-"""The update of the weights: skipped if a loss or gradient isn't finite, else clipped and applied.
+"""The update of the weights: skipped if a loss or gradient isn't finite, else clipped and applied. Its statistics, and
+the limit of consecutive skips.
 
 Actor and critic are updated together or not at all, so that a ledger says of an update whether it was skipped.
 """
@@ -7,12 +8,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
+import services.trainer.megatron.cpu_support  # noqa: F401  must come before Megatron
 
 # isort: split
+from collections.abc import Mapping
+from typing import Any
+
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from services.trainer.batch.step_plan import OUTCOME, StepPlan
 
 
 class NonFiniteGradients(ArithmeticError):
@@ -90,3 +96,148 @@ def _clip_and_step(optimizer: MegatronOptimizer, clip_grad: float, norm: float) 
             decoupled = one.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
             clip_grad_by_total_norm_fp32(parameters, clip_grad, norm, decoupled)
     optimizer.step_with_ready_grads()
+
+
+BY_EPOCH = ("loss", "grad_norm", "ratio", "clip_fraction")
+"""Metrics that a step of several epochs also has for each of them."""
+
+UNWEIGHTED = ("loss", "grad_norm", "value_loss", "value_grad_norm")
+"""Metrics that are of an update as a whole, however many tokens it has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateStats:
+    """Statistics of one optimizer update, the same on all ranks."""
+
+    step: int
+    """Number of its step, from 1."""
+    loss: float
+    """Summed loss divided by the normalizer."""
+    grad_norm: float
+    """Norm of the gradient before clipping."""
+    skipped: bool
+    """True if the update was skipped, leaving weights, optimizer and schedule unchanged."""
+    lr: float
+    """Learning rate of the last applied update."""
+    tokens: int
+    """Trained tokens in the update, over all ranks."""
+    metrics: dict[str, float]
+    """The loss's sums divided by `tokens` (kl, entropy, clip_fraction ...), `expert_load.metrics`, the difference
+    between the engine's and the trainer's log-probs (`mismatch.metrics`), and the critic's numbers."""
+    cause: str = ""
+    """Why its loss isn't finite, if the algorithm is to blame: nothing that the loss is made of is."""
+
+    @property
+    def shown(self) -> str:
+        """Its losses and norms, as an error shows them."""
+        critic = ""
+        if "value_loss" in self.metrics:
+            critic = f"; critic: loss {self.metrics['value_loss']:g}, gradient norm {self.metrics['value_grad_norm']:g}"
+        cause = f" ({self.cause})" if self.cause else ""
+        return f"loss {self.loss:g}, gradient norm {self.grad_norm:g}{critic}{cause}"
+
+    @property
+    def values(self) -> dict[str, float]:
+        """All of it by name, as a step of one update reports it."""
+        return {"loss": self.loss, "grad_norm": self.grad_norm, "lr": self.lr, **self.metrics}
+
+
+def step_metrics(updates: Sequence[UpdateStats], epochs: int) -> dict[str, float]:
+    """Return the metrics of a step.
+
+    Args:
+        updates: the step's updates, in order; at least one.
+        epochs: number of epochs that they are of, each with as many.
+
+    Returns:
+        For one update its values. Otherwise their means over the applied updates (over all, if none was applied), each
+        weighted by its trained tokens; losses and norms of gradients count all updates alike; of names that end in
+        "_max" the largest; learning rates of the last. For several epochs also `BY_EPOCH` of each, such as
+        clip_fraction_epoch_2. skipped_updates is the number of those that were skipped.
+    """
+    found = _merged(updates)
+    if epochs > 1:
+        size = len(updates) // epochs
+        for epoch in range(epochs):
+            values = _merged(updates[epoch * size : (epoch + 1) * size])
+            found |= {f"{name}_epoch_{epoch + 1}": values[name] for name in BY_EPOCH if name in values}
+    return found | {"skipped_updates": float(sum(update.skipped for update in updates))}
+
+
+def _merged(updates: Sequence[UpdateStats]) -> dict[str, float]:
+    chosen = [update for update in updates if not update.skipped] or updates
+    names = dict.fromkeys(name for update in chosen for name in update.values)
+    return {name: _merge(name, [update for update in chosen if name in update.values]) for name in names}
+
+
+def _merge(name: str, updates: Sequence[UpdateStats]) -> float:
+    """Merge the values that updates have under a name."""
+    values = [update.values[name] for update in updates]
+    if len(values) == 1 or name in ("lr", "value_lr"):
+        return values[-1]
+    if name.endswith("_max"):
+        return max(values)
+    weights = [1 if name in UNWEIGHTED else update.tokens for update in updates]
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / max(sum(weights), 1)
+
+
+NAMED_GROUPS = 8
+"""Largest number of groups per step named in an error; the log and the ledger have all."""
+
+
+class TooManySkippedUpdates(ArithmeticError):
+    """More consecutive updates were skipped than trainer.max_skipped_updates allows."""
+
+
+class SkippedUpdates:
+    """Consecutive updates that were skipped. After a restart they are read from the ledger."""
+
+    def __init__(self, max_skipped: int) -> None:
+        """`max_skipped` is trainer.max_skipped_updates."""
+        self._max_skipped = max_skipped
+        self._row: list[tuple[int, Sequence[str]]] = []
+        """Steps and groups of the updates since the last applied one."""
+        self._applied = 0
+        """Step of the last applied update."""
+
+    def record(self, step: int, groups: Sequence[str], *, skipped: bool) -> None:
+        """Record an update of a step, on these groups. Call it for every update, in order."""
+        self._row = [*self._row, (step, groups)] if skipped else []
+        self._applied = self._applied if skipped else step
+
+    def record_step(self, step: int, plan: Mapping[str, Any]) -> None:
+        """Record the updates of a committed step from its plan in the ledger."""
+        if not plan.get(OUTCOME):  # of most steps, so that the ledger is read quickly
+            self.record(step, plan["groups"], skipped=False)
+            return
+        parsed = StepPlan.from_json(plan)
+        for index, mini_batch in enumerate(parsed.updates):
+            self.record(step, parsed.groups_of(mini_batch), skipped=index in plan[OUTCOME])
+
+    def check(self, step: int, groups: Sequence[str], cause: str = "") -> None:
+        """Raise TooManySkippedUpdates if skipping one more update, of an uncommitted step, exceeds the limit.
+
+        Args:
+            step: the step.
+            groups: the update's groups.
+            cause: `UpdateStats.cause` of the update.
+        """
+        if len(self._row) < self._max_skipped:
+            return
+        row = [*self._row, (step, groups)]
+        by_step: dict[int, dict[str, None]] = {}
+        for number, names in row:
+            by_step.setdefault(number, {}).update(dict.fromkeys(names))
+        steps = "; ".join(f"step {number}: {_named(list(names))}" for number, names in by_step.items())
+        raise TooManySkippedUpdates(
+            f"{len(row)} update{'s' * (len(row) > 1)} in a row had a loss or a gradient that isn't finite, more than "
+            f"trainer.max_skipped_updates = {self._max_skipped} ({steps}). The weights are those of step "
+            f"{min(self._applied, step - 1)}; the groups of step {step} are dropped. {cause + '. ' if cause else ''}"
+            "Check their rewards and advantages; if they are right, export the newest checkpoint and start a run from "
+            "it with a lower trainer.optimizer.lr"
+        )
+
+
+def _named(groups: Sequence[str]) -> str:
+    more = len(groups) - NAMED_GROUPS
+    return ", ".join(groups[:NAMED_GROUPS]) + (f" and {more} more" if more > 0 else "")

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 
 from relaxd.v1.weights_pb2 import MemoryChange
 from services.trainer.learner.offload import memory_in_use
-from services.trainer.loop.commands import Move, TrainingRank
+from services.trainer.loop.training_commands import Move, TrainingRank
 from services.trainer.loop.weight_read_lock import WeightReadLock
-from services.trainer.megatron.tick import TICK_SECONDS
+from services.trainer.megatron import TICK_SECONDS
 
 
 class SleepController:

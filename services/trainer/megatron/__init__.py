@@ -2,3 +2,6 @@
 
 Nothing here depends on a model.
 """
+
+TICK_SECONDS = 0.5
+"""Longest silence of one of them while it waits."""

@@ -14,7 +14,7 @@ views of it stay what they are.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
+import services.trainer.megatron.cpu_support  # noqa: F401  must come before Megatron
 
 # isort: split
 import torch

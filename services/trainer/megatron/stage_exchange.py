@@ -8,7 +8,7 @@ micro-batches, so each knows the shapes.
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
+import services.trainer.megatron.cpu_support  # noqa: F401  must come before Megatron
 
 # isort: split
 from megatron.core import parallel_state

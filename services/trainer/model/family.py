@@ -6,7 +6,7 @@ from typing import Any
 
 from services.trainer.model.architecture import Architecture, ExpertArchitecture, ModelError
 from services.trainer.model.rope import RopeError, read_rope
-from services.trainer.model.rules import Rule, layer_rules
+from services.trainer.model.tensor_rules import Rule, layer_rules
 
 Config = dict[str, Any]
 """A config.json."""

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
+import services.trainer.megatron.cpu_support  # noqa: F401  must come before Megatron
 
 # isort: split
 import torch
@@ -19,12 +19,12 @@ from torch import Tensor
 
 from relaxd.data.templating import MORE_TEMPLATES
 from relaxd.models.model_contradictions import weights_contradiction
-from services.trainer.batch.durable import errors_of_the_system
+from services.trainer.batch.disk_files import errors_of_the_system
 from services.trainer.megatron.disk_work import DiskRefused, DiskWorkFailed
-from services.trainer.megatron.parallel import GatherGroups, World
+from services.trainer.megatron.world import GatherGroups, World
 from services.trainer.model.architecture import Architecture, ModelError, ModelFileError
-from services.trainer.model.layouts import Replicated, views_of
-from services.trainer.model.mapping import HFTensor, ParameterEntry, entries
+from services.trainer.model.parameter_entries import HFTensor, ParameterEntry, entries
+from services.trainer.model.tensor_rules import Replicated, views_of
 
 MAX_FILE_BYTES = 4 << 30
 """Size at which a written safetensors file is closed."""

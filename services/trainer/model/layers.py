@@ -1,27 +1,42 @@
-"""The layer specification for Megatron: packed sequences, without Transformer Engine.
+"""Layers for Megatron: the specification of a transformer layer on packed sequences, without Transformer Engine, and
+its norms.
 
 Each micro-batch is a row of consecutive sequences (Megatron's THD layout), with hidden states [T, 1, hidden]. Only
 attention distinguishes the sequences.
 """
 
-import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
+import services.trainer.megatron.cpu_support  # noqa: F401  must come before Megatron
 
 # isort: split
+from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
+from torch import Tensor
+
+from services.trainer.transformer.activation_offload import ActivationOffload
+from services.trainer.transformer.attention.sequence_layout import SequenceLayout
+from services.trainer.transformer.mlp.mlp import MixtureOfExperts
+from services.trainer.transformer.recompute import Recompute
+
+# isort: split
+import torch
+import torch.nn.functional as functional
+
+from services.trainer.transformer.kernels.fusion import fused_kernels
+
+# isort: split
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
-from torch import Tensor
 
-from services.trainer.model.norms import RMSNorm
-from services.trainer.model.packed_layer import PackedLayer, PolicyConfig
 from services.trainer.transformer.attention.attention import PackedAttention
 from services.trainer.transformer.attention.context_parallel import (
     copy_kv_heads,
@@ -30,10 +45,107 @@ from services.trainer.transformer.attention.context_parallel import (
     tokens_to_heads,
 )
 from services.trainer.transformer.attention.heads import split_heads
-from services.trainer.transformer.attention.sequence_layout import SequenceLayout
-from services.trainer.transformer.kernels.recompute import Recompute
-from services.trainer.transformer.mlp.dense_mlp import DenseMLP
-from services.trainer.transformer.mlp.mixture import MixtureOfExperts
+from services.trainer.transformer.mlp.mlp import DenseMLP
+
+
+@dataclass
+class PolicyConfig(TransformerConfig):
+    """Megatron's configuration, with the settings of our layers."""
+
+    selective_layers: int = 0
+    """Number of layers, the first of each pipeline stage, that recompute most of their tensors in the backward pass."""
+    attention_output_bias: bool = False
+    """True if attention's output projection has a bias."""
+
+
+class PackedLayer(TransformerLayer):
+    """Norm, attention, norm, MLP or experts, each half added to the residual."""
+
+    config: PolicyConfig
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._index = _index_in_stage(self.layer_number - 1, self.config, named.get("vp_stage"))
+        """Number of the layer within this pipeline stage, from 0, chunk after chunk."""
+        self.offload: ActivationOffload | None = None
+        """Offload of this layer's activations to the host, if enabled."""
+
+    def forward(
+        self, hidden_states: Tensor, *, rotary_pos_emb: Tensor, packed_seq_params: SequenceLayout, **_: object
+    ) -> tuple[Tensor, None]:
+        """Run the layer.
+
+        Args:
+            hidden_states: [T, 1, hidden] (T over the tensor-parallel ranks under sequence parallelism).
+            rotary_pos_emb: `rotary_table` of the tokens' positions.
+            packed_seq_params: the sequences.
+
+        Returns:
+            [T, 1, hidden], and None for Megatron's cross-attention context.
+        """
+        keep = None if self.offload is None else self.offload.pack
+        with Recompute(self._index < self.config.selective_layers, keep) as recompute:
+            residual, x = self.input_layernorm.of_sum(hidden_states)
+            recompute.register(x, self.input_layernorm, residual)
+            attended = self.self_attention(x, rotary_pos_emb, packed_seq_params, recompute)
+            residual, x = self.pre_mlp_layernorm.of_sum(residual, attended)
+            recompute.register(x, self.pre_mlp_layernorm, residual)
+            if isinstance(self.mlp, MixtureOfExperts):
+                output = self.mlp(x, packed_seq_params.router, self._index, recompute)
+            else:
+                output = self.mlp(x, recompute)
+            return residual + output, None
+
+
+def _index_in_stage(layer: int, config: TransformerConfig, chunk: int | None) -> int:
+    """Return a layer's number within this pipeline stage, all of whose chunks have equally many."""
+    before = 0 if not chunk else chunk * get_num_layers_to_build(config, chunk)
+    return before + layer - get_transformer_layer_offset(config, chunk)
+
+
+class RMSNorm(torch.nn.Module):
+    """Root mean square normalisation, compatible with Megatron's sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
+        super().__init__()
+        self.eps = eps
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x [..., hidden_size]."""
+        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+    def of_sum(self, x: Tensor, addend: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the new residual x + addend (x without addend) and its norm.
+
+        Fused kernels need one pass over memory forward and one backward, which includes the residual's gradient.
+        """
+        if x.dtype == torch.bfloat16 and x.is_cuda and fused_kernels():
+            fused: tuple[Tensor, Tensor] = _NormOfSum.apply(x, addend, self.weight, self.eps)
+            return fused
+        total = x if addend is None else x + addend
+        return total, self(total)
+
+
+class _NormOfSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, addend: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        from services.trainer.transformer.kernels.norm_kernels import norm_forward
+
+        x = x.contiguous()
+        total, output, inverses = norm_forward(x, None if addend is None else addend.contiguous(), weight, epsilon)
+        ctx.save_for_backward(total, weight, inverses)
+        ctx.adds = addend is not None
+        return total.view_as(total) if addend is None else total, output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from services.trainer.transformer.kernels.norm_kernels import norm_backward
+
+        grad, grad_weight = norm_backward(*ctx.saved_tensors, *grads)
+        return grad, grad if ctx.adds else None, grad_weight, None
 
 
 class PackedSelfAttention(SelfAttention):

@@ -11,7 +11,7 @@ from typing import Any
 from relaxd.models import DataError
 from relaxd.models.folders import resolve_model
 from relaxd.run_folder import checkpoint_path, checkpoint_steps
-from services.trainer.offline.run_folder import OfflineError, newest_intact, print_error, print_result, read_config
+from services.trainer.offline.program_parts import OfflineError, newest_intact, print_error, print_result, read_config
 
 SIZES = ("ranks", "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
 SINGLE_RANK: dict[str, Any] = {**dict.fromkeys(SIZES, 1), "pipeline_layers": (), "pipeline_chunks": 1}
@@ -40,11 +40,11 @@ def export_checkpoint(run_folder: Path, step: int, out: Path) -> dict[str, Any]:
         DiskRefused: `out` can't be written, such as on a full disk.
     """
     # Here, so that what is refused is refused at once: they load Megatron, which takes seconds.
-    from services.trainer.learner.snapshots.checkpoint import load_model
-    from services.trainer.megatron.parallel import initialize
+    from services.trainer.learner.snapshots.snapshot import load_model
+    from services.trainer.megatron.world import initialize
     from services.trainer.model.architectures import read_architecture
     from services.trainer.model.hf_weights import save_hf
-    from services.trainer.model.model import build_model, transformer_config
+    from services.trainer.model.policy_model import build_model, transformer_config
 
     config = read_config(run_folder)
     trainer = config.trainer.model_copy(update=SINGLE_RANK)
@@ -71,7 +71,7 @@ def main() -> int:
         step = find_checkpoint(given.run_folder, given.step, given.out)
     except OfflineError as error:
         return print_error(error)
-    from services.trainer.learner.snapshots.checkpoint import CheckpointError
+    from services.trainer.learner.snapshots.snapshot import CheckpointError
     from services.trainer.megatron.disk_work import DiskRefused
     from services.trainer.model.architecture import ModelError, ModelFileError
 

@@ -20,8 +20,8 @@ from relaxd.process.ports import NoFreePort, reserve_port
 from relaxd.run_folder import checkpoint_path
 from services.trainer.batch.step_file import StepFileError, read_step_file, step_file_path
 from services.trainer.batch.step_plan import OUTCOME
-from services.trainer.checkpoints.folder import CheckpointBroken, read_state
-from services.trainer.offline.run_folder import OfflineError, newest_intact, print_error, print_result, read_config
+from services.trainer.checkpoints.checkpoint_folders import CheckpointBroken, read_state
+from services.trainer.offline.program_parts import OfflineError, newest_intact, print_error, print_result, read_config
 
 POLL_SECONDS, RANK0_ERROR_SECONDS = 0.1, 5.0
 """Interval between checks of the ranks; longest wait for rank 0's own error after another rank has failed."""
@@ -42,10 +42,10 @@ def replay(run_folder: Path, step: int, start: int) -> dict[str, Any] | None:
     """
     # Here, so that what is refused is refused at once: they load Megatron, which takes seconds.
     from services.trainer.learner.learner import Learner
-    from services.trainer.learner.update_stats import step_metrics
-    from services.trainer.loop.restore import same_layout
+    from services.trainer.learner.update import step_metrics
+    from services.trainer.loop.checkpoint_choice import same_layout
     from services.trainer.loop.round_runner import RoundRunner
-    from services.trainer.megatron.rank_channel import RankChannel
+    from services.trainer.megatron.channels import RankChannel
 
     config = read_config(run_folder)
     learner = Learner.of_run(config)
@@ -155,7 +155,7 @@ def main() -> int:
                 return start_ranks(config, [*sys.argv[1:], "--start", str(start)])
         except (OfflineError, NoFreePort) as error:
             return print_error(error)
-    from services.trainer.learner.snapshots.checkpoint import CheckpointError
+    from services.trainer.learner.snapshots.snapshot import CheckpointError
     from services.trainer.megatron.disk_work import DiskStalled, DiskWorkFailed
     from services.trainer.model.architecture import ModelError, ModelFileError
 

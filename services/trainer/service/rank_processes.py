@@ -18,7 +18,7 @@ from relaxd.v1 import rank_pb2, rank_pb2_grpc, trainer_pb2_grpc
 RankEvent = Callable[["RankProcess", rank_pb2.WorkResponse], None]
 """Callback with the rank and its event."""
 
-RANK = "services.trainer.loop.rank"
+RANK = "services.trainer.loop.training_rank"
 """The program of a rank that trains."""
 LOOPBACK = "127.0.0.1"
 """All ranks are on this machine, and meet here."""

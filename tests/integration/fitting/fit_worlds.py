@@ -44,7 +44,7 @@ def micro_batch(prompt: int, seed: int) -> Any:
     """Four sequences of equal length, so that attention needs no padding."""
     import numpy as np
 
-    from services.trainer.batch.row_packing import TrainSequence, pack
+    from services.trainer.batch.micro_batch import TrainSequence, pack
 
     rng, mask, ones = np.random.default_rng(seed), np.ones(LENGTH, np.uint8), np.ones(LENGTH, np.float32)
     mask[: max(prompt, 1)] = 0
@@ -68,7 +68,7 @@ def micro_batch(prompt: int, seed: int) -> Any:
 def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
     """Measure on this rank."""
     found = _step(job, ranks) if job.micro_batches else _parameters(job, ranks)
-    from services.trainer.megatron.parallel import leave_layout
+    from services.trainer.megatron.world import leave_layout
 
     leave_layout()
     return found
@@ -76,10 +76,9 @@ def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
 
 def _parameters(job: Job, ranks: int) -> dict[str, Any]:
     """Count the parameters of each model as policy and as critic."""
-    from services.trainer.megatron.parallel import initialize
+    from services.trainer.megatron.world import initialize
     from services.trainer.model.architectures import read_architecture
-    from services.trainer.model.critic import build_critic
-    from services.trainer.model.model import build_model, transformer_config
+    from services.trainer.model.policy_model import build_critic, build_model, transformer_config
 
     config = trainer_config(ranks, **job.settings)
     world = initialize(config, 0)

@@ -8,7 +8,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from services.trainer.transformer.kernels.recompute import _View
+from services.trainer.transformer.recompute import _View
 
 HOOKS = torch.autograd.graph.saved_tensors_hooks
 

@@ -101,7 +101,7 @@ def make_samples(
     With `candidates`, a teacher gives each token so many, of which some are missing. With `prompt_tokens`, all have one
     prompt of so many.
     """
-    from services.trainer.batch.row_packing import TrainSequence
+    from services.trainer.batch.micro_batch import TrainSequence
 
     rng, of_teacher = np.random.default_rng(seed), np.random.default_rng(seed + 1)
     samples: list[TrainSequence] = []
@@ -141,8 +141,8 @@ def micro_batches(
     samples: list[Any], budget: int, dp_size: int = 1, columns: Sequence[str] = COLUMNS
 ) -> list[list[Any]]:
     """Packed micro-batches of at most `budget` tokens for each data-parallel rank, which have equally many."""
-    from services.trainer.batch.round_packer import Packer
-    from services.trainer.batch.row_packing import empty_micro_batch, pack
+    from services.trainer.batch.micro_batch import empty_micro_batch, pack
+    from services.trainer.batch.micro_batch_division import Packer
 
     packer = Packer(budget, dp_size)
     for index, sample in enumerate(samples):
@@ -244,7 +244,7 @@ def log_probs_of(logits: np.ndarray, batch: Any) -> np.ndarray:
 
 def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
     """Run one job on this rank."""
-    from services.trainer.batch.row_packing import pack
+    from services.trainer.batch.micro_batch import pack
 
     learner = make_learner(job, ranks)
     samples = make_samples(job.samples, candidates=job.candidates)
@@ -292,7 +292,7 @@ def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
         for _ in range(3):
             learner.save_hf(job.save)
         thread.join(60)
-    from services.trainer.megatron.parallel import leave_layout
+    from services.trainer.megatron.world import leave_layout
 
     leave_layout()
     return result

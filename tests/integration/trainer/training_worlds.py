@@ -50,18 +50,17 @@ def run_job(job: RunJob, ranks: int = 1) -> dict[str, Any]:
     from relaxd.algorithms import create
     from relaxd.board import Board, stages_for
     from relaxd.models.folders import models_in_trainer
-    from services.trainer.batch.group_refusals import GroupRefusals
-    from services.trainer.checkpoints.part import CheckpointPart
-    from services.trainer.learner.compared.routing import model_of
+    from services.trainer.batch.step_membership import GroupRefusals
+    from services.trainer.checkpoints.rank_part import CheckpointPart
+    from services.trainer.learner.frozen_model import model_of
     from services.trainer.learner.learner import Learner
-    from services.trainer.loop.commands import TrainingRank
-    from services.trainer.loop.controls import Controls
     from services.trainer.loop.intake import Intake
     from services.trainer.loop.round_runner import RoundRunner
-    from services.trainer.loop.training import Training
+    from services.trainer.loop.thread_requests import Controls
+    from services.trainer.loop.training_commands import TrainingRank
+    from services.trainer.loop.training_thread import Training
     from services.trainer.loop.weight_read_lock import WeightReadLock
-    from services.trainer.megatron.model_parallel_channel import ModelParallelChannel
-    from services.trainer.megatron.rank_channel import RankChannel
+    from services.trainer.megatron.channels import ModelParallelChannel, RankChannel
 
     config = job.config
     algorithm = create(config.algorithm)
@@ -136,7 +135,7 @@ def run_job(job: RunJob, ranks: int = 1) -> dict[str, Any]:
             intake.close()
         board.close()
     result |= {"tensors": copied(learner)}
-    from services.trainer.megatron.parallel import leave_layout
+    from services.trainer.megatron.world import leave_layout
 
     leave_layout()
     return result

@@ -14,7 +14,7 @@ from relaxd.config.load_toml import load
 from relaxd.models import DataError
 from relaxd.models.model_contradictions import weights_contradiction
 from relaxd.models.shape import read_shape
-from services.trainer.batch.durable import errors_of_the_system
+from services.trainer.batch.disk_files import errors_of_the_system
 from services.trainer.model.architecture import ModelError
 from services.trainer.model.architectures import read_architecture
 from services.trainer.model.hf_weights import copy_small_files

@@ -10,7 +10,7 @@ import transformers
 from relaxd.models import DataError
 from relaxd.models.shape import FAMILIES, read_shape
 from relaxd.tools.fitting import activations, host_and_disk, speed
-from services.trainer.batch import pipeline, round_packer
+from services.trainer.batch import micro_batch_division, step_plan
 from services.trainer.learner import logprobs
 from services.trainer.model import architectures
 from services.trainer.model.architectures import read_architecture
@@ -70,8 +70,8 @@ def test_every_family_of_the_trainer_is_known() -> None:
 
 def test_constants_are_those_of_the_trainer() -> None:
     assert (activations.CHUNK_BYTES, activations.KEPT_SHARE) == (logprobs.CHUNK_BYTES, logprobs.KEPT_SHARE)
-    assert host_and_disk.MAX_REPEAT == round_packer.MAX_REPEAT
-    assert speed.SCHEDULE == pipeline.SCHEDULE
+    assert host_and_disk.MAX_REPEAT == micro_batch_division.MAX_REPEAT
+    assert speed.SCHEDULE == step_plan.SCHEDULE
 
 
 @pytest.mark.parametrize(

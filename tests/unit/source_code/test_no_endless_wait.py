@@ -41,8 +41,8 @@ WITHOUT_DEADLINE = {
         ("services/coordinator/service.py", "CoordinatorProcess.run"),
         ("services/coordinator/weights/weight_group_client.py", "WeightGroupClient._broadcast"),
         ("services/rollout/service/child_engine.py", "ChildEngine.start"),
-        ("services/trainer/batch/in_parallel.py", "in_parallel"),
-        ("services/trainer/loop/checkpoints.py", "Checkpoints._check"),
+        ("services/trainer/batch/disk_files.py", "in_parallel"),
+        ("services/trainer/loop/checkpoint_control.py", "Checkpoints._check"),
         ("services/trainer/service/rank_processes.py", "RankProcesses._exited"),
     },
     WORK: {
@@ -97,7 +97,7 @@ WITHOUT_DEADLINE = {
         ("relaxd/weights/weight_group.py", "WeightGroup.broadcast"),
         ("services/rollout/engines/transformers/transformers_weights.py", "WeightReceiver.receive"),
         ("services/rollout/engines/sglang/sglang_weights.py", "_Receiver.finish"),
-        ("services/trainer/loop/broadcast.py", "WeightBroadcaster._send"),
+        ("services/trainer/loop/weight_broadcast.py", "WeightBroadcaster._send"),
         (
             "services/coordinator/runs/run_manager.py",
             "RunManager._wait_for_clean_up",
@@ -126,7 +126,7 @@ WITHOUT_DEADLINE = {
         ("services/trainer/learner/snapshots/checkpoint_copies.py", "HostCopies.check"),  # copies within this process
         ("services/trainer/service/rank_processes.py", "RankProcesses.kill"),  # SIGKILL was sent
         ("services/trainer/service/server.py", "TrainerService.stop_run"),  # cancelled
-        ("services/trainer/frozen/service.py", "StageService.start_run"),  # see health.start_seconds
+        ("services/trainer/frozen/frozen_service.py", "StageService.start_run"),  # see health.start_seconds
     },
 }
 

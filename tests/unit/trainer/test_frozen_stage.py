@@ -18,8 +18,8 @@ from relaxd.board import (
     stages_for,
 )
 from relaxd.config import RunConfig
-from services.trainer.batch.row_packing import PackedMicroBatch
-from services.trainer.frozen.logprobs import Compute, ModelStage
+from services.trainer.batch.micro_batch import PackedMicroBatch
+from services.trainer.frozen.model_stage import Compute, ModelStage
 from tests.kit.waiting import wait_until
 
 BUDGET, VOCAB = 64, 260

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from services.trainer.batch.reference_weights import weights_path
 from services.trainer.batch.step_file import StepFileError
-from services.trainer.frozen import run_folder
-from services.trainer.frozen.refreshing import LedgerWeights
+from services.trainer.checkpoints.reference_weights import weights_path
+from services.trainer.frozen import followed_folder
+from services.trainer.frozen.followed_folder import LedgerWeights
 from tests.kit.boards import make_board
 
 INITIAL = Path("initial")
@@ -80,7 +80,7 @@ def test_a_ledger_that_has_lost_the_step_takes_its_weights_back(reference: Refer
 
 
 def test_weights_that_do_not_appear_are_named(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_folder, "FILE_SECONDS", 0.0)
+    monkeypatch.setattr(followed_folder, "FILE_SECONDS", 0.0)
     reference.commit(1, refreshed=["reference"])
     with pytest.raises(
         StepFileError, match=r"reference/step-000001.1 isn't there, 0 s after its step .* this reference"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from relaxd.rpc.errors import DeadlineExceeded, Unavailable
-from services.trainer.loop.controls import RequestQueue
+from services.trainer.loop.thread_requests import RequestQueue
 from tests.kit.waiting import wait_until
 
 TRAINING: Any = object()

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
+import services.trainer.megatron.cpu_support  # noqa: F401  must come before Megatron
 
 # isort: split
 import torch
 from torch import Tensor
 
-from services.trainer.model.packed_layer import PolicyConfig
+from services.trainer.model.layers import PolicyConfig
 from services.trainer.transformer.mlp.expert_rows import copy_to_rows, sort_by_expert, sum_of_rows
 from services.trainer.transformer.mlp.experts import _Experts
 from services.trainer.transformer.mlp.router import Router

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from services.trainer.batch.skip_limit import SkippedUpdates, TooManySkippedUpdates
 from services.trainer.batch.step_plan import MicroBatchRound, MiniBatch, SequenceSlice, StepPlan
+from services.trainer.learner.update import SkippedUpdates, TooManySkippedUpdates
 
 
 def test_so_many_in_a_row_are_allowed_and_no_more() -> None:

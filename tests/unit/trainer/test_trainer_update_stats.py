@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from services.trainer.learner.update_stats import UpdateStats, step_metrics
+from services.trainer.learner.update import UpdateStats, step_metrics
 
 
 def update(loss: float, tokens: int = 10, *, skipped: bool = False, lr: float = 0.1, **metrics: float) -> UpdateStats:

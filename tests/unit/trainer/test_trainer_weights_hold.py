@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from services.trainer.loop.weight_read_lock import HoldRefused, WeightReadLock
-from services.trainer.service.export import export_folder
+from services.trainer.service.server import export_folder
 from tests.kit.waiting import wait_until
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from services.trainer.learner.float8_moments import Float8Values
+from services.trainer.learner.small_moments import Float8Values
 
 STAGING_BYTES = 32 << 20
 """Size of each of two pinned buffers between GPU and host: the GPU fills one while the host empties the other."""

@@ -21,10 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.trainer.batch.in_parallel import Progress, in_parallel
-from services.trainer.learner.snapshots.boxes import Box
+from services.trainer.batch.disk_files import Progress, in_parallel
 from services.trainer.learner.snapshots.checkpoint_copies import ALIGNMENT, HostCopies
-from services.trainer.learner.snapshots.pieces import Elements, Piece
+from services.trainer.learner.snapshots.pieces import Box, Elements, Piece
 
 FILE_BYTES = 64 << 20
 """A rank divides its part into one file for each of these bytes, which are written and hashed at the same time."""

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.trainer.batch.in_parallel import Progress, in_parallel
-from services.trainer.learner.snapshots.boxes import Box, Rectangle, elements, intersection, shown, without
+from services.trainer.batch.disk_files import Progress, in_parallel
 from services.trainer.learner.snapshots.part_files import DTYPES, GENERATORS, PIECES, piece_of, rank_of
-from services.trainer.learner.snapshots.pieces import Piece
+from services.trainer.learner.snapshots.pieces import Box, Piece, Rectangle, elements, intersection, shown, without
 
 STAGING_BYTES = 32 << 20
 """Bytes of a file that are in the host's memory at a time, for each file that is being read."""

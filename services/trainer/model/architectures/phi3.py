@@ -7,8 +7,7 @@ from torch import Tensor
 
 from services.trainer.model.architecture import Architecture, ModelError
 from services.trainer.model.family import Config, Family, decoder, windows
-from services.trainer.model.layouts import QueryKeyValue, ShardedRows
-from services.trainer.model.rules import DOWN, HF_LAYER, LAYER, NORMS, OUTPUT, Rule
+from services.trainer.model.tensor_rules import DOWN, HF_LAYER, LAYER, NORMS, OUTPUT, QueryKeyValue, Rule, ShardedRows
 
 
 def read(config: Config) -> Architecture:

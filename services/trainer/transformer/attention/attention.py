@@ -1,6 +1,6 @@
 """Causal attention within packed sequences."""
 
-import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
+import services.trainer.megatron.cpu_support  # noqa: F401  must come before Megatron
 
 # isort: split
 from functools import partial
@@ -14,10 +14,9 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from services.trainer.transformer.attention.attention_kernels import slice_by_varlen, varlen_attention, visible
-from services.trainer.transformer.attention.query_slice import QuerySlice
-from services.trainer.transformer.attention.sequence_layout import SequenceLayout
+from services.trainer.transformer.attention.sequence_layout import QuerySlice, SequenceLayout
 from services.trainer.transformer.attention.slots import gather_from_sequences, scatter_to_sequences
-from services.trainer.transformer.kernels.recompute import Recompute
+from services.trainer.transformer.recompute import Recompute
 
 
 class PackedAttention(MegatronModule):

@@ -12,8 +12,12 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from services.trainer.transformer.attention.query_slice import QuerySlice, query_slice
-from services.trainer.transformer.attention.sequence_layout import AttentionKernel, cudnn_batches
+from services.trainer.transformer.attention.sequence_layout import (
+    AttentionKernel,
+    QuerySlice,
+    cudnn_batches,
+    query_slice,
+)
 from services.trainer.transformer.attention.slots import scatter_to_sequences
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
+import services.trainer.megatron.cpu_support  # noqa: F401  must come before Megatron
 
 # isort: split
 import torch
@@ -17,12 +17,12 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from services.trainer.transformer.kernels.gradients import writable
-from services.trainer.transformer.kernels.grouped_products import add_grouped_products_, grouped_product
-from services.trainer.transformer.kernels.weighted_swiglu import weighted_swiglu, weighted_swiglu_backward
-from services.trainer.transformer.mlp.expert_exchange import ExpertExchange
+from services.trainer.megatron.gradient_accumulation import writable
+from services.trainer.transformer.kernels.products import add_grouped_products_, grouped_product
+from services.trainer.transformer.kernels.swiglu import weighted_swiglu, weighted_swiglu_backward
 from services.trainer.transformer.mlp.expert_rows import (
     CopyToRows,
+    ExpertExchange,
     SumOfRows,
     copy_to_rows,
     sort_by_expert,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
+import services.trainer.megatron.cpu_support  # noqa: F401  must come before Megatron
 
 # isort: split
 import torch
@@ -12,8 +12,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from services.trainer.transformer.kernels.float32_product import float32_product
-from services.trainer.transformer.kernels.gradients import add_product_, writable
+from services.trainer.megatron.gradient_accumulation import add_product_, writable
+from services.trainer.transformer.kernels.products import float32_product
 from services.trainer.transformer.mlp.routing import Routing
 
 

@@ -53,7 +53,7 @@ def optimizer_state(learner: Any) -> dict[str, tuple[int, np.ndarray]]:
     """
     import torch
 
-    from services.trainer.learner.float8_moments import float8_values
+    from services.trainer.learner.small_moments import float8_values
 
     names = {parameter: name for name, parameter in learner._policy.named_parameters()}
     found = {}
@@ -101,7 +101,7 @@ def run_job(job: CheckpointJob, ranks: int = 1) -> dict[str, Any]:
     result["trajectory"] += train(learner, 1)
     result["step"] = learner.step
     result["tensors"] = copied(learner)
-    from services.trainer.megatron.parallel import leave_layout
+    from services.trainer.megatron.world import leave_layout
 
     leave_layout()
     return result

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from relaxd.process.upkeep import freeze_objects
-from services.trainer.batch.row_packing import pack
+from services.trainer.batch.micro_batch import pack
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.snapshots import checkpoint_copies, part_files
-from services.trainer.learner.snapshots.checkpoint import Snapshot
+from services.trainer.learner.snapshots.snapshot import Snapshot
 from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model, make_samples
 
 PATIENCE = 120.0

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from services.trainer.learner.snapshots import checkpoint, optimizers
-from services.trainer.learner.snapshots.checkpoint import COMMON
-from services.trainer.megatron.parallel import shut_down
+from services.trainer.learner.snapshots import other_state, snapshot
+from services.trainer.learner.snapshots.snapshot import COMMON
+from services.trainer.megatron.world import shut_down
 from tests.integration.trainer.checkpoints.checkpoint_worlds import CheckpointJob, run_job, run_world
 from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model
 from tests.kit.ports import free_port
@@ -312,7 +312,7 @@ def test_one_rank_rounds_as_two_did(saved: Results, folder: Path, models: dict[s
 def test_trap_1_a_fresh_optimizer_has_no_state_to_save(
     models: dict[str, Path], tmp_path: Path, alone: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "fill", lambda optimizer: None)
+    monkeypatch.setattr(snapshot, "fill", lambda optimizer: None)
     with pytest.raises(AssertionError):
         make_learner(Job(models["qwen3"])).snapshot(tmp_path)
 
@@ -320,7 +320,7 @@ def test_trap_1_a_fresh_optimizer_has_no_state_to_save(
 def test_trap_2_one_step_for_all_parameters_counts_too_fast(
     saved: Results, folder: Path, models: dict[str, Path], alone: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(optimizers, "_separate_steps", lambda optimizer: None)
+    monkeypatch.setattr(other_state, "_separate_steps", lambda optimizer: None)
     wrong = alone(CheckpointJob(models["qwen3"], load=folder / "DP2"))
     right = saved["DP2"][0]
     assert wrong["trajectory"][0] == pytest.approx(right["trajectory"][0], rel=1e-4)  # nothing to see yet
@@ -334,12 +334,12 @@ def test_a_checkpoint_of_an_earlier_format_is_refused(
     earlier = tmp_path / "earlier"
     shutil.copytree(folder / "DP2", earlier)
     (earlier / COMMON).rename(earlier / "common.pt")
-    with pytest.raises(checkpoint.CheckpointError, match=r"is a checkpoint of an earlier release.*has common\.pt"):
+    with pytest.raises(snapshot.CheckpointError, match=r"is a checkpoint of an earlier release.*has common\.pt"):
         alone(CheckpointJob(models["qwen3"], load=earlier))
 
 
 def test_a_checkpoint_of_another_model_is_refused(
     saved: Results, folder: Path, models: dict[str, Path], alone: Any
 ) -> None:
-    with pytest.raises(checkpoint.CheckpointError, match="doesn't fit this model and trainer"):
+    with pytest.raises(snapshot.CheckpointError, match="doesn't fit this model and trainer"):
         alone(CheckpointJob(models["llama"], load=folder / "DP2"))

@@ -15,7 +15,7 @@ from relaxd.cli import run_checkpoints
 from relaxd.run_folder import checkpoint_path, checkpoint_steps, checkpoints_folder
 from relaxd.v1 import trainer_pb2
 from services.trainer.batch.step_file import step_file_path
-from services.trainer.checkpoints.folder import MANIFEST, plan_sha256, read_state, verify
+from services.trainer.checkpoints.checkpoint_folders import MANIFEST, plan_sha256, read_state, verify
 from tests.integration.trainer.checkpoints.slow_disks import Slow, slow_disk
 from tests.integration.trainer.service_kit import (
     Feeder,

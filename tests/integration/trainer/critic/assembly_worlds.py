@@ -48,16 +48,15 @@ def run_job(job: AssemblyJob) -> dict[str, Any]:
     """
     from relaxd.algorithms import create
     from relaxd.board import Board, stages_for
-    from services.trainer.checkpoints.part import CheckpointPart
+    from services.trainer.checkpoints.rank_part import CheckpointPart
     from services.trainer.loop import step_phases
-    from services.trainer.loop.commands import Assemble, TrainingRank
     from services.trainer.loop.intake import Intake
     from services.trainer.loop.round_runner import RoundRunner
-    from services.trainer.loop.step_builder import StepBuilder
-    from services.trainer.megatron.model_parallel_channel import ModelParallelChannel
-    from services.trainer.megatron.parallel import leave_layout
-    from services.trainer.megatron.rank_channel import RankChannel
-    from services.trainer.rehearsal.learner import ScriptedLearner
+    from services.trainer.loop.step_phases import StepBuilder
+    from services.trainer.loop.training_commands import Assemble, TrainingRank
+    from services.trainer.megatron.channels import ModelParallelChannel, RankChannel
+    from services.trainer.megatron.world import leave_layout
+    from services.trainer.rehearsal import ScriptedLearner
 
     class Learner(ScriptedLearner):
         def values(self, micro_batches: Sequence[Any]) -> list[Any]:

@@ -78,7 +78,7 @@ def run_job(job: RunJob | CheckpointJob | AssemblyJob, ranks: int = 1) -> dict[s
         dist.barrier()
     numbers = train(learner, 2)
     result = {"numbers": numbers, "checksum": learner.checksum(), "tensors": copied(learner)}
-    from services.trainer.megatron.parallel import leave_layout
+    from services.trainer.megatron.world import leave_layout
 
     leave_layout()
     return result

@@ -16,11 +16,11 @@ import transformers
 from relaxd.algorithms.ppo import PPO
 from relaxd.config import RunConfig
 from relaxd.config.algorithm import ALGORITHM, PPOConfig
-from services.trainer.batch.row_packing import pack
+from services.trainer.batch.micro_batch import pack
 from services.trainer.batch.step_file import read_committed
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.snapshots.checkpoint import CheckpointError
-from services.trainer.megatron.parallel import shut_down
+from services.trainer.learner.snapshots.snapshot import CheckpointError
+from services.trainer.megatron.world import shut_down
 from services.trainer.model.architecture import ModelError
 from services.trainer.offline.replay import replay
 from tests.integration.trainer.critic import critic_worlds

@@ -16,8 +16,8 @@ from relaxd.roles import CRITIC, ROLES
 from relaxd.run_folder import checkpoint_path, critic_folder
 from relaxd.v1.replica_pb2 import REPLICA_STATE_READY
 from services.trainer.batch.step_file import read_committed
-from services.trainer.checkpoints.folder import read_state
-from services.trainer.megatron.parallel import shut_down
+from services.trainer.checkpoints.checkpoint_folders import read_state
+from services.trainer.megatron.world import shut_down
 from tests.integration.trainer.critic.test_critic import PlainLoop, config_of, prepare_run, rewards_of
 from tests.integration.trainer.service_kit import RUN_ID, ScriptedCoordinator, TrainerProcess
 from tests.integration.trainer.training_worlds import RunJob, run_job
@@ -102,10 +102,9 @@ def service_config(model: Path, max_value_staleness: int, **sizes: int) -> RunCo
 
 def critic_rank(config: RunConfig, run_folder: Path, board: Board) -> Any:
     """The only rank of a critic, in this process."""
-    from services.trainer.checkpoints.part import CheckpointPart
-    from services.trainer.critic.commands import CriticRank
-    from services.trainer.critic.learner import CriticLearner
-    from services.trainer.megatron.rank_channel import RankChannel
+    from services.trainer.checkpoints.rank_part import CheckpointPart
+    from services.trainer.critic.critic_learner import CriticLearner, CriticRank
+    from services.trainer.megatron.channels import RankChannel
 
     learner = CriticLearner(config)
     return CriticRank(
@@ -120,7 +119,7 @@ def critic_rank(config: RunConfig, run_folder: Path, board: Board) -> Any:
 
 def check_weights(config: RunConfig, job: RunJob, loop: PlainLoop) -> None:
     """The critic of the last checkpoint gives the values of the plain loop's; that of another step is refused."""
-    from services.trainer.loop.restore import restore
+    from services.trainer.loop.checkpoint_choice import restore
 
     shut_down()
     board = Board(job.redis_url, RUN_ID, stages_for(config), config.board)
@@ -129,7 +128,7 @@ def check_weights(config: RunConfig, job: RunJob, loop: PlainLoop) -> None:
     assert restore(rank, config, 9)[0] == learner.step == 2
     assert read_state(checkpoint_path(folder, 2)).weights_checksum == rank.checksum()
     file = read_committed(job.folder, 2, board.ledger()[1].plan)
-    from services.trainer.batch.row_packing import pack
+    from services.trainer.batch.micro_batch import pack
 
     for group_id, columns in file.groups.items():
         sequences = learner._group(group_id, file).sequences(

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.trainer.batch.skip_limit import TooManySkippedUpdates
 from services.trainer.batch.step_file import StepFile
 from services.trainer.batch.step_plan import MicroBatchRound, MiniBatch, SequenceSlice, StepPlan
-from services.trainer.critic.learner import CriticLearner
-from services.trainer.megatron.parallel import shut_down
+from services.trainer.critic.critic_learner import CriticLearner
+from services.trainer.learner.update import TooManySkippedUpdates
+from services.trainer.megatron.world import shut_down
 from tests.integration.trainer.critic.test_critic import config_of
 
 GROUPS = ("a", "b")

@@ -36,8 +36,8 @@ def run_job(job: ExpertJob, ranks: int) -> dict[str, Any]:
     """Run one job on this rank."""
     import torch
 
-    from services.trainer.megatron.parallel import initialize, leave_layout
-    from services.trainer.model.packed_layer import PolicyConfig
+    from services.trainer.megatron.world import initialize, leave_layout
+    from services.trainer.model.layers import PolicyConfig
     from services.trainer.transformer.mlp.experts import Experts
     from services.trainer.transformer.mlp.routing import Routing
     from tests.kit.expert_formulas import EXPERTS

@@ -14,10 +14,10 @@ import transformers
 from torch import Tensor
 
 from relaxd.config import RunConfig
-from services.trainer.batch.row_packing import PackedMicroBatch, TrainSequence, pack
+from services.trainer.batch.micro_batch import PackedMicroBatch, TrainSequence, pack
 from services.trainer.batch.step_file import read_committed
 from services.trainer.learner.learner import Learner
-from services.trainer.megatron.parallel import shut_down
+from services.trainer.megatron.world import shut_down
 from services.trainer.model.architecture import ModelError
 from tests.integration.trainer import training_worlds
 from tests.integration.trainer.service_kit import Feeder, make_config

@@ -9,9 +9,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from services.trainer.batch.row_packing import TrainSequence, pack
+from services.trainer.batch.micro_batch import TrainSequence, pack
 from services.trainer.learner.learner import Learner
-from services.trainer.megatron.parallel import shut_down
+from services.trainer.megatron.world import shut_down
 from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model, make_samples
 
 MakeLearner = Callable[..., Learner]

@@ -30,8 +30,8 @@ def run_job(job: RunJob | RefreshJob, ranks: int = 1) -> dict[str, Any]:
     """
     if isinstance(job, RunJob):
         return training_worlds.run_job(job, ranks)
-    from services.trainer.batch.row_packing import pack
-    from services.trainer.megatron.parallel import leave_layout
+    from services.trainer.batch.micro_batch import pack
+    from services.trainer.megatron.world import leave_layout
 
     learner, batch = make_learner(Job(job.model, dict(job.parallel), WITH_KL), ranks), pack(make_samples())
     policy, reference = [], []

@@ -12,9 +12,9 @@ import transformers
 
 from relaxd.board import Board, stages_for
 from relaxd.config import RunConfig
-from services.trainer.batch.row_packing import pack
+from services.trainer.batch.micro_batch import pack
 from services.trainer.batch.step_file import read_committed
-from services.trainer.megatron.parallel import shut_down
+from services.trainer.megatron.world import shut_down
 from services.trainer.offline.replay import replay
 from tests.integration.trainer.service_kit import RUN_ID, Feeder, make_config
 from tests.integration.trainer.trainer_worlds import (

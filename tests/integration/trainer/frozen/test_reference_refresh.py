@@ -12,9 +12,9 @@ import pytest
 from relaxd.board import REFERENCE_WEIGHTS
 from relaxd.config import RunConfig
 from relaxd.roles import REFERENCE, ROLES
-from services.trainer.batch.reference_weights import weights_path
 from services.trainer.batch.step_file import read_committed
-from services.trainer.megatron.parallel import shut_down
+from services.trainer.checkpoints.reference_weights import weights_path
+from services.trainer.megatron.world import shut_down
 from tests.integration.trainer.service_kit import Feeder, ScriptedCoordinator, TrainerProcess, make_config
 from tests.integration.trainer.trainer_worlds import make_model
 from tests.integration.trainer.training_worlds import RunJob, run_job

@@ -10,10 +10,10 @@ import torch
 import transformers
 
 from relaxd.board import REF_LOGPROBS
-from services.trainer.batch.reference_weights import weights_path
-from services.trainer.batch.row_packing import pack
+from services.trainer.batch.micro_batch import pack
 from services.trainer.batch.step_file import read_committed
-from services.trainer.megatron.parallel import shut_down
+from services.trainer.checkpoints.reference_weights import weights_path
+from services.trainer.megatron.world import shut_down
 from tests.integration.trainer.frozen import refresh_worlds
 from tests.integration.trainer.frozen.refresh_worlds import REFRESHED_AFTER, RefreshJob
 from tests.integration.trainer.frozen.test_frozen_in_trainer import log_softmax

@@ -31,8 +31,8 @@ def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
     """Return log-probs, recorded experts, loss, gradient norm, and (without other divisions) gradients by name."""
     import torch.distributed as dist
 
-    from services.trainer.batch.row_packing import pack
-    from services.trainer.megatron.parallel import leave_layout
+    from services.trainer.batch.micro_batch import pack
+    from services.trainer.megatron.world import leave_layout
 
     samples = make_samples(prompt_tokens=job.prompt_tokens)
     settings = {**job.settings, **({"routing_replay": "rollout"} if job.replay else {})}

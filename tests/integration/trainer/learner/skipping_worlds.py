@@ -20,7 +20,7 @@ def run_job(job: NaNJob, ranks: int = 1) -> dict[str, Any]:
     """Run one job on this rank."""
     import torch.distributed as dist
 
-    from services.trainer.batch.row_packing import pack
+    from services.trainer.batch.micro_batch import pack
 
     learner = make_learner(Job(job.model, job.parallel), ranks)
     batch = pack(make_samples())
@@ -43,7 +43,7 @@ def run_job(job: NaNJob, ranks: int = 1) -> dict[str, Any]:
         "good": learner.finish(20.0),
         "after_good": copied(learner),
     }
-    from services.trainer.megatron.parallel import leave_layout
+    from services.trainer.megatron.world import leave_layout
 
     leave_layout()
     return result

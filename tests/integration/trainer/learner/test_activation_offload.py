@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.trainer.batch.row_packing import pack
-from services.trainer.megatron.parallel import leave_layout
-from services.trainer.transformer.kernels.activation_offload import BLOCK_BYTES, ActivationOffload
-from services.trainer.transformer.kernels.recompute import Recompute, unpack
+from services.trainer.batch.micro_batch import pack
+from services.trainer.megatron.world import leave_layout
+from services.trainer.transformer.activation_offload import BLOCK_BYTES, ActivationOffload
+from services.trainer.transformer.recompute import Recompute, unpack
 from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model, make_samples
 
 

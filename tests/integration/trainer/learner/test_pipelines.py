@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from services.trainer.megatron.parallel import shut_down
+from services.trainer.megatron.world import shut_down
 from services.trainer.model.architecture import ModelError
 from tests.integration.trainer.learner import pipeline_worlds
 from tests.integration.trainer.learner.pipeline_worlds import run_job

@@ -19,7 +19,7 @@ from relaxd.algorithms import GRPO, Advantages, Algorithm, Filtered, Needs, crea
 from relaxd.board import ADVANTAGES, Board, DropReason, NewGroup, stages_for
 from relaxd.config import RunConfig
 from services.trainer.batch.step_file import read_committed
-from services.trainer.megatron.parallel import shut_down
+from services.trainer.megatron.world import shut_down
 from services.trainer.offline.replay import replay
 from tests.integration.trainer import training_worlds
 from tests.integration.trainer.critic.test_critic import GAMMA, LAMBDA, generalized

@@ -15,15 +15,14 @@ import relaxd.algorithms
 from relaxd.algorithms import GRPO, Advantages, LossInputs, LossOutput, Needs, create, sample_lengths
 from relaxd.board import COLUMNS, ColumnSpec, stages_for
 from relaxd.config import RunConfig
-from services.trainer.batch.mini_batches import mini_batch
-from services.trainer.batch.round_packer import Packer
+from services.trainer.batch.micro_batch_division import Packer, mini_batch
 from services.trainer.batch.step_file import read_step_file, write_step_file
 from services.trainer.batch.step_plan import MicroBatchRound
 from services.trainer.learner.learner import Learner
 from services.trainer.loop.intake import Intake
 from services.trainer.loop.round_runner import RoundRunner
-from services.trainer.loop.step_builder import StepBuilder
-from services.trainer.megatron.parallel import shut_down
+from services.trainer.loop.step_phases import StepBuilder
+from services.trainer.megatron.world import shut_down
 from tests.integration.trainer.service_kit import Feeder, make_config, trainer_service
 from tests.integration.trainer.trainer_worlds import Job, make_model, run_job, run_world
 from tests.kit.boards import kept_samples

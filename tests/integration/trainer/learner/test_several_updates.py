@@ -20,7 +20,7 @@ from relaxd.config import RunConfig
 from services.trainer.batch.step_file import read_committed
 from services.trainer.batch.step_plan import StepPlan
 from services.trainer.learner.update import NonFiniteGradients
-from services.trainer.megatron.parallel import shut_down
+from services.trainer.megatron.world import shut_down
 from services.trainer.offline.replay import replay
 from tests.integration.trainer import training_worlds
 from tests.integration.trainer.service_kit import Feeder, make_config, trainer_service

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from relaxd.cli import run_checkpoints
-from services.trainer.batch.row_packing import PackedMicroBatch, pack
+from services.trainer.batch.micro_batch import PackedMicroBatch, pack
 from services.trainer.batch.step_file import step_file_path
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.update import NonFiniteGradients
-from services.trainer.megatron.parallel import shut_down
+from services.trainer.megatron.world import shut_down
 from tests.integration.trainer import trainer_worlds
 from tests.integration.trainer.learner import skipping_worlds
 from tests.integration.trainer.learner.skipping_worlds import NaNJob

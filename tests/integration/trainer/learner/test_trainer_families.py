@@ -10,7 +10,7 @@ import transformers
 
 from relaxd.weights.manifest import TensorBucket, TensorSpec
 from services.rollout.engines.transformers.transformers_weights import check_manifest, named_parameters
-from services.trainer.batch.row_packing import TrainSequence, pack
+from services.trainer.batch.micro_batch import TrainSequence, pack
 from services.trainer.learner.learner import Learner
 from services.trainer.model.architectures import FAMILIES
 from tests.integration.trainer.trainer_worlds import KINDS, Job, full_logits, make_learner, make_model, make_samples

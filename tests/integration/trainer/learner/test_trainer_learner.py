@@ -14,9 +14,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from services.trainer.batch.row_packing import PackedMicroBatch, TrainSequence, empty_micro_batch, pack
+from services.trainer.batch.micro_batch import PackedMicroBatch, TrainSequence, empty_micro_batch, pack
 from services.trainer.learner.learner import Learner
-from services.trainer.megatron.parallel import shut_down
+from services.trainer.megatron.world import shut_down
 from services.trainer.model.architecture import ModelError, ModelFileError
 from tests.integration.trainer.trainer_worlds import (
     COLUMNS,

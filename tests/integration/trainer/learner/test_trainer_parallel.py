@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from services.trainer.batch.row_packing import pack
+from services.trainer.batch.micro_batch import pack
 from tests.integration.trainer.trainer_worlds import KINDS, Job, make_model, make_samples, run_job, run_world
 from tests.kit.ports import free_port
 

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from relaxd.weights.weight_group import Rendezvous
-from services.trainer.loop import broadcast
-from services.trainer.loop.broadcast import WeightBroadcaster, weight_buckets
+from services.trainer.loop import weight_broadcast
+from services.trainer.loop.weight_broadcast import WeightBroadcaster, weight_buckets
 from tests.integration.trainer.trainer_worlds import Job, make_learner
 
 BUCKET_BYTES = 30_000
@@ -21,7 +21,7 @@ def main() -> None:
     """Send twice; print the result of the second time."""
     model, parallel, port, name, size = sys.argv[1:]
     learner = make_learner(Job(Path(model), json.loads(parallel)), int(os.environ["WORLD_SIZE"]))
-    broadcast.broadcast_layout = lambda transport, engine: "direct"  # type: ignore[assignment]
+    weight_broadcast.broadcast_layout = lambda transport, engine: "direct"  # type: ignore[assignment]
     broadcaster = WeightBroadcaster(learner, weight_buckets(learner, BUCKET_BYTES), "sglang")
     if learner.world.gather.source:
         rendezvous = Rendezvous(transport="gloo", store_port=int(port), name=name, world_size=int(size))

@@ -26,7 +26,7 @@ class Accumulate:
     """Run forward and backward of made-up samples."""
 
     def execute(self, rank: Any) -> None:
-        from services.trainer.batch.row_packing import pack
+        from services.trainer.batch.micro_batch import pack
 
         rank.learner.accumulate([pack(make_samples())])
 
@@ -41,9 +41,9 @@ class End:
 
 def run_job(job: CommandJob, ranks: int = 1) -> dict[str, Any]:
     """Run one job on this rank."""
-    from services.trainer.checkpoints.part import CheckpointPart
-    from services.trainer.loop.commands import TrainingRank
-    from services.trainer.megatron.rank_channel import RankChannel
+    from services.trainer.checkpoints.rank_part import CheckpointPart
+    from services.trainer.loop.training_commands import TrainingRank
+    from services.trainer.megatron.channels import RankChannel
 
     learner = make_learner(Job(job.model, {"tensor_parallel": 2}), ranks)
     channel = RankChannel(60.0, learner.world.disk)
@@ -60,7 +60,7 @@ def run_job(job: CommandJob, ranks: int = 1) -> dict[str, Any]:
     except Ended:
         pass
     result |= {"step": learner.step, "tensors": copied(learner)}
-    from services.trainer.megatron.parallel import leave_layout
+    from services.trainer.megatron.world import leave_layout
 
     leave_layout()
     return result
@@ -68,13 +68,13 @@ def run_job(job: CommandJob, ranks: int = 1) -> dict[str, Any]:
 
 def command(rank: Any, folder: Path) -> dict[str, Any]:
     """Rank 0's part."""
-    from services.trainer.loop import commanded_rank, commands
-    from services.trainer.megatron.rank_channel import TICK
+    from services.trainer.loop import commanded_rank, training_commands
+    from services.trainer.megatron.channels import TICK
 
     rank.run(Accumulate())
-    rank.run(commands.Discard())
+    rank.run(training_commands.Discard())
     rank.run(Accumulate())
-    first, at_1 = rank.run(commands.Update(20.0)), rank.run(commands.EndStep())
+    first, at_1 = rank.run(training_commands.Update(20.0)), rank.run(training_commands.EndStep())
     rank.channel.send(TICK)
     checkpoint, abandoned, refused = folder / "checkpoint", folder / "abandoned", folder / "refused"
     checkpoint.mkdir()
@@ -83,9 +83,9 @@ def command(rank: Any, folder: Path) -> dict[str, Any]:
     wait_until(lambda: rank.checkpoint.reports() is not None, "both ranks have written")
     rank.run(commanded_rank.EndCheckpoint())
     rank.run(Accumulate())
-    slept = rank.run(commands.Move(to_host=True))
-    woken = rank.run(commands.Move(to_host=False))
-    second, at_2 = rank.run(commands.Update(20.0)), rank.run(commands.EndStep())
+    slept = rank.run(training_commands.Move(to_host=True))
+    woken = rank.run(training_commands.Move(to_host=False))
+    second, at_2 = rank.run(training_commands.Update(20.0)), rank.run(training_commands.EndStep())
     rank.run(commanded_rank.Restore(checkpoint, 1, same_layout=True))
     restored, _ = rank.run(commanded_rank.BeginCheckpoint(abandoned))
     rank.run(commanded_rank.EndCheckpoint())
@@ -100,7 +100,7 @@ def command(rank: Any, folder: Path) -> dict[str, Any]:
         "steps": [first.step, second.step],
         "checksums": [at_1, saved, at_2, restored],
         "memory": [*slept, *woken],
-        "exported": rank.run(commands.Export(folder / "export")),
+        "exported": rank.run(training_commands.Export(folder / "export")),
     }
 
 

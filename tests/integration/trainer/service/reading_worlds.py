@@ -74,7 +74,7 @@ class BeSilent:
     given_up: Path
 
     def execute(self, rank: Any) -> None:
-        from services.trainer.megatron.model_parallel_channel import ModelParallelChannel
+        from services.trainer.megatron.channels import ModelParallelChannel
 
         dp_rank = rank.learner.world.dp_rank
         channel, mine = ModelParallelChannel(dp_rank, 1.0), Path(f"{self.given_up}-{dp_rank}")
@@ -111,19 +111,19 @@ class WatchedBoard(Board):
 
 def run_job(job: StepJob, ranks: int = 4) -> dict[str, Any]:
     """Run one job on this rank."""
-    from services.trainer.checkpoints.part import CheckpointPart
-    from services.trainer.loop.commands import TrainingRank
+    from services.trainer.checkpoints.rank_part import CheckpointPart
     from services.trainer.loop.round_runner import RoundRunner
-    from services.trainer.megatron import model_parallel_channel
-    from services.trainer.megatron.parallel import leave_layout
-    from services.trainer.megatron.rank_channel import RankChannel
-    from services.trainer.rehearsal.learner import ScriptedLearner
+    from services.trainer.loop.training_commands import TrainingRank
+    from services.trainer.megatron import channels
+    from services.trainer.megatron.channels import RankChannel
+    from services.trainer.megatron.world import leave_layout
+    from services.trainer.rehearsal import ScriptedLearner
 
     class Learner(ScriptedLearner):
         def accumulate(self, micro_batches: Sequence[Any], *, last: bool = False) -> None:
             trained.extend(zlib.crc32(batch.tokens.tobytes()) for batch in micro_batches)
 
-    model_parallel_channel.PIECE_BYTES = PIECE_BYTES
+    channels.PIECE_BYTES = PIECE_BYTES
     trained: list[int] = []
     learner: Any = Learner(job.config)
     board = WatchedBoard(job.redis_url, RUN_ID, stages_for(job.config), job.config.board)
@@ -135,7 +135,7 @@ def run_job(job: StepJob, ranks: int = 4) -> dict[str, Any]:
         board=board,
         run_folder=job.folder,
         runner=RoundRunner(learner, job.config),
-        sharing=model_parallel_channel.ModelParallelChannel(learner.world.dp_rank, 60.0),
+        sharing=channels.ModelParallelChannel(learner.world.dp_rank, 60.0),
     )
     rank.outcomes = []
     checksums: dict[str, int] = {}
@@ -162,9 +162,9 @@ def run_step(rank: Any, job: StepJob) -> None:
     """Rank 0: prepare columns of the groups, divide them, and train."""
     from relaxd.algorithms import create
     from services.trainer.loop import step_phases
-    from services.trainer.loop.commands import Round
     from services.trainer.loop.intake import Intake
-    from services.trainer.loop.step_builder import StepBuilder
+    from services.trainer.loop.step_phases import StepBuilder
+    from services.trainer.loop.training_commands import Round
 
     trainer, board = job.config.trainer, job.config.board
     intake = Intake(

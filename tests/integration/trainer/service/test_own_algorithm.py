@@ -7,7 +7,7 @@ import pytest
 
 from relaxd.algorithms import GRPO, AlgorithmError, LossInputs, LossOutput
 from relaxd.board import Board, stages_for
-from services.trainer.batch.skip_limit import TooManySkippedUpdates
+from services.trainer.learner.update import TooManySkippedUpdates
 from tests.integration.trainer.service_kit import RUN_ID, Feeder, make_config, trainer_service
 from tests.integration.trainer.training_worlds import RunJob, run_job
 

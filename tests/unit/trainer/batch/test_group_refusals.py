@@ -10,8 +10,8 @@ import pytest
 from relaxd.algorithms import GRPO, AlgorithmError, create
 from relaxd.board import stages_for
 from relaxd.config import RunConfig
-from services.trainer.batch.group_refusals import GroupRefusals
 from services.trainer.batch.groups import TrainGroup, check_group
+from services.trainer.batch.step_membership import GroupRefusals
 from tests.integration.trainer.service_kit import make_config
 
 IN_REWARD = {"kl_reward_coef": 0.1}

@@ -10,8 +10,14 @@ from relaxd.algorithms import create
 from relaxd.config import TrainerConfig
 from relaxd.config.algorithm import GRPOConfig
 from services.trainer.batch.groups import TrainGroup
-from services.trainer.batch.mini_batches import bundles, dp_ranks_of_groups, mini_batch, pack_rounds, split
-from services.trainer.batch.round_packer import Packer
+from services.trainer.batch.micro_batch_division import (
+    Packer,
+    bundles,
+    dp_ranks_of_groups,
+    mini_batch,
+    pack_rounds,
+    split,
+)
 
 
 def make_group(number: int, tokens: int, samples: int = 2) -> TrainGroup:

@@ -6,9 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.batch.pipeline import bubble_share, schedule_length
-from services.trainer.batch.round_packer import MAX_REPEAT, Packer, SequenceSize, pack_bins, spread_bins
-from services.trainer.batch.step_plan import MicroBatchRound, MicroBatchSlices, SequenceSlice
+from services.trainer.batch.micro_batch_division import MAX_REPEAT, Packer, SequenceSize, pack_bins, spread_bins
+from services.trainer.batch.step_plan import (
+    MicroBatchRound,
+    MicroBatchSlices,
+    SequenceSlice,
+    bubble_share,
+    schedule_length,
+)
 
 Step = dict[str, tuple[int, list[int]]]
 """By group id: prompt tokens, and the response tokens of each sample."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from services.trainer.batch.row_packing import (
+from services.trainer.batch.micro_batch import (
     UNROUTED,
     PackingError,
     TrainSequence,

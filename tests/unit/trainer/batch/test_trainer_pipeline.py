@@ -2,8 +2,7 @@
 
 import pytest
 
-from services.trainer.batch.pipeline import bubble_share, group_size, schedule_length
-from services.trainer.batch.step_plan import MicroBatchRound
+from services.trainer.batch.step_plan import MicroBatchRound, bubble_share, group_size, schedule_length
 
 
 def passes_until_the_end(micro_batches: int, stages: int, chunks: int) -> int:

@@ -16,7 +16,7 @@ from services.trainer.batch.step_file import (
     write_step_file,
 )
 from services.trainer.batch.step_plan import MicroBatchRound, MiniBatch, SequenceSlice, StepPlan
-from services.trainer.checkpoints.folder import plan_sha256
+from services.trainer.checkpoints.checkpoint_folders import plan_sha256
 from tests.kit.disks import full_disk
 
 ROUND = MicroBatchRound((((SequenceSlice("a", (0,)), SequenceSlice("b/c", (0, 1))),),))

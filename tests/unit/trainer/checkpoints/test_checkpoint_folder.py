@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from relaxd.run_folder import checkpoint_path, checkpoint_steps
-from services.trainer.batch.reference_weights import weights_path
 from services.trainer.batch.step_file import step_file_path
-from services.trainer.checkpoints.budget import size_of
-from services.trainer.checkpoints.folder import (
+from services.trainer.checkpoints.checkpoint_folders import (
     BoardState,
     CheckpointBroken,
     CheckpointState,
@@ -27,8 +25,10 @@ from services.trainer.checkpoints.folder import (
     remove_rotated,
     rotate,
     seal,
+    size_of,
     verify,
 )
+from services.trainer.checkpoints.reference_weights import weights_path
 
 BOARD = BoardState(
     cursor={"epoch": 0, "position": 4},

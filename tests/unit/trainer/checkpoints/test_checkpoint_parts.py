@@ -13,13 +13,12 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from services.trainer.checkpoints.folder import describe
+from services.trainer.checkpoints.checkpoint_folders import describe
 from services.trainer.learner.snapshots import checkpoint_copies, part_files, part_reader
-from services.trainer.learner.snapshots.boxes import Box, intersection, without
 from services.trainer.learner.snapshots.checkpoint_copies import HostCopies, HostMemory
 from services.trainer.learner.snapshots.part_files import PartFiles, Stored, divided
 from services.trainer.learner.snapshots.part_reader import CheckpointError, Loading, Wanted
-from services.trainer.learner.snapshots.pieces import Piece
+from services.trainer.learner.snapshots.pieces import Box, Piece, intersection, without
 
 CPU = torch.device("cpu")
 SHAPE = (3, 10, 8)

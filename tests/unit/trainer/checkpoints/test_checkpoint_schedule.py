@@ -3,7 +3,7 @@
 import pytest
 
 from relaxd.config.trainer import CheckpointConfig
-from services.trainer.checkpoints.schedule import Schedule
+from services.trainer.loop.checkpoint_choice import Schedule
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.trainer.learner import bfloat16_moments
-from services.trainer.learner.bfloat16_moments import Bfloat16MomentsAdamW, ShardPlace, random_numbers, rounded
+from services.trainer.learner import small_moments
+from services.trainer.learner.small_moments import Bfloat16MomentsAdamW, ShardPlace, random_numbers, rounded
 from tests.unit.trainer.learner.moments_kit import SETTINGS, gradients
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -68,7 +68,7 @@ def test_training_follows_adamw_in_float64() -> None:
 def test_the_second_moment_goes_on_shrinking(monkeypatch: pytest.MonkeyPatch) -> None:
     """To the nearest it wouldn't: an update takes less than half of the distance between two numbers."""
     for how, expected in ((rounded, 0.999**500), (lambda values, random: values.bfloat16(), 1.0)):
-        monkeypatch.setattr(bfloat16_moments, "rounded", how)
+        monkeypatch.setattr(small_moments, "rounded", how)
         parameter = torch.zeros(4_000)
         optimizer = adamw(parameter)
         optimizer.state[parameter]["exp_avg_sq"].fill_(1.0)
@@ -83,13 +83,13 @@ def test_shards_and_chunks_round_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, parts = torch.ones(size), [torch.ones(cut), torch.ones(size - cut)]
     optimizers = [adamw(whole), adamw(parts[0]), adamw(parts[1], start=cut)]
     for number, grad in enumerate(gradients(20, size)):
-        monkeypatch.setattr(bfloat16_moments, "CHUNK", 1 << 22 if number % 2 else 128)
+        monkeypatch.setattr(small_moments, "CHUNK", 1 << 22 if number % 2 else 128)
         whole.grad, parts[0].grad, parts[1].grad = grad, grad[:cut], grad[cut:]
         for optimizer in optimizers:
             optimizer.step()
-        monkeypatch.setattr(bfloat16_moments, "CHUNK", 256)
+        monkeypatch.setattr(small_moments, "CHUNK", 256)
     assert torch.equal(whole, torch.cat(parts))
-    for name in bfloat16_moments.MOMENTS:
+    for name in small_moments.MOMENTS:
         of_parts = [one.state[part][name] for one, part in zip(optimizers[1:], parts, strict=True)]
         assert torch.equal(optimizers[0].state[whole][name], torch.cat(of_parts))
 

@@ -7,14 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.trainer.learner import bfloat16_moments
-from services.trainer.learner.bfloat16_moments import ShardPlace, random_numbers
-from services.trainer.learner.float8_moments import (
+from services.trainer.learner import small_moments
+from services.trainer.learner.small_moments import (
     BLOCK,
     EXPONENTS,
     Float8MomentAdamW,
     Float8Values,
+    ShardPlace,
     float8_values,
+    random_numbers,
     rounded_to_float8,
 )
 from tests.unit.trainer.learner.moments_kit import SETTINGS, gradients
@@ -109,7 +110,7 @@ def test_shards_and_chunks_round_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, parts = torch.ones(size), [torch.ones(cut), torch.ones(size - cut)]
     optimizers = [adamw(whole), adamw(parts[0]), adamw(parts[1], start=cut)]
     for number, grad in enumerate(gradients(20, size)):
-        monkeypatch.setattr(bfloat16_moments, "CHUNK", 1 << 22 if number % 2 else 128)
+        monkeypatch.setattr(small_moments, "CHUNK", 1 << 22 if number % 2 else 128)
         whole.grad, parts[0].grad, parts[1].grad = grad, grad[:cut], grad[cut:]
         for optimizer in optimizers:
             optimizer.step()
@@ -126,7 +127,7 @@ def test_a_shard_may_begin_within_a_block(monkeypatch: pytest.MonkeyPatch) -> No
     for grad in gradients(20, size):
         whole.grad, chunked.grad, part.grad = grad, grad[cut:], grad[cut:]
         for optimizer, chunk in zip(optimizers, (1 << 22, 64, 1 << 22), strict=True):
-            monkeypatch.setattr(bfloat16_moments, "CHUNK", chunk)
+            monkeypatch.setattr(small_moments, "CHUNK", chunk)
             optimizer.step()
     assert torch.equal(chunked, part)
     assert torch.equal(part[BLOCK:], whole[cut + BLOCK :])

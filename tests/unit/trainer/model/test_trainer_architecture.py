@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from relaxd.config import TrainerConfig
 from services.trainer.model.architecture import ModelError, ModelFileError
 from services.trainer.model.architectures import FAMILIES, read_architecture
-from services.trainer.model.model import check_divisible
+from services.trainer.model.policy_model import check_divisible
 from services.trainer.model.rope import Rope
 
 LLAMA: dict[str, Any] = {

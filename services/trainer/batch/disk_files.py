@@ -1,0 +1,82 @@
+"""Files on disk: durable writes, and work on several files at the same time."""
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from safetensors import SafetensorError
+
+SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")
+"""The system's error number in an error of safetensors."""
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's entries, are on disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def errors_of_the_system(path: Path) -> Iterator[None]:
+    """Write a file with safetensors in the block, with the permissions and errors that other files have.
+
+    safetensors lets only the owner read its files, and raises errors of its own.
+    """
+    path.touch()
+    permissions = path.stat().st_mode
+    try:
+        yield
+        path.chmod(permissions)
+    except SafetensorError as error:
+        refused = SYSTEM_ERROR.search(str(error))
+        if refused is None:
+            raise
+        number = int(refused[1])
+        raise OSError(number, os.strerror(number), str(path)) from error
+
+
+Result = TypeVar("Result")
+Progress = Callable[[int], None]
+"""Callback with the bytes processed since the last call."""
+
+THREADS = 8
+"""Files at the same time."""
+REPORT_SECONDS = 0.2
+"""Interval at which progress is reported."""
+
+
+def in_parallel(
+    work: Mapping[str, Callable[[Progress], Result]],
+    progress: Progress = lambda count: None,
+    begin: Callable[[], Any] = lambda: None,
+) -> dict[str, Result]:
+    """Do pieces of work in threads.
+
+    Args:
+        work: the pieces by name. Each is called with a callback for the bytes that it has processed.
+        progress: called with these bytes, in this thread.
+        begin: called first in each thread.
+
+    Returns:
+        The results by name.
+
+    Raises:
+        Exception: what the first piece that failed has raised, once all have ended.
+    """
+    done: SimpleQueue[int] = SimpleQueue()
+    with ThreadPoolExecutor(THREADS, "files", initializer=begin) as pool:
+        found = {name: pool.submit(piece, done.put) for name, piece in work.items()}
+        pending = set(found.values())
+        while pending:
+            _, pending = wait(pending, REPORT_SECONDS)  # named: the caller's work, with what `progress` counts
+            while not done.empty():
+                progress(done.get_nowait())
+    return {name: future.result() for name, future in found.items()}

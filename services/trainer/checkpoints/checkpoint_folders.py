@@ -1,0 +1,357 @@
+"""The checkpoint folders of a run: content, validation, rotation, and their limit on the disk. Never imports torch.
+
+checkpoints/step-000020/           complete: renamed to this once everything in it was on disk
+    manifest.json                  size and SHA-256 of every other file
+    state.json                     step, ledger, data cursor, configuration: everything but tensors
+    common.json                    settings of the optimizers, schedules, counters
+    rank-00000-0.safetensors ...   each rank's part: rank-RANK-NUMBER
+    kept                           only in one that was requested: it is never removed
+checkpoints/.step-000040.3.partial being written by the trainer of term 3
+checkpoints/step-000040.broken     found damaged, renamed
+critic/checkpoints/...             the same, of a critic service
+"""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from relaxd.run_folder import (
+    CHECKPOINT_STATE,
+    CHECKPOINTS,
+    KEPT,
+    STEPS,
+    checkpoint_path,
+    checkpoint_steps,
+    checkpoints_folder,
+)
+from services.trainer.batch.disk_files import in_parallel, sync
+from services.trainer.batch.step_plan import OUTCOME
+from services.trainer.checkpoints.reference_weights import FOLDER as REFERENCE_FOLDER
+
+
+def size_of(run_folder: Path, step: int) -> int:
+    """Return the bytes of a checkpoint's files. Raises OSError."""
+    return sum(file.stat().st_size for file in checkpoint_path(run_folder, step).iterdir())
+
+
+def is_marked(run_folder: Path, step: int) -> bool:
+    """Return whether a checkpoint is never removed."""
+    return (checkpoint_path(run_folder, step) / KEPT).exists()
+
+
+def room_for_more(run_folder: Path, max_bytes: int) -> int:
+    """Return the bytes of the limit that remain beside the existing checkpoints and the next one.
+
+    The next one is taken to be as large as the newest. Negative: they take more.
+    """
+    steps = checkpoint_steps(run_folder)
+    coming = size_of(run_folder, steps[0]) if steps else 0
+    return max_bytes - coming - sum(size_of(run_folder, step) for step in steps)
+
+
+def beyond(run_folder: Path, max_bytes: int) -> list[int]:
+    """Return the steps of the checkpoints to remove, the oldest first, so that the next one has room within the limit.
+
+    Neither the newest nor a marked one is among them.
+    """
+    room, found = room_for_more(run_folder, max_bytes), []
+    for step in reversed(checkpoint_steps(run_folder)[1:]):
+        if room >= 0:
+            break
+        if not is_marked(run_folder, step):
+            room += size_of(run_folder, step)
+            found.append(step)
+    return found
+
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+PART = re.compile(r"rank-(\d+)-")
+"""Prefix of the names of a rank's files."""
+CHUNK_BYTES = 1 << 20
+"""Bytes per read for a checksum."""
+REMOVED_TERM = 0
+"""Replaces the trainer's term in the names of checkpoints being removed."""
+UNFINISHED = {
+    CHECKPOINTS: re.compile(r"\.step-\d{6,}\.(\d+)\.partial"),
+    STEPS: re.compile(r"step-\d{6,}\.safetensors\.(\d+)\.partial"),
+    REFERENCE_FOLDER: re.compile(r"step-\d{6,}\.(\d+)\.partial"),
+}
+"""Names of the partial files that dead ranks leave, by folder of the run; group 1 is the trainer's term."""
+
+
+class CheckpointBroken(Exception):
+    """A file of a checkpoint is missing or has changed since it was written."""
+
+
+class Ledger(BaseModel):
+    """The committed step of a checkpoint."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    step: int
+    """Number of the step; 0 before the first."""
+    term: int = 0
+    """Term of the trainer that took it."""
+    plan_sha256: str = ""
+    """`plan_sha256` of its plan."""
+
+
+class BoardState(BaseModel):
+    """State of the run's groups, from which an empty board can be restored."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    cursor: Any
+    """The data cursor."""
+    open_groups: tuple[str, ...]
+    """Ids of groups that are open, or dropped with their prompt waiting for a retry."""
+    published: int
+    trained: int
+    dropped: int
+    dropped_by_reason: dict[str, int]
+
+
+class CheckpointState(BaseModel):
+    """The content of state.json."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: int = 1
+    run_id: str
+    step: int
+    """The weights' version."""
+    term: int
+    """Term of the trainer that wrote it."""
+    ledger: Ledger
+    board: BoardState
+    trainer: dict[str, Any]
+    """The configuration's section trainer."""
+    algorithm: dict[str, Any]
+    """The configuration's section algorithm. Algorithms have no state; the reference is the initial model, and
+    the critic is beside the policy."""
+    weights_checksum: int = 0
+    """`Learner.checksum`, summed over all ranks."""
+    versions: dict[str, str]
+    """Releases of relaxd, torch and megatron-core."""
+
+
+def partial_path(run_folder: Path, step: int, term: int) -> Path:
+    """Return the path of an unfinished checkpoint. The term keeps a revived trainer out of its successor's files."""
+    return checkpoints_folder(run_folder) / f".step-{step:06d}.{term}.partial"
+
+
+def plan_sha256(plan: Mapping[str, Any]) -> str:
+    """Return a plan's checksum without its outcome, which step files, and ledgers restored from them, don't have."""
+    planned = {name: value for name, value in plan.items() if name != OUTCOME}
+    return hashlib.sha256(json.dumps(planned, sort_keys=True).encode()).hexdigest()
+
+
+def describe(path: Path, progress: Callable[[int], None] = lambda count: None) -> dict[str, Any]:
+    """Return a file's size and checksum for the manifest; call `progress` with the bytes read."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+            progress(len(chunk))
+    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def describe_all(
+    paths: Iterable[Path], progress: Callable[[int], None] = lambda count: None
+) -> dict[str, dict[str, Any]]:
+    """Return `describe` of several files by name, read at the same time; call `progress` in this thread.
+
+    Raises:
+        OSError: a file can't be read.
+    """
+    return in_parallel({path.name: partial(describe, path) for path in paths}, progress)
+
+
+def seal(partial: Path, final: Path, state: CheckpointState, written: Mapping[str, Any], *, kept: bool = False) -> None:
+    """Atomically turn a folder with all ranks' files into a checkpoint.
+
+    Args:
+        partial: the folder.
+        final: the checkpoint's path.
+        state: what goes to state.json.
+        written: `describe` of the ranks' files, by name; other files are read here.
+        kept: whether to mark it as `keep` does.
+
+    Raises:
+        OSError: it can't be written, or a checkpoint of this step exists.
+    """
+    files = dict(written)
+    (partial / CHECKPOINT_STATE).write_text(state.model_dump_json(indent=2) + "\n")
+    for path in sorted(partial.iterdir()):
+        if path.name not in files:
+            sync(path)
+            files[path.name] = describe(path)
+    (partial / MANIFEST).write_text(json.dumps({"files": files}, indent=2, sort_keys=True) + "\n")
+    sync(partial / MANIFEST)
+    if kept:
+        keep(partial)
+    sync(partial)
+    os.rename(partial, final)
+    sync(final.parent)
+
+
+def read_state(path: Path) -> CheckpointState:
+    """Read a checkpoint's state.json.
+
+    Raises:
+        CheckpointBroken: it is missing or damaged.
+    """
+    try:
+        return CheckpointState.model_validate_json((path / CHECKPOINT_STATE).read_bytes())
+    except (OSError, ValidationError) as error:
+        raise CheckpointBroken(f"{path / CHECKPOINT_STATE} can't be read: {error}") from error
+
+
+def verify(path: Path, share: int = 0, shares: int = 1, progress: Callable[[int], None] = lambda count: None) -> None:
+    """Compare a checkpoint's files with its manifest.
+
+    Args:
+        path: the checkpoint.
+        share: number of this process among those that share the reading, from 0: in the layout that wrote it, a rank
+            reads its own part, which it loads next.
+        shares: number of these processes.
+        progress: called with the bytes read.
+
+    Raises:
+        CheckpointBroken: a file is missing or has changed.
+    """
+    try:
+        files: dict[str, dict[str, Any]] = json.loads((path / MANIFEST).read_text())["files"]
+        for name, expected in files.items():
+            if (path / name).stat().st_size != expected["bytes"]:
+                raise CheckpointBroken(f"{path / name} has {(path / name).stat().st_size} bytes, not {expected}")
+        own = [name for name in sorted(files) if int((PART.match(name) or [0, 0])[1]) % shares == share]
+        for name, found in describe_all((path / name for name in own), progress).items():
+            if found != files[name]:
+                raise CheckpointBroken(f"{path / name} is damaged: its checksum isn't the manifest's")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointBroken(f"{path} is damaged: {error}") from error
+
+
+def put_aside(path: Path) -> Path:
+    """Rename a broken checkpoint, so that it isn't used. Returns its new path."""
+    aside = path.with_name(path.name + ".broken")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(path, aside)
+    return aside
+
+
+def remove_partials(run_folder: Path, before_term: int) -> None:
+    """Remove the unfinished checkpoints, step files and weights of the reference of trainers of earlier terms."""
+    for folder, name in UNFINISHED.items():
+        for path in (run_folder / folder).glob("*.partial"):
+            found = name.fullmatch(path.name)
+            if found and int(found[1]) < before_term:
+                _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or folder as far as possible: it only takes room."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+
+
+def has_room(folder: Path, size: int) -> bool:
+    """Return True if a folder's disk has room for `size` bytes, or if it doesn't say."""
+    try:
+        return shutil.disk_usage(folder).free >= size
+    except OSError:
+        return True
+
+
+def remove_rotated(run_folder: Path) -> threading.Thread:
+    """Start, and return, a thread that removes checkpoints renamed by `rotate`. The next trainer removes leftovers."""
+    arguments = (run_folder, REMOVED_TERM + 1)
+    thread = threading.Thread(target=remove_partials, args=arguments, name="remove-checkpoints")
+    thread.start()
+    return thread
+
+
+def keep(path: Path) -> None:
+    """Mark a checkpoint as one that is never removed. Raises OSError."""
+    (path / KEPT).touch()
+    sync(path)
+
+
+def oldest_kept(run_folder: Path, keep: int, max_bytes: int = 0) -> int | None:
+    """Return the step of the oldest checkpoint that may be needed, None if there are too few yet.
+
+    That is the oldest of the newest `keep`; or of those that have room, if another one would have none within
+    `max_bytes`. Earlier steps are no longer needed to restore the weights, even if newer checkpoints are broken.
+    """
+    steps = checkpoint_steps(run_folder)
+    if max_bytes and steps and room_for_more(run_folder, max_bytes) < size_of(run_folder, steps[0]):
+        return min((step for step in steps[:keep] if not is_marked(run_folder, step)), default=steps[0])
+    return steps[keep - 1] if len(steps) >= keep else None
+
+
+def rotate(run_folder: Path, keep: int, max_bytes: int = 0) -> int | None:
+    """Rename checkpoints beyond the newest `keep` or a limit of bytes; `remove_rotated` removes them.
+
+    Marked ones stay, and so does the newest.
+
+    Args:
+        run_folder: the folder of the run.
+        keep: how many of the newest to keep.
+        max_bytes: what they and the next one may take; 0: no limit.
+
+    Returns:
+        `oldest_kept`.
+    """
+    steps = checkpoint_steps(run_folder)
+    _remove_later(run_folder, [step for step in steps[keep:] if not is_marked(run_folder, step)])
+    if max_bytes:
+        _limit(run_folder, keep, max_bytes)
+    left = checkpoint_steps(run_folder)[:keep]
+    for path in checkpoints_folder(run_folder).glob("step-*.broken"):
+        if left and int(path.name.split("-")[1].split(".")[0]) < left[-1]:
+            shutil.rmtree(path, ignore_errors=True)
+    return oldest_kept(run_folder, keep, max_bytes)
+
+
+def _limit(run_folder: Path, keep: int, max_bytes: int) -> None:
+    """Remove the oldest checkpoints until the others, and the next one, take no more than a limit. Say so."""
+    removed = beyond(run_folder, max_bytes)
+    _remove_later(run_folder, removed)
+    limit = f"trainer.checkpoint.max_bytes = {max_bytes}"
+    if removed:
+        steps = ", ".join(map(str, removed))
+        logger.warning(
+            "the checkpoints of steps %s are removed, though trainer.checkpoint.keep is %d: with them, and the next "
+            "one, there would be more than %s",
+            steps, keep, limit,
+        )  # fmt: skip
+    if (room := room_for_more(run_folder, max_bytes)) < 0:
+        logger.warning(
+            "while the next checkpoint is written, checkpoints take %d bytes more than %s: the newest one stays, and "
+            "so do those that were taken on request. Remove what isn't needed, or raise the limit",
+            -room, limit,
+        )  # fmt: skip
+
+
+def _remove_later(run_folder: Path, steps: Iterable[int]) -> None:
+    """Rename checkpoints, so that they don't look complete while they are removed, which takes a second."""
+    for step in steps:
+        path = checkpoint_path(run_folder, step)
+        os.rename(path, path.with_name(f".{path.name}.{REMOVED_TERM}.partial"))

@@ -1,0 +1,262 @@
+"""The critic of one rank of its service: values, training on a step's file, snapshots, and the commands that ranks
+execute together.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import services.trainer.megatron.cpu_support  # noqa: F401  must come before Megatron
+
+# isort: split
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron.core.distributed import finalize_model_grads
+from numpy.typing import NDArray
+from torch import Tensor
+
+from relaxd.algorithms import create
+from relaxd.algorithms.base import WithCritic
+from relaxd.board import RETURNS, VALUES
+from relaxd.board.committed_steps import CommittedSteps
+from relaxd.config import RunConfig
+from relaxd.models.folders import resolve_model
+from relaxd.roles import CRITIC
+from services.trainer.batch.groups import TrainGroup, check_group
+from services.trainer.batch.micro_batch import PackedMicroBatch, pack
+from services.trainer.batch.micro_batch_division import Packer, pack_rounds
+from services.trainer.batch.step_file import StepFile, StepFileError, read_committed
+from services.trainer.batch.step_plan import MicroBatchRound, MiniBatch
+from services.trainer.frozen.stage_rank import world_config
+from services.trainer.learner.critic import VALUE_LOSS, Critic
+from services.trainer.learner.forward import Forward
+from services.trainer.learner.measures import bit_sum, merge_reported, reduce_over_ranks
+from services.trainer.learner.offload import TRIM_EVERY_STEPS, trim_heap
+from services.trainer.learner.snapshots.checkpoint_copies import HostCopies
+from services.trainer.learner.snapshots.snapshot import Kept, Snapshot, Stateful, load_snapshot, prepare
+from services.trainer.learner.update import TooManySkippedUpdates, UpdateStats, step_metrics, update_weights
+from services.trainer.loop.commanded_rank import CommandedRank
+
+COLUMNS = ("prompt_tokens", "tokens", "lengths", "sample_of_sequence", "shares_prompt", "loss_mask", "reward", VALUES)
+"""Columns of a step file that it reads, besides RETURNS, which needn't be finite."""
+
+logger = logging.getLogger(__name__)
+
+
+class CriticLearner:
+    """The critic, its gradients and its optimizer. All ranks make the same calls in the same order.
+
+    A step has the updates of the policy's, on the same groups and with the same normalisers. Micro-batches are its own.
+    """
+
+    def __init__(self, config: RunConfig, report: Callable[[str], None] | None = None) -> None:
+        """Join the Megatron world and load the critic.
+
+        Args:
+            config: the run's configuration.
+            report: called about every second with the progress of disk work (`DiskWork.report`).
+
+        Raises:
+            ModelError: the model isn't supported, can't be divided among the ranks, or isn't of the policy's
+                architecture.
+            ValueError: the number of processes or the optimizer's settings are wrong.
+        """
+        self._trainer = trainer = world_config(config, CRITIC)
+        self._algorithm = cast(WithCritic, create(config.algorithm))
+        self._temperature = config.rollout.temperature
+        folder, own = resolve_model(config.model.path), config.roles.critic
+        self.forward = Forward(folder, trainer, seed=config.run.seed, report=report)
+        self.world = self.forward.world
+        start = resolve_model(own.model, setting="roles.critic.model") if own.model else folder
+        self._critic = Critic(self.forward, self._algorithm, trainer, own, start, steps=config.run.steps)
+        self.step = 0
+        """The last step on which it was trained; 0 before the first."""
+        self.metrics: dict[str, float] = {}
+        """Its numbers in that step."""
+        self._optimizer_steps = self._skipped_in_a_row = 0
+        self._copies: HostCopies | None = None
+        self._kept = Kept()
+        self._sums: dict[str, Tensor] = {}
+
+    def values(self, micro_batches: Sequence[PackedMicroBatch]) -> list[dict[str, NDArray[Any]]]:
+        """Compute the column VALUES of the tokens with loss_mask 1: [T], on all ranks."""
+        return [{VALUES: row} for row in self._critic.values(micro_batches)]
+
+    def train(self, file: StepFile, progress: Callable[[], None] = lambda: None) -> None:
+        """Train on the next step, and call `progress` after each round of micro-batches.
+
+        An update that isn't finite is skipped, whatever became of the policy's.
+
+        Raises:
+            StepFileError: the file has no values or returns, or its groups are malformed.
+            TooManySkippedUpdates: this update and too many before weren't finite.
+        """
+        groups = {group_id: self._group(group_id, file) for group_id in file.plan.groups}
+        updates: list[UpdateStats] = []
+        for mini_batch in file.plan.updates:
+            members = [groups[group_id] for group_id in file.plan.groups_of(mini_batch)]
+            packer = Packer(self._trainer.micro_batch_tokens, 1, self._trainer.pipeline_parallel)
+            rounds = pack_rounds(members, packer)
+            for number, entry in enumerate(rounds, 1):
+                self._accumulate(entry, groups, last=number == len(rounds))
+                progress()
+            updates.append(self._update(mini_batch, first=all(update.skipped for update in updates)))
+            self._check_skipped(updates[-1])
+        self.step += 1
+        found = step_metrics(updates, 1)
+        # A column of JSON has no NaN, which the numbers of a skipped update may be.
+        of_critic = {name: value for name, value in found.items() if name.startswith("value_")}
+        self.metrics = {name: value for name, value in of_critic.items() if math.isfinite(value)}
+        self.metrics["value_skipped_updates"] = found["skipped_updates"]
+        if self.step % TRIM_EVERY_STEPS == 0:
+            trim_heap()
+
+    def checksum(self) -> int:
+        """Return the `bit_sum` of this rank's weights."""
+        return bit_sum(self._critic.module.parameters(), self.world.device)
+
+    def prepare_snapshots(self) -> None:
+        prepare(self._stateful(self.step), self._kept)
+
+    def snapshot(self, folder: Path) -> Snapshot:
+        """See `Checkpointed`. The next update waits until the snapshot's copies are complete."""
+        self._wait_for_copies()
+        self._kept = self._kept.free_or_new()
+        snapshot = Snapshot(self._stateful(self.step), folder, self._kept)
+        self._copies = snapshot.copies
+        return snapshot
+
+    def restore(self, folder: Path, step: int, *, same_layout: bool) -> None:
+        self._wait_for_copies()
+        loaded = load_snapshot(self._stateful(step), folder, same_layout=same_layout)
+        self._optimizer_steps, self.metrics, self.step = loaded.optimizer_steps, loaded.metrics, step
+        # With it a critic that restarts, and repeats the steps since, fails again where it has failed.
+        self._skipped_in_a_row = loaded.skipped_in_a_row
+        self._discard()
+
+    def _group(self, group_id: str, file: StepFile) -> TrainGroup:
+        columns = file.groups[group_id]
+        try:
+            return check_group(group_id, columns, COLUMNS).with_columns({RETURNS: columns[RETURNS]})
+        except (KeyError, ValueError) as error:
+            raise StepFileError(
+                f"the file of step {file.plan.step} can't train a critic: group {group_id}: {error}"
+            ) from error
+
+    def _accumulate(self, entry: MicroBatchRound, groups: dict[str, TrainGroup], *, last: bool) -> None:
+        (micro_batches,) = entry.micro_batches
+        rows = [
+            [
+                sequence
+                for piece in micro_batch
+                for sequence in groups[piece.group_id].sequences(
+                    piece.sequences, (VALUES, RETURNS), self._algorithm, self._temperature, None
+                )
+            ]
+            for micro_batch in micro_batches
+        ]
+        for sums in self._critic.accumulate([pack(row) for row in rows], last=last):
+            for name, value in sums.items():
+                self._sums[name] = merge_reported(name, self._sums[name], value) if name in self._sums else value
+
+    def _update(self, mini_batch: MiniBatch, *, first: bool) -> UpdateStats:
+        """Update the weights with the accumulated gradients, unless loss or gradient isn't finite."""
+        sums, self._sums = reduce_over_ranks(self._sums, self.world), {}
+        values = {name: float(value) for name, value in sums.items()}
+        loss = values.pop(VALUE_LOSS, 0.0) / mini_batch.normalizer
+        try:
+            finalize_model_grads([self._critic.model])
+            if mini_batch.normalizer != 1.0:
+                self._critic.model.scale_gradients(1.0 / mini_batch.normalizer)
+            self._wait_for_copies()
+            pending = self._critic.pending(loss)
+            (norm,), skipped = update_weights([pending], step=self.step + 1, first=first, skip=None)
+        finally:
+            self._discard()
+        self._optimizer_steps += not skipped
+        tokens, lr = mini_batch.trained_tokens, self._critic.lr
+        metrics = {name: value / max(tokens, 1) for name, value in values.items()}
+        metrics |= {VALUE_LOSS: loss, "value_grad_norm": norm, "value_lr": lr}
+        return UpdateStats(
+            step=self.step + 1, loss=loss, grad_norm=norm, skipped=skipped, lr=lr, tokens=tokens, metrics=metrics
+        )
+
+    def _check_skipped(self, update: UpdateStats) -> None:
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if update.skipped else 0
+        if not update.skipped:
+            return
+        logger.warning("an update of step %d is skipped: critic: %s", update.step, update.shown)
+        if self._skipped_in_a_row > (most := self._trainer.max_skipped_updates):
+            raise TooManySkippedUpdates(
+                f"{self._skipped_in_a_row} updates of the critic in a row had a loss or a gradient that isn't finite, "
+                f"more than trainer.max_skipped_updates = {most}; the last one is of step {update.step}: {update.shown}"
+                ". Check the rewards; if they are right, start a run with a lower roles.critic.optimizer.lr"
+            )
+
+    def _discard(self) -> None:
+        self._sums = {}
+        self._critic.discard()
+
+    def _wait_for_copies(self) -> None:
+        copies, self._copies = self._copies, None
+        if copies is not None:
+            copies.wait_or_raise(self._trainer.collective_timeout_seconds)
+
+    def _stateful(self, step: int) -> Stateful:
+        return Stateful(
+            policy=self._critic.state,
+            critic=None,
+            frozen={},
+            step=step,
+            world=self.world,
+            optimizer_steps=self._optimizer_steps,
+            metrics=self.metrics,
+            skipped_in_a_row=self._skipped_in_a_row,
+        )
+
+
+@dataclass
+class CriticRank(CommandedRank):
+    """The state of a rank that trains the critic. Its `run_folder` is the critic's, in that of the run."""
+
+    learner: CriticLearner
+    """The critic."""
+    steps_of: Path
+    """The run's folder, with the step files."""
+    progress: Callable[[], None] = lambda: None
+    """Rank 0: called between two rounds of a step."""
+
+    @cached_property
+    def steps(self) -> CommittedSteps:
+        """The committed steps of the run."""
+        return CommittedSteps(self.board.ledger, self.steps_of)
+
+
+@dataclass(frozen=True)
+class Value:
+    """Compute the values of micro-batches."""
+
+    micro_batches: Sequence[PackedMicroBatch]
+
+    def execute(self, rank: CriticRank) -> list[dict[str, NDArray[Any]]]:
+        """Return their columns."""
+        return rank.learner.values(self.micro_batches)
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """Train on a committed step."""
+
+    step: int
+    plan: Mapping[str, Any]
+    """The step's plan in the ledger."""
+
+    def execute(self, rank: CriticRank) -> None:
+        """Read the step's file, and train. Raises StepFileError."""
+        with rank.channel.disk.all_ranks(f"reading the file of step {self.step}") as progress:
+            file = read_committed(rank.steps_of, self.step, self.plan, progress, (*COLUMNS, RETURNS))
+        rank.learner.train(file, rank.progress)

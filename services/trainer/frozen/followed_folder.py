@@ -1,0 +1,139 @@
+"""The trainer's run folder, followed by its ledger: from the start, or for the policy's weights that a reference takes
+over.
+
+Which step will train on a group isn't known when the group is scored. So every group says what weights it was scored
+with, and the trainer sends it back if a step needs others. All that is left to do here is to have the newest.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+
+from relaxd.board import Board, BoardUnavailable
+from relaxd.roles import REFERENCE
+from relaxd.rpc.errors import FailedPrecondition
+from relaxd.run_folder import begin_time
+from relaxd.waiting import waiting
+from services.trainer.batch.step_file import StepFileError
+from services.trainer.checkpoints.reference_weights import weights_after, weights_path
+from services.trainer.megatron import TICK_SECONDS
+
+FOLDER_SECONDS = 10.0
+"""Seconds that a run's folder may take to appear: a network file system shows new files late."""
+FILE_SECONDS = 60.0
+"""Seconds that a committed step's files may take to appear."""
+POLL_SECONDS = 0.2
+
+
+def await_run_folder(folder: Path, role: str, begun: datetime) -> None:
+    """Wait until this process sees the folder of its run: the coordinator wrote there when this run began.
+
+    Args:
+        folder: where the folder should be.
+        role: who looks, for the error.
+        begun: when the run began, or was restored last, as the coordinator says. A copy of the folder that was made
+            before, or another run at this path, has another time.
+
+    Raises:
+        FailedPrecondition: it isn't there after FOLDER_SECONDS.
+    """
+    deadline = time.monotonic() + FOLDER_SECONDS
+    with waiting(f"the run's folder {folder}", on="the file system"):
+        while (found := begin_time(folder)) != begun:
+            if time.monotonic() > deadline:
+                problem = (
+                    f"{folder} has no run.json and config.json here"
+                    if found is None
+                    else f"the run in {folder} here began at {found.isoformat()}, this one at {begun.isoformat()}, so "
+                    "that it is an old copy or another run's"
+                )
+                raise FailedPrecondition(
+                    f"the {role} doesn't see the run's folder: {problem}. It reads what the trainer writes there: "
+                    "mount the folder that coordinator and trainer have at the same path"
+                )
+            time.sleep(POLL_SECONDS)  # named: above
+
+
+def await_file(path: Path, role: str, still_waiting: Callable[[Path], None]) -> None:
+    """Wait until what a committed step has written is there; call `still_waiting` with it every TICK_SECONDS.
+
+    Raises:
+        StepFileError: it isn't there after FILE_SECONDS.
+    """
+    deadline = time.monotonic() + FILE_SECONDS
+    with waiting(f"{path}, of a committed step", on="the file system"):
+        while not path.exists():
+            if time.monotonic() > deadline:
+                raise StepFileError(
+                    f"{path} isn't there, {FILE_SECONDS:g} s after its step was committed: either this {role} doesn't "
+                    "see the run's folder as the trainer does, which needs the same folder mounted at the same path, "
+                    "or it was removed"
+                )
+            still_waiting(path)
+            time.sleep(TICK_SECONDS)  # named: above
+
+
+logger = logging.getLogger(__name__)
+
+UNKNOWN = -1
+"""The step whose weights are served is not known: read the ledger."""
+
+
+class LedgerWeights:
+    """Takes over the weights that the ledger names. Used between two passes, so that a group has one version."""
+
+    def __init__(
+        self,
+        board: Board,
+        run_folder: Path,
+        initial: Path,
+        take_over: Callable[[Path], None],
+        still_waiting: Callable[[Path], None],
+    ) -> None:
+        """Begin with the initial weights.
+
+        Args:
+            board: the run's board.
+            run_folder: the run's folder.
+            initial: folder of the weights that the model was loaded with.
+            take_over: loads a folder on all ranks.
+            still_waiting: called again and again while a folder isn't there yet.
+        """
+        self._board = board
+        self._run_folder = run_folder
+        self._initial = initial
+        self._take_over = take_over
+        self._still_waiting = still_waiting
+        self._step = UNKNOWN
+        self._unavailable = False
+        self.weights = ""
+        """Name of the weights that the model has; "": the initial ones."""
+
+    def follow(self) -> None:
+        """Take over other weights if the ledger names others. While the board is unavailable, keep these.
+
+        Raises:
+            StepFileError: they aren't in the run's folder.
+            ModelError: they don't fit the model.
+        """
+        try:
+            step = self._board.last_step()
+            entries = self._board.ledger(after_step=step - 1, limit=1) if step not in (0, self._step) else []
+        except BoardUnavailable as error:
+            if not self._unavailable:
+                logger.warning("the ledger can't be read: %s", error)
+            self._unavailable, self._step = True, UNKNOWN
+            return
+        self._unavailable = False
+        if step == self._step or (step and not entries):  # the ledger became shorter between the two calls
+            return
+        name = weights_after(entries[0].plan) if entries else ""
+        if name != self.weights:
+            folder = weights_path(self._run_folder, name) if name else self._initial
+            await_file(folder, REFERENCE, self._still_waiting)
+            self._take_over(folder)
+            self.weights = name
+            logger.info("the reference has taken over the weights %s", name or "that it began with")
+        self._step = step

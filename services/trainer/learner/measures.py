@@ -1,0 +1,115 @@
+"""Measures that merge over micro-batches and ranks: sums of reported values, checksums, and the difference between the
+engine's and the trainer's log-probs.
+
+A measure is float64 [2, SUMS + BINS]. Row 0 covers the comparable tokens (generated with the trainer's current
+weights), row 1 all trained tokens. Columns: the largest |l|, the number of tokens, the sums of |l|, k3, w and the
+square of w, and a histogram of |l|, with l = log p_trainer - log p_engine and w = exp(l).
+"""
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from services.trainer.megatron.world import World
+
+SUMS = 6
+"""Columns before the histogram."""
+SMALLEST = 2.0**-27
+"""Smaller differences (7e-9) count as 0: float32 can't represent them for log-probs above 0.1 in size."""
+OCTAVES = 34
+PER_OCTAVE = 16
+BINS = 1 + OCTAVES * PER_OCTAVE
+"""Bin 0 is below SMALLEST; every other bin is a sixteenth of an octave, 4.4 % wide; the last bin is open."""
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to ± this for k3 and w, as in verl, so that one token can't make them infinite."""
+
+
+def measure(logprobs: Tensor, rollout_logprobs: Tensor, logprobs_comparable: Tensor) -> Tensor:
+    """Compute the measure of trained tokens, on their device and without synchronizing.
+
+    k3 = exp(l) - 1 - l estimates KL(engine || trainer) from the engine's samples (Schulman 2020, "Approximating KL
+    divergence"): each is at least 0, and their mean is unbiased.
+
+    Args:
+        logprobs: float32 [N], the trainer's.
+        rollout_logprobs: float32 [N], the engine's.
+        logprobs_comparable: [N], not 0 for tokens generated with the trainer's current weights.
+    """
+    log_ratio = (logprobs.detach() - rollout_logprobs).double()
+    size = log_ratio.abs()
+    clamped = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    k3 = clamped.expm1() - clamped
+    weight = clamped.exp()
+    # In float64, as float32 would round at the bins' edges.
+    bins = ((size.clamp(min=SMALLEST / 2) / SMALLEST).log2() * PER_OCTAVE).floor().long().clamp(-1, BINS - 2) + 1
+    ones = torch.ones_like(size)
+    rows = []
+    for chosen in ((logprobs_comparable != 0).double(), ones):
+        of_chosen = size * chosen
+        # Append a 0, because `max` fails without tokens.
+        largest = torch.cat([of_chosen, of_chosen.new_zeros(1)]).max()
+        totals = [(each * chosen).sum() for each in (size, k3, weight, weight.square())]
+        sums = torch.stack([largest, chosen.sum(), *totals])
+        rows.append(torch.cat([sums, sums.new_zeros(BINS).index_add(0, bins, chosen)]))
+    return torch.stack(rows)
+
+
+def merge_measures(one: Tensor, other: Tensor) -> Tensor:
+    """Merge the measures of two sets of tokens."""
+    total = one + other
+    total[:, 0] = torch.maximum(one[:, 0], other[:, 0])
+    return total
+
+
+def metrics(measured: Tensor) -> dict[str, float]:
+    """Return the step metrics: logprob_difference of the comparable tokens and policy_drift of all.
+
+    `_ess` is Kish's effective sample size of weights w (Kish 1965, "Survey Sampling") over the number of tokens:
+    (sum of w)^2 / (n x sum of w^2), between 1 / n and 1.
+    """
+    found = {}
+    for name, row in zip(("logprob_difference", "policy_drift"), measured.cpu(), strict=True):
+        largest, tokens, difference, k3, weight, square = row[:SUMS].tolist()
+        if tokens:
+            found[name] = difference / tokens
+            found[f"{name}_p99"] = min(_quantile(row[SUMS:], 0.99), largest)
+            found[f"{name}_max"] = largest
+            found[f"{name}_kl"] = k3 / tokens
+            found[f"{name}_ess"] = weight * weight / (tokens * square)
+    return found
+
+
+def _quantile(counts: Tensor, share: float) -> float:
+    """Return the middle of the quantile's bin, at most 2.2 % off."""
+    reached = counts.cumsum(0)
+    place = int(torch.searchsorted(reached, share * float(reached[-1])))
+    return SMALLEST * math.exp2((place - 0.5) / PER_OCTAVE) if place else 0.0
+
+
+def merge_reported(name: str, one: Tensor, other: Tensor) -> Tensor:
+    """Merge two values reported under a name: the measure "mismatch", or sums."""
+    return merge_measures(one, other) if name == "mismatch" else one + other
+
+
+def reduce_over_ranks(sums: dict[str, Tensor], world: World) -> dict[str, Tensor]:
+    """Add up the values of all data- and context-parallel ranks, on CPU. All ranks call it together."""
+    by_rank: list[dict[str, Tensor]] = [{}] * world.size
+    contributes = world.last_stage and world.tp_rank == 0  # the tensor-parallel ranks have the same values
+    dist.all_gather_object(by_rank, {name: value.cpu() for name, value in sums.items()} if contributes else {})
+    totals: dict[str, Tensor] = {}
+    for one in by_rank:
+        for name, value in one.items():
+            totals[name] = merge_reported(name, totals[name], value) if name in totals else value
+    return totals
+
+
+def bit_sum(tensors: Iterable[Tensor], device: torch.device) -> int:
+    """Sum the elements' bits as signed integers, modulo 2^48."""
+    words = {2: torch.int16, 4: torch.int32}
+    found = torch.zeros((), dtype=torch.int64, device=device)
+    for tensor in tensors:
+        found += tensor.detach().view(words[tensor.element_size()]).sum(dtype=torch.int64)
+    return int(found) % (1 << 48)

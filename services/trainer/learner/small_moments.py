@@ -1,0 +1,340 @@
+"""AdamW with smaller moments: both in bfloat16, rounded stochastically, or the first in float8 and the second in
+bfloat16.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 22
+"""Elements that are updated at a time. Float32 values and random numbers exist of these alone: about 50 bytes each."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Names of the first and the second moment in the state of a parameter."""
+
+
+class ShardPlace(NamedTuple):
+    """Place of a shard's elements in the model. Copies of a parameter on several ranks are rounded alike."""
+
+    parameter: str
+    """Name of the parameter, the same for all copies."""
+    start: int
+    """Index of the shard's first element among those of the parameter."""
+
+
+class Bfloat16MomentsAdamW(torch.optim.AdamW):
+    """AdamW (arXiv 1711.05101, algorithm 2) whose moments are kept in bfloat16.
+
+    An update computes in float32: it reads the moments, adds the gradient, changes the parameter, and only then rounds
+    the moments. Like 8-bit optimizers (Dettmers et al. 2022, arXiv 2110.02861) this keeps low precision in memory
+    alone; bfloat16 has the range of float32, so that it needs no scales.
+
+    Rounding is stochastic (Gupta et al. 2015, arXiv 1502.02551; for bfloat16 Zamirai et al. 2020, arXiv 2010.06192): up
+    or down, such that the mean is the unrounded value. To the nearest, the second moment would stop shrinking: an
+    update takes 1 - beta2 = 0.001 of it, and half of the distance between two numbers is 0.002 of them or more.
+
+    The random numbers of an element depend on the seed, the number of the update and its `ShardPlace` alone: a resumed
+    or replayed run repeats them, and they are the same whatever the chunks and the data-parallel shards are.
+    """
+
+    def __init__(self, built: torch.optim.Optimizer, places: Mapping[Tensor, ShardPlace], seed: int) -> None:
+        """Take the place of an AdamW without state.
+
+        Args:
+            built: the optimizer, whose parameter groups this one gets. Its parameters are float32 and contiguous.
+            places: of each of its parameters.
+            seed: seed of the run.
+        """
+        super().__init__([{"params": []}])
+        # As Megatron sets the groups: the constructor refuses views of parameters, which its shards may be.
+        self.defaults, self.param_groups = built.defaults, built.param_groups
+        self._places, self._seed = places, seed
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                # The step is on the host, where reading it doesn't wait for a GPU.
+                self.state[parameter] = {"step": torch.zeros((), dtype=torch.float32), **self._zeros(parameter)}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update the parameters that have a gradient. There must be no `closure`."""
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(group, parameter)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, moments of another element type also. torch's method would make them float32."""
+        super().load_state_dict({**state_dict, "state": {}})
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            loaded = state_dict["state"][number]
+            moments = {name: loaded[name].to(parameter.device, torch.bfloat16) for name in MOMENTS}
+            self.state[parameter] = {"step": loaded["step"].to("cpu", torch.float32, copy=True), **moments}
+
+    def _zeros(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return the moments before the first update."""
+        return {name: torch.zeros_like(parameter, dtype=torch.bfloat16) for name in MOMENTS}
+
+    def _update(self, group: dict[str, Any], parameter: Tensor) -> None:
+        """Update one parameter, chunk by chunk."""
+        state, place = self.state[parameter], self._places[parameter]
+        state["step"] += 1
+        step, (beta1, beta2), lr = int(state["step"]), group["betas"], float(group["lr"])
+        step_size, root_of_correction = lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
+        key = stream_key(self._seed, step, place.parameter)
+        assert parameter.grad is not None
+        weights, grads, seconds = (each.view(-1) for each in (parameter, parameter.grad, state["exp_avg_sq"]))
+        for begin, end in chunks(place.start, len(weights)):
+            weight, grad, stored_second = (flat[begin:end] for flat in (weights, grads, seconds))
+            first = self._read_first(state, place, begin, end).mul_(beta1).add_(grad, alpha=1 - beta1)
+            second = stored_second.float().mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+            scale = second.sqrt().div_(root_of_correction).add_(group["eps"])
+            weight.mul_(1 - lr * group["weight_decay"]).addcdiv_(first, scale, value=-step_size)
+            random = random_numbers(key, place.start + begin, end - begin, weight.device)
+            self._keep_first(state, place, begin, first, random)
+            stored_second.copy_(rounded(second, random >> 16))
+
+    def _read_first(self, state: dict[str, Any], place: ShardPlace, begin: int, end: int) -> Tensor:
+        """Return a shard's elements `begin` to `end - 1` of the first moment: float32, new."""
+        return state["exp_avg"].view(-1)[begin:end].float()
+
+    def _keep_first(self, state: dict[str, Any], place: ShardPlace, begin: int, first: Tensor, random: Tensor) -> None:
+        """Round the first moment, from a shard's element `begin` on, with the lowest 16 bits of `random`."""
+        state["exp_avg"].view(-1)[begin : begin + len(first)].copy_(rounded(first, random))
+
+
+def chunks(start: int, count: int) -> Iterator[tuple[int, int]]:
+    """Divide a shard of `count` elements where their places in the parameter are multiples of CHUNK."""
+    begin = 0
+    while begin < count:
+        end = min(count, begin + CHUNK - (start + begin) % CHUNK)
+        yield begin, end
+        begin = end
+
+
+def rounded(values: Tensor, random: Tensor) -> Tensor:
+    """Round finite numbers stochastically, so that the mean is the number itself.
+
+    The lower half of a float32's bits is the part of the way to the next bfloat16 away from zero. Adding a random
+    number of as many bits carries with that probability.
+
+    Args:
+        values: float32 [n].
+        random: int64 [n], of whose bits the lowest 16 are used.
+
+    Returns:
+        bfloat16 [n]. Numbers that are exact in bfloat16 stay what they are.
+    """
+    bits = values.view(torch.int32) + (random & 0xFFFF).int()
+    return (bits >> 16).short().view(torch.bfloat16)
+
+
+def stream_key(seed: int, step: int, parameter: str) -> int:
+    """Return the state, 64 bits with a sign, with which the random numbers of a parameter's update begin."""
+    digest = hashlib.blake2b(f"{seed} {step} {parameter}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def random_numbers(key: int, begin: int, count: int, device: torch.device | str) -> Tensor:
+    """Return numbers `begin` to `begin + count - 1` of SplitMix64 (Steele et al. 2014, "Fast Splittable
+    Pseudorandom Number Generators"), each computed from its position alone.
+
+    Args:
+        key: the generator's state before number 0.
+        begin: position of the first number.
+        count: how many.
+        device: where they are computed.
+
+    Returns:
+        int64 [count], with 64 random bits each.
+    """
+    mixed = torch.arange(begin + 1, begin + count + 1, dtype=torch.int64, device=device)
+    mixed.mul_(_signed(0x9E3779B97F4A7C15)).add_(key)
+    mixed.bitwise_xor_(_shifted(mixed, 30)).mul_(_signed(0xBF58476D1CE4E5B9))
+    mixed.bitwise_xor_(_shifted(mixed, 27)).mul_(_signed(0x94D049BB133111EB))
+    return mixed.bitwise_xor_(_shifted(mixed, 31))
+
+
+def _signed(constant: int) -> int:
+    """Return the int64 with the bits of a 64-bit number. Products of int64 are modulo 2^64."""
+    return constant - (1 << 64) if constant >> 63 else constant
+
+
+def _shifted(numbers: Tensor, places: int) -> Tensor:
+    """Shift to the right as numbers without a sign."""
+    return (numbers >> places).bitwise_and_((1 << (64 - places)) - 1)
+
+
+BLOCK = 32
+"""Elements that share a scale, as in the MX formats (arXiv 2310.10537). A block begins at a multiple of this in its
+parameter. So do Megatron's shards, unless there are many data-parallel ranks: a block's two parts then have scales of
+their own."""
+EXPONENTS = "exp_avg_exponents"
+"""Name of the scales in the state of a parameter: int8, of each block the exponent of the power of two."""
+TOP = 8
+"""The largest element of a block is at most 2^TOP times its scale: e4m3 ends at 448."""
+LEAST_EXPONENT = -117
+"""Smallest exponent of a scale. The smallest number is then 2^-126, which float32 and bfloat16 have."""
+
+
+@dataclass(frozen=True)
+class Float8Values:
+    """Numbers in float8 with their scales. They are exact in bfloat16, and checkpoints have them so."""
+
+    codes: Tensor
+    """float8_e4m3fn [n]."""
+    exponents: Tensor
+    """int8, of the blocks in which the numbers are."""
+    start: int
+    """Place of the first number in the first block."""
+
+    dtype = torch.bfloat16
+    """Element type of `read` and of checkpoints."""
+
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return self.codes.numel()
+
+    def element_size(self) -> int:
+        """Return the bytes of one of them in a checkpoint."""
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them in a checkpoint."""
+        return self.numel() * self.element_size()
+
+    @property
+    def is_cuda(self) -> bool:
+        """True if they are on a GPU."""
+        return self.codes.is_cuda
+
+    def __getitem__(self, part: slice) -> "Float8Values":
+        """Return some of them: `part` has no step."""
+        begin, end, _ = part.indices(self.numel())
+        first, start = divmod(self.start + begin, BLOCK)
+        last = -(-(self.start + end) // BLOCK)
+        return Float8Values(self.codes[begin:end], self.exponents[first:last], start)
+
+    def split(self, count: int) -> Iterator["Float8Values"]:
+        """Yield `count` at a time."""
+        return (self[begin : begin + count] for begin in range(0, self.numel(), count))
+
+    def read(self) -> Tensor:
+        """Return the numbers: bfloat16 [n]."""
+        return self.read_float32().bfloat16()
+
+    def read_float32(self) -> Tensor:
+        """Return the numbers: float32 [n], new."""
+        scales = _power_of_two(self.exponents).repeat_interleave(BLOCK)
+        return self.codes.float().mul_(scales[self.start : self.start + self.numel()])
+
+    def keep(self, values: Tensor, random: Tensor | None) -> None:
+        """Set the numbers, which fill their blocks except those that the shard cuts.
+
+        A block's scale is a power of two, so that a number that is kept, read and kept again stays what it is.
+
+        Args:
+            values: float32 [n], finite.
+            random: int64 [n], whose lowest 16 bits round stochastically; None: to the nearest.
+        """
+        blocks = torch.zeros(self.exponents.numel() * BLOCK, dtype=torch.float32, device=values.device)
+        blocks[self.start : self.start + len(values)] = values
+        largest = blocks.view(-1, BLOCK).abs().amax(1)
+        # The exponent of the next power of two: the fraction's bits carry, if there is one.
+        exponents = ((largest.view(torch.int32) + 0x7FFFFF) >> 23) - 127 - TOP
+        self.exponents.copy_(exponents.clamp_(min=LEAST_EXPONENT))
+        down = _power_of_two(-self.exponents.int()).repeat_interleave(BLOCK)[self.start : self.start + len(values)]
+        self.codes.copy_(rounded_to_float8(values * down, random))
+
+
+class Float8MomentAdamW(Bfloat16MomentsAdamW):
+    """AdamW whose first moment is kept in float8 (e4m3), with a scale for each block, and the second in bfloat16.
+
+    So FP8-LM (arXiv 2310.18313, section 2.2) divides them: the first moment endures 8 bits, the second doesn't. Blocks
+    are those of 8-bit optimizers (arXiv 2110.02861, section 2.1): a large element only costs its neighbours precision.
+    Rounding is stochastic as in bfloat16. Of the second moment an update takes 1 - beta2 = 0.001, where e4m3's numbers
+    are 0.06 to 0.12 of themselves apart: to the nearest it would never change, and stochastically the noise of a
+    thousand updates would add up. The first moment forgets within ten.
+    """
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, one of another AdamW also, whose first moment is rounded to the nearest."""
+        super().load_state_dict(state_dict)
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            loaded = state_dict["state"][number]
+            if EXPONENTS in loaded:
+                codes, exponents = (loaded[name].to(parameter.device, copy=True) for name in ("exp_avg", EXPONENTS))
+                self.state[parameter] |= {"exp_avg": codes, EXPONENTS: exponents}
+            else:
+                self._pack(parameter)
+
+    @torch.no_grad()
+    def unpack(self) -> None:
+        """Make room for first moments that come from a checkpoint: bfloat16, zeros."""
+        for parameter, state in self.state.items():
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        """Keep the first moments that were loaded in float8. What is of the same blocks in float8 stays what it is;
+        other numbers are rounded to the nearest."""
+        for parameter in self.state:
+            self._pack(parameter)
+
+    def _pack(self, parameter: Tensor) -> None:
+        loaded, start = self.state[parameter]["exp_avg"].view(-1), self._places[parameter].start
+        self.state[parameter] |= _zeros(parameter, start)
+        kept = float8_values(self.state[parameter], start)
+        for begin, end in chunks(start, len(loaded)):
+            kept[begin:end].keep(loaded[begin:end].float(), None)
+
+    def _zeros(self, parameter: Tensor) -> dict[str, Tensor]:
+        return {**super()._zeros(parameter), **_zeros(parameter, self._places[parameter].start)}
+
+    def _read_first(self, state: dict[str, Any], place: ShardPlace, begin: int, end: int) -> Tensor:
+        return float8_values(state, place.start)[begin:end].read_float32()
+
+    def _keep_first(self, state: dict[str, Any], place: ShardPlace, begin: int, first: Tensor, random: Tensor) -> None:
+        float8_values(state, place.start)[begin : begin + len(first)].keep(first, random)
+
+
+def float8_values(state: Mapping[str, Any], start: int) -> Float8Values:
+    """Return the first moment in a parameter's state, whose shard begins at its element `start`."""
+    return Float8Values(state["exp_avg"].view(-1), state[EXPONENTS], start % BLOCK)
+
+
+def rounded_to_float8(values: Tensor, random: Tensor | None) -> Tensor:
+    """Round numbers up to 448 to float8; see `Float8Values.keep`.
+
+    Returns:
+        float8_e4m3fn [n]. Numbers that are exact in it stay what they are.
+    """
+    size = values.abs()
+    # The distance of neighbours: an eighth of the power of two below, and below 2^-6 that of 2^-6.
+    power = (size.view(torch.int32) & 0x7F800000).clamp_(min=(127 - 6) << 23)
+    step = (power - (3 << 23)).view(torch.float32)
+    steps = size.div_(step)
+    steps = steps.round_() if random is None else steps.add_((random & 0xFFFF).float(), alpha=2.0**-16).floor_()
+    return steps.mul_(step).copysign_(values).to(torch.float8_e4m3fn)
+
+
+def _power_of_two(exponents: Tensor) -> Tensor:
+    """Return 2 to the power of integers from -126 to 127, exactly: float32."""
+    return ((exponents.int() + 127) << 23).view(torch.float32)
+
+
+def _zeros(parameter: Tensor, start: int) -> dict[str, Tensor]:
+    """Return a first moment of zeros, as `float8_values` reads it."""
+    blocks = -(-(start % BLOCK + parameter.numel()) // BLOCK)
+    return {
+        "exp_avg": torch.zeros_like(parameter, dtype=torch.uint8).view(torch.float8_e4m3fn),
+        EXPONENTS: torch.full((blocks,), LEAST_EXPONENT, dtype=torch.int8, device=parameter.device),
+    }

@@ -1,0 +1,339 @@
+"""Snapshots of a learner's state as sharded checkpoints, which any parallel layout can load.
+
+    common.json                            rank 0's: settings and steps of the optimizers, schedules, counters
+    rank-00000-0.safetensors ...           each rank's part: see `part_files`
+
+A checkpoint holds the float32 main weights, the moments and step of the optimizer, the learning-rate schedule, the same
+of a critic, the number of updates, and each rank's random generators. Of frozen models it holds those that have taken
+over the model's weights. Each rank copies, writes, hashes and reads only what it has itself.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import services.trainer.megatron.cpu_support  # noqa: F401  must come before Megatron
+
+# isort: split
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
+
+from services.trainer.batch.disk_files import sync
+from services.trainer.learner.frozen_model import FrozenModel
+from services.trainer.learner.snapshots.checkpoint_copies import HostCopies, HostMemory
+from services.trainer.learner.snapshots.other_state import (
+    fill,
+    read_generators,
+    read_groups,
+    single_optimizers,
+    use_loaded,
+    write_generators,
+    write_groups,
+)
+from services.trainer.learner.snapshots.part_files import PartFiles, Stored, part_name
+from services.trainer.learner.snapshots.part_reader import CheckpointError, Loading, PartFile, Wanted
+from services.trainer.learner.snapshots.pieces import (
+    Boxes,
+    Pieces,
+    boxes_of,
+    trained_pieces,
+    untrained_pieces,
+    weight_pieces,
+)
+from services.trainer.megatron.disk_work import DiskWork
+from services.trainer.megatron.world import World
+from services.trainer.model.policy_model import StageModel
+
+COMMON = "common.json"
+"""Name of the file of what isn't of one rank."""
+POLICY = "policy"
+"""Name of the policy's part; of the critic's, in checkpoints of a critic service."""
+CRITIC = "critic"
+"""Name of the critic's part."""
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model that is trained."""
+
+    model: StageModel
+    """This rank's part of the model."""
+    optimizer: MegatronOptimizer
+    """The optimizer."""
+    schedule: OptimizerParamScheduler
+    """The learning-rate schedule."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stateful:
+    """The parts of a learner that a checkpoint holds."""
+
+    policy: TrainedModel
+    """The policy; the critic, of a critic service."""
+    critic: TrainedModel | None
+    """The critic, if the algorithm has one."""
+    frozen: Mapping[str, FrozenModel]
+    """The frozen models of the trainer's ranks, by role."""
+    step: int
+    """Number of the step whose weights these are."""
+    world: World
+    """This rank's place in the world."""
+    optimizer_steps: int
+    """Number of updates that have changed the weights."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The numbers of the last step, where nothing else keeps them."""
+    skipped_in_a_row: int = 0
+    """Updates skipped in a row, where nothing else counts them."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The state of a learner outside its model, as read from a checkpoint."""
+
+    optimizer_steps: int
+    """As of `Stateful`."""
+    metrics: dict[str, float]
+    """As of `Stateful`."""
+    skipped_in_a_row: int
+    """As of `Stateful`."""
+
+
+class Checkpointed(Protocol):
+    """A learner that can be checkpointed: the policy's or the critic's."""
+
+    world: World
+    """This rank's place in the world."""
+
+    def checksum(self) -> int:
+        """Return the `bit_sum` of this rank's weights."""
+
+    def prepare_snapshots(self) -> None:
+        """Prepare what the first snapshot would wait for. All ranks call it together; no snapshot is in progress."""
+
+    def snapshot(self, folder: Path) -> "Snapshot":
+        """Start a snapshot of the state, to be written to an empty folder. All ranks call it together."""
+
+    def restore(self, folder: Path, step: int, *, same_layout: bool) -> None:
+        """Load the snapshot of a step. All ranks call it together. Raises CheckpointError: it doesn't fit."""
+
+
+class Kept:
+    """State kept between a learner's snapshots: host memory, and the places of its parameters."""
+
+    def __init__(self) -> None:
+        self.memory = HostMemory()
+        self._boxes: dict[str, Boxes] = {}
+        self.in_use = False
+        """True if a snapshot isn't written yet."""
+
+    def boxes(self, model: Any, name: str) -> Boxes:
+        """Return `boxes_of` a model, which stay where they are."""
+        if name not in self._boxes:
+            self._boxes[name] = boxes_of(model, name)
+        return self._boxes[name]
+
+    def free_or_new(self) -> "Kept":
+        """Return this one unless it is in use, as after a snapshot that was abandoned because it took too long."""
+        return Kept() if self.in_use else self
+
+
+def prepare(state: Stateful, kept: Kept) -> None:
+    """Plan a snapshot without taking it, so that the first one finds its boxes, and its memory, there."""
+    _fill(state)
+    _plan(state, HostCopies(state.world.device, kept.memory), kept)
+    kept.memory.touch()
+
+
+def _fill(state: Stateful) -> None:
+    for model in _trained(state).values():
+        fill(model.optimizer)
+
+
+def _plan(state: Stateful, copies: HostCopies, kept: Kept) -> PartFiles:
+    """Plan this rank's files of a state that is filled. Raises RuntimeError: the host has no memory for the copies."""
+    return PartFiles(list(_stored(state, kept)), state.world.rank, read_generators(), copies)
+
+
+class Snapshot:
+    """The state at construction, being written to disk.
+
+    Training may continue meanwhile, but weights and optimizer state must not change before `copies` are complete.
+    """
+
+    def __init__(self, state: Stateful, folder: Path, kept: Kept) -> None:
+        """Plan the files and start copying the state. All ranks create it together; `folder` exists and is empty."""
+        self._kept, self._folder = kept, folder
+        kept.in_use = True
+        self.copies = HostCopies(state.world.device, kept.memory)
+        _fill(state)
+        # Without an indent, for which json makes reference cycles.
+        self._common = json.dumps(_common(state)).encode() if state.world.rank == 0 else b""
+        self._files = _plan(state, self.copies, kept)
+        self.nbytes = self._files.nbytes + len(self._common)
+        """Bytes that this rank writes."""
+        self.copies.start()
+
+    def write(self) -> dict[str, dict[str, Any]]:
+        """Write this rank's files and wait until they are on disk. Runs in a thread beside training.
+
+        Returns:
+            Their sizes and checksums by name; see `checkpoints.folder.describe`.
+
+        Raises:
+            Exception: copying or writing failed, for example with OSError.
+        """
+        try:
+            self.copies.check()
+            written = {}
+            if self._common:
+                (self._folder / COMMON).write_bytes(self._common)
+                sync(self._folder / COMMON)
+                digest = hashlib.sha256(self._common).hexdigest()
+                written[COMMON] = {"bytes": len(self._common), "sha256": digest}
+            return written | self._files.write(self._folder)
+        finally:
+            self._kept.in_use = False
+
+    def give_up(self) -> None:
+        """Leave it unwritten. Waits for the copies, as the next snapshot needs their memory. Raises as `write`."""
+        try:
+            self.copies.check()
+        finally:
+            self._kept.in_use = False
+
+
+def _trained(state: Stateful) -> dict[str, TrainedModel]:
+    return {POLICY: state.policy} | ({} if state.critic is None else {CRITIC: state.critic})
+
+
+def _common(state: Stateful) -> dict[str, Any]:
+    """Return the state that all ranks share, as plain values."""
+    content: dict[str, Any] = {
+        name: {"optimizer": read_groups(model.optimizer), "schedule": model.schedule.state_dict(), "step": state.step}
+        for name, model in _trained(state).items()
+    }
+    return content | {
+        "frozen": {role: {"step": state.step} for role, model in state.frozen.items() if model.refreshed},
+        "optimizer_steps": state.optimizer_steps,
+        "metrics": dict(state.metrics),
+        "skipped_in_a_row": state.skipped_in_a_row,
+    }
+
+
+def _stored(state: Stateful, kept: Kept) -> Iterator[Stored]:
+    """Return the pieces that this rank saves."""
+    for name, trained in _trained(state).items():
+        boxes = kept.boxes(trained.model, name)
+        for piece, tensor, saved in trained_pieces(boxes, single_optimizers(trained.optimizer)):
+            if saved:
+                yield Stored(piece, tensor)
+        yield from (Stored(piece, tensor) for piece, tensor, saved in untrained_pieces(boxes, share=True) if saved)
+    for role, frozen in state.frozen.items():
+        if frozen.refreshed:
+            boxes = kept.boxes(frozen.module, role)
+            for parameter in boxes:
+                pieces = weight_pieces(boxes, parameter, share=True)
+                yield from (Stored(piece, tensor) for piece, tensor, saved in pieces if saved)
+
+
+def load_snapshot(state: Stateful, folder: Path, *, same_layout: bool) -> Loaded:
+    """Load a checkpoint into a learner. All ranks call it together.
+
+    Args:
+        state: the newly built learner's state; the checkpoint must be of its step.
+        folder: the checkpoint.
+        same_layout: whether the parallel layout is the same as when it was saved. Only then are the random generators
+            restored.
+
+    Raises:
+        CheckpointError: it doesn't fit this model, or has no critic of this step.
+        DiskWorkFailed, DiskStalled: another rank couldn't read its part.
+    """
+    common = _read_common(folder, state.world.disk)
+    if state.critic is not None:
+        _check_critic(state, folder, common)
+    wanted: list[Wanted] = []
+    for name, trained in _trained(state).items():
+        fill(trained.optimizer)
+        write_groups(trained.optimizer, common[name]["optimizer"])
+        boxes = boxes_of(trained.model, name)
+        found = trained_pieces(boxes, single_optimizers(trained.optimizer))
+        wanted += _wanted(found)
+        wanted += _wanted(untrained_pieces(boxes, share=False))
+    refreshed = [model for role, model in state.frozen.items() if role in common["frozen"]]
+    for frozen in refreshed:
+        wanted += _weights(frozen.module, frozen.role)
+    generators = _read(wanted, folder, state.world, generators=same_layout)
+    for trained in _trained(state).values():
+        use_loaded(trained.optimizer)
+    for name, trained in _trained(state).items():
+        trained.schedule.num_steps = 0  # Megatron adds the checkpoint's steps to those that the schedule has
+        trained.schedule.load_state_dict(common[name]["schedule"])
+    for frozen in refreshed:
+        frozen.refreshed = True
+    if generators is not None:
+        write_generators(generators)
+    return Loaded(int(common["optimizer_steps"]), dict(common["metrics"]), int(common["skipped_in_a_row"]))
+
+
+def load_model(model: StageModel, folder: Path, world: World) -> None:
+    """Load only the model. All ranks call it together.
+
+    Raises:
+        CheckpointError: it doesn't fit this model.
+    """
+    _read_common(folder, world.disk)
+    _read(_weights(model, POLICY), folder, world, generators=False)
+
+
+def _weights(model: Any, name: str) -> list[Wanted]:
+    """Return the load targets of a model's weights."""
+    boxes = boxes_of(model, name)
+    return [one for each in boxes for one in _wanted(weight_pieces(boxes, each))]
+
+
+def _wanted(pieces: Pieces) -> list[Wanted]:
+    """Return the load targets of pieces: `write_groups` has made tensors of numbers with scales."""
+    return [Wanted(piece, cast(Tensor, tensor)) for piece, tensor, _ in pieces]
+
+
+def _read(wanted: list[Wanted], folder: Path, world: World, *, generators: bool) -> dict[str, Any] | None:
+    """Read this rank's part. Returns the states of its generators, if they are wanted."""
+    with world.disk.all_ranks(f"reading {folder}") as progress:
+        Loading(folder, world.rank, wanted).read(progress, world.device)
+        return PartFile(folder / part_name(world.rank, 0)).generators if generators else None
+
+
+def _read_common(folder: Path, disk: DiskWork) -> dict[str, Any]:
+    """Read what isn't of one rank. All ranks call it together.
+
+    Raises:
+        CheckpointError: it is in an earlier format.
+    """
+    with disk.all_ranks(f"reading {folder}"):
+        if (folder / "common.pt").exists():
+            raise CheckpointError(
+                f"{folder} is a checkpoint of an earlier release of relaxd, in a format that this one doesn't read: it "
+                f"has common.pt, and not {COMMON}. Export it with that release (relaxd export), and start a run from "
+                "the exported model"
+            )
+        return dict(json.loads((folder / COMMON).read_bytes()))
+
+
+def _check_critic(state: Stateful, folder: Path, common: dict[str, Any]) -> None:
+    """Raise CheckpointError unless a checkpoint has a critic, and of the policy's step."""
+    found = common.get(CRITIC)
+    if found is None:
+        raise CheckpointError(
+            f"{folder} has no critic, which this run's algorithm trains together with the policy: it is of a run "
+            "without one. Export it, and start a run from the exported model"
+        )
+    if found["step"] != state.step:
+        raise CheckpointError(
+            f"{folder} has the policy of step {state.step}, but the critic of step {found['step']}: they must be of "
+            "the same"
+        )

@@ -1,0 +1,309 @@
+"""Rank 0's control of a run's checkpoints: when to take one, when it is complete, which ones are removed."""
+
+import logging
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from relaxd import __version__, telemetry
+from relaxd.amounts import byte_amount
+from relaxd.board import BoardUnavailable
+from relaxd.config import RunConfig
+from relaxd.run_folder import checkpoint_path, critic_folder
+from services.trainer.batch.step_file import step_file_path
+from services.trainer.checkpoints import checkpoint_folders as folders
+from services.trainer.checkpoints.checkpoint_folders import BoardState, CheckpointState, Ledger
+from services.trainer.loop.checkpoint_choice import Schedule
+from services.trainer.loop.commanded_rank import (
+    BeginCheckpoint,
+    CommandedRank,
+    EndCheckpoint,
+    PrepareCheckpoints,
+)
+from services.trainer.megatron import TICK_SECONDS
+from services.trainer.megatron.disk_work import DiskRefused
+
+logger = logging.getLogger(__name__)
+
+SHOWN_ERRORS = 3
+"""Ranks whose errors are shown."""
+
+Answer = Future[tuple[str, int]]
+"""Resolved with the checkpoint's path and step once it is on disk."""
+
+
+class Checkpoints:
+    """Takes, completes and removes checkpoints. Used by rank 0's training thread only."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_id: str,
+        term: int,
+        rank: CommandedRank,
+        announce: Callable[[int, bool], None] = lambda step, keep: None,
+    ) -> None:
+        """`announce` is called before a requested checkpoint, with its step and whether it is never removed."""
+        self._config = config
+        self._announce = announce
+        self._settings = config.trainer.checkpoint
+        self._run_id = run_id
+        self._run_folder = rank.run_folder
+        self._term = term
+        self._board = rank.board
+        self._rank = rank
+        self._schedule = Schedule(self._settings)
+        self._wanted = False
+        self._keep = False
+        """True if the next checkpoint is never removed."""
+        self._requesters: list[Answer] = []
+        """Requesters of the next checkpoint."""
+        self._saving: _Saving | None = None
+        self._sealer = ThreadPoolExecutor(1, "seal-checkpoint")
+        self._stalled = 0.0
+
+    def prepare(self) -> None:
+        """Have the ranks prepare the memory for the first checkpoint, if the run takes any."""
+        if self._settings.every:
+            self._rank.run(PrepareCheckpoints())
+
+    def after_step(self, step: int, seconds: float, file: Path) -> None:
+        """Schedule a checkpoint if one is due after a committed step: `seconds` of work on it, and its step file."""
+        self.after_replay(seconds, file)
+        self._wanted |= self._schedule.due(step)
+
+    def after_replay(self, seconds: float, file: Path) -> None:
+        """Count a step that was repeated, and would be repeated again."""
+        size = 0
+        with suppress(OSError):  # such as a file that was removed meanwhile
+            size = file.stat().st_size
+        self._schedule.count(seconds=seconds, size=size)
+
+    def request(self, *, rotate: bool = False) -> Answer:
+        """Request a checkpoint as soon as possible. Unless `rotate`, it is never removed."""
+        self._wanted = True
+        self._keep |= not rotate
+        self._requesters.append(Future())
+        return self._requesters[-1]
+
+    def complete_if_written(self) -> None:
+        """Complete a checkpoint that all ranks have written. Call it between rounds."""
+        if self._saving is not None:
+            self._check(self._saving)
+
+    def begin_if_wanted(self, step: int) -> None:
+        """Start a requested checkpoint of the last committed step, whose weights the learner has."""
+        if self._wanted and self._saving is None:
+            try:
+                self._begin(step)
+            except BoardUnavailable as error:
+                logger.debug("the checkpoint waits for the board: %s", error)
+
+    def wait_for_copies(self) -> None:
+        """Wait for a snapshot's copies, after which the weights may change. The learner enforces the deadline."""
+        if self._rank.checkpoint.copied(0.0):
+            return
+        began = time.monotonic()
+        deadline = began + self._config.trainer.collective_timeout_seconds
+        while not self._rank.checkpoint.copied(TICK_SECONDS) and time.monotonic() < deadline:
+            self._rank.channel.tick()
+        self._stalled += time.monotonic() - began
+
+    def take_stall(self) -> float:
+        """Return and reset the seconds for which checkpoints have blocked training."""
+        stalled, self._stalled = self._stalled, 0.0
+        return stalled
+
+    def _begin(self, step: int) -> None:
+        answers, keep = self._requesters, self._keep
+        if answers:
+            self._announce(step, keep)
+        final = checkpoint_path(self._run_folder, step)
+        if final.exists():  # the weights are unchanged since then
+            self._wanted, self._keep, self._requesters = False, False, []
+            if problem := self._mark(final) if keep else "":
+                self._fail(answers, problem)
+                return
+            for answer in answers:
+                answer.set_result((str(final), step))
+            return
+        state = self._state(step)
+        self._wanted, self._keep, self._requesters = False, False, []
+        self._schedule.begun()
+        began = time.monotonic()
+        partial = folders.partial_path(self._run_folder, step, self._term)
+        with self._rank.rank0_only(f"creating {partial}"):
+            problem = _make_empty_folder(partial)
+        if problem:
+            self._fail(answers, f"{partial} can't be created: {problem}")
+            return
+        checksum, size = self._rank.run(BeginCheckpoint(partial))
+        state = state.model_copy(update={"weights_checksum": checksum})
+        self._stalled += time.monotonic() - began
+        self._saving = _Saving(
+            state=state, partial=partial, final=final, answers=answers, began=began, keep=keep, size=size
+        )
+
+    def _mark(self, path: Path) -> str:
+        """Mark a checkpoint as one that is never removed. Return '' or the error."""
+        with self._rank.rank0_only(f"marking {path}"):
+            try:
+                folders.keep(path)
+            except OSError as error:
+                return str(error)
+        return ""
+
+    def _check(self, saving: "_Saving") -> None:
+        """Complete the checkpoint if all ranks have written their files; abandon it if one failed or is late."""
+        if saving.sealed is not None:
+            if saving.sealed.done():
+                self._saving = None
+                self._answer(saving, saving.sealed.result())
+            return
+        reports = self._rank.checkpoint.reports()
+        if reports is None:
+            if time.monotonic() - saving.began > self._settings.timeout_seconds:
+                late, seconds = self._rank.checkpoint.writing(), self._settings.timeout_seconds
+                self._abandon(
+                    saving, f"ranks {late} did not write within trainer.checkpoint.timeout_seconds = {seconds:g}"
+                )
+            return
+        errors = [str(report["error"]) for report in reports if "error" in report]
+        if errors:  # of all ranks: no one writes any more what is removed now
+            more = f"; so did {len(errors) - SHOWN_ERRORS} more" if len(errors) > SHOWN_ERRORS else ""
+            self._abandon(saving, "; ".join(errors[:SHOWN_ERRORS]) + more)
+        else:
+            self._rank.run(EndCheckpoint())
+            files = {name: file for report in reports for name, file in report["files"].items()}
+            saving.sealed = self._sealer.submit(self._seal, saving, files)
+
+    def _seal(self, saving: "_Saving", files: Mapping[str, Any]) -> str:
+        """Seal a checkpoint and remove older ones. Return '' or the error. Runs in a thread, beside training."""
+        try:
+            folders.seal(saving.partial, saving.final, saving.state, files, kept=saving.keep)
+        except OSError as error:
+            shutil.rmtree(saving.partial, ignore_errors=True)
+            return f"{type(error).__name__}: {error}"
+        self._remove_older(saving)
+        return ""
+
+    def _answer(self, saving: "_Saving", problem: str) -> None:
+        if problem:
+            self._fail(saving.answers, f"{problem}; {self._room(saving)}")
+            return
+        step, seconds = saving.state.step, time.monotonic() - saving.began
+        telemetry.record("checkpoint.seconds", seconds, {"relaxd.run_id": self._run_id})
+        logger.info("checkpoint of step %d is on disk, after %.1f s", step, seconds)
+        for answer in saving.answers:
+            answer.set_result((str(saving.final), step))
+
+    def _remove_older(self, saving: "_Saving") -> None:
+        """Remove the checkpoints and step files that a new checkpoint replaces."""
+        try:
+            oldest = folders.rotate(self._run_folder, self._settings.keep, self._settings.max_bytes)
+            folders.remove_rotated(self._run_folder)
+            if oldest is not None and self._settings.keep_step_files == "until_checkpoint":
+                remove_step_files(self._run_folder, up_to=min(oldest, self._followed()))
+        except OSError as error:
+            logger.warning("what %s replaces could not be removed, and takes room: %s", saving.final.name, error)
+
+    def _followed(self) -> float:
+        """Return the step up to which a critic service needs no step file."""
+        if self._config.roles.critic.placement != "service":
+            return math.inf
+        settings = self._settings
+        return folders.oldest_kept(critic_folder(self._run_folder), settings.keep, settings.max_bytes) or 0
+
+    def _abandon(self, saving: "_Saving", reason: str) -> None:
+        self._saving = None
+        self._rank.run(EndCheckpoint())
+        with self._rank.rank0_only(f"removing {saving.partial}"):
+            shutil.rmtree(saving.partial, ignore_errors=True)
+        self._fail(saving.answers, f"{reason}; {self._room(saving)}")
+
+    def _room(self, saving: "_Saving") -> str:
+        """Return a sentence on the room that a checkpoint needs and the disk has, and on what would make room."""
+        folder = saving.final.parent
+        try:
+            free = byte_amount(shutil.disk_usage(folder).free)
+        except OSError as error:
+            free = f"an unknown amount ({error})"
+        return (
+            f"it needs {byte_amount(saving.size)} on the disk of {folder}, which has {free} left. Remove what isn't "
+            f"needed there, such as checkpoints that were taken on request, or lower trainer.checkpoint.keep = "
+            f"{self._settings.keep}"
+            + (f" or trainer.checkpoint.max_bytes = {limit}" if (limit := self._settings.max_bytes) else "")
+        )
+
+    def _fail(self, answers: Sequence[Answer], reason: str) -> None:
+        logger.error("no checkpoint was written; earlier ones are kept: %s", reason)
+        for answer in answers:
+            answer.set_exception(DiskRefused(f"no checkpoint was written: {reason}"))
+
+    def _state(self, step: int) -> CheckpointState:
+        ledger = Ledger(step=0)
+        if step:
+            (entry,) = self._rank.steps(step - 1, 1)
+            ledger = Ledger(step=step, term=entry.term, plan_sha256=folders.plan_sha256(entry.plan))
+        # Read the cursor first, so that groups published meanwhile are beyond it.
+        cursor = self._board.cursor()
+        retries = [retry.group_id for retry in self._board.retries(limit=1_000_000)]
+        open_groups = sorted({*self._board.open_groups(), *retries})
+        counts = self._board.counts()
+        return CheckpointState(
+            run_id=self._run_id,
+            step=step,
+            term=self._term,
+            ledger=ledger,
+            board=BoardState(
+                cursor=cursor,
+                open_groups=tuple(open_groups),
+                published=counts.published,
+                trained=counts.trained,
+                dropped=counts.dropped,
+                dropped_by_reason=counts.dropped_by_reason,
+            ),
+            trainer=self._config.trainer.model_dump(mode="json"),
+            algorithm=self._config.algorithm.model_dump(mode="json"),
+            versions={"relaxd": __version__, "torch": version("torch"), "megatron-core": version("megatron-core")},
+        )
+
+
+@dataclass(kw_only=True)
+class _Saving:
+    """A checkpoint being written."""
+
+    state: CheckpointState
+    partial: Path
+    final: Path
+    answers: Sequence[Answer]
+    began: float
+    keep: bool
+    size: int
+    sealed: Future[str] | None = None
+    """The error, or '', once it is sealed. None while ranks write."""
+
+
+def _make_empty_folder(folder: Path) -> str:
+    """Create an empty folder, replacing an existing one. Return '' or the error."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def remove_step_files(run_folder: Path, up_to: float) -> None:
+    """Remove the step files up to a step, which checkpoints cover."""
+    for path in step_file_path(run_folder, 1).parent.glob("step-*.safetensors"):
+        if int(path.name.removeprefix("step-").removesuffix(".safetensors")) <= up_to:
+            os.unlink(path)

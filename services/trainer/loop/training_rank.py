@@ -1,0 +1,247 @@
+"""One rank of the Megatron world: a child process of the trainer service.
+
+Its place in the world comes from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, everything else from the parent's Work
+call. Training runs in one thread, and each of the parent's calls in another, so that broadcasts overlap
+training and LeaveWeightGroup reaches a rank that is stuck.
+"""
+
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from relaxd import telemetry
+from relaxd.algorithms.algorithm_trial import create_tried
+from relaxd.board import Board, stages_for
+from relaxd.config import RunConfig
+from relaxd.models.vocabulary import check_vocabularies
+from relaxd.process.child_server import ChildServer, in_turn
+from relaxd.process.upkeep import freeze_objects
+from relaxd.roles import TEACHER
+from relaxd.rpc.errors import Aborted, FailedPrecondition, ResourceExhausted, RpcError, Unavailable
+from relaxd.v1 import rank_pb2 as rank_pb
+from relaxd.v1 import rank_pb2_grpc, replica_pb2, trainer_pb2_grpc
+from relaxd.v1 import trainer_pb2 as pb
+from relaxd.weights.manifest import TensorBucket, to_proto
+from relaxd.weights.weight_group import Rendezvous, WeightGroupError, host_store
+from services.trainer.batch.step_membership import GroupRefusals
+from services.trainer.checkpoints.rank_part import CheckpointPart
+from services.trainer.learner.frozen_model import model_of
+from services.trainer.learner.learner import Learner
+from services.trainer.loop.commanded_rank import RankThread
+from services.trainer.loop.intake import Intake
+from services.trainer.loop.round_runner import RoundRunner
+from services.trainer.loop.thread_requests import Controls, result_of
+from services.trainer.loop.training_commands import Export, TrainingRank
+from services.trainer.loop.training_thread import Training
+from services.trainer.loop.weight_broadcast import WeightBroadcaster, weight_buckets
+from services.trainer.loop.weight_read_lock import HOLD_MARGIN_SECONDS, WeightReadLock
+from services.trainer.megatron.channels import ModelParallelChannel, RankChannel
+from services.trainer.megatron.disk_work import DiskRefused
+
+logger = logging.getLogger(__name__)
+
+
+class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
+    """The rank's handlers, and its training thread. The parent has validated what it passes on."""
+
+    def __init__(self) -> None:
+        self._thread = RankThread()
+        self._controls: Controls[Training] = Controls()
+        self._broadcaster: WeightBroadcaster | None = None
+        self._weights: WeightReadLock | None = None
+
+    async def Work(self, request: rank_pb.WorkRequest, context: Any) -> AsyncIterator[rank_pb.WorkResponse]:
+        """Start the training thread and stream its events."""
+        if request.paused:
+            self._controls.paused.set()
+        self._thread.start(request, self._train)
+        async for event in self._thread.events:
+            yield event
+
+    def SetPaused(self, request: rank_pb.SetPausedRequest, context: Any) -> rank_pb.SetPausedResponse:
+        """Pause or resume."""
+        (self._controls.paused.set if request.paused else self._controls.paused.clear)()
+        return rank_pb.SetPausedResponse()
+
+    def HandBackGroups(self, request: rank_pb.HandBackGroupsRequest, context: Any) -> rank_pb.HandBackGroupsResponse:
+        """Have the training thread hand back its groups."""
+        self._controls.draining.set()
+        done = self._controls.drained.wait(request.seconds)
+        telemetry.flush()  # the end of a run kills the ranks right after
+        return rank_pb.HandBackGroupsResponse(done=done)
+
+    def HoldWeights(self, request: rank_pb.HoldWeightsRequest, context: Any) -> rank_pb.HoldWeightsResponse:
+        """Hold the weights; see `WeightReadLock.acquire`."""
+        hold = self._read_lock().acquire(request.weights.term, request.weights.version, request.seconds)
+        return rank_pb.HoldWeightsResponse(hold=hold)
+
+    def ReleaseWeights(self, request: rank_pb.ReleaseWeightsRequest, context: Any) -> rank_pb.ReleaseWeightsResponse:
+        """Release the weights."""
+        return rank_pb.ReleaseWeightsResponse(in_time=self._read_lock().release(request.hold))
+
+    def JoinWeightGroup(
+        self, request: pb.TrainerJoinWeightGroupRequest, context: Any
+    ) -> pb.TrainerJoinWeightGroupResponse:
+        """Connect this rank to the engines."""
+        with _group_errors():
+            self._loaded_broadcaster().join(Rendezvous.from_proto(request.group), request.group.timeout_seconds)
+        return pb.TrainerJoinWeightGroupResponse()
+
+    def LeaveWeightGroup(
+        self, request: pb.TrainerLeaveWeightGroupRequest, context: Any
+    ) -> pb.TrainerLeaveWeightGroupResponse:
+        """Abort and forget a group."""
+        self._loaded_broadcaster().leave(request.group_name)
+        return pb.TrainerLeaveWeightGroupResponse()
+
+    @in_turn
+    def BroadcastVersions(
+        self, request: rank_pb.BroadcastVersionsRequest, context: Any
+    ) -> rank_pb.BroadcastVersionsResponse:
+        """Take part in a broadcast. A rank that is alone holds its weights itself: two calls less."""
+        asked = request.broadcast
+        with _group_errors(), self._held(asked) if self._thread.alone else nullcontext():
+            sent = self._loaded_broadcaster().broadcast(asked.group_name, asked.timeout_seconds, asked.checksum)
+        return rank_pb.BroadcastVersionsResponse(sent=sent)
+
+    def ExportHuggingFace(self, request: pb.ExportHuggingFaceRequest, context: Any) -> pb.ExportHuggingFaceResponse:
+        """Have the ranks write the weights, to an absolute path."""
+        export = Export(Path(request.folder))
+        version = self._controls.requests.ask(lambda training: training.rank.run(export), context.time_remaining())
+        if isinstance(version, DiskRefused):
+            raise ResourceExhausted(str(version))
+        return pb.ExportHuggingFaceResponse(path=request.folder, weights=self._weight_version(version))
+
+    def SaveCheckpoint(
+        self, request: pb.TrainerSaveCheckpointRequest, context: Any
+    ) -> pb.TrainerSaveCheckpointResponse:
+        """Have the ranks take a checkpoint."""
+        saved = self._controls.requests.ask(
+            lambda training: training.checkpoints.request(rotate=request.rotate), context.time_remaining()
+        )
+        path, step = result_of(saved, context.time_remaining())
+        return pb.TrainerSaveCheckpointResponse(path=path, weights=self._weight_version(step))
+
+    def Sleep(self, request: pb.TrainerSleepRequest, context: Any) -> pb.TrainerSleepResponse:
+        """Have the ranks sleep."""
+        sleep = self._controls.sleep_requests.ask(lambda training: training.sleeping.sleep(), context.time_remaining())
+        return pb.TrainerSleepResponse(memory=sleep)
+
+    def Wake(self, request: pb.TrainerWakeRequest, context: Any) -> pb.TrainerWakeResponse:
+        """Have the ranks wake up."""
+        wake = self._controls.sleep_requests.ask(
+            lambda training: training.sleeping.wake(request.metrics), context.time_remaining()
+        )
+        return pb.TrainerWakeResponse(memory=wake)
+
+    def _train(self, request: rank_pb.WorkRequest) -> None:
+        config = RunConfig.model_validate_json(request.config_json)
+        algorithm = create_tried(config.algorithm, with_loss=True)
+        for role in config.frozen_roles("trainer"):
+            check_vocabularies(config, role)
+        learner, buckets, self._broadcaster = self._load(config)
+        freeze_objects()
+        board = Board(request.redis, request.run_id, stages_for(config), config.board)
+        timeout = config.trainer.collective_timeout_seconds
+        rank = TrainingRank(
+            channel=RankChannel(timeout, learner.world.disk),
+            sharing=ModelParallelChannel(learner.world.dp_rank, timeout),
+            learner=learner,
+            runner=RoundRunner(learner, config),
+            checkpoint=CheckpointPart(learner),
+            board=board,
+            run_folder=Path(request.folder),
+        )
+        gather = learner.world.gather
+        loaded = rank_pb.RankLoaded(
+            source=gather.source, gathers=gather.dense is not None or gather.experts is not None
+        )
+        self._thread.events.put(rank_pb.WorkResponse(loaded=loaded))
+        if self._thread.number != 0:
+            rank.follow()
+        store = host_store(request.store_host, ports=config.weights.port_range)
+        self._weights = WeightReadLock(board.new_trainer_term())
+        manifest = pb.GetWeightManifestResponse(
+            manifest=to_proto(buckets), source_ranks=learner.world.pp_size, store_port=store.port
+        )
+        self._thread.events.put(rank_pb.WorkResponse(manifest=manifest))
+        critic, candidates = config.roles.critic, algorithm.needs.candidates
+        intake = Intake(
+            board,
+            request.replica_id,
+            groups_per_step=config.trainer.groups_per_step,
+            max_staleness=config.board.max_staleness,
+            max_sequence_tokens=config.micro_batch_tokens,
+            lease_seconds=config.board.lease_seconds,
+            routing=learner.routing,
+            candidates=None if candidates is None else candidates.width,
+            max_value_staleness=critic.max_value_staleness if critic.placement == "service" else None,
+            teacher_of=partial(model_of, config, TEACHER) if TEACHER in config.frozen_roles("trainer") else None,
+            refusal=GroupRefusals(config, algorithm, learner.vocab_sizes).refusal,
+        )
+        Training(
+            config=config,
+            run_id=request.run_id,
+            rank=rank,
+            intake=intake,
+            algorithm=algorithm,
+            weights=self._weights,
+            controls=self._controls,
+            emit=self._thread.events.put,
+        ).run()
+
+    def serve(self) -> None:
+        """Answer until the service ends."""
+        ChildServer(
+            (trainer_pb2_grpc.add_TrainerServicer_to_server, self),
+            (rank_pb2_grpc.add_RankServicer_to_server, self),
+        ).serve()
+
+    def _load(self, config: RunConfig) -> tuple[Learner, list[TensorBucket], WeightBroadcaster]:
+        """Load the model. Return learner, what a broadcast sends, and this rank's part in it."""
+        learner = Learner.of_run(config, self._report_loading if self._thread.number == 0 else None)
+        weights = config.weights
+        buckets = weight_buckets(learner, weights.bucket_bytes, first_alone=weights.transport == "nccl")
+        return learner, buckets, WeightBroadcaster(learner, buckets, config.rollout.engine)
+
+    def _report_loading(self, detail: str) -> None:
+        """Report loading progress to the parent; later `Training` reports."""
+        progress = rank_pb.RankProgress(detail=detail)
+        self._thread.events.put(rank_pb.WorkResponse(progress=progress))
+
+    def _weight_version(self, version: int) -> replica_pb2.WeightVersion:
+        return replica_pb2.WeightVersion(term=self._read_lock().term, version=version)
+
+    def _read_lock(self) -> WeightReadLock:
+        if self._weights is None:
+            raise FailedPrecondition("the trainer has no weights yet")
+        return self._weights
+
+    def _held(self, request: pb.BroadcastWeightsRequest) -> AbstractContextManager[None]:
+        weights = request.weights
+        return self._read_lock().held(weights.term, weights.version, request.timeout_seconds + HOLD_MARGIN_SECONDS)
+
+    def _loaded_broadcaster(self) -> WeightBroadcaster:
+        if self._broadcaster is None:
+            raise Aborted("this rank has no model yet")
+        return self._broadcaster
+
+
+@contextmanager
+def _group_errors() -> Iterator[None]:
+    """Translate the errors of a weight group."""
+    try:
+        yield
+    except WeightGroupError as error:  # caused by other members, not by this trainer
+        raise Aborted(str(error)) from error
+    except RpcError:
+        raise
+    except Exception as error:  # such as a transport that this machine doesn't have
+        raise Unavailable(f"{type(error).__name__}: {error}") from error
+
+
+if __name__ == "__main__":
+    Rank().serve()

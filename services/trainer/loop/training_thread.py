@@ -1,0 +1,473 @@
+"""Rank 0's training thread: take, close, update, commit, announce."""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from relaxd import telemetry
+from relaxd.algorithms import Algorithm
+from relaxd.board import REFERENCE_WEIGHTS, TRAIN, BoardUnavailable, DropReason, LedgerEntry, microseconds
+from relaxd.board.errors import TooLate
+from relaxd.config import RunConfig
+from relaxd.roles import CRITIC, REFERENCE
+from relaxd.v1.rank_pb2 import RankProgress, VersionCommitted, WorkResponse
+from relaxd.v1.replica_pb2 import REPLICA_WAIT_DISK, REPLICA_WAIT_UNSPECIFIED, ReplicaWait, WeightVersion
+from relaxd.waiting import Backoff, waiting
+from services.trainer.batch.groups import TrainGroup
+from services.trainer.batch.step_file import step_file_path, write_step_file
+from services.trainer.batch.step_plan import MicroBatchRound, StepPlan, bubble_share
+from services.trainer.checkpoints.reference_weights import remove_older, sync_weights, weights_after, weights_path
+from services.trainer.learner.update import SkippedUpdates, TooManySkippedUpdates, UpdateStats, step_metrics
+from services.trainer.loop.checkpoint_choice import restore
+from services.trainer.loop.checkpoint_control import Checkpoints
+from services.trainer.loop.intake import Intake
+from services.trainer.loop.sleep_controller import SleepController
+from services.trainer.loop.step_metrics import group_metrics, group_times, record_samples, shown_samples, trainer_times
+from services.trainer.loop.step_phases import StepBuilder, phases_for
+from services.trainer.loop.thread_requests import Controls
+from services.trainer.loop.training_commands import Discard, EndStep, Export, Replay, Round, TrainingRank, Update
+from services.trainer.loop.weight_read_lock import WeightReadLock
+from services.trainer.megatron import TICK_SECONDS
+from services.trainer.megatron.disk_work import DiskRefused
+
+logger = logging.getLogger(__name__)
+
+IDLE_SECONDS = 0.02
+"""Interval at which the training thread checks for requests while it may not train."""
+DISK_BACKOFF = Backoff(first_seconds=0.5, max_seconds=4.0)
+"""Between two tries to write a step file, which may have gigabytes."""
+
+
+class Training:
+    """Drives all ranks through the steps of a run, from rank 0."""
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        run_id: str,
+        rank: TrainingRank,
+        intake: Intake,
+        algorithm: Algorithm,
+        weights: WeightReadLock,
+        controls: "Controls[Training]",
+        emit: Callable[[WorkResponse], None],
+    ) -> None:
+        """Connect the parts of a run. `emit` sends progress and new versions to the parent."""
+        self._config = config
+        self._run_id = run_id
+        self._run_folder = rank.run_folder
+        self._term = weights.term
+        self._board = rank.board
+        self._intake = intake
+        self._learner = rank.learner
+        self._epochs = config.trainer.epochs
+        self._phases = phases_for(config, algorithm, rank)
+        self.rank = rank
+        self._weights = weights
+        self.checkpoints = Checkpoints(config, run_id, weights.term, rank, self._ask_critic)
+        self._weights_checksum = 0
+        self._refreshes = REFERENCE_WEIGHTS in rank.board.needs(TRAIN)
+        """True if a reference service takes over weights."""
+        self._reference = ""
+        """Name of the weights with which it must have scored the groups of the next step."""
+        self._skipped = SkippedUpdates(config.trainer.max_skipped_updates)
+        self._controls = controls
+        self.sleeping = SleepController(rank, weights)
+        self._emit = emit
+        # In a colocated run every wait of this thread delays the engines' turn.
+        self._take_seconds = IDLE_SECONDS if config.run.colocate else TICK_SECONDS
+        rank.learner.world.disk.report = self._report
+        rank.learner.report_to(self._report_part)
+        self._place = ""
+        self._reported = RankProgress()
+        self._done_groups = 0
+        self._iterations = 0
+        self._reported_at = 0.0
+        self._last_end = time.monotonic()
+
+    def run(self) -> None:
+        """Restore the weights, train all steps of the run, then keep serving requests. Never returns."""
+        self._replay()
+        self._announce({})
+        while self._learner.step < self._config.run.steps:
+            with telemetry.root_span("step", attributes={"relaxd.step": self._learner.step + 1}) as span:
+                packer = self._phases.packer()
+                opened = self._fill(StepBuilder(self._learner.step + 1, packer, telemetry.inject(span)))
+                if opened is None:
+                    continue
+                refreshed = self._config.refreshed_after(opened.number)
+                seed, reference = self._config.run.seed, self._reference
+                plan = opened.plan(self._term, seed, self._epochs, refreshed, reference)
+                groups = [self.rank.groups[group_id] for group_id in plan.groups]
+                if not self._write(opened, plan, groups):
+                    continue
+                self.checkpoints.wait_for_copies()
+                began = time.monotonic()
+                updates = self._update(opened, plan)
+                opened.worked += time.monotonic() - began - opened.held_back
+                self._write_reference(plan)
+                self._commit(opened, groups, plan, updates)
+                self._set_reference(plan)
+                self._announce(telemetry.inject(span))
+                self.checkpoints.after_step(plan.step, opened.worked, step_file_path(self._run_folder, plan.step))
+                del opened, groups, updates  # not kept while the next step fills
+        while True:
+            self._serve_requests(f"all {self._config.run.steps} steps are done")
+            time.sleep(IDLE_SECONDS)  # idle: there is nothing left to train
+
+    def _fill(self, opened: StepBuilder) -> StepBuilder | None:
+        """Take groups and work on them as they arrive, until the step may close. Return None if it was discarded."""
+        unavailable = False
+        while True:
+            self._serve_requests(f"step {opened.number}: {len(opened.members)} groups")
+            try:
+                if opened.sealed or self._add(opened):
+                    # A step that is kept open by a pause may have to take further groups.
+                    paused = self._controls.paused.is_set()
+                    if (entry := opened.packer.rest()) is not None:
+                        self._take(opened, entry, last=not paused)
+                    if paused:
+                        continue
+                    complete = self._phases.close(opened)
+                    if self._starts_over(opened):
+                        return None
+                    if not complete:
+                        raise RuntimeError(f"a rank can't load groups of step {opened.number}, which are open")
+                    opened.times = self._board.times(list(opened.members))
+                    return opened
+                began = time.monotonic()
+                self._intake.take(self._take_seconds)
+                opened.waited += time.monotonic() - began
+                unavailable = False
+            except BoardUnavailable as error:
+                if not unavailable:
+                    logger.warning("waiting for the board, which is unavailable: %s", error)
+                unavailable = True
+                time.sleep(TICK_SECONDS)  # named: by the warning
+
+    def _add(self, opened: StepBuilder) -> bool:
+        """Add available groups, and work on full rounds. Return True if the step may close with the rest."""
+        selection = self._intake.select(opened.number, opened.members, self._reference)
+        opened.add(selection.chosen)
+        while (entry := opened.packer.full_round()) is not None:  # leaves a rest
+            self._take(opened, entry, last=False)
+        return selection.may_close
+
+    def _starts_over(self, opened: StepBuilder) -> bool:
+        """Discard the step if groups of it were closed. Return whether it was. Raises BoardUnavailable."""
+        lost = self._intake.lost(opened.members)
+        if lost:
+            logger.warning("step %d starts over: groups %s were closed", opened.number, ", ".join(lost))
+            self._intake.forget(lost)
+            opened.end_spans()
+            self.rank.run(Discard())
+        return bool(lost)
+
+    def _write(self, opened: StepBuilder, plan: StepPlan, groups: Sequence[TrainGroup]) -> bool:
+        """Write the step's file; while its disk refuses it, as a full one does, wait and try again.
+
+        The other ranks wait for commands meanwhile, and requests are served: the weights are still those before the
+        step. Returns False if the step was discarded during the wait, because groups of it were closed.
+        """
+        began = time.monotonic()
+        for _ in self._refusals(
+            lambda: self._problem_of_writing(plan, groups),
+            lambda problem: self._serve_requests(problem, REPLICA_WAIT_DISK),
+        ):
+            with suppress(BoardUnavailable):  # the commit waits for the board
+                if self._starts_over(opened):
+                    return False
+        opened.wrote = time.monotonic() - began
+        return True
+
+    def _refusals(self, attempt: Callable[[], str], meanwhile: Callable[[str], None]) -> Iterator[str]:
+        """Try to write until the disk takes it. Yield what is wrong after the pause before each further try.
+
+        Args:
+            attempt: tries. Returns '', or what is wrong.
+            meanwhile: called with what is wrong, again and again during the pause.
+        """
+        failures = 0
+        with ExitStack() as waits:
+            while problem := attempt():
+                if not failures:
+                    waits.enter_context(waiting(problem, disk=True))
+                    logger.warning("%s", problem)
+                failures += 1
+                again = time.monotonic() + DISK_BACKOFF.pause(failures)
+                while time.monotonic() < again:
+                    meanwhile(problem)
+                    time.sleep(IDLE_SECONDS)  # named: above
+                yield problem
+
+    def _problem_of_writing(self, plan: StepPlan, groups: Sequence[TrainGroup]) -> str:
+        """Try to write the step's file. Return '', or what the step then waits for, in words for people."""
+        path, columns = step_file_path(self._run_folder, plan.step), {group.group_id: group.columns for group in groups}
+        with self.rank.rank0_only(f"writing {path}"):
+            try:
+                write_step_file(path, plan, columns)
+            except OSError as error:
+                return f"waiting for the disk of {path.parent}, to write the file of step {plan.step}: {error}"
+        return ""
+
+    def _write_reference(self, plan: StepPlan) -> None:
+        """Write the weights that the reference service takes over after the step, if it does.
+
+        This is before the commit, so that the ledger names nothing that isn't there.
+        """
+        if not (self._refreshes and REFERENCE in plan.refreshed):
+            return
+        folder = weights_path(self._run_folder, weights_after(plan.to_json()))
+
+        def meanwhile(problem: str) -> None:  # the weights are of no version, so no request is served
+            self._report(problem, REPLICA_WAIT_DISK)
+            self._abandon_if_draining()
+            self.rank.channel.tick()
+
+        began = time.monotonic()
+        for _ in self._refusals(lambda: self._problem_of_export(folder), meanwhile):
+            pass
+        logger.info(
+            "step %d: the weights for the reference are written, in %.1f s", plan.step, time.monotonic() - began
+        )
+
+    def _problem_of_export(self, folder: Path) -> str:
+        """Try to write the weights. Return '', or what the step then waits for, in words for people."""
+        self._report(f"writing {folder}")
+        refused: object = self.rank.run(Export(folder))
+        if not isinstance(refused, DiskRefused):
+            with self.rank.rank0_only(f"syncing {folder}"):
+                try:
+                    sync_weights(folder)
+                    return ""
+                except OSError as error:
+                    refused = error
+        return f"waiting for the disk of {folder.parent}, to write weights for the reference: {refused}"
+
+    def _set_reference(self, plan: StepPlan) -> None:
+        """Have the groups of the next step scored with the weights that are in force after a committed step."""
+        before, self._reference = self._reference, weights_after(plan.to_json()) if self._refreshes else ""
+        if self._reference != before:
+            # A replica may still be reading those before.
+            with self.rank.rank0_only("removing old weights of the reference"):
+                try:
+                    remove_older(self._run_folder, self._reference, kept=before)
+                except OSError as error:
+                    logger.warning("old weights of the reference could not be removed, and take room: %s", error)
+
+    def _take(self, opened: StepBuilder, entry: MicroBatchRound, *, last: bool) -> None:
+        """Work on one round on all ranks, while the step fills."""
+        self._report(f"step {opened.number}: {len(opened.members)} groups")
+        began = time.monotonic()
+        self._phases.take(opened, entry, last=last)
+        opened.worked += time.monotonic() - began
+
+    def _update(self, opened: StepBuilder, plan: StepPlan) -> list[UpdateStats]:
+        """Make the step's updates on all ranks, once no broadcast reads the weights. Return their statistics."""
+        updates: list[UpdateStats] = []
+        for mini_batch in plan.updates:
+            place = f"step {plan.step}: update {len(updates) + 1} of {len(plan.updates)}"
+            rounds = self._phases.rounds(mini_batch)
+            for number, entry in enumerate(rounds, 1):
+                self._report(place)
+                self._abandon_if_draining()
+                self.rank.run(Round(entry, (), plan.whitening, last=number == len(rounds)))
+            if not updates:
+                opened.held_back = self._begin_change(plan.step)
+            self._report(place)
+            stats = self.rank.run(Update(mini_batch.normalizer))
+            updates.append(stats)
+            groups = plan.groups_of(mini_batch)
+            if stats.skipped:
+                logger.warning(
+                    "%s is skipped: %s, groups %s",
+                    *(place, stats.shown, ", ".join(groups)),
+                )
+                self._check_skipped_updates(opened, plan, groups, stats.cause)
+            self._skipped.record(plan.step, groups, skipped=stats.skipped)
+        self._weights_checksum = self.rank.run(EndStep(plan.refreshed))
+        return updates
+
+    def _abandon_if_draining(self) -> None:
+        """Hand the groups back and wait for this process's end, if requested: updates may take minutes.
+
+        The weights are of no version by then, so no other request is served.
+        """
+        if self._controls.draining.is_set():
+            self._intake.release_all()
+            self._controls.drained.set()
+            while True:
+                self._report("drained")
+                self.rank.channel.tick()
+                time.sleep(IDLE_SECONDS)  # named: `_report` says it
+
+    def _begin_change(self, step: int) -> float:
+        """Wait until no broadcast reads the weights; none may until the step's version is announced. Return seconds."""
+
+        def on_wait() -> None:
+            self._report(f"step {step}: waiting for a weight broadcast to end")
+            self.rank.channel.tick()
+
+        return self._weights.begin_change(f"step {step}", on_wait, TICK_SECONDS)
+
+    def _check_skipped_updates(self, opened: StepBuilder, plan: StepPlan, groups: Sequence[str], cause: str) -> None:
+        """Raise TooManySkippedUpdates if an update of these groups exceeds the limit. The step isn't committed then."""
+        try:
+            self._skipped.check(plan.step, groups, cause)
+        except TooManySkippedUpdates:
+            # A board that is restored from the run's folder must not see this step as done.
+            step_file_path(self._run_folder, plan.step).unlink(missing_ok=True)
+            for taken in opened.members.values():
+                self._board.drop(taken.delivery, reason=DropReason.NON_FINITE_GRADIENTS)
+            raise
+
+    def _commit(
+        self, opened: StepBuilder, groups: Sequence[TrainGroup], plan: StepPlan, updates: Sequence[UpdateStats]
+    ) -> None:
+        """Commit the step to the ledger, with the outcome of its updates."""
+        plan = replace(plan, skipped_updates=tuple(index for index, stats in enumerate(updates) if stats.skipped))
+        now, ended = time.monotonic(), microseconds()
+        seconds, self._last_end = now - self._last_end, now
+        metrics = group_metrics(groups, plan.step)
+        metrics |= step_metrics(updates, plan.epochs)
+        if plan.whitening is not None:
+            metrics |= {"advantage_mean": plan.whitening.mean, "advantage_std": plan.whitening.deviation}
+        if self._config.roles.critic.placement == "service":
+            metrics["revalued_groups"] = float(self._intake.take_redone(CRITIC))
+        if self._refreshes:
+            metrics["rescored_groups"] = float(self._intake.take_redone(REFERENCE))
+        metrics |= {
+            "optimizer_steps": float(self._learner.optimizer_steps),
+            **trainer_times(opened, seconds, self.checkpoints.take_stall()),
+            **group_times(opened, ended),
+            **self._bubble(plan),
+            "tokens_per_second": metrics["tokens"] / max(seconds, 1e-9),
+            "weights_checksum": float(self._weights_checksum),
+            **self.sleeping.take_metrics(),
+        }
+        metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}  # JSON has no NaN
+        samples = shown_samples(groups, plan.step, self._config.telemetry.samples_per_step, plan.whitening)
+        traces = [taken.delivery.trace for taken in opened.members.values()]
+        while True:
+            try:
+                with telemetry.BatchSpan("commit_step", "settle", TRAIN, traces, {"relaxd.step": plan.step}):
+                    self._board.commit_step(
+                        term=self._term, step=plan.step, plan=plan.to_json(), metrics=metrics, samples=samples
+                    )
+                break
+            except (BoardUnavailable, TooLate) as error:
+                logger.warning("step %d can't be committed yet: %s", plan.step, error)
+                self.rank.channel.tick()
+                time.sleep(TICK_SECONDS)  # named: by the warning
+        opened.end_spans(ended)
+        self._intake.forget(plan.groups)
+        self._done_groups += len(groups)
+        record_samples(self._run_id, groups, plan.step)
+        logger.info(
+            "step %d: reward %.3f, loss %.4g, gradient norm %.3g, %d groups in %.1f s",
+            plan.step,
+            *(metrics.get(name, math.nan) for name in ("reward_mean", "loss", "grad_norm")),
+            *(len(groups), seconds),
+        )
+
+    def _bubble(self, plan: StepPlan) -> dict[str, float]:
+        """Return the pipeline's bubble over the step's updates; nothing without a pipeline."""
+        stages, chunks = self._config.trainer.pipeline_parallel, self._config.trainer.pipeline_chunks
+        rounds = [entry for mini_batch in plan.mini_batches for entry in mini_batch.rounds]
+        return {"pipeline_bubble_share": bubble_share(rounds, stages, chunks)} if stages > 1 else {}
+
+    def _announce(self, trace: dict[str, str]) -> None:
+        """Allow broadcasts of the new version and announce it to the coordinator."""
+        self._weights.publish(self._learner.step)
+        weights = WeightVersion(term=self._term, version=self._learner.step)
+        self._emit(WorkResponse(version=VersionCommitted(weights=weights, trace=trace)))
+
+    def _ask_critic(self, step: int, keep: bool) -> None:
+        """Ask a critic service for the checkpoint of a step that is requested here, so that both are of one step."""
+        if self._config.roles.critic.placement == "service":
+            self._board.ask_critic(term=self._term, step=step, keep=keep)
+
+    def _replay(self) -> None:
+        """Load the newest checkpoint and replay the later steps of the ledger from their files."""
+        self._report("looking for a checkpoint")
+        done, _ = restore(self.rank, self._config, self._term)
+        self.checkpoints.prepare()
+        # Every step has an update, so a row of skipped ones reaches no further back.
+        step = max(0, done - self._config.trainer.max_skipped_updates - 1)
+        for page in self.rank.steps.pages(step):
+            for entry in page:
+                if entry.step > done:
+                    self._replay_step(entry)
+                self._skipped.record_step(entry.step, entry.plan)
+                self._reference = weights_after(entry.plan) if self._refreshes else ""
+            self.rank.channel.tick()
+        self._last_end = time.monotonic()
+
+    def _replay_step(self, entry: LedgerEntry) -> None:
+        """Replay one step of the ledger on all ranks."""
+        self._report(f"replaying step {entry.step}")
+        began = time.monotonic()
+        updates, checksum = self.rank.run(Replay(entry.step, entry.plan))
+        self.checkpoints.after_replay(time.monotonic() - began, step_file_path(self._run_folder, entry.step))
+        was, now = entry.metrics.get("grad_norm"), step_metrics(updates, 1)["grad_norm"]
+        if was is not None and abs(now - was) > 1e-3 * abs(was):
+            logger.warning("replayed step %d: gradient norm %g, was %g", entry.step, now, was)
+        elif checksum != entry.metrics.get("weights_checksum", checksum):
+            logger.info("replayed step %d: the weights are not bitwise the same", entry.step)
+
+    def _serve_requests(self, detail: str, wait: "ReplicaWait.ValueType" = REPLICA_WAIT_UNSPECIFIED) -> None:
+        """Serve other threads' requests; wait while paused, asleep or draining."""
+        while True:
+            self._report(detail, wait)
+            self.rank.channel.tick()
+            self._controls.sleep_requests.run(self)
+            asleep = self.sleeping.asleep
+            self.checkpoints.complete_if_written()
+            if not asleep:
+                self._controls.requests.run(self)
+                self.checkpoints.begin_if_wanted(self._learner.step)
+            if self._controls.draining.is_set():
+                if not self._controls.drained.is_set():
+                    self._intake.release_all()
+                    self._controls.drained.set()
+                    self._report("drained")
+            elif asleep:
+                self._report("asleep: the engines use the devices")
+            elif not self._controls.paused.is_set():
+                return
+            else:
+                self._report("paused")
+            time.sleep(IDLE_SECONDS)  # named: `_report` says it
+
+    def _report(self, detail: str, wait: "ReplicaWait.ValueType" = REPLICA_WAIT_UNSPECIFIED) -> None:
+        """Report progress to the parent if it changed, and every second to show that this thread is alive.
+
+        `wait` is the one that `detail` tells of.
+        """
+        self._place = detail
+        self._emit_progress(detail, wait)
+
+    def _report_part(self, part: str) -> None:
+        """Report a detail of the progress that was reported last."""
+        self._emit_progress(f"{self._place}, {part}")
+
+    def _emit_progress(self, detail: str, wait: "ReplicaWait.ValueType" = REPLICA_WAIT_UNSPECIFIED) -> None:
+        self._iterations += 1
+        now = time.monotonic()
+        progress = RankProgress(
+            detail=detail,
+            held_groups=self._intake.held,
+            done_groups=self._done_groups,
+            changing_weights=self._weights.changing,
+            wait=wait,
+        )
+        if progress != self._reported or now - self._reported_at > 1.0:
+            self._reported, self._reported_at = progress, now
+            event = WorkResponse(progress=progress)
+            event.progress.iterations = self._iterations
+            self._emit(event)

@@ -1,0 +1,278 @@
+"""Rules of tensors: which Hugging Face tensors make up a Megatron parameter, and how they are fused and sharded into
+it, and back.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from services.trainer.model.architecture import Architecture
+
+
+class ParameterLayout(Protocol):
+    """Conversion between Hugging Face tensors (`parts`) and one Megatron parameter, sharded over `size` ranks."""
+
+    @staticmethod
+    def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
+        """Return this rank's parameter."""
+
+    @staticmethod
+    def merge(shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], shape: Architecture) -> list[Tensor]:
+        """Return the parts, of the given shapes, from all ranks' parameters in rank order."""
+
+
+class Replicated:
+    """Every rank has the whole of the single part."""
+
+    @staticmethod
+    def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
+        """Return the part."""
+        return parts[0]
+
+    @staticmethod
+    def merge(shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], shape: Architecture) -> list[Tensor]:
+        """Return the first rank's parameter."""
+        return [shards[0]]
+
+
+class ShardedColumns:
+    """Ranks have blocks of the single part's columns (Megatron's row-parallel linear layers)."""
+
+    @staticmethod
+    def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
+        """Return this rank's columns."""
+        return parts[0].chunk(size, dim=1)[rank]
+
+    @staticmethod
+    def merge(shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], shape: Architecture) -> list[Tensor]:
+        """Return all columns."""
+        return [shards[0] if len(shards) == 1 else torch.cat(tuple(shards), dim=1)]
+
+
+class ShardedRows:
+    """Ranks have blocks of each part's rows, concatenated (column-parallel linear layers, gate and up, embeddings).
+
+    If ranks don't divide the rows (of a vocabulary), the last ones are padded with zeros.
+    """
+
+    @staticmethod
+    def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
+        """Return this rank's rows of each part."""
+        blocks = []
+        for part in parts:
+            rows = -(-part.shape[0] // size)
+            block = part[rank * rows : (rank + 1) * rows]
+            if block.shape[0] < rows:
+                block = torch.cat((block, block.new_zeros(rows - block.shape[0], *part.shape[1:])))
+            blocks.append(block)
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+
+    @staticmethod
+    def merge(shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], shape: Architecture) -> list[Tensor]:
+        """Return all rows of each part, without padding."""
+        sizes = [-(-part[0] // len(shards)) for part in shapes]
+        split = [shard.split(sizes) for shard in shards]
+        parts = [split[0][i] if len(shards) == 1 else torch.cat([s[i] for s in split]) for i in range(len(shapes))]
+        return [part[: full[0]] for part, full in zip(parts, shapes, strict=True)]
+
+
+class QueryKeyValue:
+    """Ranks have whole key-value heads, each preceded by its query heads: q q q k v, q q q k v ..."""
+
+    @staticmethod
+    def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
+        """Return this rank's heads."""
+        heads = [part.view(shape.kv_heads, -1, shape.head_size, part.shape[-1]) for part in parts]
+        mine = torch.cat([part.chunk(size)[rank] for part in heads], dim=1)
+        return mine.reshape(-1, mine.shape[-1])
+
+    @staticmethod
+    def merge(shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], shape: Architecture) -> list[Tensor]:
+        """Return queries, keys and values of all heads."""
+        full = shards[0] if len(shards) == 1 else torch.cat(tuple(shards))
+        return [part.reshape(-1, full.shape[-1]) for part in QueryKeyValue.heads(full, shape)]
+
+    @staticmethod
+    def heads(parameter: Tensor, shape: Architecture) -> Sequence[Tensor]:
+        """Return views of the queries, keys and values of a whole parameter: [key-value head, head, size, hidden]."""
+        per_group = shape.heads // shape.kv_heads
+        return parameter.view(shape.kv_heads, per_group + 2, shape.head_size, -1).split([per_group, 1, 1], dim=1)
+
+
+class QueryKeyValueBias:
+    """The biases of `QueryKeyValue`, in the same order."""
+
+    @staticmethod
+    def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
+        """Return this rank's heads."""
+        return QueryKeyValue.shard([part.unsqueeze(-1) for part in parts], rank, size, shape).squeeze(-1)
+
+    @staticmethod
+    def merge(shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], shape: Architecture) -> list[Tensor]:
+        """Return queries, keys and values of all heads."""
+        merged = QueryKeyValue.merge([shard.unsqueeze(-1) for shard in shards], shapes, shape)
+        return [part.squeeze(-1) for part in merged]
+
+
+def views_of(
+    layout: type[ParameterLayout], parameter: Tensor, shapes: Sequence[tuple[int, ...]], shape: Architecture
+) -> Sequence[Tensor]:
+    """Return views of a whole parameter that, reshaped, are what `merge` returns; none if that isn't views."""
+    if layout is QueryKeyValue:
+        return QueryKeyValue.heads(parameter, shape)
+    parts = layout.merge([parameter], shapes, shape)
+    memory = parameter.untyped_storage().data_ptr()
+    return parts if all(part.untyped_storage().data_ptr() == memory for part in parts) else []
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One row of the table."""
+
+    megatron: str
+    """Name of the Megatron parameter; {layer} counts within the stage, or one of its chunks."""
+    layout: type[ParameterLayout]
+    """Its fusion and sharding."""
+    parts: tuple[tuple[str, str], ...]
+    """Hugging Face tensors: name ({layer} and {expert} count over the whole model) and shape, as names of
+    sizes (`mapping.py`) and their sums, such as "query+kv+kv hidden"."""
+    exported: bool = True
+    """True if the tensor is exported by this rule; False if another rule does."""
+
+
+LAYER, HF_LAYER = "decoder.layers.{layer}", "model.layers.{layer}"
+_EMBEDDING = ("model.embed_tokens.weight", "vocab hidden")
+
+FIRST = (Rule("embedding.word_embeddings.weight", ShardedRows, (_EMBEDDING,)),)
+"""Rules of the first stage."""
+
+LAST = (Rule("decoder.final_layernorm.weight", Replicated, (("model.norm.weight", "hidden"),)),)
+"""Rules of the last stage."""
+
+LAST_UNTIED = (Rule("output_layer.weight", ShardedRows, (("lm_head.weight", "vocab hidden"),)),)
+"""The output layer, on the last stage."""
+
+LAST_TIED = (Rule("output_layer.weight", ShardedRows, (_EMBEDDING,), exported=False),)
+"""The last stage's copy of a tied embedding, unless it is also the first stage."""
+
+NORMS = (
+    Rule(f"{LAYER}.input_layernorm.weight", Replicated, ((f"{HF_LAYER}.input_layernorm.weight", "hidden"),)),
+    Rule(f"{LAYER}.pre_mlp_layernorm.weight", Replicated, ((f"{HF_LAYER}.post_attention_layernorm.weight", "hidden"),)),
+)
+"""The norms before attention and MLP."""
+
+QKV = (
+    Rule(
+        f"{LAYER}.self_attention.linear_qkv.weight",
+        QueryKeyValue,
+        (
+            (f"{HF_LAYER}.self_attn.q_proj.weight", "query hidden"),
+            (f"{HF_LAYER}.self_attn.k_proj.weight", "kv hidden"),
+            (f"{HF_LAYER}.self_attn.v_proj.weight", "kv hidden"),
+        ),
+    ),
+)
+"""Queries, keys and values."""
+
+OUTPUT = (
+    Rule(
+        f"{LAYER}.self_attention.linear_proj.weight",
+        ShardedColumns,
+        ((f"{HF_LAYER}.self_attn.o_proj.weight", "hidden query"),),
+    ),
+)
+"""Attention's output projection."""
+
+QK_NORM = tuple(
+    Rule(
+        f"{LAYER}.self_attention.{x}_layernorm.weight",
+        Replicated,
+        ((f"{HF_LAYER}.self_attn.{x}_norm.weight", "head"),),
+    )
+    for x in "qk"
+)
+"""Norms of queries and keys."""
+
+QKV_BIAS = (
+    Rule(
+        f"{LAYER}.self_attention.linear_qkv.bias",
+        QueryKeyValueBias,
+        (
+            (f"{HF_LAYER}.self_attn.q_proj.bias", "query"),
+            (f"{HF_LAYER}.self_attn.k_proj.bias", "kv"),
+            (f"{HF_LAYER}.self_attn.v_proj.bias", "kv"),
+        ),
+    ),
+)
+"""Biases of queries, keys and values."""
+
+OUTPUT_BIAS = (
+    Rule(
+        f"{LAYER}.self_attention.linear_proj.bias",
+        Replicated,
+        ((f"{HF_LAYER}.self_attn.o_proj.bias", "hidden"),),
+    ),
+)
+"""The bias of attention's output."""
+
+GATE_UP = (
+    Rule(
+        f"{LAYER}.mlp.linear_fc1.weight",
+        ShardedRows,
+        ((f"{HF_LAYER}.mlp.gate_proj.weight", "ffn hidden"), (f"{HF_LAYER}.mlp.up_proj.weight", "ffn hidden")),
+    ),
+)
+"""The first product of a dense layer's MLP."""
+
+DOWN = (Rule(f"{LAYER}.mlp.linear_fc2.weight", ShardedColumns, ((f"{HF_LAYER}.mlp.down_proj.weight", "hidden ffn"),)),)
+"""The second product."""
+
+ROUTER = (Rule(f"{LAYER}.mlp.router.weight", Replicated, ((f"{HF_LAYER}.mlp.gate.weight", "experts hidden"),)),)
+"""The router."""
+
+_EXPERTS, _HF_EXPERT = f"{LAYER}.mlp.experts", f"{HF_LAYER}.mlp.experts.{{expert}}"
+EXPERT = (
+    Rule(
+        f"{_EXPERTS}.linear_fc1",
+        ShardedRows,
+        (
+            (f"{_HF_EXPERT}.gate_proj.weight", "expert_ffn hidden"),
+            (f"{_HF_EXPERT}.up_proj.weight", "expert_ffn hidden"),
+        ),
+    ),
+    Rule(f"{_EXPERTS}.linear_fc2", ShardedColumns, ((f"{_HF_EXPERT}.down_proj.weight", "hidden expert_ffn"),)),
+)
+"""One expert: its part of the parameters of all the rank's experts."""
+
+_SHARED, _HF_SHARED = f"{LAYER}.mlp.shared_expert", f"{HF_LAYER}.mlp.shared_expert"
+SHARED_EXPERT = (
+    Rule(
+        f"{_SHARED}.linear_fc1.weight",
+        ShardedRows,
+        (
+            (f"{_HF_SHARED}.gate_proj.weight", "shared_ffn hidden"),
+            (f"{_HF_SHARED}.up_proj.weight", "shared_ffn hidden"),
+        ),
+    ),
+    Rule(f"{_SHARED}.linear_fc2.weight", ShardedColumns, ((f"{_HF_SHARED}.down_proj.weight", "hidden shared_ffn"),)),
+    Rule(f"{_SHARED}_gate.weight", Replicated, ((f"{_HF_SHARED}_gate.weight", "one hidden"),)),
+)
+"""The shared expert and its gate."""
+
+
+def layer_rules(shape: Architecture) -> tuple[Rule, ...]:
+    """Return the rules of a layer with Llama's names, without those of its routed experts."""
+    experts = shape.experts
+    return (
+        *NORMS,
+        *QKV,
+        *OUTPUT,
+        *(QK_NORM if shape.qk_norm else ()),
+        *(QKV_BIAS if shape.qkv_bias else ()),
+        *(OUTPUT_BIAS if shape.output_bias else ()),
+        *((*GATE_UP, *DOWN) if experts is None else ROUTER),
+        *(SHARED_EXPERT if experts is not None and experts.shared_ffn_size is not None else ()),
+    )

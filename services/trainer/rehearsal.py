@@ -1,0 +1,140 @@
+"""The trainer of a rehearsal: the real intake, packing, plans, step files and commits, and no model. Learning and
+broadcasting only take the time that they would take.
+"""
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from relaxd.board import REF_LOGPROBS
+from relaxd.config import RehearsalConfig, RunConfig
+from relaxd.v1.trainer_pb2 import BroadcastWeightsResponse
+from relaxd.weights.manifest import TensorBucket, TensorSpec, plan_buckets
+from services.trainer.batch.groups import RoutingShape
+from services.trainer.batch.micro_batch import PackedMicroBatch
+from services.trainer.learner.learner import Learner
+from services.trainer.learner.update import UpdateStats
+from services.trainer.loop.training_rank import Rank
+from services.trainer.loop.weight_broadcast import WeightBroadcaster
+from services.trainer.megatron.world import initialize
+
+FORWARD_SPEED = 3.0
+"""Forward passes alone are this many times as fast as forward and backward."""
+
+
+class ScriptedLearner:
+    """Has `Learner`'s methods that a step's commands call. Sleeps instead of computing (`[rehearsal]`)."""
+
+    def __init__(self, config: RunConfig) -> None:
+        """Join the world of the trainer's ranks."""
+        self.world = initialize(config.trainer, config.run.seed)
+        self._rehearsal = config.rehearsal
+        # The ranks work at the same time, each on its share of the tokens.
+        self._tokens_per_second = config.rehearsal.train_tokens_per_second / self.world.dp_size
+        self._tokens = 0
+        self.step = 0
+        self.optimizer_steps = 0
+        self.routing = RoutingShape(*config.rehearsal.experts, experts=256)
+        self.vocab_sizes: dict[str, int] = {}
+
+    @property
+    def weights_version(self) -> int:
+        """Version of the weights."""
+        return self.step
+
+    def report_to(self, report: Callable[[str], None]) -> None:
+        """Report nothing: a pass sleeps."""
+
+    def accumulate(self, micro_batches: Sequence[PackedMicroBatch], *, last: bool = False) -> None:
+        """Wait as long as forward and backward would take."""
+        tokens = sum(len(batch.tokens) for batch in micro_batches)
+        self._tokens += tokens
+        self._compute(tokens / self._tokens_per_second)
+
+    def log_probs(self, micro_batches: Sequence[PackedMicroBatch]) -> list[NDArray[np.float32]]:
+        """Return float32 [T] for each micro-batch, after the time of a forward pass."""
+        tokens = sum(len(batch.tokens) for batch in micro_batches)
+        self._compute(tokens / self._tokens_per_second / FORWARD_SPEED)
+        return [np.zeros(len(batch.tokens), np.float32) for batch in micro_batches]
+
+    def frozen_columns(
+        self, micro_batches: Sequence[PackedMicroBatch], roles: Collection[str] = (), name: str | None = None
+    ) -> list[dict[str, NDArray[np.float32]]]:
+        """Return the columns of a reference in the ranks, after the time of its forward pass."""
+        return [{REF_LOGPROBS: logprobs} for logprobs in self.log_probs(micro_batches)]
+
+    def log_probs_and_experts(
+        self, micro_batches: Sequence[PackedMicroBatch]
+    ) -> tuple[list[NDArray[np.float32]], list[NDArray[np.unsignedinteger]]]:
+        """Return `log_probs`, and as many experts as a model would have."""
+        experts = [np.zeros((len(batch.tokens), *self._rehearsal.experts), np.uint8) for batch in micro_batches]
+        return self.log_probs(micro_batches), experts
+
+    def update(self, normalizer: float, *, skip: bool | None = None) -> UpdateStats:
+        """Return an update's statistics, after the time that it takes."""
+        self._compute(self._rehearsal.update_seconds)
+        tokens, self._tokens = self._tokens, 0
+        self.optimizer_steps += 1
+        return UpdateStats(
+            step=self.step + 1, loss=0.0, grad_norm=1.0, skipped=False, lr=0.0, tokens=tokens, metrics={}
+        )
+
+    def end_step(self, refreshed: Collection[str] = ()) -> None:
+        """Count the step."""
+        self.step += 1
+
+    def discard(self) -> None:
+        """Forget what was accumulated."""
+        self._tokens = 0
+
+    def checksum(self) -> int:
+        """Return the checksum of weights that don't exist."""
+        return 0
+
+    def save_hf(self, folder: Path) -> None:
+        """Write nothing: there is no model."""
+
+    def _compute(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+CHECKSUM = {"scripted": 1}
+"""Checksums that trainer and engines of a rehearsal report."""
+
+
+class ScriptedBroadcaster:
+    """Sends nothing, in the time that a broadcast takes."""
+
+    def __init__(self, rehearsal: RehearsalConfig) -> None:
+        self._seconds = rehearsal.sync_seconds
+
+    def join(self, *group: Any) -> None:
+        """Connect to no one."""
+
+    def leave(self, name: str) -> None:
+        """Leave nothing."""
+
+    def broadcast(self, name: str, timeout: float, with_checksums: bool) -> BroadcastWeightsResponse:
+        """Wait as long as the weights would travel."""
+        time.sleep(self._seconds)
+        return BroadcastWeightsResponse(seconds=self._seconds, checksums=CHECKSUM if with_checksums else {})
+
+
+class ScriptedRank(Rank):
+    """A rank without a model."""
+
+    def _load(self, config: RunConfig) -> tuple[Learner, list[TensorBucket], WeightBroadcaster]:
+        names = (f"model.layers.{index // 10}.mlp.experts.{index}.weight" for index in range(config.rehearsal.tensors))
+        specs = [TensorSpec(name, torch.bfloat16, (4096, 4096)) for name in names]
+        learner = cast(Learner, ScriptedLearner(config))
+        broadcaster = cast(WeightBroadcaster, ScriptedBroadcaster(config.rehearsal))
+        return learner, plan_buckets(specs, config.weights.bucket_bytes, 0), broadcaster
+
+
+if __name__ == "__main__":
+    ScriptedRank().serve()

@@ -1,1 +1,0 @@
-"""The teacher service: the teacher of on-policy distillation. `services.trainer.frozen` is what it does."""
