@@ -1,6 +1,6 @@
 """Spans: one trace per group, from its prompt to its step, across services and through Redis.
 
-The span that creates the group is the root. The group carries its context (carriers.py), and the spans in which stages
+The span that creates the group is the root. The group carries its context, and the spans in which stages
 work on it are its children. The carrier of an untraced group is empty. Steps have separate traces, to which the
 trainer's spans link. docs/traces.md has a table of all spans.
 

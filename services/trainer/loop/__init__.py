@@ -1,4 +1,4 @@
 """The training loop: rank 0 fills, trains and commits steps; the other ranks run its commands.
 
-This code runs in the rank processes (`rank.py`). Weight broadcasts to the engines start here.
+This code runs in the rank processes (`training_rank.py`). Weight broadcasts to the engines start here.
 """

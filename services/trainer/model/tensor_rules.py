@@ -138,7 +138,7 @@ class Rule:
     """Its fusion and sharding."""
     parts: tuple[tuple[str, str], ...]
     """Hugging Face tensors: name ({layer} and {expert} count over the whole model) and shape, as names of
-    sizes (`mapping.py`) and their sums, such as "query+kv+kv hidden"."""
+    sizes (`parameter_entries.py`) and their sums, such as "query+kv+kv hidden"."""
     exported: bool = True
     """True if the tensor is exported by this rule; False if another rule does."""
 

@@ -1,4 +1,4 @@
 """The SGLang engine: SGLang's scheduler processes, and a process of relaxd's own that drives them.
 
-`process.py` is the child process.
+`sglang_process.py` is the child process.
 """

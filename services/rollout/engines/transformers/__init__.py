@@ -1,4 +1,4 @@
 """The transformers engine: a transformers model in the child process.
 
-`process.py` is the child process.
+`transformers_process.py` is the child process.
 """
