@@ -41,7 +41,7 @@ class NewGroup:
     retry_of: str | None = None
     """The dropped group (one of `Board.retries()`) whose prompt this group retries."""
     facts: Mapping[str, JSON] = field(default_factory=dict)
-    """Facts for the record of its fate (see `Fate`). Unused with `retry_of`, whose facts are on the board already."""
+    """Facts for the record of its fate (`GroupOutcome`). Unused with `retry_of`, whose facts are on the board."""
 
 
 @dataclass(slots=True)
@@ -175,7 +175,7 @@ class HeldGroup:
 
 
 @dataclass(frozen=True)
-class Fate:
+class GroupOutcome:
     """The fate of a closed group: trained, or dropped and why."""
 
     entry_id: str

@@ -158,7 +158,7 @@ class Responses:
             self._call.cancel()
 
 
-class Turns:
+class RequestStream:
     """Asks a method of a child that answers each request of a stream (see `relaxd.process.child_server.in_turn`).
 
     A request that fails ends the stream; the next one opens another.

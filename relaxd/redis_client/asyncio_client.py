@@ -7,7 +7,14 @@ from typing import Any, Protocol
 import redis
 import redis.asyncio
 
-from relaxd.redis_client.blocking_client import Mark, TooFewReplicas, doubt, lookup_of, marks, without_errors
+from relaxd.redis_client.blocking_client import (
+    TooFewReplicas,
+    WriteFence,
+    lookup_of,
+    mark_address_stale,
+    marks,
+    without_errors,
+)
 from relaxd.redis_client.lookups import ELSEWHERE, Lookup, OwnerLookup, check_primary, demoted, key_prefix, mark_key
 from relaxd.redis_client.redis_url import parse
 
@@ -95,7 +102,7 @@ class AsyncFoundConnection(PackedConnection):
         try:
             await super()._connect()
         except OSError:  # also a timeout
-            self._lookup.doubt()
+            self._lookup.mark_address_stale()
             raise
 
 
@@ -161,7 +168,7 @@ def connect_async(url: str, *, tag: str, seconds: float, **settings: Any) -> red
         pool = redis.asyncio.ConnectionPool.from_url(address.url, **settings)
         pool.connection_class = PACKED[pool.connection_class]  # which the URL has chosen
     client = redis.asyncio.Redis.from_pool(pool)
-    marks[client] = Mark(mark_key(tag))
+    marks[client] = WriteFence(mark_key(tag))
     return client
 
 
@@ -179,7 +186,7 @@ async def acknowledged_async(
         return mark.checked(replies, before, replicas, seconds)
     except TooFewReplicas:
         await client.connection_pool.disconnect(inuse_connections=False)
-        doubt(client)
+        mark_address_stale(client)
         raise
 
 

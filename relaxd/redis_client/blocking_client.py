@@ -41,7 +41,7 @@ class TooFewReplicas(redis.ConnectionError):
 
 
 @dataclass
-class Mark:
+class WriteFence:
     """The mark that a client sets with each acknowledged write."""
 
     key: str
@@ -78,7 +78,7 @@ class Mark:
         return replies
 
 
-marks: WeakKeyDictionary[Any, Mark] = WeakKeyDictionary()
+marks: WeakKeyDictionary[Any, WriteFence] = WeakKeyDictionary()
 """Those of clients, blocking ones and others."""
 
 
@@ -98,7 +98,7 @@ def connect(url: str, *, tag: str, seconds: float, **settings: Any) -> redis.Red
         client = _found(address, tag, settings | {"socket_timeout": seconds, "socket_connect_timeout": seconds})
     else:
         client = redis.Redis.from_url(address.url, socket_timeout=seconds, socket_connect_timeout=seconds, **settings)
-    marks[client] = Mark(mark_key(tag))
+    marks[client] = WriteFence(mark_key(tag))
     return client
 
 
@@ -147,7 +147,7 @@ def acknowledged(
     except TooFewReplicas:
         # A primary that is cut off keeps its connections, while others have named another: ask them again.
         client.connection_pool.disconnect(inuse_connections=False)
-        doubt(client)
+        mark_address_stale(client)
         raise
 
 
@@ -167,10 +167,10 @@ def without_errors(replies: list[Any]) -> list[Any]:
     return replies
 
 
-def doubt(client: Any) -> None:
+def mark_address_stale(client: Any) -> None:
     """Let a client that looks up where its connections lead ask another server the next time."""
     if (lookup := client.connection_pool.connection_kwargs.get("lookup")) is not None:
-        lookup.doubt()
+        lookup.mark_address_stale()
 
 
 def keys_of(client: redis.Redis, prefix: str) -> list[str]:

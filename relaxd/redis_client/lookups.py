@@ -35,7 +35,7 @@ class Lookup(Protocol):
         """Return host and port. Raises redis.ConnectionError: nobody knows."""
         ...
 
-    def doubt(self) -> None:
+    def mark_address_stale(self) -> None:
         """Ask another server first the next time: what this one said may be out of date."""
         ...
 
@@ -52,7 +52,7 @@ class FoundConnection(redis.Connection):
         try:
             return super()._connect()
         except OSError:
-            self._lookup.doubt()  # whoever named a dead server may be cut off from those that know its successor
+            self._lookup.mark_address_stale()  # who named a dead server may be cut off from its successor
             raise
 
 
@@ -89,7 +89,7 @@ class PrimaryLookup:
             problems.append(f"{host}:{port} watches no {self._service!r}")
         raise redis.ConnectionError(f"NOPRIMARY no Sentinel names one: {'; '.join(problems)}")
 
-    def doubt(self) -> None:
+    def mark_address_stale(self) -> None:
         """Ask another Sentinel first the next time: what this one said may be out of date."""
         self._sentinels = (*self._sentinels[1:], *self._sentinels[:1])
 
@@ -101,9 +101,9 @@ class PrimaryLookup:
 
 
 def check_primary(connection: Any, lookup: Lookup, replication: bytes | str) -> None:
-    """Raise redis.ConnectionError, and doubt who named it, if a server's facts say that it is not a primary."""
+    """Raise redis.ConnectionError, and look up the address again, if a server's facts say that it is not a primary."""
     if "role:master" not in (replication.decode() if isinstance(replication, bytes) else replication):
-        lookup.doubt()
+        lookup.mark_address_stale()
         node = f"{connection.host}:{connection.port}"
         raise redis.ConnectionError(f"READONLY {node}, which the Sentinels named a moment ago")
 
@@ -191,13 +191,13 @@ class OwnerLookup:
             problems.append(f"{place} knows no owner")
         raise redis.ConnectionError(f"NOOWNER slot {self.slot} of {self.tag!r}: {'; '.join(problems)}")
 
-    def doubt(self) -> None:
+    def mark_address_stale(self) -> None:
         """Ask another node first the next time: what this one said may be out of date."""
         self._nodes = (*self._nodes[1:], *self._nodes[:1])
 
     def elsewhere(self, connection: Any, error: redis.RedisError) -> redis.ConnectionError:
         """Return the error for a node that said that the slot, or one of its keys, isn't there; doubts it."""
-        self.doubt()
+        self.mark_address_stale()
         node, what = f"{connection.host}:{connection.port}", f"slot {self.slot} of {self.tag!r}"
         return redis.ConnectionError(f"{error.status_code} {node} says of {what}: {error}")
 

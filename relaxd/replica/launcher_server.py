@@ -15,10 +15,10 @@ from typing import Any, Protocol
 from relaxd import telemetry
 from relaxd.process.upkeep import stop_signals
 from relaxd.rpc.errors import ServerError, Violations
+from relaxd.rpc.leader_term import RedisTerm
 from relaxd.rpc.message_parts import Page, check_gpu_uuids
 from relaxd.rpc.server import Service, start_service
 from relaxd.rpc.service_settings import ServiceSettings
-from relaxd.rpc.terms import RedisTerm
 from relaxd.v1 import launcher_pb2 as pb
 from relaxd.v1 import launcher_pb2_grpc
 

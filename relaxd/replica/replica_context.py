@@ -13,8 +13,8 @@ from relaxd.process.upkeep import stop_signals
 from relaxd.replica.gpus import GpuLeases, visible_gpus
 from relaxd.rpc.client import channel
 from relaxd.rpc.errors import explain
+from relaxd.rpc.leader_term import NewestTerm
 from relaxd.rpc.service_settings import ServiceSettings
-from relaxd.rpc.terms import NewestTerm
 from relaxd.telemetry import setup_logging
 from relaxd.v1.coordinator_pb2 import TakeTurnRequest
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub

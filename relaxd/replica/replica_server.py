@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from relaxd.rpc.errors import FailedPrecondition, InvalidArgument
-from relaxd.rpc.terms import NewestTerm
+from relaxd.rpc.leader_term import NewestTerm
 from relaxd.v1 import replica_pb2, replica_pb2_grpc
 
 MAX_LAUNCH_ID = 300

@@ -14,9 +14,9 @@ from opentelemetry import trace
 from opentelemetry.trace import Span
 
 from relaxd.rpc.credentials import read_token
+from relaxd.rpc.leader_term import TERM_METADATA
 from relaxd.rpc.methods import may_repeat, methods
 from relaxd.rpc.stack_identity import STACK_METADATA, read_stack_identity
-from relaxd.rpc.terms import TERM_METADATA
 from relaxd.rpc.tls import TlsFiles, open_channel
 from relaxd.telemetry import inject
 from relaxd.telemetry.call_spans import RpcMethod, end_client_span, open_client_span

@@ -16,8 +16,8 @@ from google.protobuf.message import DecodeError
 from relaxd import telemetry
 from relaxd.rpc.access import AccessTokens
 from relaxd.rpc.errors import DeadlineExceeded, InvalidArgument, RpcError, explain
+from relaxd.rpc.leader_term import TERM_METADATA, Fence, check_term
 from relaxd.rpc.stack_identity import STACK_METADATA, check_stack
-from relaxd.rpc.terms import TERM_METADATA, Fence, check_term
 from relaxd.telemetry.call_spans import RpcMethod, ServedCall
 
 DEFAULT_DEADLINE_SECONDS = 120.0

@@ -14,9 +14,9 @@ from relaxd.rpc.client import MAX_MESSAGE_BYTES
 from relaxd.rpc.credentials import ServerSecurity
 from relaxd.rpc.errors import ServerError
 from relaxd.rpc.interceptor import DEFAULT_DEADLINE_SECONDS, DEFAULT_STREAM_DEADLINE_SECONDS, CallInterceptor
+from relaxd.rpc.leader_term import Fence
 from relaxd.rpc.methods import enable_reflection
 from relaxd.rpc.service_settings import ServiceSettings
-from relaxd.rpc.terms import Fence
 from relaxd.rpc.tls import server_credentials
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING

@@ -13,7 +13,7 @@ from opentelemetry.util.types import AttributeValue
 from relaxd import __version__
 
 if TYPE_CHECKING:
-    from relaxd.telemetry.quick_spans import QuickSpan
+    from relaxd.telemetry.lightweight_spans import QuickSpan
 
 _exporting = False
 _writing = False

@@ -142,7 +142,7 @@ def _span_provider() -> "TracerProvider":
     from opentelemetry.sdk.trace import SynchronousMultiSpanProcessor, TracerProvider
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-    from relaxd.telemetry.quick_spans import QuickSpan
+    from relaxd.telemetry.lightweight_spans import QuickSpan
 
     provider = trace.get_tracer_provider()
     if not isinstance(provider, TracerProvider):

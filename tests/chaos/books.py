@@ -182,7 +182,7 @@ class Books:
             if made is not None and made != due:
                 wrong.append(f"the trainer had made {made:g} updates after step {number}, but the ledger has {due}")
             self.steps.append(Step(number, committed, committed - metrics["step_seconds"], bool(skipped)))
-            if len(plan["groups"]) < self.groups_per_step:  # more where more are due (Intake)
+            if len(plan["groups"]) < self.groups_per_step:  # more where more are due (TrainingQueue)
                 wrong.append(f"step {number} has {len(plan['groups'])} groups, not {self.groups_per_step}")
             for group in plan["groups"]:
                 if group in self.trained:

@@ -15,7 +15,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from relaxd.rpc.client import channel_options
 from relaxd.rpc.errors import field_violations
-from relaxd.rpc.terms import TERM_METADATA
+from relaxd.rpc.leader_term import TERM_METADATA
 from tests.fuzz.fleet import Fleet, Target
 from tests.fuzz.messages import Fuzzer
 from tests.fuzz.requests import QUEUED, SLOW, TURNS, good_requests, hints, tame

@@ -1,1 +1,1 @@
-"""The board's connections to Redis, blocking or in asyncio. They carry moves out."""
+"""The board's connections to Redis, blocking or in asyncio. They execute operations."""

@@ -29,7 +29,7 @@ from relaxd.redis_client import (
     read_async,
     where,
 )
-from relaxd.redis_client.moves import Asynchronous, At, Blocking, Command, FindKeys, Request
+from relaxd.redis_client.operations import Asynchronous, At, Blocking, Command, FindKeys, Request
 from relaxd.waiting import Backoff
 
 BACKOFF = Backoff(first_seconds=0.02, max_seconds=1.0)
@@ -67,7 +67,7 @@ Connection = TypeVar("Connection")
 
 
 class Servers(Generic[Connection]):
-    """Connections by what moves call their servers."""
+    """Connections by what operations call their servers."""
 
     def __init__(self, connect: Callable[[str], Connection], board: Connection, urls: Sequence[str]) -> None:
         """`urls`: board.data_urls."""
@@ -158,7 +158,7 @@ class RedisConnection:
 
 
 class BlockingFace(Blocking):
-    """Carries moves out in the calling thread."""
+    """Executes operations in the calling thread."""
 
     connect_to = RedisConnection
     _nodes: Servers[RedisConnection]
@@ -231,7 +231,7 @@ class AsyncRedisConnection:
 
 
 class AsynchronousFace(Asynchronous):
-    """Carries moves out in the event loop."""
+    """Executes operations in the event loop."""
 
     connect_to = AsyncRedisConnection
     _nodes: Servers[AsyncRedisConnection]

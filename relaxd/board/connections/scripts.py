@@ -23,7 +23,7 @@ from relaxd.board.errors import (
     TooLate,
 )
 from relaxd.redis_client import passing
-from relaxd.redis_client.moves import Command, Move, Send
+from relaxd.redis_client.operations import Command, RedisOperation, Send
 
 
 def explain_limit(answer: str) -> tuple[str, str]:
@@ -164,7 +164,7 @@ def script_call(name: str, prefix: str, *arguments: Any) -> Command:
 
 def run_script(
     name: str, prefix: str, *arguments: Any, before: Iterable[Command] = (), values: Sequence[Any] = ()
-) -> Move[Any]:
+) -> RedisOperation[Any]:
     """Run one script, in one round trip with the commands that are to run before it. Returns the script's reply.
 
     `values`, keys and payloads that take turns, are set right after the script, in one transaction with it. Keys that

@@ -29,7 +29,7 @@ from relaxd.board.sizes import NO_EVICTION, RedisMemory
 from relaxd.board.types import Column
 from relaxd.config import LARGE_COLUMN_BYTES
 from relaxd.redis_client import parse, where
-from relaxd.redis_client.moves import Move, ask, is_cluster_node
+from relaxd.redis_client.operations import RedisOperation, ask, is_cluster_node
 
 HIGH_WATER = 0.8
 """Share of a data node's maxmemory that open groups may take."""
@@ -42,7 +42,7 @@ def node_of(payload: str, nodes: int) -> int:
     return crc32(payload.encode()) % nodes
 
 
-def memory(nodes: int) -> Move[RedisMemory | None]:
+def memory(nodes: int) -> RedisOperation[RedisMemory | None]:
     """Return the memory of all data nodes together, as if each were as large and as full as the worst of them.
 
     Payloads are spread evenly, so the first that is full is where the run stops. None: there are no data nodes.
@@ -61,7 +61,7 @@ def memory(nodes: int) -> Move[RedisMemory | None]:
     )
 
 
-def problems(board: str, nodes: Sequence[str]) -> Move[list[str]]:
+def problems(board: str, nodes: Sequence[str]) -> RedisOperation[list[str]]:
     """Say which data nodes can't be used: nodes of a cluster, servers under two names. Raises BoardUnavailable.
 
     `board`: the URL of the board's Redis; `nodes`: those of the data nodes.

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from relaxd.board.payloads.attempts import Attempt, Place, Slice
-from relaxd.redis_client.moves import At, Command, Move, Send, ask
+from relaxd.redis_client.operations import At, Command, RedisOperation, Send, ask
 
 T = TypeVar("T")
 Placed = TypeVar("Placed", Slice, Place)
@@ -22,7 +22,7 @@ def patience(nbytes: int, orphan_seconds: float) -> int:
     return max(1, int(1000 * (orphan_seconds + nbytes / SLOWEST_BYTES_PER_SECOND)))
 
 
-def write(attempts: Iterable[Attempt], milliseconds: int) -> Move[None]:
+def write(attempts: Iterable[Attempt], milliseconds: int) -> RedisOperation[None]:
     """Write large payloads. Each slice expires after `milliseconds`, unless it is kept."""
     slices = (one for attempt in attempts for one in attempt.slices())
     for together in gather(slices, lambda one: one.data.nbytes, BYTES_TOGETHER):
@@ -38,7 +38,7 @@ def writes(slices: Iterable[Slice], milliseconds: int) -> list[Command]:
     return [("SET", one.key, one.data, "NX", "PX", milliseconds) for one in slices]
 
 
-def keep(places: Iterable[Place]) -> Move[set[Place]]:
+def keep(places: Iterable[Place]) -> RedisOperation[set[Place]]:
     """Make payloads on data nodes last. Returns those of which a part is missing.
 
     The committing script does it for payloads on the board's Redis.
@@ -53,7 +53,7 @@ def keep(places: Iterable[Place]) -> Move[set[Place]]:
     return missing
 
 
-def read(places: Iterable[Place], *last: Any) -> Move[tuple[dict[str, bytes | None], Any]]:
+def read(places: Iterable[Place], *last: Any) -> RedisOperation[tuple[dict[str, bytes | None], Any]]:
     """Read payloads. Return them with the board's reply to a `last` command.
 
     Each is under the first key of its place; None if a part of it is missing. The last command, if there is
@@ -82,13 +82,13 @@ def read(places: Iterable[Place], *last: Any) -> Move[tuple[dict[str, bytes | No
     return found, replies[-1]
 
 
-def unlink(places: Iterable[Place]) -> Move[None]:
+def unlink(places: Iterable[Place]) -> RedisOperation[None]:
     """Free payloads."""
     for node, of_node in _by_node(places):
         yield from unlink_keys((key for place in of_node for key in place.keys), at=node)
 
 
-def unlink_keys(keys: Iterable[str], at: At = None) -> Move[None]:
+def unlink_keys(keys: Iterable[str], at: At = None) -> RedisOperation[None]:
     """Free keys of one server."""
     for together in gather(keys, lambda key: 1, KEYS_TOGETHER):
         yield Send([("UNLINK", *together)], at, how="write")

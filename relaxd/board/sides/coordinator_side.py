@@ -21,12 +21,12 @@ from relaxd.board.types import (
     Admission,
     DropKind,
     DropReason,
-    Fate,
+    GroupOutcome,
     LedgerEntry,
     NewGroup,
     PromptRetry,
 )
-from relaxd.redis_client.moves import At, Command, FindKeys, Move, Send, ask, operation
+from relaxd.redis_client.operations import At, Command, FindKeys, RedisOperation, Send, ask, operation
 from relaxd.telemetry import BatchSpan
 
 GROUP_ID = re.compile(r"[^\s,|]+")
@@ -42,7 +42,7 @@ class CoordinatorSide(BoardCore):
     """Creates a run, publishes its prompts through the gate, deletes it."""
 
     @operation
-    def create(self, *, term: int, groups_per_step: int, steps: int) -> Move[None]:
+    def create(self, *, term: int, groups_per_step: int, steps: int) -> RedisOperation[None]:
         """Create the run with its gate closed, or take over an existing run under the new term.
 
         `groups_per_step` and `steps` are for the gate. Raises RunExists when the run exists with other stages,
@@ -63,7 +63,7 @@ class CoordinatorSide(BoardCore):
     @operation
     def restore(
         self, *, ledger: Sequence[LedgerEntry], cursor: JSON, dropped: Mapping[str, int], trainer_term: int
-    ) -> Move[None]:
+    ) -> RedisOperation[None]:
         """Restore the history of a run whose board was lost, right after `create`. No group is open then.
 
         The board's ledger gets the last LEDGER_STEPS of it.
@@ -105,7 +105,7 @@ class CoordinatorSide(BoardCore):
         yield Send(commands, how="write")
 
     @operation
-    def set_gate(self, *, term: int, oldest_version: int | None, open: bool) -> Move[None]:
+    def set_gate(self, *, term: int, oldest_version: int | None, open: bool) -> RedisOperation[None]:
         """Open or close the gate, and set the oldest version on any engine that takes prompts (None: none has weights).
 
         Raises Fenced, RunMissing.
@@ -114,7 +114,7 @@ class CoordinatorSide(BoardCore):
         yield from run_script("set_gate", self.prefix, term, int(open), version)
 
     @operation
-    def admission(self, worst_bytes: int) -> Move[Admission]:
+    def admission(self, worst_bytes: int) -> RedisOperation[Admission]:
         """Return the number of groups of up to `worst_bytes` that the gate (lua/library/admission.lua) admits now.
 
         Raises RunMissing.
@@ -124,7 +124,7 @@ class CoordinatorSide(BoardCore):
         return Admission(int(room), *explain_limit(answer.decode()))
 
     @operation
-    def memory(self) -> Move[RedisMemory]:
+    def memory(self) -> RedisOperation[RedisMemory]:
         """Return the memory for large payloads: of the board's Redis or, if there are any, of all data nodes.
 
         The run need not exist.
@@ -138,12 +138,12 @@ class CoordinatorSide(BoardCore):
         return replace(nodes, policy=own.policy)
 
     @operation
-    def data_node_problems(self) -> Move[list[str]]:
+    def data_node_problems(self) -> RedisOperation[list[str]]:
         """Say which data nodes can't be used. Raises BoardUnavailable for one that doesn't answer."""
         return (yield from data_nodes.problems(self._connection.url, [one.url for one in self._nodes.data]))
 
     @operation
-    def relieve(self, *, term: int) -> Move[int]:
+    def relieve(self, *, term: int) -> RedisOperation[int]:
         """Drop surplus groups, the newest first, if Redis is full; their prompts wait to be retried.
 
         Groups that the open step needs stay. Returns the number of dropped groups. Raises Fenced, RunMissing.
@@ -162,7 +162,7 @@ class CoordinatorSide(BoardCore):
         reason: DropReason,
         retry: bool = False,
         counts: DropKind = "failed",
-    ) -> Move[int]:
+    ) -> RedisOperation[int]:
         """Drop open groups, whoever holds them; otherwise like `drop`.
 
         Returns the number of dropped groups: those that were open. Raises Fenced, RunMissing.
@@ -175,7 +175,7 @@ class CoordinatorSide(BoardCore):
         return dropped
 
     @operation
-    def trim_ledger(self, *, term: int, written: int) -> Move[int]:
+    def trim_ledger(self, *, term: int, written: int) -> RedisOperation[int]:
         """Remove steps from the ledger that are in the run's folder, which has those up to `written`, but LEDGER_STEPS.
 
         Returns the number of removed steps. Raises Fenced, RunMissing.
@@ -184,14 +184,14 @@ class CoordinatorSide(BoardCore):
         return int((yield from run_script("trim_ledger", self.prefix, term, first_kept)))
 
     @operation
-    def sweep(self, *, term: int) -> Move[int]:
+    def sweep(self, *, term: int) -> RedisOperation[int]:
         """Free the payloads of closed groups and of attempts that came too late. Returns the number of attempts.
 
         Whoever stops in the middle leaves the rest to the next sweep. Raises Fenced, RunMissing.
         """
         return (yield from self._sweep(term))
 
-    def _sweep(self, term: int) -> Move[int]:
+    def _sweep(self, term: int) -> RedisOperation[int]:
         freed: list[bytes] = []
         count = 0
         while True:
@@ -204,7 +204,7 @@ class CoordinatorSide(BoardCore):
             yield from payload_transfer.unlink(places)
 
     @operation
-    def publish(self, *, term: int, groups: Sequence[NewGroup], cursor: JSON = None) -> Move[list[str]]:
+    def publish(self, *, term: int, groups: Sequence[NewGroup], cursor: JSON = None) -> RedisOperation[list[str]]:
         """Publish groups, all or none, and atomically advance the data cursor (None leaves it).
 
         Repeating the last publish (same ids) does nothing. Returns the ids. Raises GateClosed, Fenced, RunMissing,
@@ -257,7 +257,7 @@ class CoordinatorSide(BoardCore):
         return ids
 
     @operation
-    def reclaim(self, *, term: int, consumer: str) -> Move[int]:
+    def reclaim(self, *, term: int, consumer: str) -> RedisOperation[int]:
         """Free the groups that a dead replica holds, for immediate redelivery. Returns their number.
 
         If the replica is alive after all, its holds are over and its late commits change nothing. Each delivery counts
@@ -269,20 +269,20 @@ class CoordinatorSide(BoardCore):
         return int((yield from run_script("free_dead_consumer", self.prefix, *settings, *stages)))
 
     @operation
-    def cursor(self) -> Move[JSON]:
+    def cursor(self) -> RedisOperation[JSON]:
         """Return the data cursor of the last publish; None before the first. Raises RunMissing."""
         value: JSON = json.loads((yield from self._state("cursor")))
         return value
 
     @operation
-    def retries(self, limit: int = 100) -> Move[list[PromptRetry]]:
+    def retries(self, limit: int = 100) -> RedisOperation[list[PromptRetry]]:
         """Return dropped groups whose prompts wait to be published again (`NewGroup.retry_of`)."""
         found = yield from ask("HGETALL", f"{self.prefix}retries")
         waiting = [PromptRetry(id.decode(), int(value.split(b"|", 1)[0])) for id, value in found.items()]
         return sorted(waiting, key=lambda retry: retry.group_id)[:limit]
 
     @operation
-    def retry_unscored(self, *, term: int) -> Move[int]:
+    def retry_unscored(self, *, term: int) -> RedisOperation[int]:
         """Let the prompts be retried whose reward failed, for a reward that has been repaired. Returns their number.
 
         The board keeps the first 1024 of them since the last call. Raises Fenced, RunMissing.
@@ -290,15 +290,15 @@ class CoordinatorSide(BoardCore):
         return int((yield from run_script("retry_unscored", self.prefix, term)))
 
     @operation
-    def fates(self, after: str = "", limit: int = 1000) -> Move[list[Fate]]:
+    def fates(self, after: str = "", limit: int = 1000) -> RedisOperation[list[GroupOutcome]]:
         """Return the outcomes of closed groups after `after`, oldest first, unless forgotten."""
         start = f"({after}" if after else "-"
         entries = yield from ask("XRANGE", f"{self.prefix}fates", start, "+", "COUNT", limit)
         with reading(f"the fates of groups of run {self.run_id}"):
-            return [Fate(entry_id.decode(), parse_fate(fields)) for entry_id, fields in entries]
+            return [GroupOutcome(entry_id.decode(), parse_fate(fields)) for entry_id, fields in entries]
 
     @operation
-    def continue_fates(self, last: str, *, term: int) -> Move[None]:
+    def continue_fates(self, last: str, *, term: int) -> RedisOperation[None]:
         """Make the ids of new fates greater than `last`, the last one that was written elsewhere.
 
         A new Redis whose clock is behind would give lower ones. Raises Fenced, RunMissing.
@@ -306,20 +306,20 @@ class CoordinatorSide(BoardCore):
         yield from run_script("continue_fates", self.prefix, term, last)
 
     @operation
-    def forget_fates(self, last: str, *, term: int) -> Move[None]:
+    def forget_fates(self, last: str, *, term: int) -> RedisOperation[None]:
         """Remove the fates up to the entry `last`, once they are written elsewhere. Raises Fenced, RunMissing."""
         milliseconds, number = last.split("-")
         first_kept = f"{milliseconds}-{int(number) + 1}"
         yield from run_script("forget_fates", self.prefix, term, first_kept)
 
     @operation
-    def purge(self, *, term: int) -> Move[None]:
+    def purge(self, *, term: int) -> RedisOperation[None]:
         """Free what a finished run no longer needs. Raises Fenced, RunMissing."""
         yield from run_script("purge", self.prefix, term)
         yield from self._sweep(term)
 
     @operation
-    def measure(self) -> Move[int]:
+    def measure(self) -> RedisOperation[int]:
         """Return the bytes that the run takes in Redis, data nodes included."""
 
         total = 0
@@ -331,7 +331,7 @@ class CoordinatorSide(BoardCore):
         return total
 
     @operation
-    def delete(self) -> Move[None]:
+    def delete(self) -> RedisOperation[None]:
         """Delete everything under the run's prefix. Workers of the run get RunMissing from then on.
 
         The run's data nodes are those that it was created with. Raises BoardUnavailable for one that is away, after the
@@ -350,12 +350,12 @@ class CoordinatorSide(BoardCore):
             raise away
         yield from payload_transfer.unlink_keys([record])
 
-    def _unlink_all(self, server: At, spared: str) -> Move[None]:
+    def _unlink_all(self, server: At, spared: str) -> RedisOperation[None]:
         """Remove all keys of the run from one server, but one."""
         found = yield FindKeys(self.prefix, server)
         yield from payload_transfer.unlink_keys((key for key in found if key != spared), server)
 
-    def _node_bytes(self) -> Move[tuple[int, int, int]]:
+    def _node_bytes(self) -> RedisOperation[tuple[int, int, int]]:
         """Return the bytes that data nodes use, may use, and may use for surplus groups, together; zeros for none."""
         memory = yield from data_nodes.memory(len(self._nodes.data))
         return (0, 0, 0) if memory is None else (memory.used, memory.max_bytes, memory.high_water)

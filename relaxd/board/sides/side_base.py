@@ -16,7 +16,7 @@ from relaxd.board.stages import PUBLISH, Stage, producers
 from relaxd.board.types import Column, Counts, DroppedGroup, HeldGroup, QueueDepth
 from relaxd.config import BoardConfig
 from relaxd.redis_client import COORDINATOR, key_prefix, with_access_of
-from relaxd.redis_client.moves import Command, Move, Send, ask, operation
+from relaxd.redis_client.operations import Command, RedisOperation, Send, ask, operation
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 RUN_ID_RULE = "must be 1 to 64 letters, digits, dots, dashes and underscores, the first one a letter or digit"
@@ -85,7 +85,7 @@ class BoardCore:
         self._routes = json.dumps([[stage.name, self._writers(stage)] for stage in self.stages])
 
     @operation
-    def counts(self) -> Move[Counts]:
+    def counts(self) -> RedisOperation[Counts]:
         """Read the terms of the conservation law, in one transaction. Raises RunMissing."""
         names = ("published", "trained", "dropped", "last_step", "consecutive_drops", "consecutive_filtered")
         commands = [
@@ -101,13 +101,13 @@ class BoardCore:
         return Counts(open=open_groups, dropped_by_reason=by_reason, **values)
 
     @operation
-    def open_groups(self) -> Move[list[str]]:
+    def open_groups(self) -> RedisOperation[list[str]]:
         """Return the ids of the open groups, sorted."""
         members = yield from ask("SMEMBERS", f"{self.prefix}open")
         return sorted(member.decode() for member in members)
 
     @operation
-    def dropped(self, limit: int = 100) -> Move[list[DroppedGroup]]:
+    def dropped(self, limit: int = 100) -> RedisOperation[list[DroppedGroup]]:
         """Return records of dropped groups, newest first; Redis keeps the last few hundred. Raises ColumnError."""
         entries = yield from ask("XREVRANGE", f"{self.prefix}dropped", "+", "-", "COUNT", limit)
         with reading(f"the record of dropped groups of run {self.run_id}"):
@@ -126,7 +126,7 @@ class BoardCore:
             ]
 
     @operation
-    def queues(self) -> Move[list[QueueDepth]]:
+    def queues(self) -> RedisOperation[list[QueueDepth]]:
         """Count the groups that wait for each stage and are held in it, in the stages' order. Raises RunMissing."""
         streams = [self._stream(stage.name) for stage in self.stages]
         commands = [command for stream in streams for command in (("XLEN", stream), ("XPENDING", stream, WORKERS))]
@@ -137,7 +137,7 @@ class BoardCore:
         return depths
 
     @operation
-    def oldest_held(self) -> Move[dict[str, HeldGroup]]:
+    def oldest_held(self) -> RedisOperation[dict[str, HeldGroup]]:
         """Return the oldest held group of each stage that holds groups. Raises RunMissing."""
         stages = [stage.name for stage in self.stages]
         pending = yield Send(
@@ -186,7 +186,7 @@ class BoardCore:
         """Return the writers of the columns that a stage needs."""
         return sorted({self._producers.get(column, PUBLISH) for column in stage.needs} or {PUBLISH})
 
-    def _state(self, field: str) -> Move[bytes]:
+    def _state(self, field: str) -> RedisOperation[bytes]:
         value: bytes | None = yield from ask("HGET", f"{self.prefix}state", field)
         if value is None:
             raise RunMissing(f"run {self.run_id} is not on the board")
@@ -207,7 +207,7 @@ class BoardCore:
         arguments: Callable[[list[int]], Sequence[Any]],
         *,
         set_values: bool = False,
-    ) -> Move[list[int]]:
+    ) -> RedisOperation[list[int]]:
         """Write large payloads and run the script that points to them: in one round trip, if they are few bytes.
 
         `arguments` gets the indices of the attempts to commit, and returns the script's arguments. The script returns
@@ -258,7 +258,7 @@ class BoardCore:
 
     def _write(
         self, attempts: Sequence[GroupAttempt], indices: Sequence[int], milliseconds: int
-    ) -> Move[tuple[list[int], bool]]:
+    ) -> RedisOperation[tuple[list[int], bool]]:
         """Register attempts and write their large payloads; those on data nodes last from then on.
 
         Returns the indices of those that are still wanted, and whether every payload was made to last.
@@ -274,12 +274,14 @@ class BoardCore:
         left = [index for index in left if index in wanted or index not in placed]
         return left, not (yield from payload_transfer.keep(places))
 
-    def _wanted(self, attempts: Sequence[GroupAttempt], indices: Sequence[int], milliseconds: int) -> Move[list[int]]:
+    def _wanted(
+        self, attempts: Sequence[GroupAttempt], indices: Sequence[int], milliseconds: int
+    ) -> RedisOperation[list[int]]:
         """Register attempts; returns the indices of those that somebody wants."""
         refused = yield from self._register([attempts[index] for index in indices], milliseconds)
         return [index for index in indices if attempts[index].attempt.pointer not in refused]
 
-    def _register(self, attempts: Sequence[GroupAttempt], milliseconds: int) -> Move[set[str]]:
+    def _register(self, attempts: Sequence[GroupAttempt], milliseconds: int) -> RedisOperation[set[str]]:
         """Register attempts whose large payloads take at most `milliseconds` to write.
 
         Returns the pointers of those that nobody wants any more, whose payloads need not be written.

@@ -20,7 +20,7 @@ from relaxd.board.schema import LOSS_MASK, VERSIONS
 from relaxd.board.sides.side_base import WORKERS, BoardCore, GroupAttempt, damaged
 from relaxd.board.stages import PUBLISH
 from relaxd.board.types import DROP_COUNTERS, Column, Delivery, DropKind, DropReason, Saved
-from relaxd.redis_client.moves import Move, Send, ask, operation
+from relaxd.redis_client.operations import RedisOperation, Send, ask, operation
 
 MAX_CLAIM_INTERVAL = 5.0
 COMMIT_BYTES = 16 << 20
@@ -40,7 +40,7 @@ class StageSide(BoardCore):
         self._claim_interval = min(self.limits.lease_seconds / 4, MAX_CLAIM_INTERVAL)
 
     @operation
-    def take(self, stage: str, consumer: str, *, count: int, block_seconds: float) -> Move[list[Delivery]]:
+    def take(self, stage: str, consumer: str, *, count: int, block_seconds: float) -> RedisOperation[list[Delivery]]:
         """Take up to `count` groups for limits.lease_seconds, waiting at most block_seconds for the first.
 
         Groups whose lease expired come first (checked four times a lease), then new ones. A group that was delivered
@@ -64,7 +64,7 @@ class StageSide(BoardCore):
                 return taken
 
     @operation
-    def begin(self, delivery: Delivery, version: int) -> Move[bool]:
+    def begin(self, delivery: Delivery, version: int) -> RedisOperation[bool]:
         """Record the weight version with which generation starts (see `open_versions`); a retry overwrites it.
 
         Returns False if this delivery does not hold the group any more.
@@ -73,7 +73,9 @@ class StageSide(BoardCore):
         return bool((yield from run_script("begin", self.prefix, *arguments, version)))
 
     @operation
-    def load(self, deliveries: Sequence[Delivery], columns: Sequence[str]) -> Move[list[dict[str, Column] | None]]:
+    def load(
+        self, deliveries: Sequence[Delivery], columns: Sequence[str]
+    ) -> RedisOperation[list[dict[str, Column] | None]]:
         """Load columns of each delivery's group; None for a group that was closed meanwhile.
 
         An open group with a payload that is missing is dropped as "payload_lost", and its prompt retried. Arrays are
@@ -97,7 +99,7 @@ class StageSide(BoardCore):
         return [group if held else None for group, held in zip(loaded, is_open, strict=True)]
 
     @operation
-    def saved(self, delivery: Delivery) -> Move[Saved]:
+    def saved(self, delivery: Delivery) -> RedisOperation[Saved]:
         """Load the unfinished work that deliveries of this group have saved at this stage, in order.
 
         Nothing is saved any more once the stage has committed, or the group is closed. Of damaged work only the
@@ -120,7 +122,7 @@ class StageSide(BoardCore):
     @operation
     def save(
         self, delivery: Delivery, columns: Mapping[str, Column], *, after: str, forgiven: bool = False
-    ) -> Move[str | None]:
+    ) -> RedisOperation[str | None]:
         """Save one more part of a delivery's unfinished work, for whoever takes the group next.
 
         Commits and the end of the group remove it.
@@ -146,13 +148,13 @@ class StageSide(BoardCore):
         return f"{after} {attempt.pointer}".strip() if done == [1] else None
 
     @operation
-    def forget_saved(self, delivery: Delivery, pointers: str) -> Move[bool]:
+    def forget_saved(self, delivery: Delivery, pointers: str) -> RedisOperation[bool]:
         """Remove the unfinished work that is saved under these pointers. Returns False as `save` returns None."""
         hold = (delivery.group_id, delivery.stage, delivery.entry_id, delivery.consumer, delivery.attempt)
         return bool((yield from run_script("save", self.prefix, *hold, pointers, "", "", 0)))
 
     @operation
-    def renew(self, stage: str, consumer: str, deliveries: Sequence[Delivery]) -> Move[set[str]]:
+    def renew(self, stage: str, consumer: str, deliveries: Sequence[Delivery]) -> RedisOperation[set[str]]:
         """Renew leases. Returns the ids of the groups still held; other consumers took the rest."""
         if not deliveries:
             return set()
@@ -161,7 +163,9 @@ class StageSide(BoardCore):
         return {group_id.decode() for group_id in held}
 
     @operation
-    def nack(self, stage: str, consumer: str, deliveries: Sequence[Delivery], *, failed: bool = False) -> Move[int]:
+    def nack(
+        self, stage: str, consumer: str, deliveries: Sequence[Delivery], *, failed: bool = False
+    ) -> RedisOperation[int]:
         """Hand groups back for immediate redelivery. Returns the number that were still held.
 
         The deliveries count towards limits.max_deliveries only if `failed`.
@@ -174,7 +178,7 @@ class StageSide(BoardCore):
             return int((yield from run_script("nack", self.prefix, *settings, *arguments)))
 
     @operation
-    def redo(self, stage: str, consumer: str, deliveries: Sequence[Delivery], *, again: str) -> Move[int]:
+    def redo(self, stage: str, consumer: str, deliveries: Sequence[Delivery], *, again: str) -> RedisOperation[int]:
         """Have another stage write its columns of held groups again. Returns the number that were still held.
 
         The hold ends. Once `again` has committed, the groups are offered to this stage anew; until then they lack
@@ -187,7 +191,7 @@ class StageSide(BoardCore):
             return int((yield from run_script("redo", self.prefix, stage, consumer, again, *arguments)))
 
     @operation
-    def commit(self, items: Sequence[tuple[Delivery, Mapping[str, Column]]]) -> Move[list[bool]]:
+    def commit(self, items: Sequence[tuple[Delivery, Mapping[str, Column]]]) -> RedisOperation[list[bool]]:
         """Commit exactly the columns that each delivery's stage writes, and offer the groups to the next stages.
 
         Takes one round trip if all columns are small. Returns for each delivery True, or False if another attempt was
@@ -213,7 +217,7 @@ class StageSide(BoardCore):
         retry: bool = False,
         counts: DropKind = "failed",
         detail: str = "",
-    ) -> Move[bool]:
+    ) -> RedisOperation[bool]:
         """Drop the group that a delivery holds.
 
         With `retry`, its prompt waits to be published again, at most limits.max_retries times; one whose reward failed
@@ -258,7 +262,7 @@ class StageSide(BoardCore):
         times = f"{delivery.enqueued_at} {delivery.worked[0]} {delivery.worked[1]}" if delivery.worked else ""
         return GroupAttempt(delivery.group_id, delivery.stage, attempt), [version, times, facts_json(facts_of(columns))]
 
-    def _commit_together(self, prepared: Sequence[tuple[GroupAttempt, list[Any]]]) -> Move[list[bool]]:
+    def _commit_together(self, prepared: Sequence[tuple[GroupAttempt, list[Any]]]) -> RedisOperation[list[bool]]:
         def arguments(indices: list[int]) -> list[Any]:
             result: list[Any] = [self._routes]
             for (group_id, stage, attempt), told in (prepared[index] for index in indices):
@@ -268,7 +272,7 @@ class StageSide(BoardCore):
         results = yield from self._commit_attempts([one for one, _ in prepared], "commit", arguments)
         return [result == 1 for result in results]
 
-    def _claim(self, stage: str, consumer: str, count: int) -> Move[list[Delivery]]:
+    def _claim(self, stage: str, consumer: str, count: int) -> RedisOperation[list[Delivery]]:
         lease = max(1, int(self.limits.lease_seconds * 1000))
         # Half of it, so that a consumer that is alone is never a moment too early.
         interval = int(self._claim_interval * 500)
@@ -276,7 +280,9 @@ class StageSide(BoardCore):
         entries = yield from run_script("claim_expired", self.prefix, stage, consumer, *settings)
         return (yield from self._parse_entries(stage, consumer, entries))
 
-    def _read(self, stream: str, stage: str, consumer: str, count: int, block: int | None) -> Move[list[Delivery]]:
+    def _read(
+        self, stream: str, stage: str, consumer: str, count: int, block: int | None
+    ) -> RedisOperation[list[Delivery]]:
         """Read new entries, blocking for `block` milliseconds."""
         arguments: list[Any] = ["XREADGROUP", "GROUP", WORKERS, consumer, "COUNT", count]
         if block is not None:
@@ -287,7 +293,7 @@ class StageSide(BoardCore):
 
     def _parse_entries(
         self, stage: str, consumer: str, entries: Sequence[tuple[Any, Any, int]]
-    ) -> Move[list[Delivery]]:
+    ) -> RedisOperation[list[Delivery]]:
         """Parse entries (id, fields, deliveries). Unreadable ones are dropped as "damaged".
 
         Otherwise they would crash each reader that takes them over.
@@ -303,7 +309,9 @@ class StageSide(BoardCore):
             yield from run_script("discard", self.prefix, stage, *damaged)
         return found
 
-    def _places(self, deliveries: Sequence[Delivery], columns: Sequence[str]) -> Move[list[dict[str, Place] | None]]:
+    def _places(
+        self, deliveries: Sequence[Delivery], columns: Sequence[str]
+    ) -> RedisOperation[list[dict[str, Place] | None]]:
         """Return where each group's columns are; None for a group that was closed meanwhile."""
         wanted: dict[str, list[str]] = {}
         for column in columns:
@@ -323,7 +331,9 @@ class StageSide(BoardCore):
             result.append(located)
         return result
 
-    def _pointers(self, deliveries: Sequence[Delivery], writers: list[str]) -> Move[list[dict[str, str] | None]]:
+    def _pointers(
+        self, deliveries: Sequence[Delivery], writers: list[str]
+    ) -> RedisOperation[list[dict[str, str] | None]]:
         """Return each group's pointers: the delivery's, or those of the group if some were written later."""
         needed = set(writers)
         incomplete = [delivery for delivery in deliveries if not needed <= delivery.pointers.keys()]

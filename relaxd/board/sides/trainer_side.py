@@ -11,29 +11,29 @@ from relaxd.board.payloads.attempts import Place, decode_sample, sample_places, 
 from relaxd.board.sides.side_base import BoardCore, GroupAttempt, reading
 from relaxd.board.stages import SAMPLES, TRAIN
 from relaxd.board.types import CriticOrders, GroupTimes, LedgerEntry, parse_times
-from relaxd.redis_client.moves import Move, Send, ask, operation
+from relaxd.redis_client.operations import RedisOperation, Send, ask, operation
 
 
 class TrainerSide(BoardCore):
     """The step ledger, and the state that the trainer needs to close a step."""
 
     @operation
-    def new_trainer_term(self) -> Move[int]:
+    def new_trainer_term(self) -> RedisOperation[int]:
         """Start the next trainer term (from 1) and free the groups that the last trainer held. Raises RunMissing."""
         return int((yield from run_script("start_term", self.prefix, TRAIN, self.limits.max_deliveries)))
 
     @operation
-    def trainer_term(self) -> Move[int]:
+    def trainer_term(self) -> RedisOperation[int]:
         """Return the current trainer term; 0 before the first. Raises RunMissing."""
         return int((yield from self._state("trainer_term")))
 
     @operation
-    def new_critic_term(self) -> Move[int]:
+    def new_critic_term(self) -> RedisOperation[int]:
         """Start the next critic term (from 1): an earlier critic, which asks for it, gives up. Raises RunMissing."""
         return int((yield from run_script("start_critic", self.prefix)))
 
     @operation
-    def ask_critic(self, *, term: int, step: int, keep: bool) -> Move[None]:
+    def ask_critic(self, *, term: int, step: int, keep: bool) -> RedisOperation[None]:
         """Ask the critic for a checkpoint of the last step; if `keep`, for one that is never removed.
 
         Call it before the next step is committed: the critic then sees it before it trains on that step. Raises Fenced
@@ -42,7 +42,7 @@ class TrainerSide(BoardCore):
         yield from run_script("ask_critic", self.prefix, term, step, int(keep))
 
     @operation
-    def critic_orders(self) -> Move[CriticOrders]:
+    def critic_orders(self) -> RedisOperation[CriticOrders]:
         """Return the critic's term and its requested checkpoints. Raises RunMissing."""
         names = ("critic_term", "critic_checkpoint", "critic_kept")
         term, checkpoint, kept = yield from ask("HMGET", f"{self.prefix}state", *names)
@@ -51,7 +51,7 @@ class TrainerSide(BoardCore):
         return CriticOrders(int(term), *(None if step is None else int(step) for step in (checkpoint, kept)))
 
     @operation
-    def open_versions(self) -> Move[dict[str, int]]:
+    def open_versions(self) -> RedisOperation[dict[str, int]]:
         """Return the oldest weight version by id, for open groups whose generation has started.
 
         Until the rollout commits it is the version that generation started with, then the oldest of the tokens.
@@ -60,7 +60,7 @@ class TrainerSide(BoardCore):
         return {group_id.decode(): int(version) for group_id, version in started.items()}
 
     @operation
-    def times(self, group_ids: Sequence[str]) -> Move[dict[str, GroupTimes]]:
+    def times(self, group_ids: Sequence[str]) -> RedisOperation[dict[str, GroupTimes]]:
         """Return the times of open groups in the stages that have committed; closed groups are left out."""
         stages = [stage.name for stage in self.stages if stage.name != TRAIN]
         fields = ("published", *(f"time:{stage}" for stage in stages))
@@ -81,7 +81,7 @@ class TrainerSide(BoardCore):
         plan: Mapping[str, Any],
         metrics: Mapping[str, float],
         samples: Sequence[Mapping[str, Any]] = (),
-    ) -> Move[None]:
+    ) -> RedisOperation[None]:
         """Add a step to the ledger, close its groups as trained and free their columns, atomically.
 
         `plan["groups"]` lists the groups' ids in order; `plan` and `metrics` must be JSON. Repeating a commit (same
@@ -102,12 +102,12 @@ class TrainerSide(BoardCore):
             yield from run_script("commit_step", self.prefix, *arguments([]))
 
     @operation
-    def last_step(self) -> Move[int]:
+    def last_step(self) -> RedisOperation[int]:
         """Return the last committed step; 0 before the first. Raises RunMissing."""
         return int((yield from self._state("last_step")))
 
     @operation
-    def ledger(self, after_step: int = 0, limit: int | None = None) -> Move[list[LedgerEntry]]:
+    def ledger(self, after_step: int = 0, limit: int | None = None) -> RedisOperation[list[LedgerEntry]]:
         """Return the committed steps after `after_step`, in order.
 
         Raises LedgerTrimmed: the next step is not on the board any more (see relaxd.board.committed_steps).
@@ -133,7 +133,7 @@ class TrainerSide(BoardCore):
     @operation
     def sample_page(
         self, step: int | None = None, after: str = "", *, limit: int = 16
-    ) -> Move[list[tuple[str, dict[str, Any]]]]:
+    ) -> RedisOperation[list[tuple[str, dict[str, Any]]]]:
         """Return samples of a step, or of all steps, newest first, with their keys; those after the key `after`.
 
         Each has its "step".
@@ -150,7 +150,7 @@ class TrainerSide(BoardCore):
             after = page[-1][0]
         return found
 
-    def _sample_keys(self, step: int | None, after: str, limit: int) -> Move[list[tuple[str, Place]]]:
+    def _sample_keys(self, step: int | None, after: str, limit: int) -> RedisOperation[list[tuple[str, Place]]]:
         """Return the keys of samples, newest first, and where these are."""
         lowest, highest = ("-", "+") if step is None else (f"{step}", f"{step}")
         first, below = (int(part) for part in after.split("-")) if after else (0, 0)

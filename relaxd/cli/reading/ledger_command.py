@@ -16,7 +16,15 @@ from relaxd.client import CliError
 from relaxd.config import RunConfig
 from relaxd.config.data import CurriculumConfig
 from relaxd.data.curriculum.prompt_record import BUCKETS, GrowingRecord, PromptRecord
-from relaxd.report.fates import ConditionError, GroupTally, Summary, condition, of_prompt, read_fates, summarise_fates
+from relaxd.report.group_outcomes import (
+    ConditionError,
+    GroupTally,
+    Summary,
+    condition,
+    of_prompt,
+    read_fates,
+    summarise_fates,
+)
 from relaxd.run_folder import CONFIG, GROUPS
 from relaxd.telemetry.printable import escape
 

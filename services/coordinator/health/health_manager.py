@@ -24,7 +24,7 @@ from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.run_fleet import RunContext
 from services.coordinator.health.health_update import HealthUpdate, RestartMode, RestartOrder
 from services.coordinator.health.policy import HealthPolicy, RoleSigns
-from services.coordinator.health.signs import Signs, no_handoff
+from services.coordinator.health.signs import HealthSignals, no_handoff
 from services.coordinator.state.records import Health, HealthRecord, Phase, RunRecord
 from services.coordinator.state.store import StoreUnavailable
 from services.coordinator.weights.gpu_handoff import GpuHandoff
@@ -123,7 +123,7 @@ class HealthManager:
         self._run = run
         self._context = context
         self._restarter = Restarter(context.peers, context.launcher)
-        signs = Signs(
+        signs = HealthSignals(
             context.config,
             context.registry.heartbeat_seconds,
             sync_failures=sync.failures,

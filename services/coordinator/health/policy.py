@@ -17,7 +17,7 @@ from relaxd.v1.replica_pb2 import (
 from relaxd.waiting import Backoff
 from services.coordinator.fleet.registry import Replica
 from services.coordinator.health.health_update import DOWN, HealthUpdate, RestartMode, next_restart
-from services.coordinator.health.signs import HealthIssue, Signs
+from services.coordinator.health.signs import HealthIssue, HealthSignals
 from services.coordinator.state.records import Health, ReplicaHealth, RoleHealth
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class ReplicaReconciler:
         self,
         run_id: str,
         config: HealthConfig,
-        signs: Signs,
+        signs: HealthSignals,
         failures: Mapping[str, str],
         idle_reason: Callable[[str], str],
     ) -> None:
@@ -314,7 +314,7 @@ class HealthPolicy:
         self,
         run_id: str,
         config: RunConfig,
-        signs: Signs,
+        signs: HealthSignals,
         *,
         roles: Sequence[str],
         restart_failures: Mapping[str, str],

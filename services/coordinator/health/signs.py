@@ -48,7 +48,7 @@ class _Watch:
     """Time of its first failure since it last worked."""
 
 
-class Signs:
+class HealthSignals:
     """Detects problems of one run's replicas."""
 
     def __init__(

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 from relaxd import __version__
 from relaxd.board import Counts, LedgerEntry
 from relaxd.board.committed_steps import CommittedSteps, ReadLedger
-from relaxd.board.types import Fate
+from relaxd.board.types import GroupOutcome
 from relaxd.config import RunConfig
 from relaxd.config.write_toml import dump
 from relaxd.evaluation.scored_answers import is_estimate
@@ -160,7 +160,7 @@ class RunFiles:
         self.folder.mkdir(parents=True, exist_ok=True)
         _replace(self.folder / RECORD, record.model_dump_json(indent=2) + "\n")
 
-    def append_groups(self, fates: Sequence[Fate]) -> int:
+    def append_groups(self, fates: Sequence[GroupOutcome]) -> int:
         """Append what became of groups to groups.jsonl, all or none. Returns the byte at which they end.
 
         Raises OSError; then it can be repeated, as all that writes here.

@@ -49,7 +49,7 @@ replicas depend on, such as Register, must not wait for them."""
 
 
 @dataclass(frozen=True)
-class Glance:
+class RunDigest:
     """State of a run that is known without asking Redis. Watchers see changes at once."""
 
     state: "pb.RunState.ValueType"
@@ -404,10 +404,10 @@ class RunManager:
             self._closings.add(closing)
             closing.add_done_callback(self._closings.discard)
 
-    def glance(self, record: RunRecord) -> Glance:
+    def glance(self, record: RunRecord) -> RunDigest:
         """Return the state of a run that is known without asking Redis."""
         active = self._active(record)
-        return Glance(run_state(record), record.reason_shown, active.step if active is not None else 0)
+        return RunDigest(run_state(record), record.reason_shown, active.step if active is not None else 0)
 
     def _active(self, record: RunRecord) -> ActiveRun | None:
         """Return the active run if the record is its."""

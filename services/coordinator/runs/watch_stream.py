@@ -14,7 +14,7 @@ from relaxd.rpc.errors import Violations
 from relaxd.v1 import coordinator_pb2 as pb
 from services.coordinator.fleet.changes import Signal
 from services.coordinator.runs.record_messages import event_messages, step_messages
-from services.coordinator.runs.run_manager import Glance, RunManager, read_in_thread
+from services.coordinator.runs.run_manager import RunDigest, RunManager, read_in_thread
 from services.coordinator.runs.starting import check_run_id
 from services.coordinator.state.records import RunRecord
 
@@ -34,11 +34,11 @@ SELDOM_NEW: tuple[Literal["config_json", "health"], ...] = ("config_json", "heal
 class _Read:
     """A reading of a run, in progress or done."""
 
-    glance: Glance
+    glance: RunDigest
     began: float
     message: "asyncio.Task[pb.Run]"
 
-    def serves(self, glance: Glance, now: float) -> bool:
+    def serves(self, glance: RunDigest, now: float) -> bool:
         """Return whether its message shows what a watcher has seen, and is not old."""
         if self.glance != glance or not self.message.done():
             return self.glance == glance
@@ -53,7 +53,7 @@ class RunFeed:
         self._manager = manager
         self._reads: dict[str, _Read] = {}
 
-    async def message(self, record: RunRecord, glance: Glance) -> pb.Run:
+    async def message(self, record: RunRecord, glance: RunDigest) -> pb.Run:
         """Return a message that is at most TICK_SECONDS old, and not older than the glance. Raises Unavailable."""
         now = time.monotonic()
         self._reads = {run_id: read for run_id, read in self._reads.items() if now - read.began < MAX_SECONDS}

@@ -24,9 +24,18 @@ from relaxd.redis_client import (
     read,
     read_async,
 )
-from relaxd.redis_client.moves import Asynchronous, Blocking, Move, Request, Send, ask, is_cluster_node, operation
+from relaxd.redis_client.operations import (
+    Asynchronous,
+    Blocking,
+    RedisOperation,
+    Request,
+    Send,
+    ask,
+    is_cluster_node,
+    operation,
+)
 from relaxd.rpc.errors import Unavailable
-from relaxd.rpc.terms import TERM_KEY
+from relaxd.rpc.leader_term import TERM_KEY
 from services.coordinator.state.records import HealthRecord, ReplicaRecord, RunRecord, ScaleRecord, WeightsRecord
 
 PREFIX = key_prefix(COORDINATOR)
@@ -104,7 +113,7 @@ def health_key(run_id: str) -> str:
 
 
 @dataclass
-class _Standing:
+class _Leadership:
     """Tracks whether this coordinator is still the leader."""
 
     term: int = 0
@@ -114,7 +123,7 @@ class _Standing:
 class StoreMoves:
     """The operations of both stores."""
 
-    _standing: _Standing
+    _standing: _Leadership
 
     @property
     def term(self) -> int:
@@ -127,23 +136,23 @@ class StoreMoves:
         return self._standing.superseded
 
     @operation
-    def is_cluster_node(self) -> Move[bool]:
+    def is_cluster_node(self) -> RedisOperation[bool]:
         """Return whether this Redis is a node of a Redis Cluster."""
         return (yield from is_cluster_node())
 
     @operation
-    def take_over(self) -> Move[int]:
+    def take_over(self) -> RedisOperation[int]:
         """Start a new term, which fences all older coordinators."""
         self._standing.term = int((yield from self._script(_TAKE_OVER, [TERM_KEY])))
         return self.term
 
     @operation
-    def check(self) -> Move[None]:
+    def check(self) -> RedisOperation[None]:
         """Raise Superseded if a newer coordinator has taken over."""
         yield from self._write([])
 
     @operation
-    def create_run(self, run: RunRecord) -> Move[None]:
+    def create_run(self, run: RunRecord) -> RedisOperation[None]:
         """Create a run as the active one; may be repeated. Raises RunIdTaken, AnotherRunActive, StoreFull."""
         keys = [TERM_KEY, run_key(run.run_id), ACTIVE, RUNS, REQUESTS]
         created = run.create_time.timestamp()
@@ -163,7 +172,7 @@ class StoreMoves:
         self._check(answer)
 
     @operation
-    def save_run(self, run: RunRecord) -> Move[None]:
+    def save_run(self, run: RunRecord) -> RedisOperation[None]:
         """Save a run's record; an ended run is no longer active."""
         commands: list[list[str]] = [["SET", run_key(run.run_id), run.model_dump_json()]]
         if run.phase.ended:
@@ -171,62 +180,62 @@ class StoreMoves:
         yield from self._write(commands)
 
     @operation
-    def run(self, run_id: str) -> Move[RunRecord | None]:
+    def run(self, run_id: str) -> RedisOperation[RunRecord | None]:
         """Return a run's record."""
         return (yield from _run(run_id))
 
     @operation
-    def started_by(self, request_id: str) -> Move[RunRecord | None]:
+    def started_by(self, request_id: str) -> RedisOperation[RunRecord | None]:
         """Return the run that a StartRun request started."""
         run_id = yield from ask("HGET", REQUESTS, request_id)
         return (yield from _run(run_id)) if run_id else None
 
     @operation
-    def run_ids(self) -> Move[list[str]]:
+    def run_ids(self) -> RedisOperation[list[str]]:
         """Return the ids of all runs, newest first."""
         return list((yield from ask("ZREVRANGE", RUNS, 0, -1)))
 
     @operation
-    def run_times(self) -> Move[dict[str, float]]:
+    def run_times(self) -> RedisOperation[dict[str, float]]:
         """Return the Unix times at which all runs were created, by run id, newest first."""
         found = yield from ask("ZREVRANGE", RUNS, 0, -1, "WITHSCORES")
         return dict(zip(found[::2], map(float, found[1::2]), strict=True))
 
     @operation
-    def begin_delete(self, run_id: str, request_id: str = "") -> Move[None]:
+    def begin_delete(self, run_id: str, request_id: str = "") -> RedisOperation[None]:
         """Delete the records of a run and its StartRun request; its board is still to be deleted (see `deleting`)."""
         forgotten = [["ZREM", RUNS, run_id], ["HDEL", REQUESTS, request_id]]
         yield from self._write([["SADD", DELETING, run_id], *forgotten, ["DEL", run_key(run_id), health_key(run_id)]])
 
     @operation
-    def end_delete(self, run_id: str) -> Move[None]:
+    def end_delete(self, run_id: str) -> RedisOperation[None]:
         """Record that a run's board is deleted."""
         yield from self._write([["SREM", DELETING, run_id]])
 
     @operation
-    def deleting(self) -> Move[list[str]]:
+    def deleting(self) -> RedisOperation[list[str]]:
         """Return the deleted runs whose boards may still exist."""
         return sorted((yield from ask("SMEMBERS", DELETING)))
 
     @operation
-    def active_run_id(self) -> Move[str | None]:
+    def active_run_id(self) -> RedisOperation[str | None]:
         """Return the id of the active run."""
         found: str | None = yield from ask("GET", ACTIVE)
         return found
 
     @operation
-    def save_replica(self, replica_id: str, record: ReplicaRecord) -> Move[None]:
+    def save_replica(self, replica_id: str, record: ReplicaRecord) -> RedisOperation[None]:
         """Save a registration."""
         yield from self._write([["HSET", REPLICAS, replica_id, record.model_dump_json()]])
 
     @operation
-    def remove_replicas(self, replica_ids: Sequence[str], gpu_uuids: Sequence[str]) -> Move[None]:
+    def remove_replicas(self, replica_ids: Sequence[str], gpu_uuids: Sequence[str]) -> RedisOperation[None]:
         """Delete registrations, and the holders of these GPUs."""
         removed = ((REPLICAS, replica_ids), (GPUS, gpu_uuids))
         yield from self._write([["HDEL", key, *fields] for key, fields in removed if fields])
 
     @operation
-    def save_gpus(self, replica_id: str, held: Sequence[str], freed: Sequence[str]) -> Move[None]:
+    def save_gpus(self, replica_id: str, held: Sequence[str], freed: Sequence[str]) -> RedisOperation[None]:
         """Save a replica as holder of GPUs, and free others."""
         commands = [["HSET", GPUS, uuid, replica_id] for uuid in held]
         if freed:
@@ -234,29 +243,29 @@ class StoreMoves:
         yield from self._write(commands)
 
     @operation
-    def gpu_holders(self) -> Move[dict[str, str]]:
+    def gpu_holders(self) -> RedisOperation[dict[str, str]]:
         """Return replica ids by the UUID of the GPU that they hold."""
         return dict((yield from ask("HGETALL", GPUS)))
 
     @operation
-    def replicas(self) -> Move[dict[str, ReplicaRecord]]:
+    def replicas(self) -> RedisOperation[dict[str, ReplicaRecord]]:
         """Return all registrations by replica id."""
         stored = yield from ask("HGETALL", REPLICAS)
         return {key: ReplicaRecord.model_validate_json(value) for key, value in stored.items()}
 
     @operation
-    def save_weights(self, record: WeightsRecord) -> Move[None]:
+    def save_weights(self, record: WeightsRecord) -> RedisOperation[None]:
         """Save the state of weight synchronisation."""
         yield from self._write([["SET", WEIGHTS, record.model_dump_json()]])
 
     @operation
-    def weights(self) -> Move[WeightsRecord]:
+    def weights(self) -> RedisOperation[WeightsRecord]:
         """Return the state of weight synchronisation."""
         text = yield from ask("GET", WEIGHTS)
         return WeightsRecord.model_validate_json(text) if text else WeightsRecord()
 
     @operation
-    def save_scaling(self, record: ScaleRecord, forget: Sequence[str] = ()) -> Move[None]:
+    def save_scaling(self, record: ScaleRecord, forget: Sequence[str] = ()) -> RedisOperation[None]:
         """Save a scale request and delete others."""
         commands = [["HSET", SCALING, record.request_id, record.model_dump_json()]]
         if forget:
@@ -264,28 +273,28 @@ class StoreMoves:
         yield from self._write(commands)
 
     @operation
-    def scaling(self) -> Move[list[ScaleRecord]]:
+    def scaling(self) -> RedisOperation[list[ScaleRecord]]:
         """Return all scale requests, oldest first."""
         stored = yield from ask("HVALS", SCALING)
         return sorted(map(ScaleRecord.model_validate_json, stored), key=lambda record: record.create_time)
 
     @operation
-    def save_health(self, run_id: str, record: HealthRecord) -> Move[None]:
+    def save_health(self, run_id: str, record: HealthRecord) -> RedisOperation[None]:
         """Save a run's health record."""
         yield from self._write([["SET", health_key(run_id), record.model_dump_json()]])
 
     @operation
-    def health(self, run_id: str) -> Move[HealthRecord]:
+    def health(self, run_id: str) -> RedisOperation[HealthRecord]:
         """Return a run's health record."""
         text = yield from ask("GET", health_key(run_id))
         return HealthRecord.model_validate_json(text) if text else HealthRecord()
 
-    def _write(self, commands: list[list[str]]) -> Move[None]:
+    def _write(self, commands: list[list[str]]) -> RedisOperation[None]:
         # All keys are named: while a cluster moves them to another node, it must refuse the script as a whole.
         keys = [TERM_KEY, *(command[1] for command in commands)]
         self._check((yield from self._script(_GUARDED, keys, self.term, json.dumps(commands))))
 
-    def _script(self, text: str, keys: Sequence[str], *arguments: Any) -> Move[Any]:
+    def _script(self, text: str, keys: Sequence[str], *arguments: Any) -> RedisOperation[Any]:
         """Run a script; what it wrote survives the primary, if the URL has `wait_replicas`."""
         (reply,) = yield Send([("EVAL", text, len(keys), *keys, *arguments)], how="write")
         return reply
@@ -302,7 +311,7 @@ class Store(StoreMoves, Blocking):
     def __init__(self, redis_url: str, *, timeout_seconds: float = 3.0) -> None:
         self.redis_url = redis_url
         self.timeout_seconds = timeout_seconds
-        self._standing = _Standing()
+        self._standing = _Leadership()
         self._replicas = parse(redis_url).wait_replicas
         settings = {**SETTINGS, "retry": Retry(BACKOFF, RETRIES)}
         self._redis = connect(redis_url, tag=COORDINATOR, seconds=timeout_seconds, **settings)
@@ -345,7 +354,7 @@ class AsyncStore(StoreMoves, Asynchronous):
             return await read_async(self._redis, request.commands)
 
 
-def _run(run_id: str) -> Move[RunRecord | None]:
+def _run(run_id: str) -> RedisOperation[RunRecord | None]:
     text = yield from ask("GET", run_key(run_id))
     return RunRecord.model_validate_json(text) if text else None
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from relaxd.config import RolloutConfig
 from relaxd.process.child import Child, ChildExit, ChildExited
-from relaxd.process.child_channel import Turns
+from relaxd.process.child_channel import RequestStream
 from relaxd.process.gpu_lease import GpuLease
 from relaxd.roles import ROLLOUT
 from relaxd.rpc.errors import Aborted, RpcError
@@ -60,7 +60,7 @@ class ChildEngine(RolloutEngine):
         """Stub of Engine."""
         self._rollout: Any
         """Stub of Rollout, for the calls that change the engine."""
-        self._versions: Turns
+        self._versions: RequestStream
         """Takes up versions of the weights."""
         self._queues: dict[str, asyncio.Queue[Output | Exception]] = {}
         self._unsent = engine_pb2.ExchangeRequest()
@@ -122,7 +122,7 @@ class ChildEngine(RolloutEngine):
         engine._child = child
         engine._engine = engine_pb2_grpc.EngineStub(child.channel)
         engine._rollout = rollout_pb2_grpc.RolloutStub(child.channel)
-        engine._versions = Turns(engine._engine.ReceiveVersions, "ReceiveVersions of the engine")
+        engine._versions = RequestStream(engine._engine.ReceiveVersions, "ReceiveVersions of the engine")
         child.exited.add_done_callback(lambda exited: engine._on_child_exit(exited.result()))
         model = engine_pb2.LoadRequest(
             folder=str(folder),

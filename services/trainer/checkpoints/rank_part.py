@@ -48,8 +48,8 @@ class CheckpointPart:
 
     def reports(self) -> list[dict[str, Any]] | None:
         """Return each rank's files by name ("files"), or its error ("error"), once all have ended; None before."""
-        told = self._disk.told(self._name)
-        return None if told is None else [json.loads(report) for report in told]
+        results = self._disk.results(self._name)
+        return None if results is None else [json.loads(report) for report in results]
 
     def writing(self) -> list[int]:
         """Return the ranks that haven't ended."""

@@ -222,7 +222,7 @@ class Export:
 
 
 @dataclass(frozen=True)
-class Move:
+class OffloadState:
     """Move the state from the devices to the host's memory, or back."""
 
     to_host: bool

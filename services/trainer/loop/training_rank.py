@@ -31,10 +31,10 @@ from services.trainer.checkpoints.rank_part import CheckpointPart
 from services.trainer.learner.frozen_model import model_of
 from services.trainer.learner.learner import Learner
 from services.trainer.loop.commanded_rank import RankThread
-from services.trainer.loop.intake import Intake
 from services.trainer.loop.round_runner import RoundRunner
 from services.trainer.loop.thread_requests import Controls, result_of
 from services.trainer.loop.training_commands import Export, TrainingRank
+from services.trainer.loop.training_queue import TrainingQueue
 from services.trainer.loop.training_thread import Training
 from services.trainer.loop.weight_broadcast import WeightBroadcaster, weight_buckets
 from services.trainer.loop.weight_read_lock import HOLD_MARGIN_SECONDS, WeightReadLock
@@ -169,7 +169,7 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
         )
         self._thread.events.put(rank_pb.WorkResponse(manifest=manifest))
         critic, candidates = config.roles.critic, algorithm.needs.candidates
-        intake = Intake(
+        intake = TrainingQueue(
             board,
             request.replica_id,
             groups_per_step=config.trainer.groups_per_step,

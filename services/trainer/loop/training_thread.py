@@ -24,12 +24,12 @@ from services.trainer.checkpoints.reference_weights import remove_older, sync_we
 from services.trainer.learner.update import SkippedUpdates, TooManySkippedUpdates, UpdateStats, step_metrics
 from services.trainer.loop.checkpoint_choice import restore
 from services.trainer.loop.checkpoint_control import Checkpoints
-from services.trainer.loop.intake import Intake
 from services.trainer.loop.sleep_controller import SleepController
 from services.trainer.loop.step_metrics import group_metrics, group_times, record_samples, shown_samples, trainer_times
 from services.trainer.loop.step_phases import StepBuilder, phases_for
 from services.trainer.loop.thread_requests import Controls
 from services.trainer.loop.training_commands import Discard, EndStep, Export, Replay, Round, TrainingRank, Update
+from services.trainer.loop.training_queue import TrainingQueue
 from services.trainer.loop.weight_read_lock import WeightReadLock
 from services.trainer.megatron import TICK_SECONDS
 from services.trainer.megatron.disk_work import DiskRefused
@@ -51,7 +51,7 @@ class Training:
         config: RunConfig,
         run_id: str,
         rank: TrainingRank,
-        intake: Intake,
+        intake: TrainingQueue,
         algorithm: Algorithm,
         weights: WeightReadLock,
         controls: "Controls[Training]",

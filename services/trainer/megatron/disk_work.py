@@ -124,7 +124,7 @@ class DiskWork:
         self._store.set(self._told_key(work, self._rank), text)
         self._store.add(f"{work}/told", 1)
 
-    def told(self, work: str) -> list[str] | None:
+    def results(self, work: str) -> list[str] | None:
         """Return each rank's report once all have reported, else None. Doesn't wait."""
         if self._store.add(f"{work}/told", 0) < self._size:
             return None
@@ -135,7 +135,7 @@ class DiskWork:
         return [rank for rank in range(self._size) if not self._store.check([self._told_key(work, rank)])]
 
     def forget(self, work: str) -> None:
-        """Clear this rank's report. Collective: call after `told` on every rank."""
+        """Clear this rank's report. Collective: call after `results` on every rank."""
         self._store.delete_key(self._told_key(work, self._rank))
         if self._rank == 0:
             self._store.delete_key(f"{work}/told")

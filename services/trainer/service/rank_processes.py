@@ -9,7 +9,7 @@ from typing import Any
 
 from relaxd.config import RunConfig
 from relaxd.process.child import Child, ChildError
-from relaxd.process.child_channel import Turns
+from relaxd.process.child_channel import RequestStream
 from relaxd.process.gpu_lease import GpuLease
 from relaxd.process.ports import NoFreePort, ReservedPort, reserve_port
 from relaxd.rpc.errors import InvalidArgument, RpcError
@@ -37,7 +37,7 @@ class RankProcess:
     """A trainer_pb2_grpc.TrainerStub."""
     control: Any
     """A rank_pb2_grpc.RankStub."""
-    broadcasts: Turns
+    broadcasts: RequestStream
     """Takes part in broadcasts of the weights."""
     loaded: rank_pb2.RankLoaded | None = None
     """Its part in broadcasts; None until it has its model."""
@@ -89,7 +89,7 @@ class RankProcesses:
             )
             trainer = trainer_pb2_grpc.TrainerStub(child.channel)
             control = rank_pb2_grpc.RankStub(child.channel)
-            broadcasts = Turns(control.BroadcastVersions, f"BroadcastVersions of {child.name}")
+            broadcasts = RequestStream(control.BroadcastVersions, f"BroadcastVersions of {child.name}")
             self.ranks.append(RankProcess(number, child, trainer, control, broadcasts))
             child.exited.add_done_callback(lambda _, child=child: self._exited(child))  # type: ignore[misc]
         try:

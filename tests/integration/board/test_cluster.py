@@ -15,7 +15,7 @@ from relaxd.board import AsyncBoard, Board, BoardError, BoardUnavailable, NewGro
 from relaxd.config import LARGE_COLUMN_BYTES, BoardConfig
 from relaxd.redis_client import COORDINATOR, key_prefix, parse
 from relaxd.redis_client.lookups import OwnerLookup, mark_key, slot_of
-from relaxd.rpc.terms import TERM_KEY, RedisTerm
+from relaxd.rpc.leader_term import TERM_KEY, RedisTerm
 from services.coordinator import __main__ as program
 from services.coordinator.state.records import Phase, RunRecord
 from services.coordinator.state.store import Store, StoreUnavailable
@@ -121,7 +121,7 @@ def test_a_node_that_knows_no_better_is_not_asked_first_again(servers: ClusterSe
 
     wait_until(refused, "the wrong node to refuse the run")
     wait_until(misled, "a lookup that is misled")
-    lookup.doubt()
+    lookup.mark_address_stale()
     assert lookup.find()[1] == owner.port
     make_board(url, run_id=run_id, retry_seconds=PATIENCE).delete()
     servers.ask(stale, "SETSLOT", slot_of(run_id), "NODE", servers.id_of(owner))

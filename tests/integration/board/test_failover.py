@@ -13,7 +13,7 @@ from relaxd.board import AsyncBoard, BoardUnavailable
 from relaxd.config import BoardConfig
 from relaxd.local.embedded_redis import wait_until_up
 from relaxd.redis_client.lookups import mark_key
-from relaxd.rpc.terms import RedisTerm
+from relaxd.rpc.leader_term import RedisTerm
 from services.coordinator import __main__ as program
 from services.coordinator.state.store import Store, StoreUnavailable
 from tests.kit.boards import STAGES, audit, group, make_board

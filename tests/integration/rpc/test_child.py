@@ -12,7 +12,7 @@ import pytest
 from google.protobuf.struct_pb2 import Struct
 
 from relaxd.process.child import LIFELINE_VARIABLE, SOCKET_VARIABLE, TOKEN_VARIABLE, Child, ChildExited
-from relaxd.process.child_channel import Turns
+from relaxd.process.child_channel import RequestStream
 from relaxd.process.child_server import serve_socket
 from relaxd.process.upkeep import IDLE_THREADS
 from relaxd.rpc.errors import DeadlineExceeded, InvalidArgument, RpcError
@@ -38,7 +38,7 @@ LEAVING = f"""
 import asyncio, logging, sys
 from contextlib import suppress
 from relaxd.process.child import Child, ChildExited
-from relaxd.process.child_channel import Turns
+from relaxd.process.child_channel import RequestStream
 from tests.kit.child_service import ChildStub, struct
 kept = []
 async def until_it_ends(reading):
@@ -48,10 +48,10 @@ async def main(left, ends):
     child = await Child.start("{MODULE}")
     echo = ChildStub(child.channel)
     if left == "answered":
-        kept.append(Turns(echo.stream_stream("each"), "each"))
+        kept.append(RequestStream(echo.stream_stream("each"), "each"))
         await kept[-1].ask(struct(do="echo"), timeout=30)
     if left == "unanswered":
-        kept.append(Turns(echo.stream_stream("each"), "each"))
+        kept.append(RequestStream(echo.stream_stream("each"), "each"))
         kept.append(asyncio.create_task(until_it_ends(kept[-1].ask(struct(do="hang"), timeout=None))))
     if left == "unread":
         kept.append(echo.stream("count")(struct(to=100), timeout=None))
@@ -95,7 +95,7 @@ async def test_a_request_that_waits_holds_up_no_other(echo: ChildStub) -> None:
 
 
 async def test_requests_of_a_stream_are_answered_in_turn(echo: ChildStub) -> None:
-    turns = Turns(echo.stream_stream("each"), "each")
+    turns = RequestStream(echo.stream_stream("each"), "each")
     answers = await asyncio.gather(*(turns.ask(struct(do="echo", number=n), timeout=30) for n in range(20)))
     assert [answer["number"] for answer in answers] == list(range(20))
     assert len({answer["stream"] for answer in answers}) == 1
@@ -104,7 +104,7 @@ async def test_requests_of_a_stream_are_answered_in_turn(echo: ChildStub) -> Non
 
 
 async def test_a_stream_of_requests_ends_with_one_that_fails_and_the_next_opens_another(echo: ChildStub) -> None:
-    turns = Turns(echo.stream_stream("each"), "each of echo")
+    turns = RequestStream(echo.stream_stream("each"), "each of echo")
     with pytest.raises(RpcError, match="no") as refused:
         await turns.ask(struct(do="refuse"), timeout=30)
     assert refused.value.code is grpc.StatusCode.INVALID_ARGUMENT
@@ -132,7 +132,7 @@ async def test_a_stream_of_requests_ends_with_one_that_fails_and_the_next_opens_
 async def test_what_follows_an_answer_is_done_after_it_and_also_if_the_caller_has_left(
     echo: ChildStub, leaves: bool
 ) -> None:
-    turns = Turns(echo.stream_stream("answer_first"), "answer_first")
+    turns = RequestStream(echo.stream_stream("answer_first"), "answer_first")
     if leaves:
         left = asyncio.create_task(turns.ask(struct(hang=True), timeout=30))
         await echo.wait_asked(Struct(), timeout=30)
@@ -147,7 +147,7 @@ async def test_what_follows_an_answer_is_done_after_it_and_also_if_the_caller_ha
 
 
 async def test_a_stream_that_fails_leaves_nothing_behind(echo: ChildStub) -> None:
-    turns = Turns(echo.stream_stream("each"), "each")
+    turns = RequestStream(echo.stream_stream("each"), "each")
     before = len(asyncio.all_tasks())
     for _ in range(5):
         with pytest.raises(RpcError, match="no"):

@@ -18,8 +18,8 @@ from relaxd.rpc.access import AccessTokens
 from relaxd.rpc.client import channel, sync_channel
 from relaxd.rpc.credentials import ServerSecurity
 from relaxd.rpc.errors import InvalidArgument, NotFound, ServerError, Violations, explain, field_violations
+from relaxd.rpc.leader_term import NewestTerm
 from relaxd.rpc.server import RunningServer, Service, start_server
-from relaxd.rpc.terms import NewestTerm
 from relaxd.v1 import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from tests.kit.ports import free_port
 from tests.kit.processes import run_python

@@ -54,10 +54,10 @@ def run_job(job: RunJob, ranks: int = 1) -> dict[str, Any]:
     from services.trainer.checkpoints.rank_part import CheckpointPart
     from services.trainer.learner.frozen_model import model_of
     from services.trainer.learner.learner import Learner
-    from services.trainer.loop.intake import Intake
     from services.trainer.loop.round_runner import RoundRunner
     from services.trainer.loop.thread_requests import Controls
     from services.trainer.loop.training_commands import TrainingRank
+    from services.trainer.loop.training_queue import TrainingQueue
     from services.trainer.loop.training_thread import Training
     from services.trainer.loop.weight_read_lock import WeightReadLock
     from services.trainer.megatron.channels import ModelParallelChannel, RankChannel
@@ -89,7 +89,7 @@ def run_job(job: RunJob, ranks: int = 1) -> dict[str, Any]:
             rank.follow()
         trainer, critic = config.trainer, config.roles.critic
         weights = WeightReadLock(board.new_trainer_term())
-        intake = Intake(
+        intake = TrainingQueue(
             board,
             f"trainer-{weights.term}",
             groups_per_step=trainer.groups_per_step,

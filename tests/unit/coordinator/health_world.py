@@ -17,7 +17,7 @@ from services.coordinator.fleet.registry import Registry
 from services.coordinator.fleet.run_fleet import Fleet
 from services.coordinator.health.health_update import HealthUpdate, RestartMode
 from services.coordinator.health.policy import HealthPolicy, RoleSigns
-from services.coordinator.health.signs import Signs
+from services.coordinator.health.signs import HealthSignals
 from services.coordinator.state.records import Event, Health, HealthRecord
 from services.coordinator.state.store import AsyncStore, Store
 
@@ -114,7 +114,7 @@ class World:
         self.policy = HealthPolicy(
             RUN,
             self.config,
-            Signs(self.config, HEARTBEAT_SECONDS, sync_failures=self._sync_failures, clock=self.clock),
+            HealthSignals(self.config, HEARTBEAT_SECONDS, sync_failures=self._sync_failures, clock=self.clock),
             roles=self.roles,
             restart_failures=self.launcher_errors,
             idle_reason=self.fleet.idle_reason,

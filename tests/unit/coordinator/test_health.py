@@ -9,7 +9,7 @@ from relaxd.v1.coordinator_pb2 import Registration
 from services.coordinator.fleet.registry import Replica
 from services.coordinator.health.health_update import HealthUpdate, RestartMode, next_restart
 from services.coordinator.health.policy import RoleReconciler, RoleSigns
-from services.coordinator.health.signs import HealthIssue, Signs
+from services.coordinator.health.signs import HealthIssue, HealthSignals
 from services.coordinator.state.records import KEPT_EVENTS, Health, HealthRecord, ReplicaHealth, RoleHealth
 from services.coordinator.weights.gpu_handoff_rules import HandoffFailure
 
@@ -34,7 +34,7 @@ def make_signs(
     handoff: tuple[HandoffFailure, bool] | None = None,
     error: str = "",
     **health: float,
-) -> Signs:
+) -> HealthSignals:
     config = RunConfig(
         run=RunSection(steps=1),
         model=ModelConfig(path="model"),
@@ -42,7 +42,7 @@ def make_signs(
         reward=RewardConfig(name="addition", timeout_seconds=10.0),
         health=HealthConfig(stuck_seconds=100.0, **health),
     )
-    return Signs(
+    return HealthSignals(
         config,
         1.0,
         sync_failures=lambda replica: failures,
@@ -57,7 +57,9 @@ def replica(clock: Clock, role: str, **status: object) -> Replica:
     return Replica(registration, 5.0, seen=clock.now, status=pb.ReplicaStatus(**status))
 
 
-def after(clock: Clock, seconds: float, signs: Signs, one: Replica, **status: object) -> tuple[str, bool] | None:
+def after(
+    clock: Clock, seconds: float, signs: HealthSignals, one: Replica, **status: object
+) -> tuple[str, bool] | None:
     """Return the issue (text, due) after `seconds` and a heartbeat with this status."""
     clock.now += seconds
     one.seen = clock.now

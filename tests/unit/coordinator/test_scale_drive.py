@@ -10,8 +10,8 @@ import pytest
 
 from relaxd.replica.launcher_server import LauncherServicer
 from relaxd.rpc.errors import Unavailable
+from relaxd.rpc.leader_term import RedisTerm
 from relaxd.rpc.server import Service, start_server
-from relaxd.rpc.terms import RedisTerm
 from relaxd.rpc.tls import TlsFiles
 from relaxd.v1 import launcher_pb2, launcher_pb2_grpc, replica_pb2_grpc
 from relaxd.v1 import replica_pb2 as pb

@@ -10,8 +10,8 @@ import redis
 from relaxd.replica.launcher_server import LauncherServicer
 from relaxd.rpc.client import channel
 from relaxd.rpc.errors import InvalidArgument, field_violations
+from relaxd.rpc.leader_term import RedisTerm
 from relaxd.rpc.server import start_server
-from relaxd.rpc.terms import RedisTerm
 from relaxd.v1 import launcher_pb2 as pb
 from relaxd.v1.launcher_pb2_grpc import LauncherStub, add_LauncherServicer_to_server
 from services.coordinator.state.store import Store

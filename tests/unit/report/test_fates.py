@@ -15,8 +15,8 @@ from relaxd.board.group_contents import facts_of
 from relaxd.cli.main import app
 from relaxd.config.data import CurriculumConfig
 from relaxd.data.curriculum.prompt_record import GrowingRecord, PromptRecord
-from relaxd.report import fates
-from relaxd.report.fates import ConditionError, GroupSet, condition, of_prompt, read_fates, summarise_fates
+from relaxd.report import group_outcomes
+from relaxd.report.group_outcomes import ConditionError, GroupSet, condition, of_prompt, read_fates, summarise_fates
 from relaxd.run_folder import closed_groups
 from services.coordinator.runs.run_files import RunFiles
 from tests.integration.scoring.processes import run_config
@@ -90,11 +90,11 @@ def test_a_fate_has_what_each_stage_knew_and_is_told_once(board, tmp_path):
         {"group": "0-1", "index": 0, "step": 1, "reward": 0.5, **common},
     ]
     files = RunFiles(tmp_path)
-    files.append_groups(fates[:2])
+    files.append_groups(group_outcomes[:2])
     with (tmp_path / "groups.jsonl").open("a") as file:
         file.write('{"group": "0-')  # the coordinator dies while it writes the third
-    files.append_groups(board.fates(fates[1].entry_id))
-    board.forget_fates(fates[-1].entry_id, term=1)
+    files.append_groups(board.fates(group_outcomes[1].entry_id))
+    board.forget_fates(group_outcomes[-1].entry_id, term=1)
     assert board.fates() == []
     assert [line["group"] for line in read_fates(tmp_path)] == ["0-1", "0-3~1", "0-3", "0-2"]
 
@@ -168,8 +168,8 @@ def test_the_file_is_read_once_a_page_at_a_time(tmp_path, monkeypatch):
     ]
     write_lines(tmp_path, written)
     reads, pages = [], []
-    monkeypatch.setattr(fates, "PAGE", 100)
-    monkeypatch.setattr(fates, "closed_groups", lambda folder: reads.append(folder) or closed_groups(folder))
+    monkeypatch.setattr(group_outcomes, "PAGE", 100)
+    monkeypatch.setattr(group_outcomes, "closed_groups", lambda folder: reads.append(folder) or closed_groups(folder))
     curriculum = CurriculumConfig(sampler="hard")
     growing, known = GrowingRecord(curriculum), PromptRecord(70, curriculum)
 

@@ -6,7 +6,7 @@ import pytest
 
 from relaxd.replica.replica_server import MAX_SYNC_ID, SyncIds
 from relaxd.rpc.errors import FailedPrecondition, InvalidArgument
-from relaxd.rpc.terms import NewestTerm
+from relaxd.rpc.leader_term import NewestTerm
 
 DAY = 86400.0
 

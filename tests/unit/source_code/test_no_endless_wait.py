@@ -51,7 +51,7 @@ WITHOUT_DEADLINE = {
         ("relaxd/process/child_server.py", "serve_socket"),
         ("relaxd/process/child_server.py", "Outbox.__aiter__"),  # its reader's call ends
         ("relaxd/process/upkeep.py", "IdleThreads._work"),  # until the next call
-        ("relaxd/process/child_channel.py", "Turns._sent"),  # until the next request
+        ("relaxd/process/child_channel.py", "RequestStream._sent"),  # until the next request
         ("relaxd/replica/launcher_server.py", "_serve"),
         ("relaxd/replica/replica_life.py", "_Life.keep_registered"),
         ("relaxd/replica/replica_life.py", "run_replica"),

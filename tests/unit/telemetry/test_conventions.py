@@ -13,8 +13,8 @@ from opentelemetry.trace import SpanContext, SpanKind, StatusCode, TraceFlags
 
 from relaxd.telemetry.call_spans import RpcMethod
 from relaxd.telemetry.exporters import attributes_of
+from relaxd.telemetry.lightweight_spans import QuickSpan
 from relaxd.telemetry.metrics import METRICS
-from relaxd.telemetry.quick_spans import QuickSpan
 from relaxd.telemetry.spans import operation_attributes
 from tests.kit.boards import make_board
 

@@ -118,14 +118,14 @@ def test_who_works_alone_says_how_far_it_is(time: Time) -> None:
 def test_what_ranks_tell_of_work_in_the_background(make: Callable[[int], DiskWork]) -> None:
     one, other = make(0), make(1)
     other.tell("saving 1", "done")
-    assert one.told("saving 1") is None
+    assert one.results("saving 1") is None
     assert one.silent("saving 1") == [0]
     one.tell("saving 1", "no space")
-    assert one.told("saving 1") == ["no space", "done"]
-    assert one.told("saving 2") is None
+    assert one.results("saving 1") == ["no space", "done"]
+    assert one.results("saving 2") is None
     one.forget("saving 1")
     other.forget("saving 1")
-    assert one.told("saving 1") is None
+    assert one.results("saving 1") is None
     assert one.silent("saving 1") == [0, 1]
 
 

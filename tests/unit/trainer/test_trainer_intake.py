@@ -15,7 +15,7 @@ from relaxd.config import GRPOConfig, RunConfig
 from relaxd.roles import CRITIC, REFERENCE
 from services.trainer.batch.groups import MalformedGroup, RoutingShape, TrainGroup, check_group
 from services.trainer.batch.step_membership import DeliveredGroup, choose, due_groups, may_close
-from services.trainer.loop.intake import Intake
+from services.trainer.loop.training_queue import TrainingQueue
 from tests.integration.trainer.service_kit import Feeder, make_config
 
 
@@ -60,7 +60,7 @@ class Trainer:
         self.board = self.feeder.board
         self.board.new_trainer_term()
         candidates = create(config.algorithm).needs.candidates
-        self.intake = Intake(
+        self.intake = TrainingQueue(
             self.board,
             "trainer",
             groups_per_step=config.trainer.groups_per_step,

@@ -50,10 +50,10 @@ def run_job(job: AssemblyJob) -> dict[str, Any]:
     from relaxd.board import Board, stages_for
     from services.trainer.checkpoints.rank_part import CheckpointPart
     from services.trainer.loop import step_phases
-    from services.trainer.loop.intake import Intake
     from services.trainer.loop.round_runner import RoundRunner
     from services.trainer.loop.step_phases import StepBuilder
     from services.trainer.loop.training_commands import Assemble, TrainingRank
+    from services.trainer.loop.training_queue import TrainingQueue
     from services.trainer.megatron.channels import ModelParallelChannel, RankChannel
     from services.trainer.megatron.world import leave_layout
     from services.trainer.rehearsal import ScriptedLearner
@@ -94,7 +94,7 @@ def run_job(job: AssemblyJob) -> dict[str, Any]:
     board = Board(job.redis_url, RUN_ID, stages_for(config), config.board)
     trainer, intake = config.trainer, None
     if learner.world.rank == 0:
-        intake = Intake(
+        intake = TrainingQueue(
             board,
             "trainer",
             groups_per_step=trainer.groups_per_step,

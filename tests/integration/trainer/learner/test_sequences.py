@@ -19,9 +19,9 @@ from services.trainer.batch.micro_batch_division import Packer, mini_batch
 from services.trainer.batch.step_file import read_step_file, write_step_file
 from services.trainer.batch.step_plan import MicroBatchRound
 from services.trainer.learner.learner import Learner
-from services.trainer.loop.intake import Intake
 from services.trainer.loop.round_runner import RoundRunner
 from services.trainer.loop.step_phases import StepBuilder
+from services.trainer.loop.training_queue import TrainingQueue
 from services.trainer.megatron.world import shut_down
 from tests.integration.trainer.service_kit import Feeder, make_config, trainer_service
 from tests.integration.trainer.trainer_worlds import Job, make_model, run_job, run_world
@@ -114,7 +114,7 @@ def test_columns_that_nobody_writes_or_that_have_no_tokens_are_refused(monkeypat
 
 def taken_step(feeder: Feeder, config: RunConfig) -> StepBuilder:
     """The first step, with all groups that are there."""
-    intake = Intake(
+    intake = TrainingQueue(
         feeder.board,
         "trainer",
         groups_per_step=config.trainer.groups_per_step,

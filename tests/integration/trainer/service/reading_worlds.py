@@ -162,12 +162,12 @@ def run_step(rank: Any, job: StepJob) -> None:
     """Rank 0: prepare columns of the groups, divide them, and train."""
     from relaxd.algorithms import create
     from services.trainer.loop import step_phases
-    from services.trainer.loop.intake import Intake
     from services.trainer.loop.step_phases import StepBuilder
     from services.trainer.loop.training_commands import Round
+    from services.trainer.loop.training_queue import TrainingQueue
 
     trainer, board = job.config.trainer, job.config.board
-    intake = Intake(
+    intake = TrainingQueue(
         rank.board,
         "trainer",
         groups_per_step=trainer.groups_per_step,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from relaxd.board import LedgerEntry, LedgerTrimmed
-from relaxd.board.types import Fate
+from relaxd.board.types import GroupOutcome
 from relaxd.run_folder import read_lines
 from services.coordinator.runs.line_files import LEFTOVER_SECONDS, PAGE
 from services.coordinator.runs.run_files import RunFiles
@@ -281,7 +281,7 @@ def test_a_full_disk_leaves_no_part_of_a_line(tmp_path: Path) -> None:
     ledger.commit(*range(21, 41))
     evaluation = Evaluation(step=20, metrics={"eval_reward": 0.5})
     samples = [{"step": step, "response": "x" * 100} for step in range(1, 21)]
-    fates = [Fate(f"{number}-0", {"group": f"0-{number}"}) for number in range(100)]
+    fates = [GroupOutcome(f"{number}-0", {"group": f"0-{number}"}) for number in range(100)]
     writes: dict[str, Callable[[], object]] = {
         "ledger.jsonl": lambda: files.next_steps(ledger.read),
         "metrics.jsonl": lambda: files.append_metrics((entry.step, entry.metrics) for entry in ledger.entries[20:]),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from relaxd.board import Board, DropReason, Fenced, NewGroup, stages_for
-from relaxd.board.types import Fate
+from relaxd.board.types import GroupOutcome
 from relaxd.config.data import CurriculumConfig
 from relaxd.data.curriculum import run_curriculum
 from relaxd.data.curriculum.prompt_record import PromptRecord
@@ -58,7 +58,7 @@ class Coordinator:
             self._board.forget_fates(self._last, term=self.term)
             yield
 
-    def _append_half(self, fates: list[Fate]) -> None:
+    def _append_half(self, fates: list[GroupOutcome]) -> None:
         text = "".join(json.dumps(fate.line) + "\n" for fate in fates)
         with (self._folder / GROUPS).open("a") as file:
             file.write(text[: len(text) * 2 // 3])
@@ -123,7 +123,7 @@ def test_entries_go_on_above_those_of_a_redis_that_was_lost(board: Board, tmp_pa
     """The clock of the new one is behind."""
     future = "9999999999999-7"
     files = RunFiles(tmp_path)
-    files.append_groups([Fate(future, {"group": "0-1"})])
+    files.append_groups([GroupOutcome(future, {"group": "0-1"})])
     close_groups(board, 1, "0-0")
     board.forget_fates(board.fates()[-1].entry_id, term=1)
     for _ in range(2):  # also if it is repeated

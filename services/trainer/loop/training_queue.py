@@ -1,4 +1,4 @@
-"""Intake of groups from the board: it holds them until a step takes them, and sends back those that are outdated.
+"""The trainer's groups from the board, until a step takes them or they are outdated and sent back.
 
 With a critic service, a group's values are those of a critic that has seen some steps. At step s those of a critic that
 lacks more than roles.critic.max_value_staleness of the steps before s are too old: the group goes back to the critic's
@@ -33,7 +33,7 @@ MAX_GROUPS_PER_READ = 64
 """Largest number of groups in one read."""
 
 
-class Intake:
+class TrainingQueue:
     """The groups that the trainer holds. A thread renews their leases."""
 
     def __init__(

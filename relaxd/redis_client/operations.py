@@ -1,8 +1,8 @@
-"""Moves: operations on what Redis holds, without a connection.
+"""Operations on what Redis holds, without a connection.
 
-A move is a generator. It yields what is to be sent to Redis, is given the replies, and returns the operation's result.
-So each operation is written once: its commands, what follows from their replies, and how these are read. Whoever has
-a connection only carries moves out: a Board in the calling thread, an AsyncBoard in the event loop.
+A RedisOperation is a generator. It yields what is to be sent to Redis, is given the replies, and returns its result.
+So each operation is written once: its commands, what follows from their replies, and how these are read. A connection
+only executes operations: that of a Board in the calling thread, that of an AsyncBoard in the event loop.
 """
 
 import functools
@@ -35,57 +35,57 @@ class FindKeys(NamedTuple):
 
 
 Request = Send | FindKeys
-Move = Generator[Request, Any, T]
+RedisOperation = Generator[Request, Any, T]
 
 
-def ask(*command: Any, at: At = None) -> Move[Any]:
+def ask(*command: Any, at: At = None) -> RedisOperation[Any]:
     """Send one command that changes nothing. Returns its reply."""
     (reply,) = yield Send((command,), at)
     return reply
 
 
-def is_cluster_node(at: At = None) -> Move[bool]:
+def is_cluster_node(at: At = None) -> RedisOperation[bool]:
     """Return whether a server is a node of a Redis Cluster."""
     return bool((yield from ask("INFO", "cluster", at=at)).get("cluster_enabled"))
 
 
-def carry_out(move: Move[T], send: Callable[[Request], list[Any]]) -> T:
-    """Carry a move out, and return its result."""
+def execute(operation: RedisOperation[T], send: Callable[[Request], list[Any]]) -> T:
+    """Execute an operation, and return its result."""
     try:
-        request = next(move)
+        request = next(operation)
         while True:
             try:
                 replies = send(request)
             except BaseException as error:
-                request = move.throw(error)
+                request = operation.throw(error)
             else:
-                request = move.send(replies)
+                request = operation.send(replies)
     except StopIteration as end:
         result: T = end.value
         return result
 
 
-async def carry_out_async(move: Move[T], send: Callable[[Request], Coroutine[Any, Any, list[Any]]]) -> T:
-    """Carry a move out in the event loop, and return its result."""
+async def execute_async(operation: RedisOperation[T], send: Callable[[Request], Coroutine[Any, Any, list[Any]]]) -> T:
+    """Execute an operation in the event loop, and return its result."""
     try:
-        request = next(move)
+        request = next(operation)
         while True:
             try:
                 replies = await send(request)
             except BaseException as error:  # also that the caller is cancelled
-                request = move.throw(error)
+                request = operation.throw(error)
             else:
-                request = move.send(replies)
+                request = operation.send(replies)
     except StopIteration as end:
         result: T = end.value
         return result
 
 
 class Blocking(ABC):
-    """A face that carries moves out in the calling thread."""
+    """A face that executes operations in the calling thread."""
 
-    def _run(self, move: Move[T]) -> T:
-        return carry_out(move, self._send)
+    def _run(self, operation: RedisOperation[T]) -> T:
+        return execute(operation, self._send)
 
     @abstractmethod
     def _send(self, request: Request) -> list[Any]:
@@ -93,10 +93,10 @@ class Blocking(ABC):
 
 
 class Asynchronous(ABC):
-    """A face that carries moves out in the event loop."""
+    """A face that executes operations in the event loop."""
 
-    async def _run(self, move: Move[T]) -> T:
-        return await carry_out_async(move, self._send)
+    async def _run(self, operation: RedisOperation[T]) -> T:
+        return await execute_async(operation, self._send)
 
     @abstractmethod
     async def _send(self, request: Request) -> list[Any]:
@@ -104,11 +104,11 @@ class Asynchronous(ABC):
 
 
 class Operation(Generic[P, T]):
-    """A move as a method of both faces: of one that is Blocking it returns the result, of the other it is awaited."""
+    """An operation as a method: it returns the result of a Blocking face's, and is awaited on an Asynchronous one."""
 
-    def __init__(self, move: Callable[Concatenate[Any, P], Move[T]]) -> None:
-        self._move = move
-        functools.update_wrapper(self, move)  # type: ignore[arg-type]
+    def __init__(self, operation: Callable[Concatenate[Any, P], RedisOperation[T]]) -> None:
+        self._operation = operation
+        functools.update_wrapper(self, operation)  # type: ignore[arg-type]
 
     @overload
     def __get__(self, board: Blocking, owner: type) -> Callable[P, T]: ...
@@ -118,15 +118,15 @@ class Operation(Generic[P, T]):
 
     def __get__(self, board: Any, owner: type) -> Any:
         if board is None:  # asked of the class, by whoever reads its documentation
-            return self._move
-        move = self._move
+            return self._operation
+        operation = self._operation
 
         def call(*arguments: P.args, **named: P.kwargs) -> Any:
-            return board._run(move(board, *arguments, **named))
+            return board._run(operation(board, *arguments, **named))
 
         return call
 
 
-def operation(move: Callable[Concatenate[Any, P], Move[T]]) -> Operation[P, T]:
-    """Make a move an operation of both faces. Other moves use what it is made of, not the operation."""
-    return Operation(move)
+def operation(operation: Callable[Concatenate[Any, P], RedisOperation[T]]) -> Operation[P, T]:
+    """Make a method of both faces from an operation. Other operations use what it is made of, not the method."""
+    return Operation(operation)
