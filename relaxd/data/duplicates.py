@@ -19,6 +19,8 @@ from relaxd.data.files.rows import OnDemand
 from relaxd.data.sources.prompt_columns import Examples
 from relaxd.waiting import waiting
 
+logger = logging.getLogger(__name__)
+
 _FEW = 256
 """Fewer hashes are looked up one by one."""
 _LAST = 16_384
@@ -166,8 +168,6 @@ def _hash(text: str) -> int:
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_BYTES).digest()
     return int.from_bytes(digest, "little")
 
-
-logger = logging.getLogger(__name__)
 
 _UNKNOWN, _FIRST, _REPEAT = 0, 1, 2
 _HASHED = 256

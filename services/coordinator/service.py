@@ -25,6 +25,8 @@ from services.coordinator.scaling.launchers import Launchers
 from services.coordinator.scaling.scaler import Scaler
 from services.coordinator.state.store import AsyncStore, StoreUnavailable, Superseded
 
+logger = logging.getLogger(__name__)
+
 
 async def record_board(board: AsyncBoard) -> None:
     """Record group counts and the queue length of every stage. Raises BoardError."""
@@ -39,8 +41,6 @@ async def record_board(board: AsyncBoard) -> None:
         telemetry.record("queue.waiting", queue.waiting, stage)
         telemetry.record("queue.held", queue.held, stage)
 
-
-logger = logging.getLogger(__name__)
 
 HEARTBEATS_PER_LEASE = 6
 HOUSEKEEPING_SECONDS = 1.0

@@ -17,6 +17,8 @@ from relaxd.rpc.errors import FailedPrecondition, NotFound, Unavailable
 from relaxd.rpc.service_settings import container_id
 from relaxd.v1 import launcher_pb2 as pb
 
+logger = logging.getLogger(__name__)
+
 PROJECT = "com.docker.compose.project"
 SERVICE = "com.docker.compose.service"
 NUMBER = "com.docker.compose.container-number"
@@ -75,8 +77,6 @@ STATES = {
     "paused": pb.INSTANCE_STATE_RUNNING,
     "restarting": pb.INSTANCE_STATE_RESTARTING,
 }
-
-logger = logging.getLogger(__name__)
 
 
 class DockerHost:

@@ -25,6 +25,8 @@ from relaxd.board.errors import (
 from relaxd.redis_client import passing
 from relaxd.redis_client.operations import Command, RedisOperation, Send
 
+logger = logging.getLogger(__name__)
+
 
 def explain_limit(answer: str) -> tuple[str, str]:
     """Split a reply, a word and numbers, into the word and a sentence that explains it."""
@@ -74,8 +76,6 @@ _SENTENCES: dict[str, Callable[..., str]] = {
     "full": _full,
 }
 
-
-logger = logging.getLogger(__name__)
 
 ERRORS: dict[str, type[BoardError]] = {
     "FENCED": Fenced,

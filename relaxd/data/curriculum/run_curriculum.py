@@ -23,6 +23,8 @@ from relaxd.data.dataset import PromptDataset
 from relaxd.models import DataError
 from relaxd.run_folder import CURRICULUM, GROUPS, closed_groups
 
+logger = logging.getLogger(__name__)
+
 SNAPSHOT_GROUPS = 50_000
 """Closed groups between two snapshots: as many are read within a second."""
 
@@ -74,9 +76,6 @@ def _read_snapshot(record: PromptRecord, path: Path, size: int) -> tuple[int, st
     except (ValueError, KeyError, TypeError) as error:
         logger.warning("%s doesn't fit, so pass rates are counted again from %s: %s", path, GROUPS, error)
         return 0, ""
-
-
-logger = logging.getLogger(__name__)
 
 
 class Curriculum:

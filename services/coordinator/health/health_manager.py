@@ -30,6 +30,8 @@ from services.coordinator.state.store import StoreUnavailable
 from services.coordinator.weights.gpu_handoff import GpuHandoff
 from services.coordinator.weights.weight_sync import WeightSync
 
+logger = logging.getLogger(__name__)
+
 CALL_SECONDS = 3.0
 """Deadline of calls that only set a flag: a replica that misses it is frozen."""
 PROBES = 2
@@ -94,8 +96,6 @@ class Restarter:
             return error.code() == grpc.StatusCode.FAILED_PRECONDITION
         return True
 
-
-logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.5
 LEVELS = {Health.HEALTHY: logging.INFO, Health.FAILED: logging.ERROR}

@@ -19,6 +19,8 @@ from relaxd.board.committed_steps import ReadLedger
 from relaxd.run_folder import append_whole, newest_lines_with_ends, read_lines
 from services.coordinator.state.records import Evaluation
 
+logger = logging.getLogger(__name__)
+
 LEFTOVER_SECONDS = 3600.0
 """Time without a write after which a temporary file is that of a coordinator that died."""
 
@@ -88,8 +90,6 @@ PAGE = 256
 COPIED_BYTES = 1 << 20
 Identity = tuple[int, int, float]
 """`LedgerEntry.identity`. Trainer terms begin at 1; 0: which commit it is isn't known."""
-
-logger = logging.getLogger(__name__)
 
 
 class LedgerFile:

@@ -11,6 +11,8 @@ from relaxd.waiting import Backoff
 from services.coordinator.fleet.registry import Version
 from services.coordinator.state.records import GroupRecord, Member
 
+logger = logging.getLogger(__name__)
+
 QUIET_SHARE = 0.5
 """Newcomers join once none has come for this share of the time that connecting a group takes ..."""
 MOST_SHARE = 4.0
@@ -52,8 +54,6 @@ class Newcomers:
         self.due_seconds = min(quiet, most)
         return [engine for engine in engines if engine in members]
 
-
-logger = logging.getLogger(__name__)
 
 SET_ASIDE = Backoff(first_seconds=5.0, max_seconds=60.0)
 """An engine's exclusion, by its failures."""

@@ -26,6 +26,8 @@ from services.rollout.engines.request_types import (
     Request,
 )
 
+logger = logging.getLogger(__name__)
+
 FLUSH_SECONDS = 0.05
 """Longest time for which tokens of a sample that goes on are held back: a message for each would cost too much."""
 MESSAGE_BYTES = 8 << 20
@@ -90,9 +92,6 @@ class OutputStream:
                     self._loop.call_soon_threadsafe(self._come.set)
                 if hurry:
                     self._loop.call_soon_threadsafe(self._hurry.set)
-
-
-logger = logging.getLogger(__name__)
 
 
 class LoadedEngine(Protocol):

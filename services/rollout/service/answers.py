@@ -26,6 +26,8 @@ from relaxd.config import RunConfig
 from relaxd.process.child import ChildError
 from services.rollout.engines.request_types import FinishReason, Output
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass
 class Answer:
@@ -252,9 +254,6 @@ def _trained(lengths: Any, masked: Any) -> Any:
     """Return the loss mask uint8 [T]: 0 for the first `masked` [S] of the `lengths` [S] tokens of each sequence."""
     places = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     return (places >= np.repeat(masked, lengths)).astype(np.uint8)
-
-
-logger = logging.getLogger(__name__)
 
 
 class KeptAnswers:

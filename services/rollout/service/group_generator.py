@@ -22,6 +22,8 @@ from services.rollout.engines.request_types import AnswerTooLarge, Sampling
 from services.rollout.service.answers import Answers, KeptAnswers
 from services.rollout.service.request_checks import run_sampling
 
+logger = logging.getLogger(__name__)
+
 GAUGES = ("engine_busy_seconds", "engine_paused_seconds", "engine_state")
 
 
@@ -92,8 +94,6 @@ PAUSE_POLL_SECONDS = 0.02
 """Interval at which answers that will be continued look whether a pause has ended."""
 REPORTS_PER_SAVE = 8
 """Reports of a sample's tokens between two saves that rollout.partial.save_tokens allows."""
-
-logger = logging.getLogger(__name__)
 
 
 class GroupGenerator:

@@ -25,6 +25,8 @@ from relaxd.board.worker import Result
 from relaxd.rpc.errors import DeadlineExceeded
 from services.rollout.engines.request_types import RequestFailed
 
+logger = logging.getLogger(__name__)
+
 
 class TokenBudget:
     """Admits requests in the order in which they come, as long as their tokens fit; a larger one goes alone."""
@@ -59,8 +61,6 @@ TOKENS_PER_SECOND = 100.0
 """Minimum tokens of a sequence that an engine reads in a second, besides REQUEST_SECONDS: less counts as a failure."""
 LEAST_GROUPS = 2
 MOST_GROUPS = 256
-
-logger = logging.getLogger(__name__)
 
 Compute = Callable[
     [NDArray[np.integer], int, int, float],

@@ -39,6 +39,8 @@ from services.trainer.batch.disk_files import in_parallel, sync
 from services.trainer.batch.step_plan import OUTCOME
 from services.trainer.checkpoints.reference_weights import FOLDER as REFERENCE_FOLDER
 
+logger = logging.getLogger(__name__)
+
 
 def size_of(run_folder: Path, step: int) -> int:
     """Return the bytes of a checkpoint's files. Raises OSError."""
@@ -74,8 +76,6 @@ def beyond(run_folder: Path, max_bytes: int) -> list[int]:
             found.append(step)
     return found
 
-
-logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 PART = re.compile(r"rank-(\d+)-")

@@ -20,6 +20,8 @@ from services.trainer.batch.step_file import StepFileError
 from services.trainer.checkpoints.reference_weights import weights_after, weights_path
 from services.trainer.megatron import TICK_SECONDS
 
+logger = logging.getLogger(__name__)
+
 FOLDER_SECONDS = 10.0
 """Seconds that a run's folder may take to appear: a network file system shows new files late."""
 FILE_SECONDS = 60.0
@@ -74,8 +76,6 @@ def await_file(path: Path, role: str, still_waiting: Callable[[Path], None]) -> 
             still_waiting(path)
             time.sleep(TICK_SECONDS)  # named: above
 
-
-logger = logging.getLogger(__name__)
 
 UNKNOWN = -1
 """The step whose weights are served is not known: read the ledger."""

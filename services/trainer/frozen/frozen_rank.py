@@ -33,6 +33,8 @@ from services.trainer.megatron.channels import RankChannel
 from services.trainer.megatron.world import World
 from services.trainer.model.architectures import read_architecture
 
+logger = logging.getLogger(__name__)
+
 Models = Mapping[str, FrozenModel]
 """The models of this rank, by name."""
 
@@ -60,9 +62,6 @@ class TakeOver:
         """Load them into the only model. Raises ModelError, ModelFileError."""
         (model,) = models.values()
         model.load(self.folder)
-
-
-logger = logging.getLogger(__name__)
 
 
 class FrozenModelRank(StageRank):

@@ -29,6 +29,8 @@ from services.trainer.learner.snapshots.snapshot import Checkpointed
 from services.trainer.megatron.channels import RankChannel
 from services.trainer.megatron.disk_work import Progress
 
+logger = logging.getLogger(__name__)
+
 T_co = TypeVar("T_co", covariant=True)
 R_contra = TypeVar("R_contra", contravariant=True)
 R = TypeVar("R", bound="CommandedRank")
@@ -159,8 +161,6 @@ class Restore:
 
 END_SECONDS = 5.0
 """Time in which the parent reads why a rank failed, and kills it."""
-
-logger = logging.getLogger(__name__)
 
 
 class RankThread:

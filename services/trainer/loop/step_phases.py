@@ -38,6 +38,8 @@ from services.trainer.loop.round_runner import GroupFailed
 from services.trainer.loop.training_commands import Assemble, Prepare, Round, TrainingRank
 from services.trainer.megatron.disk_work import Progress
 
+logger = logging.getLogger(__name__)
+
 
 class StepBuilder:
     """Collects groups and mini-batches of the open step."""
@@ -119,8 +121,6 @@ class StepBuilder:
             span.end(None if ended is None else ended * 1000)
         self._spans.clear()
 
-
-logger = logging.getLogger(__name__)
 
 BUNDLE_BYTES = 64 * 2**20
 """Bytes of the groups that one command assembles. Neither its memory nor the time in which the ranks wait for each

@@ -19,6 +19,8 @@ from relaxd.rpc.errors import DeadlineExceeded, FailedPrecondition
 from relaxd.waiting import waiting
 from services.rollout.engines.model_folder import ModelFolder
 
+logger = logging.getLogger(__name__)
+
 CONNECT_SECONDS = 5.0
 _MAX_REASON = 500
 
@@ -137,8 +139,6 @@ CALL_SECONDS = 10.0
 RETRY_SECONDS = 1.0
 KEEP_MEMORY = {"torch_empty_cache": False}
 """Body of /continue_generation. Emptying the allocator's cache would cost time, and fails on a CPU."""
-
-logger = logging.getLogger(__name__)
 
 
 class ServerMismatch(ChildError):

@@ -31,6 +31,8 @@ from services.rollout.engines.request_types import (
 from services.rollout.engines.transformers.batch import Batch, RunningSample
 from services.rollout.engines.transformers.sampling import choose_tokens, likeliest_tokens
 
+logger = logging.getLogger(__name__)
+
 
 class ParameterMemory:
     """The memory of a model's parameters. Tied parameters stay tied."""
@@ -71,8 +73,6 @@ PREFILL_TOKENS = 1024
 """Maximum prompt tokens, padding included, of one prefill, because a pause waits for it. A longer prompt runs alone."""
 SLEEP_LEASE_SECONDS = 10.0
 """Lease of the pause before a sleep, beyond the time to wait for running samples."""
-
-logger = logging.getLogger(__name__)
 
 
 class TransformersEngine(GatedEngine):
