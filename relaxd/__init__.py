@@ -1,6 +1,21 @@
 """relaxd: asynchronous reinforcement-learning post-training for language models, as plain gRPC services."""
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from relaxd.api import Run, RunError, configure, open_run, run
+
+__all__ = ["PROTOCOL_VERSION", "Run", "RunError", "__version__", "configure", "open_run", "run"]
 __version__ = "0.1.0"
 
 PROTOCOL_VERSION = 2
 """Version of the wire protocol and of the board's layout. Services of different versions refuse each other."""
+
+
+def __getattr__(name: str) -> Any:
+    """Return a name of `relaxd.api`, which is imported when somebody first needs it: services never do."""
+    if name not in __all__:
+        raise AttributeError(f"module 'relaxd' has no attribute {name!r}")
+    from relaxd import api
+
+    return getattr(api, name)

@@ -138,10 +138,12 @@ class CoordinatorClient:
         run_id: str = "",
         while_away: Callable[[str], None] = lambda reason: None,
         away_seconds: float = AWAY_SECONDS,
+        after_step: int | None = None,
     ) -> Iterator[pb.WatchRunResponse]:
         """Yield a run's updates, about one a second, until it ends. Survives restarts of the coordinator.
 
-        Each has the whole run, though the coordinator sends only what has changed.
+        Each has the whole run, though the coordinator sends only what has changed, and the steps that are new: those
+        after `after_step`, by default those from now on.
 
         `while_away` is called repeatedly, with the reason, while the coordinator or its Redis doesn't answer. It may
         raise.
@@ -149,7 +151,7 @@ class CoordinatorClient:
         Raises CliError when no coordinator answers at first, or later for `away_seconds`.
         """
         run_id = self.run(run_id).run_id
-        token, last_heard = "", time.monotonic()
+        token, last_heard = "" if after_step is None else str(after_step), time.monotonic()
         while True:
             request = pb.WatchRunRequest(run_id=run_id, resume_token=token, max_seconds=60, only_changes=True)
             try:

@@ -31,9 +31,13 @@ class RunReader(Protocol):
         """List trained samples, newest first."""
 
     def watch(
-        self, run_id: str = "", while_away: Callable[[str], None] = lambda reason: None, away_seconds: float = 0.0
+        self,
+        run_id: str = "",
+        while_away: Callable[[str], None] = lambda reason: None,
+        away_seconds: float = 0.0,
+        after_step: int | None = None,
     ) -> Iterator[pb.WatchRunResponse]:
-        """Yield a run's updates until it ends."""
+        """Yield a run's updates until it ends, with its steps after one, by default those from now on."""
 
 
 class FolderRuns:
@@ -71,7 +75,11 @@ class FolderRuns:
         return [ParseDict(line, pb.TrainedSample(), ignore_unknown_fields=True) for line in islice(found, limit)]
 
     def watch(
-        self, run_id: str = "", while_away: Callable[[str], None] = lambda reason: None, away_seconds: float = 0.0
+        self,
+        run_id: str = "",
+        while_away: Callable[[str], None] = lambda reason: None,
+        away_seconds: float = 0.0,
+        after_step: int | None = None,
     ) -> Iterator[pb.WatchRunResponse]:
         """Yield all of a run at once: nothing follows, because nobody works on it."""
         run = self.run(run_id)

@@ -1,0 +1,331 @@
+"""relaxd from Python: start a run, iterate its steps, read what it leaves. The package's names `run` etc. are these.
+
+    import relaxd
+
+    config = relaxd.configure("examples/addition.toml", {"run.steps": 10})
+    with relaxd.run(config, reward=my_reward) as run:
+        for step in run.steps():
+            print(step["step"], step["reward_mean"])
+    print(run.samples(limit=3), run.frame())
+
+A run from Python has the services, files and commands of one that `relaxd run` starts: `relaxd watch` shows it, and
+`relaxd.open_run` finds it from another process.
+"""
+
+import asyncio
+import atexit
+import hashlib
+import inspect
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from relaxd.cli.execute import new_run_id
+from relaxd.cli.options import DEFAULT_STATE
+from relaxd.cli.reading import run_source
+from relaxd.cli.reading.run_source import RunSource
+from relaxd.client import CliError
+from relaxd.client.coordinator_client import ENDED, CoordinatorClient, state_name
+from relaxd.config import RunConfig
+from relaxd.config.load_toml import load, load_file
+from relaxd.config.names.settings_table import settings as known_settings
+from relaxd.config.write_toml import dump, toml
+from relaxd.local.programs import python_path
+from relaxd.local.silence import open_client
+from relaxd.run_folder import LEDGER, METRICS, is_run, read_lines
+from relaxd.v1 import coordinator_pb2 as pb
+
+POLL_SECONDS = 0.2
+"""Interval at which the folder of a run that starts is looked for."""
+END_SECONDS = 300.0
+"""Limit of the time in which the services of an ended or stopped run must have left."""
+SHOWN_LINES = 15
+"""Last lines of `relaxd run` that an error shows."""
+
+Row = dict[str, Any]
+"""One row of what a run tells: a step, a sample, an entry of the ledger."""
+
+
+class RunError(RuntimeError):
+    """A run can't start, has failed, or isn't known. The message says why."""
+
+
+def configure(source: str | Path | Mapping[str, Any], settings: Mapping[str, Any] | None = None) -> RunConfig:
+    """Make a configuration.
+
+    Args:
+        source: the path of a TOML file, or what it would contain: {"run": {"steps": 10}, ...}.
+        settings: further settings by name, such as {"rollout.top_p": 0.9}. They come last.
+
+    Raises ConfigError: settings are unknown or wrong; `problems` has every mistake.
+    """
+    words = [f"--{name}={_as_word(name, value)}" for name, value in (settings or {}).items()]
+    if isinstance(source, Mapping):
+        return load("\n".join(f"{name} = {toml(value)}" for name, value in source.items()), words, name="configure")
+    return load_file(Path(source), words)
+
+
+def run(
+    config: RunConfig,
+    *,
+    run_id: str = "",
+    reward: Callable[..., Any] | None = None,
+    replicas: Mapping[str, int] | None = None,
+    coordinator: str | None = None,
+    state: Path = DEFAULT_STATE,
+) -> "Run":
+    """Start a run, and return once it has begun.
+
+    Without services that are up here, it starts some and stops them at the run's end, as `relaxd run` does.
+
+    Args:
+        config: from `configure`.
+        run_id: its id; by default one is made.
+        reward: a function, also of a notebook, in place of reward.name. Reward workers get its source, so what it needs
+            is imported or defined within it.
+        replicas: replicas to start by role, such as {"rollout": 2}.
+        coordinator: host:port of services elsewhere, whose machine has the files that `config` names.
+        state: the folder in which `relaxd up` keeps its state.
+
+    Raises:
+        ValueError: `reward` has no source that can be read.
+        RunError: the run can't start.
+    """
+    run_id = run_id or new_run_id("python")
+    if reward is not None:
+        name = write_reward(reward, config.run.folder.expanduser().resolve())
+        config = config.model_copy(update={"reward": config.reward.model_copy(update={"name": name})})
+    if coordinator is not None:
+        with _errors(), open_client(coordinator, state) as client:
+            begun = client.start_run(dump(config), run_id)
+        return Run(begun.run_id, Path(begun.folder), state, coordinator)
+    folder = config.run.folder.expanduser().resolve() / run_id
+    child = _Child(config, run_id, replicas or {}, state)
+    try:
+        child.wait_until(lambda: is_run(folder))
+    except BaseException:
+        child.stop()
+        raise
+    return Run(run_id, folder, state, child=child)
+
+
+def open_run(run_id: str = "", *, coordinator: str | None = None, state: Path = DEFAULT_STATE) -> "Run":
+    """Find a run by its id or its folder; "" is the newest. Raises RunError: there is no such run."""
+    with _errors(), run_source.open_run(run_id, None, state, coordinator) as source:
+        return Run(source.run.run_id, Path(source.run.folder), state, coordinator)
+
+
+class Run:
+    """A run. As a context manager it is stopped at the end of the block, unless it has ended."""
+
+    def __init__(
+        self, run_id: str, folder: Path, state: Path, coordinator: str | None = None, child: "_Child | None" = None
+    ) -> None:
+        """For `run` and `open_run`."""
+        self.id = run_id
+        self.folder = folder
+        """Its folder, on the coordinator's machine."""
+        self._state = state
+        self._coordinator = coordinator
+        self._child = child
+
+    def __repr__(self) -> str:
+        return f"<relaxd run {self.id} in {self.folder}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._child is not None:
+            self._child.stop()
+        elif self.state not in ("stopped", "failed"):
+            self.stop("the block that used it ended")
+
+    @property
+    def state(self) -> str:
+        """Its state, such as "running", "stopped" or "failed"."""
+        return state_name(self._now().state)
+
+    def steps(self) -> Iterator[Row]:
+        """Yield the metrics of each step, from the first one, and those to come until the run ends.
+
+        A row has `step` and the numbers of docs/metrics.md. Raises RunError: the run has failed, or its services left.
+        """
+        last = 0
+        while True:
+            with _errors(), self._source() as source:
+                for response in source.reader.watch(self.id, after_step=last):
+                    for step in response.steps:
+                        if step.step > last:  # a folder has them all
+                            last = step.step
+                            yield {"step": step.step, **step.metrics}
+                    state, reason = response.run.state, response.run.reason
+            if state == pb.RUN_STATE_FAILED:
+                raise RunError(f"run {self.id} has failed: {reason}")
+            if state in ENDED:
+                return
+            if self._child is None or not self._child.is_alive():
+                raise RunError(
+                    f"run {self.id} has not ended, and nobody works on it: relaxd resume {self.id} continues it"
+                )
+            time.sleep(POLL_SECONDS)  # idle: its services start
+
+    async def asteps(self) -> AsyncIterator[Row]:
+        """`steps`, for an event loop."""
+        found = self.steps()
+        while (step := await asyncio.to_thread(next, found, None)) is not None:
+            yield step
+
+    def wait(self) -> Row:
+        """Wait until the run and what was started for it have ended, and return its last step. Raises RunError."""
+        last: Row = {}
+        for step in self.steps():
+            last = step
+        if self._child is not None:
+            self._child.wait(END_SECONDS)
+        return last
+
+    def stop(self, reason: str = "stopped from Python") -> None:
+        """End the run early: drop its open groups, save a checkpoint, evaluate, export. `wait` waits for that."""
+        with self._client() as client:
+            client.stop_run(self.id, reason)
+
+    def checkpoint(self) -> Path:
+        """Save a checkpoint now, which is kept until somebody removes it, and return its folder."""
+        with self._client() as client:
+            return Path(client.save_checkpoint(self.id).path)
+
+    def samples(self, step: int = 0, limit: int = 16) -> list[Row]:
+        """Return trained samples, newest first: prompt, response, reward ...; `step` 0 is any step."""
+        with _errors(), self._source() as source:
+            found = source.reader.samples(self.id, step, limit)
+        return [{field.name: getattr(sample, field.name) for field in sample.DESCRIPTOR.fields} for sample in found]
+
+    def metrics(self) -> list[Row]:
+        """Return the rows of metrics.jsonl: the steps so far, with their evaluations. Needs the run's folder."""
+        return list(read_lines(self.folder / METRICS))
+
+    def ledger(self) -> list[Row]:
+        """Return the rows of ledger.jsonl: for each step the groups that it trained. Needs the run's folder."""
+        return list(read_lines(self.folder / LEDGER))
+
+    def frame(self) -> Any:
+        """Return `metrics` as a pandas.DataFrame, a row for each step. Needs the package pandas."""
+        import pandas  # type: ignore[import-untyped]
+
+        return pandas.DataFrame(self.metrics())
+
+    def _now(self) -> pb.Run:
+        with _errors(), self._source() as source:
+            return source.run
+
+    def _source(self) -> AbstractContextManager[RunSource]:
+        here = self.folder if is_run(self.folder) else None
+        return run_source.open_run(self.id, here, self._state, self._coordinator)
+
+    @contextmanager
+    def _client(self) -> Iterator[CoordinatorClient]:
+        with _errors(), self._source() as source:
+            if not isinstance(source.reader, CoordinatorClient):
+                raise RunError(f"run {self.id} has no services that are up")
+            yield source.reader
+
+
+class _Child:
+    """`relaxd run` in a process of its own, which starts the services, stops them and writes the report."""
+
+    def __init__(self, config: RunConfig, run_id: str, replicas: Mapping[str, int], state: Path) -> None:
+        self._output: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
+        file = Path(tempfile.mkdtemp(prefix="relaxd-")) / "python.toml"
+        file.write_text(dump(config))
+        words = ["run", str(file), "--run-id", run_id, "--state", str(state)]
+        words += [f"--{role}={count}" for role, count in replicas.items()]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "relaxd.cli", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"PYTHONPATH": python_path(), "CI": "1"},  # no live view
+            start_new_session=True,  # Ctrl-C in Python interrupts a cell, not the run
+        )
+        atexit.register(self.stop)
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def wait_until(self, begun: Callable[[], bool]) -> None:
+        """Wait until the run has begun. Raises RunError: the process has ended before."""
+        while not begun():
+            if not self.is_alive():
+                raise RunError(self._last_lines())
+            time.sleep(POLL_SECONDS)  # named: by the caller, who started a run
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the process. Raises RunError: it failed, or doesn't end within `seconds`."""
+        atexit.unregister(self.stop)
+        try:
+            code = self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise RunError(f"`relaxd run` (process {self._process.pid}) did not end within {seconds:g} s") from None
+        if code:
+            raise RunError(self._last_lines())
+
+    def stop(self) -> None:
+        """Have it save a checkpoint and stop the services, unless the run has ended, and wait for that."""
+        atexit.unregister(self.stop)
+        if self.is_alive():
+            self._process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_SECONDS)
+
+    def _last_lines(self) -> str:
+        self._output.seek(0)
+        return "\n".join(self._output.read().splitlines()[-SHOWN_LINES:])
+
+
+def write_reward(reward: Callable[..., Any], folder: Path) -> str:
+    """Write a function's source into a file below `folder`, and return the name that reward.name needs.
+
+    Raises ValueError: it isn't a function that `def` made, or its source can't be read.
+    """
+    if not inspect.isfunction(reward) or not reward.__name__.isidentifier():
+        raise ValueError(
+            f"reward is {reward!r}: it must be a function that `def` made, or leave it out and set reward.name"
+        )
+    try:
+        source = textwrap.dedent(inspect.getsource(reward))
+    except (OSError, TypeError) as error:
+        raise ValueError(f"the source of the reward {reward.__name__} can't be read ({error})") from error
+    digest = hashlib.sha256(source.encode()).hexdigest()[:8]
+    file = folder / "rewards" / f"{reward.__name__}_{digest}.py"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(
+        f"from __future__ import annotations  # its annotations may name what only the caller imports\n\n\n{source}"
+    )
+    return f"{file}:{reward.__name__}"
+
+
+def _as_word(name: str, value: Any) -> str:
+    """Return a value as the command line takes it."""
+    known = known_settings().get(tuple(name.split(".")))
+    return value if isinstance(value, str) and known is not None and known.takes_text else toml(value)
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Raise the errors of commands as RunError, with their hints."""
+    try:
+        yield
+    except CliError as error:
+        raise RunError(f"{error.message}\n{error.hint}" if error.hint else error.message) from error

@@ -1,0 +1,97 @@
+"""relaxd from Python: a run on services of its own, with a reward of the test's; the same run read by others."""
+
+import asyncio
+import json
+import linecache
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import relaxd
+from relaxd.config.load_toml import ConfigError
+from tests.e2e.conftest import CONFIG
+from tests.kit.processes import ROOT
+
+
+def even_bytes(sample: Any) -> float:
+    data = sample.response.encode()
+    return sum(byte % 2 == 0 for byte in data) / max(len(data), 1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_run_is_started_iterated_and_read(folder: Path, tiny_model: Path) -> None:
+    (folder / "tiny.toml").write_text(CONFIG.format(model=tiny_model, steps=3))
+    config = relaxd.configure("tiny.toml", {"run.steps": 2, "rollout.temperature": 0.9, "eval.prompts": 0})
+    with relaxd.run(config, reward=even_bytes, run_id="from-python") as run:
+        steps = list(run.steps())
+        last = run.wait()
+    assert [step["step"] for step in steps] == [1, 2]
+    assert all(0 < step["reward_mean"] < 1 for step in steps)
+    assert last == steps[-1]
+    assert run.state == "stopped"
+    assert not (folder / ".relaxd" / "services.json").exists()
+
+    again = relaxd.open_run("from-python")
+    assert [row["step"] for row in again.metrics() if row["step"]] == [1, 2]
+    assert [row["step"] for row in again.ledger()] == [1, 2]
+    assert {sample["step"] for sample in again.samples(limit=100)} == {1, 2}
+    for sample in again.samples(limit=3):
+        assert sample["reward"] == pytest.approx(even_bytes(type("Sample", (), sample)))
+    assert again.frame().reward_mean.iloc[-1] == pytest.approx(last["reward_mean"])
+
+    async def collected() -> list[relaxd.api.Row]:
+        return [step async for step in again.asteps()]
+
+    assert [(step["step"], step["reward_mean"]) for step in asyncio.run(collected())] == [
+        (step["step"], pytest.approx(step["reward_mean"])) for step in steps
+    ]
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(folder: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a tiny model: its cells are executed as Jupyter does, so that inspect finds the source of a function."""
+    (folder / "addition.toml").write_text(CONFIG.format(model=tiny_model, steps=24))
+    names: dict[str, Any] = {}
+    for number, cell in enumerate(json.loads((ROOT / "examples" / "notebook.ipynb").read_text())["cells"]):
+        if cell["cell_type"] == "code":
+            source, name = "".join(cell["source"]), f"<cell {number}>"
+            linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+            exec(compile(source, name, "exec"), names)
+    assert re.findall(r"^\d+ 0\.\d+|^\d+ 0", capsys.readouterr().out, re.MULTILINE)
+    assert names["run"].state == "stopped"
+    assert [row["step"] for row in names["run"].ledger()] == [1, 2, 3, 4]
+
+
+def test_a_run_that_can_not_start_says_why(folder: Path, tiny_model: Path) -> None:
+    (folder / "tiny.toml").write_text(CONFIG.format(model=tiny_model, steps=3))
+    config = relaxd.configure("tiny.toml", {"reward.name": "nowhere:score"})
+    with pytest.raises(relaxd.RunError, match="module nowhere cannot be imported"):
+        relaxd.run(config)
+    with pytest.raises(relaxd.RunError, match="has no run"):
+        relaxd.open_run()
+    with pytest.raises(ValueError, match="it must be a function that `def` made"):
+        relaxd.run(config, reward=lambda sample: 0.0)
+
+
+def test_a_configuration_is_made_of_mappings() -> None:
+    content = {"model": {"path": "org/model"}, "data": {"source": "addition"}, "reward": {"name": "addition"}}
+    config = relaxd.configure(content, {"rollout.stop": ["\n"], "run.steps": 7})
+    assert (config.run.steps, config.rollout.stop, config.model.path) == (7, ("\n",), "org/model")
+    with pytest.raises(ConfigError, match=re.escape("--rollout.top_q")):
+        relaxd.configure(content, {"rollout.top_q": 0.5})
+
+
+def test_importing_relaxd_imports_none_of_it() -> None:
+    code = "import relaxd, sys; print(sorted(name for name in sys.modules if name.startswith('relaxd.')))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
