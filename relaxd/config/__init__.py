@@ -16,6 +16,7 @@ from relaxd.config.role_settings import (
 )
 from relaxd.config.rollout import RolloutConfig
 from relaxd.config.run import ModelConfig, RunConfig, RunSection, TelemetryConfig
+from relaxd.config.tracking import TrackingConfig
 from relaxd.config.trainer import MoEConfig, OptimizerConfig, TrainerConfig
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "RunSection",
     "TeacherConfig",
     "TelemetryConfig",
+    "TrackingConfig",
     "TrainerConfig",
     "WeightsConfig",
 ]

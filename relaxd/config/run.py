@@ -13,6 +13,7 @@ from relaxd.config.reward import RewardConfig
 from relaxd.config.role_settings import CriticConfig, RolesConfig
 from relaxd.config.rollout import RolloutConfig
 from relaxd.config.section import Section, refuse_unused
+from relaxd.config.tracking import TrackingConfig
 from relaxd.config.trainer import TrainerConfig
 
 JUDGE_REWARDS = ("judge", "judge_pairs", "boxed_judge")
@@ -99,6 +100,8 @@ class RunConfig(Section):
     """Evaluation."""
     telemetry: TelemetryConfig = TelemetryConfig()
     """Traces and samples."""
+    tracking: TrackingConfig = TrackingConfig()
+    """TensorBoard, W&B and other trackers."""
 
     def trace_folder(self, run_folder: str) -> Path | None:
         """Return the run's folder if its processes write traces there, else None."""

@@ -112,6 +112,8 @@ class _AlarmKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AlarmKind.V
     """Not given."""
     ALARM_KIND_LOGPROB_GAP: _AlarmKind.ValueType  # 1
     """Engine and trainer give the same tokens other log-probs under equal weights (docs/mismatch.md)."""
+    ALARM_KIND_TRACKER: _AlarmKind.ValueType  # 2
+    """A tracker fails or doesn't answer; the run doesn't wait for it (docs/tracking.md)."""
 
 class AlarmKind(_AlarmKind, metaclass=_AlarmKindEnumTypeWrapper):
     """What an alarm is about."""
@@ -120,6 +122,8 @@ ALARM_KIND_UNSPECIFIED: AlarmKind.ValueType  # 0
 """Not given."""
 ALARM_KIND_LOGPROB_GAP: AlarmKind.ValueType  # 1
 """Engine and trainer give the same tokens other log-probs under equal weights (docs/mismatch.md)."""
+ALARM_KIND_TRACKER: AlarmKind.ValueType  # 2
+"""A tracker fails or doesn't answer; the run doesn't wait for it (docs/tracking.md)."""
 Global___AlarmKind: _TypeAlias = AlarmKind  # noqa: Y015
 
 class _WaitKind:

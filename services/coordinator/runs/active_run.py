@@ -31,6 +31,7 @@ from services.coordinator.runs.evaluation import Evaluated, EvaluationFailed, Ev
 from services.coordinator.runs.gpu_usage import StepUsage, Usage
 from services.coordinator.runs.publisher import PromptsFailed, Publisher
 from services.coordinator.runs.run_files import RunFiles, summarise
+from services.coordinator.runs.tracking import Tracking
 from services.coordinator.runs.wait_watcher import WaitWatcher
 from services.coordinator.state.records import Evaluation, Outcome, Phase, RunRecord, WeightsRecord
 from services.coordinator.state.retries import FolderRetry, RedisRetry
@@ -102,6 +103,10 @@ class ActiveRun:
         self._drops = DropWatch()
         self._gap = GapWatch(context.config)
         self.waiting = WaitWatcher(context, self._describe)
+        self._tracking: Tracking | None = None
+        """The run's trackers; None if it has none."""
+        if context.config.tracking.trackers:
+            self._tracking = Tracking(context.run_id, context.config.tracking, files.folder, lambda: self.step)
         self._going_since = time.monotonic()
         """Monotonic time at which training began, or went on after a pause, under this coordinator."""
         self._sampled_step = 0
@@ -192,6 +197,8 @@ class ActiveRun:
         self._changed.fire()
         parts = (self.handoff or self.sync, self._publisher, self.health, self.waiting)
         helpers = [asyncio.create_task(part.run_forever()) for part in parts]
+        if self._tracking is not None:
+            helpers.append(asyncio.create_task(self._tracking.run_forever()))
         phases = asyncio.create_task(self._phases())
         try:
             # A helper ends only with an unexpected error, which ends the run's task, too.
@@ -331,6 +338,8 @@ class ActiveRun:
         await self._save(**end, paused=None, board_bytes=size)
         await self._disk.call(self._write_record)
         logger.info("run %s ended after %d steps: %s", record.run_id, counts.last_step, reason)
+        if self._tracking is not None:
+            await self._tracking.finish()
 
     # --- parts of phases ------------------------------------------------------------------------------------------
 
@@ -579,9 +588,10 @@ class ActiveRun:
 
     def alarms(self) -> list[pb.Alarm]:
         """Return the alarms that go on."""
-        if (gap := self._gap.alarm) is None:
-            return []
-        return [pb.Alarm(kind=pb.ALARM_KIND_LOGPROB_GAP, first_step=gap.first_step, text=gap.text)]
+        alarms = self._tracking.alarms() if self._tracking is not None else []
+        if (gap := self._gap.alarm) is not None:
+            alarms.append(pb.Alarm(kind=pb.ALARM_KIND_LOGPROB_GAP, first_step=gap.first_step, text=gap.text))
+        return alarms
 
     def _record_replicas(self, usage: StepUsage) -> None:
         for name, shares in usage.replicas.items():

@@ -99,7 +99,7 @@ LOST: dict[str, tuple[Any, str]] = {
     "reward.reward_model.enable_resource_pool": (True, "--judge N"),
     "reward.sandbox_fusion.url": ("http://sandbox", "own sandbox"),
     "algorithm.filter_groups.metric": ("acc", "by their reward"),
-    "trainer.logger": (["console", "wandb"], "metrics.jsonl"),
+    "trainer.logger": (["console", "wandb"], "tracking.trackers"),
     "trainer.val_only": (True, "relaxd eval"),
     "trainer.not_a_key_of_verl": (1, "no such setting"),
     "--config-name": ("grpo.yaml", "files that hydra adds"),

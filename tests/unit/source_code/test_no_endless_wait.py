@@ -60,6 +60,7 @@ WITHOUT_DEADLINE = {
         ("relaxd/weights/cuda_ipc.py", "IpcConnection._work"),
         ("services/coordinator/runs/active_run.py", "ActiveRun.main"),
         ("services/coordinator/runs/publisher.py", "Publisher.run_forever"),  # its run fails, which cancels it
+        ("services/coordinator/runs/tracking.py", "Tracking.run_forever"),  # its run ends, which cancels it
         ("services/coordinator/service.py", "CoordinatorProcess.run"),
         ("services/reward/worker/worker_rewards.py", "Rewards.work"),
         ("services/reward/judge_questions.py", "Questions._sent"),

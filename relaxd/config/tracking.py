@@ -1,0 +1,78 @@
+"""Settings of trackers, such as TensorBoard and W&B."""
+
+from typing import Any, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import Field, model_validator
+
+from relaxd.config.section import Section, refuse_unused
+from relaxd.importing import check_known_or_own
+
+TRACKERS = ("tensorboard", "wandb", "mlflow")
+"""The bundled trackers."""
+
+
+class TrackingConfig(Section):
+    """Trackers, which show a run's numbers outside of relaxd (docs/tracking.md)."""
+
+    trackers: tuple[str, ...] = ()
+    """Trackers that get the numbers of each step: "tensorboard", "wandb", "mlflow", or one of your own as
+    "package.module:Class" or "file.py:Class"."""
+    python: str = ""
+    """Python interpreter that has the trackers' packages, if it isn't that of the coordinator. It needs Python 3.11 and
+    nothing of relaxd."""
+    project: str = "relaxd"
+    """Project of W&B, or experiment of MLflow, that the run belongs to."""
+    name: str = ""
+    """Name of the run in W&B and MLflow. By default the run's id."""
+    samples: bool = True
+    """Show the samples that the run keeps (telemetry.samples_per_step), too."""
+    wandb_mode: Literal["online", "offline"] = "online"
+    """online: send to W&B, with the key WANDB_API_KEY of the coordinator's environment. offline: write files into the
+    run's folder, which `wandb sync` sends later."""
+    wandb_entity: str = ""
+    """User or team of W&B. By default that of the key."""
+    mlflow_url: str = ""
+    """Address of the MLflow server, such as "http://mlflow:5000". Its secrets are in the coordinator's environment:
+    MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Settings for trackers of your own, which relaxd passes on."""
+
+    @model_validator(mode="after")
+    def _trackers_are_known(self) -> Self:
+        for number, name in enumerate(self.trackers):
+            there_are, own = "there are", "A tracker of your own"
+            check_known_or_own(f"tracking.trackers.{number}", name, TRACKERS, there_are, own)
+            if name in self.trackers[:number]:
+                raise ValueError(f'tracking.trackers.{number} = "{name}": it is listed twice: remove one')
+        return self
+
+    @model_validator(mode="after")
+    def _settings_are_used(self) -> Self:
+        if not self.trackers:
+            others = [name for name in type(self).model_fields if name != "trackers"]
+            refuse_unused(self, "tracking", others, "tracking.trackers is empty: name a tracker")
+        needs = {"wandb": ("wandb_mode", "wandb_entity"), "mlflow": ("mlflow_url",)}
+        for tracker, names in needs.items():
+            if tracker not in self.trackers:
+                refuse_unused(self, "tracking", names, f'tracking.trackers has no "{tracker}": add it')
+        if not set(self.trackers) - set(TRACKERS):
+            refuse_unused(self, "tracking", ("options",), "tracking.trackers has no tracker of your own: name it")
+        return self
+
+    @model_validator(mode="after")
+    def _mlflow_has_an_address(self) -> Self:
+        if "mlflow" not in self.trackers:
+            return self
+        url = urlsplit(self.mlflow_url)
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise ValueError(
+                f'tracking.mlflow_url is "{self.mlflow_url}": set the address of an MLflow server, such as '
+                '"http://mlflow:5000"'
+            )
+        if "@" in url.netloc:
+            raise ValueError(
+                "tracking.mlflow_url has a password or token, which would be kept with the run: set "
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the coordinator's environment instead"
+            )
+        return self

@@ -1,0 +1,195 @@
+"""A thread that feeds one tracker from the files in the run's folder."""
+
+import contextlib
+import math
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from relaxd.importing import describe_error
+from relaxd.run_folder import METRICS, SAMPLES
+from relaxd.trackers.followed_file import FollowedFile
+from relaxd.trackers.logged import Logged, Part, digest
+from relaxd.trackers.tracker import Edition, TrackedRun, Tracker, flatten, load_tracker
+
+POLL_SECONDS = 0.5
+"""Interval at which the files are looked at."""
+RESTART_SECONDS = 30.0
+"""Time after a tracker's error until it is started again."""
+SLOW_SECONDS = 60.0
+"""Time without an answer after which a tracker is called stuck."""
+FOLDER = "trackers"
+"""Folder in the run's folder with what each tracker has logged."""
+
+Report = Callable[[str, str], None]
+"""Called with a tracker's name and its problem, "" once it works."""
+
+
+class TakenBack(Exception):
+    """Steps that were logged are gone from the run's files, or have other numbers now."""
+
+
+class Feed(threading.Thread):
+    """Feeds one tracker until it is asked to end; no error of the tracker leaves it."""
+
+    def __init__(self, name: str, run: TrackedRun, report: Report, restart_seconds: float = RESTART_SECONDS) -> None:
+        super().__init__(name=name, daemon=True)
+        self._run = run
+        self._report = report
+        self._restart_seconds = restart_seconds
+        self._ending = threading.Event()
+        self._run_ended = False
+        self._busy_since: float | None = None
+        file = re.sub(r"\W+", "-", name) + ".jsonl"
+        self._logged_path = run.folder / FOLDER / file
+        self._metrics = FollowedFile(run.folder / METRICS)
+        self._samples = FollowedFile(run.folder / SAMPLES)
+        self._tracker: Tracker | None = None
+
+    def end(self, *, run_ended: bool) -> None:
+        """Ask the thread to log what is there and end."""
+        self._run_ended = run_ended
+        self._ending.set()
+
+    def check(self) -> None:
+        """Report a tracker that hasn't answered for long. Called from another thread."""
+        since = self._busy_since
+        if since is not None and time.monotonic() - since > SLOW_SECONDS:
+            self._report(self.name, f"has not answered for more than {SLOW_SECONDS:.0f} s")
+
+    def run(self) -> None:
+        """Feed the tracker; start it again after an error."""
+        taken_back = False
+        while True:
+            try:
+                self._busy_since = time.monotonic()
+                self._start(taken_back=taken_back)
+                self._follow()
+                self._close()
+                return
+            except TakenBack:
+                taken_back = True
+                self._close()
+                continue
+            except Exception as error:  # a tracker may raise anything
+                taken_back = False
+                again = f"; it is started again every {self._restart_seconds:.0f} s"
+                self._report(self.name, describe_error(error) + again)
+                self._close()
+            self._busy_since = None
+            if self._ending.wait(self._restart_seconds):  # idle: the problem is reported
+                return
+
+    def _start(self, *, taken_back: bool) -> None:
+        """Start the tracker where it was; with a new edition if steps were taken back."""
+        self._tracker = load_tracker(self.name)
+        self._logged = Logged(self._logged_path)
+        before = self._logged.edition
+        resumed = bool(before) and not taken_back and not self._tracker.begins_anew(self._run)
+        if not resumed:
+            self._logged.begin_edition()
+        edition = Edition(self._logged.edition, replaced="" if resumed else before, resumed=resumed)
+        self._tracker.start(self._run, edition)
+
+    def _follow(self) -> None:
+        """Feed the tracker until it is asked to end. Raises TakenBack, and whatever the tracker raises."""
+        assert self._tracker is not None
+        while True:
+            ending = self._ending.is_set()  # before reading: what the run wrote until then is read
+            self._busy_since = time.monotonic()
+            self._read_metrics()
+            if self._run.settings["samples"]:
+                self._read_samples()
+            self._busy_since = None
+            self._report(self.name, "")
+            if ending:
+                return
+            self._ending.wait(POLL_SECONDS)  # idle: the run has written nothing new
+
+    def _read_metrics(self) -> None:
+        last_step = -1
+        from_beginning, lines = self._metrics.read()
+        while lines:
+            for line in lines:
+                step = line.get("step")
+                if isinstance(step, int):
+                    last_step = step
+                    self._log_line(step, line)
+            self._flush()
+            again, lines = self._metrics.read()
+            from_beginning |= again
+        if from_beginning and last_step < self._logged.last_step:
+            raise TakenBack
+
+    def _log_line(self, step: int, line: Mapping[str, Any]) -> None:
+        """Log a line of metrics.jsonl, unless it is logged. Raises TakenBack: another one was logged for its step."""
+        assert self._tracker is not None
+        numbers, evaluation = split_line(line)
+        logs: tuple[tuple[Part, dict[str, float], Callable[[int, Mapping[str, float]], None]], ...] = (
+            ("step", numbers, self._tracker.log_step),
+            ("evaluation", evaluation, self._tracker.log_evaluation),
+        )
+        for part, values, log in logs:
+            known, new = self._logged.known(step, part), digest(values)
+            if known is None and values:
+                log(step, values)
+                self._logged.add(step, part, new)
+            elif known is not None and known != new:
+                raise TakenBack
+
+    def _read_samples(self) -> None:
+        step, rows = -1, list[dict[str, Any]]()
+        _, lines = self._samples.read()
+        while lines:
+            for line in lines:
+                if line.get("step", -1) != step:
+                    self._log_samples(step, rows)
+                    step, rows = line.get("step", -1), []
+                if line not in rows:  # two coordinators may have appended it
+                    rows.append(line)
+            _, lines = self._samples.read()
+        self._log_samples(step, rows)
+        self._flush()
+
+    def _log_samples(self, step: int, rows: list[dict[str, Any]]) -> None:
+        assert self._tracker is not None
+        if rows and self._logged.known(step, "samples") is None:
+            shown = ({name: value for name, value in row.items() if name not in ("entry", "step")} for row in rows)
+            self._tracker.log_samples(step, list(shown))
+            self._logged.add(step, "samples", 0)
+
+    def _flush(self) -> None:
+        assert self._tracker is not None
+        self._tracker.flush()
+        self._logged.save()
+
+    def _close(self) -> None:
+        """Close the tracker and the files, so that all is read again."""
+        self._metrics.close()
+        self._samples.close()
+        tracker, self._tracker = self._tracker, None
+        if tracker is not None:
+            with contextlib.suppress(Exception):  # what was logged is stored: `flush` came before
+                tracker.close(ended=self._run_ended)
+
+
+def split_line(line: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the numbers of a line of metrics.jsonl, and those of its evaluation, by the names that trackers show.
+
+    "reward_mean" is "train/reward_mean", "eval_reward" is "eval/reward", "eval/SET/reward" stays as it is, and the
+    share of a replica is "train/replicas.busy.ID". What is no number, or is not finite, is left out.
+    """
+    numbers: dict[str, float] = {}
+    evaluation: dict[str, float] = {}
+    for name, value in flatten(line).items():
+        if name == "step" or isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            continue
+        if name.startswith("eval/"):
+            evaluation[name] = value
+        elif name.startswith("eval_"):
+            evaluation["eval/" + name.removeprefix("eval_")] = value
+        else:
+            numbers[f"train/{name}"] = value
+    return numbers, evaluation

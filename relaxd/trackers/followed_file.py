@@ -1,0 +1,70 @@
+"""A JSONL file that is read while another process appends to it, cuts it off or replaces it."""
+
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+READ_BYTES = 1 << 20
+"""About as many bytes are read at once."""
+
+
+class FollowedFile:
+    """Reads the lines of a file that grows, and from its beginning again if it was replaced or cut off."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: io.BufferedReader | None = None
+        self._end = 0
+        """Byte at which the last line that was read ends."""
+        self._last = b""
+        """The last line that was read."""
+
+    def read(self) -> tuple[bool, list[dict[str, Any]]]:
+        """Return whether the file is read from its beginning, and lines; none when all have been read.
+
+        Skips lines that are no JSON objects: their writer died. Raises OSError.
+        """
+        again = self._reopen_if_changed()
+        if self._file is None:
+            return False, []
+        self._file.seek(self._end)
+        lines = [line for line in self._file.readlines(READ_BYTES) if line.endswith(b"\n")]
+        if lines:
+            self._end += sum(map(len, lines))
+            self._last = lines[-1]
+        return again, [value for line in lines if (value := _value(line)) is not None]
+
+    def close(self) -> None:
+        """Close the file. The next `read` begins at its beginning."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _reopen_if_changed(self) -> bool:
+        """Open the file at its beginning, unless it is open and only grew; return whether that was done."""
+        try:
+            number = os.stat(self._path).st_ino
+        except FileNotFoundError:
+            return False
+        if self._file is not None and os.fstat(self._file.fileno()).st_ino == number and self._has_last_line():
+            return False
+        self.close()
+        self._file = self._path.open("rb")
+        self._end, self._last = 0, b""
+        return True
+
+    def _has_last_line(self) -> bool:
+        """Return whether the last line that was read is still where it was."""
+        assert self._file is not None
+        self._file.seek(self._end - len(self._last))
+        return self._file.read(len(self._last)) == self._last
+
+
+def _value(line: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None

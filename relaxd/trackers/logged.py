@@ -1,0 +1,59 @@
+"""The record of what a tracker has logged, in the run's folder: a tracker that is started again goes on after it."""
+
+import json
+import secrets
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from relaxd.run_folder import append_lines, read_lines
+
+Part = Literal["step", "evaluation", "samples"]
+
+
+class Logged:
+    """What an edition of a tracker has stored: the digest of each step's numbers, and whose samples."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.edition = ""
+        """Id of the edition that was started last, "" before the first."""
+        self._digests: dict[tuple[int, Part], int] = {}
+        self._unsaved: list[str] = []
+        for line in read_lines(path):
+            if "edition" in line:
+                self.edition, self._digests = line["edition"], {}
+            else:
+                self._digests[line["step"], line["part"]] = line["digest"]
+        self.last_step = max((step for step, _ in self._digests), default=-1)
+        """The last step of which something is logged; -1 if nothing is."""
+
+    def begin_edition(self) -> None:
+        """Begin the next edition, which has logged nothing. Raises OSError."""
+        self.edition = secrets.token_hex(4)
+        self.last_step = -1
+        self._digests, self._unsaved = {}, []
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        append_lines(self._path, json.dumps({"edition": self.edition}) + "\n")
+
+    def known(self, step: int, part: Part) -> int | None:
+        """Return the digest of a part that is logged, else None."""
+        return self._digests.get((step, part))
+
+    def add(self, step: int, part: Part, digest: int) -> None:
+        """Add a part that was logged; `save` keeps it."""
+        self._digests[step, part] = digest
+        self.last_step = max(self.last_step, step)
+        self._unsaved.append(json.dumps({"step": step, "part": part, "digest": digest}) + "\n")
+
+    def save(self) -> None:
+        """Save what was added. Raises OSError."""
+        if self._unsaved:
+            append_lines(self._path, "".join(self._unsaved))
+            self._unsaved = []
+
+
+def digest(numbers: Mapping[str, Any]) -> int:
+    """Return a digest by which a step that was trained again is recognised."""
+    return zlib.crc32(json.dumps(numbers, sort_keys=True).encode())

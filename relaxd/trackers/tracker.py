@@ -1,0 +1,140 @@
+"""The interface of trackers, and what they are told of a run."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from relaxd.importing import ImportProblem, import_own
+
+SECRET = re.compile(r"(?i)(^|_)(api_?key|password|passwd|secret|token|authorization|credentials?)$")
+"""Names of settings whose values are secret."""
+REDACTED = "***"
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A run, as a tracker gets to know it."""
+
+    run_id: str
+    folder: Path
+    """The run's folder. A tracker may keep files in a folder of its own in it."""
+    name: str
+    """Name to show."""
+    project: str
+    config: Mapping[str, Any]
+    """The configuration by section, without secrets."""
+    code: Mapping[str, Any]
+    """Version of relaxd and Python, and the commit."""
+    settings: Mapping[str, Any]
+    """The section [tracking] of the configuration."""
+
+
+@dataclass(frozen=True)
+class Edition:
+    """A tracker's account of a run, from the first step on.
+
+    When steps that were logged are trained again with other numbers, as after a loss of Redis, another edition begins,
+    which gets all steps and replaces the one before, so that no curve forks.
+    """
+
+    id: str
+    """Unique name, of letters and digits."""
+    replaced: str
+    """The edition that it replaces, or ""."""
+    resumed: bool
+    """True if it was started before, and has steps already."""
+
+
+class Tracker:
+    """Shows a run somewhere. All methods of one tracker are called from one thread, and may block and raise.
+
+    After an error the tracker is closed, and another instance started a little later. What was logged since the last
+    `flush` is then logged again: a step that comes again replaces its numbers.
+    """
+
+    def begins_anew(self, run: TrackedRun) -> bool:
+        """Return whether each start begins another edition."""
+        return False
+
+    def start(self, run: TrackedRun, edition: Edition) -> None:
+        """Start to log a run: all steps of a new edition, and of one that is resumed those that it lacks."""
+        raise NotImplementedError
+
+    def log_step(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Log the numbers of a step, such as "train/reward". Steps come in order."""
+        raise NotImplementedError
+
+    def log_evaluation(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Log the evaluation of a step's weights, such as "eval/reward". May come after later steps were logged."""
+        self.log_step(step, numbers)
+
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Log samples that a step has trained. By default they are left out."""
+
+    def flush(self) -> None:
+        """Return when everything logged so far is stored."""
+
+    def close(self, *, ended: bool) -> None:
+        """Release everything; `ended` says whether the run has ended."""
+
+
+def load_tracker(name: str) -> Tracker:
+    """Return the tracker that a configuration names. Raises ImportProblem: it can't be imported."""
+    try:
+        if name == "tensorboard":
+            from relaxd.trackers.tensorboard_tracker import TensorBoardTracker
+
+            return TensorBoardTracker()
+        if name == "wandb":
+            from relaxd.trackers.wandb_tracker import WandbTracker
+
+            return WandbTracker()
+        if name == "mlflow":
+            from relaxd.trackers.mlflow_tracker import MLflowTracker
+
+            return MLflowTracker()
+    except ImportError as error:
+        raise ImportProblem(
+            f'{error}: "pip install relaxd[trackers]", or set tracking.python to an interpreter that has it'
+        ) from error
+    own: Tracker = import_own(name)()
+    if missing := [method for method in ("start", "log_step") if not callable(getattr(own, method, None))]:
+        raise ImportProblem(f"{name} has no {missing[0]}: derive it from relaxd.trackers.tracker.Tracker")
+    return own
+
+
+def redact(value: Any, name: str = "") -> Any:
+    """Return a configuration without its secrets: values under a secret's name, and passwords in addresses."""
+    if isinstance(value, Mapping):
+        return {key: redact(inner, str(key)) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [redact(inner, name) for inner in value]
+    if isinstance(value, str) and value:
+        if SECRET.search(name):
+            return REDACTED
+        if "://" in value and "@" in value:
+            return _without_password(value)
+    return value
+
+
+def _without_password(address: str) -> str:
+    try:
+        netloc = urlsplit(address).netloc
+    except ValueError:  # no address after all
+        return address
+    _, at, host = netloc.rpartition("@")
+    return address.replace(netloc, f"{REDACTED}@{host}", 1) if at else address
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested mappings as one, whose names are joined by dots."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat

@@ -1,0 +1,170 @@
+"""The process of a run's trackers: started, watched and started again. The run never waits for it while it trains."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import relaxd
+from relaxd.config import TrackingConfig
+from relaxd.telemetry.printable import escape
+from relaxd.v1 import coordinator_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+MODULE = "relaxd.trackers"
+FINISH_SECONDS = 30.0
+"""Time after a run's end in which trackers may send the rest."""
+STOP_SECONDS = 5.0
+"""The same time for a coordinator that is stopped."""
+FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 1.0, 60.0
+"""Pause before the process is started again; it doubles each time that the process lived shorter than the maximum."""
+LINE_BYTES = 1 << 20
+KILL_SECONDS = 5.0
+"""Time in which the kernel ends a process that was killed."""
+SECRETS = ("RELAXD_", "REDIS_URL")
+"""Beginnings of environment variables that trackers don't get: they configure services."""
+PROCESS = "their process"
+"""Name of the problem of the process itself, among those of trackers."""
+
+_BOOTSTRAP = f"""
+import importlib.util, runpy, sys
+place = {str(Path(relaxd.__file__))!r}
+spec = importlib.util.spec_from_file_location("relaxd", place, submodule_search_locations=[place.rpartition("/")[0]])
+sys.modules["relaxd"] = module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+runpy.run_module({MODULE!r}, run_name="__main__")
+"""
+"""Program for another interpreter. It gets relaxd alone: a path to it might lead to packages of this interpreter."""
+
+
+class Tracking:
+    """Runs the trackers' process, which reads the run's folder, and keeps their problems."""
+
+    def __init__(self, run_id: str, config: TrackingConfig, folder: Path, step: Callable[[], int]) -> None:
+        """`step` returns the run's last step."""
+        self._run_id = run_id
+        self._config = config
+        self._folder = folder
+        self._step = step
+        self._problems: dict[str, tuple[int, str]] = {}
+        """Step since which a tracker has a problem, and the problem, by the tracker's name."""
+        self._told: set[str] = set()
+        """Trackers whose problems were logged as warnings."""
+        self._process: asyncio.subprocess.Process | None = None
+        self._ended = asyncio.Event()
+        """Set when the process has ended after the end of the run."""
+        self._finishing = False
+
+    def alarms(self) -> list[pb.Alarm]:
+        """Return the problems that go on."""
+        return [
+            pb.Alarm(kind=pb.ALARM_KIND_TRACKER, first_step=step, text=f"tracker {tracker}: {problem}")
+            for tracker, (step, problem) in self._problems.items()
+        ]
+
+    async def run_forever(self) -> None:
+        """Keep the process running until this is cancelled."""
+        backoff = FIRST_BACKOFF_SECONDS
+        while not self._finishing:
+            began = time.monotonic()
+            why = await self._run_once()
+            if self._finishing:
+                break
+            backoff = FIRST_BACKOFF_SECONDS if time.monotonic() - began > MAX_BACKOFF_SECONDS else backoff
+            self._set_problem(PROCESS, f"{why}; it is started again")
+            await asyncio.sleep(backoff)  # idle: the problem is an alarm of the run
+            backoff = min(2 * backoff, MAX_BACKOFF_SECONDS)
+        self._ended.set()
+        await asyncio.Event().wait()  # a helper of a run must not return
+
+    async def finish(self) -> None:
+        """Tell the process that the run has ended, and give it FINISH_SECONDS."""
+        self._finishing = True
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(OSError):  # it has ended
+                self._process.stdin.write(b"end\n")
+                self._process.stdin.close()
+            try:
+                async with asyncio.timeout(FINISH_SECONDS):
+                    await self._ended.wait()
+            except TimeoutError:
+                logger.warning(
+                    "run %s: its trackers have not sent everything within %.0f s; they are ended",
+                    self._run_id,
+                    FINISH_SECONDS,
+                )
+
+    async def _run_once(self) -> str:
+        """Start the process and read its reports until it ends. Returns why it did."""
+        python = self._config.python or sys.executable
+        program = [python, "-c", _BOOTSTRAP] if self._config.python else [python, "-m", MODULE]
+        given = {
+            "run_id": self._run_id,
+            "folder": str(self._folder.resolve()),
+            "tracking": self._config.model_dump(mode="json"),
+        }
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *program,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                start_new_session=True,  # only the coordinator handles an interrupt from the terminal
+                limit=LINE_BYTES,
+                env={name: value for name, value in os.environ.items() if not name.startswith(SECRETS)},
+            )
+        except OSError as error:
+            return f"{python} can't be started: {error}"
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._process = process
+        try:
+            process.stdin.write(json.dumps(given).encode() + b"\n")
+            while line := await process.stdout.readline():
+                self._read_report(line)
+            code = await self._stop(process)
+        except ValueError:
+            return f"reported a line of more than {LINE_BYTES} bytes"
+        finally:
+            self._process = None
+            if process.returncode is None:
+                await self._stop(process)
+        return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+
+    async def _stop(self, process: asyncio.subprocess.Process) -> int:
+        """Let the process end by itself, which the end of its input asks for; kill it after STOP_SECONDS."""
+        assert process.stdin is not None
+        process.stdin.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_SECONDS):
+                return await process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # with what it started
+        async with asyncio.timeout(KILL_SECONDS):
+            return await process.wait()
+
+    def _read_report(self, line: bytes) -> None:
+        try:
+            report = json.loads(line)
+            self._set_problem(str(report["tracker"]), escape(str(report["problem"])))
+        except (ValueError, KeyError, TypeError):
+            logger.warning("run %s: its trackers' process reports %r", self._run_id, line[:200])
+        else:
+            self._problems.pop(PROCESS, None)
+
+    def _set_problem(self, tracker: str, problem: str) -> None:
+        """Keep a tracker's problem, or forget it once it is "". Log the first one as a warning."""
+        before = self._problems.pop(tracker, None)
+        if problem:
+            self._problems[tracker] = (before[0] if before else self._step(), problem)
+            if tracker not in self._told:
+                self._told.add(tracker)
+                logger.warning("run %s goes on without tracker %s: %s", self._run_id, tracker, problem)
+        elif before is not None:
+            logger.info("run %s: tracker %s works again", self._run_id, tracker)
