@@ -12,6 +12,7 @@ from subprocess import Popen
 import psutil
 import pytest
 from safetensors.numpy import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from relaxd.local.state_folder import StateFolder
 from tests.e2e.conftest import Workplace
@@ -21,6 +22,7 @@ from tests.kit.redis.redis_server import await_append_only_file
 SETTINGS = (
     *("--run.steps", "9", "--board.lease_seconds", "3", "--eval.prompts", "0"),
     *("--trainer.checkpoint.every", "2", "--trainer.checkpoint.keep_step_files", "always"),
+    *("--tracking.trackers", '["tensorboard"]'),
 )
 
 
@@ -141,3 +143,7 @@ def test_a_run_goes_on_after_ctrl_c_and_after_everything_was_killed(workplace: W
     check_books(read_summary(folder), steps=11)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 12))
+    read = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    for name in ("reward_mean", "loss"):
+        curve = [(event.step, event.value) for event in read.Scalars(f"train/{name}")]
+        assert curve == [(line["step"], pytest.approx(line[name])) for line in lines if name in line]

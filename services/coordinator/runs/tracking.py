@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 MODULE = "relaxd.trackers"
 FINISH_SECONDS = 30.0
 """Time after a run's end in which trackers may send the rest."""
-STOP_SECONDS = 5.0
+STOP_SECONDS = 10.0
 """The same time for a coordinator that is stopped."""
 FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 1.0, 60.0
 """Pause before the process is started again; it doubles each time that the process lived shorter than the maximum."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -183,7 +184,22 @@ def test_a_tracker_that_fails_is_started_again_and_misses_nothing(follower: Foll
     calls = follower.stop()
     assert calls[2:] == [("close", False), ("start", "resumed", False), step(2), step(3), ("close", True)]
     text = "OSError: the server is gone (test_feed.py:"
-    assert [problem[: len(text)] for problem in follower.problems] == ["", text, ""]
+    assert [problem[: len(text)] for problem in follower.problems if problem] == [text]
+    assert follower.problems[-1] == ""
+
+
+def test_a_tracker_that_hangs_is_reported_until_it_answers(follower: Follower, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relaxd.trackers.feed.SLOW_SECONDS", 0.0)
+    answer = threading.Event()
+    monkeypatch.setattr(Recorder, "flush", lambda self: answer.wait(60))
+    follower.write(line(1))
+    follower.start()
+    follower.until(step(1))
+    assert follower.feed is not None
+    follower.feed.check()
+    assert follower.problems == ["has not answered for more than 0 s"]
+    answer.set()
+    wait_until(lambda: follower.problems[-1] == "", "the end of the problem", 20)
 
 
 def test_a_followed_file_yields_whole_lines_and_begins_again_when_cut_off(tmp_path: Path) -> None:
