@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from relaxd.importing import ImportProblem, import_own
 
-SECRET = re.compile(r"(?i)(^|_)(api_?key|password|passwd|secret|token|authorization|credentials?)$")
+SECRET = re.compile(r"(?i)(^|[_-])(api[_-]?key|password|passwd|secret|token|authorization|credentials?)$")
 """Names of settings whose values are secret."""
 REDACTED = "***"
 

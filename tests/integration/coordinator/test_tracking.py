@@ -54,6 +54,7 @@ def trackers_process(cluster: Cluster) -> psutil.Process | None:
     return None
 
 
+@pytest.mark.slow
 def test_a_tracker_that_fails_is_an_alarm_and_costs_no_step(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     broken = f"{tmp_path}/own.py:Broken"

@@ -232,6 +232,7 @@ SECRETS: list[tuple[Callable[[], Any], Any]] = [
         {"api_key": REDACTED, "max_new_tokens": 3, "token": ""},
     ),
     (lambda: {"reward": {"headers": {"Authorization": "x"}}}, {"reward": {"headers": {"Authorization": REDACTED}}}),
+    (lambda: {"X-Api-Key": "x", "hf_token": "y"}, {"X-Api-Key": REDACTED, "hf_token": REDACTED}),
     (lambda: ["redis://me:pw@host:1/0", "http://host"], [f"redis://{REDACTED}@host:1/0", "http://host"]),
     (lambda: {"privileged_key": "hint", "secret": ["a"]}, {"privileged_key": "hint", "secret": [REDACTED]}),
 ]
