@@ -70,7 +70,9 @@ SERVICE = '\nalgorithm.kl_coef = 0.1\nroles.reference.placement = "service"'
 def test_every_role_has_a_module_and_all_but_the_judge_a_stage() -> None:
     for role in ROLES.values():
         for module in {role.module, *role.modules.values()}:
-            assert importlib.util.find_spec(f"{module}.__main__"), module
+            found = importlib.util.find_spec(module)
+            assert found, module
+            assert not found.submodule_search_locations or importlib.util.find_spec(f"{module}.__main__"), module
     assert {ROLES[name].stage for name in REPLICA_ROLES} - {""} == set(STAGES)
     assert [name for name in REPLICA_ROLES if not ROLES[name].stage] == ["judge"]
 

@@ -15,9 +15,9 @@ from tests.kit.processes import run_python
 PEAK_OF_OPENING = """
 import sys, tracemalloc
 from pathlib import Path
-from relaxd.data.files import json_array
+from relaxd.data.files import json_files
 from relaxd.data.files.opening import open_rows
-json_array._CHUNK = 1 << 18
+json_files._CHUNK = 1 << 18
 tracemalloc.start()
 rows = open_rows(Path(sys.argv[1]), "data.path")
 print(tracemalloc.get_traced_memory()[1])
