@@ -243,7 +243,7 @@ class Run:
 
 
 class _Child:
-    """`relaxd run` in a process of its own, which starts the services, stops them and writes the report."""
+    """A process with `relaxd run`, which starts the services, stops them and writes the report."""
 
     def __init__(self, config: RunConfig, run_id: str, replicas: Mapping[str, int], state: Path) -> None:
         self._output: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process

@@ -32,7 +32,7 @@ class TakenBack(Exception):
 
 
 class Feed(threading.Thread):
-    """Feeds one tracker until it is asked to end; no error of the tracker leaves it."""
+    """Feeds one tracker until `end`; no error of the tracker leaves it."""
 
     def __init__(self, name: str, run: TrackedRun, report: Report, restart_seconds: float = RESTART_SECONDS) -> None:
         super().__init__(name=name, daemon=True)
@@ -94,7 +94,7 @@ class Feed(threading.Thread):
         self._tracker.start(self._run, edition)
 
     def _follow(self) -> None:
-        """Feed the tracker until it is asked to end. Raises TakenBack, and whatever the tracker raises."""
+        """Feed the tracker until `end`. Raises TakenBack, and whatever the tracker raises."""
         assert self._tracker is not None
         while True:
             ending = self._ending.is_set()  # before reading: what the run wrote until then is read

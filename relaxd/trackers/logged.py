@@ -13,7 +13,7 @@ Part = Literal["step", "evaluation", "samples"]
 
 
 class Logged:
-    """What an edition of a tracker has stored: the digest of each step's numbers, and whose samples."""
+    """Record of what a tracker has stored in an edition: the digest of each step's numbers, and whose samples."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -78,7 +78,7 @@ class MLflowTracker(Tracker):
         return str(found["experiment"]["experiment_id"])
 
     def _find(self, experiment: str, edition: str) -> dict[str, Any] | None:
-        """Return the run of an edition, if there is one."""
+        """Return an edition's run; None if MLflow has none."""
         wanted = {"experiment_ids": [experiment], "filter": f"tags.`{EDITION_TAG}` = '{edition}'", "max_results": 1}
         return next(iter(self._call("runs/search", wanted).get("runs", [])), None)
 

@@ -1,4 +1,4 @@
-"""The interface of trackers, and what they are told of a run."""
+"""The interface of trackers, and the facts of a run that they get."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ class TrackedRun:
 
     run_id: str
     folder: Path
-    """The run's folder. A tracker may keep files in a folder of its own in it."""
+    """The run's folder. A tracker may keep files in a subfolder."""
     name: str
     """Name to show."""
     project: str
