@@ -1,6 +1,6 @@
 """The reasoning_gym source: prompts of one of reasoning-gym's procedural tasks.
 
-An item is identified by task, settings, size, seed and index. The reward (`relaxd.rewards.reasoning_gym`) generates the
+An item is identified by task, settings, size, seed and index. The reward (rewards/hub/reasoning_gym.py) generates the
 item again from these, instead of receiving its Python objects.
 """
 
