@@ -1,8 +1,8 @@
 """Terms that make advantages of a group's or a step's rewards: baselines, shaping, returns and whitening. Pure
 functions of numpy arrays, in float64.
 
-Tokens of others (mask 0), such as observations, have no part in it: recursions and discounts pass over them, as if an
-answer consisted of its trained tokens only.
+Returns pass over tokens of others (mask 0), such as observations: recursions and discounts work as if an answer
+consisted of its trained tokens only.
 """
 
 import math

@@ -1,20 +1,21 @@
 """Terms of the loss of each token: clipping, corrections, KL, excluded tokens, and their aggregation. Tensor methods
 only: no torch import.
 
-The engine's probabilities differ from the trainer's even under the same weights (kernels, precision, choice of
-experts), and in an asynchronous run the engine had older weights. Both make the policy gradient off-policy. With
+Corrections: the engine's probabilities differ from the trainer's even under the same weights (kernels, precision,
+choice of experts), and in an asynchronous run the engine had older weights. Both make the policy gradient off-policy.
+With
 
     w = pi_train,old(y_t) / pi_rollout(y_t)
 
 as weight of its terms it is unbiased again, token by token, but w can be huge. Therefore it is limited.
 
-The step's loss is Σ weight x loss of a token / normalizer. Both are chosen such that it doesn't matter how the step is
-divided into micro-batches and among ranks.
+Aggregation: the step's loss is Σ weight x loss of a token / normalizer. Both are chosen such that it doesn't matter how
+the step is divided into micro-batches and among ranks.
 
-They keep their place in the divisors of the loss, and their KL and entropy terms, except an unbiased KL term, which has
-the ratio as a factor.
+Excluded tokens keep their place in the divisors of the loss, and their KL and entropy terms, except an unbiased KL
+term, which has the ratio as a factor.
 
-Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html
+KL: Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Checks of prompts before a run, those with privileged messages included.
 
-With the trained model itself as the teacher this is on-policy self-distillation (Zhao et al., "Self-Distilled
-Reasoner").
+Privileged messages with the trained model itself as the teacher are on-policy self-distillation (Zhao et al.,
+"Self-Distilled Reasoner").
 """
 
 import re

@@ -1,12 +1,13 @@
 """Connections to servers that are looked up when one is made: the primary, or the owner of a key's slot in a Redis
 Cluster.
 
-As https://redis.io/docs/latest/develop/reference/sentinel-clients describes: ask one Sentinel after the other, connect,
-check that the server is a primary. A server that says READONLY was demoted, and its connection is given up.
+A primary is found as https://redis.io/docs/latest/develop/reference/sentinel-clients describes: ask one Sentinel after
+the other, connect, check that the server is a primary. A server that says READONLY was demoted, and its connection is
+given up.
 
-All keys of one tag are in one slot (relaxd.redis_client.lookups), so a client talks to one node, as to a single server.
-When a node says that the slot is elsewhere, or on its way, the connection is given up; the next one asks again who owns
-it. An ASK is not followed: scripts would find only those keys that have moved already.
+In a cluster, all keys of one tag are in one slot, so a client talks to one node, as to a single server. When a node
+says that the slot is elsewhere, or on its way, the connection is given up; the next one asks again who owns it. An ASK
+is not followed: scripts would find only those keys that have moved already.
 
 A run's tag is its id; the coordinator's own records have one, too. Scripts may find the keys of their tag as they run:
 the node that has one of them has all.

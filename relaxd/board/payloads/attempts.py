@@ -10,7 +10,7 @@ is on that data node (board.data_urls, from 0 on), which a hash of its key choos
 
 Large payloads are on data nodes, if there are any; pointers, scripts and small columns never are.
 
-They are on the board's Redis also where there are data nodes: they are few, and Redis keeps only the newest.
+Samples for people are on the board's Redis also where there are data nodes: they are few, and only the newest are kept.
 """
 
 import json

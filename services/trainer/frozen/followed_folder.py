@@ -1,7 +1,7 @@
 """The trainer's run folder, followed by its ledger: from the start, or for the policy's weights that a reference takes
 over.
 
-Which step will train on a group isn't known when the group is scored. So every group says what weights it was scored
+Nobody knows which step will train on a group when the group is scored. So every group says what weights it was scored
 with, and the trainer sends it back if a step needs others. All that is left to do here is to have the newest.
 """
 
