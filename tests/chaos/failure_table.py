@@ -39,6 +39,11 @@ FAILURES: list[tuple[str, tuple[str, ...], str]] = [
         "they are refused, with both stacks' identities; nothing of the run changes",
     ),
     (
+        "a service's clock is set back by two days or ahead by three hours, and set right again",
+        ("clock *",),
+        "nobody notices: what is compared comes from clocks that never go back, or from Redis's own, which isn't set",
+    ),
+    (
         "a judge or its engine dies, or its engine hangs for good",
         ("kill judge", "kill judge engine", "freeze judge engine"),
         "the judge is started again, if it hangs once it makes no progress (`health.stuck_seconds`); meanwhile rewards "

@@ -46,6 +46,10 @@ BUSY_SECONDS = 1.0
 STAGE_ROLES = ("rollout", "reward", "advantage", "reference", "teacher")
 """Roles with a stage of the same name; a run with the algorithm "critic" also has the critic's."""
 
+DAYS_BACK, HOURS_AHEAD = 2 * 86400.0, 3 * 3600.0
+"""Seconds by which clocks are set, back or ahead."""
+CLOCK_ROLES = ("coordinator", "trainer", "rollout", "reward", "advantage")
+
 STRANGERS = "strangers-1"
 """Identity of the other stack."""
 
@@ -193,6 +197,23 @@ def freeze_child(role: str, module: str, stack: ChaosStack, rng: random.Random) 
     child, now = stack.child(_one(stack, rng, role), module, 0), time.time()
     child.suspend()
     return now
+
+
+# --- clocks ---------------------------------------------------------------------------------------------------------
+
+
+def set_clock(role: str, ahead_seconds: float, stack: ChaosStack, rng: random.Random) -> float:
+    """A service's clock is set, and set right after longer than a group's lease. It may be started again meanwhile."""
+    name = _one(stack, rng, role)
+    stack.set_clock(name, ahead_seconds)
+    try:
+        time.sleep(SHORT_SECONDS)
+        if rng.random() < 0.5:
+            kill_now([stack.process(name)])
+        time.sleep(LONG_SECONDS)
+    finally:
+        stack.set_clock(name, 0.0)
+    return time.time()
 
 
 # --- descriptors ----------------------------------------------------------------------------------------------------
@@ -479,6 +500,8 @@ def all_faults(algorithm: str = "grpo") -> list[Fault]:
         _named("reset all connections", reset_everything),
         _named("two stacks", meet_another_stack),
         *(_named(f"descriptors: {role}", take_descriptors, role) for role in ("coordinator", "reward")),
+        *(_named(f"clock back: {role}", set_clock, role, -DAYS_BACK) for role in CLOCK_ROLES),
+        *(_named(f"clock ahead: {role}", set_clock, role, HOURS_AHEAD) for role in ("coordinator", "trainer")),
         _named("overflow a gradient", overflow_a_gradient),
         _named("fill redis", fill_redis),
         _named("redis: disk full", fill_disk),

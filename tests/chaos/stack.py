@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import signal
+import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import redis
 from relaxd.client import CliError
 from relaxd.client.coordinator_client import CoordinatorClient
 from relaxd.local import stack
+from relaxd.local.programs import python_path
 from relaxd.local.state_folder import StackState, StateFolder
 from relaxd.redis_client import connect, key_prefix
 from relaxd.roles import ROLES
@@ -33,6 +35,8 @@ from tests.kit.models import make_tiny_model
 from tests.kit.ports import free_port
 from tests.kit.processes import is_alive
 
+CLOCK = Path(__file__).parent / "clock"
+"""The folder on services' PYTHONPATH that lets faults set their clocks."""
 LEASE_SECONDS = 2.0
 """Of groups."""
 REPLICA_LEASE_SECONDS = 6.0
@@ -258,7 +262,10 @@ class ChaosStack:
                 "RELAXD_LEASE_SECONDS": str(REPLICA_LEASE_SECONDS),
                 "OMP_NUM_THREADS": "1",
                 HUGE_VARIABLE: str(self.huge_rewards.parent),
+                "PYTHONPATH": os.pathsep.join((str(CLOCK), spec.environment.get("PYTHONPATH", python_path()))),
+                "CHAOS_CLOCK": str(self._clock(spec.name)),
             }
+            self.set_clock(spec.name, 0.0)
             if spec.role in engines:
                 spec.environment["RELAXD_ENGINE_PYTHON"] = interpreter(self.folder)
                 spec.environment[FAILING_VARIABLE] = str(self.failing_teacher)
@@ -290,6 +297,16 @@ class ChaosStack:
             **chosen | {"roles": roles},
         )
         self.coordinator.start_run(config, RUN)
+
+    def set_clock(self, name: str, ahead_seconds: float) -> None:
+        """Set the wall clock of a service and its children ahead, or behind."""
+        file = self._clock(name)
+        file.parent.mkdir(exist_ok=True)
+        with file.open("r+b" if file.exists() else "wb") as clock:  # the same file: processes have mapped it
+            clock.write(struct.pack("d", ahead_seconds))
+
+    def _clock(self, name: str) -> Path:
+        return self.folder / "clocks" / name
 
     def __exit__(self, *error: object) -> None:
         for service in self._state().services if self.state.is_up() else ():
