@@ -67,6 +67,14 @@ class TemplateNamespace(jinja2.utils.Namespace):
         super().__setitem__(name, value)
 
 
+def _null_contents(messages: Sequence[Message]) -> str:
+    """Name the messages without content, which templates that expect text fail on without saying so."""
+    null = [f"{index} ({message['role']})" for index, message in enumerate(messages) if message.get("content") is None]
+    if not null:
+        return ""
+    return f'; content is null in message {", ".join(null)}: write "" if this template needs text there'
+
+
 class ChatTemplate:
     """A compiled Jinja chat template."""
 
@@ -155,7 +163,8 @@ class ChatTemplate:
         try:
             return (self._with_tools if tools else self._template).render(**variables)
         except Exception as error:  # a template computes, and may raise anything
-            raise DataError(self._field, f"the chat template can't render this prompt: {error}") from error
+            problem = f"the chat template can't render this prompt: {error}{_null_contents(messages)}"
+            raise DataError(self._field, problem) from error
 
     def _compiled(self, source: str) -> jinja2.Template:
         environment = ImmutableSandboxedEnvironment(

@@ -233,3 +233,10 @@ def test_refusals_outside_of_jinja_name_the_setting_and_the_problem() -> None:
     for source, problem in (("{{ 1 // 0 }}", "integer"), ("{{ 'abc'.index('x') }}", "substring not found")):
         with pytest.raises(DataError, match=rf"model\.path: the chat template can't render this prompt: .*{problem}"):
             ChatTemplate(source + LOOP, SPECIAL, "model.path").render(CHATS[0])
+
+
+def test_a_template_that_fails_on_null_content_names_the_message() -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m.role + m.content }}{% endfor %}", SPECIAL, "model.path")
+    called = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    with pytest.raises(DataError, match=r'content is null in message 1 \(assistant\): write ""'):
+        template.render([{"role": "user", "content": "hi"}, called, {"role": "tool", "content": "ok"}])
