@@ -4,6 +4,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
@@ -31,6 +32,8 @@ from relaxd.models.folders import resolve_model
 from relaxd.run_folder import HELD_OUT
 from relaxd.telemetry.printable import escape
 
+MOST_KEYS = 40
+"""Maximum number of metadata keys that are listed: prompts may have any number."""
 CONFIGURATIONS = (".toml", "")
 """Endings of configurations; "": a pipe's, for example."""
 
@@ -131,8 +134,11 @@ def _show(
     table.add_row("there twice", _repeated(repeats(keys)))
     for name, others in evaluation:
         table.add_row(f"in {name}", f"{overlap(keys, others):,}")
-    for name, kinds in _kinds(examples).items():
-        table.add_row(escape(f"metadata.{name}"), Text(kinds))
+    kinds = _kinds(examples)
+    for name in islice(kinds, MOST_KEYS):
+        table.add_row(escape(f"metadata.{name}"), Text(kinds[name]))
+    if len(kinds) > MOST_KEYS:
+        table.add_row("metadata", f"and {len(kinds) - MOST_KEYS:,} more keys")
     console.print(table)
     for example in examples[:prompts]:
         console.print(Text(f"\n{example.place}, answer {example.answer!r}:", style="bold"))

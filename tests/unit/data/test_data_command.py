@@ -94,3 +94,13 @@ def test_wrong_data_are_named():
         ConfigError, match=r"data\.sources\.0\.path .*\"q\" is missing \(found: prompt, answer, level\)"
     ):
         CliRunner().invoke(app, ["data", "run.toml", "--data.prompt_key", "q"], catch_exceptions=False)
+
+
+def test_only_the_first_keys_of_metadata_are_listed(tmp_path):
+    row = {"prompt": "1?", **{f"key{index}": index for index in range(1_000)}}
+    (tmp_path / "sums.jsonl").write_text(json.dumps(row))
+    done = CliRunner().invoke(app, ["data", "sums.jsonl", "--model.path", "model"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    lines = [" ".join(line.split()) for line in done.output.splitlines()]
+    assert sum(line.startswith("metadata.") for line in lines) == 40
+    assert "metadata and 960 more keys" in lines
