@@ -24,7 +24,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -41,6 +41,7 @@ from relaxd.config.names.settings_table import settings as known_settings
 from relaxd.config.write_toml import dump, toml
 from relaxd.local.programs import python_path
 from relaxd.local.silence import open_client
+from relaxd.rpc.stack_identity import STACK_VARIABLE
 from relaxd.run_folder import LEDGER, METRICS, is_run, read_lines
 from relaxd.v1 import coordinator_pb2 as pb
 
@@ -120,7 +121,7 @@ def run(
 
 def open_run(run_id: str = "", *, coordinator: str | None = None, state: Path = DEFAULT_STATE) -> "Run":
     """Find a run by its id or its folder; "" is the newest. Raises RunError: there is no such run."""
-    with _errors(), run_source.open_run(run_id, None, state, coordinator) as source:
+    with _errors(), _opened(run_id, None, state, coordinator) as source:
         return Run(source.run.run_id, Path(source.run.folder), state, coordinator)
 
 
@@ -232,7 +233,7 @@ class Run:
 
     def _source(self) -> AbstractContextManager[RunSource]:
         here = self.folder if is_run(self.folder) else None
-        return run_source.open_run(self.id, here, self._state, self._coordinator)
+        return _opened(self.id, here, self._state, self._coordinator)
 
     @contextmanager
     def _client(self) -> Iterator[CoordinatorClient]:
@@ -320,6 +321,21 @@ def _as_word(name: str, value: Any) -> str:
     """Return a value as the command line takes it."""
     known = known_settings().get(tuple(name.split(".")))
     return value if isinstance(value, str) and known is not None and known.takes_text else toml(value)
+
+
+@contextmanager
+def _opened(run_id: str, folder: Path | None, state: Path, coordinator: str | None) -> Iterator[RunSource]:
+    """Open a run as a command does, but leave the environment as it is: this process may use several stacks."""
+    with ExitStack() as opened:
+        before = {name: os.environ.get(name) for name in (STACK_VARIABLE, "RELAXD_TOKEN_FILE")}
+        try:
+            found = opened.enter_context(run_source.open_run(run_id, folder, state, coordinator))
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
+        yield found
 
 
 @contextmanager

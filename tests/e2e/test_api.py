@@ -3,6 +3,7 @@
 import asyncio
 import json
 import linecache
+import os
 import re
 import subprocess
 import sys
@@ -40,6 +41,8 @@ def test_a_run_is_started_iterated_and_read(folder: Path, tiny_model: Path) -> N
     assert last == steps[-1]
     assert run.state == "stopped"
     assert not (folder / ".relaxd" / "services.json").exists()
+
+    assert "RELAXD_STACK" not in os.environ, "the next call may be for another stack"
 
     again = relaxd.open_run("from-python")
     assert [row["step"] for row in again.metrics() if row["step"]] == [1, 2]
