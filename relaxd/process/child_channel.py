@@ -7,13 +7,15 @@ Between processes that idle, a separate call takes about twice as long as a requ
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import grpc
 from opentelemetry.context import Context, attach, detach
 
 from relaxd.rpc.client import AsyncChannel, call_metadata
 from relaxd.rpc.errors import DeadlineExceeded, Unavailable, from_call, has_status
+
+Request = TypeVar("Request")
 
 EXIT_SECONDS = 5.0
 """Time after a broken call in which the child's exit explains it."""
@@ -158,6 +160,24 @@ class Responses:
             self._call.cancel()
 
 
+class Requests(Generic[Request]):
+    """The requests of a streaming call, from a function that awaits the next one; after None there are no more.
+
+    It isn't an asynchronous generator, for the reason that `Responses` gives.
+    """
+
+    def __init__(self, await_next: Callable[[], Awaitable[Request | None]]) -> None:
+        self._await_next = await_next
+
+    def __aiter__(self) -> "Requests[Request]":
+        return self
+
+    async def __anext__(self) -> Request:
+        if (request := await self._await_next()) is None:
+            raise StopAsyncIteration
+        return request
+
+
 class RequestStream:
     """Asks a method of a child that answers each request of a stream (see `relaxd.process.child_server.in_turn`).
 
@@ -185,7 +205,7 @@ class RequestStream:
         try:
             if self._answers is None:
                 self._requests = asyncio.Queue()
-                self._answers = self._call(self._sent(self._requests), timeout=None)
+                self._answers = self._call(Requests(self._requests.get), timeout=None)
             self._requests.put_nowait(request)
             return await anext(self._answers)
         except StopAsyncIteration:
@@ -200,8 +220,3 @@ class RequestStream:
     def _forget(self) -> None:
         self._answers = None
         self._requests.put_nowait(None)  # gRPC goes on reading the requests of a stream that has ended
-
-    @staticmethod
-    async def _sent(requests: "asyncio.Queue[Any]") -> AsyncIterator[Any]:
-        while (request := await requests.get()) is not None:
-            yield request

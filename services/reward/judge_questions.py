@@ -1,10 +1,11 @@
 """The service's end of the line on which a worker's rewards ask the judge."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 from relaxd import telemetry
+from relaxd.process.child_channel import Requests
 from relaxd.rewards.judge.asking import JudgeError, NoJudgeError
 from relaxd.rpc.errors import RpcError
 from relaxd.v1 import reward_worker_pb2 as pb
@@ -33,13 +34,13 @@ class Questions:
         self._ask = ask
         self._deadline: Deadline | None = None
         self._count = 0
-        self._answers: asyncio.Queue[pb.CarryQuestionsRequest] = asyncio.Queue()
+        self._answers: asyncio.Queue[pb.CarryQuestionsRequest | None] = asyncio.Queue()
         self._asking: set[asyncio.Task[None]] = set()
 
     async def carry(self, stub: RewardWorkerStub) -> None:
         """Carry questions until the worker ends."""
         try:
-            async for message in stub.CarryQuestions(self._sent(), timeout=None):
+            async for message in stub.CarryQuestions(Requests(self._answers.get), timeout=None):
                 if message.HasField("question"):
                     task = asyncio.create_task(self._answer(message.number, message.question))
                     self._asking.add(task)
@@ -50,6 +51,7 @@ class Questions:
             pass  # whoever waits for the worker's scores sees its end, too
         finally:
             self._drop()
+            self._answers.put_nowait(None)  # gRPC goes on reading the requests of a stream that has ended
 
     @contextmanager
     def during(self, deadline: Deadline) -> Iterator[None]:
@@ -60,10 +62,6 @@ class Questions:
         finally:
             self._deadline = None
             self._drop()
-
-    async def _sent(self) -> AsyncIterator[pb.CarryQuestionsRequest]:
-        while True:
-            yield await self._answers.get()
 
     async def _answer(self, number: int, question: AskRequest) -> None:
         deadline = self._deadline

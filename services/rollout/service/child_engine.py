@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from relaxd.config import RolloutConfig
 from relaxd.process.child import Child, ChildExit, ChildExited
-from relaxd.process.child_channel import RequestStream
+from relaxd.process.child_channel import Requests, RequestStream
 from relaxd.process.gpu_lease import GpuLease
 from relaxd.roles import ROLLOUT
 from relaxd.rpc.errors import Aborted, RpcError
@@ -273,17 +273,19 @@ class ChildEngine(RolloutEngine):
         self._unsent.MergeFrom(engine_pb2.ExchangeRequest(**fields))
         self._to_send.set()
 
-    async def _requests(self) -> AsyncIterator[engine_pb2.ExchangeRequest]:
-        while self.alive:
-            await self._to_send.wait()  # idle: there is nothing to send
-            self._to_send.clear()
-            request, self._unsent = self._unsent, engine_pb2.ExchangeRequest()
-            yield request
+    async def _next_request(self) -> engine_pb2.ExchangeRequest | None:
+        """Return what is to be sent once there is something; None if the child has ended."""
+        if not self.alive:
+            return None
+        await self._to_send.wait()  # for as long as there is nothing to send
+        self._to_send.clear()
+        request, self._unsent = self._unsent, engine_pb2.ExchangeRequest()
+        return request
 
     async def _exchange(self) -> None:
         """Send requests and deliver outputs, until the process ends. It is killed if that fails."""
         try:
-            async for answer in self._engine.Exchange(self._requests(), timeout=None):
+            async for answer in self._engine.Exchange(Requests(self._next_request), timeout=None):
                 for output in answer.outputs:
                     self._deliver(output.request_id, decode_output(output))
                 for failure in answer.failures:

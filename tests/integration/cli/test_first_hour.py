@@ -1,5 +1,6 @@
 """A task of one's own, before any service starts: `relaxd init`, `config`, `reward test`, and what `run` refuses."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -120,6 +121,19 @@ def test_a_reward_is_tried_with_its_traceback_and_without_secrets(task: Path, mo
 
     missing = relaxd("reward", "test", "run.toml", "--data.path", "none.jsonl").exception
     assert "data.path can't read none.jsonl" in str(missing)
+
+
+def test_a_reward_that_hangs_is_killed_and_its_end_is_no_error_of_ours(
+    task: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (task / "hanging.py").write_text("def hang(sample):\n    while True:\n        pass\n")
+    named = ("--reward.name", "hanging:hang", "--reward.timeout_seconds", "1")
+    assert (
+        "scoring a sample took longer than 1 s (at hanging.py:" in relaxd("reward", "test", "run.toml", *named).output
+    )
+    printed = capfd.readouterr().err
+    assert "it is here (most recent call first)" in printed
+    assert not re.search("Task was destroyed|never retrieved|asynchronous generator", printed), printed
 
 
 def test_check_and_run_refuse_a_reward_that_does_not_work(task: Path) -> None:

@@ -51,7 +51,6 @@ WITHOUT_DEADLINE = {
         ("relaxd/process/child_server.py", "serve_socket"),
         ("relaxd/process/child_server.py", "Outbox.__aiter__"),  # its reader's call ends
         ("relaxd/process/upkeep.py", "IdleThreads._work"),  # until the next call
-        ("relaxd/process/child_channel.py", "RequestStream._sent"),  # until the next request
         ("relaxd/replica/launcher_server.py", "_serve"),
         ("relaxd/replica/replica_life.py", "_Life.keep_registered"),
         ("relaxd/replica/replica_life.py", "run_replica"),
@@ -63,11 +62,10 @@ WITHOUT_DEADLINE = {
         ("services/coordinator/runs/tracking.py", "Tracking.run_forever"),  # its run ends, which cancels it
         ("services/coordinator/service.py", "CoordinatorProcess.run"),
         ("services/reward/worker/worker_rewards.py", "Rewards.work"),
-        ("services/reward/judge_questions.py", "Questions._sent"),
         ("services/rollout/engines/generation_gate.py", "GenerationGate.rest"),
         ("services/rollout/engines/engine_process.py", "OutputStream.messages"),
         ("services/rollout/engines/sglang/scheduler.py", "ControlHandlers.WatchEnd"),
-        ("services/rollout/service/child_engine.py", "ChildEngine._requests"),
+        ("services/rollout/service/child_engine.py", "ChildEngine._next_request"),
         ("services/rollout/engines/sglang/control.py", "SchedulerControl.supervise"),
         (
             "services/rollout/engines/sglang_external/external_engine.py",
