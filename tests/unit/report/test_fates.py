@@ -90,11 +90,11 @@ def test_a_fate_has_what_each_stage_knew_and_is_told_once(board, tmp_path):
         {"group": "0-1", "index": 0, "step": 1, "reward": 0.5, **common},
     ]
     files = RunFiles(tmp_path)
-    files.append_groups(group_outcomes[:2])
+    files.append_groups(fates[:2])
     with (tmp_path / "groups.jsonl").open("a") as file:
         file.write('{"group": "0-')  # the coordinator dies while it writes the third
-    files.append_groups(board.fates(group_outcomes[1].entry_id))
-    board.forget_fates(group_outcomes[-1].entry_id, term=1)
+    files.append_groups(board.fates(fates[1].entry_id))
+    board.forget_fates(fates[-1].entry_id, term=1)
     assert board.fates() == []
     assert [line["group"] for line in read_fates(tmp_path)] == ["0-1", "0-3~1", "0-3", "0-2"]
 
