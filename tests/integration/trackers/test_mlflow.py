@@ -1,13 +1,11 @@
 """A run on a real MLflow server, in an environment of its own: MLflow wants an older protobuf than relaxd's.
 
-RELAXD_TEST_MLFLOW_PYTHON names an interpreter that has mlflow; without it, the test installs one.
+RELAXD_TEST_MLFLOW_PYTHON names an interpreter that has mlflow; without it, the tests are skipped.
 """
 
 import json
 import os
 import signal
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +20,6 @@ from tests.kit.processes import start_python
 from tests.kit.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-INSTALL_SECONDS = 600
 
 
 class Server:
@@ -67,12 +64,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("mlflow")
     python = os.environ.get("RELAXD_TEST_MLFLOW_PYTHON", "")
     if not python:
-        subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], timeout=120, check=True)
-        python = str(folder / "venv" / "bin" / "python")
-        install = [python, "-m", "pip", "install", "--quiet", "mlflow>=3,<4"]
-        done = subprocess.run(install, timeout=INSTALL_SECONDS, capture_output=True, text=True, check=False)
-        if done.returncode:
-            pytest.skip(f"mlflow can't be installed here: {done.stderr[-300:]}")
+        pytest.skip("RELAXD_TEST_MLFLOW_PYTHON names no interpreter with mlflow>=3 (pip install takes minutes)")
     server = Server(python, folder)
     yield server
     server.close()
