@@ -15,6 +15,7 @@ import relaxd
 from relaxd.config import TrackingConfig
 from relaxd.telemetry.printable import escape
 from relaxd.v1 import coordinator_pb2 as pb
+from relaxd.waiting import Backoff
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +24,8 @@ FINISH_SECONDS = 30.0
 """Time after a run's end in which trackers may send the rest."""
 STOP_SECONDS = 10.0
 """The same time for a coordinator that is stopped."""
-FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 1.0, 60.0
-"""Pause before the process is started again; it doubles each time that the process lived shorter than the maximum."""
+RESTARTS = Backoff(first_seconds=1.0, max_seconds=60.0)
+"""Pause before the process is started again. A process that lived longer than the maximum ends the row of failures."""
 LINE_BYTES = 1 << 20
 KILL_SECONDS = 5.0
 """Time in which the kernel ends a process that was killed."""
@@ -71,16 +72,15 @@ class Tracking:
 
     async def run_forever(self) -> None:
         """Keep the process running until this is cancelled."""
-        backoff = FIRST_BACKOFF_SECONDS
+        failures = 0
         while not self._finishing:
             began = time.monotonic()
             why = await self._run_once()
             if self._finishing:
                 break
-            backoff = FIRST_BACKOFF_SECONDS if time.monotonic() - began > MAX_BACKOFF_SECONDS else backoff
+            failures = 1 if time.monotonic() - began > RESTARTS.max_seconds else failures + 1
             self._set_problem(PROCESS, f"{why}; it is started again")
-            await asyncio.sleep(backoff)  # idle: the problem is an alarm of the run
-            backoff = min(2 * backoff, MAX_BACKOFF_SECONDS)
+            await asyncio.sleep(RESTARTS.pause(failures))  # idle: the problem is an alarm of the run
         self._ended.set()
         await asyncio.Event().wait()  # a helper of a run must not return
 
