@@ -31,6 +31,8 @@ SAMPLES = "samples.jsonl"
 """Trained samples, oldest first."""
 SUMMARY = "summary.json"
 """The results, written when the run ends."""
+CODE = "code.json"
+"""Version of the code that the run is made with."""
 LOGS = "logs"
 """Logs of services that were started for this run."""
 TRACES = "traces"
@@ -173,7 +175,7 @@ def read_lines(path: Path, start: int = 0) -> Iterator[dict[str, Any]]:
         with path.open("rb") as file:
             file.seek(start)
             for line in file:
-                if (value := _value(line)) is not None:
+                if (value := parse_line(line)) is not None:
                     yield value
 
 
@@ -198,16 +200,16 @@ def newest_lines_with_ends(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 others[-1] += b"".join(reversed(pending))
                 pending = []
                 for line in reversed(others):
-                    if (value := _value(line)) is not None:
+                    if (value := parse_line(line)) is not None:
                         yield end, value
                     end -= len(line) + line_feed
                     line_feed = 1
             pending.append(first)
-        if (value := _value(b"".join(reversed(pending)))) is not None:
+        if (value := parse_line(b"".join(reversed(pending)))) is not None:
             yield end, value
 
 
-def _value(line: str | bytes) -> dict[str, Any] | None:
+def parse_line(line: str | bytes) -> dict[str, Any] | None:
     """Parse a line. Returns None for an empty one, and for one whose writer died or is still writing."""
     try:
         value = json.loads(line)

@@ -17,6 +17,7 @@ from relaxd.config.write_toml import dump_changes
 from relaxd.evaluation.scored_answers import is_end, is_estimate, shown_name
 from relaxd.logprob_gap import GapWatch
 from relaxd.run_folder import (
+    CODE,
     EVALUATIONS,
     HELD_OUT,
     SUMMARY,
@@ -230,7 +231,7 @@ def read_result(folder: Path) -> RunResult:
         samples = list(islice(newest_samples(folder), SHOWN_SAMPLES))
         config = folder / "config.toml"
         config_toml = config.read_text() if config.exists() else ""
-        code = folder / "code.json"
+        code = folder / CODE
         code_version = json.loads(code.read_text()) if code.exists() else {}
     except (OSError, ValueError) as error:
         raise CliError(f"{folder} is not the folder of a run: {error}") from error

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from relaxd.run_folder import CONFIG
+from relaxd.run_folder import CODE, CONFIG
 from relaxd.trackers.feed import FOLDER, Feed
 from relaxd.trackers.tracker import TrackedRun, redact
 
@@ -43,7 +43,7 @@ class Reports:
 def tracked_run(given: dict[str, Any]) -> TrackedRun:
     """Return the run that the coordinator names. Raises OSError: its folder can't be read."""
     folder, settings = Path(given["folder"]), given["tracking"]
-    code = folder / "code.json"
+    code = folder / CODE
     return TrackedRun(
         run_id=given["run_id"],
         folder=folder,

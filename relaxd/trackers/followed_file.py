@@ -1,10 +1,11 @@
 """A JSONL file that is read while another process appends to it, cuts it off or replaces it."""
 
 import io
-import json
 import os
 from pathlib import Path
 from typing import Any
+
+from relaxd.run_folder import parse_line
 
 READ_BYTES = 1 << 20
 """About as many bytes are read at once."""
@@ -34,7 +35,7 @@ class FollowedFile:
         if lines:
             self._end += sum(map(len, lines))
             self._last = lines[-1]
-        return again, [value for line in lines if (value := _value(line)) is not None]
+        return again, [value for line in lines if (value := parse_line(line)) is not None]
 
     def close(self) -> None:
         """Close the file. The next `read` begins at its beginning."""
@@ -60,11 +61,3 @@ class FollowedFile:
         assert self._file is not None
         self._file.seek(self._end - len(self._last))
         return self._file.read(len(self._last)) == self._last
-
-
-def _value(line: bytes) -> dict[str, Any] | None:
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None

@@ -26,6 +26,7 @@ from relaxd.config import RunConfig
 from relaxd.config.write_toml import dump
 from relaxd.evaluation.scored_answers import is_estimate
 from relaxd.run_folder import (
+    CODE,
     CONFIG,
     GROUPS,
     LEDGER,
@@ -100,7 +101,7 @@ class RunFiles:
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "config.toml").write_text(config_toml)
         (self.folder / CONFIG).write_text(config.model_dump_json(indent=2) + "\n")
-        (self.folder / "code.json").write_text(json.dumps(code_version(), indent=2) + "\n")
+        (self.folder / CODE).write_text(json.dumps(code_version(), indent=2) + "\n")
 
     def write_config(self, config: RunConfig) -> None:
         """Write the configuration of a run that goes on with more steps. Raises OSError."""
