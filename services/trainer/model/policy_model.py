@@ -295,7 +295,7 @@ class CriticModel(PolicyModel):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """See Megatron; without what it does for an output layer."""
+        """Return the state as MegatronModule does: GPTModel's expects an output layer, which a critic lacks."""
         state: dict[str, Any] = MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
         return state
 
