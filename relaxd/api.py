@@ -150,7 +150,7 @@ class Run:
     ) -> None:
         if self._child is not None:
             self._child.stop()
-        elif self.state not in ("stopped", "failed"):
+        elif self._now().state not in ENDED:
             self.stop("the block that used it ended")
 
     @property
@@ -248,7 +248,8 @@ class _Child:
 
     def __init__(self, config: RunConfig, run_id: str, replicas: Mapping[str, int], state: Path) -> None:
         self._output: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
-        file = Path(tempfile.mkdtemp(prefix="relaxd-")) / "python.toml"
+        self._folder = tempfile.TemporaryDirectory(prefix="relaxd-")  # removed with this object
+        file = Path(self._folder.name) / "python.toml"
         file.write_text(dump(config))
         words = ["run", str(file), "--run-id", run_id, "--state", str(state)]
         words += [f"--{role}={count}" for role, count in replicas.items()]
