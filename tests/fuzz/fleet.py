@@ -20,6 +20,7 @@ import grpc
 import psutil
 
 from relaxd.rpc.client import sync_channel
+from relaxd.telemetry.logs import INDENT
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
@@ -206,14 +207,11 @@ class Fleet:
 
     def bugs(self) -> list[str]:
         """What the services logged about handlers, tasks and threads that failed: where, and why."""
-        found = []
-        for name in self.processes:
-            lines = iter((self.folder / f"{name}.log").read_text(errors="replace").splitlines())
-            for line in lines:
-                if "Traceback" in line:
-                    found.append(f"{name}: {_what_failed(lines)}")
-                elif any(word in line for word in ("never awaited", "Fatal Python", "Segmentation")):
-                    found.append(f"{name}: {line[:300]}")
+        found = [
+            f"{name}: {bug}"
+            for name in self.processes
+            for bug in bugs_in((self.folder / f"{name}.log").read_text(errors="replace"))
+        ]
         # gRPC itself, when a caller has gone away in the moment in which it is answered.
         return [bug for bug in dict.fromkeys(found) if "ExecuteBatchError" not in bug]
 
@@ -253,17 +251,35 @@ def _now() -> int:
     return int(time.time() * 1000)
 
 
-def _what_failed(lines: Iterator[str]) -> str:
-    """The exception at the end of a traceback, and of those that follow from it, and where it was raised."""
+def bugs_in(log: str) -> list[str]:
+    """What failed by a service's log: its exceptions, and what Python and the system say of failures."""
+    found = []
+    lines = iter(log.splitlines())
+    for line in lines:
+        if "Traceback" in line:
+            found.append(_what_failed(line, lines))
+        elif any(word in line for word in ("never awaited", "Fatal Python", "Segmentation")):
+            found.append(line[:300])
+    return found
+
+
+def _what_failed(first: str, lines: Iterator[str]) -> str:
+    """The exception at the end of a traceback, and of those that follow from it, and where it was raised.
+
+    Returns everything that was logged where no line reads as an exception: nothing is left out unread.
+    """
     inside = failed = ""
+    read = [first]
     for line in lines:
         if line.startswith("20"):  # the next entry of the log
             break
+        read.append(line)
+        line = line.removeprefix(INDENT)  # of the further lines of an entry
         if line.lstrip().startswith("File "):
             inside = line.strip()
         elif re.match(r"[A-Za-z_][\w.]*(: |$)", line) and not line.startswith(("During", "The above", "Traceback")):
             failed = f"{line[:300]} {inside}"
-    return failed
+    return failed or "\n".join(read)[-2000:]
 
 
 @contextlib.contextmanager

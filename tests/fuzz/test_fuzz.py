@@ -1,12 +1,14 @@
 """The short attack: every call of every service, with a fixed seed. `make fuzz MESSAGES=100000` is the long one."""
 
 import asyncio
+import logging
 
 import pytest
 
+from relaxd.telemetry.logs import TextFormatter
 from tests.fuzz.__main__ import problems_of
 from tests.fuzz.attack import LEFT_OUT, attack, methods_of, path_of
-from tests.fuzz.fleet import Fleet
+from tests.fuzz.fleet import Fleet, bugs_in
 from tests.fuzz.messages import Fuzzer
 from tests.fuzz.requests import good_requests
 
@@ -40,3 +42,13 @@ def test_a_seed_says_which_messages_are_sent() -> None:
     first, again, other = (Fuzzer(seed, {}, {}) for seed in (1, 1, 2))
     made = [[fuzzer.request(HeartbeatRequest.DESCRIPTOR, None) for _ in range(50)] for fuzzer in (first, again, other)]
     assert made[0] == made[1] != made[2]
+
+
+def test_an_exception_is_read_from_a_log() -> None:
+    try:
+        raise ValueError("of the engine")
+    except ValueError as error:
+        raised = (type(error), error, error.__traceback__)
+    record = logging.LogRecord("fuzz", logging.ERROR, "file", 1, "failed", (), raised)
+    (bug,) = bugs_in(TextFormatter("rollout").format(record))
+    assert bug.startswith("ValueError: of the engine File ")
