@@ -42,23 +42,29 @@ test: lint test-quick ## lint, and what can be tested without a GPU, but for wha
 
 .PHONY: test-quick
 test-quick: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) $(PARALLEL) -m "not slow"
+	$(BIN)/python -m pytest -n $(WORKERS) $(PARALLEL) -m "not slow and not night"
 
 .PHONY: test-fast
 test-fast: $(STAMP) ## the unit tests, in a minute or two (WORKERS=)
-	$(BIN)/python -m pytest -n $(WORKERS) $(PARALLEL) -m "not slow" tests/unit
+	$(BIN)/python -m pytest -n $(WORKERS) $(PARALLEL) -m "not slow and not night" tests/unit
 
 .PHONY: test-slow
 test-slow: $(STAMP) ## what is slow (WORKERS=)
-	$(BIN)/python -m pytest -n $(WORKERS) $(PARALLEL) -m slow --durations=20
+	$(BIN)/python -m pytest -n $(WORKERS) $(PARALLEL) -m "slow and not night" --durations=20
 
 .PHONY: test-all
-test-all: lint test-both ## everything that can be tested without a GPU or containers (WORKERS=)
+test-all: lint test-both ## what is slow, too (WORKERS=)
 
 # In one go: collecting 5,000 tests takes each worker 20 s, and some fixtures serve tests of both kinds.
 .PHONY: test-both
 test-both: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) $(PARALLEL) --durations=30
+	$(BIN)/python -m pytest -n $(WORKERS) $(PARALLEL) -m "not night" --durations=30
+
+.PHONY: test-night
+test-night: $(STAMP) ## what takes an hour or two: every layout, longer faults, the other containers (WORKERS=)
+	RELAXD_TEST_COMPOSE=1 deploy/ci/docker.sh $(BIN)/python -m pytest -n $(WORKERS) $(PARALLEL) -m night --durations=30
+	$(MAKE) fuzz MESSAGES=20000
+	$(MAKE) chaos FAULTS=100
 
 .PHONY: test-gpu
 test-gpu: $(if $(VENV),$(STAMP)) ## what needs GPUs, in minutes (VENV= PYTHON=: with an environment of your own)
@@ -70,7 +76,7 @@ fuzz: $(STAMP) ## attack every call of every service with bad messages (MESSAGES
 
 .PHONY: test-compose
 test-compose: $(STAMP) ## the images and the compose files, on Docker (arranges an engine on Debian, as root)
-	RELAXD_TEST_COMPOSE=1 deploy/ci/docker.sh $(BIN)/python -m pytest tests/compose --durations=8
+	RELAXD_TEST_COMPOSE=1 deploy/ci/docker.sh $(BIN)/python -m pytest tests/compose -m "not night" --durations=8
 
 .PHONY: chaos
 chaos: $(STAMP) ## break a running job FAULTS= times, or for MINUTES=, and audit its books after each (SEED=, ALGORITHM=critic, ROLES=critic,reference, COLUMNS=large or on-nodes, REDIS=sentinel)

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -31,14 +30,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         mark = item.get_closest_marker("timeout")
         seconds = float(mark.args[0] if mark else config.getini("timeout"))
         item.add_marker(pytest.mark.timeout(seconds * PATIENCE), append=False)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip slow tests once continuous integration has no time for them (`.ci/run`)."""
-    until = os.environ.get("RELAXD_TEST_SLOW_UNTIL")
-    if until and item.get_closest_marker("slow") and time.time() > float(until):
-        pytest.skip(f"no time was left for {item.nodeid} (RELAXD_TEST_SLOW_UNTIL)")
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import pytest
 
 from tests.compose.stack import ROOT, Stack, docker
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.night
 
 
 @pytest.mark.timeout(1800)

@@ -13,7 +13,7 @@ from relaxd.v1.coordinator_pb2 import RUN_STATE_STOPPED
 from tests.compose.stack import Stack, docker, running
 from tests.kit.waiting import wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.night
 
 # On the CPU images, without devices, and without raising limits, which an engine inside of a sandbox may not.
 ON_CPU = """

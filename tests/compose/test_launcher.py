@@ -175,6 +175,7 @@ def test_an_engine_that_is_away_is_said(monkeypatch: pytest.MonkeyPatch) -> None
         DockerHost("project")
 
 
+@pytest.mark.night
 @pytest.mark.timeout(1800)
 def test_scaling_by_request(stack: Stack, tmp_path: Path) -> None:
     engine_socket = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock").removeprefix("unix://")

@@ -40,7 +40,7 @@ def like_the_page(output: str, page: str) -> bool:
     return same_error and bool(output.strip()) == bool(page.strip()) and same_fields
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.timeout(600)
 def test_the_page_works_as_it_is(shell: Shell) -> None:
     blocks = BLOCK.findall((ROOT / "docs" / "admin.md").read_text())

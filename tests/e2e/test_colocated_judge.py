@@ -14,7 +14,7 @@ from tests.kit.models import make_tiny_model
 STEPS = 3
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.timeout(600)
 def test_a_judge_sleeps_while_the_trainer_trains_and_judges_every_answer(workplace: Workplace, tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "judge", seed=7, num_hidden_layers=1)

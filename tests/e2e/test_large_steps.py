@@ -32,7 +32,7 @@ micro_batch_tokens = 81920
 """
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.timeout(600)
 def test_three_runs_with_large_steps_on_one_redis(workplace: Workplace) -> None:
     """Their worst case is 1.1 GB a step, and the high-water mark is 1 GiB."""

@@ -45,7 +45,7 @@ def test_cases() -> None:
         modes.make_cases(["asinc"], [], gpus=2, ranks=1)
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.timeout(600)
 def test_a_run_is_measured(folder: Path, tmp_path: Path) -> None:
     words = "--cpu --longest 64 --groups 4 --samples 4 --running 32 --micro-batch 1024 --warmup 1 --seconds 1 --keep"

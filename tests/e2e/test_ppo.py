@@ -57,7 +57,7 @@ def critic_rank(state: StateFolder) -> psutil.Process:
     return psutil.Process(int(critic.status.gauges["rank0_pid"]))
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.timeout(600)
 def test_a_run_that_was_stopped_goes_on_where_policy_and_critic_were(workplace: Workplace) -> None:
     """The critic hangs while the run is stopped, which waits for the critic's checkpoint of the last step."""

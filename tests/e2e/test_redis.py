@@ -36,7 +36,7 @@ def test_a_run_survives_the_death_of_redis(workplace: Workplace) -> None:
     assert "restarted trainer" not in (folder / "logs" / "supervisor.log").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.timeout(600)
 def test_a_run_on_a_cluster_survives_the_primary_of_its_slot(workplace: Workplace) -> None:
     run_id = next(

@@ -36,7 +36,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.timeout(600)
 def test_a_killed_reference_replica_loses_nothing_and_changes_no_loss(services: Workplace) -> None:
     state = StateFolder(services.folder / ".relaxd")

@@ -37,7 +37,7 @@ old_logprobs = "current"
 """
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.timeout(600)
 def test_a_rehearsal_of_a_run_whose_model_isnt_here(workplace: Workplace) -> None:
     (workplace.folder / "mine.toml").write_text(CONFIG)
@@ -57,7 +57,7 @@ def test_a_rehearsal_of_a_run_whose_model_isnt_here(workplace: Workplace) -> Non
     assert not Path(workplace.folder / "runs").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.timeout(600)
 def test_an_interrupted_rehearsal_of_a_runs_own_replica_has_a_result(workplace: Workplace) -> None:
     (workplace.folder / "mine.toml").write_text(CONFIG)

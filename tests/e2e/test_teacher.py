@@ -41,7 +41,7 @@ def make_teacher(folder: Path) -> Path:
     return teacher
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.timeout(600)
 def test_a_killed_teacher_loses_nothing_and_every_token_has_its_word(workplace: Workplace, tmp_path: Path) -> None:
     teacher = make_teacher(tmp_path / "teacher")
@@ -124,7 +124,7 @@ def test_a_teacher_service_is_asked_about_what_the_engine_finds_likeliest(workpl
     assert seen > 0
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.timeout(1200)
 def test_a_run_is_taught_by_an_sglang_engine(workplace: Workplace, tmp_path: Path) -> None:
     """On services that are up, which `relaxd run` doesn't ask for GPUs. The real SGLang, on a CPU."""

@@ -15,7 +15,7 @@ from tests.fuzz.requests import good_requests
 MESSAGES, SEED = 3000, 20
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.timeout(900)
 def test_no_message_breaks_a_service(victims: Fleet) -> None:
     asyncio.run(attack(victims, 500, SEED + 1))  # caches fill, workers start
@@ -29,7 +29,7 @@ def test_no_message_breaks_a_service(victims: Fleet) -> None:
     assert sum("OK" in codes for codes in statuses.values()) > len(statuses) // 2, "most attacks never got inside"
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.timeout(900)
 def test_good_requests_name_real_calls(victims: Fleet) -> None:
     paths = {path_of(method) for target in victims.targets for method in methods_of(target)}

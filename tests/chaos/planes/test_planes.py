@@ -37,7 +37,7 @@ def campaign(folder: Path, names: Sequence[str], *, columns: str = "small", serv
     return done
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.timeout(900)
 def test_no_payload_is_lost_or_leaks_wherever_a_connection_breaks_or_a_process_dies(tmp_path: Path) -> None:
     done = campaign(tmp_path, payload_faults.SHORT_SUITE, columns="large")
@@ -46,7 +46,7 @@ def test_no_payload_is_lost_or_leaks_wherever_a_connection_breaks_or_a_process_d
     assert done.payloads.most["payloads"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.timeout(900)
 def test_no_payload_is_lost_or_leaks_when_a_data_node_dies_is_full_or_out_of_reach(tmp_path: Path) -> None:
     done = campaign(tmp_path, data_node_faults.SHORT_SUITE, columns="on-nodes")
@@ -54,7 +54,7 @@ def test_no_payload_is_lost_or_leaks_when_a_data_node_dies_is_full_or_out_of_rea
     assert done.payloads.most["on nodes"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("servers", ["sentinel", "cluster"])
 def test_nothing_is_lost_when_a_primary_dies_or_hands_over(tmp_path: Path, servers: str) -> None:

@@ -218,7 +218,7 @@ def test_a_slot_that_moves_is_waited_for(servers: ClusterServers) -> None:
     board.delete()
 
 
-@pytest.mark.slow
+@pytest.mark.night
 async def test_a_board_in_the_event_loop_follows_its_slot(servers: ClusterServers) -> None:
     first, second = others(servers, servers.primary)
     run_id = next(servers.tags_of(first))
@@ -301,7 +301,7 @@ def test_what_was_acknowledged_survives_its_primary(servers: ClusterServers) -> 
     work.end()
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_failovers_in_a_cluster_lose_nothing_that_was_acknowledged(tmp_path: Path) -> None:
     found = campaign(tmp_path, 2, down_milliseconds=DOWN_MILLISECONDS, cluster=True)
     assert found.lost == []

@@ -32,7 +32,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WatchedRedis]:
         servers.stop()
 
 
-@pytest.mark.slow
+@pytest.mark.night
 async def test_everybody_leaves_a_demoted_primary(watched: WatchedRedis) -> None:
     board, store, term = make_board(watched.url, retry_seconds=PATIENCE), Store(watched.url), RedisTerm(watched.url)
     before = program.connect(watched.url).term
@@ -49,7 +49,7 @@ async def test_everybody_leaves_a_demoted_primary(watched: WatchedRedis) -> None
     audit(board)
 
 
-@pytest.mark.slow
+@pytest.mark.night
 async def test_a_board_in_the_event_loop_follows_the_primary(watched: WatchedRedis) -> None:
     make_board(watched.url, run_id="loop", retry_seconds=PATIENCE)
     board = AsyncBoard(watched.url, "loop", STAGES, BoardConfig(), retry_seconds=PATIENCE)

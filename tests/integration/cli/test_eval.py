@@ -51,7 +51,7 @@ def run(*words: str, file: str = "run.toml") -> str:
     return result.output
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_a_model_is_evaluated_on_sets_without_services(folder: Path, tiny_model: Path) -> None:
     text = run("--model", str(tiny_model), "--out", "found", "--set", "letters", "--set", "words")
     assert "letters: 5 prompts, 4 answers each" in text

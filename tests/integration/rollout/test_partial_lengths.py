@@ -207,7 +207,7 @@ def distance(lengths: "np.ndarray[Any, Any]") -> float:
     return float(np.abs(empirical - (1 - (1 - END) ** counts)).max())
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.timeout(600)
 async def test_lengths_are_those_of_a_run_without_trouble(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = await lengths_after_trouble(redis_url, Clock(monkeypatch), partial=True)
@@ -216,7 +216,7 @@ async def test_lengths_are_those_of_a_run_without_trouble(redis_url: str, monkey
     assert distance(lengths) < BOUND
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.timeout(600)
 async def test_without_partial_rollout_the_same_trouble_favours_short_answers(
     redis_url: str, monkeypatch: pytest.MonkeyPatch

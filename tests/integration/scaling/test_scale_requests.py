@@ -127,7 +127,7 @@ def test_wrong_requests_name_their_fields(cluster: ScalingCluster) -> None:
     assert no_launcher
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_cancelled_in_every_state(cluster: ScalingCluster) -> None:
     start_all(cluster, trainer=False, PEER_GENERATE_SECONDS="0.5")
     cluster.closed.touch()
@@ -176,7 +176,7 @@ def test_cancelled_in_every_state(cluster: ScalingCluster) -> None:
     cluster.ended_run()
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_a_coordinator_killed_in_every_state_goes_on(cluster: ScalingCluster) -> None:
     # One group each: else one replica takes all that there are, and the others have nothing to drain.
     start_all(cluster, trainer=False, PEER_GENERATE_SECONDS="1", PEER_CONCURRENCY="1")

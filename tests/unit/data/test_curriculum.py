@@ -229,7 +229,7 @@ def test_visits_never_end_however_unlikely_they_are() -> None:
     assert cursor.epoch <= 6
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_a_million_prompts_that_are_nearly_all_solved_cost_little() -> None:
     program = """
 import time

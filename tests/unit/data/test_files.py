@@ -410,7 +410,7 @@ def test_a_first_look_finds_wrong_rows_and_leaves_the_rest_to_the_next(tmp_path,
         load_data(config(model_folder, path=str(path)))
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_a_million_prompts_start_soon_and_stay_on_disk(tmp_path, model_folder, kind):
     path = tmp_path / f"million.{kind}"

@@ -301,7 +301,7 @@ print(len(train.repeats), seconds, time.process_time() - begun, int(peak) // 102
 """
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_many_prompts_are_compared_within_seconds(tmp_path: Path, model_folder: Path) -> None:
     numbers = np.arange(200_000)
     numbers[::1000] = 0  # 200 rows are the same

@@ -34,7 +34,7 @@ def test_humaneval_has_its_164_problems_whose_solutions_are_right() -> None:
     assert scored["reward"] == 0  # type: ignore[index, call-overload]
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_every_solution_of_humaneval_is_right() -> None:
     assert unsolved(prompts("humaneval")) == []
 

@@ -250,7 +250,7 @@ def test_the_command(tmp_path, monkeypatch):
     assert json.loads(shown.splitlines()[-1])["group"] == "0-2"
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_twenty_thousand_steps_are_read_quickly(tmp_path):
     line = LINES[0] | {"prompt_tokens": 100}
     with (tmp_path / "groups.jsonl").open("w") as file:

@@ -111,6 +111,7 @@ def test_a_deadline_ends_although_every_look_is_late() -> None:
         machine.close()
 
 
+@pytest.mark.night
 def test_the_judges_time_does_not_count() -> None:
     machine = Machine([])
 

@@ -17,7 +17,7 @@ from tests.integration.trainer.checkpoints.checkpoint_worlds import CheckpointJo
 from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model
 from tests.kit.ports import free_port
 
-pytestmark = pytest.mark.slow  # every layout is saved and loaded in every other one
+pytestmark = pytest.mark.night  # every layout is saved and loaded in every other one
 
 TP2, PP2, DP2, EP2 = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {}, {"expert_parallel": 2}
 CP2 = {"context_parallel": 2}

@@ -130,7 +130,7 @@ def test_a_crash_in_the_middle_of_a_save_leaves_the_one_before(
         assert read_state(checkpoint_path(tmp_path, 2)).ledger.plan_sha256 == plan_sha256(feeder.board.ledger()[1].plan)
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_death_at_random_moments_changes_no_bit(tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:
     moments = random.Random(0)
     steps = 8

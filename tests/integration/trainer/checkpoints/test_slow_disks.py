@@ -22,7 +22,7 @@ def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("qwen3") / "model", architecture="qwen3")
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.timeout(300)
 def test_files_may_take_longer_than_a_collective(
     tiny_qwen3: Path, redis_url: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -58,7 +58,7 @@ def test_files_may_take_longer_than_a_collective(
     assert slowed(capfd.readouterr().err) == {(one.operation, one.path) for one in slow}
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_a_disk_that_stands_still_is_given_up_and_named(tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:
     config = make_config(tiny_qwen3, trainer={"ranks": 2, "disk_stall_seconds": 2.0})
     disk = slow_disk(Slow(1, "read", "*/model.safetensors", 1000.0))

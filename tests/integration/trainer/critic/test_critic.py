@@ -246,7 +246,7 @@ WAYS: dict[str, dict[str, int]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_updates_are_the_same_under_every_layout_and_micro_batch_size(
     session_redis: RedisServer, tiny_qwen3: Path, tmp_path: Path, alone: None
 ) -> None:
@@ -313,7 +313,7 @@ def large_step(redis_url: str, number: int, model: Path, folder: Path, bundle_by
     return AssemblyJob(config, url, folder, bundle_bytes)
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_neither_memory_nor_time_of_a_command_grows_with_the_step(
     session_redis: RedisServer, tiny_qwen3: Path, tmp_path: Path
 ) -> None:

@@ -264,7 +264,7 @@ def routing_of(folder: Path, job: RunJob, plan: Any, name: str) -> np.ndarray:
     return np.sort(torch.cat(rows).numpy(), -1)
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_steps_are_the_same_under_every_layout(
     model: Path, session_redis: RedisServer, redis_url: str, tmp_path: Path, alone: None
 ) -> None:

@@ -104,6 +104,6 @@ def test_queries_of_a_long_shared_prompt_are_taken_once_with_the_same_result(
         assert np.linalg.norm(gradient - exact) < 1e-4 * np.linalg.norm(exact)
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_four_ranks_are_one(models: dict[str, Path], tmp_path: Path) -> None:
     check(models, FOUR, 4, tmp_path / "world")

@@ -15,7 +15,7 @@ from tests.integration.trainer.trainer_worlds import make_model, run_world
 from tests.kit.ports import free_port
 from tests.kit.redis.redis_server import RedisServer
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.night
 
 FROZEN = {"moe": {"freeze_router": True, "aux_loss_coef": 0.0}}
 JOBS: dict[str, dict[str, Any]] = {

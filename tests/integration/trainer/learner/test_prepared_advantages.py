@@ -322,7 +322,7 @@ def test_a_critic_learns_rewards_less_the_divergence(tiny_qwen3: Path, redis_url
 # --- any layout ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_advantages_are_the_same_under_every_layout_and_micro_batch_size(
     session_redis: RedisServer, tiny_qwen3: Path, teacher: Path, tmp_path: Path
 ) -> None:

@@ -29,8 +29,6 @@ from tests.kit.boards import kept_samples
 from tests.kit.ports import free_port
 from tests.kit.processes import run_python
 
-slow = pytest.mark.slow
-
 # --- one more column ----------------------------------------------------------------------------------------------
 
 
@@ -293,7 +291,8 @@ COMPARED = (
 
 
 @pytest.mark.parametrize(
-    "losses", [pytest.param(OF_SEQUENCES, id="of sequences"), pytest.param(OF_TOKENS, id="of tokens", marks=slow)]
+    "losses",
+    [pytest.param(OF_SEQUENCES, id="of sequences"), pytest.param(OF_TOKENS, id="of tokens", marks=pytest.mark.night)],
 )
 def test_losses_are_the_same_however_ranks_and_micro_batches_are_arranged(
     losses: dict[str, dict[str, Any]], tmp_path: Path, alone: None

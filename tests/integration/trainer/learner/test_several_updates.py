@@ -249,7 +249,7 @@ def long_step(model: Path) -> RunConfig:
     return config.model_copy(update={"run": config.run.model_copy(update={"steps": 1})})
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_updates_are_the_same_under_every_layout_and_micro_batch_size(
     worlds: dict[str, list[dict[str, Any]]], tiny_qwen3: Path, redis_url: str, tmp_path: Path, alone: None
 ) -> None:

@@ -162,21 +162,25 @@ def test_two_ranks_get_the_same_gradients_and_weights(results: Results, name: st
     check_early(results[name])
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("name", JOBS)
 def test_a_rank_holds_its_share_and_a_few_buckets(results: Results, jobs: dict[str, Any], name: str) -> None:
     check_memory(jobs[name], results[name], results[f"{name}, plain"], 2)
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("name", ["whole", "empty rank"])
 def test_one_micro_batch_is_the_same_bit_for_bit(results: Results, name: str) -> None:
     check_same(results[name], results[f"{name}, plain"])
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("name", VARIANTS)
 def test_calls_naps_and_dropped_gradients_make_no_difference(results: Results, name: str) -> None:
     check_same(results[name], results["dense"])
 
 
+@pytest.mark.night
 def test_a_layer_may_lack_a_gradient(results: Results) -> None:
     check_close(results["lacking"], results["lacking, plain"], [[0, 1]])
     assert all(any(policy for policy, _ in rank["late"]) for rank in results["lacking"])
@@ -194,6 +198,7 @@ def test_an_update_is_skipped_where_a_shard_is_not_finite(results: Results) -> N
         assert np.isnan(mine["numbers"][1][1])
 
 
+@pytest.mark.night
 def test_a_run_is_repeated_bit_for_bit(results: Results) -> None:
     (ours, _), (theirs, _), (again, _) = (results[f"run{way}"] for way in ("", ", plain", ", again"))
     for entry, plain in zip(ours["ledger"], theirs["ledger"], strict=True):
@@ -205,6 +210,7 @@ def test_a_run_is_repeated_bit_for_bit(results: Results) -> None:
     assert len(again["ledger"]) == 2
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("name", WIDE)
 def test_four_ranks(wide: Results, wide_jobs: dict[str, Any], name: str) -> None:
     ours, theirs = wide[name], wide[f"{name}, plain"]
