@@ -9,7 +9,7 @@ from relaxd.board import LedgerEntry, LedgerTrimmed
 from relaxd.run_folder import LEDGER
 
 ReadLedger = Callable[[int, int], list[LedgerEntry]]
-"""Returns the committed steps after one, at most so many; `Board.ledger` is one."""
+"""Returns committed steps: those after a step, at most a given number. `Board.ledger` is such a function."""
 PAGE = 16
 """Steps that are read at once: a plan may have hundreds of kilobytes."""
 STEP = re.compile(rb'\{"step": (\d+),')

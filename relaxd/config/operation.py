@@ -44,7 +44,7 @@ class BoardConfig(Section):
     max_group_bytes: int = Field(default=256 << 20, ge=1 << 10, le=16 << 30)
     """Maximum bytes in Redis of a prompt, or of one stage's columns of a group. A larger one fails."""
     large_column_bytes: int = Field(default=LARGE_COLUMN_BYTES, ge=1, le=1 << 20)
-    """Write a column of at least so many bytes apart from the script that commits it: no script handles its bytes, and
+    """Write a column of at least this many bytes before the script that commits it: no script handles its bytes, and
     it is on a data node, if there are any."""
     data_urls: tuple[str, ...] = Field(default=(), max_length=64)
     """Redis servers for large columns, such as ["redis://data-1:6379/0", "redis://data-2:6379/0"]; empty: they are on
@@ -108,8 +108,8 @@ class WeightsConfig(Section):
     transport: Literal["gloo", "nccl", "cuda_ipc"] = "gloo"
     """gloo: between CPUs. nccl: between GPUs. cuda_ipc: between trainer and engines that share GPUs (run.colocate)."""
     interval: int = Field(default=1, ge=1)
-    """Send new weights to the engines after every so many steps, and after the last one. An engine that joins gets the
-    newest ones, and all others with it. At most board.max_staleness + 1, or steps would lack groups that are fresh
+    """Send new weights to the engines after every `interval` steps, and after the last one. An engine that joins gets
+    the newest ones, and all others with it. At most board.max_staleness + 1, or steps would lack groups that are fresh
     enough."""
     ports: str = Field(default="", pattern=r"^(\d{1,5}-\d{1,5})?$")
     """Ports on which the trainer's ranks and the weight group meet, such as "29500-29599"; empty: any free ones. gloo

@@ -57,8 +57,8 @@ class FrozenModelConfig(ReplicaSizes):
     placement: Literal["trainer", "service"] = "service"
     """trainer: in the trainer's ranks, beside the model that they train. service: in replicas of its own."""
     refresh_every: int = Field(default=0, ge=0)
-    """Take over the trained model's weights after every so many steps, recorded in the ledger; 0: never. Needs the
-    initial model to begin with. A teacher needs placement = "trainer", too."""
+    """Take over the trained model's weights each time this many steps are done, which the ledger records; 0: never.
+    Needs the initial model to begin with. A teacher needs placement = "trainer", too."""
 
     @model_validator(mode="after")
     def _sizes_are_of_replicas(self) -> Self:

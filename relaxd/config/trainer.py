@@ -95,7 +95,7 @@ class CheckpointConfig(Section):
     checkpoint` took are never removed."""
     max_bytes: int = Field(default=0, ge=0)
     """Maximum size of all checkpoints on disk, with the one that is being written: the oldest ones are removed earlier
-    than `keep` says, but for those that `relaxd checkpoint` took, and never the newest. At least two checkpoints. Those
+    than `keep` says, except those that `relaxd checkpoint` took and the newest. At least two checkpoints. Those
     of a critic service may take as much besides. 0: no limit."""
     keep_step_files: Literal["until_checkpoint", "always"] = "until_checkpoint"
     """until_checkpoint: remove a step's file once `keep` checkpoints after it are on disk. always: keep all, so that

@@ -172,7 +172,7 @@ _RATIONAL = re.compile(rf"(-?)(\()?(?:({_DECIMAL})|\((-{_DECIMAL})\))(?:/({_DECI
 
 
 def numeral(answer: str) -> str | None:
-    """Return what `plain` returns, sooner, if an answer is an ordinary number; None if it may be anything else.
+    """Return the normal form of an ordinary number, without the cost of `plain`; None for any other answer.
 
     Ordinary are whole numbers, decimals and fractions of whole numbers, also with \\frac, thousands' commas, dollars,
     percent, degrees and units.

@@ -283,7 +283,7 @@ class ScaleState(StrEnum):
 
     @property
     def ended(self) -> bool:
-        """The state is final."""
+        """Whether the request is over: its state changes no more."""
         return self not in UNDER_WAY
 
     @property

@@ -274,7 +274,7 @@ class ChildEngine(RolloutEngine):
         self._to_send.set()
 
     async def _next_request(self) -> engine_pb2.ExchangeRequest | None:
-        """Return what is to be sent once there is something; None if the child has ended."""
+        """Wait for something to send, and return it; None if the child has ended."""
         if not self.alive:
             return None
         await self._to_send.wait()  # for as long as there is nothing to send

@@ -116,7 +116,7 @@ class StepPlan:
     groups: tuple[str, ...]
     """The groups, in the order in which they were taken."""
     mini_batches: tuple[MiniBatch, ...]
-    """Its mini-batches, in order. A group is in one of them."""
+    """The step's mini-batches, in the order of their updates. Each group is in exactly one."""
     epochs: int = 1
     """Number of passes over the mini-batches."""
     whitening: Whitening | None = None

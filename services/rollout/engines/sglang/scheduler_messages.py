@@ -58,7 +58,7 @@ class ChangeMade:
     """A scheduler has paused or resumed."""
 
     number: int
-    """Of the change: its message's `rid`."""
+    """Number of the change: the `rid` of the message that asked for it."""
     rank: int
 
 

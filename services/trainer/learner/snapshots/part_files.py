@@ -178,9 +178,10 @@ def _write_file(path: Path, header: bytes, memory: Tensor, progress: Progress) -
 
 
 def _write_all(file: FileIO, content: memoryview) -> None:
-    """Write all of it, past the page cache if that is possible. The system may take less at once.
+    """Write `content`, in as many writes as the system needs, past the page cache where that is possible.
 
-    It isn't for less than ALIGNMENT at the end of a file, on some file systems, or after a write that a full disk cut.
+    It isn't possible for the last bytes of a file, fewer than ALIGNMENT, on some file systems, and after a write that a
+    full disk cut short.
     """
     while content:
         aligned = len(content) - len(content) % ALIGNMENT

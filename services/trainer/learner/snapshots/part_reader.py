@@ -159,7 +159,7 @@ class Loading:
 
 
 def _nothing() -> None:
-    """Begin a thread that needs no device."""
+    """Do nothing when a thread begins, which needs no device."""
 
 
 def _within(piece: Piece, whole: tuple[int, ...]) -> Iterator[Rectangle]:
