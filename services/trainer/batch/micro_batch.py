@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaxd.board import COLUMNS
+from services.trainer.megatron.rank_messages import message
 
 UNROUTED = -1
 """In place of the experts of tokens for which none are given."""
@@ -96,6 +97,7 @@ class TrainSequence:
         )
 
 
+@message
 @dataclass(frozen=True, kw_only=True)
 class PackedMicroBatch:
     """Consecutive sequences as one row of T tokens. Arrays are aligned as in `TrainSequence`.

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from relaxd.algorithms.advantage_terms import Whitening
+from services.trainer.megatron.rank_messages import message
 
 OUTCOME = "skipped_updates"
 """The field of a plan that is known only after the step."""
@@ -18,6 +19,7 @@ class PlanError(ValueError):
     """A recorded plan is malformed."""
 
 
+@message
 @dataclass(frozen=True)
 class SequenceSlice:
     """Some sequences of one group, in one micro-batch."""
@@ -32,6 +34,7 @@ MicroBatchSlices = tuple[SequenceSlice, ...]
 """Sequences packed into one micro-batch."""
 
 
+@message
 @dataclass(frozen=True)
 class MicroBatchRound:
     """Micro-batches that all ranks process together."""

@@ -40,6 +40,7 @@ from services.trainer.learner.snapshots.checkpoint_copies import HostCopies
 from services.trainer.learner.snapshots.snapshot import Kept, Snapshot, Stateful, load_snapshot, prepare
 from services.trainer.learner.update import TooManySkippedUpdates, UpdateStats, step_metrics, update_weights
 from services.trainer.loop.commanded_rank import CommandedRank
+from services.trainer.megatron.rank_messages import message
 
 COLUMNS = ("prompt_tokens", "tokens", "lengths", "sample_of_sequence", "shares_prompt", "loss_mask", "reward", VALUES)
 """Columns of a step file that it reads, besides RETURNS, which needn't be finite."""
@@ -236,6 +237,7 @@ class CriticRank(CommandedRank):
         return CommittedSteps(self.board.ledger, self.steps_of)
 
 
+@message
 @dataclass(frozen=True)
 class Value:
     """Compute the values of micro-batches."""
@@ -247,6 +249,7 @@ class Value:
         return rank.learner.values(self.micro_batches)
 
 
+@message
 @dataclass(frozen=True)
 class TrainStep:
     """Train on a committed step."""

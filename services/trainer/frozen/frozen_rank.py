@@ -30,6 +30,7 @@ from services.trainer.learner.forward import Forward
 from services.trainer.learner.frozen_model import FrozenModel, model_of
 from services.trainer.megatron import TICK_SECONDS
 from services.trainer.megatron.channels import RankChannel
+from services.trainer.megatron.rank_messages import message
 from services.trainer.megatron.world import World
 from services.trainer.model.architectures import read_architecture
 
@@ -39,6 +40,7 @@ Models = Mapping[str, FrozenModel]
 """The models of this rank, by name."""
 
 
+@message
 @dataclass(frozen=True)
 class ComputeColumns:
     """Compute a model's columns for micro-batches."""
@@ -52,6 +54,7 @@ class ComputeColumns:
         return models[self.model].compute(self.micro_batches)
 
 
+@message
 @dataclass(frozen=True)
 class TakeOver:
     """Take over the weights of a Hugging Face folder."""

@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from services.trainer.megatron.channels import all_gather
 from services.trainer.megatron.world import World
 
 SUMS = 6
@@ -96,12 +96,12 @@ def merge_reported(name: str, one: Tensor, other: Tensor) -> Tensor:
 
 def reduce_over_ranks(sums: dict[str, Tensor], world: World) -> dict[str, Tensor]:
     """Add up the values of all data- and context-parallel ranks, on CPU. All ranks call it together."""
-    by_rank: list[dict[str, Tensor]] = [{}] * world.size
     contributes = world.last_stage and world.tp_rank == 0  # the tensor-parallel ranks have the same values
-    dist.all_gather_object(by_rank, {name: value.cpu() for name, value in sums.items()} if contributes else {})
+    own = {name: value.cpu().numpy() for name, value in sums.items()} if contributes else {}
     totals: dict[str, Tensor] = {}
-    for one in by_rank:
-        for name, value in one.items():
+    for one in all_gather(own):
+        for name, array in one.items():
+            value = torch.tensor(array)
             totals[name] = merge_reported(name, totals[name], value) if name in totals else value
     return totals
 

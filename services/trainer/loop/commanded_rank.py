@@ -28,6 +28,7 @@ from services.trainer.checkpoints.rank_part import CheckpointPart
 from services.trainer.learner.snapshots.snapshot import Checkpointed
 from services.trainer.megatron.channels import RankChannel
 from services.trainer.megatron.disk_work import Progress
+from services.trainer.megatron.rank_messages import message
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ class CommandedRank:
         return self.channel.sum_over_ranks(self.learner.checksum())
 
 
+@message
 @dataclass(frozen=True)
 class WaitForDisk:
     """Wait for disk work of rank 0, which sends this in `CommandedRank.rank0_only`."""
@@ -102,6 +104,7 @@ class WaitForDisk:
             pass
 
 
+@message
 @dataclass(frozen=True)
 class PrepareCheckpoints:
     """Prepare what the first checkpoint would wait for."""
@@ -111,6 +114,7 @@ class PrepareCheckpoints:
         rank.checkpoint.prepare()
 
 
+@message
 @dataclass(frozen=True)
 class BeginCheckpoint:
     """Take a snapshot and start writing it to an empty folder, if there is room for it."""
@@ -126,6 +130,7 @@ class BeginCheckpoint:
         return checksum, size
 
 
+@message
 @dataclass(frozen=True)
 class EndCheckpoint:
     """Drop the snapshot, once every rank has reported the end of its writing, or is late."""
@@ -135,6 +140,7 @@ class EndCheckpoint:
         rank.checkpoint.end()
 
 
+@message
 @dataclass(frozen=True)
 class VerifyCheckpoint:
     """Compare a checkpoint's files with its manifest."""
@@ -146,6 +152,7 @@ class VerifyCheckpoint:
         return rank.channel.all_ranks_agree(rank.checkpoint.intact(self.folder))
 
 
+@message
 @dataclass(frozen=True)
 class Restore:
     """Load a checkpoint; see `Learner.restore`."""

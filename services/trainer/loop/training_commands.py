@@ -21,6 +21,10 @@ from services.trainer.loop.round_runner import PreparedColumns, RoundRunner
 from services.trainer.megatron import TICK_SECONDS
 from services.trainer.megatron.channels import ModelParallelChannel
 from services.trainer.megatron.disk_work import DiskRefused
+from services.trainer.megatron.rank_messages import message
+
+message(Delivery)
+message(Whitening)
 
 LOADED_TOGETHER = 8
 """Groups in one call to Redis, whose answer it holds in its memory until it is sent."""
@@ -89,6 +93,7 @@ class TrainingRank(CommandedRank):
         self.prepared.clear()
 
 
+@message
 @dataclass(frozen=True)
 class Round:
     """Run forward and backward of a round."""
@@ -107,6 +112,7 @@ class Round:
         rank.runner.run(self.micro_batches, rank.groups, self.whitening, last=self.last)
 
 
+@message
 @dataclass(frozen=True)
 class Prepare:
     """Compute columns of a round's groups with forward passes, before the step's first update."""
@@ -127,6 +133,7 @@ class Prepare:
                 rank.prepared |= columns
 
 
+@message
 @dataclass(frozen=True)
 class Assemble:
     """Have some of a step's groups, with their prepared columns, on the ranks that train on them.
@@ -155,6 +162,7 @@ class Assemble:
         return rank.channel.all_ranks_agree(needed <= rank.groups.keys())
 
 
+@message
 @dataclass(frozen=True)
 class Update:
     """Update the weights; `normalizer` divides the summed loss of what was accumulated."""
@@ -166,6 +174,7 @@ class Update:
         return rank.learner.update(self.normalizer)
 
 
+@message
 @dataclass(frozen=True)
 class EndStep:
     """Count the step, whose updates are done, and forget its groups."""
@@ -180,6 +189,7 @@ class EndStep:
         return rank.checksum()
 
 
+@message
 @dataclass(frozen=True)
 class Discard:
     """Drop the open step's gradients and groups."""
@@ -190,6 +200,7 @@ class Discard:
         rank.forget_step()
 
 
+@message
 @dataclass(frozen=True)
 class Replay:
     """Repeat a committed step from its file."""
@@ -206,6 +217,7 @@ class Replay:
         return updates, rank.checksum()
 
 
+@message
 @dataclass(frozen=True)
 class Export:
     """Write the weights as a Hugging Face folder."""
@@ -221,6 +233,7 @@ class Export:
         return rank.learner.step
 
 
+@message
 @dataclass(frozen=True)
 class OffloadState:
     """Move the state from the devices to the host's memory, or back."""

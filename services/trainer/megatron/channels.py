@@ -8,9 +8,9 @@ The ranks of a data-parallel index (tensor, context and pipeline parallel) work 
 read a group, the source would send it as often as there are ranks.
 """
 
-import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -19,9 +19,20 @@ import torch.distributed as dist
 
 from services.trainer.megatron import TICK_SECONDS
 from services.trainer.megatron.disk_work import DiskWork
+from services.trainer.megatron.rank_messages import MessageError, array_sizes, decode, encode, message
 
 TICK = None
 """Sent instead of a command."""
+PIECE_BYTES = 64 * 2**20
+"""Maximum bytes of one broadcast. A value of gigabytes needs no second copy of itself, and no piece takes long."""
+
+
+@message
+@dataclass(frozen=True)
+class Failed:
+    """The reading rank's error, sent instead of a value."""
+
+    error: str
 
 
 def all_ranks_agree(yes: bool, *, device: torch.device | None = None, group: dist.ProcessGroup | None = None) -> bool:
@@ -33,6 +44,37 @@ def all_ranks_agree(yes: bool, *, device: torch.device | None = None, group: dis
     if dist.get_world_size(group) > 1:
         dist.all_reduce(votes, dist.ReduceOp.MIN, group=group)
     return bool(votes)
+
+
+def all_gather(value: Any) -> list[Any]:
+    """Return the values of all ranks of the world, by rank. All call it together, over the world's own group.
+
+    Raises MessageError for a value that can't be sent.
+    """
+    if (ranks := dist.get_world_size()) == 1:
+        return [value]
+    parts = encode(value)
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    own = torch.tensor([parts[0].nbytes, sum(part.nbytes for part in parts)], device=device)
+    sizes = [torch.zeros_like(own) for _ in range(ranks)]
+    dist.all_gather(sizes, own)
+    room = max(int(size[1]) for size in sizes)
+    sent = bytearray().join(parts).ljust(room, b"\0")
+    found = [torch.zeros(room, dtype=torch.uint8, device=device) for _ in range(ranks)]
+    dist.all_gather(found, _tensor(memoryview(sent)).to(device))
+    messages = (one.cpu().numpy().data for one in found)
+    return [_split(one, *map(int, size)) for one, size in zip(messages, sizes, strict=True)]
+
+
+def _split(data: memoryview, text: int, total: int) -> Any:
+    """Return the message of the first `total` bytes of `data`, of which `text` are its JSON."""
+    parts, at = [data[:text]], text
+    for size in array_sizes(parts[0]):
+        parts.append(data[at : at + size])
+        at += size
+    if at != total:
+        raise MessageError(f"a message of {total} bytes has {at}")
+    return decode(parts)
 
 
 class RankChannel:
@@ -47,22 +89,25 @@ class RankChannel:
         self._last = time.monotonic()
 
     def send(self, command: Any) -> None:
-        """Rank 0: send a command, which can be pickled, to all other ranks."""
+        """Rank 0: send a command, or TICK, to all other ranks. Raises MessageError for one that can't be sent."""
         self._last = time.monotonic()
         if self.size > 1:
-            dist.broadcast_object_list([command], 0, group=self._group)
+            _broadcast(encode(command), 0, self._group)
 
     def all_ranks_agree(self, yes: bool) -> bool:
         """Return whether `yes` is True on all ranks. All call it together."""
         return all_ranks_agree(yes, group=self._group)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, which can be pickled, on rank 0; nothing elsewhere. All call it together."""
-        if self.size == 1:
-            return [value]
-        values: list[Any] | None = [None] * self.size if dist.get_rank() == 0 else None
-        dist.gather_object(value, values, group=self._group)
-        return values or []
+        """Return the values of all ranks on rank 0; nothing elsewhere. All call it together.
+
+        Raises:
+            MessageError: a value can't be sent.
+        """
+        if dist.get_rank() == 0:
+            return [value, *(_receive(rank, self._group) for rank in range(1, self.size))]
+        _send(encode(value), 0, self._group)
+        return []
 
     def sum_over_ranks(self, value: int) -> int:
         """Return the sum of all ranks' values. All call it together."""
@@ -83,16 +128,11 @@ class RankChannel:
             RuntimeError: rank 0 is gone, or was silent for longer than the deadline.
         """
         while True:
-            received = [TICK]
-            dist.broadcast_object_list(received, 0, group=self._group)
-            if received[0] is not TICK:
-                return received[0]
+            if (command := _take_broadcast(0, self._group)) is not TICK:
+                return command
 
 
 T = TypeVar("T")
-
-PIECE_BYTES = 64 * 2**20
-"""Maximum bytes of one broadcast. A value of gigabytes needs no second copy of itself, and no piece takes long."""
 
 
 class ModelParallelChannel:
@@ -100,9 +140,7 @@ class ModelParallelChannel:
 
     def __init__(self, dp_rank: int, timeout_seconds: float) -> None:
         """Join the ranks with the same data-parallel rank. Waiting for another rank fails after `timeout_seconds`."""
-        dp_ranks = [dp_rank] * dist.get_world_size()
-        if len(dp_ranks) > 1:
-            dist.all_gather_object(dp_ranks, dp_rank)
+        dp_ranks = all_gather(dp_rank)
         members = {of: [rank for rank, its in enumerate(dp_ranks) if its == of] for of in sorted(set(dp_ranks))}
         self._source = members[dp_rank][0]
         self.reads = dist.get_rank() == self._source
@@ -117,50 +155,78 @@ class ModelParallelChannel:
     def share(self, read: Callable[[], T]) -> T:
         """Return on all ranks of the group the value of `read` on the reading rank. Collective.
 
-        The value must be one that pickle can copy. Arrays arrive read-only. If `read` raises, all ranks raise its
-        error; one that can't be pickled becomes a RuntimeError.
+        Arrays arrive read-only. If `read` raises, the other ranks raise a RuntimeError that says so.
 
         Raises:
+            MessageError: the value can't be sent.
             RuntimeError: a rank is gone, or was silent for longer than the deadline.
         """
         if self._group is None:
             return read()
         if not self.reads:
-            return self._receive(self._group)
+            received = _take_broadcast(self._source, self._group)
+            if isinstance(received, Failed):
+                raise RuntimeError(received.error)
+            return received
         try:
             value = read()
-            arrays: list[pickle.PickleBuffer] = []
-            parts = [memoryview(pickle.dumps(value, protocol=5, buffer_callback=arrays.append))]
-            parts += [array.raw() for array in arrays]
+            parts = encode(value)
         except Exception as error:
-            dist.broadcast_object_list([_sendable(error)], self._source, group=self._group)
+            _broadcast(encode(Failed(f"{type(error).__name__}: {error}")), self._source, self._group)
             raise
-        dist.broadcast_object_list([[part.nbytes for part in parts]], self._source, group=self._group)
-        for piece, slices in _pieces(parts):
-            at = 0
-            for one in slices:
-                piece[at : at + one.nbytes] = one
-                at += one.nbytes
-            self._broadcast(piece)
+        _broadcast(parts, self._source, self._group)
         return value
 
-    def _receive(self, group: dist.ProcessGroup) -> Any:
-        announced: list[Any] = [None]
-        dist.broadcast_object_list(announced, self._source, group=group)
-        if isinstance(announced[0], Exception):
-            raise announced[0]
-        parts = [memoryview(bytearray(size)) for size in announced[0]]
-        for piece, slices in _pieces(parts):
-            self._broadcast(piece)
-            at = 0
-            for one in slices:
-                one[:] = piece[at : at + one.nbytes]
-                at += one.nbytes
-        return pickle.loads(parts[0], buffers=[part.toreadonly() for part in parts[1:]])
 
-    def _broadcast(self, piece: memoryview) -> None:
-        if piece.nbytes:
-            dist.broadcast(torch.frombuffer(piece, dtype=torch.uint8), self._source, group=self._group)
+def _broadcast(parts: Sequence[memoryview], source: int, group: dist.ProcessGroup) -> None:
+    """Send a message from this rank, `source`, to all others of a group."""
+    dist.broadcast(torch.tensor([parts[0].nbytes]), source, group=group)
+    dist.broadcast(_tensor(parts[0]), source, group=group)
+    for piece, slices in _pieces(parts[1:]):
+        at = 0
+        for one in slices:
+            piece[at : at + one.nbytes] = one
+            at += one.nbytes
+        dist.broadcast(_tensor(piece), source, group=group)
+
+
+def _take_broadcast(source: int, group: dist.ProcessGroup) -> Any:
+    """Return the next message of a group's rank `source` to all others."""
+    dist.broadcast(size := torch.zeros(1, dtype=torch.int64), source, group=group)
+    text = memoryview(bytearray(int(size)))
+    dist.broadcast(_tensor(text), source, group=group)
+    arrays = [memoryview(bytearray(size)) for size in array_sizes(text)]
+    for piece, slices in _pieces(arrays):
+        dist.broadcast(_tensor(piece), source, group=group)
+        at = 0
+        for one in slices:
+            one[:] = piece[at : at + one.nbytes]
+            at += one.nbytes
+    return decode([text, *arrays])
+
+
+def _send(parts: Sequence[memoryview], to: int, group: dist.ProcessGroup) -> None:
+    """Send a message to one rank, which receives it with `_receive`."""
+    dist.send(torch.tensor([parts[0].nbytes]), to, group=group)
+    for part in parts:
+        if part.nbytes:
+            dist.send(_tensor(memoryview(bytearray(part))), to, group=group)
+
+
+def _receive(source: int, group: dist.ProcessGroup) -> Any:
+    """Return the next message that a rank sends to this one with `_send`."""
+    dist.recv(size := torch.zeros(1, dtype=torch.int64), source, group=group)
+    dist.recv(_tensor(text := memoryview(bytearray(int(size)))), source, group=group)
+    arrays = [memoryview(bytearray(size)) for size in array_sizes(text)]
+    for array in arrays:
+        if array.nbytes:
+            dist.recv(_tensor(array), source, group=group)
+    return decode([text, *arrays])
+
+
+def _tensor(part: memoryview) -> torch.Tensor:
+    """Return a tensor that shares the memory of a part, which is writable and not empty."""
+    return torch.frombuffer(part, dtype=torch.uint8)
 
 
 def _pieces(parts: Sequence[memoryview]) -> Iterator[tuple[memoryview, list[memoryview]]]:
@@ -179,12 +245,3 @@ def _pieces(parts: Sequence[memoryview]) -> Iterator[tuple[memoryview, list[memo
                 slices, free = [], room.nbytes
     if slices:
         yield room[: room.nbytes - free], slices
-
-
-def _sendable(error: Exception) -> Exception:
-    """Return the error, or what says the same if it can't be pickled."""
-    try:
-        pickle.loads(pickle.dumps(error))
-        return error
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")

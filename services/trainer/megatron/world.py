@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d
 from relaxd.config import TrainerConfig
 from relaxd.models.layouts import chunk_layers
 from relaxd.weights.weight_group import host_store
+from services.trainer.megatron.channels import all_gather
 from services.trainer.megatron.disk_work import DiskWork
 
 _store: dist.Store | None = None
@@ -246,8 +247,7 @@ def _gather_groups(timeout: timedelta) -> GatherGroups:
         dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group()),
         dist.get_process_group_ranks(parallel_state.get_expert_tensor_and_model_parallel_group()),
     )
-    all_ranks: list[tuple[bool, list[int], list[int]]] = [mine] * dist.get_world_size()
-    dist.all_gather_object(all_ranks, mine)
+    all_ranks: list[tuple[bool, list[int], list[int]]] = all_gather(mine)
     rank = dist.get_rank()
     dense = experts = None
     for is_source, dense_ranks, expert_ranks in all_ranks:

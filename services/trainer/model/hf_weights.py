@@ -20,6 +20,7 @@ from torch import Tensor
 from relaxd.data.templating import MORE_TEMPLATES
 from relaxd.models.model_contradictions import weights_contradiction
 from services.trainer.batch.disk_files import errors_of_the_system
+from services.trainer.megatron.channels import all_gather
 from services.trainer.megatron.disk_work import DiskRefused, DiskWorkFailed
 from services.trainer.megatron.world import GatherGroups, World
 from services.trainer.model.architecture import Architecture, ModelError, ModelFileError
@@ -291,8 +292,7 @@ def _write_hf(
                 size = sum(tensor.nbytes for tensor in tensors.values())
                 total += size
                 progress(size)
-    all_written: list[tuple[dict[str, str], int]] = [(written, total)] * world.size
-    dist.all_gather_object(all_written, (written, total))
+    all_written: list[tuple[dict[str, str], int]] = all_gather((written, total))
     with world.disk.all_ranks(what):
         if world.rank == 0:
             weight_map = {name: file for files, _ in all_written for name, file in files.items()}

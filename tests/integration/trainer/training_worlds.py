@@ -11,6 +11,7 @@ from typing import Any
 
 from relaxd.config import RunConfig
 from relaxd.roles import TEACHER
+from services.trainer.megatron.rank_messages import message
 from tests.integration.trainer import trainer_worlds
 from tests.integration.trainer.service_kit import RUN_ID
 from tests.integration.trainer.trainer_worlds import copied
@@ -33,6 +34,7 @@ class Done(Exception):
     """The last version was announced."""
 
 
+@message
 @dataclass(frozen=True)
 class End:
     """End `TrainingRank.follow`, which otherwise ends with its process."""

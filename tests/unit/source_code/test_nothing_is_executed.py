@@ -12,14 +12,9 @@ OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatt
 """Collectives of torch that pickle."""
 
 SHARDS = "only Megatron's description of a model's shards: its files are never read"
-RANKS = "between the trainer's own ranks, over their own process group"
 ARGUED = {
     "services/trainer/learner/snapshots/pieces.py": SHARDS,
     "services/trainer/transformer/mlp/experts.py": SHARDS,
-    "services/trainer/model/hf_weights.py": RANKS,
-    "services/trainer/megatron/world.py": RANKS,
-    "services/trainer/learner/measures.py": RANKS,
-    "services/trainer/megatron/channels.py": RANKS,
     "services/trainer/megatron/cpu_support.py": "compiles Megatron's own source, as it is installed",
     "relaxd/sandbox/loading.py": "a model's code, in a confined process: that is what it is for",
     "relaxd/sandbox/testing.py": "tests of a model's code, in a confined process",

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from relaxd.config import RunConfig
+from services.trainer.megatron.rank_messages import message
 from tests.integration.trainer.service_kit import RUN_ID
 
 COLLECTIVE_SECONDS = 120.0
@@ -31,6 +32,7 @@ class Ended(Exception):
     """The step is assembled."""
 
 
+@message
 @dataclass(frozen=True)
 class End:
     """End `TrainingRank.follow`, which otherwise ends with its process."""

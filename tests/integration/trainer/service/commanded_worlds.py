@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.trainer.megatron.rank_messages import message
 from tests.integration.trainer import trainer_worlds
 from tests.integration.trainer.trainer_worlds import Job, copied, make_learner, make_samples
 from tests.kit.waiting import wait_until
@@ -21,6 +22,7 @@ class Ended(Exception):
     """The last command was executed."""
 
 
+@message
 @dataclass(frozen=True)
 class Accumulate:
     """Run forward and backward of made-up samples."""
@@ -31,6 +33,7 @@ class Accumulate:
         rank.learner.accumulate([pack(make_samples())])
 
 
+@message
 @dataclass(frozen=True)
 class End:
     """End `TrainingRank.follow`, which otherwise ends with its process."""

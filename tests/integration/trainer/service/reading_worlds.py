@@ -10,6 +10,7 @@ import numpy as np
 
 from relaxd.board import Board, BoardUnavailable, ColumnError, LedgerTrimmed, stages_for
 from relaxd.config import RunConfig
+from services.trainer.megatron.rank_messages import message
 from tests.integration.trainer import trainer_worlds
 from tests.integration.trainer.service_kit import RUN_ID
 from tests.kit.waiting import wait_until
@@ -38,6 +39,7 @@ class Ended(Exception):
     """The last command was executed."""
 
 
+@message
 @dataclass(frozen=True)
 class End:
     """End `TrainingRank.follow`, which otherwise ends with its process."""
@@ -46,6 +48,7 @@ class End:
         raise Ended
 
 
+@message
 @dataclass(frozen=True)
 class Read:
     """Read groups while the board has a fault. Each rank notes what it gets."""
@@ -67,6 +70,7 @@ class Read:
         rank.forget_step()
 
 
+@message
 @dataclass(frozen=True)
 class BeSilent:
     """The rank that reads is silent until the other has given up."""
@@ -101,7 +105,7 @@ class WatchedBoard(Board):
             raise BoardUnavailable("Redis is away")
         if fault == "damaged":
             raise ColumnError("stored bytes do not match")
-        if fault == "unpicklable":
+        if fault == "trimmed":
             raise LedgerTrimmed(1, "not one argument, but two")
         found = super().load(deliveries, columns)
         if fault == "malformed":
@@ -195,7 +199,7 @@ def have_faults(rank: Any, job: StepJob) -> None:
     """Rank 0: read the same groups with every fault."""
     first, *rest = deliveries = rank.board.take("train", "trainer", count=16, block_seconds=5.0)
     assert rest
-    for fault in ("", "away", "damaged", "malformed", "unpicklable", ""):
+    for fault in ("", "away", "damaged", "malformed", "trimmed", ""):
         rank.run(Read(fault, deliveries))
     rank.run(Read("gone", deliveries, seconds=0.0))
     rank.board.drop(first, reason="by_hand")

@@ -1,0 +1,139 @@
+"""What ranks send each other, as bytes: JSON, with arrays beside it. Nothing that is received is executed.
+
+A message is made of plain values, arrays, paths and registered dataclasses. Ranks of one program know the same
+classes; a name that isn't registered is refused.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+T = TypeVar("T")
+
+_TYPES: dict[str, type] = {}
+KIND = "$"
+"""Key of a JSON object that stands for a value that JSON doesn't have."""
+
+
+class MessageError(ValueError):
+    """A value can't be sent, or bytes are no message."""
+
+
+def message(cls: type[T]) -> type[T]:
+    """Register a dataclass, whose fields are then sent and given to its constructor. Decorator."""
+    if not is_dataclass(cls):
+        raise TypeError(f"{cls.__name__} is not a dataclass")
+    _TYPES[_name(cls)] = cls
+    return cls
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def encode(value: Any) -> list[memoryview]:
+    """Return a message as parts: JSON, then the bytes of each array, which aren't copied if they are contiguous.
+
+    Raises:
+        MessageError: a part of the value is of a type that can't be sent; says which.
+    """
+    arrays: list[memoryview] = []
+    text = json.dumps(_to_json(value, arrays), separators=(",", ":"))
+    return [memoryview(bytearray(text, "utf-8")), *arrays]
+
+
+def array_sizes(text: memoryview) -> list[int]:
+    """Return the bytes of each array of the message whose JSON this is."""
+    return [int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize for dtype, shape in _headers(_parse(text))]
+
+
+def decode(parts: Sequence[memoryview]) -> Any:
+    """Return the message of parts. Its arrays are read-only views of them. Raises MessageError."""
+    return _from_json(_parse(parts[0]), iter(parts[1:]))
+
+
+def _to_json(value: Any, arrays: list[memoryview]) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind not in "biuf":
+            raise MessageError(f"an array of {value.dtype} can't be sent to another rank")
+        arrays.append(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+        return {KIND: "array", "dtype": value.dtype.str, "shape": value.shape}
+    if isinstance(value, np.generic):
+        return _to_json(value.item(), arrays)
+    if isinstance(value, list):
+        return [_to_json(one, arrays) for one in value]
+    if isinstance(value, tuple | frozenset | set):
+        kind = "tuple" if isinstance(value, tuple) else type(value).__name__
+        return {KIND: kind, "items": [_to_json(one, arrays) for one in value]}
+    if isinstance(value, Mapping):
+        return {KIND: "dict", "items": [[_to_json(key, arrays), _to_json(of, arrays)] for key, of in value.items()]}
+    if isinstance(value, Path):
+        return {KIND: "path", "path": str(value)}
+    name = _name(type(value))
+    if _TYPES.get(name) is type(value) and is_dataclass(value):
+        values = {field.name: _to_json(getattr(value, field.name), arrays) for field in fields(value) if field.init}
+        return {KIND: "message", "name": name, "values": values}
+    raise MessageError(f"a {name} can't be sent to another rank; `message` registers a dataclass")
+
+
+def _sequence(make: Callable[[Iterator[Any]], Any]) -> Callable[[dict[str, Any], Iterator[memoryview]], Any]:
+    return lambda node, arrays: make(_from_json(one, arrays) for one in node["items"])
+
+
+def _array(node: dict[str, Any], arrays: Iterator[memoryview]) -> Any:
+    found = np.frombuffer(next(arrays), dtype=np.dtype(node["dtype"])).reshape(node["shape"])
+    found.flags.writeable = False
+    return found
+
+
+def _message(node: dict[str, Any], arrays: Iterator[memoryview]) -> Any:
+    if (cls := _TYPES.get(node["name"])) is None:
+        raise MessageError(f"no message named {node['name']!r} is known here")
+    return cls(**{name: _from_json(of, arrays) for name, of in node["values"].items()})
+
+
+_KINDS: dict[str, Callable[[dict[str, Any], Iterator[memoryview]], Any]] = {
+    "array": _array,
+    "tuple": _sequence(tuple),
+    "set": _sequence(set),
+    "frozenset": _sequence(frozenset),
+    "dict": lambda node, arrays: {_from_json(key, arrays): _from_json(of, arrays) for key, of in node["items"]},
+    "path": lambda node, arrays: Path(node["path"]),
+    "message": _message,
+}
+"""How a JSON object with `KIND` becomes a value again. Arrays come in the order in which they were sent."""
+
+
+def _from_json(node: Any, arrays: Iterator[memoryview]) -> Any:
+    if isinstance(node, list):
+        return [_from_json(one, arrays) for one in node]
+    if not isinstance(node, dict):
+        return node
+    try:
+        return _KINDS[node[KIND]](node, arrays)
+    except (KeyError, StopIteration, TypeError) as error:
+        raise MessageError(f"not a message of another rank: {error!r}") from error
+
+
+def _headers(node: Any) -> Iterator[tuple[str, list[int]]]:
+    if isinstance(node, list):
+        for one in node:
+            yield from _headers(one)
+    elif isinstance(node, dict):
+        if node.get(KIND) == "array":
+            yield node["dtype"], node["shape"]
+        else:
+            yield from _headers(list(node.values()))
+
+
+def _parse(text: memoryview) -> Any:
+    try:
+        return json.loads(bytes(text))
+    except ValueError as error:
+        raise MessageError(f"not a message of another rank: {error}") from error
