@@ -62,7 +62,8 @@ test-both: $(STAMP)
 
 .PHONY: test-night
 test-night: $(STAMP) ## what takes an hour or two: every layout, longer faults, the other containers (WORKERS=)
-	RELAXD_TEST_COMPOSE=1 deploy/ci/docker.sh $(BIN)/python -m pytest -n $(WORKERS) $(PARALLEL) -m night --durations=30
+	$(BIN)/python -m pytest -n $(WORKERS) $(PARALLEL) -m night --durations=30
+	RELAXD_TEST_COMPOSE=1 deploy/ci/docker.sh $(BIN)/python -m pytest tests/compose -m night --durations=8
 	$(MAKE) fuzz MESSAGES=20000
 	$(MAKE) chaos FAULTS=100
 
