@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,12 @@ import psutil
 
 from benchmarks.reporting import report
 from relaxd.config import RolloutConfig
+from relaxd.engines import ENGINES
 from relaxd.process.child import LIFELINE_VARIABLE, Child
 from relaxd.v1 import engine_pb2, rollout_pb2
 from services.rollout.engines.engine_process import EngineProcess
 from services.rollout.engines.request_types import Output, Request, Sampling
-from services.rollout.service import child_engine
+from services.rollout.service.child_engine import ChildEngine
 
 TOKENS = 256
 TEXT = "x" * 600
@@ -204,8 +206,8 @@ async def start(kind: str, busy: bool) -> tuple[Any, Callable[[], Any], Ask]:
         reader = child._writer.transport.get_protocol()._stream_reader  # type: ignore[union-attr]
         child._reading = asyncio.create_task(parent.read(reader))
         return child, lambda: parent.request("status"), parent.ask
-    child_engine.MODULES["transformers"] = MODULE
-    engine = await child_engine.ChildEngine.start(
+    ENGINES["transformers"] = replace(ENGINES["transformers"], process=MODULE)
+    engine = await ChildEngine.start(
         Path("."),
         RolloutConfig(),
         environment={BUSY: str(int(busy))},

@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -163,14 +164,15 @@ class _Service:
 
 async def serve_relaxd(arguments: argparse.Namespace) -> None:
     from relaxd.config import RolloutConfig
+    from relaxd.engines import ENGINES
     from relaxd.replica.replica_server import SyncIds
     from relaxd.rpc.server import start_server
     from relaxd.v1 import rollout_pb2, rollout_pb2_grpc
     from services.rollout.engines.request_types import Sampling, Version
-    from services.rollout.service import child_engine
+    from services.rollout.service.child_engine import ChildEngine
     from services.rollout.service.server import RolloutServicer
 
-    child_engine.MODULES["sglang"] = "benchmarks.engine_process"
+    ENGINES["sglang"] = replace(ENGINES["sglang"], process="benchmarks.engine_process")
     config = RolloutConfig(
         engine="sglang",
         dtype="bfloat16",
@@ -180,7 +182,7 @@ async def serve_relaxd(arguments: argparse.Namespace) -> None:
         sglang=json.loads(arguments.options),
     )
     started = time.perf_counter()
-    engine = await child_engine.ChildEngine.start(
+    engine = await ChildEngine.start(
         Path(arguments.model),
         config,
         environment={},

@@ -33,9 +33,9 @@ from numpy.typing import NDArray
 from benchmarks.gpu_models import make_config, make_learner, make_sequences
 from benchmarks.reporting import report
 from relaxd.config import RolloutConfig
+from relaxd.engines import ENGINES
 from relaxd.v1 import rollout_pb2
 from services.rollout.engines.request_types import Version
-from services.rollout.service import child_engine
 from services.trainer.batch.micro_batch import TrainSequence, pack
 from services.trainer.learner.learner import Learner
 from services.trainer.megatron.world import shut_down
@@ -114,7 +114,8 @@ def ask_sglang(
         sglang={"attention_backend": "triton", "sampling_backend": "pytorch", "disable_cuda_graph": True},
     )
     runner = EngineRunner()
-    with mock.patch.dict(child_engine.MODULES, sglang="benchmarks.engine_process"):  # serves the weights that it loads
+    serving = replace(ENGINES["sglang"], process="benchmarks.engine_process")  # the weights that it loads
+    with mock.patch.dict(ENGINES, sglang=serving):
         runner.start(folder, config, timeout=300)
     try:
         group = {"name": "none", "timeout_seconds": 10}

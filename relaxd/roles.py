@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from relaxd.config import RunConfig
+from relaxd.engines import ENGINES, engines_of
 
 COORDINATOR = "coordinator"
 TRAINER = "trainer"
@@ -91,10 +92,7 @@ ROLES: dict[str, Role] = {
             stage="rollout",
             model="policy",
             weights="receives",
-            # A rehearsal's replicas, whose engine is scripted, see GPUs that aren't there.
-            gpus=lambda config: (
-                config.rollout.tensor_parallel if config.rollout.engine in ("sglang", "scripted") else 0
-            ),
+            gpus=lambda config: config.rollout.tensor_parallel if ENGINES[config.rollout.engine].leases_gpus else 0,
             gpu_share=lambda config: config.roles.engine_gpu_share,
             takes_turns=True,
             timeout_seconds=lambda config: config.weights.timeout_seconds + config.weights.connect_timeout_seconds,
@@ -121,7 +119,10 @@ ROLES: dict[str, Role] = {
         Role(
             name=TEACHER,
             module="services.trainer.teacher",
-            modules={"megatron": "services.trainer.teacher", "sglang": "services.rollout.teacher"},
+            modules={
+                engine: "services.trainer.teacher" if ENGINES[engine].in_ranks else "services.rollout.teacher"
+                for engine in engines_of("roles.teacher")
+            },
             engine=lambda config: config.roles.teacher.engine,
             stage="teacher",
             replicas=0,
@@ -148,7 +149,9 @@ ROLES: dict[str, Role] = {
             needed=lambda config: config.roles.judge.has_replicas,
             replicas=0,
             model="judge",
-            gpus=lambda config: config.roles.judge.tensor_parallel if config.roles.judge.engine == "sglang" else 0,
+            gpus=lambda config: (
+                config.roles.judge.tensor_parallel if ENGINES[config.roles.judge.engine].leases_gpus else 0
+            ),
             gpu_share=lambda config: config.roles.judge.gpu_share,
         ),
     )

@@ -5,8 +5,9 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from relaxd.config.section import Section, refuse_unused
+from relaxd.config.section import Section, refuse_of_other_engines, refuse_unused
 from relaxd.config.trainer import OptimizerConfig
+from relaxd.engines import ENGINES, JudgeEngineName, TeacherEngineName, list_engines
 
 
 class ReplicaSizes(Section):
@@ -119,7 +120,7 @@ class TeacherConfig(FrozenModelConfig):
     placement: Literal["trainer", "service"] = "service"
     """service: in teacher replicas of its own, which write columns. trainer: in the trainer's ranks, beside the model
     that they train. Sizes and threads are the replicas'."""
-    engine: Literal["megatron", "sglang"] = "megatron"
+    engine: TeacherEngineName = "megatron"
     """The processes that hold the model. megatron: ranks like the trainer's. sglang: an SGLang engine with the
     trainer's dtype on tensor_parallel GPUs, which prefills each answer; it holds one model."""
     max_tokens_in_flight: int = Field(default=131_072, ge=1)
@@ -178,28 +179,19 @@ class TeacherConfig(FrozenModelConfig):
 
     @model_validator(mode="after")
     def _fits_the_engine(self) -> Self:
-        fields = type(self).model_fields.items()
-        given = {one for one, field in fields if getattr(self, one) != field.get_default(call_default_factory=True)}
-        of_ranks = ("pipeline_parallel", "context_parallel", "expert_parallel", "micro_batch_tokens")
-        of_engines = ("max_tokens_in_flight", "gpu_share", "memory_fraction", "sglang")
-        other = "megatron" if self.engine == "sglang" else "sglang"
-        for one in of_ranks if self.engine == "sglang" else of_engines:
-            if one in given:
-                raise ValueError(
-                    f'{self.section}.{one} is for {self.section}.engine = "{other}", but {self.section}.engine is '
-                    f'"{self.engine}": leave one of them out'
-                )
-        if self.engine != "sglang":
+        refuse_of_other_engines(self, self.section, self.engine)
+        if ENGINES[self.engine].in_ranks:
             return self
+        others = list_engines(self.section, lambda engine: engine.in_ranks)
         if self.placement == "trainer":
             raise ValueError(
-                f'{self.section}.engine is "sglang", but {self.section}.placement is "trainer", where the model is in '
-                'the trainer\'s ranks: set placement = "service", or engine = "megatron"'
+                f'{self.section}.engine is "{self.engine}", but {self.section}.placement is "trainer", where the model '
+                f'is in the trainer\'s ranks: set placement = "service", or engine = {others}'
             )
         if self.models:
             raise ValueError(
-                f'{self.section}.engine is "sglang", but {self.section}.models are several teachers, and an engine '
-                'holds one model: use model alone, or engine = "megatron"'
+                f'{self.section}.engine is "{self.engine}", but {self.section}.models are several teachers, and an '
+                f"engine holds one model: use model alone, or engine = {others}"
             )
         return self
 
@@ -296,7 +288,7 @@ class JudgeConfig(Section):
     questions_per_second: float = Field(default=0.0, ge=0)
     """Maximum number of questions that a reward replica begins in a second, at even intervals; 0.5: 30 a minute, 0: no
     limit."""
-    engine: Literal["transformers", "sglang"] = "transformers"
+    engine: JudgeEngineName = "transformers"
     """Inference engine of a replica. transformers: on CPUs. sglang: on GPUs."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type of the weights."""
@@ -366,12 +358,7 @@ class JudgeConfig(Section):
                 f"roles.judge.{min(for_replicas)} is for a judge's replicas, but roles.judge.address is "
                 f'"{self.address}": leave one of them out'
             )
-        for_sglang = {"tensor_parallel", "memory_fraction", "sglang"} & given
-        if self.engine != "sglang" and for_sglang:
-            raise ValueError(
-                f'roles.judge.{min(for_sglang)} is for roles.judge.engine = "sglang", but roles.judge.engine is '
-                f'"{self.engine}"'
-            )
+        refuse_of_other_engines(self, "roles.judge", self.engine)
         return self
 
 

@@ -4,7 +4,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from relaxd.config.section import Section
+from relaxd.config.section import Section, refuse_of_other_engines
+from relaxd.engines import RolloutEngineName
 
 
 class PartialConfig(Section):
@@ -44,7 +45,7 @@ class RolloutConfig(Section):
     """Token ids that end an answer, which keeps them; empty means the model's own end tokens."""
     min_new_tokens: int = Field(default=0, ge=0)
     """Minimum length of an answer, in tokens: before that many, no end token is sampled."""
-    engine: Literal["transformers", "sglang", "sglang_external", "scripted"] = "transformers"
+    engine: RolloutEngineName = "transformers"
     """Inference engine. transformers: on CPUs. sglang: on GPUs. sglang_external: an SGLang server that runs already,
     whose URL each rollout replica gets (docs/engines.md). scripted: none, and no trainer either; `relaxd rehearse`
     sets it."""
@@ -92,13 +93,5 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _engine_has(self) -> Self:
-        only_sglang = {
-            "transformers": ("tensor_parallel", "memory_fraction", "return_routed_experts", "sglang"),
-            "sglang_external": ("memory_fraction", "return_routed_experts", "sglang"),
-        }
-        for name in only_sglang.get(self.engine, ()):
-            if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
-                raise ValueError(
-                    f'rollout.{name} is for rollout.engine = "sglang", but rollout.engine is "{self.engine}"'
-                )
+        refuse_of_other_engines(self, "rollout", self.engine)
         return self

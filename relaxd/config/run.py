@@ -15,6 +15,7 @@ from relaxd.config.rollout import RolloutConfig
 from relaxd.config.section import Section, refuse_unused
 from relaxd.config.tracking import TrackingConfig
 from relaxd.config.trainer import TrainerConfig
+from relaxd.engines import ENGINES, list_engines
 
 JUDGE_REWARDS = ("judge", "judge_pairs", "boxed_judge")
 """Bundled rewards that ask the judge."""
@@ -132,7 +133,7 @@ class RunConfig(Section):
     @property
     def student_candidates_problem(self) -> str:
         """Why the teacher can't be asked about the student's likeliest tokens, or ""; the run has a teacher."""
-        teacher, engine = self.roles.teacher, self.rollout.engine
+        teacher = self.roles.teacher
         if teacher.placement == "trainer":
             if not teacher.privileged_key:
                 return ""
@@ -140,27 +141,29 @@ class RunConfig(Section):
                 "roles.teacher.privileged_key is set, so the trainer's teacher has rows with other prompts than the "
                 'student\'s: set roles.teacher.placement = "service", to which the engine says what it finds likeliest'
             )
-        if teacher.engine != "megatron":
+        if not ENGINES[teacher.engine].takes_candidates:
+            able = list_engines("roles.teacher", lambda engine: engine.takes_candidates)
             return (
                 f'roles.teacher.engine is "{teacher.engine}", which takes one list of tokens for all places of an '
-                'answer, not others in each: use "megatron", or roles.teacher.placement = "trainer"'
+                f'answer, not others in each: use {able}, or roles.teacher.placement = "trainer"'
             )
-        if engine not in ("transformers", "sglang"):
+        if not ENGINES[self.rollout.engine].gives_likeliest:
+            able = list_engines("rollout", lambda engine: engine.gives_likeliest)
             return (
-                f'rollout.engine is "{engine}", which doesn\'t say what it finds likeliest: use "sglang" or '
-                '"transformers", or roles.teacher.placement = "trainer"'
+                f'rollout.engine is "{self.rollout.engine}", which doesn\'t say what it finds likeliest: use {able}, '
+                'or roles.teacher.placement = "trainer"'
             )
         return ""
 
     @property
     def teacher_engine(self) -> RolloutConfig:
-        """The settings of the teacher's engine (roles.teacher.engine = "sglang"), under the names of [rollout].
+        """The settings of the teacher's engine, where it isn't in ranks, under the names of [rollout].
 
         It never decodes, so it has no CUDA graphs, whose capture is most of a start.
         """
         teacher = self.roles.teacher
         return RolloutConfig(
-            engine="sglang",
+            engine=teacher.engine,
             dtype=self.trainer.dtype,
             temperature=self.rollout.temperature,
             max_running_samples=128,
@@ -281,12 +284,15 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _judge_can_share(self) -> Self:
-        judge, engines = self.roles.judge, ("sglang", "transformers") if self.run.colocate else ("sglang",)
-        if judge.shares_gpus and (self.rollout.engine not in engines or judge.engine != self.rollout.engine):
+        judge, engine = self.roles.judge, ENGINES[self.rollout.engine]
+        able = engine.sleeps if self.run.colocate else engine.shares_gpus
+        if judge.shares_gpus and (not able or judge.engine != engine.name):
+            both = list_engines("roles.judge", lambda one: one.shares_gpus)
+            on_cpus = list_engines("roles.judge", lambda one: one.sleeps and not one.needs_gpus)
             raise ValueError(
-                f'roles.judge.gpu_share is {judge.gpu_share:g}, but rollout.engine is "{self.rollout.engine}" and '
-                f'roles.judge.engine is "{judge.engine}": on GPUs that they share, both must be "sglang"'
-                + (' (or "transformers" on CPUs, to take turns there)' if self.run.colocate else "")
+                f'roles.judge.gpu_share is {judge.gpu_share:g}, but rollout.engine is "{engine.name}" and '
+                f'roles.judge.engine is "{judge.engine}": on GPUs that they share, both must be {both}'
+                + (f" (or {on_cpus} on CPUs, to take turns there)" if self.run.colocate else "")
             )
         return self
 
@@ -301,9 +307,10 @@ class RunConfig(Section):
                 f"{section}, but run.colocate is true, where trainer and engines take turns on their GPUs, and a "
                 "teacher takes no turns: give it GPUs of its own, which is 1"
             )
-        if self.rollout.engine != "sglang":
+        if not ENGINES[self.rollout.engine].shares_gpus:
+            able = list_engines("rollout", lambda engine: engine.shares_gpus)
             raise ValueError(
-                f'{section}, but rollout.engine is "{self.rollout.engine}": only engines that are "sglang" leave a '
+                f'{section}, but rollout.engine is "{self.rollout.engine}": only engines that are {able} leave a '
                 "share of their GPUs free"
             )
         if self.roles.engine_gpu_share <= 0:
@@ -366,14 +373,15 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _routing_is_returned(self) -> Self:
         if self.trainer.routing_replay == "rollout" and not self.rollout.return_routed_experts:
-            able = self.rollout.engine in ("sglang", "scripted")
+            engine, setting = ENGINES[self.rollout.engine], "return_routed_experts"
+            able = list_engines("rollout", lambda one: setting in one.settings["rollout"])
             raise ValueError(
                 'trainer.routing_replay is "rollout", but '
                 + (
-                    "rollout.return_routed_experts is false: set true"
-                    if able
-                    else f'rollout.engine is "{self.rollout.engine}", which doesn\'t return the experts: use "sglang" '
-                    "with rollout.return_routed_experts = true"
+                    f"rollout.{setting} is false: set true"
+                    if setting in engine.settings["rollout"]
+                    else f'rollout.engine is "{engine.name}", which doesn\'t return the experts: use {able} '
+                    f"with rollout.{setting} = true"
                 )
             )
         return self
@@ -427,8 +435,9 @@ class RunConfig(Section):
             wrong = f"board.max_staleness is {self.board.max_staleness}: set 0, since each step waits for its groups"
         elif self.board.oversample != 1.0:
             wrong = f"board.oversample is {self.board.oversample}: set 1.0, since exactly a step's groups are generated"
-        elif self.rollout.engine == "sglang_external":
-            wrong = 'rollout.engine is "sglang_external", whose servers cannot sleep: use "sglang"'
+        elif not ENGINES[self.rollout.engine].sleeps:
+            able = list_engines("rollout", lambda engine: engine.sleeps)
+            wrong = f'rollout.engine is "{self.rollout.engine}", which cannot sleep: use {able}'
         elif self.weights.transport == "nccl":
             wrong = (
                 'weights.transport is "nccl", which cannot connect two processes on one GPU: use "cuda_ipc", or "gloo" '
@@ -456,18 +465,22 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _engine_can_pause(self) -> Self:
-        if self.weights.pause == "retract" and self.rollout.engine == "transformers":
+        pause, engine = self.weights.pause, ENGINES[self.rollout.engine]
+        if pause not in engine.pauses:
+            able = list_engines("rollout", lambda one: pause in one.pauses)
+            modes = ", ".join(f'"{mode}"' for mode in engine.pauses)
             raise ValueError(
-                'weights.pause is "retract", which rollout.engine = "transformers" does not support: use "in_place", '
-                '"abort" or "drain", or rollout.engine = "sglang"'
+                f'weights.pause is "{pause}", which rollout.engine = "{engine.name}" does not support: use {modes}, '
+                f"or rollout.engine = {able}"
             )
         return self
 
     @model_validator(mode="after")
     def _one_rank_sends(self) -> Self:
-        if self.rollout.engine == "sglang_external" and self.trainer.pipeline_parallel > 1:
+        engine = ENGINES[self.rollout.engine]
+        if engine.stock_weight_group and self.trainer.pipeline_parallel > 1:
             raise ValueError(
                 f"trainer.pipeline_parallel is {self.trainer.pipeline_parallel}: with rollout.engine = "
-                '"sglang_external" it must be 1, because SGLang servers receive weights from one rank only'
+                f'"{engine.name}" it must be 1, because SGLang servers receive weights from one rank only'
             )
         return self

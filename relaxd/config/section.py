@@ -5,6 +5,8 @@ from collections.abc import Iterable
 
 from pydantic import BaseModel, ConfigDict
 
+from relaxd.engines import ENGINES, engines_of, list_engines
+
 
 class Section(BaseModel):
     """A section of the configuration: immutable, with documented fields; unknown keys are errors."""
@@ -32,3 +34,18 @@ def refuse_unused(section: Section, place: str, names: Iterable[str], reason: st
     for name in section.changed(names):
         value = json.dumps(getattr(section, name), default=str)
         raise ValueError(f"{place}.{name} is {value}, but {reason}")
+
+
+def refuse_of_other_engines(section: Section, place: str, engine: str) -> None:
+    """Refuse settings that only other engines than the section's have, unless they are as by default.
+
+    Raises ValueError: one of them was set to something else.
+    """
+    own = ENGINES[engine].settings[place]
+    others = dict.fromkeys(name for other in engines_of(place) for name in ENGINES[other].settings[place])
+    if changed := section.changed(name for name in others if name not in own):
+        having = list_engines(place, lambda other: changed[0] in other.settings[place])
+        raise ValueError(
+            f'{place}.{changed[0]} is for {place}.engine = {having}, but {place}.engine is "{engine}": leave one of '
+            "them out"
+        )

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from relaxd.board import roles_for
 from relaxd.config import RunConfig
 from relaxd.config.load_toml import Problem
+from relaxd.engines import ENGINES, list_engines
 from relaxd.roles import JUDGE, ROLES, ROLLOUT, TEACHER
 
 
@@ -22,12 +23,14 @@ def check_devices(config: RunConfig, replicas: Mapping[str, int], visible: int) 
         if transport != "gloo":
             needs = f'= "{transport}" needs GPUs, and this machine shows none: use "gloo"'
             problems.append(Problem("weights.transport", needs))
-        if config.rollout.engine == "sglang":
-            needs = '= "sglang" needs GPUs, and this machine shows none: use "transformers"'
-            problems.append(Problem("rollout.engine", needs))
-        if TEACHER in roles_for(config) and config.roles.teacher.engine == "sglang":
-            needs = '= "sglang" needs GPUs, and this machine shows none: use "megatron"'
-            problems.append(Problem("roles.teacher.engine", needs))
+        sections = {"rollout": config.rollout.engine}
+        if TEACHER in roles_for(config):
+            sections["roles.teacher"] = config.roles.teacher.engine
+        for place, engine in sections.items():
+            if ENGINES[engine].needs_gpus:
+                others = list_engines(place, lambda one: not one.needs_gpus)
+                needs = f'= "{engine}" needs GPUs, and this machine shows none: use {others}'
+                problems.append(Problem(f"{place}.engine", needs))
         return problems
     on_gpus = engines * ROLES[ROLLOUT].gpus(config)
     roles = [ROLES[name] for name in roles_for(config)]
@@ -52,11 +55,12 @@ def check_devices(config: RunConfig, replicas: Mapping[str, int], visible: int) 
 
 def _check_shared(config: RunConfig, engines: int, on_gpus: int, visible: int, own: int) -> list[Problem]:
     ranks = config.trainer.ranks
-    if config.weights.transport != "cuda_ipc" or config.rollout.engine != "sglang":
+    if config.weights.transport != "cuda_ipc" or not ENGINES[config.rollout.engine].needs_gpus:
+        able = list_engines("rollout", lambda engine: engine.needs_gpus and engine.sleeps)
         return [
             Problem(
                 "run.colocate",
-                'on GPUs needs rollout.engine = "sglang" and weights.transport = "cuda_ipc", but they are '
+                f'on GPUs needs rollout.engine = {able} and weights.transport = "cuda_ipc", but they are '
                 f'"{config.rollout.engine}" and "{config.weights.transport}"',
             )
         ]

@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 
+from relaxd.engines import ENGINES
 from relaxd.weights.manifest import TensorBucket, tensors_of
 from relaxd.weights.weight_group import Transport
 
@@ -23,7 +24,7 @@ def broadcast_layout(transport: Transport, engine: str) -> Layout:
     NCCL fuses a group of broadcasts, so it sends each tensor directly. gloo has a cost per operation, and external
     SGLang servers support flat buckets only.
     """
-    return "direct" if transport == "nccl" and engine != "sglang_external" else "flat"
+    return "direct" if transport == "nccl" and not ENGINES[engine].stock_weight_group else "flat"
 
 
 def piece_bytes(bucket: TensorBucket) -> int:

@@ -5,6 +5,7 @@ weight tests.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,8 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.engine import default_options
 from relaxd.config import RolloutConfig
+from relaxd.engines import ENGINES
 from relaxd.v1.weights_pb2 import WeightManifest
-from services.rollout.service import child_engine
 from tests.kit.engines import EngineRunner, reference_logprobs
 from tests.kit.models import byte_tokenizer
 
@@ -48,7 +49,8 @@ def reference(model: Path) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def engine(model: Path) -> Iterator[EngineRunner]:
-    child_engine.MODULES["sglang"] = "benchmarks.engine_process"
+    sglang = ENGINES["sglang"]
+    ENGINES["sglang"] = replace(sglang, process="benchmarks.engine_process")
     options = default_options(16) | {"load_format": "auto", "max_total_tokens": 32768}
     config = RolloutConfig(
         engine="sglang", dtype="bfloat16", max_running_samples=16, memory_fraction=0.2, sglang=options
@@ -60,7 +62,7 @@ def engine(model: Path) -> Iterator[EngineRunner]:
         yield runner
     finally:
         runner.close()
-        child_engine.MODULES["sglang"] = "services.rollout.engines.sglang.sglang_process"
+        ENGINES["sglang"] = sglang
 
 
 def commit(runner: EngineRunner, version: int, mode: str = "in_place") -> int:

@@ -21,6 +21,7 @@ from relaxd.config.write_toml import dump_changes, dump_explained
 from relaxd.data.curriculum.run_curriculum import own_problems
 from relaxd.data.dataset import load_data
 from relaxd.data.templating import JUDGE_OVERRIDE, chat_template_text, load_chat_template
+from relaxd.engines import ENGINES
 from relaxd.evaluation.set_checks import context_problems, set_problems
 from relaxd.json_text import parse_json
 from relaxd.local.devices import check_devices
@@ -105,7 +106,7 @@ def _check_sizes(config: RunConfig) -> list[Problem]:
     }
     if (critic := config.roles.critic).placement == "service":
         rows[f"{critic.section}.micro_batch_tokens"] = critic.micro_batch_tokens or longest
-    if config.has_privileged_teacher and config.roles.teacher.engine == "megatron":
+    if config.has_privileged_teacher and ENGINES[config.roles.teacher.engine].in_ranks:
         problems += _check_privileged(config)
     problems += [
         Problem(
@@ -194,7 +195,7 @@ def _check_frozen_models(config: RunConfig) -> list[Problem]:
                 continue
             if role == TEACHER:
                 found += _check_candidates(config, model)
-            if role == TEACHER and config.roles.teacher.engine == "sglang":
+            if role == TEACHER and not ENGINES[config.roles.teacher.engine].in_ranks:
                 found += _check_teacher_engine(config, model)
                 continue
             sizes = config.trainer if own.placement == "trainer" else own

@@ -11,6 +11,7 @@ from pathlib import Path
 import relaxd
 from relaxd.board import roles_for
 from relaxd.config import RunConfig
+from relaxd.engines import ENGINES
 from relaxd.replica.gpus import visible_gpus
 from relaxd.rewards.table import BOXED, PACKAGES
 from relaxd.roles import JUDGE, ROLLOUT, TEACHER
@@ -29,6 +30,8 @@ OPTIONAL = {
     "migrate": "relaxd migrate",
 }
 """Purposes of other extras."""
+OWN_ENVIRONMENT = "sglang"
+"""Package, and extra, that decides the versions of torch, so that it is not installed beside the others."""
 _REQUIREMENT = re.compile(r"\s*([A-Za-z0-9._-]+)\s*(?:\[[^\]]*\])?\s*\(?([^;)]*)\)?\s*(?:;(.*))?")
 _EXTRA = re.compile(r"extra\s*==\s*['\"]([^'\"]+)['\"]")
 
@@ -67,9 +70,9 @@ def check_optional_packages(scope: Scope) -> Iterator[Finding]:
         if extra not in needed and (lacks := _missing(required.get(extra, ()))):
             missing[f"{', '.join(one.name for one in lacks)} ({purpose})"] = lacks
     found = f"missing: {'; '.join(missing)}" if missing else "complete"
-    wanted = [one for some in missing.values() for one in some if one.name != "sglang"]
+    wanted = [one for some in missing.values() for one in some if one.name != OWN_ENVIRONMENT]
     yield Finding("ok", "optional packages", found, how=_pip(wanted) if wanted else "")
-    if scope.config is None and visible_gpus() and _missing(required.get("sglang", ())):
+    if scope.config is None and visible_gpus() and _missing(required.get(OWN_ENVIRONMENT, ())):
         right = 'sglang in an environment for GPUs (README, On GPUs): rollout.engine = "transformers" uses the CPU'
         yield Finding("warning", "sglang", "missing, on a machine with GPUs", right)
 
@@ -86,7 +89,7 @@ def package_finding(about: str, required: Mapping[str, Sequence[Requirement]], e
         return Finding("ok", about, f"complete for {', '.join(extras)}: {shown}")
     gone = any(_installed(one.name) is None for one in problems)
     right = f"what {', '.join(extras)} need"
-    if any(one.name == "sglang" for one in problems):
+    if any(one.name == OWN_ENVIRONMENT for one in problems):
         right += "; sglang decides the versions of torch, so give it an environment for GPUs (README, On GPUs)"
     return Finding("problem" if gone else "warning", about, ", ".join(problems.values()), right, _pip(list(problems)))
 
@@ -95,8 +98,8 @@ def extras_of(config: RunConfig) -> list[str]:
     """Return the extras that a run's services need. `relaxd config check` finds what its prompts need."""
     roles = roles_for(config)
     engines = {ROLLOUT: config.rollout.engine, JUDGE: config.roles.judge.engine, TEACHER: config.roles.teacher.engine}
-    on_sglang = any(role in roles and engine == "sglang" for role, engine in engines.items())
-    extras = ["coordinator", "reward", "advantage", "sglang" if on_sglang else "rollout", "trainer"]
+    needed = [ENGINES[engine].extra for role, engine in engines.items() if role in roles]
+    extras = ["coordinator", "reward", "advantage", *needed, "trainer"]
     rewards = {config.reward.name, *(term.name for term in config.reward.terms)}
     for name in sorted(rewards):
         _, requirement = PACKAGES.get(name.removeprefix(BOXED), ("", ""))

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from relaxd.config import JudgeConfig, RolloutConfig, RunConfig
+from relaxd.engines import ENGINES
 from relaxd.models.folders import frozen_models, resolve_model
 from relaxd.models.layouts import Layout, model_parameters, problem
 from relaxd.models.shape import ModelShape, read_shape
@@ -153,11 +154,11 @@ def engines(config: RunConfig, hardware: Hardware) -> dict[str, EngineMemory]:
     if judge.has_replicas:
         sections.append(("judge", "roles.judge", judge, "roles.judge.model", judge.model))
     teacher = config.roles.teacher
-    if "teacher" in config.frozen_roles("service") and teacher.engine == "sglang":
+    if "teacher" in config.frozen_roles("service") and not ENGINES[teacher.engine].in_ranks:
         sections.append(("teacher", "roles.teacher", config.teacher_engine, "roles.teacher.model", teacher.model))
     found = {}
     for role, setting, section, where, model in sections:
-        if section.engine != "sglang":
+        if not ENGINES[section.engine].needs_gpus:
             continue
         hardware.check(f"{setting}.tensor_parallel", section.tensor_parallel)
         shape = read_shape(resolve_model(model, weights=False, setting=where), where)

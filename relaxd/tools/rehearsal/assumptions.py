@@ -16,6 +16,7 @@ from relaxd.board.sizes import worst_bytes
 from relaxd.config import RehearsalConfig, RunConfig
 from relaxd.config.data import DataSource
 from relaxd.config.operation import EXPERTS
+from relaxd.engines import SCRIPTED
 from relaxd.models.shape import expert_dtype
 
 QUANTILES = 1000
@@ -162,7 +163,7 @@ def rehearsed(config: RunConfig, scale: Scale, *, model: Path, folder: Path) -> 
             "cache_samples": 0,
         },
         rollout={
-            "engine": "scripted",
+            "engine": SCRIPTED,
             "max_new_tokens": new_tokens,
             "min_new_tokens": least,
             "threads": 1,

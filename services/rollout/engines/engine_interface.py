@@ -2,10 +2,37 @@
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
+from relaxd.config import RunConfig
+from relaxd.process.gpu_lease import GpuLease
+from relaxd.rpc.service_settings import ServiceSettings
 from relaxd.v1 import rollout_pb2
 from services.rollout.engines.request_types import MemoryPart, Output, PauseMode, Request, Sampling, Version
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStart:
+    """A rollout replica's request for an engine, which the function `start_engine` of the engine's module takes."""
+
+    config: RunConfig
+    """The run's configuration."""
+    folder: Path
+    """The model; of no meaning for an engine without one."""
+    settings: ServiceSettings
+    """Settings of the replica's process."""
+    environment: Mapping[str, str]
+    """Variables of a child process on top of the replica's: its GPUs, and settings of NCCL."""
+    gpu_lease: GpuLease | None
+    """Lease on its GPUs, if it has any."""
+    set_detail: Callable[[str], None]
+    """Called with what the replica's status says while the engine starts."""
+    on_exit: Callable[[str], None]
+    """Called with the reason when the engine ends unexpectedly, before running requests fail."""
+    on_tokens: Callable[[int, float], None]
+    """Called about every second with the number of tokens generated since, and tokens per second."""
 
 
 class RolloutEngine(ABC):

@@ -20,7 +20,7 @@ from relaxd.config import RehearsalConfig, RolloutConfig
 from relaxd.config.operation import EXPERTS
 from relaxd.models.shape import expert_dtype
 from relaxd.v1 import rollout_pb2
-from services.rollout.engines.engine_interface import RolloutEngine
+from services.rollout.engines.engine_interface import EngineStart, RolloutEngine
 from services.rollout.engines.request_types import PAUSE_MODES, Output, PauseMode, Request, Version
 
 ROUNDING_TOKENS = 1e-3
@@ -176,6 +176,11 @@ class _Sample:
 def _pool() -> _Pool:
     """Return the pool of this process, which may have many engines."""
     return _Pool()
+
+
+async def start_engine(start: EngineStart) -> "ScriptedEngine":
+    """Return an engine for a rollout replica."""
+    return ScriptedEngine(start.config.rollout, start.config.rehearsal)
 
 
 class ScriptedEngine(RolloutEngine):

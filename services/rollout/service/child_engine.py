@@ -13,13 +13,14 @@ import psutil
 from numpy.typing import NDArray
 
 from relaxd.config import RolloutConfig
+from relaxd.engines import ENGINES
 from relaxd.process.child import Child, ChildExit, ChildExited
 from relaxd.process.child_channel import Requests, RequestStream
 from relaxd.process.gpu_lease import GpuLease
 from relaxd.roles import ROLLOUT
 from relaxd.rpc.errors import Aborted, RpcError
 from relaxd.v1 import engine_pb2, engine_pb2_grpc, rollout_pb2, rollout_pb2_grpc, weights_pb2
-from services.rollout.engines.engine_interface import RolloutEngine
+from services.rollout.engines.engine_interface import EngineStart, RolloutEngine
 from services.rollout.engines.message_encoding import decode_output, encode_request
 from services.rollout.engines.request_types import (
     MARGIN_SECONDS,
@@ -34,11 +35,6 @@ from services.rollout.engines.request_types import (
     Version,
 )
 
-MODULES = {
-    "transformers": "services.rollout.engines.transformers.transformers_process",
-    "sglang": "services.rollout.engines.sglang.sglang_process",
-}
-"""Modules of the engines' processes, by rollout.engine."""
 ALL_MEMORY: frozenset[MemoryPart] = frozenset({"weights", "kv_cache"})
 CONTROL_SECONDS = 10.0
 """Deadline of calls that only change a flag."""
@@ -46,6 +42,30 @@ STATS_SECONDS = 1.0
 STATS_TIMEOUT_SECONDS = 60.0
 
 logger = logging.getLogger(__name__)
+
+
+async def start_engine(start: EngineStart) -> "ChildEngine":
+    """Start the engine's process for a rollout replica, and load its model. Raises ChildError."""
+
+    def on_exit(ended: ChildExit) -> None:
+        how = f"was killed by signal {-ended.exit_code}" if ended.exit_code < 0 else f"exited with {ended.exit_code}"
+        start.on_exit(f"the engine {how}: starting another")
+
+    start.set_detail(f"loading {start.folder.name}")
+    engine = await ChildEngine.start(
+        start.folder,
+        start.config.rollout,
+        environment=start.environment,
+        name=start.settings.replica_id,
+        log_level=start.settings.log_level,
+        python=start.settings.engine_python,
+        on_exit=on_exit,
+        on_tokens=start.on_tokens,
+        colocate=start.config.run.colocate,
+        gpu_lease=start.gpu_lease,
+    )
+    logger.info("%s is loaded (process %d), waiting for weights", start.folder.name, engine.pid)
+    return engine
 
 
 class ChildEngine(RolloutEngine):
@@ -112,7 +132,7 @@ class ChildEngine(RolloutEngine):
         engine = cls(on_exit, on_tokens)
         threads = {"OMP_NUM_THREADS": str(config.threads)} if config.threads else {}
         child = await Child.start(
-            MODULES[config.engine],
+            ENGINES[config.engine].process,
             ["--role", role, "--name", name, "--log-level", log_level],
             {**environment, **threads},
             python=python or None,

@@ -5,16 +5,16 @@ import contextlib
 import itertools
 import logging
 import time
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 
 from relaxd import telemetry
 from relaxd.board import Board, StageWorker, stages_for
 from relaxd.config import RunConfig
+from relaxd.engines import ENGINES
 from relaxd.models.folders import resolve_model
-from relaxd.process.child import ChildError, ChildExit
 from relaxd.replica.gpus import Gpu, gpu_environment, memory_used, wait_until_steady
 from relaxd.replica.replica_context import ReplicaContext
 from relaxd.replica.service_interface import ReplicaService, ServiceStatus
@@ -24,13 +24,9 @@ from relaxd.v1 import replica_pb2
 from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.waiting import Backoff
 from relaxd.weights import NCCL_ENVIRONMENT
-from services.rollout.engines.engine_interface import RolloutEngine
-from services.rollout.engines.scripted_engine import ScriptedEngine
-from services.rollout.service.child_engine import ALL_MEMORY, ChildEngine, loaded_mebibytes
+from services.rollout.engines.engine_interface import EngineStart, RolloutEngine
+from services.rollout.service.child_engine import ALL_MEMORY, loaded_mebibytes
 from services.rollout.service.group_generator import GroupGenerator, Occupancy
-
-if TYPE_CHECKING:
-    from services.rollout.engines.sglang_external.external_engine import ExternalEngine
 
 RESTART_BACKOFF = Backoff(first_seconds=0.5, max_seconds=30.0)
 
@@ -193,63 +189,31 @@ class RolloutService(ReplicaService):
             worker.pause()
 
     async def _start_engine(self, config: RunConfig) -> RolloutEngine:
-        if config.rollout.engine == "scripted":
-            return ScriptedEngine(config.rollout, config.rehearsal)
-        folder = await asyncio.to_thread(resolve_model, config.model.path)
+        engine = ENGINES[config.rollout.engine]
+        folder = await asyncio.to_thread(resolve_model, config.model.path) if engine.has_model else Path()
         if config.run.colocate:
             await self._context.take_turn(self._set_detail)
-        if config.rollout.engine == "sglang_external":
-            return await self._connect_engine(folder, config)
         self._loading = True
         try:
             # Not beside a judge, which uses the same GPUs at any time: there SGLang measures its own process alone.
             if config.run.colocate and len(self._gpus) > 1 and not config.roles.judge.shares_gpus:
                 await wait_until_steady(lambda: memory_used(self._gpus), self._set_detail)
-            self._detail = f"loading {folder.name}"
-            engine = await self._load_engine(folder, config)
+            started: RolloutEngine = await import_module(engine.module).start_engine(
+                EngineStart(
+                    config=config,
+                    folder=folder,
+                    settings=self._settings,
+                    environment=self._environment,
+                    gpu_lease=self._context.gpus.child_lease if self._gpus else None,
+                    set_detail=self._set_detail,
+                    on_exit=self._on_engine_exit,
+                    on_tokens=self._record_tokens,
+                )
+            )
         finally:
             self._loading = False
         self._detail = ""
-        logger.info("%s is loaded (process %d), waiting for weights", folder.name, engine.pid)
-        return engine
-
-    async def _load_engine(self, folder: Path, config: RunConfig) -> ChildEngine:
-        return await ChildEngine.start(
-            folder,
-            config.rollout,
-            environment=self._environment,
-            name=self._settings.replica_id,
-            log_level=self._settings.log_level,
-            python=self._settings.engine_python,
-            on_exit=lambda ended: self._on_engine_exit(f"the engine {_describe_exit(ended)}: starting another"),
-            on_tokens=self._record_tokens,
-            colocate=config.run.colocate,
-            gpu_lease=self._context.gpus.child_lease if self._gpus else None,
-        )
-
-    async def _connect_engine(self, folder: Path, config: RunConfig) -> "ExternalEngine":
-        from services.rollout.engines.sglang_external.external_engine import (
-            ExternalEngine,  # needs an HTTP client, which other runs may lack
-        )
-
-        url = self._settings.sglang_url
-        if not url:
-            raise ChildError(
-                'rollout.engine is "sglang_external", but this replica has no server: start it with --sglang-url / '
-                "RELAXD_SGLANG_URL"
-            )
-        self._detail = f"waiting for the SGLang server at {url}"
-        engine = await ExternalEngine.start(
-            url,
-            self._settings.sglang_key,
-            folder,
-            config.rollout,
-            on_exit=lambda reason: self._on_engine_exit(f"{reason}: waiting for it"),
-            on_tokens=self._record_tokens,
-        )
-        self._detail = ""
-        logger.info("connected to the SGLang server at %s, waiting for weights", url)
-        return engine
+        return started
 
     def _set_detail(self, detail: str) -> None:
         self._detail = detail
@@ -283,7 +247,3 @@ class RolloutService(ReplicaService):
         """Stop the run and its engine."""
         with contextlib.suppress(RpcError):
             await self.stop_run()
-
-
-def _describe_exit(ended: ChildExit) -> str:
-    return f"was killed by signal {-ended.exit_code}" if ended.exit_code < 0 else f"exited with {ended.exit_code}"

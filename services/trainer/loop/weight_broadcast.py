@@ -15,6 +15,7 @@ from itertools import islice
 
 import torch
 
+from relaxd.engines import ENGINES
 from relaxd.v1.trainer_pb2 import BroadcastWeightsResponse
 from relaxd.weights.manifest import TensorBucket, TensorSpec, pack, plan_buckets
 from relaxd.weights.sent_buckets import Layout, as_sent, broadcast_layout, checksums, piece_bytes, pieces
@@ -71,7 +72,7 @@ class WeightBroadcaster:
         """
         world = self._learner.world
         device = None if rendezvous.transport == "gloo" else world.device
-        kind = StockWeightGroup if self._engine == "sglang_external" else WeightGroup
+        kind = StockWeightGroup if ENGINES[self._engine].stock_weight_group else WeightGroup
         group = kind(rendezvous, world.pp_rank, device)
         layout = broadcast_layout(rendezvous.transport, self._engine)
         membership = _Membership(group, layout, self._make_buffers(layout, device or torch.device("cpu")))

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from relaxd import telemetry
 from relaxd.config import RunConfig
+from relaxd.engines import ENGINES
 from relaxd.replica.gpus import gpu_environment
 from relaxd.replica.replica_context import ReplicaContext
 from relaxd.replica.replica_life import advertised_address
@@ -96,8 +97,8 @@ class TrainerService(ReplicaService):
     async def start_run(self, config: RunConfig, assignment: coordinator_pb2.Assignment) -> None:
         """Start the run's ranks, which load, replay and train on their own; `status` reports their progress."""
         self.run_folder = Path(assignment.folder)
-        scripted = config.rollout.engine == "scripted"
-        gpus = await self._context.gpus.lease(0 if scripted else config.trainer.ranks)
+        has_model = ENGINES[config.rollout.engine].has_model
+        gpus = await self._context.gpus.lease(config.trainer.ranks if has_model else 0)
         request = rank_pb.WorkRequest(
             run_id=assignment.run_id,
             config_json=config.model_dump_json(),
@@ -119,7 +120,7 @@ class TrainerService(ReplicaService):
             environment=environment,
             take_turn=take_turn,
             gpu_lease=gpu_lease,
-            module=SCRIPTED_RANK if scripted else RANK,
+            module=RANK if has_model else SCRIPTED_RANK,
         )
         self._living = asyncio.create_task(self.world.live(), name="world")
 

@@ -95,7 +95,7 @@ def test_a_source_without_a_teacher_is_named(model: Path, tmp_path: Path) -> Non
         (
             f'{DISTILLED}\nalgorithm.distill_top_k = 4\nalgorithm.distill_candidates = "union"'
             '\nrollout.engine = "sglang_external"',
-            'rollout.engine is "sglang_external", which doesn\'t say what it finds likeliest: use "sglang" or "transf',
+            'rollout.engine is "sglang_external", which doesn\'t say what it finds likeliest: use "transformers" or "s',
         ),
         (
             f'{DISTILLED}\nalgorithm.distill_top_k = 4\nalgorithm.distill_candidates = "student"'

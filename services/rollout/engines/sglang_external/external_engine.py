@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from relaxd.config import RolloutConfig
+from relaxd.process.child import ChildError
 from relaxd.rpc.errors import DeadlineExceeded, RpcError
 from relaxd.v1 import rollout_pb2
-from services.rollout.engines.engine_interface import RolloutEngine
+from services.rollout.engines.engine_interface import EngineStart, RolloutEngine
 from services.rollout.engines.model_folder import ModelFolder, read_model_folder
 from services.rollout.engines.request_types import (
     PAUSE_MODES,
@@ -48,6 +49,27 @@ SCHEDULER_SECONDS = 60.0
 STATS_SECONDS = 1.0
 
 logger = logging.getLogger(__name__)
+
+
+async def start_engine(start: EngineStart) -> "ExternalEngine":
+    """Connect a rollout replica with its server. Raises ChildError."""
+    url = start.settings.sglang_url
+    if not url:
+        raise ChildError(
+            'rollout.engine is "sglang_external", but this replica has no server: start it with --sglang-url / '
+            "RELAXD_SGLANG_URL"
+        )
+    start.set_detail(f"waiting for the SGLang server at {url}")
+    engine = await ExternalEngine.start(
+        url,
+        start.settings.sglang_key,
+        start.folder,
+        start.config.rollout,
+        on_exit=lambda reason: start.on_exit(f"{reason}: waiting for it"),
+        on_tokens=start.on_tokens,
+    )
+    logger.info("connected to the SGLang server at %s, waiting for weights", url)
+    return engine
 
 
 class ExternalEngine(RolloutEngine):

@@ -1,6 +1,7 @@
 """Which experts each token of a mixture-of-experts model was sent to, as SGLang tells it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,9 +9,9 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from relaxd.engines import ENGINES
 from relaxd.v1 import rollout_pb2
 from services.rollout.engines.request_types import Version
-from services.rollout.service import child_engine
 from tests.kit.engines import EngineRunner, receive_request
 from tests.kit.models import byte_tokenizer
 
@@ -30,7 +31,7 @@ def test_they_are_those_of_transformers(
     reference.save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     # Serves the weights that it was started with.
-    monkeypatch.setitem(child_engine.MODULES, "sglang", "benchmarks.engine_process")
+    monkeypatch.setitem(ENGINES, "sglang", replace(ENGINES["sglang"], process="benchmarks.engine_process"))
     # On a CPU SGLang's copy of a step's experts is no copy: with overlap the next step would overwrite it.
     runner = start(tmp_path, sglang={"disable_overlap_schedule": True}, return_routed_experts=True)
     runner.pause()

@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from relaxd.engines import ENGINES
 from relaxd.rpc.errors import Aborted, FailedPrecondition
-from services.rollout.service import child_engine
 from tests.integration.rollout.rollout_kit import Source
 from tests.integration.rollout.sglang.syncs import check_logprobs, join, pausing_request, sync, sync_at_once, transfer
 from tests.kit.engines import Asked, EngineRunner
@@ -52,7 +53,8 @@ class Held:
 def held_engine(start: Callable[..., EngineRunner], source: Source, tmp_path_factory: pytest.TempPathFactory) -> Held:
     folder = tmp_path_factory.mktemp("held")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(child_engine.MODULES, "sglang", "tests.integration.rollout.sglang.held_engine")
+        held = replace(ENGINES["sglang"], process="tests.integration.rollout.sglang.held_engine")
+        patch.setitem(ENGINES, "sglang", held)
         patch.setenv("RELAXD_TEST_HELD", str(folder))
         runner = start()
     sync(runner, source, 0)

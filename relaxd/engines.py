@@ -1,0 +1,125 @@
+"""The engines that hold a run's models, declared once. A section's `engine` chooses one by its name.
+
+Which settings an engine has, what it runs on, how it pauses and receives weights, and which errors name it follow from
+this table: nothing else compares engines' names. docs/engines.md, "Adding an engine", says what else an engine needs.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+SCRIPTED = "scripted"
+"""Engine of a rehearsal, which `relaxd rehearse` chooses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineCapabilities:
+    """The declaration of one engine."""
+
+    name: str
+    settings: Mapping[str, tuple[str, ...]]
+    """Sections whose `engine` may name it, each with those of its settings that not all of its engines have, but this
+    one."""
+    in_ranks: bool = False
+    """True if the model is in ranks like the trainer's, which have parallel sizes and may hold several models."""
+    module: str = "services.rollout.service.child_engine"
+    """Module whose `start_engine` starts it for a rollout replica (services.rollout.engines.engine_interface). By
+    default it is a child process."""
+    process: str = ""
+    """Module of its child process."""
+    extra: str = "rollout"
+    """Extra of the package relaxd that it needs."""
+    has_model: bool = True
+    """False if it only pretends to generate, in a rehearsal, whose trainer pretends to train. Errors don't name it."""
+    needs_gpus: bool = False
+    """True if it runs on GPUs of the machine of its replica only."""
+    leases_gpus: bool = False
+    """True if its replica leases tensor_parallel GPUs. In a rehearsal they aren't there."""
+    shares_gpus: bool = False
+    """True if it can leave a share of its GPUs' memory to other engines."""
+    sleeps: bool = False
+    """True if it can free its memory and allocate it again, so that it can take turns with a trainer."""
+    pauses: tuple[str, ...] = ("in_place", "retract", "abort", "drain")
+    """Values of weights.pause that it supports."""
+    stock_weight_group: bool = False
+    """True if it receives weights as SGLang's own servers do: in torch's process group, in flat buckets, from one rank.
+    """
+    gives_likeliest: bool = False
+    """True if it says which tokens it finds likeliest, beside those of an answer."""
+    takes_candidates: bool = False
+    """True if it gives log-probs of other tokens in each place of an answer, as a teacher."""
+
+
+ENGINES: dict[str, EngineCapabilities] = {
+    engine.name: engine
+    for engine in (
+        EngineCapabilities(
+            name="megatron",
+            settings={
+                "roles.teacher": ("pipeline_parallel", "context_parallel", "expert_parallel", "micro_batch_tokens")
+            },
+            in_ranks=True,
+            extra="trainer",
+            takes_candidates=True,
+        ),
+        EngineCapabilities(
+            name="transformers",
+            settings={"rollout": (), "roles.judge": ()},
+            process="services.rollout.engines.transformers.transformers_process",
+            sleeps=True,
+            pauses=("in_place", "abort", "drain"),
+            gives_likeliest=True,
+        ),
+        EngineCapabilities(
+            name="sglang",
+            settings={
+                "rollout": ("tensor_parallel", "memory_fraction", "return_routed_experts", "sglang"),
+                "roles.judge": ("tensor_parallel", "memory_fraction", "sglang"),
+                "roles.teacher": ("max_tokens_in_flight", "gpu_share", "memory_fraction", "sglang"),
+            },
+            process="services.rollout.engines.sglang.sglang_process",
+            extra="sglang",
+            needs_gpus=True,
+            leases_gpus=True,
+            shares_gpus=True,
+            sleeps=True,
+            gives_likeliest=True,
+        ),
+        EngineCapabilities(
+            name="sglang_external",
+            settings={"rollout": ("tensor_parallel",)},
+            module="services.rollout.engines.sglang_external.external_engine",
+            stock_weight_group=True,
+        ),
+        EngineCapabilities(
+            name=SCRIPTED,
+            # A rehearsal keeps what the run sets for its own engine.
+            settings={"rollout": ("tensor_parallel", "memory_fraction", "return_routed_experts", "sglang")},
+            module="services.rollout.engines.scripted_engine",
+            has_model=False,
+            leases_gpus=True,
+        ),
+    )
+}
+"""All engines by name, in the order in which settings and errors list them."""
+
+
+def engines_of(section: str) -> tuple[str, ...]:
+    """Return the names that the setting `engine` of a section may have."""
+    return tuple(engine.name for engine in ENGINES.values() if section in engine.settings)
+
+
+def list_engines(section: str, able: Callable[[EngineCapabilities], bool]) -> str:
+    """List the engines of a section that are able to do something, for errors: '"transformers" or "sglang"'."""
+    engines = (ENGINES[name] for name in engines_of(section))
+    return " or ".join(f'"{engine.name}"' for engine in engines if engine.has_model and able(engine))
+
+
+if TYPE_CHECKING:  # mypy knows no Literal of a table's names
+    RolloutEngineName = str
+    TeacherEngineName = str
+    JudgeEngineName = str
+else:
+    RolloutEngineName = Literal[engines_of("rollout")]
+    TeacherEngineName = Literal[engines_of("roles.teacher")]
+    JudgeEngineName = Literal[engines_of("roles.judge")]
