@@ -61,7 +61,7 @@ PROGRAMS = {
 """Modules by their nursery, which imports them: the light one doesn't import torch."""
 ALSO_STARTED = {
     "light": ("tests.integration.peers", "tests.integration.health.doubles", "tests.integration.scaling.gated"),
-    "heavy": ("tests.integration.trainer.", "tests.integration.fitting.", "tests.integration.weights.member"),
+    "heavy": ("tests.integration.trainer.", "tests.integration.tools.fitting.", "tests.integration.weights.member"),
     "sglang": (
         *("tests.integration.rollout.sglang.weights_member", "tests.integration.rollout.sglang.option_cases"),
         *("tests.integration.rollout.sglang.held_engine", "benchmarks.engine_process"),

@@ -17,7 +17,7 @@ from relaxd.models.shape import read_shape
 from relaxd.tools.fitting.fit import Fit, fit
 from relaxd.tools.fitting.speed import StepWork, predict
 from relaxd.tools.fitting.trainer_memory import FitError, Hardware, buckets_in_memory
-from tests.unit.fitting.models import write_config
+from tests.unit.tools.fitting.models import write_config
 
 H100, H200 = Hardware(80 << 30, 8), Hardware(141 << 30, 8)
 

@@ -15,7 +15,7 @@ from services.trainer.learner import logprobs
 from services.trainer.model import architectures
 from services.trainer.model.architectures import read_architecture
 from tests.integration.trainer.trainer_worlds import KINDS
-from tests.unit.fitting.models import write_config
+from tests.unit.tools.fitting.models import write_config
 
 TINY = {
     "vocab_size": 259,

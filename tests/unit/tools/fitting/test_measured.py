@@ -10,7 +10,7 @@ from relaxd.tools.fitting.activations import MicroBatch
 from relaxd.tools.fitting.gpu_memory import ENGINE_PROCESS_BYTES, engine_memory
 from relaxd.tools.fitting.speed import StepWork, predict
 from relaxd.tools.fitting.trainer_memory import USABLE_SHARE, TrainedModelShape, trainer_stage
-from tests.unit.fitting.models import write_config
+from tests.unit.tools.fitting.models import write_config
 
 H200, H100 = int(139.8 * (1 << 30)), int(79.1 * (1 << 30))
 """What torch says that they have."""

@@ -94,7 +94,7 @@ def _step(job: Job, ranks: int) -> dict[str, Any]:
     """Train a step, and measure what that keeps."""
     import torch
 
-    from tests.integration.fitting.saved_tensors import saved_bytes
+    from tests.integration.tools.fitting.saved_tensors import saved_bytes
 
     learner = make_learner(LearnerJob(job.folders[0], parallel=job.settings), ranks)
     batches = [micro_batch(job.prompt, seed) for seed in range(job.micro_batches)]
@@ -123,7 +123,7 @@ def _optimizers(optimizer: Any) -> list[Any]:
 
 if __name__ == "__main__":
     # Under its own name, or the pickled jobs would be of another class than __main__'s.
-    from tests.integration.fitting import fit_worlds
+    from tests.integration.tools.fitting import fit_worlds
     from tests.integration.trainer import trainer_worlds
 
     trainer_worlds.work(fit_worlds.run_job)
