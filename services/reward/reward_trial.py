@@ -23,9 +23,9 @@ from services.reward.cache import Score, Scored
 from services.reward.judge.chat_completions import ChatCompletions
 from services.reward.judge_questions import no_judge
 from services.reward.remote.foreign_calls import MismatchError, UnreachableError
-from services.reward.remote.remote_scorer import RUNS_REWARD, RemoteScorer, RemoteTerms, of_workers
+from services.reward.remote.remote_scorer import RemoteScorer, RemoteTerms, of_workers
 from services.reward.worker_enclosure import MissingPathError, MissingVariableError
-from services.reward.worker_pool import Failure, WorkerPool, WorkerStartError
+from services.reward.worker_pool import REWARD_OF_RUN, Failure, WorkerPool, WorkerStartError
 
 NOT_YET = (
     "the reward asks the judge, whose replicas are there only in a run; a server at roles.judge.address would be asked"
@@ -63,13 +63,13 @@ async def try_reward(
     except (MissingVariableError, MissingPathError) as error:
         return {"error": str(error)}
     try:
-        if own is not None and (failure := await pool.load(RUNS_REWARD)):
+        if own is not None and (failure := await pool.load(REWARD_OF_RUN)):
             return {"error": failure.reason}
         if terms is not None:
             await terms.check()
 
         async def score(samples: Sequence[RewardInput]) -> Scored:
-            return await pool.score(RUNS_REWARD, samples, config.timeout_seconds)
+            return await pool.score(REWARD_OF_RUN, samples, config.timeout_seconds)
 
         return {"outcomes": await _try_all(score if terms is None else terms.score, samples, workers)}
     except UnreachableError as error:

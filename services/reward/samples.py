@@ -1,10 +1,13 @@
-"""Samples as rewards get them, from and to Score requests."""
+"""Samples as rewards get them: from a group's columns, from and to Score requests; and the columns of their rewards."""
 
 import json
 from collections.abc import Sequence
 
-from relaxd.media.messages import text_and_media, text_message, to_proto
-from relaxd.rewards import RewardInput
+import numpy as np
+
+from relaxd.board import OFF_POLICY_TOKENS, Column
+from relaxd.media.messages import text_and_media, text_message, to_proto, with_parts
+from relaxd.rewards import RewardInput, RewardOutput
 from relaxd.rpc.message_parts import numbers, words
 from relaxd.v1.content_pb2 import Conversation
 from relaxd.v1.reward_pb2 import ScoreRequest
@@ -41,3 +44,51 @@ def request_of_samples(reward: str, samples: Sequence[RewardInput]) -> ScoreRequ
         finish_reasons=[numbers(FinishReason)[one.finish_reason] for one in samples],
         response_tokens=[one.tokens for one in samples],
     )
+
+
+def samples_of_columns(columns: dict[str, Column]) -> list[RewardInput]:
+    """Return the samples of a group, from the columns that the stage needs.
+
+    The response of a sample with several sequences is the text of the last one; its messages have all of them.
+
+    Raises ValueError when a column has another form than the coordinator or the rollout stage writes.
+    """
+    prompt, texts, finish = columns["prompt"], columns["text"], columns["finish"]
+    samples = np.asarray(columns["sample_of_sequence"])
+    if not isinstance(prompt, dict) or not isinstance(texts, list) or not isinstance(finish, list):
+        raise ValueError("prompt must be an object, text and finish lists")
+    if not len(texts) == len(finish) == len(samples):
+        raise ValueError(f"{len(texts)} texts, {len(finish)} finish and {len(samples)} sample_of_sequence differ")
+    answers: dict[int, list[str]] = {}
+    for sample, text in zip(samples.tolist(), texts, strict=True):
+        answers.setdefault(sample, []).append(text)
+    reasons = dict(zip(samples.tolist(), finish, strict=True))
+    of_token = np.repeat(samples, np.asarray(columns["lengths"]))
+    tokens = np.bincount(of_token, weights=np.asarray(columns["loss_mask"]) != 0)
+    if OFF_POLICY_TOKENS in columns:
+        tokens += np.bincount(samples, weights=np.asarray(columns[OFF_POLICY_TOKENS]))
+    return [
+        RewardInput(
+            prompt=prompt["text"],
+            response=said[-1],
+            answer=prompt.get("answer", ""),
+            metadata=prompt.get("metadata", {}),
+            finish_reason=reasons[sample],
+            prompt_messages=with_parts(prompt.get("messages", ())),
+            tokens=int(tokens[sample]),
+            response_messages=[text_message("assistant", text) for text in said] if len(said) > 1 else (),
+        )
+        for sample, said in answers.items()
+    ]
+
+
+def columns_of_rewards(outputs: Sequence[RewardOutput]) -> dict[str, Column]:
+    """Return the columns that the stage writes: reward float64 [n], reward_parts {name: [n floats or None]}.
+
+    A sample that lacks a part has None: a default value would falsify the part's mean.
+    """
+    names = dict.fromkeys(name for output in outputs for name in output.parts)
+    return {
+        "reward": np.array([output.reward for output in outputs], dtype=np.float64),
+        "reward_parts": {name: [output.parts.get(name) for output in outputs] for name in names},
+    }

@@ -10,8 +10,8 @@ from relaxd.rpc.message_parts import words
 from relaxd.v1 import content_pb2, reward_pb2, reward_pb2_grpc
 from relaxd.v1.sample_pb2 import FinishReason
 from services.reward.samples import samples_of_request
-from services.reward.service import RUNS_REWARD, RewardService, reward_of_set
-from services.reward.worker_pool import Failure, PoolClosedError, WorkerStartError
+from services.reward.service import RewardService, reward_of_set
+from services.reward.worker_pool import REWARD_OF_RUN, Failure, PoolClosedError, WorkerStartError
 
 MAX_NESTING = 100
 """Maximum depth of a prompt's metadata: workers get it as JSON, whose reader and writer recurse."""
@@ -53,7 +53,7 @@ class RewardServicer(reward_pb2_grpc.RewardServicer):
 
     def _check_allowed(self, name: str) -> None:
         """Raise PermissionDenied unless callers may name this reward: loading one by name runs its code."""
-        of_run = {RUNS_REWARD, self._service.reward_of_run}
+        of_run = {REWARD_OF_RUN, self._service.reward_of_run}
         if is_bundled(name) or name in of_run or name in self._allowed:
             return
         raise PermissionDenied(
@@ -73,7 +73,7 @@ def parse_score_request(
     """
     violations = Violations()
     try:
-        if request.reward != RUNS_REWARD:
+        if request.reward != REWARD_OF_RUN:
             check_name(request.reward)
         elif not has_run:
             violations.add("reward", "is empty, which means the run's reward: this service has no run, so name one")

@@ -8,14 +8,11 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 
-import numpy as np
-
 from relaxd import telemetry
-from relaxd.board import OFF_POLICY_TOKENS, Column, Delivery, Drop, DropReason
+from relaxd.board import Column, Delivery, Drop, DropReason
 from relaxd.board.worker import Process, Result
 from relaxd.config import RewardConfig, RunConfig
 from relaxd.evaluation.sets import sets_of
-from relaxd.media.messages import text_message, with_parts
 from relaxd.replica.replica_context import ReplicaContext
 from relaxd.replica.service_interface import ServiceStatus
 from relaxd.replica.stage_replica import StageReplica
@@ -30,9 +27,10 @@ from services.reward.cache import ScoreCache
 from services.reward.judge.judge_replicas import JudgeClient, JudgeReplicas, Judges
 from services.reward.judge_questions import no_judge
 from services.reward.remote.foreign_calls import MismatchError
-from services.reward.remote.remote_scorer import RUNS_REWARD, RemoteScorer, RemoteTerms, of_workers
-from services.reward.worker_enclosure import describe, missing_of
-from services.reward.worker_pool import Failure, WorkerPool, WorkerStartError
+from services.reward.remote.remote_scorer import RemoteScorer, RemoteTerms, of_workers
+from services.reward.samples import columns_of_rewards, samples_of_columns
+from services.reward.worker_enclosure import describe_enclosure, missing_of
+from services.reward.worker_pool import REWARD_OF_RUN, Failure, WorkerPool, WorkerStartError
 
 RETRY_PAUSE = Backoff(first_seconds=0.5, max_seconds=30.0)
 """Pauses before failed samples are scored again (reward.on_failure = "retry")."""
@@ -81,7 +79,7 @@ class RewardService(StageReplica):
         self.reward_of_run = config.reward.shown
         of_sets = {one.name: one.reward for one in sets_of(config) if one.reward is not None}
         self.sets = frozenset(of_sets)
-        rewards = {RUNS_REWARD: config.reward} | {reward_of_set(name): reward for name, reward in of_sets.items()}
+        rewards = {REWARD_OF_RUN: config.reward} | {reward_of_set(name): reward for name, reward in of_sets.items()}
         own = {name: part for name, reward in rewards.items() if (part := of_workers(reward)) is not None}
         secret_files = self._settings.secret_files
         pool = WorkerPool(config.reward.workers, config.reward, self._ask_judge, own, secret_files)
@@ -94,13 +92,13 @@ class RewardService(StageReplica):
             await self._start_judge(config)
         for name, reward in rewards.items():
             await self._prepare(name, reward)
-        if config.reward.cache_samples and self.pool.takes_group(RUNS_REWARD):
+        if config.reward.cache_samples and self.pool.takes_group(REWARD_OF_RUN):
             raise UnknownRewardError(
                 f"reward.cache_samples is {config.reward.cache_samples}, but {config.reward.shown} scores groups: a "
                 "sample's score may depend on the others, so it must be 0"
             )
         if measures := self.pool.enclosure:
-            _log.log(logging.WARNING if missing_of(measures) else logging.INFO, "%s", describe(measures))
+            _log.log(logging.WARNING if missing_of(measures) else logging.INFO, "%s", describe_enclosure(measures))
         loop = asyncio.get_running_loop()
 
         def process(delivery: Delivery, columns: dict[str, Column]) -> Future[Result]:
@@ -111,7 +109,7 @@ class RewardService(StageReplica):
 
     async def _prepare(self, name: str, config: RewardConfig) -> None:
         """Load a reward, or connect to its service. Raises UnknownRewardError."""
-        of = "" if name == RUNS_REWARD else f"{name}: "
+        of = "" if name == REWARD_OF_RUN else f"{name}: "
         if of_workers(config) is not None and (failure := await self.pool.load(name)):
             raise UnknownRewardError(of + failure.reason)
         if not config.calls_services:
@@ -136,9 +134,9 @@ class RewardService(StageReplica):
         Raises WorkerStartError, PoolClosedError.
         """
         with self._giving_up():
-            if reward != RUNS_REWARD:
+            if reward != REWARD_OF_RUN:
                 return await self._score_with(reward, samples)
-            return await self._cache.score(samples, lambda unknown: self._score_with(RUNS_REWARD, unknown))
+            return await self._cache.score(samples, lambda unknown: self._score_with(REWARD_OF_RUN, unknown))
 
     @contextmanager
     def _giving_up(self) -> Iterator[None]:
@@ -214,7 +212,7 @@ class RewardService(StageReplica):
         self.pool.close()
 
     async def _score_group(self, config: RunConfig, delivery: Delivery, columns: dict[str, Column]) -> Result:
-        samples = samples_of(columns)
+        samples = samples_of_columns(columns)
         try:
             outcomes = await self._score_samples(config.reward, samples)
         except WorkerStartError as error:
@@ -237,8 +235,8 @@ class RewardService(StageReplica):
                 where = f"; its traceback is in {log}" if failure.traceback and (log := os.environ.get(LOG)) else ""
                 return Drop(DropReason.REWARD_FAILED, detail=f"{config.reward.shown}: {failure.reason}{where}")
         if config.reward.on_failure == "zero":
-            return reward_columns([_or_zero(outcome) for outcome in outcomes])
-        return reward_columns([outcome for outcome in outcomes if isinstance(outcome, RewardOutput)])
+            return columns_of_rewards([_or_zero(outcome) for outcome in outcomes])
+        return columns_of_rewards([outcome for outcome in outcomes if isinstance(outcome, RewardOutput)])
 
     def _log_traceback(self, failure: Failure) -> None:
         frames = failure.traceback.rstrip().rpartition("\n")[0]  # the last line may name a value of this sample
@@ -248,7 +246,7 @@ class RewardService(StageReplica):
 
     async def _score_samples(self, config: RewardConfig, samples: list[RewardInput]) -> list[RewardOutput | Failure]:
         """Score the samples of a group, and those that fail again if reward.on_failure says so."""
-        outcomes = await self.score(RUNS_REWARD, samples)
+        outcomes = await self.score(REWARD_OF_RUN, samples)
         for failures in range(1, config.max_retries + 1 if config.on_failure == "retry" else 1):
             failed = [number for number, outcome in enumerate(outcomes) if isinstance(outcome, Failure)]
             if not failed:
@@ -256,7 +254,7 @@ class RewardService(StageReplica):
             _count(config, "retried", len(failed))
             with waiting(f"scoring {len(failed)} failed samples again"):
                 await asyncio.sleep(RETRY_PAUSE.pause(failures))
-            again = await self.score(RUNS_REWARD, [samples[number] for number in failed])
+            again = await self.score(REWARD_OF_RUN, [samples[number] for number in failed])
             for number, outcome in zip(failed, again, strict=True):
                 outcomes[number] = outcome
         return outcomes
@@ -276,51 +274,3 @@ def _or_zero(outcome: RewardOutput | Failure) -> RewardOutput:
     if isinstance(outcome, Failure):
         return RewardOutput(0.0, {"failed": 1.0})
     return RewardOutput(outcome.reward, {**outcome.parts, "failed": 0.0})
-
-
-def samples_of(columns: dict[str, Column]) -> list[RewardInput]:
-    """Return the samples of a group, from the columns that the stage needs.
-
-    The response of a sample with several sequences is the text of the last one; its messages have all of them.
-
-    Raises ValueError when a column has another form than the coordinator or the rollout stage writes.
-    """
-    prompt, texts, finish = columns["prompt"], columns["text"], columns["finish"]
-    samples = np.asarray(columns["sample_of_sequence"])
-    if not isinstance(prompt, dict) or not isinstance(texts, list) or not isinstance(finish, list):
-        raise ValueError("prompt must be an object, text and finish lists")
-    if not len(texts) == len(finish) == len(samples):
-        raise ValueError(f"{len(texts)} texts, {len(finish)} finish and {len(samples)} sample_of_sequence differ")
-    answers: dict[int, list[str]] = {}
-    for sample, text in zip(samples.tolist(), texts, strict=True):
-        answers.setdefault(sample, []).append(text)
-    reasons = dict(zip(samples.tolist(), finish, strict=True))
-    of_token = np.repeat(samples, np.asarray(columns["lengths"]))
-    tokens = np.bincount(of_token, weights=np.asarray(columns["loss_mask"]) != 0)
-    if OFF_POLICY_TOKENS in columns:
-        tokens += np.bincount(samples, weights=np.asarray(columns[OFF_POLICY_TOKENS]))
-    return [
-        RewardInput(
-            prompt=prompt["text"],
-            response=said[-1],
-            answer=prompt.get("answer", ""),
-            metadata=prompt.get("metadata", {}),
-            finish_reason=reasons[sample],
-            prompt_messages=with_parts(prompt.get("messages", ())),
-            tokens=int(tokens[sample]),
-            response_messages=[text_message("assistant", text) for text in said] if len(said) > 1 else (),
-        )
-        for sample, said in answers.items()
-    ]
-
-
-def reward_columns(outputs: Sequence[RewardOutput]) -> dict[str, Column]:
-    """Return the columns that the stage writes: reward float64 [n], reward_parts {name: [n floats or None]}.
-
-    A sample that lacks a part has None: a default value would falsify the part's mean.
-    """
-    names = dict.fromkeys(name for output in outputs for name in output.parts)
-    return {
-        "reward": np.array([output.reward for output in outputs], dtype=np.float64),
-        "reward_parts": {name: [output.parts.get(name) for output in outputs] for name in names},
-    }

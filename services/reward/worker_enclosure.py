@@ -54,7 +54,7 @@ def missing_of(measures: Sequence[Measure]) -> list[Measure]:
     return [one for one in measures if one.name in NEEDED and not one.by]
 
 
-def describe(measures: Sequence[Measure]) -> str:
+def describe_enclosure(measures: Sequence[Measure]) -> str:
     """Describe the enclosure of workers in one line."""
     held = ", ".join(f"{one.name} ({one.by})" for one in measures if one.by)
     missing = "; ".join(f"{one.name}: {one.missing}" for one in measures if not one.by)

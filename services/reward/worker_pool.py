@@ -22,6 +22,8 @@ from services.reward.samples import request_of_samples
 from services.reward.worker_enclosure import missing_of, plan_of, worker_environment
 
 SHOWN_PROMPT = 80
+REWARD_OF_RUN = ""
+"""Name by which the pool knows the run's own reward; those of evaluation sets have names."""
 START_SECONDS = 60.0
 """Deadline of starting a worker, until it serves."""
 LOAD_SECONDS = 60.0
@@ -148,7 +150,7 @@ class WorkerPool:
         self.enclosure: tuple[Measure, ...] = ()
         """Description of the workers' enclosure; empty until one has loaded a reward or if reward.sandbox = "off"."""
         self._environment = worker_environment(self._config.environment)
-        configs = {**({"": config} if config else {}), **(others or {})}
+        configs = {**({REWARD_OF_RUN: config} if config else {}), **(others or {})}
         self._configs = {name: one.model_dump_json() for name, one in configs.items()}
         self._plan = plan_of(self._config, self._environment, secret_files, list(configs.values()))
         self._forms: dict[str, LoadRewardResponse] = {}

@@ -128,7 +128,7 @@ class RedisConnection:
             del self.client.response_callbacks[name]
 
     def send(self, request: Request) -> list[Any]:
-        """Carry out what a move asks for."""
+        """Carry out what an operation asks for."""
         if isinstance(request, FindKeys):
             return self.run(lambda client: keys_of(client, request.prefix))
         if request.how == "write":
@@ -200,7 +200,7 @@ class AsyncRedisConnection:
             del self.client.response_callbacks[name]
 
     async def send(self, request: Request) -> list[Any]:
-        """Carry out what a move asks for."""
+        """Carry out what an operation asks for."""
         if isinstance(request, FindKeys):
             return await self.run(lambda client: keys_of_async(client, request.prefix))
         if request.how == "write":

@@ -11,7 +11,7 @@ from relaxd.rewards.scorers import parts_of_term, total
 from services.reward.remote.foreign_calls import MismatchError, UnreachableError
 from services.reward.remote.grpc_client import GrpcClient
 from services.reward.remote.patience import PatientCaller
-from services.reward.worker_pool import Failure, WorkerPool
+from services.reward.worker_pool import REWARD_OF_RUN, Failure, WorkerPool
 
 
 class Client(Protocol):
@@ -100,10 +100,6 @@ class RemoteScorer:
             return [Failure(str(error))] * len(samples)
 
 
-RUNS_REWARD = ""
-"""Name by which the pool knows the run's reward."""
-
-
 def of_workers(config: RewardConfig) -> RewardConfig | None:
     """Return the part of a reward that workers score: all, without the terms at addresses, or None if that is all."""
     if config.address or not config.calls_services:
@@ -154,7 +150,7 @@ class RemoteTerms:
         """Score samples of one prompt; one that a term can't score fails. Raises PoolClosedError."""
         tasks = {label: asyncio.create_task(remote.score(samples)) for label, remote in self._remote.items()}
         if self._uses_pool:
-            tasks[RUNS_REWARD] = asyncio.create_task(self._pool.score(RUNS_REWARD, samples, self._timeout_seconds))
+            tasks[REWARD_OF_RUN] = asyncio.create_task(self._pool.score(REWARD_OF_RUN, samples, self._timeout_seconds))
         try:
             found = dict(zip(tasks, await asyncio.gather(*tasks.values()), strict=True))
         finally:
@@ -167,7 +163,7 @@ class RemoteTerms:
         for outcome in outcomes.values():
             if isinstance(outcome, Failure):
                 return outcome
-        if isinstance(local := outcomes.get(RUNS_REWARD), RewardOutput):
+        if isinstance(local := outcomes.get(REWARD_OF_RUN), RewardOutput):
             parts |= local.parts
         for term in self._terms:
             if isinstance(remote := outcomes.get(term.shown), RewardOutput):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from relaxd.board import decode_columns, encode_columns, stages_for
-from services.reward.service import samples_of
+from services.reward.samples import samples_of_columns
 from services.rollout.engines.request_types import FinishReason, Output
 from services.rollout.service.answers import Answers
 from tests.unit.rollout.configs import run_config
@@ -82,7 +82,7 @@ def test_tokens_of_older_weights_are_masked_where_the_run_wants_it_and_count_for
     assert columns["loss_mask"].tolist() == [1] * 4 + [0] * 6 + [1] * 3  # type: ignore[union-attr]
     reward = next(stage for stage in stages_for(config) if stage.name == "reward")
     everything = {**columns, "prompt": {"text": "?"}}
-    assert [sample.tokens for sample in samples_of({name: everything[name] for name in reward.needs})] == [4, 9]
+    assert [sample.tokens for sample in samples_of_columns({name: everything[name] for name in reward.needs})] == [4, 9]
 
 
 def test_tokens_are_masked_by_the_weights_that_go_on_not_by_those_that_were_there_at_the_cut() -> None:

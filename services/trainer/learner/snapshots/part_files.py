@@ -82,7 +82,7 @@ class PartFiles:
         """Write the files and wait until they are on disk.
 
         Returns:
-            Sizes and checksums by name; see `checkpoints.folder.describe`.
+            Sizes and checksums by name; see `checkpoint_folders.describe`.
 
         Raises:
             OSError: the disk refuses, such as a full one.

@@ -181,7 +181,7 @@ class Snapshot:
         """Write this rank's files and wait until they are on disk. Runs in a thread beside training.
 
         Returns:
-            Their sizes and checksums by name; see `checkpoints.folder.describe`.
+            Their sizes and checksums by name; see `checkpoint_folders.describe`.
 
         Raises:
             Exception: copying or writing failed, for example with OSError.
