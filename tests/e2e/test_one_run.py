@@ -20,7 +20,7 @@ from relaxd.local.state_folder import StateFolder
 from relaxd.run_folder import TRACES, read_lines
 from relaxd.telemetry import METRICS
 from tests.e2e.conftest import open_workplace
-from tests.e2e.test_run import check_books, read_summary
+from tests.e2e.test_run import check_books, read_summary, warnings_of
 from tests.kit.otlp import ReceivedLog, ReceivedPoint, ReceivedSpan, otlp_receiver
 
 SERVICE_OF = {
@@ -32,11 +32,6 @@ SERVICE_OF = {
 }
 WORK_OF = {"rollout": "generate", "reward": "score", "advantage": "advantage", "train": "in_step"}
 """Names of the stages' work in metrics."""
-TOLD_OF_THE_MACHINE = re.compile(
-    "reward workers are limited in"  # Linux doesn't let tests limit them in everything
-    r"|, for \d+ (s|min)( now)?$"  # a wait: a machine that does much else takes more than ten seconds for many things
-)
-"""Warnings of a run without a fault."""
 
 
 def seconds(span: ReceivedSpan) -> float:
@@ -173,15 +168,9 @@ def test_every_process_logs_to_the_collector(finished: FinishedRun) -> None:
 
 @pytest.mark.timeout(240)
 def test_a_run_without_a_fault_logs_no_warning_and_no_error(finished: FinishedRun) -> None:
-    logs = {path.stem: path.read_text().splitlines() for path in (finished.folder / "logs").glob("*.log")}
-    assert logs.keys() >= {"coordinator", "rollout", "reward", "advantage", "trainer", "supervisor"}
-    told = [
-        line
-        for lines in logs.values()
-        for line in lines
-        if re.search(r"^\S+Z (WARNING|ERROR|CRITICAL) |^\s*Traceback ", line)
-    ]
-    assert [line for line in told if not TOLD_OF_THE_MACHINE.search(line)] == []
+    logs = {path.stem for path in (finished.folder / "logs").glob("*.log")}
+    assert logs >= {"coordinator", "rollout", "reward", "advantage", "trainer", "supervisor"}
+    assert warnings_of(finished.folder) == []
 
 
 @pytest.mark.timeout(240)

@@ -18,6 +18,12 @@ from tests.kit.ports import free_port
 from tests.kit.processes import start_python
 from tests.kit.waiting import wait_until
 
+TOLD_OF_THE_MACHINE = re.compile(
+    "reward workers are limited in"  # Linux doesn't let tests limit them in everything
+    r"|, for \d+ (s|min)( now)?$"  # a wait: a machine that does much else takes more than ten seconds for many things
+)
+"""Warnings of a run without a fault."""
+
 
 def read_summary(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "summary.json").read_text())
@@ -28,6 +34,17 @@ def check_books(summary: dict[str, Any], steps: int, groups_per_step: int = 2) -
     assert summary["trained"] == steps * groups_per_step
     assert summary["in_flight"] == 0
     assert summary["published"] == summary["trained"] + summary["dropped"]
+
+
+def warnings_of(folder: Path) -> list[str]:
+    """The lines at WARNING or above, and of tracebacks, in the logs of a run's folder; none of the machine."""
+    found = [
+        line
+        for log in sorted((folder / "logs").glob("*.log"))
+        for line in log.read_text().splitlines()
+        if re.search(r"^\S+Z (WARNING|ERROR|CRITICAL) |^\s*Traceback ", line)
+    ]
+    return [line for line in found if not TOLD_OF_THE_MACHINE.search(line)]
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.e2e.conftest import REWARD, Workplace
-from tests.e2e.test_run import check_books, read_summary
+from tests.e2e.test_run import check_books, read_summary, warnings_of
 from tests.gpu.test_gpu_run import CONFIG
 from tests.gpu.test_weight_group import ELEMENTS, Member, broadcast, connect
 from tests.kit.models import make_tiny_model
@@ -154,7 +154,8 @@ def test_a_colocated_run(tmp_path: Path, end: list[Workplace], facts: Callable[[
     heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64}
     place = make_workplace(tmp_path, CHANGES, architecture="qwen3", **sizes, **heads)  # 0.2 B parameters
     end.append(place)
-    _, lines = train(place, CUDA_VISIBLE_DEVICES="0")
+    folder, lines = train(place, CUDA_VISIBLE_DEVICES="0")
+    assert warnings_of(folder) == []
 
     steady = lines[-1]
     parts = ("engine_awake_bytes", "engine_asleep_bytes", "trainer_awake_bytes", "trainer_asleep_bytes")
