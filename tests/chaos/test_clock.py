@@ -15,6 +15,8 @@ for line in sys.stdin:
     print(time.time(), time.time_ns() / 1e9, datetime.now(UTC).timestamp(), datetime.now().timestamp(), flush=True)
 """
 
+KIND = "from datetime import datetime; print(datetime.__basicsize__, datetime.__flags__, datetime.__mro__)"
+
 
 def test_a_process_has_the_clock_that_its_file_says(tmp_path: Path) -> None:
     file = tmp_path / "clock"
@@ -35,3 +37,11 @@ def test_a_process_has_the_clock_that_its_file_says(tmp_path: Path) -> None:
             assert len(times) == 4
             assert all(before - 0.01 <= one <= time.time() + 0.01 for one in times), (offset, times)
         process.stdin.close()
+
+
+def test_extensions_find_the_datetime_that_they_derive_from(tmp_path: Path) -> None:
+    file = tmp_path / "clock"
+    file.write_bytes(struct.pack("d", 0.0))
+    program = (sys.executable, "-c", KIND)
+    environment = os.environ | {"PYTHONPATH": str(CLOCK), "CHAOS_CLOCK": str(file)}
+    assert subprocess.check_output(program, env=environment) == subprocess.check_output(program)

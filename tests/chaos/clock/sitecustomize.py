@@ -5,7 +5,9 @@ Only Python's clock is set: time.time, time.time_ns, datetime.now. Redis, files'
 gRPC has the true clock, too: its Python gives deadlines to its core, whose clock is not Python's.
 """
 
+import ctypes
 import datetime
+import gc
 import mmap
 import os
 import struct
@@ -31,17 +33,17 @@ def install(path: str) -> None:
     def nanoseconds() -> int:
         return real_ns() + int(OFFSET.unpack_from(shown)[0] * 1e9)
 
-    class Datetime(datetime.datetime):
-        @classmethod
-        def now(cls, tz: Any = None) -> Any:
-            return cls.fromtimestamp(seconds(), tz)
+    def now(cls: Any, tz: Any = None) -> Any:
+        return cls.fromtimestamp(seconds(), tz)
 
-        @classmethod
-        def utcnow(cls) -> Any:
-            return cls.fromtimestamp(seconds(), datetime.UTC).replace(tzinfo=None)
+    def utcnow(cls: Any) -> Any:
+        return cls.fromtimestamp(seconds(), datetime.UTC).replace(tzinfo=None)
 
     time.time, time.time_ns = seconds, nanoseconds
-    datetime.datetime = Datetime  # type: ignore[misc]
+    # The methods of the type itself: pandas and others derive C types from it, which crash if it is a class of Python.
+    (methods,) = gc.get_referents(vars(datetime.datetime))
+    methods |= {"now": classmethod(now), "utcnow": classmethod(utcnow)}
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(datetime.datetime))
 
 
 if os.path.exists(os.environ.get(VARIABLE, "")):
