@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 from relaxd.board.schema import CONTINUED, TEACHER_PROMPT_TOKENS
 from relaxd.board.types import JSON, Column
 
+RIGHT_FROM = 1.0
+"""Reward from which a sample counts as right in the metrics of training."""
+
 
 def facts_of(columns: Mapping[str, Column]) -> dict[str, float]:
     """Return the summary figures of a stage's columns.

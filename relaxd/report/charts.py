@@ -37,11 +37,20 @@ class Chart:
 
 SECTIONS: dict[str, tuple[Chart, ...]] = {
     "Rewards": (
-        Chart("reward", ("reward_mean",)),
+        Chart("reward", ("reward_mean", "reward_median", "reward_min", "reward_max", "reward_std")),
         Chart("parts of the reward", ("reward_*",)),
         Chart("held-out: pass@k, greedy", ("eval_pass_at_*",), "points"),
         Chart("held-out: reward and its parts, greedy", ("eval_reward", "eval_*"), "points"),
-        Chart("response length", ("response_length_mean",)),
+        Chart(
+            "response length",
+            (
+                "response_length_mean",
+                "response_length_median",
+                "response_length_min",
+                "response_length_max",
+                "response_length_std",
+            ),
+        ),
         Chart("held-out: response length", ("eval_response_length",), "points"),
         Chart("held-out: answers cut off at their limit", ("eval_truncated_share",), "points"),
         Chart("held-out: answers that the reward couldn't score", ("eval_unscored",), "points"),
@@ -50,6 +59,20 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
         Chart("prompts tried, and left out by the curriculum", ("prompts_tried", "prompts_solved", "prompts_too_hard")),
         Chart("prompts by pass rate, in tenths", ("prompts_pass_rate_*",)),
         Chart("replays and re-tests", ("replayed_groups", "retested_groups")),
+    ),
+    "Samples": (
+        Chart("right answers", ("right_share", "outcome/*/share")),
+        Chart("length of right and wrong answers", ("outcome/*/response_length_mean",)),
+        Chart("right and wrong answers cut off", ("outcome/*/truncated_share",)),
+        Chart("answers that repeat themselves", ("repetition_share",)),
+        Chart("how answers ended", ("finish/*/share",)),
+        Chart("reward, by how answers ended", ("finish/*/reward_mean",)),
+        Chart("response length, by how answers ended", ("finish/*/response_length_mean",)),
+        Chart("sources", ("source/*/share",)),
+        Chart("reward, by source", ("source/*/reward_mean",)),
+        Chart("right answers, by source", ("source/*/right_share",)),
+        Chart("response length, by source", ("source/*/response_length_mean",)),
+        Chart("answers cut off, by source", ("source/*/truncated_share",)),
     ),
     "Update": (
         Chart("loss", ("loss",)),

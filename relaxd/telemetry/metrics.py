@@ -145,10 +145,56 @@ METRICS: dict[str, Metric] = {
         Metric("return_mean", "step", "1", "Mean of the returns to which the critic is fitted."),
         Metric("lr", "step", "1", "Learning rate of the step; for a skipped update, that of the step before."),
         Metric("reward_mean", "step", "1", "Mean reward of the step's samples."),
+        Metric("reward_median", "step", "1", "Median of their rewards."),
+        Metric("reward_min", "step", "1", "Smallest of them."),
+        Metric("reward_max", "step", "1", "Largest of them."),
+        Metric("reward_std", "step", "1", "Standard deviation of them."),
+        Metric("right_share", "step", "1", "Share of right samples: those with a reward of at least 1."),
         Metric("reward_accuracy", "step", "1", "Mean of the reward part `accuracy`: share of right answers."),
         Metric("reward_format", "step", "1", "Mean of the reward part `format`: share of well-formed answers."),
         Metric("response_length_mean", "step", "{token}", "Mean number of response tokens."),
+        Metric("response_length_median", "step", "{token}", "Median number of response tokens."),
+        Metric("response_length_min", "step", "{token}", "Smallest number of response tokens."),
+        Metric("response_length_max", "step", "{token}", "Largest number of response tokens."),
+        Metric("response_length_std", "step", "{token}", "Standard deviation of the number of response tokens."),
         Metric("truncated_share", "step", "1", "Share of samples cut off at rollout.max_new_tokens."),
+        Metric(
+            "repetition_share",
+            "step",
+            "1",
+            "Share of samples that repeat themselves: the last 10,000 characters of the answer compress more than ten "
+            "times (zlib, level 1). Of at most 512 samples of a step, spread evenly.",
+        ),
+        Metric("outcome/<outcome>/share", "step", "1", "Share of the step's samples that are `right` or `wrong`."),
+        Metric(
+            "outcome/<outcome>/response_length_mean",
+            "step",
+            "{token}",
+            "Mean number of response tokens of right and of wrong samples. This and the next one are absent without "
+            "such samples.",
+        ),
+        Metric("outcome/<outcome>/truncated_share", "step", "1", "Share of right and of wrong samples cut off."),
+        Metric(
+            "finish/<reason>/share",
+            "step",
+            "1",
+            "Share of the samples that ended so: `stop`, `length` (cut off) or `abort`. These only for reasons that "
+            "the step has.",
+        ),
+        Metric("finish/<reason>/reward_mean", "step", "1", "Mean reward of these samples."),
+        Metric("finish/<reason>/response_length_mean", "step", "{token}", "Mean number of their response tokens."),
+        Metric(
+            "source/<source>/share",
+            "step",
+            "1",
+            "Share of the samples whose prompts have this `metadata.data_source`. These only where the data have "
+            "one; other characters than letters, digits and `_.-` are `_`. Beyond a step's 32 most frequent sources "
+            "the rest is `other`.",
+        ),
+        Metric("source/<source>/reward_mean", "step", "1", "Mean reward of these samples."),
+        Metric("source/<source>/response_length_mean", "step", "{token}", "Mean number of their response tokens."),
+        Metric("source/<source>/right_share", "step", "1", "Share of right samples among them."),
+        Metric("source/<source>/truncated_share", "step", "1", "Share of samples cut off among them."),
         Metric(
             "staleness_mean", "step", "{version}", "Mean over tokens of (step - 1) - the version that generated them."
         ),

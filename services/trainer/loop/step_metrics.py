@@ -11,6 +11,7 @@ from relaxd.algorithms.advantage_terms import Whitening
 from relaxd.board import CRITIC_STATE, LOSS_MASK, RETURNS, TRAIN, VALUES, StageTime
 from relaxd.board.types import MICROSECONDS
 from services.trainer.batch.groups import TrainGroup, bounds_of
+from services.trainer.loop.sample_statistics import sample_statistics
 from services.trainer.loop.step_phases import StepBuilder
 
 
@@ -21,18 +22,13 @@ def group_metrics(groups: Sequence[TrainGroup], step: int) -> dict[str, float]:
         groups: the step's groups, at least one.
         step: the step; the staleness of a token is (step - 1) - its version.
     """
-    rewards = np.concatenate([group.columns["reward"] for group in groups])
-    lengths = np.concatenate([group.sample_lengths for group in groups])
-    truncated = np.concatenate([_truncated(group) for group in groups])
     staleness = step - 1 - np.concatenate([group.trained_versions for group in groups])
     metrics = {
-        "reward_mean": float(rewards.mean()),
-        "response_length_mean": float(lengths.mean()),
-        "truncated_share": float(truncated.mean()),
+        **sample_statistics(groups),
         "staleness_mean": float(staleness.mean()) if staleness.size else 0.0,
         "staleness_max": float(staleness.max()) if staleness.size else 0.0,
         "tokens": float(sum(sum(group.sequence_tokens) for group in groups)),
-        "samples": float(len(rewards)),
+        "samples": float(sum(group.samples for group in groups)),
         "groups": float(len(groups)),
     }
     if all(RETURNS in group.columns for group in groups):
@@ -43,7 +39,8 @@ def group_metrics(groups: Sequence[TrainGroup], step: int) -> dict[str, float]:
     for group in groups:
         for name, values in (group.columns["reward_parts"] or {}).items():
             parts.setdefault(name, []).extend(value for value in values if value is not None)
-    return metrics | {f"reward_{name}": float(np.mean(values)) for name, values in parts.items() if values}
+    # A part that is named like a statistic, such as "max", is not shown.
+    return {f"reward_{name}": float(np.mean(values)) for name, values in parts.items() if values} | metrics
 
 
 def _value_metrics(groups: Sequence[TrainGroup]) -> dict[str, float]:
@@ -132,12 +129,6 @@ def _shown(group: TrainGroup, index: int, step: int, whitening: Whitening | None
         "length": length,
         "finish_reason": str(columns["finish"][last]),
     }
-
-
-def _truncated(group: TrainGroup) -> NDArray[np.bool_]:
-    """Return whether the last sequence of each sample was cut off at the maximum length."""
-    last = np.searchsorted(group.columns["sample_of_sequence"], np.arange(group.samples), side="right") - 1
-    return np.array([group.columns["finish"][place] == "length" for place in last])
 
 
 def _trained_versions(group: TrainGroup, own: slice) -> NDArray[np.int64]:

@@ -1,0 +1,94 @@
+"""Statistics of a step's samples against Python's own statistics."""
+
+import random
+import statistics
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.trainer.batch.groups import TrainGroup
+from services.trainer.loop.sample_statistics import MAX_SOURCES, repeats, sample_statistics
+from services.trainer.loop.step_metrics import group_metrics
+
+SAMPLES = [  # by group: source, and reward, length, finish reason, text of each sample
+    ("math", [(1.0, 10, "stop", "ab"), (0.0, 30, "length", "so " * 4000), (0.25, 5, "stop", "c")]),
+    ("a b/c", [(1.5, 7, "stop", "d"), (0.0, 8, "abort", "e")]),
+    (None, [(-1.0, 100, "length", "f"), (1.0, 2, "stop", "g")]),
+]
+
+
+def make_group(number: int, source: Any, samples: list[tuple[float, int, str, str]]) -> TrainGroup:
+    rewards, lengths, finishes, texts = map(list, zip(*samples, strict=True))
+    tokens = sum(lengths)
+    columns = {
+        "prompt_tokens": np.zeros(3, np.int32),
+        "prompt": {"text": "?", "metadata": {} if source is None else {"data_source": source}},
+        "lengths": np.array(lengths, np.int32),
+        "sample_of_sequence": np.arange(len(samples), dtype=np.int32),
+        "shares_prompt": np.ones(len(samples), np.uint8),
+        "loss_mask": np.ones(tokens, np.uint8),
+        "versions": np.zeros(tokens, np.int64),
+        "reward": np.array(rewards),
+        "reward_parts": {"max": [9.0] * len(samples), "style": [0.5] * len(samples)},
+        "finish": finishes,
+        "text": texts,
+    }
+    return TrainGroup(f"g{number}", columns)
+
+
+def test_statistics_are_those_of_the_samples() -> None:
+    found = group_metrics([make_group(i, source, samples) for i, (source, samples) in enumerate(SAMPLES)], step=1)
+    every = [(source, *sample) for source, samples in SAMPLES for sample in samples]
+    for name, place in (("reward", 1), ("response_length", 2)):
+        values = [float(one[place]) for one in every]
+        assert found[f"{name}_mean"] == pytest.approx(statistics.fmean(values))
+        assert found[f"{name}_median"] == statistics.median(values)
+        assert (found[f"{name}_min"], found[f"{name}_max"]) == (min(values), max(values))
+        assert found[f"{name}_std"] == pytest.approx(statistics.pstdev(values))
+    assert found["right_share"] == found["outcome/right/share"] == 3 / 7
+    assert found["outcome/wrong/share"] == 4 / 7
+    assert found["truncated_share"] == found["finish/length/share"] == 2 / 7
+    assert found["repetition_share"] == 1 / 7
+    assert found["outcome/right/response_length_mean"] == statistics.fmean([10, 7, 2])
+    assert found["outcome/wrong/response_length_mean"] == statistics.fmean([30, 5, 8, 100])
+    assert found["outcome/wrong/truncated_share"] == 0.5
+    assert found["finish/stop/reward_mean"] == statistics.fmean([1.0, 0.25, 1.5, 1.0])
+    assert found["finish/abort/response_length_mean"] == 8
+    assert found["source/math/share"] == 3 / 7
+    assert found["source/math/reward_mean"] == pytest.approx(1.25 / 3)
+    assert found["source/math/truncated_share"] == 1 / 3
+    assert found["source/a_b_c/right_share"] == 0.5
+    assert not any(name.startswith("source//") for name in found)
+    assert found["reward_style"] == 0.5
+
+
+def test_parts_without_samples_have_only_a_share() -> None:
+    found = sample_statistics([make_group(0, None, [(0.0, 1, "stop", "")])])
+    assert {name: value for name, value in found.items() if name.startswith("outcome/right")} == {
+        "outcome/right/share": 0.0
+    }
+
+
+def test_sources_beyond_the_limit_are_counted_together() -> None:
+    more = 5
+    groups = [make_group(i, f"s{i}", [(1.0, 1, "stop", "")]) for i in range(MAX_SOURCES + more)]
+    found = sample_statistics(groups)
+    assert len([name for name in found if name.startswith("source/") and name.endswith("/share")]) == MAX_SOURCES + 1
+    assert found["source/other/share"] == pytest.approx(more / (MAX_SOURCES + more))
+
+
+@pytest.mark.parametrize(
+    ("text", "repeated"),
+    [
+        ("", False),
+        ("The answer is 12.", False),
+        ("no no no no ", False),
+        ("wait, " * 500, True),
+        (" ".join(map(str, random.Random(7).sample(range(10**9), 900))), False),
+        ("".join(random.Random(1).choices("abcdefgh ", k=30_000)) + "ha" * 5_000, True),
+        ("ha" * 5_000 + "".join(random.Random(2).choices("abcdefgh ", k=10_000)), False),
+    ],
+)
+def test_only_the_end_of_a_text_can_repeat(text: str, repeated: bool) -> None:
+    assert repeats(text) is repeated
