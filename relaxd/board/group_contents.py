@@ -20,7 +20,7 @@ def facts_of(columns: Mapping[str, Column]) -> dict[str, float]:
 
     tokens: mean length of the group's samples; truncated: share of samples that ended at max_new_tokens; continued:
     maximum number of times that a sample was cut off and continued (where the run counts them); reward:
-    mean.
+    mean; samples: number of scored samples; right: number of right ones; equal_rewards: 1 if all rewards are equal.
     """
     facts: dict[str, float] = {}
     lengths, samples, finish = columns.get("lengths"), columns.get("sample_of_sequence"), columns.get("finish")
@@ -34,6 +34,9 @@ def facts_of(columns: Mapping[str, Column]) -> dict[str, float]:
     reward = columns.get("reward")
     if isinstance(reward, np.ndarray) and reward.size:
         facts["reward"] = round(float(reward.mean()), 6)
+        facts |= {"samples": reward.size, "right": int((reward >= RIGHT_FROM).sum())}
+        if (reward == reward[0]).all():
+            facts["equal_rewards"] = 1
     return facts
 
 

@@ -55,6 +55,8 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
         Chart("held-out: answers cut off at their limit", ("eval_truncated_share",), "points"),
         Chart("held-out: answers that the reward couldn't score", ("eval_unscored",), "points"),
         Chart("answers cut off at rollout.max_new_tokens", ("truncated_share",)),
+        Chart("pass@k of all scored groups, dropped ones included", ("pass_at_*",)),
+        Chart("scored groups with equal rewards", ("zero_variance_share", "all_right_share", "all_wrong_share")),
         Chart("dropped groups", ("dropped_groups", "dropped_groups_*")),
         Chart("prompts tried, and left out by the curriculum", ("prompts_tried", "prompts_solved", "prompts_too_hard")),
         Chart("prompts by pass rate, in tenths", ("prompts_pass_rate_*",)),
@@ -105,7 +107,7 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
     "Speed": (
         Chart("tokens per second", ("tokens_per_second",)),
         Chart("tokens of a step", ("tokens",)),
-        Chart("samples and groups of a step", ("samples", "groups")),
+        Chart("samples and groups of a step", ("samples", "groups", "scored_groups")),
     ),
     "Time": (
         Chart("shares of the step's time", (*SHARES, "engine_busy_share")),

@@ -15,7 +15,7 @@ from relaxd.run_folder import GROUPS, closed_groups, newest_lines
 
 FIELDS = (
     *("group", "index", "source", "prompt_tokens", "fate", "step", "reason", "stage", "attempt", "retry", "retried"),
-    *("tokens", "truncated", "continued", "reward", "visit"),
+    *("tokens", "truncated", "continued", "reward", "samples", "right", "equal_rewards", "visit"),
 )
 """Fields that a condition may name."""
 OPERATORS: dict[str, Callable[[Any, Any], bool]] = {

@@ -346,6 +346,23 @@ METRICS: dict[str, Metric] = {
         ),
         Metric("replayed_groups", "step", "{group}", "Scored groups so far that were replays of hard prompts."),
         Metric("retested_groups", "step", "{group}", "Scored groups so far that were re-tests of left-out prompts."),
+        Metric(
+            "scored_groups",
+            "step",
+            "{group}",
+            "Groups with rewards that were closed since the last step: this step's, and those that were dropped. This "
+            "and the next ones are measured by the coordinator, from groups.jsonl.",
+        ),
+        Metric("zero_variance_share", "step", "1", "Share of the scored groups whose rewards are all equal."),
+        Metric("all_right_share", "step", "1", "Share of the scored groups whose samples are all right."),
+        Metric("all_wrong_share", "step", "1", "Share of the scored groups without a right sample."),
+        Metric(
+            "pass_at_<k>",
+            "step",
+            "1",
+            "Probability that one of k samples of a prompt is right (1 - C(n - right, k) / C(n, k)), mean of the "
+            "scored groups with at least k samples; k = 1, 2, 4 and so on.",
+        ),
         Metric("step_seconds", "step", "s", "Wall time from the end of the last step to the end of this one."),
         Metric("wait_seconds", "step", "s", "Part of step_seconds in which the trainer waited for groups."),
         Metric("train_seconds", "step", "s", "Part of step_seconds in forward, backward and the optimizer."),

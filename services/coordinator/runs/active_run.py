@@ -26,6 +26,7 @@ from services.coordinator.fleet.checkpoints import NoCriticCheckpoint, await_cri
 from services.coordinator.fleet.registry import Version
 from services.coordinator.fleet.run_fleet import RunContext
 from services.coordinator.health.health_manager import HealthManager
+from services.coordinator.runs.closed_groups import ClosedGroups
 from services.coordinator.runs.ending import ExportFailed, export_model, save_last_checkpoint
 from services.coordinator.runs.evaluation import Evaluated, EvaluationFailed, Evaluator
 from services.coordinator.runs.gpu_usage import StepUsage, Usage
@@ -100,6 +101,7 @@ class ActiveRun:
         )
         self.health = HealthManager(self, context, self.sync, self.handoff)
         self._usage = Usage()
+        self._closed_groups = ClosedGroups()
         self._drops = DropWatch()
         self._gap = GapWatch(context.config)
         self.waiting = WaitWatcher(context, self._describe)
@@ -226,6 +228,7 @@ class ActiveRun:
             self._sampled_step = await self._with_redis(self._files.rewind_samples, self._files.last_step)
             with waiting("the groups that the run has closed so far, to be counted"):
                 last_fate = await asyncio.to_thread(self.curriculum.load, self._files.folder)
+            await asyncio.to_thread(self._closed_groups.load, self._files.folder, self._files.last_step)
             if last_fate:
                 await self._redis.call(self.board.continue_fates, last_fate, term=self.context.term)
             self._last_fate = last_fate
@@ -557,12 +560,15 @@ class ActiveRun:
 
     async def _append_metrics(self) -> None:
         ledger = await self._with_redis(self._files.next_steps, self.board.in_threads.ledger)
+        await self._append_fates()  # at least those of these steps' groups
         synced, self._reported_sync_seconds = self.sync.seconds - self._reported_sync_seconds, self.sync.seconds
         usage = self._usage.take(self.fleet.devices())
         measured = {**usage.metrics, "sync_seconds": synced / max(len(ledger), 1)}
         measured |= await self._take_drops(len(ledger))
         measured |= self.curriculum.metrics()
-        steps = [(entry.step, {**entry.metrics, **measured}) for entry in ledger]
+        steps = [
+            (entry.step, {**entry.metrics, **measured, **self._closed_groups.take(entry.step)}) for entry in ledger
+        ]
         kept_step = ledger[0].step - 1 if ledger else self._files.last_step
         if kept_step < self._sampled_step:  # committed again
             self._sampled_step = await self._with_redis(self._files.rewind_samples, kept_step)
@@ -612,7 +618,9 @@ class ActiveRun:
         """Move what became of closed groups from the board to the run's folder."""
         while fates := await self._redis.call(self.board.fates, self._last_fate or ""):
             end = await self._disk.in_thread(self._files.append_groups, fates)
-            await asyncio.to_thread(self.curriculum.observe, self._files.folder, [fate.line for fate in fates], end)
+            lines = [fate.line for fate in fates]
+            await asyncio.to_thread(self.curriculum.observe, self._files.folder, lines, end)
+            self._closed_groups.observe(lines)
             self._last_fate = fates[-1].entry_id
             await self._redis.call(self.board.forget_fates, self._last_fate, term=self.context.term)
 

@@ -87,7 +87,7 @@ def test_a_fate_has_what_each_stage_knew_and_is_told_once(board, tmp_path):
             "retried": True,
         },
         {"group": "0-3~1", "index": 2, **sums, "reason": "run_ended", "stage": "", **dropped, "attempt": 0},
-        {"group": "0-1", "index": 0, "step": 1, "reward": 0.5, **common},
+        {"group": "0-1", "index": 0, "step": 1, "reward": 0.5, "samples": 2, "right": 1, **common},
     ]
     files = RunFiles(tmp_path)
     files.append_groups(fates[:2])
@@ -97,6 +97,18 @@ def test_a_fate_has_what_each_stage_knew_and_is_told_once(board, tmp_path):
     board.forget_fates(fates[-1].entry_id, term=1)
     assert board.fates() == []
     assert [line["group"] for line in read_fates(tmp_path)] == ["0-1", "0-3~1", "0-3", "0-2"]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "facts"),
+    [
+        ([1.0, 1.5, 0.5], {"reward": 1.0, "samples": 3, "right": 2}),
+        ([1.0, 1.0], {"reward": 1.0, "samples": 2, "right": 2, "equal_rewards": 1}),
+        ([-0.5], {"reward": -0.5, "samples": 1, "right": 0, "equal_rewards": 1}),
+    ],
+)
+def test_facts_tell_how_many_samples_are_right(rewards, facts):
+    assert facts_of({"reward": np.array(rewards), "reward_parts": {}}) == facts
 
 
 def test_facts_of_strange_columns_are_left_out():
