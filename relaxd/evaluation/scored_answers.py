@@ -9,6 +9,7 @@ from typing import Any
 
 from relaxd.evaluation.estimates import interval, maj_at_k, pass_at_k
 from relaxd.evaluation.sets import ResolvedSet
+from relaxd.rewards.logged import part_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +53,9 @@ def summarise_set(one: ResolvedSet, answers: Sequence[ScoredAnswer]) -> dict[str
     """Return the metrics of a set, whose names begin with its prefix.
 
     Means over all answers: reward, response_length (tokens) and truncated_share; each part of the reward is a mean over
-    the answers that have it. Counts: prompts, and unscored: answers that the reward couldn't score, whose reward counts
-    as 0. pass_at_K and maj_at_K (if there are several answers to a prompt) are means over prompts, with the ends of
-    their 95 % confidence interval in _low and _high. Empty without answers.
+    the answers that have it, and a number that it logs is user/<name>. Counts: prompts, and unscored: answers that the
+    reward couldn't score, whose reward counts as 0. pass_at_K and maj_at_K (if there are several answers to a prompt)
+    are means over prompts, with the ends of their 95 % confidence interval in _low and _high. Empty without answers.
     """
     if not answers:
         return {}
@@ -70,7 +71,7 @@ def summarise_set(one: ResolvedSet, answers: Sequence[ScoredAnswer]) -> dict[str
     by_prompt: dict[int, list[ScoredAnswer]] = defaultdict(list)
     for answer in answers:
         by_prompt[answer.index].append(answer)
-    metrics = {name: sum(values) / len(values) for name, values in parts.items()} | {
+    metrics = part_metrics(parts) | {
         "reward": sum(answer.reward for answer in scored) / count,
         "response_length": sum(answer.length for answer in answers) / count,
         "truncated_share": sum(answer.finish_reason == "length" for answer in answers) / count,

@@ -63,6 +63,7 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
         Chart("replays and re-tests", ("replayed_groups", "retested_groups")),
     ),
     "Samples": (
+        Chart("numbers that the reward logs", ("user/*",)),
         Chart("right answers", ("right_share", "outcome/*/share")),
         Chart("length of right and wrong answers", ("outcome/*/response_length_mean",)),
         Chart("right and wrong answers cut off", ("outcome/*/truncated_share",)),

@@ -5,10 +5,13 @@ import difflib
 import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 from relaxd.rewards.interface import BadRewardError, Reward, RewardInput, RewardOutput, check_output
+from relaxd.rewards.logged import Logged, collect_into, logged_parts
 from relaxd.rewards.other_interfaces import VERL, VERL_BATCH, scored_parameters, takes_group
 
 MACHINERY = str(Path(__file__).parent)
@@ -94,39 +97,57 @@ def call(reward: Reward, samples: Sequence[RewardInput], runner: asyncio.Runner,
 
     `key` is the key of the reward in mappings, see `check_output`.
 
+    What it logs (`log_metric`) becomes parts of the sample's score; for a group, of the first sample's.
+
     Returns for each sample its score, or what was raised: whatever the reward raises, or BadRewardError if its value is
     no reward, or no list of one for each sample; the message of the latter begins with its place.
     """
     if takes_group(reward):
-        (values,) = _finish([_begin(cast(Callable[..., Any], reward), samples)], runner)
-        outcomes = _of_group(values, len(samples))
+        calls = [_Call(cast(Callable[..., Any], reward), samples)]
+        outcomes = _of_group(_finish(calls, runner)[0], len(samples))
     else:
         function = cast(Callable[[RewardInput], Any], reward)
-        outcomes = _finish([_begin(function, sample) for sample in samples], runner)
-    return [_checked(reward, outcome, key) for outcome in outcomes]
+        calls = [_Call(function, sample) for sample in samples]
+        outcomes = _finish(calls, runner)
+    logged = [call.logged for call in calls] + [{}] * (len(outcomes) - len(calls))
+    return [_with_logged(_checked(reward, outcome, key), one) for outcome, one in zip(outcomes, logged, strict=True)]
 
 
-def _begin(function: Callable[[Any], Any], scored: Any) -> Any:
-    """Call a function. Returns its value, which may be awaitable, or what it raised."""
-    try:
-        return function(scored)
-    except BaseException as error:  # SystemExit as well: a reward that calls sys.exit() has only failed
-        return error
+@dataclass
+class _Call:
+    """A call of a function, which collects what it logs in a context of its own."""
+
+    function: Callable[[Any], Any]
+    scored: Any
+    logged: Logged = field(default_factory=dict)
+    context: Context = field(default_factory=copy_context)
+
+    def begin(self) -> Any:
+        """Call the function. Returns its value, which may be awaitable, or what it raised."""
+        self.context.run(collect_into, self.logged)
+        try:
+            return self.context.run(self.function, self.scored)
+        except BaseException as error:  # SystemExit as well: a reward that calls sys.exit() has only failed
+            return error
 
 
-def _finish(values: list[Any], runner: asyncio.Runner) -> list[Any]:
-    """Await those values that are awaitable, at the same time. Returns the values, or what was raised."""
-    return runner.run(_await_all(values)) if any(map(inspect.isawaitable, values)) else values
+def _finish(calls: Sequence[_Call], runner: asyncio.Runner) -> list[Any]:
+    """Make calls, and await those values that are awaitable, at the same time. Returns values, or what was raised."""
+    values = [call.begin() for call in calls]
+    return runner.run(_await_all(calls, values)) if any(map(inspect.isawaitable, values)) else values
 
 
-async def _await_all(values: Sequence[Any]) -> list[Any]:
-    return list(await asyncio.gather(*(_await(value) for value in values)))
+async def _await_all(calls: Sequence[_Call], values: Sequence[Any]) -> list[Any]:
+    tasks = [
+        asyncio.create_task(_await(value), context=call.context) for call, value in zip(calls, values, strict=True)
+    ]
+    return list(await asyncio.gather(*tasks))
 
 
 async def _await(value: Any) -> Any:
     try:
         return await value if inspect.isawaitable(value) else value
-    except BaseException as error:  # as in `_begin`
+    except BaseException as error:  # as in `_Call.begin`
         return error
 
 
@@ -141,6 +162,12 @@ def _of_group(values: Any, count: int) -> list[Any]:
         error = BadRewardError(f"it returned {found} for {count} samples: return a list, one for each sample")
         return [error] * count
     return list(values)
+
+
+def _with_logged(outcome: Outcome, logged: Logged) -> Outcome:
+    if isinstance(outcome, RewardOutput) and logged:
+        return replace(outcome, parts=outcome.parts | logged_parts(logged))
+    return outcome
 
 
 def _checked(reward: Reward, value: Any, key: str) -> Outcome:

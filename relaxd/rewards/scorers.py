@@ -9,6 +9,7 @@ from relaxd.config.reward import RewardTerm
 from relaxd.rewards.calling import Outcome, call
 from relaxd.rewards.interface import RewardInput, RewardOutput
 from relaxd.rewards.loading import resolve
+from relaxd.rewards.logged import is_logged
 from relaxd.rewards.other_interfaces import awaits, takes_group
 from relaxd.rewards.table import UnknownRewardError, check_name, is_bundled, reward_of_data_source
 
@@ -64,13 +65,17 @@ class Sum:
 
 
 def parts_of_term(term: RewardTerm, output: RewardOutput) -> dict[str, float]:
-    """Return the parts of a sum that a term adds: its value, clipped, by its label, and its parts as label_part."""
+    """Return the parts of a sum that a term adds: its value, clipped, by its label, and its parts as label_part.
+
+    What the term has logged keeps its name.
+    """
     value = output.reward
     if term.minimum is not None:
         value = max(value, term.minimum)
     if term.maximum is not None:
         value = min(value, term.maximum)
-    return {term.shown: value, **{f"{term.shown}_{name}": part for name, part in output.parts.items()}}
+    named = {name if is_logged(name) else f"{term.shown}_{name}": part for name, part in output.parts.items()}
+    return {term.shown: value, **named}
 
 
 def total(terms: Sequence[RewardTerm], values: Mapping[str, float]) -> float:

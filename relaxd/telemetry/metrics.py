@@ -152,6 +152,20 @@ METRICS: dict[str, Metric] = {
         Metric("right_share", "step", "1", "Share of right samples: those with a reward of at least 1."),
         Metric("reward_accuracy", "step", "1", "Mean of the reward part `accuracy`: share of right answers."),
         Metric("reward_format", "step", "1", "Mean of the reward part `format`: share of well-formed answers."),
+        Metric(
+            "user/<name>",
+            "step",
+            "1",
+            "Number that the reward logs by `relaxd.log_metric` ([rewards.md](rewards.md#numbers-of-your-own)), as its "
+            "mean, sum, min, max or last of the step's samples. Of evaluations `eval_user/<name>` and "
+            "`eval/<set>/user/<name>`.",
+        ),
+        Metric(
+            "user_names_left_out",
+            "step",
+            "{name}",
+            "Names of such numbers beyond the 256 that a step records. Absent if there are none.",
+        ),
         Metric("response_length_mean", "step", "{token}", "Mean number of response tokens."),
         Metric("response_length_median", "step", "{token}", "Median number of response tokens."),
         Metric("response_length_min", "step", "{token}", "Smallest number of response tokens."),

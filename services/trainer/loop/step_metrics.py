@@ -10,6 +10,7 @@ from relaxd import telemetry
 from relaxd.algorithms.advantage_terms import Whitening
 from relaxd.board import CRITIC_STATE, LOSS_MASK, RETURNS, TRAIN, VALUES, StageTime
 from relaxd.board.types import MICROSECONDS
+from relaxd.rewards.logged import part_metrics
 from services.trainer.batch.groups import TrainGroup, bounds_of
 from services.trainer.loop.sample_statistics import sample_statistics
 from services.trainer.loop.step_phases import StepBuilder
@@ -40,7 +41,7 @@ def group_metrics(groups: Sequence[TrainGroup], step: int) -> dict[str, float]:
         for name, values in (group.columns["reward_parts"] or {}).items():
             parts.setdefault(name, []).extend(value for value in values if value is not None)
     # A part that is named like a statistic, such as "max", is not shown.
-    return {f"reward_{name}": float(np.mean(values)) for name, values in parts.items() if values} | metrics
+    return part_metrics(parts, "reward_") | metrics
 
 
 def _value_metrics(groups: Sequence[TrainGroup]) -> dict[str, float]:

@@ -1,0 +1,104 @@
+"""Users' own numbers: `log_metric` within a reward, and their way to the record of a step.
+
+They travel as parts of the reward, named `log/<how>/<name>`, and the step has them as `user/<name>`.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from numbers import Real
+from typing import Literal
+
+import numpy as np
+
+How = Literal["mean", "sum", "min", "max", "last"]
+AGGREGATES: dict[str, Callable[[Sequence[float]], float]] = {
+    "mean": lambda values: float(np.mean(values)),
+    "sum": math.fsum,
+    "min": min,
+    "max": max,
+    "last": lambda values: values[-1],
+}
+"""How many values become one, of a sample and then of a step."""
+NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.\-/]{0,63}")
+MAX_NAMES = 64
+"""Maximum number of names that one call of a reward logs."""
+MAX_STEP_NAMES = 256
+"""Maximum number of names in the record of a step."""
+PART = re.compile(r"log/([a-z]+)/(.+)")
+
+Logged = dict[str, tuple[How, list[float]]]
+"""By name: how its values become one, and the values."""
+_collecting: ContextVar[Logged | None] = ContextVar("relaxd_logged", default=None)
+
+
+def log_metric(name: str, value: float, how: How = "mean") -> None:
+    """Add a number of your own to the record of the step that trains this sample, as `user/<name>`.
+
+    Call it within a reward: in its function, what that calls, its coroutines, and `asyncio.to_thread`. Elsewhere, as
+    in a test of the reward, the arguments are checked and the number is forgotten.
+
+    Args:
+        name: letters, digits and _.-/, a letter first, at most 64 characters. At most 64 names in a call of a reward,
+            and 256 in a step.
+        value: a finite number.
+        how: how the values of a step become one: their mean over samples, sum, min, max, or the last of them.
+
+    Raises:
+        ValueError: one of them is something else, or the name was logged otherwise before; it fails the sample.
+    """
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise ValueError(
+            f"log_metric: the name is {name!r}: it must have 1 to 64 letters, digits, _, ., - and /, a letter first"
+        )
+    if how not in AGGREGATES:
+        raise ValueError(f"log_metric: how is {how!r} for {name!r}: it must be one of {', '.join(AGGREGATES)}")
+    number = value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
+    if not isinstance(number, Real) or not math.isfinite(number):
+        raise ValueError(f"log_metric: the value of {name!r} is {value!r}: it must be a finite number")
+    logged = _collecting.get(None)
+    if logged is None:
+        return
+    if name not in logged and len(logged) == MAX_NAMES:
+        raise ValueError(f"log_metric: {name!r} is one name more than the {MAX_NAMES} that a call of a reward may log")
+    before, values = logged.setdefault(name, (how, []))
+    if before != how:
+        raise ValueError(f"log_metric: how is {how!r} for {name!r}, but was {before!r}: it must be the same each time")
+    values.append(float(number))
+
+
+def collect_into(logged: Logged) -> None:
+    """Add what is logged in this context to `logged` from now on."""
+    _collecting.set(logged)
+
+
+def logged_parts(logged: Logged) -> dict[str, float]:
+    """Return logged numbers as parts of a reward."""
+    return {f"log/{how}/{name}": AGGREGATES[how](values) for name, (how, values) in logged.items()}
+
+
+def is_logged(part: str) -> bool:
+    """Return True if a part of a reward is a user's own number."""
+    return PART.match(part) is not None
+
+
+def part_metrics(parts: Mapping[str, Sequence[float]], prefix: str = "") -> dict[str, float]:
+    """Return the metrics of a reward's parts, given the values of all samples that have them.
+
+    A part is its mean, as `<prefix><part>`. A user's own number is `user/<name>`; `user_names_left_out` counts those
+    beyond the limit.
+    """
+    metrics: dict[str, float] = {}
+    own: dict[str, float] = {}
+    for part, values in parts.items():
+        if not values:
+            continue
+        match = PART.fullmatch(part)
+        if match is not None and match[1] in AGGREGATES:
+            own[f"user/{match[2]}"] = AGGREGATES[match[1]](values)
+        else:
+            metrics[f"{prefix}{part}"] = float(np.mean(values))
+    shown = sorted(own)[:MAX_STEP_NAMES]
+    metrics |= {name: own[name] for name in shown}
+    return metrics | ({"user_names_left_out": float(len(own) - len(shown))} if len(own) > len(shown) else {})
