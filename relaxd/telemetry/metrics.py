@@ -464,6 +464,41 @@ METRICS: dict[str, Metric] = {
             "its next update (sync_wait_seconds).",
         ),
         Metric(
+            "sync_connect_seconds",
+            "step",
+            "s",
+            "Part of sync_seconds in which a new weight group was connected, as after a change of the engines. This "
+            "and the next ones are of synchronisations that succeeded since the last step, and absent without one.",
+        ),
+        Metric(
+            "sync_pause_seconds",
+            "step",
+            "s",
+            "Part of sync_seconds until generation rested, calls to the engine's process included; of the slowest "
+            "engine.",
+        ),
+        Metric(
+            "sync_receive_seconds",
+            "step",
+            "s",
+            "Part of sync_seconds from the begin of an engine's reception until the version is committed; of the "
+            "slowest engine.",
+        ),
+        Metric(
+            "sync_send_seconds",
+            "step",
+            "s",
+            "Seconds in which the trainer gathered, converted and sent; at the same time as sync_receive_seconds.",
+        ),
+        Metric(
+            "sync_resume_seconds",
+            "step",
+            "s",
+            "Part of sync_seconds in which engines were resumed after their weights were compared (weights.verify); "
+            "otherwise they resume by themselves.",
+        ),
+        Metric("sync_bytes", "step", "By", "Bytes of weights that the trainer sent, each once."),
+        Metric(
             "engine_busy_share",
             "step",
             "1",
@@ -718,9 +753,11 @@ def markdown() -> str:
         "",
         "## Step metrics",
         "",
-        "In `metrics.jsonl`, in `Run.metrics` and `WatchRun`, and as OpenTelemetry gauges `relaxd.step.<name>` with",
-        "the attribute `relaxd.run_id`. A reward's parts appear as `reward_<part>`; an algorithm may add its own.",
-        "`sync_seconds`, `engine_...` and `gpu_...` are measured by the coordinator: they are not in `WatchRun`.",
+        "In `metrics.jsonl`, from the call `GetMetrics` (a range of steps, some metrics, at most so many points), in",
+        "[trackers](tracking.md), in `Run.metrics` and `WatchRun`, and as OpenTelemetry gauges `relaxd.step.<name>`",
+        "with the attribute `relaxd.run_id`. A reward's parts appear as `reward_<part>`; an algorithm may add its own.",
+        "`sync_...`, `engine_...`, `gpu_...`, `pass_at_...` and other numbers that the coordinator measures are not in",
+        "`Run.metrics` and `WatchRun`.",
         "Shares of single replicas are in `metrics.jsonl` only, as `replicas`: `{METRIC: {REPLICA: share}}`.",
         "",
         "| name | unit | description |",

@@ -558,8 +558,11 @@ class ReceiveWeightsResponse(_message.Message):
 
     SECONDS_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
+    PAUSE_SECONDS_FIELD_NUMBER: _builtins.int
     seconds: _builtins.float
     """Seconds from the reception's begin until all is there and committed, without the pause before it."""
+    pause_seconds: _builtins.float
+    """Seconds of the call besides `seconds`: until generation rested, and of the service's calls to its engine."""
     @_builtins.property
     def checksums(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Order-independent checksum of each tensor, when asked for."""
@@ -569,10 +572,11 @@ class ReceiveWeightsResponse(_message.Message):
         *,
         seconds: _builtins.float = ...,
         checksums: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        pause_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "seconds", b"seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "pause_seconds", b"pause_seconds", "seconds", b"seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -117,8 +117,8 @@ class ActiveRun:
         """The last entry of the board's fates that is in the run's folder, "" without one; None until it was read."""
         self._trimmed_at = 0
         """The last step in the run's folder when the board's ledger was trimmed last."""
-        self._reported_sync_seconds = 0.0
-        """The part of `sync.seconds` that earlier steps' metrics contain."""
+        self._reported_sync: dict[str, float] = {}
+        """The part of `sync.totals` that earlier steps' metrics contain."""
         self._reported_drops: Counter[str] | None = None
         """Drops by reason that earlier steps' metrics contain; None until the first metrics after a start."""
         self._saving = asyncio.Lock()
@@ -268,7 +268,7 @@ class ActiveRun:
 
     async def _train(self) -> None:
         """Monitor the run until its last step."""
-        self._reported_sync_seconds = self.sync.seconds
+        self._reported_sync = dict(self.sync.totals)
         self._going_since = time.monotonic()
         while True:
             self._usage.sample(self.fleet.devices())
@@ -561,9 +561,8 @@ class ActiveRun:
     async def _append_metrics(self) -> None:
         ledger = await self._with_redis(self._files.next_steps, self.board.in_threads.ledger)
         await self._append_fates()  # at least those of these steps' groups
-        synced, self._reported_sync_seconds = self.sync.seconds - self._reported_sync_seconds, self.sync.seconds
         usage = self._usage.take(self.fleet.devices())
-        measured = {**usage.metrics, "sync_seconds": synced / max(len(ledger), 1)}
+        measured = {**usage.metrics, **self._take_sync(len(ledger))}
         measured |= await self._take_drops(len(ledger))
         measured |= self.curriculum.metrics()
         steps = [
@@ -632,6 +631,12 @@ class ActiveRun:
                 samples = [sample | {"entry": key} for key, sample in reversed(page)]
                 await self._disk.in_thread(self._files.append_samples, samples)
                 self._sampled_step = step
+
+    def _take_sync(self, steps: int) -> dict[str, float]:
+        """Return seconds and bytes of the synchronisations since the last call, per step."""
+        before, self._reported_sync = self._reported_sync, dict(self.sync.totals)
+        since = {name: total - before.get(name, 0.0) for name, total in self._reported_sync.items()}
+        return {"sync_seconds": 0.0} | {name: value / max(steps, 1) for name, value in since.items() if value}
 
     async def _take_drops(self, steps: int) -> dict[str, float]:
         """Return the groups dropped since the last call, in all and by reason, per step."""

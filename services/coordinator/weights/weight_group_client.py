@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -65,6 +67,22 @@ class SyncFailed(Exception):
         self.refused = frozenset(refused)
         self.wrong = frozenset(wrong)
         self.blamed = frozenset(blamed) | self.wrong
+
+
+@dataclass(frozen=True)
+class TransferTimes:
+    """The parts of a transfer, in seconds; of the slowest engine. The broadcast and the engines' parts overlap."""
+
+    pause: float
+    """Until generation rested."""
+    receive: float
+    """From the reception's begin until the version is committed."""
+    send: float
+    """The trainer's broadcast."""
+    resume: float
+    """Calls that resume the engines, where their weights were compared first; else they resume by themselves."""
+    bytes_sent: float
+    """Bytes that were sent, each once."""
 
 
 class WeightGroupClient:
@@ -131,18 +149,20 @@ class WeightGroupClient:
         version: Version,
         unverified: Collection[Member],
         recorded: "asyncio.Future[None]",
-    ) -> float:
+    ) -> TransferTimes:
         """Broadcast the weights, while each engine pauses, receives and resumes on its own.
 
         If there are `unverified` engines, all engines resume only once the checksums of those match the trainer's. The
-        broadcast starts once `recorded` is done. Returns the seconds of the slowest engine's reception.
+        broadcast starts once `recorded` is done.
         """
+        began = time.monotonic()
         pause, wait = self._pause(sync_id)
         drain = self._config.pause == "drain"
         if drain:  # takes as long as generation, and the trainer's optimizer must not wait for it
             await self._broadcast(
                 "drain", group.engines, lambda e: self._rollout(e).PauseGeneration(pause, timeout=wait)
             )
+        drained = time.monotonic() - began
         weights = WeightVersion(term=version[0], version=version[1])
         seconds = self._config.timeout_seconds
         send = trainer_pb2.BroadcastWeightsRequest(
@@ -182,9 +202,16 @@ class WeightGroupClient:
             raise SyncFailed(
                 f"engines hold other weights than the trainer sent ({detail})", wrong=[e for e in wrong if wrong[e]]
             )
+        compared = time.monotonic()
         if unverified:
             await self._broadcast("resume", group.engines, lambda e: self._resume(sync_id, e))
-        return max(float(answers[engine].seconds) for engine in group.engines)
+        return TransferTimes(
+            pause=drained + max(float(answers[engine].pause_seconds) for engine in group.engines),
+            receive=max(float(answers[engine].seconds) for engine in group.engines),
+            send=float(answers[group.trainer].seconds),
+            resume=time.monotonic() - compared,
+            bytes_sent=float(answers[group.trainer].bytes),
+        )
 
     def _resume(self, sync_id: int, engine: Member) -> Call:
         """Resume an engine."""

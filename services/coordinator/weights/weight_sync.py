@@ -61,8 +61,8 @@ class WeightSync:
         success; None: no synchronisation is needed."""
         self._failures_in_a_row = 0
         """Failed attempts in a row for which no engine was to blame."""
-        self.seconds = 0.0
-        """Total time of all synchronisations, failed ones included."""
+        self.totals: dict[str, float] = {}
+        """Seconds and bytes of all synchronisations so far, by metric; `sync_seconds` has those of failed ones, too."""
 
     @property
     def announced(self) -> Announcement | None:
@@ -184,7 +184,7 @@ class WeightSync:
         except StoreUnavailable as error:
             self.last_failure = str(error)
         finally:
-            self.seconds += time.monotonic() - started
+            self._add_totals(sync_seconds=time.monotonic() - started)
         telemetry.record("sync.failures", 1, {"relaxd.run_id": self._context.run_id})
         logger.warning("weight synchronisation %d failed: %s", self.record.last_sync_id, self.last_failure)
         self._set_aside.blame(blamed, known=self._registry.holds)
@@ -212,7 +212,7 @@ class WeightSync:
                     group = await self._connect(sync_id, trainer, engines)
                 connected = time.monotonic() - started
                 unverified = self._unverified(trainer, engines)
-                receiving = await self._client.transfer(sync_id, group, version, unverified, recording)
+                transfer = await self._client.transfer(sync_id, group, version, unverified, recording)
                 if then is not None:  # frees the group's device memory
                     await self._client.leave(sync_id, group)
                     await self._save(group=None)
@@ -239,11 +239,23 @@ class WeightSync:
             self._registry.mark_synced(engine, version)
             self._verified.add((trainer, engine))
         await self._save(running=False, last_sync_seconds=seconds)
+        self._add_totals(
+            sync_connect_seconds=connected,
+            sync_pause_seconds=transfer.pause,
+            sync_receive_seconds=transfer.receive,
+            sync_send_seconds=transfer.send,
+            sync_resume_seconds=transfer.resume,
+            sync_bytes=transfer.bytes_sent,
+        )
         telemetry.record("sync.seconds", seconds, {"relaxd.run_id": self._context.run_id})
         logger.info(
             "version %d is on %d engines after %.4f s (connecting %.4f s, receiving %.4f s)",
-            *(announced.version, len(engines), seconds, connected, receiving),
+            *(announced.version, len(engines), seconds, connected, transfer.receive),
         )
+
+    def _add_totals(self, **values: float) -> None:
+        for name, value in values.items():
+            self.totals[name] = self.totals.get(name, 0.0) + value
 
     def _unverified(self, trainer: Member, engines: Sequence[Member]) -> list[Member]:
         """Return the engines whose weights must be compared with the trainer's this time."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -152,7 +153,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         if request.HasField("pause"):
             self._service.occupancy.pause(request.pause.lease_seconds)
             request.pause_timeout_seconds = _pause_timeout(request.pause, request.pause_timeout_seconds)
+        began = time.monotonic()
         response = await engine.receive(request)
+        response.pause_seconds = max(0.0, time.monotonic() - began - response.seconds)
         if request.resume:
             self._service.occupancy.resume()
         # After the answer, which the next optimizer step waits for: this wakes threads.
