@@ -125,6 +125,10 @@ class CoordinatorClient:
         request = pb.ListSamplesRequest(run_id=run_id, step=step, page_size=min(limit, 1000))
         return list(islice(self._items(self._stub.ListSamples, request, "samples", patience_seconds), limit))
 
+    def series(self, request: pb.GetMetricsRequest) -> list[pb.MetricSeries]:
+        """Return numbers of a run's steps."""
+        return list(self._call(self._stub.GetMetrics, request).series)
+
     def replicas(self) -> list[pb.RegisteredReplica]:
         """List the replicas whose lease is valid."""
         return list(self._items(self._stub.ListReplicas, pb.ListReplicasRequest(), "replicas"))

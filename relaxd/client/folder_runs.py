@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from google.protobuf.json_format import ParseDict
 
 from relaxd.client import CliError, NotFoundError
+from relaxd.client.metric_series import read_series
 from relaxd.run_folder import CONFIG, METRICS, RECORD, SUMMARY, is_run, newest_lines, newest_samples, read_lines
 from relaxd.v1 import coordinator_pb2 as pb
 
@@ -29,6 +30,9 @@ class RunReader(Protocol):
         self, run_id: str = "", step: int = 0, limit: int = 16, *, patience_seconds: float = 0.0
     ) -> list[pb.TrainedSample]:
         """List trained samples, newest first."""
+
+    def series(self, request: pb.GetMetricsRequest) -> list[pb.MetricSeries]:
+        """Return numbers of a run's steps."""
 
     def watch(
         self,
@@ -73,6 +77,10 @@ class FolderRuns:
         lines = newest_samples(self.folder(run_id))
         found = (line for line in lines if step in (0, line.get("step")))
         return [ParseDict(line, pb.TrainedSample(), ignore_unknown_fields=True) for line in islice(found, limit)]
+
+    def series(self, request: pb.GetMetricsRequest) -> list[pb.MetricSeries]:
+        """Return numbers of a run's steps."""
+        return read_series(self.folder(request.run_id), request)
 
     def watch(
         self,

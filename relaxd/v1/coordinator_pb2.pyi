@@ -1137,6 +1137,107 @@ class RestoreRunResponse(_message.Message):
 Global___RestoreRunResponse: _TypeAlias = RestoreRunResponse  # noqa: Y015
 
 @_typing.final
+class GetMetricsRequest(_message.Message):
+    """Asks for numbers of steps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    FIRST_STEP_FIELD_NUMBER: _builtins.int
+    LAST_STEP_FIELD_NUMBER: _builtins.int
+    NAMES_FIELD_NUMBER: _builtins.int
+    MAX_POINTS_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run's id; empty means the newest."""
+    first_step: _builtins.int
+    """Only steps from this one; 0 includes the evaluation before the first."""
+    last_step: _builtins.int
+    """Only steps up to this one; 0 means up to the newest."""
+    max_points: _builtins.int
+    """Most points of a metric, at most 10,000; 0 means 1000. Of more steps than that, some are chosen at even distances, among
+    those that have the metric; the first and the last are among them. The answer has about 200,000 points at most, so that
+    many metrics have fewer each; all metrics have at most 500.
+    """
+    @_builtins.property
+    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Only these metrics, at most 100; empty means all."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        first_step: _builtins.int = ...,
+        last_step: _builtins.int = ...,
+        names: _abc.Iterable[_builtins.str] | None = ...,
+        max_points: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_step", b"first_step", "last_step", b"last_step", "max_points", b"max_points", "names", b"names", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetMetricsRequest: _TypeAlias = GetMetricsRequest  # noqa: Y015
+
+@_typing.final
+class GetMetricsResponse(_message.Message):
+    """Numbers of steps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERIES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def series(self) -> _containers.RepeatedCompositeFieldContainer[Global___MetricSeries]:
+        """One for each metric that has values in these steps, by name."""
+
+    def __init__(
+        self,
+        *,
+        series: _abc.Iterable[Global___MetricSeries] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["series", b"series"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetMetricsResponse: _TypeAlias = GetMetricsResponse  # noqa: Y015
+
+@_typing.final
+class MetricSeries(_message.Message):
+    """One metric."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name."""
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The steps, ascending."""
+
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Its value at each of them; where it wasn't finite, there is no point."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        steps: _abc.Iterable[_builtins.int] | None = ...,
+        values: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "steps", b"steps", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MetricSeries: _TypeAlias = MetricSeries  # noqa: Y015
+
+@_typing.final
 class ListSamplesRequest(_message.Message):
     """Asks for samples."""
 

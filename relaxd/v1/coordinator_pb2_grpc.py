@@ -87,6 +87,11 @@ class CoordinatorStub:
                 request_serializer=relaxd_dot_v1_dot_coordinator__pb2.RestoreRunRequest.SerializeToString,
                 response_deserializer=relaxd_dot_v1_dot_coordinator__pb2.RestoreRunResponse.FromString,
                 _registered_method=True)
+        self.GetMetrics = channel.unary_unary(
+                '/relaxd.v1.Coordinator/GetMetrics',
+                request_serializer=relaxd_dot_v1_dot_coordinator__pb2.GetMetricsRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_coordinator__pb2.GetMetricsResponse.FromString,
+                _registered_method=True)
         self.ListSamples = channel.unary_unary(
                 '/relaxd.v1.Coordinator/ListSamples',
                 request_serializer=relaxd_dot_v1_dot_coordinator__pb2.ListSamplesRequest.SerializeToString,
@@ -237,6 +242,14 @@ class CoordinatorServicer:
         """RestoreRun takes up a run from its folder on a Redis that doesn't know it (any more), and ends its pause. With `steps`
         it extends a run that has ended, also one that Redis still knows; one that failed because of its data goes on
         without. One run is active at a time.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetMetrics(self, request, context):
+        """GetMetrics returns numbers of a run's steps and evaluations, as in its metrics.jsonl: all that docs/metrics.md lists,
+        also what the coordinator measures itself.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -403,6 +416,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.RestoreRun,
                     request_deserializer=relaxd_dot_v1_dot_coordinator__pb2.RestoreRunRequest.FromString,
                     response_serializer=relaxd_dot_v1_dot_coordinator__pb2.RestoreRunResponse.SerializeToString,
+            ),
+            'GetMetrics': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetMetrics,
+                    request_deserializer=relaxd_dot_v1_dot_coordinator__pb2.GetMetricsRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_coordinator__pb2.GetMetricsResponse.SerializeToString,
             ),
             'ListSamples': grpc.unary_unary_rpc_method_handler(
                     servicer.ListSamples,
@@ -752,6 +770,33 @@ class Coordinator:
             '/relaxd.v1.Coordinator/RestoreRun',
             relaxd_dot_v1_dot_coordinator__pb2.RestoreRunRequest.SerializeToString,
             relaxd_dot_v1_dot_coordinator__pb2.RestoreRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetMetrics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/relaxd.v1.Coordinator/GetMetrics',
+            relaxd_dot_v1_dot_coordinator__pb2.GetMetricsRequest.SerializeToString,
+            relaxd_dot_v1_dot_coordinator__pb2.GetMetricsResponse.FromString,
             options,
             channel_credentials,
             insecure,

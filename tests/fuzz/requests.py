@@ -142,6 +142,9 @@ def good_requests(fleet: Fleet, now: int) -> dict[str, Callable[[int], Message]]
         "/relaxd.v1.Coordinator/RestoreRun": lambda i: pb.RestoreRunRequest(
             folder=str(fleet.folder / "victim" / RUN_ID)
         ),
+        "/relaxd.v1.Coordinator/GetMetrics": lambda i: pb.GetMetricsRequest(
+            run_id=RUN_ID, first_step=1, last_step=i + 1, names=["reward_mean"], max_points=5
+        ),
         "/relaxd.v1.Coordinator/ListSamples": lambda i: pb.ListSamplesRequest(run_id=RUN_ID, step=1, page_size=5),
         "/relaxd.v1.Coordinator/Register": lambda i: pb.RegisterRequest(
             registration=pb.Registration(

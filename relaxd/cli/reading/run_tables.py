@@ -26,6 +26,7 @@ from relaxd.cli.reading.run_source import RUNS, left_note, open_run
 from relaxd.client import CliError
 from relaxd.client.coordinator_client import ENDED, state_name
 from relaxd.client.folder_runs import FolderRuns, step_lines
+from relaxd.client.metric_series import MAX_POINTS, rows
 from relaxd.local.silence import open_client
 from relaxd.local.stack import address_here, raise_when_down
 from relaxd.local.state_folder import StateFolder
@@ -103,7 +104,14 @@ def metrics(
 ) -> None:
     """Show the metrics of a run's steps (docs/metrics.md explains them)."""
     with open_run(run_id, folder, state, coordinator) as source:
-        lines = list(step_lines(source.folder))
+        if Path(source.run.folder).is_dir():
+            lines = list(step_lines(source.folder))
+        else:  # on the coordinator's machine
+            asked = [] if as_json and not names else names or SHOWN_METRICS
+            first_step = max(1, source.run.step - last + 1) if last else 1
+            request = pb.GetMetricsRequest(run_id=source.run.run_id, first_step=first_step, names=asked)
+            request.max_points = MAX_POINTS
+            lines = rows(source.reader.series(request))
         if not lines:
             show("no metrics yet: they come with the first trained step")
             return

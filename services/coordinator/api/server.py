@@ -1,5 +1,6 @@
 """The Coordinator service: every RPC checks its request here and leaves the work to the other rooms."""
 
+import asyncio
 import re
 import time
 from collections.abc import AsyncIterator
@@ -9,6 +10,7 @@ from typing import Any
 import grpc
 
 from relaxd import PROTOCOL_VERSION, __version__
+from relaxd.client.metric_series import read_series
 from relaxd.roles import REPLICA_ROLES
 from relaxd.rpc.access import speak_for
 from relaxd.rpc.errors import FailedPrecondition, NotFound, Unavailable, Violations, explain, shortened
@@ -20,6 +22,7 @@ from relaxd.v1.replica_pb2 import DrainRequest, WeightVersion
 from services.coordinator.api.validation import (
     check_announcement,
     check_gpu_request,
+    check_metrics_request,
     check_registration,
     check_role,
     check_status_size,
@@ -103,6 +106,13 @@ class CoordinatorService(CoordinatorServicer):
         """Delete a run that has ended from Redis; its folder stays."""
         await self._manager.delete(checked_run_id(request.run_id, optional=False))
         return pb.DeleteRunResponse()
+
+    async def GetMetrics(self, request: pb.GetMetricsRequest, context: Any) -> pb.GetMetricsResponse:
+        """Return numbers of a run's steps, from its metrics.jsonl."""
+        check_metrics_request(request)
+        record = await self._manager.record(request.run_id)
+        series = await asyncio.to_thread(read_series, Path(record.folder), request)
+        return pb.GetMetricsResponse(series=series)
 
     async def ListSamples(self, request: pb.ListSamplesRequest, context: Any) -> pb.ListSamplesResponse:
         """Return a page of trained samples, newest first."""

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 
 from relaxd.board.sides.side_base import RUN_ID, RUN_ID_RULE
+from relaxd.client.metric_series import MAX_POINTS
 from relaxd.roles import REPLICA_ROLES, ROLES, ROLLOUT, SCALABLE_ROLES, unknown_role
 from relaxd.rpc.errors import InvalidArgument, Violations
 from relaxd.rpc.message_parts import GPU_UUID, GPU_UUID_RULE, MAX_GPUS, check_gpu_uuids
@@ -17,6 +18,7 @@ ADDRESS = re.compile(r"[A-Za-z0-9.\[\]:_-]{1,200}:[0-9]{1,5}")
 ANY_ID = re.compile(r".{1,128}")
 MAX_LAUNCH_ID = 300
 MAX_NAME = 300
+MAX_METRICS = 100
 MAX_STATUS_BYTES = 1 << 18
 MAX_RANKS = 4096
 MAX_REPLICAS = 4096
@@ -32,6 +34,27 @@ def checked_run_id(run_id: str, *, optional: bool = True) -> str:
     check_run_id(run_id, violations, optional=optional)
     violations.raise_if_any()
     return run_id
+
+
+def check_metrics_request(request: pb.GetMetricsRequest) -> None:
+    """Check a GetMetrics request."""
+    violations = Violations()
+    check_run_id(request.run_id, violations)
+    violations.check(request.first_step >= 0, "first_step", f"is {request.first_step}: it must not be negative")
+    last_right = request.last_step == 0 or request.last_step >= request.first_step
+    violations.check(
+        last_right, "last_step", f"is {request.last_step}: it must be 0 or at least first_step, {request.first_step}"
+    )
+    violations.check(
+        0 <= request.max_points <= MAX_POINTS, "max_points", f"is {request.max_points}: it must be 0 to {MAX_POINTS}"
+    )
+    names = request.names
+    violations.check(
+        len(names) <= MAX_METRICS and all(0 < len(name) <= MAX_NAME for name in names),
+        "names",
+        f"must be at most {MAX_METRICS} names of 1 to {MAX_NAME} characters",
+    )
+    violations.raise_if_any()
 
 
 def check_role(role: str, known: Sequence[str], violations: Violations, field: str = "role") -> None:

@@ -195,6 +195,8 @@ def test_calls_about_runs(up: Cluster) -> None:
         assert set(violations(call, request)) == {"run_id"}
     wrong = violations(stub.ListSamples, pb.ListSamplesRequest(run_id="*", page_size=1001, step=-1))
     assert set(wrong) == {"run_id", "page_size", "step"}
+    request = pb.GetMetricsRequest(run_id="*", first_step=2, last_step=1, max_points=10_001, names=[""])
+    assert set(violations(stub.GetMetrics, request)) == {"run_id", "last_step", "max_points", "names"}
     wrong = violations(stub.WatchRun, pb.WatchRunRequest(run_id="*", resume_token="x", max_seconds=301))
     assert set(wrong) == {"run_id", "resume_token", "max_seconds"}
     for call, request in (

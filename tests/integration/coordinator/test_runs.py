@@ -105,6 +105,20 @@ def test_a_run_from_start_to_end(stack: Cluster) -> None:
     assert {call["version"] for call in asked} == {0, 6}
     assert all(call["greedy"] for call in asked)
 
+    request = pb.GetMetricsRequest(run_id="first", names=["step_seconds", "sync_bytes", "eval_accuracy", "pass_at_1"])
+    series = {one.name: one for one in cluster.stub.GetMetrics(request, timeout=5).series}
+    for name, one in series.items():
+        assert dict(zip(one.steps, one.values, strict=True)) == {
+            line["step"]: line[name] for line in lines if name in line
+        }
+    assert list(series["eval_accuracy"].steps) == [0, 6]
+    assert list(series["pass_at_1"].steps) == [1, 2, 3, 4, 5, 6]
+    assert sum(line.get("scored_groups", 0) for line in lines) == 24
+    assert sum(series["sync_bytes"].values) > 0
+    parts = ("sync_connect_seconds", "sync_pause_seconds", "sync_receive_seconds", "sync_resume_seconds")
+    for line in lines[1:]:
+        assert sum(line.get(part, 0.0) for part in parts) <= line["sync_seconds"] + 1e-6
+
     samples = cluster.stub.ListSamples(pb.ListSamplesRequest(page_size=3), timeout=5).samples
     assert [sample.step for sample in samples] == [6, 6, 6]
     assert samples[0].prompt.startswith("What is ")
