@@ -1,6 +1,8 @@
 """A run's folder: the names of its files, and appending and reading its JSON lines while they grow."""
 
+import contextlib
 import fcntl
+import gzip
 import io
 import json
 import os
@@ -29,6 +31,8 @@ METRICS = "metrics.jsonl"
 """One line per step, and one for an evaluation before the first."""
 SAMPLES = "samples.jsonl"
 """Trained samples, oldest first."""
+ALL_SAMPLES = "samples"
+"""All samples of each step (telemetry.all_samples), a file for each."""
 SUMMARY = "summary.json"
 """The results, written when the run ends."""
 CODE = "code.json"
@@ -62,6 +66,11 @@ def answers_file(folder: Path, name: str, step: int) -> Path:
 def answers_folder(folder: Path, name: str) -> Path:
     """Return the folder with the answers to a set's prompts."""
     return folder / EVALUATIONS / ("" if name == HELD_OUT else name)
+
+
+def all_samples_file(folder: Path, step: int) -> Path:
+    """Return the file with all samples of a step: JSON lines, compressed by gzip."""
+    return folder / ALL_SAMPLES / f"step-{step:06d}.jsonl.gz"
 
 
 def critic_folder(folder: Path) -> Path:
@@ -164,6 +173,12 @@ def newest_samples(folder: Path) -> Iterator[dict[str, Any]]:
             yield line
         if entry is not None:
             seen.add(entry)
+
+
+def read_all_samples(folder: Path, step: int) -> Iterator[dict[str, Any]]:
+    """Yield all samples of a step, in the order of its groups; nothing if they were not kept."""
+    with contextlib.suppress(FileNotFoundError), gzip.open(all_samples_file(folder, step)) as file:
+        yield from map(json.loads, file)
 
 
 def read_lines(path: Path, start: int = 0) -> Iterator[dict[str, Any]]:

@@ -11,7 +11,18 @@ from google.protobuf.json_format import ParseDict
 
 from relaxd.client import CliError, NotFoundError
 from relaxd.client.metric_series import read_series
-from relaxd.run_folder import CONFIG, METRICS, RECORD, SUMMARY, is_run, newest_lines, newest_samples, read_lines
+from relaxd.run_folder import (
+    CONFIG,
+    METRICS,
+    RECORD,
+    SUMMARY,
+    all_samples_file,
+    is_run,
+    newest_lines,
+    newest_samples,
+    read_all_samples,
+    read_lines,
+)
 from relaxd.v1 import coordinator_pb2 as pb
 
 ENDED_PHASES = ("STOPPED", "FAILED")
@@ -73,9 +84,12 @@ class FolderRuns:
     def samples(
         self, run_id: str = "", step: int = 0, limit: int = 16, *, patience_seconds: float = 0.0
     ) -> list[pb.TrainedSample]:
-        """List trained samples, newest first."""
-        lines = newest_samples(self.folder(run_id))
-        found = (line for line in lines if step in (0, line.get("step")))
+        """List trained samples, newest first, or all that a step trained, where they were kept."""
+        folder = self.folder(run_id)
+        if all_samples_file(folder, step).is_file():
+            found = read_all_samples(folder, step)
+        else:
+            found = (line for line in newest_samples(folder) if step in (0, line.get("step")))
         return [ParseDict(line, pb.TrainedSample(), ignore_unknown_fields=True) for line in islice(found, limit)]
 
     def series(self, request: pb.GetMetricsRequest) -> list[pb.MetricSeries]:

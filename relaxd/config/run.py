@@ -68,6 +68,10 @@ class TelemetryConfig(Section):
     """Share of groups to trace."""
     samples_per_step: int = Field(default=8, ge=0)
     """Samples of each step to keep for `relaxd samples`, in Redis and in the run's samples.jsonl."""
+    all_samples: bool = False
+    """Also keep all samples of each step, in a compressed file for each in the run's folder samples/."""
+    all_samples_steps: int = Field(default=0, ge=0)
+    """Number of newest steps whose samples all_samples keeps; 0: of all steps."""
 
 
 class RunConfig(Section):

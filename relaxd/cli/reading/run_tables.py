@@ -33,7 +33,7 @@ from relaxd.local.state_folder import StateFolder
 from relaxd.report.report_files import write_report
 from relaxd.report.run_result import read_result, sample_values
 from relaxd.report.step_times import tables
-from relaxd.run_folder import METRICS, RECORD, newest_lines
+from relaxd.run_folder import METRICS, RECORD, all_samples_file, newest_lines
 from relaxd.v1 import coordinator_pb2 as pb
 
 SHOWN_METRICS = (
@@ -71,7 +71,7 @@ def watch(
 def samples(
     run_id: RunArgument = "",
     step: Annotated[int, typer.Option(min=0, help="Show samples of this step; 0: the newest.")] = 0,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="Maximum number of samples.")] = 16,
+    limit: Annotated[int, typer.Option(min=1, max=100_000, help="Maximum number of samples.")] = 16,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
     folder: FolderOption = None,
     state: StateOption = DEFAULT_STATE,
@@ -79,7 +79,10 @@ def samples(
 ) -> None:
     """Show trained samples with reward, advantage and weight version."""
     with open_run(run_id, folder, state, coordinator) as source:
-        found = source.reader.samples(source.run.run_id, step, limit)
+        # The coordinator has only the samples that are shown.
+        kept = all_samples_file(Path(source.run.folder), step).is_file()
+        reader = FolderRuns([Path(source.run.folder)]) if kept else source.reader
+        found = reader.samples(source.run.run_id, step, limit)
         if as_json:
             for sample in found:
                 show_json(sample_values(sample))

@@ -105,11 +105,30 @@ def shown_samples(
     places = [
         (index, place) for place, group in enumerate(groups) for index in range(group.samples)
     ]  # every group's sample 0, then every group's sample 1 ...
-    return [_shown(groups[place], index, step, whitening) for index, place in sorted(places)[:limit]]
+    chosen = sorted(places)[:limit]
+    bounds = {place: bounds_of(groups[place].sample_lengths) for place in {place for _, place in chosen}}
+    return [_shown(groups[place], index, bounds[place], step, whitening) for index, place in chosen]
 
 
-def _shown(group: TrainGroup, index: int, step: int, whitening: Whitening | None) -> dict[str, Any]:
-    columns, bounds = group.columns, bounds_of(group.sample_lengths)
+def all_samples(groups: Sequence[TrainGroup], step: int, whitening: Whitening | None = None) -> list[dict[str, Any]]:
+    """Return all samples as `shown_samples` does, group by group, with their place in the group and more facts."""
+    found = []
+    for group in groups:
+        parts, prompt = group.columns["reward_parts"] or {}, group.columns["prompt"] or {}
+        bounds = bounds_of(group.sample_lengths)
+        for index in range(group.samples):
+            more = {"sample": index, "reward_parts": {name: values[index] for name, values in parts.items()}}
+            if "data_source" in (metadata := prompt.get("metadata") or {}):
+                more["source"] = metadata["data_source"]
+            found.append(_shown(group, index, bounds, step, whitening) | more)
+    return found
+
+
+def _shown(
+    group: TrainGroup, index: int, bounds: NDArray[np.int64], step: int, whitening: Whitening | None
+) -> dict[str, Any]:
+    """Return a sample's record; `bounds` is where the samples begin in the columns [T]."""
+    columns = group.columns
     own = slice(int(bounds[index]), int(bounds[index + 1]))
     advantages = columns["advantages"][own]
     if whitening is not None:

@@ -24,8 +24,16 @@ from services.trainer.checkpoints.reference_weights import remove_older, sync_we
 from services.trainer.learner.update import SkippedUpdates, TooManySkippedUpdates, UpdateStats, step_metrics
 from services.trainer.loop.checkpoint_choice import restore
 from services.trainer.loop.checkpoint_control import Checkpoints
+from services.trainer.loop.sample_files import SampleFiles
 from services.trainer.loop.sleep_controller import SleepController
-from services.trainer.loop.step_metrics import group_metrics, group_times, record_samples, shown_samples, trainer_times
+from services.trainer.loop.step_metrics import (
+    all_samples,
+    group_metrics,
+    group_times,
+    record_samples,
+    shown_samples,
+    trainer_times,
+)
 from services.trainer.loop.step_phases import StepBuilder, phases_for
 from services.trainer.loop.thread_requests import Controls
 from services.trainer.loop.training_commands import Discard, EndStep, Export, Replay, Round, TrainingRank, Update
@@ -70,6 +78,7 @@ class Training:
         self.rank = rank
         self._weights = weights
         self.checkpoints = Checkpoints(config, run_id, weights.term, rank, self._ask_critic)
+        self._sample_files = SampleFiles(rank.run_folder, config.telemetry.all_samples_steps)
         self._weights_checksum = 0
         self._refreshes = REFERENCE_WEIGHTS in rank.board.needs(TRAIN)
         """True if a reference service takes over weights."""
@@ -352,6 +361,8 @@ class Training:
         }
         metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}  # JSON has no NaN
         samples = shown_samples(groups, plan.step, self._config.telemetry.samples_per_step, plan.whitening)
+        if self._config.telemetry.all_samples:
+            self._sample_files.write(plan.step, all_samples(groups, plan.step, plan.whitening))
         traces = [taken.delivery.trace for taken in opened.members.values()]
         while True:
             try:
@@ -368,6 +379,8 @@ class Training:
         self._intake.forget(plan.groups)
         self._done_groups += len(groups)
         record_samples(self._run_id, groups, plan.step)
+        if plan.step == self._config.run.steps:
+            self._sample_files.await_written()
         logger.info(
             "step %d: reward %.3f, loss %.4g, gradient norm %.3g, %d groups in %.1f s",
             plan.step,

@@ -29,6 +29,7 @@ def make_group(number: int, source: Any, samples: list[tuple[float, int, str, st
         "shares_prompt": np.ones(len(samples), np.uint8),
         "loss_mask": np.ones(tokens, np.uint8),
         "versions": np.zeros(tokens, np.int64),
+        "advantages": np.zeros(tokens, np.float32),
         "reward": np.array(rewards),
         "reward_parts": {"max": [9.0] * len(samples), "style": [0.5] * len(samples)},
         "finish": finishes,
