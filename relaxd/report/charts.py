@@ -107,6 +107,9 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
     ),
     "Speed": (
         Chart("tokens per second", ("tokens_per_second",)),
+        Chart("tokens per second and GPU", ("tokens_per_second_per_gpu", "train_tokens_per_second_per_gpu")),
+        Chart("TFLOP/s of a GPU of the trainer", ("train_tflops_per_gpu",)),
+        Chart("share of the trainer's GPUs' peak (MFU)", ("mfu",)),
         Chart("tokens of a step", ("tokens",)),
         Chart("samples and groups of a step", ("samples", "groups", "scored_groups")),
     ),

@@ -527,6 +527,36 @@ METRICS: dict[str, Metric] = {
         ),
         Metric("tokens_per_second", "step", "{token}/s", "tokens divided by step_seconds."),
         Metric(
+            "tokens_per_second_per_gpu",
+            "step",
+            "{token}/s",
+            "tokens_per_second divided by the number of GPUs that trainer and engines hold. Measured by the "
+            "coordinator.",
+        ),
+        Metric(
+            "train_tokens_per_second_per_gpu",
+            "step",
+            "{token}/s",
+            "Tokens that the trainer worked on, in all epochs and a group's prompt counted once, divided by "
+            "train_seconds and its ranks.",
+        ),
+        Metric(
+            "train_tflops_per_gpu",
+            "step",
+            "1",
+            "TFLOP/s of each of the trainer's ranks in train_seconds: 6 FLOPs for each parameter that a token uses, "
+            "the output layer's for trained tokens, and 12 x layers x heads x head size for each pair of tokens that "
+            "attend, in all epochs. Recomputation, and forward passes of old log-probs, reference and critic, are not "
+            "counted, but take time.",
+        ),
+        Metric(
+            "mfu",
+            "step",
+            "1",
+            "Model FLOPs utilisation: train_tflops_per_gpu divided by the GPU's dense bf16 peak (A100, H100, H200, "
+            "B200). Absent on other devices.",
+        ),
+        Metric(
             "checkpoint_seconds",
             "step",
             "s",

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from relaxd.board import REF_LOGPROBS
 from relaxd.config import RehearsalConfig, RunConfig
+from relaxd.models.shape import ModelShape
 from relaxd.v1.trainer_pb2 import BroadcastWeightsResponse
 from relaxd.weights.manifest import TensorBucket, TensorSpec, plan_buckets
 from services.trainer.batch.groups import RoutingShape
@@ -41,6 +42,8 @@ class ScriptedLearner:
         self.optimizer_steps = 0
         self.routing = RoutingShape(*config.rehearsal.experts, experts=256)
         self.vocab_sizes: dict[str, int] = {}
+        self.shape: ModelShape | None = None
+        self.device_name = ""
 
     @property
     def weights_version(self) -> int:

@@ -29,7 +29,7 @@ from services.coordinator.health.health_manager import HealthManager
 from services.coordinator.runs.closed_groups import ClosedGroups
 from services.coordinator.runs.ending import ExportFailed, export_model, save_last_checkpoint
 from services.coordinator.runs.evaluation import Evaluated, EvaluationFailed, Evaluator
-from services.coordinator.runs.gpu_usage import StepUsage, Usage
+from services.coordinator.runs.gpu_usage import StepUsage, Usage, speed_per_gpu
 from services.coordinator.runs.publisher import PromptsFailed, Publisher
 from services.coordinator.runs.run_files import RunFiles, summarise
 from services.coordinator.runs.tracking import Tracking
@@ -566,7 +566,14 @@ class ActiveRun:
         measured |= await self._take_drops(len(ledger))
         measured |= self.curriculum.metrics()
         steps = [
-            (entry.step, {**entry.metrics, **measured, **self._closed_groups.take(entry.step)}) for entry in ledger
+            (
+                entry.step,
+                entry.metrics
+                | measured
+                | self._closed_groups.take(entry.step)
+                | speed_per_gpu(entry.metrics, self.fleet.devices()),
+            )
+            for entry in ledger
         ]
         kept_step = ledger[0].step - 1 if ledger else self._files.last_step
         if kept_step < self._sampled_step:  # committed again

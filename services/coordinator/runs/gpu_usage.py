@@ -1,7 +1,7 @@
 """Engine and GPU utilisation per step, from heartbeats."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.coordinator.fleet.registry import Replica
@@ -118,6 +118,14 @@ class Usage:
             result["gpu_idle_share"] = sum(value * count[replica] for replica, value in gpus.items()) / total
             single["gpu_idle_share"] = gpus
         return StepUsage(result, single)
+
+
+def speed_per_gpu(metrics: Mapping[str, float], replicas: Sequence[Replica]) -> dict[str, float]:
+    """Return a step's tokens per second for each GPU of these replicas; nothing without GPUs."""
+    gpus = {uuid for replica in replicas for uuid in replica.status.gpu_uuids}  # colocated replicas share some
+    if not gpus or "tokens_per_second" not in metrics:
+        return {}
+    return {"tokens_per_second_per_gpu": metrics["tokens_per_second"] / len(gpus)}
 
 
 def _engine_seconds(replica: Replica, now: float) -> tuple[float | None, float | None]:

@@ -43,6 +43,7 @@ from relaxd.algorithms.base import WithCritic
 from relaxd.algorithms.results import unexplained
 from relaxd.config import AlgorithmConfig, CriticConfig, RunConfig, TrainerConfig
 from relaxd.models.folders import models_in_trainer, resolve_model
+from relaxd.models.shape import ModelShape, read_shape
 from relaxd.roles import REFERENCE
 from services.trainer.batch.groups import RoutingShape
 from services.trainer.batch.micro_batch import PackedMicroBatch, no_values
@@ -141,6 +142,8 @@ class Learner:
         self._chat_template = chat_template
         self._forward = Forward(model_folder, trainer, seed=seed, report=report)
         self._architecture = self._forward.architecture
+        self.shape: ModelShape | None = read_shape(model_folder)
+        """Sizes of the trained model; only a rehearsal has none."""
         self.world = self._forward.world
         self._algorithm = create(algorithm)
         self._loss = PolicyLoss(self._algorithm, self._forward.token_logprobs, context_parallel=self.world.cp_size > 1)
@@ -174,6 +177,11 @@ class Learner:
         self._changed = torch.cuda.Event() if self.world.device.type == "cuda" else None
         """Recorded on the GPU after the last change of the weights."""
         self._record_weights_changed()
+
+    @property
+    def device_name(self) -> str:
+        """Name of this rank's GPU; "" on a CPU."""
+        return torch.cuda.get_device_name(self.world.device) if self.world.device.type == "cuda" else ""
 
     def report_to(self, report: Callable[[str], None]) -> None:
         """Have `report` called as each of several micro-batches begins, in any pass: see `Forward.report`."""

@@ -10,6 +10,8 @@ from relaxd import telemetry
 from relaxd.algorithms.advantage_terms import Whitening
 from relaxd.board import CRITIC_STATE, LOSS_MASK, RETURNS, TRAIN, VALUES, StageTime
 from relaxd.board.types import MICROSECONDS
+from relaxd.models.flops import peak_flops, training_flops
+from relaxd.models.shape import ModelShape
 from relaxd.rewards.logged import part_metrics
 from services.trainer.batch.groups import TrainGroup, bounds_of
 from services.trainer.loop.sample_statistics import sample_statistics
@@ -42,6 +44,37 @@ def group_metrics(groups: Sequence[TrainGroup], step: int) -> dict[str, float]:
             parts.setdefault(name, []).extend(value for value in values if value is not None)
     # A part that is named like a statistic, such as "max", is not shown.
     return part_metrics(parts, "reward_") | metrics
+
+
+def performance(
+    groups: Sequence[TrainGroup], epochs: int, seconds: float, ranks: int, shape: ModelShape | None, device_name: str
+) -> dict[str, float]:
+    """Return the speed of the trainer in a step, for each of its GPUs.
+
+    Args:
+        groups: the step's groups.
+        epochs: how often the step trains on them.
+        seconds: in which it did: train_seconds.
+        ranks: of the trainer.
+        shape: the model; None without one.
+        device_name: name of the GPUs; "" on CPU.
+    """
+    if seconds <= 0:
+        return {}
+    prompts = np.array([len(group.columns["prompt_tokens"]) for group in groups], np.float64)
+    own = np.concatenate([group.lengths for group in groups]).astype(np.float64)
+    shares = np.concatenate([group.columns["shares_prompt"] != 0 for group in groups])
+    before = np.repeat(prompts, [len(group.lengths) for group in groups]) * shares
+    # A shared prompt is stored once for its group's sequences, as packing does where they are in one micro-batch.
+    tokens = own.sum() + prompts.sum()
+    speed = {"train_tokens_per_second_per_gpu": epochs * float(tokens) / seconds / ranks}
+    if shape is None:
+        return speed
+    attended = (prompts**2).sum() / 2 + (own * before + own**2 / 2).sum()
+    trained = sum(group.trained_tokens for group in groups)
+    flops = epochs * training_flops(shape, float(tokens), trained, float(attended)) / seconds / ranks
+    peak = peak_flops(device_name)
+    return {**speed, "train_tflops_per_gpu": flops / 1e12, **({"mfu": flops / peak} if peak else {})}
 
 
 def _value_metrics(groups: Sequence[TrainGroup]) -> dict[str, float]:

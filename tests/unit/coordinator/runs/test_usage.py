@@ -6,7 +6,7 @@ from relaxd.roles import ROLLOUT
 from relaxd.v1.coordinator_pb2 import Registration
 from relaxd.v1.replica_pb2 import ReplicaStatus
 from services.coordinator.fleet.registry import Replica
-from services.coordinator.runs.gpu_usage import MOST_IN_LINE, Usage
+from services.coordinator.runs.gpu_usage import MOST_IN_LINE, Usage, speed_per_gpu
 
 
 class Clock:
@@ -146,6 +146,17 @@ def test_gpus_are_weighted_by_time_and_number() -> None:
     taken = usage.take(replicas)
     assert taken.replicas["gpu_idle_share"] == pytest.approx({"rollout-1": 0.25, "trainer-1": 0.75})
     assert taken.metrics["gpu_idle_share"] == pytest.approx((0.25 + 3 * 0.75) / 4)
+
+
+def test_speed_is_divided_among_the_gpus_that_are_held() -> None:
+    colocated = (["GPU-1", "GPU-2"], ["GPU-2", "GPU-3"], [])
+    held = [
+        Replica(Registration(replica_id=f"r{number}"), 1.0, seen=0.0, status=ReplicaStatus(gpu_uuids=uuids))
+        for number, uuids in enumerate(colocated)
+    ]
+    assert speed_per_gpu({"tokens_per_second": 60.0}, held) == {"tokens_per_second_per_gpu": 20.0}
+    assert speed_per_gpu({"tokens_per_second": 60.0}, held[2:]) == {}
+    assert speed_per_gpu({}, held) == {}
 
 
 def test_replicas_without_gauges_have_no_shares() -> None:
