@@ -103,7 +103,7 @@ Recover and inspect:
 
     relaxd resume RUN                continue after a crash (also: checkpoint)
 
-    relaxd replay RUN --step N       repeat a step and compare (also: export)
+    relaxd replay RUN --step N       repeat a step and compare (also: checkpoints, export)
 """
 
 app = typer.Typer(
@@ -326,6 +326,7 @@ app.command()(report)
 app.command()(evaluation)
 app.command()(ledger)
 app.command("eval", context_settings=PASS_ON)(evaluate)
+app.command()(run_checkpoints.checkpoints)
 app.command()(run_checkpoints.replay)
 app.command()(run_checkpoints.export)
 

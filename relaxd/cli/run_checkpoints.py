@@ -1,14 +1,17 @@
-"""Checkpoints of a run on the command line: `relaxd replay` and `export`, and the last checkpoint before services
-stop.
+"""Checkpoints of a run on the command line: `relaxd checkpoints`, `replay` and `export`, and the last checkpoint before
+services stop.
 """
 
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
+from relaxd.amounts import byte_amount
+from relaxd.best_checkpoint import BestCheckpoint, find_best
 from relaxd.cli.options import FolderOption, RunNameArgument, new_console
 from relaxd.cli.output import show
 from relaxd.cli.reading.run_source import RUNS
@@ -18,7 +21,16 @@ from relaxd.client.folder_runs import FolderRuns
 from relaxd.config import RunConfig
 from relaxd.local.programs import EXPORT_CHECKPOINT, REPLAY, run_program
 from relaxd.local.silence import open_client
-from relaxd.run_folder import CONFIG, LEDGER, STEPS, newest_lines
+from relaxd.run_folder import (
+    CHECKPOINT_STATE,
+    CONFIG,
+    KEPT,
+    LEDGER,
+    STEPS,
+    checkpoint_path,
+    checkpoint_steps,
+    newest_lines,
+)
 from relaxd.v1.coordinator_pb2 import RUN_STATE_PAUSED, RUN_STATE_RUNNING, Run
 
 REPLAY_SECONDS = 24 * 3600.0
@@ -44,11 +56,62 @@ def export(
     run_id: RunNameArgument,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
     step: Annotated[int | None, typer.Option(min=0, help="Step of the checkpoint; default: the newest.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="The best checkpoint (trainer.checkpoint.keep_best).")] = False,
     folder: FolderOption = None,
 ) -> None:
     """Export a checkpoint's model as a Hugging Face folder."""
-    result = export_model(run_folder(run_id, folder), step, out)
+    found = run_folder(run_id, folder)
+    if best and step is not None:
+        raise CliError(f"--best and --step {step} name two checkpoints: give one of them")
+    result = export_model(found, best_step(found) if best else step, out)
     show(f"step {result['step']}: {result['path']}")
+
+
+def checkpoints(run_id: RunNameArgument, folder: FolderOption = None) -> None:
+    """List a run's checkpoints: the newest, the best, and those that are never removed."""
+    found = run_folder(run_id, folder)
+    steps = checkpoint_steps(found)
+    if not steps:
+        show(f"run {run_id} has no checkpoint yet")
+        return
+    best = _best_of(found)
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for title in ("step", "taken", "size", ""):
+        table.add_column(title, justify="right" if title in ("step", "size") else "left")
+    for step in steps:
+        path = checkpoint_path(found, step)
+        marks = ["newest"] if step == steps[0] else []
+        marks += (
+            [f"best ({_config_of(found).trainer.checkpoint.keep_best} = {best.value:.4g})"]
+            if (best is not None and best.step == step)
+            else []
+        )
+        marks += ["kept: relaxd checkpoint took it"] if (path / KEPT).exists() else []
+        taken = datetime.fromtimestamp((path / CHECKPOINT_STATE).stat().st_mtime, UTC)
+        size = sum(file.stat().st_size for file in path.iterdir())
+        table.add_row(str(step), f"{taken:%Y-%m-%d %H:%M}", byte_amount(size), ", ".join(marks))
+    new_console().print(table)
+
+
+def best_step(folder: Path) -> int:
+    """Return the step of a run's best checkpoint. Raises CliError: it has none."""
+    best = _best_of(folder)
+    if best is None:
+        setting = _config_of(folder).trainer.checkpoint.keep_best
+        raise CliError(
+            f"{folder} has no best checkpoint: "
+            + (f"no evaluation has {setting} of one of its checkpoints" if setting else "it was not asked to keep it"),
+            'trainer.checkpoint.keep_best = "eval.SET.METRIC" keeps it; relaxd checkpoints RUN lists what is there',
+        )
+    return best.step
+
+
+def _best_of(folder: Path) -> BestCheckpoint | None:
+    return find_best(folder, _config_of(folder).trainer.checkpoint.keep_best, checkpoint_steps(folder))
+
+
+def _config_of(folder: Path) -> RunConfig:
+    return RunConfig.model_validate_json((folder / CONFIG).read_bytes())
 
 
 def run_folder(run_id: str, folder: Path | None) -> Path:

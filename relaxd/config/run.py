@@ -5,6 +5,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from relaxd.best_checkpoint import metric_problem
 from relaxd.config.algorithm import AlgorithmConfig, GRPOConfig, OwnConfig
 from relaxd.config.data import DataConfig
 from relaxd.config.evaluation import EvalConfig
@@ -16,6 +17,7 @@ from relaxd.config.section import Section, refuse_unused
 from relaxd.config.tracking import TrackingConfig
 from relaxd.config.trainer import TrainerConfig
 from relaxd.engines import ENGINES, list_engines
+from relaxd.run_folder import HELD_OUT
 
 JUDGE_REWARDS = ("judge", "judge_pairs", "boxed_judge")
 """Bundled rewards that ask the judge."""
@@ -278,6 +280,32 @@ class RunConfig(Section):
         if asking and not self.roles.judge.is_there:
             raise ValueError(f"{asking[0]}, but there is no judge: set roles.judge.model")
         return self
+
+    @model_validator(mode="after")
+    def _best_is_evaluated(self) -> Self:
+        setting, checkpoint = "trainer.checkpoint.keep_best", self.trainer.checkpoint
+        if not checkpoint.keep_best:
+            return self
+        self._check_watched(setting, checkpoint.keep_best)
+        if not checkpoint.every:
+            raise ValueError(
+                f'{setting} is "{checkpoint.keep_best}", but trainer.checkpoint.every is 0, which takes checkpoints '
+                "only on request: set every, or remove keep_best"
+            )
+        return self
+
+    def _check_watched(self, setting: str, text: str) -> None:
+        """Check that the run evaluates a metric several times. Raises ValueError."""
+        sizes = {one.name: (one.samples_per_prompt, one.sizes) for one in self.eval.sets}
+        if self.eval.prompts:
+            sizes[HELD_OUT] = (1, (1,))
+        if problem := metric_problem(text, sizes):
+            raise ValueError(f'{setting} is "{text}": {problem}')
+        if not self.eval.interval:
+            raise ValueError(
+                f'{setting} is "{text}", but eval.interval is 0, so that nothing is evaluated during training: set '
+                "eval.interval"
+            )
 
     @model_validator(mode="after")
     def _services_are_called(self) -> Self:

@@ -97,6 +97,10 @@ class CheckpointConfig(Section):
     """Maximum size of all checkpoints on disk, with the one that is being written: the oldest ones are removed earlier
     than `keep` says, except those that `relaxd checkpoint` took and the newest. At least two checkpoints. Those
     of a critic service may take as much besides. 0: no limit."""
+    keep_best: str = ""
+    """Also keep the checkpoint with the best result of evaluations: "eval.SET.METRIC", such as "eval.held_out.reward"
+    or "eval.math500.pass_at_1"; with "-" before it the lowest value is the best. Each evaluation during training then
+    takes a checkpoint of the version that it evaluates. `relaxd export RUN OUT --best` exports it. Empty: none."""
     keep_step_files: Literal["until_checkpoint", "always"] = "until_checkpoint"
     """until_checkpoint: remove a step's file once `keep` checkpoints after it are on disk. always: keep all, so that
     `relaxd replay` can repeat any step."""

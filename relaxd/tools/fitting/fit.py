@@ -176,9 +176,11 @@ def budget_problem(config: RunConfig) -> str:
     limit, models = config.trainer.checkpoint.max_bytes, read_models(config)
     # A critic service's checkpoints have the same limit for themselves.
     largest = max(checkpoint_bytes(config, models), critic_checkpoint_bytes(config, models))
-    if not limit or limit >= 2 * largest:
+    count, beside = (3, " and the best one stay") if config.trainer.checkpoint.keep_best else (2, " stays")
+    if not limit or limit >= count * largest:
         return ""
-    return f"= {limit} is less than two checkpoints take, {2 * largest}: the newest stays while the next is written"
+    needed = f"{'three' if count == 3 else 'two'} checkpoints take, {count * largest}"
+    return f"= {limit} is less than {needed}: the newest{beside} while the next is written"
 
 
 def _element_and_expert_bytes(config: RunConfig) -> tuple[int, int]:

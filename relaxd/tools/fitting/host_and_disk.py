@@ -122,6 +122,7 @@ def disk_bytes(config: RunConfig, models: Models, element: int, expert_bytes: in
     return {
         f"{kept} checkpoint{'s' if kept > 1 else ''}, and one being written": (kept + 1)
         * checkpoint_bytes(config, models),
+        **({"the best checkpoint": checkpoint_bytes(config, models) + of_critic} if checkpoint.keep_best else {}),
         **({f"{kept} of the critic, and one being written": (kept + 1) * of_critic} if of_critic else {}),
         f"step files of {files} steps": files * step_bytes(config, expert_bytes),
         **({"2 weights of the reference, and those being written": 3 * weights} if refreshed else {}),

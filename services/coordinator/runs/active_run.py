@@ -19,10 +19,11 @@ from relaxd.drop_reasons import DropWatch, most_frequent
 from relaxd.logprob_gap import GapWatch
 from relaxd.models import DataError
 from relaxd.roles import ROLLOUT, TRAINER
+from relaxd.rpc.errors import RpcError
 from relaxd.run_folder import METRICS, read_lines
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.waiting import waiting
-from services.coordinator.fleet.checkpoints import NoCriticCheckpoint, await_critic
+from services.coordinator.fleet.checkpoints import NoCriticCheckpoint, await_critic, save_checkpoint
 from services.coordinator.fleet.registry import Version
 from services.coordinator.fleet.run_fleet import RunContext
 from services.coordinator.health.health_manager import HealthManager
@@ -128,6 +129,8 @@ class ActiveRun:
         """The last evaluation that was started beside training."""
         self._evaluated = 0
         """Version of that evaluation."""
+        self._candidate: asyncio.Task[None] | None = None
+        """The last checkpoint that was asked for because its version is evaluated."""
         self.assignable = False
         """The board exists, so that replicas can start."""
         self.step = 0
@@ -208,7 +211,7 @@ class ActiveRun:
             for task in done:
                 task.result()
         finally:
-            tasks = [phases, *helpers, *([self._evaluation] if self._evaluation else [])]
+            tasks = [phases, *helpers, *filter(None, (self._evaluation, self._candidate))]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -419,20 +422,37 @@ class ActiveRun:
             self._evaluation = asyncio.create_task(self._evaluate_beside((announced.term, version)))
 
     async def _evaluate_beside(self, version: Version) -> None:
+        if self.config.trainer.checkpoint.keep_best and (self._candidate is None or self._candidate.done()):
+            await self._save(evaluating=version[1])  # first, so that the trainer keeps what it will save
+            self._candidate = asyncio.create_task(self._save_candidate(version[1]))
         try:
             with self._files.answers(version[1]) as keep:
                 found = await self._evaluator.evaluate(version, keep, beside_training=True)
         except (EvaluationFailed, OSError) as error:
+            await self._save(evaluating=0)
             await self._add_note(f"the evaluation of version {version[1]} failed: {error}")
         else:
             await self._record_evaluation(version[1], found)
+
+    async def _save_candidate(self, version: int) -> None:
+        """Let the trainer save a checkpoint of the version under evaluation, which it has until its next step ends."""
+        try:
+            saved = await save_checkpoint(self.context, rotate=True)
+        except RpcError as error:
+            logger.warning("version %d can't become the best, because it has no checkpoint: %s", version, error)
+            return
+        if saved.weights.version != version:
+            logger.warning(
+                "version %d can't become the best: the trainer was at version %d when its checkpoint was asked for",
+                *(version, saved.weights.version),
+            )
 
     async def _record_evaluation(self, step: int, found: Evaluated) -> None:
         """Record an evaluation, whose answers are in the run's folder already."""
         metrics = await self._evaluator.summarise(found)
         logger.info("evaluation of version %d: %s", step, metrics)
         evaluation = Evaluation(step=step, metrics=metrics)
-        await self._save(evaluations=(*self.record.evaluations, evaluation))
+        await self._save(evaluations=(*self.record.evaluations, evaluation), evaluating=0)
         telemetry.record_step(self.record.run_id, step, metrics)
         # It asks Redis whether this coordinator was replaced, before it replaces the file.
         await self._with_redis(self._files.add_evaluation, evaluation)

@@ -111,7 +111,7 @@ def read_run(folder_name: str, steps: int = 0, *, new_data: bool = False) -> Res
     board = checkpoint.get("board", {})
     terms = [entry.term for entry in ledger] + [int(checkpoint.get("term", 0))]
     return Restored(
-        record=_continued(record, bool(ledger)).model_copy(
+        record=_continued(record, len(ledger)).model_copy(
             update={
                 "folder": str(folder.resolve()),
                 "config_json": config.model_dump_json(),
@@ -131,12 +131,13 @@ def read_run(folder_name: str, steps: int = 0, *, new_data: bool = False) -> Res
     )
 
 
-def _continued(record: RunRecord, begun: bool) -> RunRecord:
-    """Return the record of a run that goes on: without its pause, and without its end."""
-    changes: dict[str, Any] = {"begin_time": datetime.now(UTC), "paused": None}
+def _continued(record: RunRecord, steps: int) -> RunRecord:
+    """Return the record of a run that goes on after `steps`: without its pause, its end, and what came later."""
+    changes: dict[str, Any] = {"begin_time": datetime.now(UTC), "paused": None, "evaluating": 0}
+    changes["evaluations"] = tuple(one for one in record.evaluations if one.step <= steps)
     changes |= {"forgiven_drops": 0, "forgiven_filtered": 0}
     if record.phase.ended:
-        changes |= {"phase": Phase.RUNNING if begun else Phase.PENDING, "outcome": None, "reason": "", "end_time": None}
+        changes |= {"phase": Phase.RUNNING if steps else Phase.PENDING, "outcome": None, "reason": "", "end_time": None}
         changes |= {"stop_reason": "", "board_bytes": 0}
     return record.model_copy(update=changes)
 

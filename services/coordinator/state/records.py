@@ -75,6 +75,8 @@ class RunRecord(Record):
     """When it was created, or restored last."""
     end_time: datetime | None = None
     evaluations: tuple[Evaluation, ...] = ()
+    evaluating: int = 0
+    """The version under evaluation whose checkpoint may become the best (relaxd.best_checkpoint); 0: none."""
     forgiven_drops: int = 0
     """Consecutive failed groups when the run was last resumed."""
     forgiven_filtered: int = 0

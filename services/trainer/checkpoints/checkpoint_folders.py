@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -62,16 +62,16 @@ def room_for_more(run_folder: Path, max_bytes: int) -> int:
     return max_bytes - coming - sum(size_of(run_folder, step) for step in steps)
 
 
-def beyond(run_folder: Path, max_bytes: int) -> list[int]:
+def beyond(run_folder: Path, max_bytes: int, protected: Collection[int] = ()) -> list[int]:
     """Return the steps of the checkpoints to remove, the oldest first, so that the next one has room within the limit.
 
-    Neither the newest nor a marked one is among them.
+    Neither the newest nor a marked or protected one is among them.
     """
     room, found = room_for_more(run_folder, max_bytes), []
     for step in reversed(checkpoint_steps(run_folder)[1:]):
         if room >= 0:
             break
-        if not is_marked(run_folder, step):
+        if step not in protected and not is_marked(run_folder, step):
             room += size_of(run_folder, step)
             found.append(step)
     return found
@@ -294,45 +294,49 @@ def keep(path: Path) -> None:
     sync(path)
 
 
-def oldest_kept(run_folder: Path, keep: int, max_bytes: int = 0) -> int | None:
+def oldest_kept(run_folder: Path, keep: int, max_bytes: int = 0, protected: Collection[int] = ()) -> int | None:
     """Return the step of the oldest checkpoint that may be needed, None if there are too few yet.
 
     That is the oldest of the newest `keep`; or of those that have room, if another one would have none within
     `max_bytes`. Earlier steps are no longer needed to restore the weights, even if newer checkpoints are broken.
+    `protected`: steps that stay whatever the limit is.
     """
     steps = checkpoint_steps(run_folder)
     if max_bytes and steps and room_for_more(run_folder, max_bytes) < size_of(run_folder, steps[0]):
-        return min((step for step in steps[:keep] if not is_marked(run_folder, step)), default=steps[0])
+        removable = (step for step in steps[:keep] if step not in protected and not is_marked(run_folder, step))
+        return min(removable, default=steps[0])
     return steps[keep - 1] if len(steps) >= keep else None
 
 
-def rotate(run_folder: Path, keep: int, max_bytes: int = 0) -> int | None:
+def rotate(run_folder: Path, keep: int, max_bytes: int = 0, protected: Collection[int] = ()) -> int | None:
     """Rename checkpoints beyond the newest `keep` or a limit of bytes; `remove_rotated` removes them.
 
-    Marked ones stay, and so does the newest.
+    Marked ones stay, and so do the newest and those in `protected`.
 
     Args:
         run_folder: the folder of the run.
         keep: how many of the newest to keep.
         max_bytes: what they and the next one may take; 0: no limit.
+        protected: steps of further checkpoints that stay.
 
     Returns:
         `oldest_kept`.
     """
     steps = checkpoint_steps(run_folder)
-    _remove_later(run_folder, [step for step in steps[keep:] if not is_marked(run_folder, step)])
+    old = (step for step in steps[keep:] if step not in protected)
+    _remove_later(run_folder, [step for step in old if not is_marked(run_folder, step)])
     if max_bytes:
-        _limit(run_folder, keep, max_bytes)
+        _limit(run_folder, keep, max_bytes, protected)
     left = checkpoint_steps(run_folder)[:keep]
     for path in checkpoints_folder(run_folder).glob("step-*.broken"):
         if left and int(path.name.split("-")[1].split(".")[0]) < left[-1]:
             shutil.rmtree(path, ignore_errors=True)
-    return oldest_kept(run_folder, keep, max_bytes)
+    return oldest_kept(run_folder, keep, max_bytes, protected)
 
 
-def _limit(run_folder: Path, keep: int, max_bytes: int) -> None:
+def _limit(run_folder: Path, keep: int, max_bytes: int, protected: Collection[int]) -> None:
     """Remove the oldest checkpoints until the others, and the next one, take no more than a limit. Say so."""
-    removed = beyond(run_folder, max_bytes)
+    removed = beyond(run_folder, max_bytes, protected)
     _remove_later(run_folder, removed)
     limit = f"trainer.checkpoint.max_bytes = {max_bytes}"
     if removed:
@@ -345,7 +349,7 @@ def _limit(run_folder: Path, keep: int, max_bytes: int) -> None:
     if (room := room_for_more(run_folder, max_bytes)) < 0:
         logger.warning(
             "while the next checkpoint is written, checkpoints take %d bytes more than %s: the newest one stays, and "
-            "so do those that were taken on request. Remove what isn't needed, or raise the limit",
+            "so do the best one and those that were taken on request. Remove what isn't needed, or raise the limit",
             -room, limit,
         )  # fmt: skip
 

@@ -231,6 +231,10 @@ class CriticRank(CommandedRank):
     progress: Callable[[], None] = lambda: None
     """Rank 0: called between two rounds of a step."""
 
+    @property
+    def record_folder(self) -> Path:
+        return self.steps_of
+
     @cached_property
     def steps(self) -> CommittedSteps:
         """The committed steps of the run."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from relaxd import __version__, telemetry
 from relaxd.amounts import byte_amount
+from relaxd.best_checkpoint import protected_steps
 from relaxd.board import BoardUnavailable
 from relaxd.config import RunConfig
 from relaxd.run_folder import checkpoint_path, critic_folder
@@ -57,6 +58,7 @@ class Checkpoints:
         self._settings = config.trainer.checkpoint
         self._run_id = run_id
         self._run_folder = rank.run_folder
+        self._record_folder = rank.record_folder
         self._term = term
         self._board = rank.board
         self._rank = rank
@@ -192,7 +194,7 @@ class Checkpoints:
         except OSError as error:
             shutil.rmtree(saving.partial, ignore_errors=True)
             return f"{type(error).__name__}: {error}"
-        self._remove_older(saving)
+        self._remove_older()
         return ""
 
     def _answer(self, saving: "_Saving", problem: str) -> None:
@@ -205,22 +207,30 @@ class Checkpoints:
         for answer in saving.answers:
             answer.set_result((str(saving.final), step))
 
-    def _remove_older(self, saving: "_Saving") -> None:
-        """Remove the checkpoints and step files that a new checkpoint replaces."""
+    def remove_replaced(self) -> None:
+        """Remove the checkpoint that was the best, if another one is. Beside training, as after each checkpoint."""
+        if self._settings.keep_best:
+            self._sealer.submit(self._remove_older)
+
+    def _remove_older(self) -> None:
+        """Remove the checkpoints and step files that newer checkpoints, or a better one, replace."""
+        settings = self._settings
         try:
-            oldest = folders.rotate(self._run_folder, self._settings.keep, self._settings.max_bytes)
+            protected = protected_steps(self._record_folder, settings.keep_best, self._run_folder)
+            oldest = folders.rotate(self._run_folder, settings.keep, settings.max_bytes, protected)
             folders.remove_rotated(self._run_folder)
-            if oldest is not None and self._settings.keep_step_files == "until_checkpoint":
+            if oldest is not None and settings.keep_step_files == "until_checkpoint":
                 remove_step_files(self._run_folder, up_to=min(oldest, self._followed()))
-        except OSError as error:
-            logger.warning("what %s replaces could not be removed, and takes room: %s", saving.final.name, error)
+        except (OSError, ValueError) as error:
+            logger.warning("what newer checkpoints replace could not be removed, and takes room: %s", error)
 
     def _followed(self) -> float:
         """Return the step up to which a critic service needs no step file."""
         if self._config.roles.critic.placement != "service":
             return math.inf
-        settings = self._settings
-        return folders.oldest_kept(critic_folder(self._run_folder), settings.keep, settings.max_bytes) or 0
+        settings, of_critic = self._settings, critic_folder(self._run_folder)
+        protected = protected_steps(self._record_folder, settings.keep_best, of_critic)
+        return folders.oldest_kept(of_critic, settings.keep, settings.max_bytes, protected) or 0
 
     def _abandon(self, saving: "_Saving", reason: str) -> None:
         self._saving = None

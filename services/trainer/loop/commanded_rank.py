@@ -59,6 +59,11 @@ class CommandedRank:
     run_folder: Path
     """The folder of the run, or of a follower in it, for checkpoints."""
 
+    @property
+    def record_folder(self) -> Path:
+        """The folder of the run, with its record."""
+        return self.run_folder
+
     @cached_property
     def steps(self) -> CommittedSteps:
         """The run's committed steps."""

@@ -113,6 +113,8 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
         version = self._controls.requests.ask(lambda training: training.rank.run(export), context.time_remaining())
         if isinstance(version, DiskRefused):
             raise ResourceExhausted(str(version))
+        # A run ends with it: after its last evaluation, and without another checkpoint.
+        self._controls.requests.ask(lambda training: training.checkpoints.remove_replaced(), context.time_remaining())
         return pb.ExportHuggingFaceResponse(path=request.folder, weights=self._weight_version(version))
 
     def SaveCheckpoint(

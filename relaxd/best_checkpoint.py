@@ -1,0 +1,137 @@
+"""The best checkpoint of a run: which evaluation metric decides, and which checkpoint it names.
+
+The coordinator evaluates, the trainer removes checkpoints. What connects them is the run's record in run.json: its
+evaluations only grow, and `evaluating` is the version whose checkpoint has no result yet. Both keep what
+`protected_steps` says, so a crash of either loses no checkpoint that is, or may become, the best.
+"""
+
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from relaxd.run_folder import HELD_OUT, RECORD, checkpoint_steps
+
+SHARED_METRICS = ("reward", "response_length", "truncated_share", "unscored")
+"""Metrics of every evaluation set that may tell which version is best."""
+_RULE = (
+    'it must be "eval.SET.METRIC", such as "eval.held_out.reward", or "-eval.SET.METRIC" for one that is best when '
+    "it is lowest"
+)
+
+
+@dataclass(frozen=True)
+class WatchedMetric:
+    """A metric of an evaluation set that tells which of several versions is best."""
+
+    set_name: str
+    metric: str
+    """Its name within the set, such as "reward"."""
+    lowest: bool = False
+    """True if the lowest value is the best."""
+
+    @property
+    def key(self) -> str:
+        """Its name in the metrics of evaluations."""
+        return f"eval_{self.metric}" if self.set_name == HELD_OUT else f"eval/{self.set_name}/{self.metric}"
+
+    def is_better(self, value: float, than: float, *, by: float = 0.0) -> bool:
+        """Return True if a value is better than another one by more than `by`."""
+        return (than - value if self.lowest else value - than) > by
+
+    def values(self, evaluations: Iterable[Mapping[str, Any]]) -> dict[int, float]:
+        """Return the metric by step, of evaluations as run.json has them. The initial model's isn't among them."""
+        return {
+            one["step"]: one["metrics"][self.key]
+            for one in sorted(evaluations, key=lambda one: int(one["step"]))
+            if one["step"] > 0 and self.key in one["metrics"]
+        }
+
+    def best(self, values: Mapping[int, float]) -> int | None:
+        """Return the step with the best value, the earliest of equal ones; None without values."""
+        found = None
+        for step in sorted(values):
+            if found is None or self.is_better(values[step], values[found]):
+                found = step
+        return found
+
+
+def parse_metric(text: str) -> WatchedMetric:
+    """Parse "eval.SET.METRIC" or "-eval.SET.METRIC". Raises ValueError."""
+    parsed = re.fullmatch(r"(-?)eval\.(.+)\.([^.]+)", text)
+    if parsed is None:
+        raise ValueError(_RULE)
+    return WatchedMetric(parsed[2], parsed[3], lowest=bool(parsed[1]))
+
+
+def metric_problem(text: str, sets: Mapping[str, tuple[int, Sequence[int]]]) -> str:
+    """Return why a metric can't be watched, or "".
+
+    Args:
+        text: as `parse_metric` takes it.
+        sets: the run's evaluation sets: samples for each prompt, and the k of pass@k and maj@k.
+    """
+    try:
+        metric = parse_metric(text)
+    except ValueError as error:
+        return str(error)
+    if metric.set_name not in sets:
+        return f"there is no evaluation set {metric.set_name!r}, there are {', '.join(sets) or 'none'}"
+    samples, sizes = sets[metric.set_name]
+    known = [*SHARED_METRICS, *(f"pass_at_{k}" for k in sizes)]
+    known += [f"maj_at_{k}" for k in sizes] if samples > 1 else []
+    if metric.metric not in known:
+        return f"the set {metric.set_name!r} has no metric {metric.metric!r}, it has {', '.join(known)}"
+    return ""
+
+
+@dataclass(frozen=True)
+class BestCheckpoint:
+    """The best of a run's checkpoints."""
+
+    step: int
+    value: float
+
+
+def find_best(run_folder: Path, setting: str, steps: Collection[int]) -> BestCheckpoint | None:
+    """Return the best of the checkpoints of `steps`; None if no evaluation is of one of them.
+
+    Args:
+        run_folder: the run's folder.
+        setting: trainer.checkpoint.keep_best; "" has no best.
+        steps: steps of complete checkpoints.
+    """
+    if not setting:
+        return None
+    metric = parse_metric(setting)
+    values = metric.values(_read_record(run_folder).get("evaluations", ()))
+    values = {step: value for step, value in values.items() if step in steps}
+    best = metric.best(values)
+    return None if best is None else BestCheckpoint(best, values[best])
+
+
+def protected_steps(run_folder: Path, setting: str, checkpoints_of: Path) -> set[int]:
+    """Return the steps whose checkpoints must stay: the best one's, and that of the version under evaluation.
+
+    `checkpoints_of` is the folder with the checkpoints: the run's, or its critic's.
+    """
+    if not setting:
+        return set()
+    best = find_best(run_folder, setting, checkpoint_steps(checkpoints_of))
+    under_evaluation = int(_read_record(run_folder).get("evaluating", 0))
+    return {step for step in (best.step if best else 0, under_evaluation) if step}
+
+
+def _read_record(run_folder: Path) -> dict[str, Any]:
+    """Read run.json; {} before there is one. Raises OSError, ValueError."""
+    try:
+        found = json.loads((run_folder / RECORD).read_bytes())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ValueError(f"{run_folder / RECORD} can't be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{run_folder / RECORD} can't be read: it is no record")
+    return found
