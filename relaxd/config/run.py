@@ -25,6 +25,24 @@ MICRO_BATCH_TOKENS = 4096
 """Minimum tokens of the trainer's micro-batches, unless they are set."""
 
 
+class StopEarlyConfig(Section):
+    """End the run once evaluations no longer improve (docs/evaluation.md)."""
+
+    metric: str = ""
+    """The metric that must improve, as trainer.checkpoint.keep_best: "eval.SET.METRIC", with "-" before it if lower is
+    better. Empty: the run takes all its steps."""
+    patience: int = Field(default=3, ge=1)
+    """End the run after this many evaluations in a row without an improvement."""
+    min_delta: float = Field(default=0.0, ge=0)
+    """What counts as an improvement: more than this over the best value so far."""
+
+    @model_validator(mode="after")
+    def _is_on(self) -> Self:
+        if not self.metric:
+            refuse_unused(self, "run.stop_early", ("patience", "min_delta"), "run.stop_early.metric is empty: set it")
+        return self
+
+
 class RunSection(Section):
     """The run as a whole."""
 
@@ -40,6 +58,8 @@ class RunSection(Section):
     generate. Needs board.max_staleness = 0."""
     switch_timeout_seconds: float = Field(default=120.0, gt=0)
     """With colocate: repeat a request to sleep or wake up that takes longer."""
+    stop_early: StopEarlyConfig = StopEarlyConfig()
+    """End the run once evaluations no longer improve."""
 
     @model_validator(mode="after")
     def _turns_are_taken(self) -> Self:
@@ -279,6 +299,12 @@ class RunConfig(Section):
         asking = [f'{setting} is "{name}"' for setting, name in named.items() if name in JUDGE_REWARDS]
         if asking and not self.roles.judge.is_there:
             raise ValueError(f"{asking[0]}, but there is no judge: set roles.judge.model")
+        return self
+
+    @model_validator(mode="after")
+    def _early_stop_is_evaluated(self) -> Self:
+        if metric := self.run.stop_early.metric:
+            self._check_watched("run.stop_early.metric", metric)
         return self
 
     @model_validator(mode="after")

@@ -170,6 +170,9 @@ def print_runs(state: Path, coordinator: str | None, console: Console, run_id: s
     shown = [found[run_id]] if run_id else found.values()
     ordered = sorted(shown, key=lambda run: run.create_time.ToNanoseconds(), reverse=True)
     console.print(_runs_table(ordered, live, known_to_live=silent is None))
+    for run in ordered:
+        if run.outcome == pb.RUN_OUTCOME_COMPLETED and run.reason not in ("", "completed"):
+            console.print(f"{run.run_id} {run.reason}", soft_wrap=True, markup=False, highlight=False)
     if silent is not None:  # it may still work on one of them
         console.print(f"{silent.message}; {silent.hint}", soft_wrap=True, markup=False)
         return

@@ -28,7 +28,7 @@ from services.coordinator.fleet.registry import Version
 from services.coordinator.fleet.run_fleet import RunContext
 from services.coordinator.health.health_manager import HealthManager
 from services.coordinator.runs.closed_groups import ClosedGroups
-from services.coordinator.runs.ending import ExportFailed, export_model, save_last_checkpoint
+from services.coordinator.runs.ending import ExportFailed, export_model, reason_to_stop_early, save_last_checkpoint
 from services.coordinator.runs.evaluation import Evaluated, EvaluationFailed, Evaluator
 from services.coordinator.runs.gpu_usage import StepUsage, Usage, speed_per_gpu
 from services.coordinator.runs.publisher import PromptsFailed, Publisher
@@ -289,7 +289,7 @@ class ActiveRun:
             if self._publisher.failure:
                 raise PromptsFailed(self._publisher.failure)
             await self._check_drops(counts)
-            if reason := self.curriculum.ended:
+            if reason := self.curriculum.ended or self._reason_to_stop_early():
                 await self.stop(reason)
             self._start_evaluation()
             missing = self.fleet.missing()
@@ -304,7 +304,8 @@ class ActiveRun:
     async def _finish(self) -> None:
         """Run the last synchronisation and evaluation, export the model and write the summary."""
         reason = self.record.stop_reason or "completed"
-        outcome = Outcome.STOPPED if self.record.stop_reason else Outcome.COMPLETED
+        completed = reason in ("completed", self._reason_to_stop_early())
+        outcome = Outcome.COMPLETED if completed else Outcome.STOPPED
         await self._save(phase=Phase.STOPPING, reason=reason, paused=None)
         await self._clear_board()
         steps = (await self._redis.call(self.board.counts)).last_step
@@ -363,6 +364,10 @@ class ActiveRun:
     def trainer_awake(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that keeps the trainer of a colocated run awake."""
         return self.handoff.trainer_awake() if self.handoff is not None else contextlib.nullcontext()
+
+    def _reason_to_stop_early(self) -> str:
+        record = self.record
+        return reason_to_stop_early(self.config.run.stop_early, record.evaluations, record.patience_from)
 
     def _stopping(self) -> bool:
         return bool(self.record.stop_reason)

@@ -1,4 +1,4 @@
-"""The end of a run: its last checkpoint and export, and how long Redis keeps it. Its folder stays."""
+"""The end of a run: early stopping, its last checkpoint and export, and how long Redis keeps it. Its folder stays."""
 
 import asyncio
 import time
@@ -10,6 +10,8 @@ from typing import TypeVar
 
 import grpc
 
+from relaxd.best_checkpoint import parse_metric
+from relaxd.config.run import StopEarlyConfig
 from relaxd.roles import TRAINER
 from relaxd.rpc.errors import explain
 from relaxd.v1.trainer_pb2 import ExportHuggingFaceRequest, TrainerSaveCheckpointRequest
@@ -17,7 +19,7 @@ from relaxd.v1.trainer_pb2_grpc import TrainerStub
 from relaxd.waiting import Wait, waiting
 from services.coordinator.fleet.peers import LONG_CALL_SECONDS, NoAnswer, Peers, answer
 from services.coordinator.fleet.run_fleet import Fleet
-from services.coordinator.state.records import RunRecord
+from services.coordinator.state.records import Evaluation, RunRecord
 
 POLL_SECONDS = 1.0
 DISK_SECONDS = 5.0
@@ -30,6 +32,29 @@ Result = TypeVar("Result")
 
 class ExportFailed(Exception):
     """The trainer did not write what it should."""
+
+
+def reason_to_stop_early(settings: StopEarlyConfig, evaluations: Sequence[Evaluation], since: int) -> str:
+    """Return why a run ends before its last step, or "". Later evaluations never change a reason that it has given.
+
+    `since` is the step after which evaluations without an improvement count. The initial model's doesn't.
+    """
+    if not settings.metric:
+        return ""
+    metric, best, worse = parse_metric(settings.metric), 0, 0
+    values = metric.values(evaluation.model_dump() for evaluation in evaluations)
+    for step, value in values.items():
+        if not best or metric.is_better(value, values[best], by=settings.min_delta):
+            best, worse = step, 0
+        elif step > since:
+            worse += 1
+        if worse >= settings.patience:
+            by = f" by more than {settings.min_delta:g}" if settings.min_delta else ""
+            return (
+                f"completed early: {settings.metric} has not improved{by} in {worse} evaluations, up to step {step}, "
+                f"since {values[best]:.4g} at step {best}"
+            )
+    return ""
 
 
 async def export_model(fleet: Fleet, peers: Peers, *, away_seconds: float) -> str:

@@ -138,7 +138,7 @@ def _continued(record: RunRecord, steps: int) -> RunRecord:
     changes |= {"forgiven_drops": 0, "forgiven_filtered": 0}
     if record.phase.ended:
         changes |= {"phase": Phase.RUNNING if steps else Phase.PENDING, "outcome": None, "reason": "", "end_time": None}
-        changes |= {"stop_reason": "", "board_bytes": 0}
+        changes |= {"stop_reason": "", "board_bytes": 0, "patience_from": steps}
     return record.model_copy(update=changes)
 
 

@@ -77,6 +77,8 @@ class RunRecord(Record):
     evaluations: tuple[Evaluation, ...] = ()
     evaluating: int = 0
     """The version under evaluation whose checkpoint may become the best (relaxd.best_checkpoint); 0: none."""
+    patience_from: int = 0
+    """The step after which evaluations without an improvement count for run.stop_early."""
     forgiven_drops: int = 0
     """Consecutive failed groups when the run was last resumed."""
     forgiven_filtered: int = 0

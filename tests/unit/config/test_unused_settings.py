@@ -40,6 +40,11 @@ CASES = [
     ("reward.max_retries=5", "reward.on_failure=retry", 'reward.on_failure is "drop": set "retry"'),
     ("reward.sandbox=off reward.network=true", "reward.sandbox=auto", 'reward.sandbox is "off"'),
     ("reward.sandbox=off reward.worker_memory_bytes=9", "reward.sandbox=required", 'reward.sandbox is "off"'),
+    (
+        "run.stop_early.patience=9",
+        "run.stop_early.metric=eval.held_out.reward eval.prompts=2 eval.interval=4",
+        "metric is empty: set it",
+    ),
     ("eval.engine_share=0.5", "eval.interval=4 eval.prompts=2", "eval.interval is 0"),
     ("roles.teacher.threads=2", "algorithm.name=opd roles.teacher.model=big", "the run has no teacher"),
     ("trainer.optimizer.min_lr=1e-7", "trainer.optimizer.schedule=cosine", 'schedule is "constant"'),
