@@ -51,6 +51,8 @@ KEPT = "kept"
 """Empty file in a checkpoint that is never removed."""
 CHECKPOINT_NAME = re.compile(r"step-(\d{6,})")
 """Name of a complete checkpoint."""
+MODELS = "models"
+"""Models exported during the run (trainer.checkpoint.export_every), by step."""
 EVALUATIONS = "evaluations"
 """Answers of evaluations: step-N.jsonl for the held-out prompts, SET/step-N.jsonl for other sets."""
 HELD_OUT = "held_out"
@@ -86,6 +88,11 @@ def checkpoints_folder(folder: Path) -> Path:
 def checkpoint_path(folder: Path, step: int) -> Path:
     """Return the path of a step's checkpoint."""
     return checkpoints_folder(folder) / f"step-{step:06d}"
+
+
+def model_path(folder: Path, step: int) -> Path:
+    """Return the path of the model that is exported after a step."""
+    return folder / MODELS / f"step-{step:06d}"
 
 
 def checkpoint_steps(folder: Path) -> list[int]:

@@ -1,6 +1,6 @@
 """[trainer]: training, its optimizer and its checkpoints."""
 
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -104,6 +104,9 @@ class CheckpointConfig(Section):
     keep_step_files: Literal["until_checkpoint", "always"] = "until_checkpoint"
     """until_checkpoint: remove a step's file once `keep` checkpoints after it are on disk. always: keep all, so that
     `relaxd replay` can repeat any step."""
+    export_every: int = Field(default=0, ge=0)
+    """Also export the model as a Hugging Face folder after every so many steps, to models/step-N in the run's folder.
+    The next step waits meanwhile. They are never removed. 0: only when the run ends."""
     timeout_seconds: float = Field(default=1800.0, gt=0)
     """Abandon a checkpoint that is not on disk after this time; training continues."""
 
@@ -123,6 +126,11 @@ class TrainerConfig(Section):
     """Maximum tokens of a packed micro-batch. A prompt that its samples share counts once, as long as all samples with
     their prompts have at most twice as many tokens. 0: as many as one sample may have, data.max_prompt_tokens +
     rollout.max_new_tokens, and at least 4,096."""
+    reset_moments_every: int = Field(default=0, ge=0)
+    """Start the policy's AdamW anew after every so many steps: moments of zero, and the bias correction of a first
+    update. The learning rate's schedule goes on. 0: never."""
+    reset_moments_after: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Also do so after these steps. `relaxd resume RUN --from-step N --reset-moments` adds one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type of weights and activations. With bfloat16, the optimizer keeps float32 main weights."""
     fp32_lm_head: bool = False
@@ -269,6 +277,11 @@ class TrainerConfig(Section):
     def updates_per_step(self) -> int:
         """Number of optimizer updates in a step."""
         return self.mini_batches * self.epochs
+
+    def resets_moments(self, step: int) -> bool:
+        """Return True if the policy's optimizer starts anew after a step."""
+        every = self.reset_moments_every
+        return step in self.reset_moments_after or (every > 0 and step > 0 and step % every == 0)
 
     @property
     def data_parallel(self) -> int:

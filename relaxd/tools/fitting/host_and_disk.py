@@ -119,6 +119,7 @@ def disk_bytes(config: RunConfig, models: Models, element: int, expert_bytes: in
     refreshed = reference.placement == "service" and reference.refresh_every
     weights = element * models.trained[0]
     of_critic = critic_checkpoint_bytes(config, models)
+    exported = steps // checkpoint.export_every if checkpoint.export_every else 0
     return {
         f"{kept} checkpoint{'s' if kept > 1 else ''}, and one being written": (kept + 1)
         * checkpoint_bytes(config, models),
@@ -126,6 +127,7 @@ def disk_bytes(config: RunConfig, models: Models, element: int, expert_bytes: in
         **({f"{kept} of the critic, and one being written": (kept + 1) * of_critic} if of_critic else {}),
         f"step files of {files} steps": files * step_bytes(config, expert_bytes),
         **({"2 weights of the reference, and those being written": 3 * weights} if refreshed else {}),
+        **({f"models of {exported} steps": exported * weights} if exported else {}),
         "the trained model": weights,
     }
 

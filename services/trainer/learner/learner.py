@@ -57,6 +57,7 @@ from services.trainer.learner.offload import TRIM_EVERY_STEPS, Offload, memory_i
 from services.trainer.learner.optimizer import build_optimizer, build_schedule
 from services.trainer.learner.policy_loss import UNEXPLAINED, PolicyLoss
 from services.trainer.learner.snapshots.checkpoint_copies import HostCopies
+from services.trainer.learner.snapshots.other_state import reset_moments
 from services.trainer.learner.snapshots.snapshot import Kept, Snapshot, Stateful, TrainedModel, load_snapshot, prepare
 from services.trainer.learner.update import PendingUpdate, UpdateStats, update_weights
 from services.trainer.model.hf_weights import (
@@ -266,6 +267,7 @@ class Learner:
                 model.refresh(self._policy)
         self._step += 1
         self._changed_in_step = False
+        self._reset_moments_if_due()
         if self._step % TRIM_EVERY_STEPS == 0:
             trim_heap()
 
@@ -448,7 +450,13 @@ class Learner:
         self._wait_for_copies()
         self._optimizer_steps = load_snapshot(self._stateful(step), folder, same_layout=same_layout).optimizer_steps
         self._step, self._changed_in_step = step, False
+        self._reset_moments_if_due()  # the step may have been named after its checkpoint was taken
         self.discard()
+
+    def _reset_moments_if_due(self) -> None:
+        if self._config.resets_moments(self._step):
+            self._wait_for_copies()
+            reset_moments(self._optimizer)
 
     def _reduce_sums(self, normalizer: float) -> _UpdateTotals:
         """Add up over all ranks, and reset, the sums that `accumulate` has collected."""

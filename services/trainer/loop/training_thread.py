@@ -14,6 +14,7 @@ from relaxd.board import REFERENCE_WEIGHTS, TRAIN, BoardUnavailable, DropReason,
 from relaxd.board.errors import TooLate
 from relaxd.config import RunConfig
 from relaxd.roles import CRITIC, REFERENCE
+from relaxd.run_folder import model_path
 from relaxd.v1.rank_pb2 import RankProgress, VersionCommitted, WorkResponse
 from relaxd.v1.replica_pb2 import REPLICA_WAIT_DISK, REPLICA_WAIT_UNSPECIFIED, ReplicaWait, WeightVersion
 from relaxd.waiting import Backoff, waiting
@@ -124,6 +125,7 @@ class Training:
                 self._commit(opened, groups, plan, updates)
                 self._set_reference(plan)
                 self._announce(telemetry.inject(span))
+                self._export_if_due(plan.step)
                 self.checkpoints.after_step(plan.step, opened.worked, step_file_path(self._run_folder, plan.step))
                 del opened, groups, updates  # not kept while the next step fills
         while True:
@@ -433,11 +435,24 @@ class Training:
         began = time.monotonic()
         updates, checksum = self.rank.run(Replay(entry.step, entry.plan))
         self.checkpoints.after_replay(time.monotonic() - began, step_file_path(self._run_folder, entry.step))
+        self._export_if_due(entry.step)  # the trainer may have died before
         was, now = entry.metrics.get("grad_norm"), step_metrics(updates, 1)["grad_norm"]
         if was is not None and abs(now - was) > 1e-3 * abs(was):
             logger.warning("replayed step %d: gradient norm %g, was %g", entry.step, now, was)
         elif checksum != entry.metrics.get("weights_checksum", checksum):
             logger.info("replayed step %d: the weights are not bitwise the same", entry.step)
+
+    def _export_if_due(self, step: int) -> None:
+        """Export the model of a committed step, if that is due and not done. Training goes on if the disk refuses."""
+        every, folder = self._config.trainer.checkpoint.export_every, model_path(self._run_folder, step)
+        if not every or step % every or folder.exists():
+            return
+        self._report(f"exporting the model of step {step}")
+        exported = self.rank.run(Export(folder))
+        if isinstance(exported, DiskRefused):
+            logger.error("the model of step %d is not exported: %s", step, exported)
+        else:
+            logger.info("the model of step %d is exported to %s", step, folder)
 
     def _serve_requests(self, detail: str, wait: "ReplicaWait.ValueType" = REPLICA_WAIT_UNSPECIFIED) -> None:
         """Serve other threads' requests; wait while paused, asleep or draining."""

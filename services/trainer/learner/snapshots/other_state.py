@@ -15,7 +15,7 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
-from services.trainer.learner.small_moments import Float8MomentAdamW
+from services.trainer.learner.small_moments import EXPONENTS, MOMENTS, Float8MomentAdamW
 
 # isort: split
 import numpy as np
@@ -56,6 +56,20 @@ def _fill(optimizer: torch.optim.Optimizer) -> None:
                     "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
                     "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
                 }
+
+
+@torch.no_grad()
+def reset_moments(optimizer: MegatronOptimizer) -> None:
+    """Make an optimizer's state what it is before the first update: no moments, and no steps to correct bias for."""
+    for one in single_optimizers(optimizer):
+        offloaded = isinstance(one.optimizer, HybridDeviceOptimizer)
+        for part in one.optimizer.sub_optimizers if offloaded else [one.optimizer]:
+            for state in part.state.values():
+                for name in ("step", *MOMENTS, EXPONENTS):
+                    if name in state:
+                        state[name].zero_()
+        if offloaded:
+            one.optimizer._sync_sub_optimizers_state_to_hdo()
 
 
 def read_groups(optimizer: MegatronOptimizer) -> Groups:
