@@ -137,19 +137,32 @@ def execute(config: RunConfig, run_id: str, where: Where, console: Console) -> P
     return _on_own_services(_starting(config, run_id), run_id, run_folder, where, console)
 
 
-def execute_again(run_folder: Path, where: Where, console: Console, steps: int = 0, *, new_data: bool = False) -> Path:
+def execute_again(
+    run_folder: Path,
+    where: Where,
+    console: Console,
+    steps: int = 0,
+    *,
+    new_data: bool = False,
+    before: Callable[[], None] | None = None,
+) -> Path:
     """Start services for a run whose services are gone, and follow the run to its end. Returns its folder.
 
     Redis starts with the data of the last one: the run's own, or that of `relaxd up` if the run began there, so that no
     older copy of the run stays behind. If that is gone, the run is restored from its folder. With `steps`, it is
     restored from its folder in any case, with a new number of steps. So is a run that failed because of its data. With
-    `new_data` its prompts may be other ones than before. Raises CliError before it starts anything when the run has
-    ended otherwise and gets no more steps.
+    `new_data` its prompts may be other ones than before. `before` changes the folder from which the run is restored,
+    once Redis's data of the run is gone. Raises CliError before it starts anything when the run has ended otherwise and
+    gets no more steps.
     """
+    where = replace(where, shared_redis=began_on_up(run_folder))
+    if before is not None:
+        with where.folder.starting("relaxd resume"):  # nobody uses what is removed
+            shutil.rmtree(_redis_data(where, read_run(run_folder).run_id), ignore_errors=True)
+            before()
     run = read_run(run_folder)
     run_id = run.run_id
     refuse_ended(run, steps)
-    where = replace(where, shared_redis=began_on_up(run_folder))
 
     def begin(coordinator: CoordinatorClient) -> Run:
         known = {run.run_id: run for run in coordinator.runs()}

@@ -1,7 +1,9 @@
 """Commands on an existing run: pause, resume, checkpoint, stop, delete."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -21,13 +23,14 @@ from relaxd.cli.options import (
     with_replica_options,
 )
 from relaxd.cli.output import show
-from relaxd.cli.reading.run_source import failed_by_data, refuse_ended
+from relaxd.cli.reading.run_source import began_on_up, failed_by_data, refuse_ended
 from relaxd.client import CliError
 from relaxd.client.coordinator_client import ENDED, CoordinatorClient, state_name
 from relaxd.client.folder_runs import read_run
 from relaxd.local.silence import open_client
 from relaxd.local.stack import address_here, coordinator_address
 from relaxd.local.state_folder import StateFolder
+from relaxd.rewinding import NoWayBack, check_way_back, rewind
 from relaxd.v1 import coordinator_pb2 as pb
 
 STOPPING_SECONDS = 5.0
@@ -55,13 +58,25 @@ def resume(
     new_data: Annotated[
         bool, typer.Option("--new-data", help="Accept changed prompts, as after a repair: go on with the next epoch.")
     ] = False,
+    from_step: Annotated[
+        int,
+        typer.Option("--from-step", min=0, help="Go back to the checkpoint of this step; later steps are set aside."),
+    ] = 0,
+    reset_moments: Annotated[
+        bool, typer.Option("--reset-moments", help="With --from-step: start AdamW's moments anew.")
+    ] = False,
     folder: FolderOption = None,
     state: StateOption = DEFAULT_STATE,
     coordinator: CoordinatorOption = None,
 ) -> None:
-    """Continue a run: end its pause, extend it, or start its services again after all of them died."""
+    """Continue a run: end its pause, extend it, go back, or start its services again after all of them died."""
     place = StateFolder(state)
     address = address_here(state, coordinator)
+    if reset_moments and not from_step:
+        raise CliError("--reset-moments needs the step after which they start anew", "relaxd resume RUN --from-step N")
+    if from_step:
+        _resume_from(from_step, run_id, folder, Where(place, address=address, replicas=replicas), steps, reset_moments)
+        return
     if address is None:
         run_folder = (
             run_checkpoints.run_folder(run_id, folder) if run_id or folder else run_checkpoints.newest_unfinished()
@@ -82,6 +97,50 @@ def resume(
             return
         refuse_ended(read_run(local), steps)
         show(_state_line(client.restore_run(local, steps, new_data=new_data)))
+
+
+def _resume_from(step: int, run_id: str, folder: Path | None, where: Where, steps: int, reset_moments: bool) -> None:
+    """Let a run go on after an earlier step, on the services that are up or on its own. Raises CliError."""
+    if not run_id and folder is None:
+        raise CliError("--from-step needs the run that goes back", f"relaxd resume RUN --from-step {step}")
+    local = run_checkpoints.run_folder(run_id, folder)
+    run_id = read_run(local).run_id
+    with _way_back():
+        check_way_back(local, step)
+    if steps and steps <= step:
+        raise CliError(f"--run.steps {steps}: it must be above {step}, the step to which the run goes back")
+
+    def go_back() -> None:
+        with _way_back():
+            show(f"run {run_id} goes on after step {step}; what came later is in {rewind_to(local)}")
+
+    def rewind_to(found: Path) -> Path:
+        return rewind(found, step, reset_moments=reset_moments)
+
+    if where.address is None:
+        if began_on_up(local):
+            raise CliError(
+                f"run {run_id} may be in the Redis of `relaxd up`: start it, so that the run can be stopped there",
+                f"relaxd up, relaxd stop {run_id}, relaxd resume {run_id} --from-step {step}",
+            )
+        execute_again(local, where, new_console(), steps, before=go_back)
+        return
+    with open_client(where.address, where.folder.path) as client:
+        known = {run.run_id: run for run in client.runs()}.get(run_id)
+        if known is not None and known.state not in ENDED:
+            raise CliError(f"run {run_id} is {state_name(known.state)}", f"relaxd stop {run_id} stops it first")
+        if known is not None:
+            client.delete_run(run_id)
+        go_back()
+        show(_state_line(client.restore_run(local, steps)))
+
+
+@contextmanager
+def _way_back() -> Iterator[None]:
+    try:
+        yield
+    except NoWayBack as error:
+        raise CliError(str(error), "relaxd checkpoints RUN lists them") from error
 
 
 def checkpoint(
