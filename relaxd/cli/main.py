@@ -32,6 +32,7 @@ from relaxd.cli.preparing.eval_command import evaluate
 from relaxd.cli.preparing.first_steps import init, migrate_app, model_app
 from relaxd.cli.preparing.fit_command import fit
 from relaxd.cli.preparing.reward_command import reward_app
+from relaxd.cli.push_command import push
 from relaxd.cli.reading import run_tables
 from relaxd.cli.reading.evaluation_command import evaluation
 from relaxd.cli.reading.ledger_command import ledger
@@ -103,7 +104,7 @@ Recover and inspect:
 
     relaxd resume RUN                continue after a crash (also: checkpoint)
 
-    relaxd replay RUN --step N       repeat a step and compare (also: checkpoints, export)
+    relaxd replay RUN --step N       repeat a step and compare (also: checkpoints, export, push)
 """
 
 app = typer.Typer(
@@ -329,6 +330,7 @@ app.command("eval", context_settings=PASS_ON)(evaluate)
 app.command()(run_checkpoints.checkpoints)
 app.command()(run_checkpoints.replay)
 app.command()(run_checkpoints.export)
+app.command()(push)
 
 
 def main() -> None:

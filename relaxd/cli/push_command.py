@@ -1,0 +1,84 @@
+"""`relaxd push`: the model of a run, with a model card, to the Hugging Face hub."""
+
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from relaxd.cli.options import FolderOption, RunNameArgument
+from relaxd.cli.output import show
+from relaxd.cli.run_checkpoints import best_step, export_model, run_folder
+from relaxd.client import CliError
+from relaxd.report.model_card import CURVE, model_card
+from relaxd.report.report_files import write_report
+from relaxd.report.run_result import read_result
+from relaxd.run_folder import model_path
+
+CARD = "README.md"
+
+
+def push(
+    run_id: RunNameArgument,
+    name: Annotated[str, typer.Argument(metavar="HUB_NAME", help="The model's name on the hub, such as me/my-model.")],
+    step: Annotated[int | None, typer.Option(min=0, help="Step of a checkpoint or of an exported model.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="The best checkpoint (trainer.checkpoint.keep_best).")] = False,
+    public: Annotated[bool, typer.Option("--public", help="Let everybody see a repository that is created.")] = False,
+    folder: FolderOption = None,
+) -> None:
+    """Upload a run's model to the Hugging Face hub, with a model card. By default the one that the run's end exported.
+
+    The token is that of HF_TOKEN or of `hf auth login`. HF_ENDPOINT names another hub.
+    """
+    found = run_folder(run_id, folder)
+    if best and step is not None:
+        raise CliError(f"--best and --step {step} name two checkpoints: give one of them")
+    with tempfile.TemporaryDirectory(prefix="relaxd-push-") as temporary:
+        model, of_step = _model(found, best_step(found) if best else step, Path(temporary) / "model")
+        result = read_result(found)
+        write_report(found)  # for the curve
+        files = {path.name: path for path in sorted(model.iterdir()) if path.is_file()}
+        if (found / CURVE).is_file():
+            files[CURVE] = found / CURVE
+        show(f"uploading the model of step {of_step} to {name}: {', '.join([CARD, *files])}")
+        url = upload(name, model_card(result, name, of_step), files, f"Step {of_step} of run {result.run_id}", public)
+    show(url)
+
+
+def _model(folder: Path, step: int | None, target: Path) -> tuple[Path, int]:
+    """Return a folder with the model of a step, exported to `target` if none is there, and its step."""
+    summary = read_result(folder).summary
+    if step in (None, summary.get("steps")) and (folder / "model" / "config.json").is_file() and summary.get("model"):
+        return folder / "model", int(summary["steps"])
+    if step is not None and (model_path(folder, step) / "config.json").is_file():
+        return model_path(folder, step), step
+    exported = export_model(folder, step, target)
+    return Path(exported["path"]), int(exported["step"])
+
+
+def upload(name: str, card: str, files: dict[str, Path], message: str, public: bool) -> str:
+    """Upload files and a model card in one commit; the repository is created, private unless `public`.
+
+    Returns the repository's address. Raises CliError: the hub refuses, or doesn't answer.
+    """
+    try:
+        import httpx
+        from huggingface_hub import CommitOperationAdd, HfApi
+        from huggingface_hub.errors import HFValidationError
+    except ImportError as error:
+        raise CliError("huggingface_hub is not installed", "pip install huggingface_hub") from error
+    api = HfApi(library_name="relaxd")
+    try:
+        repository = api.create_repo(name, private=not public, exist_ok=True)
+        operations = [CommitOperationAdd(CARD, card.encode())]
+        operations += [CommitOperationAdd(path_in_repo, str(path)) for path_in_repo, path in files.items()]
+        api.create_commit(repository.repo_id, operations, commit_message=message)
+    except HFValidationError as error:
+        raise CliError(f"HUB_NAME is {name!r}: {error}", "such as me/my-model") from error
+    except (OSError, httpx.TransportError, ValueError) as error:  # covers the hub's answers and missing tokens
+        what = str(error).strip().partition("\n")[0]
+        raise CliError(
+            f"{api.endpoint} did not take the model: {what}",
+            "HF_TOKEN, or `hf auth login`, must have a token that may write there",
+        ) from error
+    return str(repository)
