@@ -36,8 +36,7 @@ from relaxd.cli.reading.run_source import RunSource
 from relaxd.client import CliError
 from relaxd.client.coordinator_client import ENDED, CoordinatorClient, state_name
 from relaxd.config import RunConfig
-from relaxd.config.load_toml import load, load_file
-from relaxd.config.names.settings_table import settings as known_settings
+from relaxd.config.load_toml import load, load_file, override
 from relaxd.config.write_toml import dump, toml
 from relaxd.local.programs import python_path
 from relaxd.local.silence import open_client
@@ -69,7 +68,7 @@ def configure(source: str | Path | Mapping[str, Any], settings: Mapping[str, Any
 
     Raises ConfigError: settings are unknown or wrong; `problems` has every mistake.
     """
-    words = [f"--{name}={_as_word(name, value)}" for name, value in (settings or {}).items()]
+    words = [override(name, value) for name, value in (settings or {}).items()]
     if isinstance(source, Mapping):
         return load("\n".join(f"{name} = {toml(value)}" for name, value in source.items()), words, name="configure")
     return load_file(Path(source), words)
@@ -316,12 +315,6 @@ def write_reward(reward: Callable[..., Any], folder: Path) -> str:
         f"from __future__ import annotations  # its annotations may name what only the caller imports\n\n\n{source}"
     )
     return f"{file}:{reward.__name__}"
-
-
-def _as_word(name: str, value: Any) -> str:
-    """Return a value as the command line takes it."""
-    known = known_settings().get(tuple(name.split(".")))
-    return value if isinstance(value, str) and known is not None and known.takes_text else toml(value)
 
 
 @contextmanager

@@ -36,10 +36,10 @@ from relaxd.data.files.opening import is_hub_path
 from relaxd.data.templating import with_template_texts
 from relaxd.drop_reasons import drop_warnings
 from relaxd.evaluation.scored_answers import shown_name
-from relaxd.local import stack
+from relaxd.local import compose, stack
 from relaxd.local.devices import check_devices
 from relaxd.local.silence import open_client, why_silent
-from relaxd.local.state_folder import StateFolder
+from relaxd.local.state_folder import StackState, StateFolder
 from relaxd.models import DataError
 from relaxd.process.ports import LOOPBACK
 from relaxd.replica.gpus import visible_gpus
@@ -107,6 +107,20 @@ class Where:
     """Keep the started services up."""
     shared_redis: bool = False
     """Start Redis with the data of `relaxd up`, which has other runs, too."""
+
+
+def find_services(replicas: Mapping[str, int], state: Path, coordinator: str | None) -> Where:
+    """Return the services of a coordinator, or those that are up here, or else how to start some. Raises CliError."""
+    folder = StateFolder(state)
+    found: StackState | compose.ComposeState | None = None
+    if coordinator is None:
+        found = stack.use_stack(folder.read()) or compose.use(folder)
+    return Where(
+        folder,
+        address=coordinator or (found.coordinator if found else None),
+        in_container=isinstance(found, compose.ComposeState),
+        replicas=replicas,
+    )
 
 
 def execute(config: RunConfig, run_id: str, where: Where, console: Console) -> Path:

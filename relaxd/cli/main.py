@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -10,7 +11,7 @@ import typer
 from relaxd import __version__
 from relaxd.cli import run_checkpoints, run_commands
 from relaxd.cli.demo import demo
-from relaxd.cli.execute import Where, execute, new_run_id
+from relaxd.cli.execute import execute, find_services, new_run_id
 from relaxd.cli.options import (
     DEFAULT_STATE,
     PASS_ON,
@@ -42,13 +43,14 @@ from relaxd.cli.reading.status_command import address_lines, print_status, why
 from relaxd.cli.rehearse_command import rehearse
 from relaxd.cli.run_checkpoints import save_of_run_in_progress
 from relaxd.cli.scale import scale_to, wait_for
+from relaxd.cli.sweep_command import sweep
 from relaxd.client import CliError
 from relaxd.config.load_toml import ConfigError
 from relaxd.local import compose, stack
 from relaxd.local.silence import open_client
-from relaxd.local.stack import address_here, use_stack
+from relaxd.local.stack import address_here
 from relaxd.local.stack import coordinator_address as _address
-from relaxd.local.state_folder import StackState, StateFolder
+from relaxd.local.state_folder import StateFolder
 from relaxd.roles import ROLES, TEACHER
 from relaxd.rpc.stack_identity import read_stack_identity
 
@@ -65,6 +67,8 @@ Start here:
     relaxd run my.toml               train with your own configuration
 
     relaxd run my.toml --run.steps 50      override any setting
+
+    relaxd sweep sweep.toml          train with several settings, and compare them
 
     relaxd config show my.toml       print every setting with its value
 
@@ -170,18 +174,7 @@ def run(
 ) -> None:
     """Train with a configuration, on the services that are up or else on services started for this run."""
     path, config = load_words(words)
-    folder = StateFolder(state)
-    stack_state: StackState | compose.ComposeState | None = None
-    if coordinator is None:
-        stack_state = use_stack(folder.read()) or compose.use(folder)
-    address = coordinator or (stack_state.coordinator if stack_state else None)
-    where = Where(
-        folder,
-        address=address,
-        in_container=isinstance(stack_state, compose.ComposeState),
-        replicas=replicas,
-        keep_up=keep_up,
-    )
+    where = replace(find_services(replicas, state, coordinator), keep_up=keep_up)
     execute(config, run_id or new_run_id(path.stem), where, new_console())
 
 
@@ -331,6 +324,7 @@ app.command()(run_checkpoints.checkpoints)
 app.command()(run_checkpoints.replay)
 app.command()(run_checkpoints.export)
 app.command()(push)
+app.command()(sweep)
 
 
 def main() -> None:

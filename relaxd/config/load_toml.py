@@ -18,6 +18,7 @@ from relaxd.config.names.settings_table import Place, sections, settings
 from relaxd.config.names.suggestions import elsewhere, homes, is_elsewhere, suggest
 from relaxd.config.parse import MAX_CHARACTERS, MAX_DEPTH, LimitError, parse_toml
 from relaxd.config.run import RunConfig
+from relaxd.config.write_toml import toml
 
 MAX_PROBLEMS = 50
 MAX_SHOWN = 100
@@ -82,6 +83,12 @@ def load_file(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError([Problem("", f"cannot read the configuration: {reason}", str(path))]) from error
     return load(text, overrides, name=str(path))
+
+
+def override(name: str, value: Any) -> str:
+    """Return the command-line word that sets a setting to a value."""
+    known = settings().get(tuple(name.split(".")))
+    return f"--{name}={value if isinstance(value, str) and known is not None and known.takes_text else toml(value)}"
 
 
 def explain(error: ValidationError, section: Place = ()) -> list[Problem]:

@@ -320,12 +320,16 @@ class RunConfig(Section):
             )
         return self
 
-    def _check_watched(self, setting: str, text: str) -> None:
-        """Check that the run evaluates a metric several times. Raises ValueError."""
+    def metric_problem(self, text: str) -> str:
+        """Return why the run's evaluations have no such metric, as trainer.checkpoint.keep_best names it, or ""."""
         sizes = {one.name: (one.samples_per_prompt, one.sizes) for one in self.eval.sets}
         if self.eval.prompts:
             sizes[HELD_OUT] = (1, (1,))
-        if problem := metric_problem(text, sizes):
+        return metric_problem(text, sizes)
+
+    def _check_watched(self, setting: str, text: str) -> None:
+        """Check that the run evaluates a metric several times. Raises ValueError."""
+        if problem := self.metric_problem(text):
             raise ValueError(f'{setting} is "{text}": {problem}')
         if not self.eval.interval:
             raise ValueError(

@@ -26,7 +26,7 @@ def draw_curve(result: RunResult) -> bytes:
         marker = "." if len(steps) <= MARKED_STEPS else None  # thousands of them take seconds and hide the line
         axes.plot(steps, values, color="#93c5fd", linewidth=1, marker=marker, label="reward")
         axes.plot(
-            steps, _running_mean(values), color="#2563eb", linewidth=2.4, label=f"reward, mean of {SMOOTHED} steps"
+            steps, running_mean(values), color="#2563eb", linewidth=2.4, label=f"reward, mean of {SMOOTHED} steps"
         )
     for label, name, color, style in (
         ("accuracy (training)", "reward_accuracy", "#16a34a", "--"),
@@ -64,7 +64,7 @@ def _points(lines: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, fl
     return [(line["step"], line[name]) for line in lines if line.get(name) is not None]
 
 
-def _running_mean(values: Sequence[float]) -> list[float]:
+def running_mean(values: Sequence[float]) -> list[float]:
     """Return the means over the last SMOOTHED values."""
     windows = [values[max(0, end - SMOOTHED) : end] for end in range(1, len(values) + 1)]
     return [sum(window) / len(window) for window in windows]
