@@ -97,6 +97,9 @@ class CheckpointConfig(Section):
     """Maximum size of all checkpoints on disk, with the one that is being written: the oldest ones are removed earlier
     than `keep` says, except those that `relaxd checkpoint` took and the newest. At least two checkpoints. Those
     of a critic service may take as much besides. 0: no limit."""
+    moments: bool = True
+    """Save AdamW's moments, two thirds of a checkpoint. Without them a restart begins with none after the newest
+    checkpoint, so the steps after it, which are repeated, don't give the same bits (docs/reliability.md)."""
     keep_best: str = ""
     """Also keep the checkpoint with the best result of evaluations: "eval.SET.METRIC", such as "eval.held_out.reward"
     or "eval.math500.pass_at_1"; with "-" before it the lowest value is the best. Each evaluation during training then

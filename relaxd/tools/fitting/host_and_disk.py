@@ -58,6 +58,8 @@ def state_bytes(config: RunConfig, models: Models, fixed: int, *, saved: bool = 
     """Return the bytes of all trained parameters: their moments, perhaps as saved, and `fixed` bytes of each."""
     optimizers = (config.trainer.optimizer, config.roles.critic.optimizer)
     moments = [one.saved_moment_bytes if saved else one.moment_bytes for one in optimizers]
+    if saved and not config.trainer.checkpoint.moments:
+        moments = [0] * len(moments)
     return sum(int(count * (fixed + size)) for count, size in zip(models.trained, moments, strict=False))
 
 
@@ -71,7 +73,8 @@ def critic_checkpoint_bytes(config: RunConfig, models: Models) -> int:
     critic = config.roles.critic
     if not config.algorithm.needs_critic or critic.placement != "service":
         return 0
-    return critic_parameters(models) * (4 + critic.optimizer.saved_moment_bytes)
+    moments = critic.optimizer.saved_moment_bytes if config.trainer.checkpoint.moments else 0
+    return critic_parameters(models) * (4 + moments)
 
 
 def kept_checkpoints(config: RunConfig, models: Models) -> int:

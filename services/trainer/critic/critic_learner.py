@@ -215,6 +215,7 @@ class CriticLearner:
             step=step,
             world=self.world,
             optimizer_steps=self._optimizer_steps,
+            moments=self._trainer.checkpoint.moments,
             metrics=self.metrics,
             skipped_in_a_row=self._skipped_in_a_row,
         )

@@ -508,6 +508,7 @@ class Learner:
             step=step,
             world=self.world,
             optimizer_steps=self._optimizer_steps,
+            moments=self._config.checkpoint.moments,
         )
 
     def _expert_metrics(self) -> dict[str, float]:

@@ -29,6 +29,7 @@ from services.trainer.learner.snapshots.other_state import (
     fill,
     read_generators,
     read_groups,
+    reset_moments,
     single_optimizers,
     use_loaded,
     write_generators,
@@ -37,6 +38,7 @@ from services.trainer.learner.snapshots.other_state import (
 from services.trainer.learner.snapshots.part_files import PartFiles, Stored, part_name
 from services.trainer.learner.snapshots.part_reader import CheckpointError, Loading, PartFile, Wanted
 from services.trainer.learner.snapshots.pieces import (
+    WEIGHTS,
     Boxes,
     Pieces,
     boxes_of,
@@ -84,6 +86,8 @@ class Stateful:
     """This rank's place in the world."""
     optimizer_steps: int
     """Number of updates that have changed the weights."""
+    moments: bool = True
+    """Whether its checkpoints have the optimizers' moments."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The numbers of the last step, where nothing else keeps them."""
     skipped_in_a_row: int = 0
@@ -219,6 +223,7 @@ def _common(state: Stateful) -> dict[str, Any]:
     return content | {
         "frozen": {role: {"step": state.step} for role, model in state.frozen.items() if model.refreshed},
         "optimizer_steps": state.optimizer_steps,
+        "moments": state.moments,
         "metrics": dict(state.metrics),
         "skipped_in_a_row": state.skipped_in_a_row,
     }
@@ -229,7 +234,7 @@ def _stored(state: Stateful, kept: Kept) -> Iterator[Stored]:
     for name, trained in _trained(state).items():
         boxes = kept.boxes(trained.model, name)
         for piece, tensor, saved in trained_pieces(boxes, single_optimizers(trained.optimizer)):
-            if saved:
+            if saved and (state.moments or piece.state == WEIGHTS):
                 yield Stored(piece, tensor)
         yield from (Stored(piece, tensor) for piece, tensor, saved in untrained_pieces(boxes, share=True) if saved)
     for role, frozen in state.frozen.items():
@@ -256,13 +261,14 @@ def load_snapshot(state: Stateful, folder: Path, *, same_layout: bool) -> Loaded
     common = _read_common(folder, state.world.disk)
     if state.critic is not None:
         _check_critic(state, folder, common)
+    has_moments = common.get("moments", True)  # of an earlier release there is no such entry
     wanted: list[Wanted] = []
     for name, trained in _trained(state).items():
         fill(trained.optimizer)
         write_groups(trained.optimizer, common[name]["optimizer"])
         boxes = boxes_of(trained.model, name)
         found = trained_pieces(boxes, single_optimizers(trained.optimizer))
-        wanted += _wanted(found)
+        wanted += _wanted(piece for piece in found if has_moments or piece[0].state == WEIGHTS)
         wanted += _wanted(untrained_pieces(boxes, share=False))
     refreshed = [model for role, model in state.frozen.items() if role in common["frozen"]]
     for frozen in refreshed:
@@ -270,6 +276,8 @@ def load_snapshot(state: Stateful, folder: Path, *, same_layout: bool) -> Loaded
     generators = _read(wanted, folder, state.world, generators=same_layout)
     for trained in _trained(state).values():
         use_loaded(trained.optimizer)
+        if not has_moments:
+            reset_moments(trained.optimizer)
     for name, trained in _trained(state).items():
         trained.schedule.num_steps = 0  # Megatron adds the checkpoint's steps to those that the schedule has
         trained.schedule.load_state_dict(common[name]["schedule"])

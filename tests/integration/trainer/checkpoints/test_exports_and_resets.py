@@ -1,4 +1,4 @@
-"""Models exported during a run, and moments that start anew: both also after a trainer's death, bit for bit."""
+"""Models exported during a run, and moments that start anew or aren't saved: also after a trainer's death."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from relaxd.run_folder import model_path
+from relaxd.run_folder import checkpoint_path, model_path
 from tests.integration.trainer.checkpoints.test_checkpoints import (
     config_of,
     kill_and_wait,
@@ -60,3 +60,23 @@ def test_models_are_exported_and_moments_reset_also_where_a_trainer_repeats_step
         assert weights(export(process, "again")) == last
         assert weights(fourth) == before
         assert sorted(path.name for path in fourth.parent.iterdir()) == ["step-000002", "step-000004"]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_without_moments_has_a_third_of_the_bytes_and_starts_adamw_anew(
+    tiny_qwen3: Path, redis_url: str, tmp_path: Path
+) -> None:
+    config = config_of(tiny_qwen3, every=2, checkpoint={"moments": False})
+    with trainer_service(config, redis_url, tmp_path) as (coordinator, feeder, process):
+        train_to(coordinator, feeder, 1, 1, 2)
+        wait_for_checkpoint(tmp_path, 2)
+        stored = sum(path.stat().st_size for path in checkpoint_path(tmp_path, 2).glob("rank-*"))
+        exported = export(process, "second") / "model.safetensors"
+        weight_bytes = sum(array.nbytes for array in load_file(exported).values())
+        assert weight_bytes <= stored < 1.2 * weight_bytes + 100_000  # float32 both, and the random generators
+
+        kill_and_wait(coordinator, process, 2, 2)
+        before = export(process, "before")
+        assert weights(before) == exported.read_bytes()
+        train_to(coordinator, feeder, 2, 3, 3)
+        assert np.median(changes(before, export(process, "third"))) == pytest.approx(LR, rel=1e-2)
