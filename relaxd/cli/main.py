@@ -26,6 +26,7 @@ from relaxd.cli.options import (
     with_replica_options,
 )
 from relaxd.cli.output import EscapingConsole, show
+from relaxd.cli.preparing.alerts_command import alerts_app
 from relaxd.cli.preparing.config_command import config_app
 from relaxd.cli.preparing.data_command import data
 from relaxd.cli.preparing.doctor_command import PREFLIGHT_SECONDS, doctor, scope_of, warn_of_machine
@@ -74,6 +75,8 @@ Start here:
 
     relaxd reward test my.toml       try the reward on three prompts
 
+    relaxd alerts test my.toml       send a test message to those who are told of alarms
+
     relaxd fit my.toml               what each GPU will hold, and which layouts fit
 
     relaxd doctor                    what is missing or wrong on this machine, and how to get it right
@@ -118,6 +121,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(migrate_app, name="migrate")
 app.add_typer(model_app, name="model")
 app.add_typer(reward_app, name="reward")
+app.add_typer(alerts_app, name="alerts")
 
 
 def _version(asked: bool) -> None:

@@ -1,5 +1,6 @@
 """The configuration of a run, as pydantic models."""
 
+from relaxd.config.alerts import AlertsConfig
 from relaxd.config.algorithm import AlgorithmConfig, GRPOConfig
 from relaxd.config.data import DataConfig, ReasoningGymConfig
 from relaxd.config.evaluation import EvalConfig
@@ -21,6 +22,7 @@ from relaxd.config.trainer import MoEConfig, OptimizerConfig, TrainerConfig
 
 __all__ = [
     "LARGE_COLUMN_BYTES",
+    "AlertsConfig",
     "AlgorithmConfig",
     "BoardConfig",
     "CriticConfig",

@@ -6,6 +6,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from relaxd.best_checkpoint import metric_problem
+from relaxd.config.alerts import AlertsConfig
 from relaxd.config.algorithm import AlgorithmConfig, GRPOConfig, OwnConfig
 from relaxd.config.data import DataConfig
 from relaxd.config.evaluation import EvalConfig
@@ -129,6 +130,8 @@ class RunConfig(Section):
     """Traces and samples."""
     tracking: TrackingConfig = TrackingConfig()
     """TensorBoard, W&B and other trackers."""
+    alerts: AlertsConfig = AlertsConfig()
+    """Alarms, and notifications of them."""
 
     def trace_folder(self, run_folder: str) -> Path | None:
         """Return the run's folder if its processes write traces there, else None."""

@@ -11,11 +11,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from relaxd.alerts.rules import RuleAlarm, RuleWatch, parse_rule
 from relaxd.client import CliError
 from relaxd.config import RunConfig
 from relaxd.config.write_toml import dump_changes
 from relaxd.evaluation.scored_answers import is_end, is_estimate, shown_name
-from relaxd.logprob_gap import GapWatch
+from relaxd.logprob_gap import GapAlarm, GapWatch
 from relaxd.run_folder import (
     CODE,
     EVALUATIONS,
@@ -145,7 +146,11 @@ class RunResult:
     @property
     def alarms(self) -> list[str]:
         """A line for each alarm, those that have ended included; empty if the settings are unknown."""
-        found = GapWatch(self.config).observe_all(self.lines) if self.config is not None else []
+        if self.config is None:
+            return []
+        found: list[GapAlarm | RuleAlarm] = [*GapWatch(self.config).observe_all(self.lines)]
+        for rule in self.config.alerts.rules:
+            found += RuleWatch(parse_rule(rule)).observe_all(self.lines)
         return [f"steps {alarm.first_step} to {alarm.last_step}: {alarm.text}" for alarm in found]
 
     @property

@@ -1,7 +1,8 @@
 """The trackers' process: `python -m relaxd.trackers`, started by the coordinator.
 
-Its first line of input is the run as JSON: run_id, folder, and the section [tracking]. The line "end" tells it that the
-run has ended; the end of its input that the coordinator has. Its output are lines of JSON: tracker, and its problem.
+Its first line of input is the run as JSON: run_id, folder, the section [tracking], and the section [alerts] if there
+are addresses to notify. Each further line is the run's status, as JSON. The line "end" tells it that the run has ended;
+the end of its input that the coordinator has. Its output are lines of JSON: a tracker or a notifier, and its problem.
 """
 
 import contextlib
@@ -14,8 +15,10 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
+from relaxd.alerts.urls import VARIABLE, UrlProblem, read_urls
 from relaxd.run_folder import CODE, CONFIG
 from relaxd.trackers.feed import FOLDER, Feed
+from relaxd.trackers.notifier import Notifier
 from relaxd.trackers.tracker import TrackedRun, redact
 
 CHECK_SECONDS = 1.0
@@ -24,20 +27,27 @@ END_SECONDS = 60.0
 
 
 class Reports:
-    """Writes the problem of each tracker, "" without one, when it changes."""
+    """Writes the problem of each tracker and notifier, "" without one, when it changes."""
 
     def __init__(self, output: TextIO) -> None:
         self._output = output
         self._lock = threading.Lock()
-        self._problems: dict[str, str] = {}
+        self._problems: dict[tuple[str, str], str] = {}
 
     def set(self, tracker: str, problem: str) -> None:
         """Set a tracker's problem, "" if it works; written unless it was the last one, too."""
+        self._set("tracker", tracker, problem)
+
+    def set_notifier(self, notifier: str, problem: str) -> None:
+        """Set the problem of notifications to an address, as `set`."""
+        self._set("notifier", notifier, problem)
+
+    def _set(self, kind: str, name: str, problem: str) -> None:
         with self._lock:
-            if self._problems.get(tracker) != problem:
-                self._problems[tracker] = problem
+            if self._problems.get((kind, name)) != problem:
+                self._problems[kind, name] = problem
                 with contextlib.suppress(OSError):  # the coordinator has ended
-                    print(json.dumps({"tracker": tracker, "problem": problem}), file=self._output, flush=True)
+                    print(json.dumps({kind: name, "problem": problem}), file=self._output, flush=True)
 
 
 def tracked_run(given: dict[str, Any]) -> TrackedRun:
@@ -55,14 +65,35 @@ def tracked_run(given: dict[str, Any]) -> TrackedRun:
     )
 
 
+def make_notifiers(given: dict[str, Any], folder: Path, reports: Reports) -> list[Notifier]:
+    """Return a notifier for each address, whose secrets no tracker finds in the environment from then on."""
+    settings = given.get("alerts")
+    environment = {VARIABLE: os.environ.pop(VARIABLE, "")}
+    if settings is None:
+        return []
+    try:
+        urls = read_urls(settings["urls_file"], environment)
+    except UrlProblem as problem:
+        reports.set_notifier("", str(problem))
+        return []
+    return [Notifier(url, given["run_id"], folder, settings, reports.set_notifier) for url in urls]
+
+
 def run_trackers(given: dict[str, Any], reports: Reports) -> None:
-    """Feed a run's trackers until the input ends, and END_SECONDS longer at most."""
+    """Feed a run's trackers and notifiers until the input ends, and END_SECONDS longer at most."""
     run = tracked_run(given)
+    notifiers = make_notifiers(given, run.folder, reports)
     feeds = [Feed(name, run, reports.set) for name in run.settings["trackers"]]
     ending = threading.Event()
 
     def await_end() -> None:
-        run_ended = sys.stdin.readline().strip() == "end"
+        run_ended = False
+        while not run_ended and (line := sys.stdin.readline()):
+            run_ended = line.strip() == "end"
+            for notifier in () if run_ended else notifiers:
+                notifier.tell(json.loads(line))
+        for notifier in notifiers:
+            notifier.end()
         for feed in feeds:
             feed.end(run_ended=run_ended)
         ending.set()
@@ -78,18 +109,18 @@ def run_trackers(given: dict[str, Any], reports: Reports) -> None:
             except BlockingIOError:
                 if ending.wait(CHECK_SECONDS):  # brief: the process of an earlier coordinator ends in END_SECONDS
                     return
-        for feed in feeds:
-            feed.start()
+        for thread in (*feeds, *notifiers):
+            thread.start()
         while not ending.wait(CHECK_SECONDS):  # idle: watches the threads
             for feed in feeds:
                 feed.check()
         deadline = time.monotonic() + END_SECONDS
-        for feed in feeds:
-            feed.join(max(0.0, deadline - time.monotonic()))
+        for thread in (*feeds, *notifiers):
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def main() -> None:
-    """Run the trackers of the run that the first line of input describes."""
+    """Run the trackers and notifiers of the run that the first line of input describes."""
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # trackers may print what they like
     os.nice(5)

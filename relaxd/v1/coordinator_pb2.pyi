@@ -114,6 +114,16 @@ class _AlarmKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AlarmKind.V
     """Engine and trainer give the same tokens other log-probs under equal weights (docs/mismatch.md)."""
     ALARM_KIND_TRACKER: _AlarmKind.ValueType  # 2
     """A tracker fails or doesn't answer; the run doesn't wait for it (docs/tracking.md)."""
+    ALARM_KIND_METRIC: _AlarmKind.ValueType  # 3
+    """A rule of alerts.rules holds for the numbers of the last steps (docs/alerts.md)."""
+    ALARM_KIND_WAIT: _AlarmKind.ValueType  # 4
+    """One thing has held the run up for longer than alerts.wait_seconds."""
+    ALARM_KIND_DISK: _AlarmKind.ValueType  # 5
+    """The disk of the run's folder has less free space than alerts.min_free_gb."""
+    ALARM_KIND_HEALTH: _AlarmKind.ValueType  # 6
+    """A role is rebuilt, or replicas could not be brought back."""
+    ALARM_KIND_NOTIFIER: _AlarmKind.ValueType  # 7
+    """An address can't be notified."""
 
 class AlarmKind(_AlarmKind, metaclass=_AlarmKindEnumTypeWrapper):
     """What an alarm is about."""
@@ -124,6 +134,16 @@ ALARM_KIND_LOGPROB_GAP: AlarmKind.ValueType  # 1
 """Engine and trainer give the same tokens other log-probs under equal weights (docs/mismatch.md)."""
 ALARM_KIND_TRACKER: AlarmKind.ValueType  # 2
 """A tracker fails or doesn't answer; the run doesn't wait for it (docs/tracking.md)."""
+ALARM_KIND_METRIC: AlarmKind.ValueType  # 3
+"""A rule of alerts.rules holds for the numbers of the last steps (docs/alerts.md)."""
+ALARM_KIND_WAIT: AlarmKind.ValueType  # 4
+"""One thing has held the run up for longer than alerts.wait_seconds."""
+ALARM_KIND_DISK: AlarmKind.ValueType  # 5
+"""The disk of the run's folder has less free space than alerts.min_free_gb."""
+ALARM_KIND_HEALTH: AlarmKind.ValueType  # 6
+"""A role is rebuilt, or replicas could not be brought back."""
+ALARM_KIND_NOTIFIER: AlarmKind.ValueType  # 7
+"""An address can't be notified."""
 Global___AlarmKind: _TypeAlias = AlarmKind  # noqa: Y015
 
 class _WaitKind:
@@ -219,22 +239,26 @@ class Alarm(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     FIRST_STEP_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     kind: Global___AlarmKind.ValueType
     """What it is about."""
     first_step: _builtins.int
     """The step with which it began."""
     text: _builtins.str
     """What is wrong, beyond which limit, and what to look at; for people."""
+    name: _builtins.str
+    """Tells alarms of one kind apart: the tracker, the rule, the role. Stays the same while the text changes."""
     def __init__(
         self,
         *,
         kind: Global___AlarmKind.ValueType = ...,
         first_step: _builtins.int = ...,
         text: _builtins.str = ...,
+        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_step", b"first_step", "kind", b"kind", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_step", b"first_step", "kind", b"kind", "name", b"name", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -106,8 +106,8 @@ class _Follower:
         self._lines = lines
         self._quiet = Quiet(time.monotonic())
         self._drops = DropWatch()
-        self._alarms: set[tuple[int, int]] = set()
-        """Kind and first step of each printed alarm that goes on."""
+        self._alarms: set[tuple[int, str, int]] = set()
+        """Kind, name and first step of each printed alarm that goes on."""
         self._advised: tuple[int, str] | None = None
         """Kind of the wait whose advice was printed last, and on whom it waits; None without one."""
         self._paused_since: float | None = None
@@ -139,10 +139,10 @@ class _Follower:
 
     def _tell_alarms(self, run: pb.Run) -> None:
         """Tell each alarm once until it ends."""
-        alarms = {(alarm.kind, alarm.first_step): alarm.text for alarm in run.alarms}
-        for (kind, step), text in alarms.items():
-            if (kind, step) not in self._alarms:
-                self.say(f"warning: since step {step}: {text}")
+        alarms = {(alarm.kind, alarm.name, alarm.first_step): alarm for alarm in run.alarms}
+        for key, alarm in alarms.items():
+            if key not in self._alarms:
+                self.say(f"warning: since step {alarm.first_step}: {alarm.text}")
         self._alarms = set(alarms)
 
     def _tell_advice(self, run: pb.Run) -> None:

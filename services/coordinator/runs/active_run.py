@@ -5,7 +5,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +16,6 @@ from relaxd.config import RunConfig
 from relaxd.data.curriculum.run_curriculum import Curriculum
 from relaxd.data.dataset import RunData
 from relaxd.drop_reasons import DropWatch, most_frequent
-from relaxd.logprob_gap import GapWatch
 from relaxd.models import DataError
 from relaxd.roles import ROLLOUT, TRAINER
 from relaxd.rpc.errors import RpcError
@@ -27,13 +26,14 @@ from services.coordinator.fleet.checkpoints import NoCriticCheckpoint, await_cri
 from services.coordinator.fleet.registry import Version
 from services.coordinator.fleet.run_fleet import RunContext
 from services.coordinator.health.health_manager import HealthManager
+from services.coordinator.runs.alarms import RunAlarms
 from services.coordinator.runs.closed_groups import ClosedGroups
 from services.coordinator.runs.ending import ExportFailed, export_model, reason_to_stop_early, save_last_checkpoint
 from services.coordinator.runs.evaluation import Evaluated, EvaluationFailed, Evaluator
 from services.coordinator.runs.gpu_usage import StepUsage, Usage, speed_per_gpu
 from services.coordinator.runs.publisher import PromptsFailed, Publisher
 from services.coordinator.runs.run_files import RunFiles, summarise
-from services.coordinator.runs.tracking import Tracking
+from services.coordinator.runs.tracking import Tracking, needs_process
 from services.coordinator.runs.wait_watcher import WaitWatcher
 from services.coordinator.state.records import Evaluation, Outcome, Phase, RunRecord, WeightsRecord
 from services.coordinator.state.retries import FolderRetry, RedisRetry
@@ -104,12 +104,19 @@ class ActiveRun:
         self._usage = Usage()
         self._closed_groups = ClosedGroups()
         self._drops = DropWatch()
-        self._gap = GapWatch(context.config)
         self.waiting = WaitWatcher(context, self._describe)
         self._tracking: Tracking | None = None
-        """The run's trackers; None if it has none."""
-        if context.config.tracking.trackers:
-            self._tracking = Tracking(context.run_id, context.config.tracking, files.folder, lambda: self.step)
+        """The run's trackers and notifiers; None if it has none."""
+        if needs_process(context.config):
+            self._tracking = Tracking(context.run_id, context.config, files.folder, lambda: self.step)
+        self._alarms = RunAlarms(
+            context.config,
+            files.folder,
+            record=lambda: self.record,
+            health=lambda: self.health.record,
+            held_up=lambda: self.waiting.reason if self.waiting.sentence else None,
+            step=lambda: self.step,
+        )
         self._going_since = time.monotonic()
         """Monotonic time at which training began, or went on after a pause, under this coordinator."""
         self._sampled_step = 0
@@ -204,6 +211,7 @@ class ActiveRun:
         helpers = [asyncio.create_task(part.run_forever()) for part in parts]
         if self._tracking is not None:
             helpers.append(asyncio.create_task(self._tracking.run_forever()))
+        helpers.append(asyncio.create_task(self._alarms.run_forever(self._tracking, time.time)))
         phases = asyncio.create_task(self._phases())
         try:
             # A helper ends only with an unexpected error, which ends the run's task, too.
@@ -227,7 +235,7 @@ class ActiveRun:
                 self.context.store.in_threads.check,
                 evaluations,
             )
-            await asyncio.to_thread(self._gap.observe_all, read_lines(self._files.folder / METRICS))
+            await asyncio.to_thread(self._alarms.observe_all, read_lines(self._files.folder / METRICS))
             self._sampled_step = await self._with_redis(self._files.rewind_samples, self._files.last_step)
             with waiting("the groups that the run has closed so far, to be counted"):
                 last_fate = await asyncio.to_thread(self.curriculum.load, self._files.folder)
@@ -346,6 +354,7 @@ class ActiveRun:
         await self._disk.call(self._write_record)
         logger.info("run %s ended after %d steps: %s", record.run_id, counts.last_step, reason)
         if self._tracking is not None:
+            self._tracking.tell(self._alarms.status(self._tracking))
             await self._tracking.finish()
 
     # --- parts of phases ------------------------------------------------------------------------------------------
@@ -605,7 +614,7 @@ class ActiveRun:
             self._sampled_step = await self._with_redis(self._files.rewind_samples, kept_step)
         for step, metrics in steps:
             telemetry.record_step(self.record.run_id, step, metrics)
-            self._watch_gap(step, metrics)
+            self._alarms.observe(step, metrics)
         if steps:
             self._record_replicas(usage)
         lines = [(step, {**metrics, **usage.line}) for step, metrics in steps]
@@ -613,22 +622,9 @@ class ActiveRun:
         await self._append_samples()
         await self._trim_ledger()
 
-    def _watch_gap(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log when the alarm for the log-prob gap begins and ends."""
-        before = self._gap.alarm
-        self._gap.observe(step, metrics)
-        alarm = self._gap.alarm
-        if alarm is not None and before is None:
-            logger.warning("run %s: since step %d: %s", self.record.run_id, alarm.first_step, alarm.text)
-        elif alarm is None and before is not None:
-            logger.info("run %s: the log-probs of engine and trainer agree again", self.record.run_id)
-
     def alarms(self) -> list[pb.Alarm]:
         """Return the alarms that go on."""
-        alarms = self._tracking.alarms() if self._tracking is not None else []
-        if (gap := self._gap.alarm) is not None:
-            alarms.append(pb.Alarm(kind=pb.ALARM_KIND_LOGPROB_GAP, first_step=gap.first_step, text=gap.text))
-        return alarms
+        return self._alarms.current() + (self._tracking.alarms() if self._tracking is not None else [])
 
     def _record_replicas(self, usage: StepUsage) -> None:
         for name, shares in usage.replicas.items():

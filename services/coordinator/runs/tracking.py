@@ -1,4 +1,7 @@
-"""The process of a run's trackers: started, watched and started again. The run never waits for it while it trains."""
+"""The process of a run's trackers and notifiers: started, watched and started again.
+
+The run never waits for it while it trains.
+"""
 
 import asyncio
 import contextlib
@@ -8,11 +11,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import relaxd
-from relaxd.config import TrackingConfig
+from relaxd.alerts.urls import VARIABLE
+from relaxd.config import RunConfig
 from relaxd.telemetry.printable import escape
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.waiting import Backoff
@@ -31,8 +36,10 @@ KILL_SECONDS = 5.0
 """Time in which the kernel ends a process that was killed."""
 SECRETS = ("RELAXD_", "REDIS_URL")
 """Beginnings of environment variables that trackers don't get: they configure services."""
-PROCESS = "their process"
-"""Name of the problem of the process itself, among those of trackers."""
+PROCESS = (pb.ALARM_KIND_TRACKER, "their process")
+"""Kind and name of the problem of the process itself, among those of trackers."""
+MAX_UNREAD_BYTES = 1 << 20
+"""Bytes of statuses that the process may leave unread before it gets no more until it reads."""
 
 _BOOTSTRAP = f"""
 import importlib.util, runpy, sys
@@ -46,18 +53,27 @@ runpy.run_module({MODULE!r}, run_name="__main__")
 
 
 class Tracking:
-    """Runs the trackers' process, which reads the run's folder, and keeps their problems."""
+    """Runs the process of trackers and notifiers, which reads the run's folder, and keeps their problems."""
 
-    def __init__(self, run_id: str, config: TrackingConfig, folder: Path, step: Callable[[], int]) -> None:
+    def __init__(self, run_id: str, config: RunConfig, folder: Path, step: Callable[[], int]) -> None:
         """`step` returns the run's last step."""
         self._run_id = run_id
-        self._config = config
-        self._folder = folder
+        self._python = config.tracking.python
+        self._given = {
+            "run_id": run_id,
+            "folder": str(folder.resolve()),
+            "tracking": config.tracking.model_dump(mode="json"),
+            "alerts": config.alerts.model_dump(mode="json") if _notifies(config) else None,
+        }
         self._step = step
-        self._problems: dict[str, tuple[int, str]] = {}
-        """Step since which a tracker has a problem, and the problem, by the tracker's name."""
-        self._told: set[str] = set()
-        """Trackers whose problems were logged as warnings."""
+        self._status: Mapping[str, Any] | None = None
+        """The run's newest status."""
+        self._written: Mapping[str, Any] | None = None
+        """The last status that the process got."""
+        self._problems: dict[tuple[pb.AlarmKind.ValueType, str], tuple[int, str]] = {}
+        """Step since which a tracker or notifier has a problem, and the problem, by kind and name."""
+        self._told: set[tuple[pb.AlarmKind.ValueType, str]] = set()
+        """Trackers and notifiers whose problems were logged as warnings."""
         self._process: asyncio.subprocess.Process | None = None
         self._ended = asyncio.Event()
         """Set when the process has ended after the end of the run."""
@@ -66,9 +82,20 @@ class Tracking:
     def alarms(self) -> list[pb.Alarm]:
         """Return the problems that go on."""
         return [
-            pb.Alarm(kind=pb.ALARM_KIND_TRACKER, first_step=step, text=f"tracker {tracker}: {problem}")
-            for tracker, (step, problem) in self._problems.items()
+            pb.Alarm(kind=kind, name=name, first_step=step, text=f"{_shown(kind, name)}: {problem}")
+            for (kind, name), (step, problem) in self._problems.items()
         ]
+
+    def tell(self, status: Mapping[str, Any]) -> None:
+        """Let notifiers know the run's status. Costs nothing if they do; never waits."""
+        self._status = status
+        process = self._process
+        if self._given["alerts"] is None or process is None or process.stdin is None or status == self._written:
+            return
+        if process.stdin.is_closing() or process.stdin.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+            return
+        process.stdin.write(json.dumps(status).encode() + b"\n")
+        self._written = status
 
     async def run_forever(self) -> None:
         """Keep the process running until this is cancelled."""
@@ -103,13 +130,11 @@ class Tracking:
 
     async def _run_once(self) -> str:
         """Start the process and read its reports until it ends. Returns why it did."""
-        python = self._config.python or sys.executable
-        program = [python, "-c", _BOOTSTRAP] if self._config.python else [python, "-m", MODULE]
-        given = {
-            "run_id": self._run_id,
-            "folder": str(self._folder.resolve()),
-            "tracking": self._config.model_dump(mode="json"),
-        }
+        python = self._python or sys.executable
+        program = [python, "-c", _BOOTSTRAP] if self._python else [python, "-m", MODULE]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(SECRETS)}
+        if VARIABLE in os.environ:
+            environment[VARIABLE] = os.environ[VARIABLE]
         try:
             process = await asyncio.create_subprocess_exec(
                 *program,
@@ -117,7 +142,7 @@ class Tracking:
                 stdout=asyncio.subprocess.PIPE,
                 start_new_session=True,  # only the coordinator handles an interrupt from the terminal
                 limit=LINE_BYTES,
-                env={name: value for name, value in os.environ.items() if not name.startswith(SECRETS)},
+                env=environment,
             )
         except OSError as error:
             return f"{python} can't be started: {error}"
@@ -125,7 +150,10 @@ class Tracking:
         assert process.stdout is not None
         self._process = process
         try:
-            process.stdin.write(json.dumps(given).encode() + b"\n")
+            process.stdin.write(json.dumps(self._given).encode() + b"\n")
+            self._written = None
+            if self._status is not None:
+                self.tell(self._status)
             while line := await process.stdout.readline():
                 self._read_report(line)
             code = await self._stop(process)
@@ -152,19 +180,37 @@ class Tracking:
     def _read_report(self, line: bytes) -> None:
         try:
             report = json.loads(line)
-            self._set_problem(str(report["tracker"]), escape(str(report["problem"])))
+            kind = pb.ALARM_KIND_NOTIFIER if "notifier" in report else pb.ALARM_KIND_TRACKER
+            name = report["notifier"] if "notifier" in report else report["tracker"]
+            self._set_problem((kind, str(name)), escape(str(report["problem"])))
         except (ValueError, KeyError, TypeError):
             logger.warning("run %s: its trackers' process reports %r", self._run_id, line[:200])
         else:
             self._problems.pop(PROCESS, None)
 
-    def _set_problem(self, tracker: str, problem: str) -> None:
-        """Keep a tracker's problem, or forget it once it is "". Log the first one as a warning."""
-        before = self._problems.pop(tracker, None)
+    def _set_problem(self, who: tuple[pb.AlarmKind.ValueType, str], problem: str) -> None:
+        """Keep the problem of a tracker or notifier, or forget it once it is "". Log the first one as a warning."""
+        before = self._problems.pop(who, None)
         if problem:
-            self._problems[tracker] = (before[0] if before else self._step(), problem)
-            if tracker not in self._told:
-                self._told.add(tracker)
-                logger.warning("run %s goes on without tracker %s: %s", self._run_id, tracker, problem)
+            self._problems[who] = (before[0] if before else self._step(), problem)
+            if who not in self._told:
+                self._told.add(who)
+                logger.warning("run %s goes on without %s: %s", self._run_id, _shown(*who), problem)
         elif before is not None:
-            logger.info("run %s: tracker %s works again", self._run_id, tracker)
+            logger.info("run %s: %s works again", self._run_id, _shown(*who))
+
+
+def needs_process(config: RunConfig) -> bool:
+    """Return whether a run has trackers, or addresses to notify."""
+    return bool(config.tracking.trackers) or _notifies(config)
+
+
+def _notifies(config: RunConfig) -> bool:
+    return bool(config.alerts.urls_file or os.environ.get(VARIABLE, "").strip())
+
+
+def _shown(kind: pb.AlarmKind.ValueType, name: str) -> str:
+    """Name a tracker or a notifier; a notifier's name is empty where no address could be read."""
+    if kind == pb.ALARM_KIND_TRACKER:
+        return f"tracker {name}"
+    return f"notifications to {name}" if name else "notifications"

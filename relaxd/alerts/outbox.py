@@ -1,0 +1,160 @@
+"""What one address is told of a run, and when. A policy: it gets its clock, sends nothing, and knows no address."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Literal
+
+from relaxd.alerts.quiet_hours import QuietHours
+
+Level = Literal["info", "success", "warning", "failure"]
+LEVELS: tuple[Level, ...] = ("info", "success", "warning", "failure")
+"""The levels, as Apprise names them, the most urgent last."""
+MAX_PENDING = 50
+"""Messages that wait; older ones are left out."""
+MAX_TOLD = 1000
+"""Alarms that were told of and are remembered; older ones are forgotten."""
+REPORTED = (
+    "reward_mean",
+    "loss",
+    "kl",
+    "entropy",
+    "grad_norm",
+    "response_length_mean",
+    "tokens_per_second",
+    "step_seconds",
+)
+"""Metrics of a report; those that a run lacks are left out."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """A notification."""
+
+    title: str
+    body: str
+    level: Level
+
+
+class Outbox:
+    """Collects messages about a run for one address until they are sent.
+
+    It compares the run's status with what the address was told of, so that nothing is told twice after a restart.
+    """
+
+    def __init__(
+        self, run: str, quiet: QuietHours, repeat_seconds: float, every: int, state: Mapping[str, Any] | None = None
+    ) -> None:
+        """`every`: steps between reports, 0: none. `state`: what `state` returned before a restart."""
+        state = state or {}
+        self._run = run
+        self._quiet = quiet
+        self._repeat_seconds = repeat_seconds
+        self._every = every
+        self._events: dict[str, str] = dict(state.get("events", {}))
+        """Time of the last beginning, pause and end that was told of, by name."""
+        self._alarms: dict[str, tuple[int, float]] = {
+            name: (int(step), float(time)) for name, (step, time) in state.get("alarms", {}).items()
+        }
+        """First step of the alarm that was told of last, and the Unix time, by the alarm's name."""
+        self._reported: tuple[int, dict[str, float]] | None = None
+        """Step and numbers of the last report."""
+        self._report_step: int | None = state.get("report_step")
+        self._latest: tuple[int, dict[str, float]] | None = None
+        """Step and numbers of the last step."""
+        self._pending: list[tuple[datetime, Message]] = []
+        self._report: tuple[datetime, Message] | None = None
+        self._left_out = 0
+        self._ended = False
+        self._state: dict[str, Any] = dict(state)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What was told and sent, as JSON."""
+        return self._state
+
+    def observe(self, status: Mapping[str, Any], now: datetime) -> None:
+        """Take in the run's status: state, reason, step, steps, begin_time, pause_time, end_time, alarms."""
+        state, step = status["state"], status["step"]
+        self._ended = state in ("stopped", "failed")
+        where = f"step {step} of {status['steps']}"
+        if self._is_news("begin", status["begin_time"]):
+            title = f"run {self._run} goes on" if step else f"run {self._run} begins"
+            self._add(now, Message(title, where, "info"))
+        if status["pause_time"] and self._is_news("pause", status["pause_time"]):
+            body = f"{status['reason']}\n{where}"
+            self._add(now, Message(f"run {self._run} is paused", body, "warning"))
+        for alarm in status["alarms"]:
+            if self._alarm_is_news(alarm, now):
+                body = f"since step {alarm['first_step']}: {alarm['text']}"
+                self._add(now, Message(f"run {self._run}: alarm", body, "warning"))
+        if self._ended and self._is_news("end", status["end_time"]):
+            failed = state == "failed"
+            body = "\n".join([status["reason"], where, *self._numbers()])
+            title = f"run {self._run} {'failed' if failed else 'has ended'}"
+            self._add(now, Message(title, body, "failure" if failed else "success"))
+
+    def observe_step(self, step: int, metrics: Mapping[str, Any], now: datetime) -> None:
+        """Take in the numbers of a step. A report is made every `every` steps; one that waits is replaced."""
+        numbers = {name: float(metrics[name]) for name in REPORTED if isinstance(metrics.get(name), int | float)}
+        self._latest = (step, numbers)
+        if not self._every or step // self._every <= (self._report_step or 0) // self._every:
+            return
+        body = "\n".join(self._numbers())
+        self._report = (now, Message(f"run {self._run}: step {step}", body, "info"))
+        self._reported, self._report_step = self._latest, step
+
+    def due(self, now: datetime) -> Message | None:
+        """Return what is to be sent now, all of it as one message; None if there is nothing, or it has to wait."""
+        waiting = sorted([*self._pending, *([self._report] if self._report else [])], key=lambda one: one[0])
+        if not waiting or (self._quiet.include(now) and not self._ended):
+            return None
+        if len(waiting) == 1 and not self._left_out:
+            return waiting[0][1]
+        level = max((message.level for _, message in waiting), key=LEVELS.index)
+        title = next(message.title for _, message in reversed(waiting) if message.level == level)
+        parts = [f"{time:%H:%M} {message.title}\n{message.body}" for time, message in waiting]
+        if self._left_out:
+            parts.insert(0, f"{self._left_out} earlier messages are left out")
+        return Message(title, "\n\n".join(parts), level)
+
+    def sent(self) -> None:
+        """Note that what was due has been sent."""
+        self._pending, self._report, self._left_out = [], None, 0
+        self._state = {
+            "events": dict(self._events),
+            "alarms": dict(self._alarms),
+            "report_step": self._report_step,
+        }
+
+    def _is_news(self, event: str, time: str) -> bool:
+        before, self._events[event] = self._events.get(event), time
+        return before != time
+
+    def _alarm_is_news(self, alarm: Mapping[str, Any], now: datetime) -> bool:
+        name, first_step, time = alarm["name"], alarm["first_step"], now.timestamp()
+        told = self._alarms.get(name)
+        if told is not None and (told[0] == first_step or time - told[1] < self._repeat_seconds):
+            return False
+        self._alarms.pop(name, None)
+        self._alarms[name] = (first_step, time)
+        for old in list(self._alarms)[:-MAX_TOLD]:
+            del self._alarms[old]
+        return True
+
+    def _add(self, now: datetime, message: Message) -> None:
+        self._pending.append((now, message))
+        excess = len(self._pending) - MAX_PENDING
+        if excess > 0:
+            self._pending = self._pending[excess:]
+            self._left_out += excess
+
+    def _numbers(self) -> Sequence[str]:
+        """Return a line for each number of the last step, with its change since the last report."""
+        if self._latest is None:
+            return []
+        before = self._reported[1] if self._reported is not None else {}
+        return [
+            f"{name} {value:.4g}" + (f" ({value - before[name]:+.3g})" if name in before else "")
+            for name, value in self._latest[1].items()
+        ]

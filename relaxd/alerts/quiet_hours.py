@@ -1,0 +1,37 @@
+"""Quiet hours of notifications: a daily time in which they wait."""
+
+import re
+from dataclasses import dataclass
+from datetime import datetime
+
+_HOURS = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]):([0-5]\d)")
+
+
+@dataclass(frozen=True)
+class QuietHours:
+    """A time of the day, which may go past midnight. None if its two ends are the same."""
+
+    start: int
+    """Minute of the day at which it begins."""
+    end: int
+    """Minute of the day at which it ends."""
+
+    def include(self, time: datetime) -> bool:
+        """Return whether a local time is in it."""
+        minute = time.hour * 60 + time.minute
+        if self.start <= self.end:
+            return self.start <= minute < self.end
+        return minute >= self.start or minute < self.end
+
+
+NO_QUIET_HOURS = QuietHours(0, 0)
+
+
+def parse_quiet_hours(text: str) -> QuietHours:
+    """Parse "22:00-07:00"; "" are none. Raises ValueError."""
+    if not text:
+        return NO_QUIET_HOURS
+    match = _HOURS.fullmatch(text)
+    if match is None or match[1] + match[2] == match[3] + match[4]:
+        raise ValueError('expected two times of the day that differ, such as "22:00-07:00"')
+    return QuietHours(int(match[1]) * 60 + int(match[2]), int(match[3]) * 60 + int(match[4]))

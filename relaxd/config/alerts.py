@@ -1,0 +1,71 @@
+"""Settings of alarms and notifications."""
+
+from typing import Self
+from zoneinfo import ZoneInfo
+
+from pydantic import Field, model_validator
+
+from relaxd.alerts.quiet_hours import parse_quiet_hours
+from relaxd.alerts.rules import parse_rule
+from relaxd.config.section import Section
+
+RULES = (
+    "reward_mean < 0.5 x highest over 20 steps",
+    "entropy < 0.1 x highest over 20 steps",
+    "tokens_per_second < 0.5 x highest over 20 steps",
+)
+"""Rules of a run that names none: far from what a healthy run does, whatever its task."""
+
+
+class AlertsConfig(Section):
+    """Alarms, and notifications of them (docs/alerts.md). Addresses that are notified are secrets and no settings."""
+
+    rules: tuple[str, ...] = RULES
+    """Rules on metrics, each an alarm while it holds: "METRIC < NUMBER" or "METRIC > NUMBER", also "< 0.5 x highest",
+    "> 2 x lowest" and "over N steps", whose median is compared (5 by default)."""
+    wait_seconds: float = Field(default=900.0, ge=1)
+    """A run that is held up by one thing for longer, such as Redis or a missing replica, is an alarm."""
+    min_free_gb: float = Field(default=5.0, ge=0)
+    """Less free space on the disk of the run's folder is an alarm. 0: none is."""
+    urls_file: str = ""
+    """File on the coordinator's machine with the addresses to notify, one Apprise URL in a line. By default those in
+    RELAXD_ALERT_URLS of the coordinator's environment."""
+    quiet_hours: str = ""
+    """Daily time in which notifications wait, such as "22:00-07:00". The end of the run doesn't wait."""
+    time_zone: str = ""
+    """Time zone of the quiet hours, such as "Europe/Berlin". By default that of the coordinator's machine."""
+    repeat_seconds: float = Field(default=3600.0, ge=0)
+    """An alarm that ends and begins again is notified of only after this time."""
+
+    @model_validator(mode="after")
+    def _rules_can_be_read(self) -> Self:
+        for number, rule in enumerate(self.rules):
+            try:
+                parse_rule(rule)
+            except ValueError as error:
+                raise ValueError(f'alerts.rules.{number} = "{rule}": {error}') from error
+            if rule in self.rules[:number]:
+                raise ValueError(f'alerts.rules.{number} = "{rule}": it is listed twice: remove one')
+        return self
+
+    @model_validator(mode="after")
+    def _quiet_hours_can_be_read(self) -> Self:
+        try:
+            parse_quiet_hours(self.quiet_hours)
+        except ValueError as error:
+            raise ValueError(f'alerts.quiet_hours = "{self.quiet_hours}": {error}') from error
+        try:
+            ZoneInfo(self.time_zone or "UTC")
+        except (ValueError, OSError, LookupError) as error:
+            raise ValueError(
+                f'alerts.time_zone = "{self.time_zone}": it must be a name such as "Europe/Berlin"'
+            ) from error
+        return self
+
+    @model_validator(mode="after")
+    def _urls_are_in_a_file(self) -> Self:
+        if "://" in self.urls_file:
+            raise ValueError(
+                "alerts.urls_file is an address, which would be kept with the run: write it into a file, and name that"
+            )
+        return self

@@ -1,0 +1,187 @@
+"""The alarms of the active run: what a person should look at, although the run goes on."""
+
+import asyncio
+import contextlib
+import logging
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from relaxd.alerts.rules import RuleWatch, parse_rule
+from relaxd.config import RunConfig
+from relaxd.logprob_gap import GapWatch
+from relaxd.v1 import coordinator_pb2 as pb
+from relaxd.waiting import duration
+from services.coordinator.runs.tracking import Tracking
+from services.coordinator.runs.wait_reasons import Reason
+from services.coordinator.state.records import Health, HealthRecord, Phase, RunRecord
+
+logger = logging.getLogger(__name__)
+
+TICK_SECONDS = 1.0
+DISK_SECONDS = 10.0
+"""Interval at which the disk's free space is looked at."""
+SHOWN_REPLICAS = 5
+NO_ALARM = (pb.WAIT_KIND_PAUSED, pb.WAIT_KIND_STOPPING)
+"""Waits that people asked for, or were told of."""
+Key = tuple["pb.AlarmKind.ValueType", str]
+"""Kind and name of an alarm."""
+
+
+def wait_problem(reason: Reason | None, now: float, limit: float) -> dict[Key, str]:
+    """Return the alarm of a wait that has held the run up for `limit` seconds, if any. Times are Unix times."""
+    if reason is None or reason.kind in NO_ALARM or now - (reason.since or now) < limit:
+        return {}
+    name = pb.WaitKind.Name(reason.kind).removeprefix("WAIT_KIND_").lower()
+    return {(pb.ALARM_KIND_WAIT, name): f"held up for more than {duration(limit)}: {reason.text}"}
+
+
+def disk_problem(free: int, min_free_gb: float, folder: Path) -> dict[Key, str]:
+    """Return the alarm of a disk with `free` bytes, if any."""
+    if free >= min_free_gb * 1e9:
+        return {}
+    text = f"the disk of {folder} has {free / 1e9:.1f} GB left (alerts.min_free_gb is {min_free_gb:g}): make room"
+    return {(pb.ALARM_KIND_DISK, "disk"): text}
+
+
+def health_problems(health: HealthRecord) -> dict[Key, str]:
+    """Return an alarm for each role that is rebuilt, that failed, or some of whose replicas did."""
+    found: dict[Key, str] = {}
+    for role in sorted({one.role for one in health.replicas.values()}):
+        failed = [name for name, one in health.replicas.items() if one.role == role and one.state == Health.FAILED]
+        if failed:
+            more = f" and {len(failed) - SHOWN_REPLICAS} more" if len(failed) > SHOWN_REPLICAS else ""
+            shown = ", ".join(sorted(failed)[:SHOWN_REPLICAS])
+            found[pb.ALARM_KIND_HEALTH, f"{role} replicas"] = f"could not be brought back: {shown}{more}"
+    for one in health.roles.values():
+        if one.state in (Health.REBUILDING, Health.FAILED):
+            what = "is rebuilt" if one.state == Health.REBUILDING else "has failed"
+            found[pb.ALARM_KIND_HEALTH, one.role] = f"role {one.role} {what}: {one.reason}"
+    return found
+
+
+class RunAlarms:
+    """Keeps the alarms of one run, logs when they begin and end, and tells notifiers. Lives in the event loop."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path,
+        *,
+        record: Callable[[], RunRecord],
+        health: Callable[[], HealthRecord],
+        held_up: Callable[[], Reason | None],
+        step: Callable[[], int],
+    ) -> None:
+        """`held_up` returns what holds the run up; the others the run's record, its health and its last step."""
+        self._config = config
+        self._folder = folder
+        self._record = record
+        self._health = health
+        self._held_up = held_up
+        self._step = step
+        self._gap = GapWatch(config)
+        self._rules = [RuleWatch(parse_rule(rule)) for rule in config.alerts.rules]
+        self._states: dict[Key, pb.Alarm] = {}
+        """Alarms of the wait, the disk and the health."""
+        self._logged: dict[Key, pb.Alarm] = {}
+        """Alarms whose beginning was logged."""
+        self._disk: dict[Key, str] = {}
+        """The alarm of the disk."""
+
+    def observe(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Take in the metrics of a step."""
+        self._observe(step, metrics)
+        self._log()
+
+    def observe_all(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Take in lines of metrics.jsonl."""
+        for line in lines:
+            self._observe(line.get("step", 0), line)
+
+    def _observe(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._gap.observe(step, metrics)
+        for rule in self._rules:
+            rule.observe(step, metrics)
+
+    def current(self) -> list[pb.Alarm]:
+        """Return the alarms that go on, those of trackers and notifiers left out."""
+        alarms = list(self._states.values())
+        if (gap := self._gap.alarm) is not None:
+            alarms.append(pb.Alarm(kind=pb.ALARM_KIND_LOGPROB_GAP, first_step=gap.first_step, text=gap.text))
+        for rule in self._rules:
+            if (found := rule.alarm) is not None:
+                alarms.append(
+                    pb.Alarm(
+                        kind=pb.ALARM_KIND_METRIC,
+                        name=found.rule.text,
+                        first_step=found.first_step,
+                        text=found.text,
+                    )
+                )
+        return alarms
+
+    def look(self, now: float) -> None:
+        """Look at the wait, the disk and the health. `now` is the Unix time."""
+        problems = wait_problem(self._held_up(), now, self._config.alerts.wait_seconds)
+        problems |= self._disk | health_problems(self._health())
+        self._states = {
+            key: self._states.get(key) or pb.Alarm(kind=key[0], name=key[1], first_step=self._step(), text=text)
+            for key, text in problems.items()
+        }
+        self._log()
+
+    def status(self, tracking: Tracking) -> dict[str, Any]:
+        """Return what notifiers need to know of the run."""
+        record = self._record()
+        ended = record.phase in (Phase.STOPPED, Phase.FAILED)
+        alarms = [*self.current(), *(one for one in tracking.alarms() if one.kind != pb.ALARM_KIND_NOTIFIER)]
+        paused = record.paused is not None and not ended
+        return {
+            "state": "paused" if paused else record.phase.value.lower(),
+            "reason": record.paused if paused else record.reason,
+            "step": self._step(),
+            "steps": self._config.run.steps,
+            "begin_time": record.begin_time.isoformat(),
+            "pause_time": record.paused_at.isoformat() if paused and record.paused_at is not None else "",
+            "end_time": record.end_time.isoformat() if ended and record.end_time is not None else "",
+            "alarms": [
+                {
+                    "name": f"{pb.AlarmKind.Name(one.kind)} {one.name}",
+                    "first_step": one.first_step,
+                    "text": one.text,
+                }
+                for one in alarms
+            ],
+        }
+
+    async def run_forever(self, tracking: Tracking | None, clock: Callable[[], float]) -> None:
+        """Look once a second. `clock` returns the Unix time."""
+        await asyncio.gather(self._watch(tracking, clock), self._watch_disk())
+
+    async def _watch(self, tracking: Tracking | None, clock: Callable[[], float]) -> None:
+        while True:
+            self.look(clock())
+            if tracking is not None:
+                tracking.tell(self.status(tracking))
+            await asyncio.sleep(TICK_SECONDS)  # idle: looks again
+
+    async def _watch_disk(self) -> None:
+        """Look at the free space, which a network's disk may take its time to tell."""
+        while True:
+            with contextlib.suppress(OSError):  # the run waits for the folder, and says so
+                free = (await asyncio.to_thread(shutil.disk_usage, self._folder)).free
+                self._disk = disk_problem(free, self._config.alerts.min_free_gb, self._folder)
+            await asyncio.sleep(DISK_SECONDS)  # idle: looks again
+
+    def _log(self) -> None:
+        """Log when an alarm begins and ends."""
+        run_id, now = self._record().run_id, {(one.kind, one.name): one for one in self.current()}
+        for key, alarm in now.items():
+            if key not in self._logged:
+                logger.warning("run %s: since step %d: %s", run_id, alarm.first_step, alarm.text)
+        for key, alarm in self._logged.items():
+            if key not in now:
+                logger.info("run %s: it is over: %s", run_id, alarm.text)
+        self._logged = now

@@ -1,0 +1,168 @@
+"""What an address is told, and when: statuses and a clock, and the messages that are due."""
+
+import json
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from relaxd.alerts.outbox import MAX_PENDING, Message, Outbox
+from relaxd.alerts.quiet_hours import NO_QUIET_HOURS, parse_quiet_hours
+
+NOON = datetime(2026, 5, 4, 12, 0, tzinfo=UTC)
+
+
+def status(state: str = "running", step: int = 0, *alarms: str, first_step: int = 1, **more: Any) -> dict[str, Any]:
+    return {
+        "state": state,
+        "reason": "",
+        "step": step,
+        "steps": 9,
+        "begin_time": "b1",
+        "pause_time": "",
+        "end_time": "e1" if state in ("stopped", "failed") else "",
+        "alarms": [{"name": name, "first_step": first_step, "text": f"{name} is wrong"} for name in alarms],
+    } | more
+
+
+def outbox(quiet: str = "", every: int = 0, state: dict[str, Any] | None = None) -> Outbox:
+    return Outbox("r", parse_quiet_hours(quiet), 3600.0, every, state)
+
+
+def send(box: Outbox, now: datetime = NOON) -> Message | None:
+    message = box.due(now)
+    box.sent()
+    return message
+
+
+def test_each_event_is_told_once() -> None:
+    box = outbox()
+    told = []
+    for one in (
+        status("pending"),
+        status(),
+        status("paused", 3, pause_time="p1", reason="too many drops"),
+        status("running", 3),
+        status("paused", 4, pause_time="p2", reason="by hand"),
+        status("stopped", 9, reason="completed"),
+        status("stopped", 9, reason="completed"),
+    ):
+        box.observe(one, NOON)
+        told.append(send(box))
+    assert told == [
+        Message("run r begins", "step 0 of 9", "info"),
+        None,
+        Message("run r is paused", "too many drops\nstep 3 of 9", "warning"),
+        None,
+        Message("run r is paused", "by hand\nstep 4 of 9", "warning"),
+        Message("run r has ended", "completed\nstep 9 of 9", "success"),
+        None,
+    ]
+
+
+def test_a_failed_run_and_one_that_goes_on() -> None:
+    box = outbox()
+    box.observe_step(2, {"reward_mean": 0.25, "other": 1.0}, NOON)
+    box.observe(status("failed", 2, reason="no trainer"), NOON)
+    box.observe(status("running", 2, begin_time="b2"), NOON)
+    message = send(box)
+    assert message is not None
+    assert (message.title, message.level) == ("run r failed", "failure")
+    assert "12:00 run r failed\nno trainer\nstep 2 of 9\nreward_mean 0.25\n\n12:00 run r goes on" in message.body
+
+
+ALARMS: list[tuple[list[tuple[int, dict[str, Any]]], list[int]]] = [
+    # minutes and statuses; minutes of messages
+    ([(0, status("running", 1, "kl")), (1, status("running", 2, "kl")), (99, status("running", 9, "kl"))], [0]),
+    ([(0, status("running", 1, "kl")), (5, status("running", 2, "disk", "kl"))], [0, 5]),
+    # it ends and begins again: within the hour that is no news, later it is
+    ([(0, status("running", 1, "kl")), (1, status()), (2, status("running", 3, "kl", first_step=3)),
+      (59, status("running", 4, "kl", first_step=3)), (60, status("running", 4, "kl", first_step=3))], [0, 60]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("statuses", "minutes"), ALARMS)
+def test_an_alarm_is_told_when_it_begins(statuses: list[tuple[int, dict[str, Any]]], minutes: list[int]) -> None:
+    box = outbox()
+    box.observe(status(), NOON)
+    send(box)
+    told = []
+    for minute, one in statuses:
+        now = NOON + timedelta(minutes=minute)
+        box.observe(one, now)
+        if (message := send(box, now)) is not None:
+            assert message.level == "warning"
+            told.append(minute)
+    assert told == minutes
+
+
+def test_after_a_restart_nothing_is_told_twice_and_nothing_is_lost() -> None:
+    box = outbox()
+    box.observe(status("running", 1, "kl"), NOON)
+    send(box)
+    box.observe(status("running", 1, "kl", "disk"), NOON)  # is never sent
+    again = outbox(state=json.loads(json.dumps(box.state)))
+    again.observe(status("running", 1, "kl", "disk"), NOON)
+    assert send(again) == Message("run r: alarm", "since step 1: disk is wrong", "warning")
+
+
+QUIET: list[tuple[str, str, bool]] = [
+    ("", "00:00", False),
+    ("22:00-07:00", "21:59", False),
+    ("22:00-07:00", "22:00", True),
+    ("22:00-07:00", "03:00", True),
+    ("22:00-07:00", "06:59", True),
+    ("22:00-07:00", "07:00", False),
+    ("12:00-13:30", "13:29", True),
+    ("12:00-13:30", "13:30", False),
+]
+
+
+@pytest.mark.parametrize(("hours", "time", "quiet"), QUIET)
+def test_messages_wait_in_quiet_hours(hours: str, time: str, quiet: bool) -> None:
+    now = datetime.combine(NOON.date(), datetime.strptime(time, "%H:%M").time(), UTC)
+    box = outbox(hours)
+    box.observe(status("running", 1, "kl"), now)
+    assert (box.due(now) is None) == quiet
+
+
+def test_what_waited_comes_as_one_message_and_the_end_does_not_wait() -> None:
+    box, night = outbox("22:00-07:00", every=1), NOON.replace(hour=23)
+    for step in range(1, 4):
+        box.observe_step(step, {"reward_mean": step / 4}, night)
+    box.observe(status("running", 3, "kl"), night)
+    assert box.due(night) is None
+    box.observe(status("stopped", 9, "kl", reason="completed"), night.replace(hour=1) + timedelta(days=1))
+    message = box.due(night.replace(hour=1) + timedelta(days=1))
+    assert message is not None
+    assert (message.title, message.level) == ("run r: alarm", "warning")  # the most urgent
+    assert [part.partition("\n")[0] for part in message.body.split("\n\n")] == [
+        "23:00 run r goes on",
+        "23:00 run r: alarm",
+        "23:00 run r: step 3",  # only the last report
+        "01:00 run r has ended",
+    ]
+
+
+def test_reports_come_every_n_steps_with_changes() -> None:
+    box = outbox(every=2)
+    told = []
+    for step in range(1, 6):
+        box.observe_step(step, {"reward_mean": step / 4, "loss": -1.0, "other": 3.0}, NOON)
+        message = send(box)
+        told.append(message.body if message else None)
+    assert told == [None, "reward_mean 0.5\nloss -1", None, "reward_mean 1 (+0.5)\nloss -1 (+0)", None]
+    again = outbox(every=2, state=json.loads(json.dumps(box.state)))
+    for step in range(1, 6):  # the file is read from its beginning
+        again.observe_step(step, {"reward_mean": 0.0}, NOON)
+    assert again.due(NOON) is None
+
+
+def test_messages_that_nobody_takes_stay_few() -> None:
+    box = Outbox("r", NO_QUIET_HOURS, 0.0, 0)
+    for step in range(3 * MAX_PENDING):
+        box.observe(status("running", step, f"rule {step}"), NOON)
+    message = box.due(NOON)
+    assert message is not None
+    assert message.body.startswith(f"{2 * MAX_PENDING + 1} earlier messages are left out")
+    assert message.body.count("is wrong") == MAX_PENDING

@@ -1,0 +1,51 @@
+"""Alarms of the coordinator: of waits, the disk and the health."""
+
+from pathlib import Path
+
+import pytest
+
+from relaxd.v1 import coordinator_pb2 as pb
+from services.coordinator.runs.alarms import disk_problem, health_problems, wait_problem
+from services.coordinator.runs.wait_reasons import Reason
+from services.coordinator.state.records import Health, HealthRecord, ReplicaHealth, RoleHealth
+
+REDIS, PAUSED = pb.WAIT_KIND_REDIS, pb.WAIT_KIND_PAUSED
+WAITS: list[tuple[Reason | None, str]] = [
+    (None, ""),
+    (Reason(REDIS, "Redis doesn't answer", since=100.0), "held up for more than 5 min: Redis doesn't answer"),
+    (Reason(REDIS, "Redis doesn't answer", since=701.0), ""),
+    (Reason(REDIS, "Redis doesn't answer"), ""),
+    (Reason(PAUSED, "paused", since=100.0), ""),
+]
+
+
+@pytest.mark.parametrize(("reason", "text"), WAITS)
+def test_a_wait_is_an_alarm_after_a_time(reason: Reason | None, text: str) -> None:
+    assert wait_problem(reason, 1000.0, 300.0) == ({(pb.ALARM_KIND_WAIT, "redis"): text} if text else {})
+
+
+@pytest.mark.parametrize(("free", "limit", "alarm"), [(5e9, 5.0, False), (4.9e9, 5.0, True), (0, 0.0, False)])
+def test_a_disk_with_little_room_is_an_alarm(free: float, limit: float, alarm: bool) -> None:
+    found = disk_problem(int(free), limit, Path("/runs/r"))
+    assert bool(found) == alarm
+    if alarm:
+        assert list(found.values()) == [
+            "the disk of /runs/r has 4.9 GB left (alerts.min_free_gb is 5): make room"
+        ]  # fmt: skip
+
+
+def test_roles_that_are_rebuilt_and_replicas_that_are_given_up_are_alarms() -> None:
+    names = [f"rollout-{number}" for number in range(8)]
+    replicas = {
+        name: ReplicaHealth(instance=name, role="rollout", replica_id=name, state=Health.FAILED) for name in names
+    }
+    replicas["trainer-0"] = ReplicaHealth(instance="trainer-0", role="trainer", replica_id="t", state=Health.RESTARTING)
+    roles = {
+        "reward": RoleHealth(role="reward", state=Health.REBUILDING, reason="all are gone"),
+        "trainer": RoleHealth(role="trainer", state=Health.SUSPECT),
+    }
+    found = health_problems(HealthRecord(replicas=replicas, roles=roles))
+    assert {name: text for (_, name), text in found.items()} == {
+        "rollout replicas": f"could not be brought back: {', '.join(names[:5])} and 3 more",
+        "reward": "role reward is rebuilt: all are gone",
+    }
