@@ -16,6 +16,7 @@ import asyncio
 import atexit
 import hashlib
 import inspect
+import logging
 import os
 import signal
 import subprocess
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -31,8 +32,11 @@ from typing import IO, Any, Self
 
 from relaxd.cli.execute import new_run_id
 from relaxd.cli.options import DEFAULT_STATE
+from relaxd.cli.output import EscapingConsole
+from relaxd.cli.preparing.eval_command import Device, evaluate_model
 from relaxd.cli.reading import run_source
 from relaxd.cli.reading.run_source import RunSource
+from relaxd.cli.run_checkpoints import export_model
 from relaxd.client import CliError
 from relaxd.client.coordinator_client import ENDED, CoordinatorClient, state_name
 from relaxd.config import RunConfig
@@ -41,8 +45,9 @@ from relaxd.config.write_toml import dump, toml
 from relaxd.local.programs import python_path
 from relaxd.local.silence import open_client
 from relaxd.rpc.stack_identity import STACK_VARIABLE
-from relaxd.run_folder import LEDGER, METRICS, is_run, read_lines
+from relaxd.run_folder import CONFIG, LEDGER, METRICS, is_run, read_lines
 from relaxd.v1 import coordinator_pb2 as pb
+from relaxd.waiting import waiting
 
 POLL_SECONDS = 0.2
 """Interval at which the folder of a run that starts is looked for."""
@@ -50,6 +55,12 @@ END_SECONDS = 300.0
 """Limit of the time in which the services of an ended or stopped run must have left."""
 SHOWN_LINES = 15
 """Last lines of `relaxd run` that an error shows."""
+OUTPUT_BYTES = 16 * 1024
+"""The end of the output of `relaxd run` in which these lines are looked for."""
+NOTICE_SECONDS = 5.0
+"""Length of a wait for the end of a run from which it is logged."""
+
+logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 """One row of what a run tells: a step, a sample, an entry of the ledger."""
@@ -226,6 +237,36 @@ class Run:
 
         return pandas.DataFrame(self.metrics())
 
+    def evaluate(
+        self, sets: Sequence[str] = (), *, step: int | None = None, device: str = "auto", out: Path | None = None
+    ) -> Row:
+        """Answer and score evaluation sets with the model of a checkpoint, on this machine, as `relaxd eval` does.
+
+        Returns the results, named as in metrics.jsonl ("eval_reward", "eval/SET/pass_at_1"), with `step`. Progress goes
+        to standard error. Needs the run's folder.
+
+        Args:
+            sets: names of the run's sets, such as ["math500"]; by default all.
+            step: the checkpoint's step, by default the newest.
+            device: "cpu", "cuda", or "auto": a GPU if there is one.
+            out: folder for answers and results, by default below the run's folder: evaluated/step-N-TIME.
+
+        Raises:
+            ValueError: `device` is none of these.
+            RunError: the run has no such checkpoint or set.
+            ConfigError: a set can't be read.
+        """
+        if device not in list(Device):
+            raise ValueError(f"device is {device!r}: it must be {', '.join(Device)}")
+        console = EscapingConsole(stderr=True, highlight=False, markup=False)
+        with _errors(), self._source() as source, tempfile.TemporaryDirectory(dir=source.folder) as place:
+            exported = export_model(source.folder, step, Path(place) / "model")
+            config = RunConfig.model_validate_json((source.folder / CONFIG).read_bytes())
+            config = config.model_copy(update={"model": config.model.model_copy(update={"path": exported["path"]})})
+            found = f"step-{exported['step']:06d}-{time.strftime('%Y%m%d-%H%M%S')}"
+            folder = out or source.folder / "evaluated" / found
+            return evaluate_model(config, folder, console, sets, Device(device), exported["step"])
+
     def _now(self) -> pb.Run:
         with _errors(), self._source() as source:
             return source.run
@@ -246,7 +287,8 @@ class _Child:
     """A process with `relaxd run`, which starts the services, stops them and writes the report."""
 
     def __init__(self, config: RunConfig, run_id: str, replicas: Mapping[str, int], state: Path) -> None:
-        self._output: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
+        self._run_id = run_id
+        self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this object
         self._folder = tempfile.TemporaryDirectory(prefix="relaxd-")  # removed with this object
         file = Path(self._folder.name) / "python.toml"
         file.write_text(dump(config))
@@ -275,24 +317,45 @@ class _Child:
     def wait(self, seconds: float) -> None:
         """Wait for the process. Raises RunError: it failed, or doesn't end within `seconds`."""
         atexit.unregister(self.stop)
-        try:
-            code = self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            raise RunError(f"`relaxd run` (process {self._process.pid}) did not end within {seconds:g} s") from None
+        if (code := self._join(seconds)) is None:
+            raise RunError(self._unended(seconds))
         if code:
             raise RunError(self._last_lines())
 
     def stop(self) -> None:
-        """Have it save a checkpoint and stop the services, unless the run has ended, and wait for that."""
+        """Have it save a checkpoint and stop the services, unless the run has ended, and wait for that.
+
+        Logs what it waits for, and a warning if the process has not ended after END_SECONDS: it then goes on.
+        """
         atexit.unregister(self.stop)
         if self.is_alive():
             self._process.send_signal(signal.SIGINT)
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(END_SECONDS)
+            if self._join(END_SECONDS) is None:
+                logger.warning("%s", self._unended(END_SECONDS))
 
-    def _last_lines(self) -> str:
-        self._output.seek(0)
-        return "\n".join(self._output.read().splitlines()[-SHOWN_LINES:])
+    def _join(self, seconds: float) -> int | None:
+        """Wait for the process, and return its exit code; None if it has not ended after `seconds`."""
+        end = time.monotonic() + seconds
+        with waiting("", on=f"`relaxd run`, process {self._process.pid}") as wait:
+            wait.next_notice = NOTICE_SECONDS
+            while (left := end - time.monotonic()) > 0:
+                wait.reason = f"run {self._run_id} to end; it said last: {self._last_lines(1)}"
+                with suppress(subprocess.TimeoutExpired):
+                    return self._process.wait(min(left, 1.0))
+        return None
+
+    def _unended(self, seconds: float) -> str:
+        return (
+            f"run {self._run_id} has not ended within {seconds:g} s, and goes on: `relaxd run`, process "
+            f"{self._process.pid}, said last:\n{self._last_lines()}"
+        )
+
+    def _last_lines(self, count: int = SHOWN_LINES) -> str:
+        """Return the last lines of its output. The process writes at the file's position, so that stays."""
+        output = self._output.fileno()
+        start = max(0, os.fstat(output).st_size - OUTPUT_BYTES)
+        text = os.pread(output, OUTPUT_BYTES, start).decode(errors="replace")
+        return "\n".join(text.splitlines()[-count:])
 
 
 def write_reward(reward: Callable[..., Any], folder: Path) -> str:

@@ -5,6 +5,7 @@ import json
 import linecache
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import pytest
 
 import relaxd
 from relaxd.config.load_toml import ConfigError
+from relaxd.run_folder import read_lines
 from tests.e2e.conftest import CONFIG
 from tests.kit.processes import ROOT
 
@@ -52,12 +54,41 @@ def test_a_run_is_started_iterated_and_read(folder: Path, tiny_model: Path) -> N
         assert sample["reward"] == pytest.approx(even_bytes(type("Sample", (), sample)))
     assert again.frame().reward_mean.iloc[-1] == pytest.approx(last["reward_mean"])
 
+    (config_file := run.folder / "config.json").write_text(
+        json.dumps(json.loads(config_file.read_text()) | {"eval": {"prompts": 3}})
+    )
+    found = again.evaluate(device="cpu")
+    assert (found["step"], found["eval_prompts"]) == (2, 3)
+    answers = [*read_lines(next(run.folder.glob("evaluated/step-000002-*/held_out.jsonl")))]
+    assert found["eval_reward"] == pytest.approx(sum(answer["reward"] for answer in answers) / 3)
+    with pytest.raises(relaxd.RunError, match=r"no intact checkpoint of step 9; available steps: .*2"):
+        again.evaluate(step=9)
+    with pytest.raises(ValueError, match="device is 'gpu': it must be auto, cpu, cuda"):
+        again.evaluate(device="gpu")
+
     async def collected() -> list[relaxd.api.Row]:
         return [step async for step in again.asteps()]
 
     assert [(step["step"], step["reward_mean"]) for step in asyncio.run(collected())] == [
         (step["step"], pytest.approx(step["reward_mean"])) for step in steps
     ]
+
+
+def test_stop_says_what_it_waits_for(
+    folder: Path, tiny_model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "tiny.toml").write_text(CONFIG.format(model=tiny_model, steps=3))
+    monkeypatch.setattr(relaxd.api, "NOTICE_SECONDS", 0.5)
+    monkeypatch.setattr(relaxd.api, "END_SECONDS", 3.0)
+    child = relaxd.api._Child(relaxd.configure("tiny.toml"), "hangs", {}, folder / "state")
+    os.kill(child._process.pid, signal.SIGSTOP)
+    try:
+        child.stop()
+    finally:
+        child._process.kill()
+        child._process.wait(30)
+    assert re.search(r"waiting for run hangs to end; .* \(`relaxd run`, process \d+\), for \d s now", caplog.text)
+    assert "run hangs has not ended within 3 s, and goes on: `relaxd run`" in caplog.text
 
 
 @pytest.mark.slow

@@ -72,7 +72,20 @@ def evaluate(
     config = load_words_or_prompts([*words, *named], lambda path: f"reward = {{}}\n{set_of(path)}")
     console = new_console()
     prepare_model(config, lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True))
-    sets = _chosen(config, names or [])
+    folder = out or Path("evaluations") / time.strftime("%Y%m%d-%H%M%S")
+    line = evaluate_model(config, folder, console, names or [], device)
+    console.print(results_table(set_rows([line])))
+    console.print(f"answers and results are in {folder}", style="dim", markup=False, soft_wrap=True)
+
+
+def evaluate_model(
+    config: RunConfig, folder: Path, console: Console, names: Sequence[str], device: Device, step: int = 0
+) -> dict[str, Any]:
+    """Evaluate the model of a configuration on its sets, by default on all, and write answers and results to a folder.
+
+    Returns the results, named as in metrics.jsonl, with `step`. Raises CliError, ConfigError.
+    """
+    sets = _chosen(config, names)
     try:
         data = load_evaluation(config, {one.name for one in sets})
         problems = context_problems(config, resolve_model(config.model.path, weights=False))
@@ -80,16 +93,14 @@ def evaluate(
         raise ConfigError([Problem(error.field, error.message)]) from error
     if problems := [*problems, *set_problems(config, data, {one.name for one in sets})]:
         raise ConfigError([Problem(setting, message) for setting, message in problems])
-    folder = out or Path("evaluations") / time.strftime("%Y%m%d-%H%M%S")
     if (folder / RESULTS).exists():
         raise CliError(f"{folder} has the results of an earlier evaluation", "choose another folder with --out")
     folder.mkdir(parents=True, exist_ok=True)
-    line: dict[str, Any] = {"step": 0}
+    line: dict[str, Any] = {"step": step}
     for one in sets:
         line |= summarise_set(one, _evaluate_set(config, one, data[one.name], device, folder, console))
     (folder / RESULTS).write_text(json.dumps({"model": config.model.path} | line, indent=2) + "\n")
-    console.print(results_table(set_rows([line])))
-    console.print(f"answers and results are in {folder}", style="dim", markup=False, soft_wrap=True)
+    return line
 
 
 def _chosen(config: RunConfig, names: Sequence[str]) -> list[ResolvedSet]:
