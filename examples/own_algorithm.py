@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import Field
 
 from relaxd.algorithms import PolicyGradient, PolicyTerm, Tokens
-from relaxd.config.algorithm_shared import PolicyGradientConfig
+from relaxd.config import PolicyGradientConfig
 
 
 class TOPRConfig(PolicyGradientConfig):

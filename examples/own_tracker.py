@@ -10,7 +10,7 @@ file = "rewards.csv"
 from collections.abc import Mapping
 from pathlib import Path
 
-from relaxd.trackers.tracker import Edition, TrackedRun, Tracker
+from relaxd.trackers import Edition, TrackedRun, Tracker
 
 
 class CsvTracker(Tracker):

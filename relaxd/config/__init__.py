@@ -2,6 +2,7 @@
 
 from relaxd.config.alerts import AlertsConfig
 from relaxd.config.algorithm import AlgorithmConfig, GRPOConfig
+from relaxd.config.algorithm_shared import PolicyGradientConfig
 from relaxd.config.data import DataConfig, ReasoningGymConfig
 from relaxd.config.evaluation import EvalConfig
 from relaxd.config.operation import LARGE_COLUMN_BYTES, BoardConfig, HealthConfig, RehearsalConfig, WeightsConfig
@@ -35,6 +36,7 @@ __all__ = [
     "MoEConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "PolicyGradientConfig",
     "ReasoningGymConfig",
     "ReferenceConfig",
     "RehearsalConfig",

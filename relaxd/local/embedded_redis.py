@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -15,7 +15,7 @@ import redis
 from pydantic import BaseModel, Field, field_serializer, model_validator
 
 from relaxd.client import CliError
-from relaxd.process.ports import LOOPBACK
+from relaxd.process.ports import LOOPBACK, free_port
 from relaxd.redis_client import COORDINATOR, connect, parse, where
 from relaxd.rpc.credentials import REDIS_FILES, with_certificates, with_password
 
@@ -58,6 +58,8 @@ def write_private(path: Path, text: str) -> None:
 
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """Files with a container's memory limit on Linux."""
+STOP_SECONDS = 10.0
+"""Time for a temporary server to end."""
 MIN_VERSION = (7, 0)
 """Oldest version of redis-server for the board's scripts. Every Valkey is newer."""
 
@@ -129,6 +131,19 @@ def server_command(folder: Path, port: int, password: str = "") -> list[str]:
     for key, value in options.items():
         words += [f"--{key}", value]
     return words
+
+
+@contextlib.contextmanager
+def temporary_redis(folder: Path) -> Iterator[str]:
+    """Start a server on a free port, with its data in `folder`; yield its URL, and stop it at the end of the block."""
+    port = free_port()
+    server = subprocess.Popen(server_command(folder, port), stdout=subprocess.DEVNULL)
+    try:
+        wait_until_up(url(port), seconds=10, ended=lambda: server.poll() is not None)
+        yield url(port)
+    finally:
+        server.terminate()
+        server.wait(STOP_SECONDS)
 
 
 def maxmemory() -> int:

@@ -102,7 +102,7 @@ def load_tracker(name: str) -> Tracker:
         ) from error
     own: Tracker = import_own(name)()
     if missing := [method for method in ("start", "log_step") if not callable(getattr(own, method, None))]:
-        raise ImportProblem(f"{name} has no {missing[0]}: derive it from relaxd.trackers.tracker.Tracker")
+        raise ImportProblem(f"{name} has no {missing[0]}: derive it from relaxd.trackers.Tracker")
     return own
 
 

@@ -13,18 +13,20 @@ the prompts' order, or {"error": reason}.
 import json
 import queue
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Self
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from relaxd.board import STAGES, Column
 from relaxd.config import RunConfig
 from relaxd.models import DataError
 from relaxd.models.folders import resolve_model
 from services.rollout.engines.model_folder import read_model_folder
 from services.rollout.engines.request_types import Output, Request, Sampling, Version
 from services.rollout.engines.transformers.transformers_engine import TransformersEngine
+from services.rollout.service.answers import Answers
 from services.rollout.service.group_generator import group_seed
 from services.rollout.service.request_checks import run_sampling
 
@@ -32,53 +34,98 @@ SAMPLE_SECONDS = 600.0
 """Limit of the time between two answers."""
 
 
+class OfflineEngine:
+    """The transformers engine in this process. As a context manager it is stopped at the end of the block."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        decode: Callable[[list[int]], str],
+        end_ids: Sequence[int],
+        *,
+        max_running_samples: int = 64,
+        threads: int = 0,
+    ) -> None:
+        """Start it; the parameters are those of TransformersEngine."""
+        self._reported: queue.Queue[tuple[str, Output | str]] = queue.Queue()
+        self._engine = TransformersEngine(
+            model,
+            decode,
+            end_ids,
+            max_running_samples=max_running_samples,
+            on_output=self._report,
+            on_failure=lambda name, reason: self._reported.put((name, str(reason))),
+            threads=threads,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._engine.stop()
+
+    def _report(self, name: str, outputs: Sequence[Output]) -> None:
+        for output in outputs:
+            self._reported.put((name, output))
+
+    def load(self, term: int, version: int, tensors: Iterable[tuple[str, torch.Tensor]] = ()) -> None:
+        """Pause between two tokens, take weights over, and go on. Without tensors it keeps those that it has."""
+        self._engine.pause("in_place", lease_seconds=60, timeout=60)
+        with self._engine.update(Version(term, version)):
+            self._engine.touch()
+            self._engine.model.load_state_dict(dict(tensors), strict=False)
+        self._engine.resume()
+
+    def answers(self, requests: Sequence[Request]) -> Iterator[tuple[str, Output]]:
+        """Yield (request id, answer) for each answer when it has ended, with its tokens and its text.
+
+        Raises RuntimeError: the model fails, or gives no answer for SAMPLE_SECONDS.
+        """
+        for request in requests:
+            self._engine.submit(request)
+        for _ in range(sum(request.n for request in requests)):
+            try:
+                name, output = self._reported.get(timeout=SAMPLE_SECONDS)
+            except queue.Empty:
+                raise RuntimeError(f"there was no answer for {SAMPLE_SECONDS:g} s") from None
+            if isinstance(output, str):
+                raise RuntimeError(output)
+            yield name, output
+
+    def answer_group(
+        self, group_id: str, prompt: Sequence[int], samples: int, max_new_tokens: int
+    ) -> dict[str, Column]:
+        """Answer a prompt several times. Returns the columns that the stage "rollout" writes for the group."""
+        answers = Answers(samples)
+        sampling = Sampling(max_new_tokens, seed=group_seed(0, group_id))
+        for _, output in self.answers([Request(group_id, tuple(prompt), samples, sampling)]):
+            answers.take(output)
+        return answers.columns(STAGES["rollout"].writes)
+
+
 def answer_requests(
     config: RunConfig, requests: Sequence[Request], device: str = "cpu"
 ) -> Iterator[tuple[str, Output]]:
-    """Yield (request id, answer) for each answer when it has ended, with its tokens and its text.
+    """Yield (request id, answer) for each answer of a run's model, as `OfflineEngine.answers`.
 
     The model is on `device`: "cpu", "cuda", or "auto": "cuda" if there is a GPU.
 
-    Raises DataError: the model can't be found; RuntimeError: there is no GPU, the model fails, or it gives no answer
-    for SAMPLE_SECONDS.
+    Raises DataError: the model can't be found; RuntimeError: also, there is no GPU.
     """
     has_gpu = torch.cuda.is_available()
     if device == "cuda" and not has_gpu:
         raise RuntimeError("torch finds no GPU here (CUDA_VISIBLE_DEVICES, or a build of torch for CPUs)")
     place = ("cuda" if has_gpu else "cpu") if device == "auto" else device
     folder = resolve_model(config.model.path)
-    reported: queue.Queue[tuple[str, Output | str]] = queue.Queue()
-
-    def on_output(name: str, outputs: Sequence[Output]) -> None:
-        for output in outputs:
-            reported.put((name, output))
-
-    engine = TransformersEngine(
+    with OfflineEngine(
         AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, config.rollout.dtype)).to(place).eval(),
         AutoTokenizer.from_pretrained(folder).decode,
         read_model_folder(folder).end_ids,
         max_running_samples=config.rollout.max_running_samples,
-        on_output=on_output,
-        on_failure=lambda name, reason: reported.put((name, str(reason))),
         threads=config.rollout.threads,
-    )
-    engine.pause("in_place", lease_seconds=60, timeout=60)
-    with engine.update(Version(1, 0)):
-        engine.touch()
-    engine.resume()
-    try:
-        for request in requests:
-            engine.submit(request)
-        for _ in range(sum(request.n for request in requests)):
-            try:
-                name, output = reported.get(timeout=SAMPLE_SECONDS)
-            except queue.Empty:
-                raise RuntimeError(f"there was no answer for {SAMPLE_SECONDS:g} s") from None
-            if isinstance(output, str):
-                raise RuntimeError(output)
-            yield name, output
-    finally:
-        engine.stop()
+    ) as engine:
+        engine.load(term=1, version=0)
+        yield from engine.answers(requests)
 
 
 def _request(number: int, question: Mapping[str, Any]) -> Request:
