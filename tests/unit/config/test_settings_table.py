@@ -1,7 +1,9 @@
 """The table of settings, the pages and the TOML that are written from it, and names from other frameworks."""
 
 import importlib.util
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +27,26 @@ def test_the_page_is_written_from_the_table(name: str) -> None:
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     assert script.PAGE.read_text() == script.page(), f"run: .venv/bin/python docs/{name}.py"
+
+
+def test_the_page_for_users_of_trl_says_what_the_table_says() -> None:
+    page = (ROOT / "docs" / "from-trl.md").read_text()
+    names = page.partition("## Names")[2].partition("\n## ")[0]
+    found = re.findall(r"^\| `(\w+)` \| (?:`([\w.]+)`|none) \|", names, re.MULTILINE)
+    known = {(name, one.setting) for one in EQUIVALENTS for name in one.names["TRL"]}
+    known.add(("report_to", "tracking.trackers"))
+    assert len(found) > 30
+    assert [pair for pair in found if pair not in known] == []
+
+
+def test_the_example_for_users_of_trl_is_a_configuration() -> None:
+    (example,) = re.findall(
+        r"```python\n(import relaxd\n.*?)```", (ROOT / "docs" / "from-trl.md").read_text(), re.DOTALL
+    )
+    made = example.partition("with relaxd.run")[0]
+    names: dict[str, Any] = {}
+    exec(made, names)
+    assert names["config"].trainer.groups_per_step == 8
 
 
 def test_every_setting_and_section_says_what_it_means() -> None:
