@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from relaxd.config.section import Section, refuse_unused
 from relaxd.importing import check_known_or_own
 
-TRACKERS = ("tensorboard", "wandb", "mlflow")
+TRACKERS = ("tensorboard", "wandb", "mlflow", "clearml")
 """The bundled trackers."""
 
 
@@ -16,15 +16,15 @@ class TrackingConfig(Section):
     """Trackers, which show a run's numbers outside of relaxd (docs/tracking.md)."""
 
     trackers: tuple[str, ...] = ()
-    """Trackers that get the numbers of each step: "tensorboard", "wandb", "mlflow", or one of your own as
-    "package.module:Class" or "file.py:Class"."""
+    """Trackers that get the numbers of each step: "tensorboard", "wandb", "mlflow", "clearml", or one of your own
+    as "package.module:Class" or "file.py:Class"."""
     python: str = ""
     """Python interpreter that has the trackers' packages, if it isn't that of the coordinator. It needs Python 3.11 and
     nothing of relaxd."""
     project: str = "relaxd"
-    """Project of W&B, or experiment of MLflow, that the run belongs to."""
+    """Project of W&B and ClearML, or experiment of MLflow, that the run belongs to."""
     name: str = ""
-    """Name of the run in W&B and MLflow. By default the run's id."""
+    """Name of the run in W&B, MLflow and ClearML. By default the run's id."""
     samples: bool = True
     """Show the samples that the run keeps (telemetry.samples_per_step), too."""
     wandb_mode: Literal["online", "offline"] = "online"
@@ -35,6 +35,10 @@ class TrackingConfig(Section):
     mlflow_url: str = ""
     """Address of the MLflow server, such as "http://mlflow:5000". Its secrets are in the coordinator's environment:
     MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."""
+    clearml_mode: Literal["online", "offline"] = "online"
+    """online: send to the ClearML server that clearml.conf or CLEARML_API_HOST, CLEARML_API_ACCESS_KEY and
+    CLEARML_API_SECRET_KEY of the coordinator's environment name. offline: write files into the run's folder, which
+    `Task.import_offline_session` sends later."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Settings for trackers of your own, which relaxd passes on."""
 
@@ -52,7 +56,11 @@ class TrackingConfig(Section):
         if not self.trackers:
             others = [name for name in type(self).model_fields if name != "trackers"]
             refuse_unused(self, "tracking", others, "tracking.trackers is empty: name a tracker")
-        needs = {"wandb": ("wandb_mode", "wandb_entity"), "mlflow": ("mlflow_url",)}
+        needs = {
+            "wandb": ("wandb_mode", "wandb_entity"),
+            "mlflow": ("mlflow_url",),
+            "clearml": ("clearml_mode",),
+        }
         for tracker, names in needs.items():
             if tracker not in self.trackers:
                 refuse_unused(self, "tracking", names, f'tracking.trackers has no "{tracker}": add it')

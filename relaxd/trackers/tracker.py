@@ -96,6 +96,10 @@ def load_tracker(name: str) -> Tracker:
             from relaxd.trackers.mlflow_tracker import MLflowTracker
 
             return MLflowTracker()
+        if name == "clearml":
+            from relaxd.trackers.clearml_tracker import ClearMLTracker
+
+            return ClearMLTracker()
     except ImportError as error:
         raise ImportProblem(
             f'{error}: "pip install relaxd[trackers]", or set tracking.python to an interpreter that has it'

@@ -503,7 +503,7 @@ EQUIVALENTS = (
         "trainer.logger trainer.project_name trainer.experiment_name",
         "wandb.project wandb.name",
         "--use-wandb --wandb-project --use-tensorboard",
-        "metrics are in the run's folder; tracking.trackers sends them to TensorBoard, W&B or MLflow (tracking.md)",
+        "metrics are in the run's folder; tracking.trackers sends them to TensorBoard, W&B, MLflow or ClearML",
     ),
     Equivalent(
         "",

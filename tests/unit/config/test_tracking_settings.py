@@ -7,12 +7,16 @@ from relaxd.config.tracking import TrackingConfig
 
 WRONG = [
     ({"trackers": ["wandbb"]}, "tracking.trackers.0 = \"wandbb\": did you mean 'wandb'?"),
-    ({"trackers": ["x"]}, "there are tensorboard, wandb, mlflow."),
+    ({"trackers": ["x"]}, "there are tensorboard, wandb, mlflow, clearml."),
     ({"trackers": ["wandb", "wandb"]}, 'tracking.trackers.1 = "wandb": it is listed twice'),
     ({"project": "p"}, 'tracking.project is "p", but tracking.trackers is empty: name a tracker'),
     (
         {"trackers": ["tensorboard"], "wandb_mode": "offline"},
         'tracking.wandb_mode is "offline", but tracking.trackers has no "wandb": add it',
+    ),
+    (
+        {"trackers": ["wandb"], "clearml_mode": "offline"},
+        'tracking.clearml_mode is "offline", but tracking.trackers has no "clearml": add it',
     ),
     ({"trackers": ["tensorboard"], "options": {"a": 1}}, 'tracking.options is {"a": 1}, but tracking.trackers has no'),
     ({"trackers": ["mlflow"]}, 'tracking.mlflow_url is "": set the address of an MLflow server'),

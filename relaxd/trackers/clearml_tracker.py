@@ -1,0 +1,76 @@
+"""ClearML, on its server or in files of the run's folder clearml/ (tracking.clearml_mode)."""
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from clearml import Task
+
+from relaxd.trackers.tracker import Edition, TrackedRun, Tracker
+
+FOLDER = "clearml"
+"""Folder in the run's folder; its subfolder offline has the session and, once it is closed, the session's zip file."""
+DETECTED = (
+    *("matplotlib", "tensorflow", "tensorboard", "pytorch", "xgboost", "scikit", "fastai", "lightgbm", "hydra"),
+    *("detect_repository", "tfdefines", "joblib", "megengine", "catboost", "gradio"),
+)
+"""What ClearML would find in this process by itself, other trackers' numbers and this process's code included."""
+
+
+class ClearMLTracker(Tracker):
+    """Logs to a task of ClearML. A number that comes again for its step replaces the first one.
+
+    Each edition is a task of its own, with the edition's name as a tag. Offline, the folder has only the last one,
+    which each start writes anew.
+    """
+
+    def begins_anew(self, run: TrackedRun) -> bool:
+        return _is_offline(run)
+
+    def start(self, run: TrackedRun, edition: Edition) -> None:
+        offline = _is_offline(run)
+        if offline:
+            shutil.rmtree(run.folder / FOLDER, ignore_errors=True)
+            os.environ["CLEARML_CACHE_DIR"] = str(run.folder / FOLDER)
+        # Threads, not a forked process, which would outlive this one when it is killed, with its locks.
+        Task._report_subprocess_enabled = False  # type: ignore[assignment]
+        Task.set_offline(offline)
+        known: list[Task] = Task.get_tasks(project_name=run.project, tags=[edition.id]) if edition.resumed else []
+        self._task: Task = Task.init(
+            project_name=run.project,
+            task_name=run.name,
+            tags=[edition.id],
+            reuse_last_task_id=known[0].id if known else False,
+            continue_last_task=0 if known else False,  # steps keep their numbers
+            auto_connect_frameworks=dict.fromkeys(DETECTED, False),
+            auto_connect_arg_parser=False,
+            auto_connect_streams=False,
+            auto_resource_monitoring=False,
+        )
+        if not known:
+            for name, values in run.config.items():
+                self._task.connect_configuration(dict(values), name=name)
+            self._task.connect_configuration(dict(run.code), name="code")
+        if edition.replaced:
+            self._task.set_comment(f"replaces the task with the tag {edition.replaced}: its steps were trained again")
+
+    def log_step(self, step: int, numbers: Mapping[str, float]) -> None:
+        logger = self._task.get_logger()
+        for name, value in numbers.items():
+            logger.report_scalar(title=name, series=name, value=value, iteration=step)
+
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        names = list(rows[0])
+        table = [names, *([row.get(name) for name in names] for row in rows)]
+        self._task.get_logger().report_table("samples", "samples", iteration=step, table_plot=table)
+
+    def flush(self) -> None:
+        self._task.flush(wait_for_uploads=True)
+
+    def close(self, *, ended: bool) -> None:
+        self._task.close()
+
+
+def _is_offline(run: TrackedRun) -> bool:
+    return bool(run.settings["clearml_mode"] == "offline")
