@@ -14,6 +14,7 @@ from relaxd.tools.doctor.ports import check_coordinator_port, check_weight_ports
 from relaxd.tools.doctor.redis_server import check_redis, check_redis_program
 from relaxd.tools.doctor.sandbox import check_sandbox
 from relaxd.tools.doctor.services import check_services
+from relaxd.tools.doctor.trackers import check_trackers
 
 Moment = Literal["config", "run", "up"]
 """The commands that run some checks by themselves: `relaxd config check`, `run` and `resume`, `up`."""
@@ -31,6 +32,7 @@ CHECKS = (
     Check(check_system),
     Check(check_packages, ("config", "run", "up")),
     Check(check_optional_packages),
+    Check(check_trackers, ("config", "run")),
     Check(check_gpus, ("config", "run", "up")),
     Check(check_shared_memory, ("config", "run", "up")),
     Check(check_limits, ("run", "up")),

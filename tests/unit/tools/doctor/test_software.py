@@ -2,11 +2,13 @@
 
 import importlib.metadata
 import json
+import venv
 from pathlib import Path
 
 import pytest
 
 from relaxd import PROTOCOL_VERSION, __version__
+from relaxd.config import TrackingConfig
 from relaxd.config.load_toml import load
 from relaxd.local.state_folder import StateFolder
 from relaxd.rewards.table import PACKAGES
@@ -26,6 +28,8 @@ from relaxd.tools.doctor.packages import (
 )
 from relaxd.tools.doctor.sandbox import answers_finding, check_sandbox, enclosure_finding
 from relaxd.tools.doctor.services import status_findings
+from relaxd.tools.doctor.trackers import PACKAGES as TRACKERS
+from relaxd.tools.doctor.trackers import trackers_finding
 from relaxd.v1.replica_pb2 import REPLICA_STATE_FAILED, ReplicaStatus
 
 RUN = """
@@ -87,6 +91,27 @@ def test_a_run_needs_what_its_roles_and_rewards_need() -> None:
 
 def test_optional_packages_are_no_problem(tmp_path: Path) -> None:
     assert {one.level for one in check_optional_packages(Scope(folder=StateFolder(tmp_path)))} <= {"ok", "warning"}
+
+
+def test_the_interpreter_of_trackers_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    venv.create(tmp_path / "bare", with_pip=False, symlinks=True)
+    bare, old = str(tmp_path / "bare" / "bin" / "python"), tmp_path / "old"
+    old.write_text("#!/bin/sh\necho 3 9\n")
+    old.chmod(0o755)
+    (tmp_path / "wandb").mkdir()  # W&B leaves such a folder, which is no package
+    for trackers, python, level, found, how in (
+        (("tensorboard",), "", "ok", "has what tensorboard need", ""),
+        (("mlflow", "own.py:Own"), bare, "ok", "has what mlflow, own.py:Own need", ""),
+        (("wandb", "mlflow"), bare, "problem", f"{bare} has no wandb", f"{bare} -m pip install 'wandb>="),
+        (("wandb",), "/no/python", "problem", "/no/python (tracking.python) can't be used", "set tracking.python"),
+        (("wandb",), str(old), "problem", "is Python 3.9", "set tracking.python"),
+    ):
+        more = {"mlflow_url": "http://mlflow:5000"} if "mlflow" in trackers else {}
+        finding = trackers_finding(TrackingConfig(trackers=trackers, python=python, **more))
+        assert (finding.level, found in finding.found) == (level, True), finding
+        assert finding.how.startswith(how), finding
+    assert set(TRACKERS) == {one.name for one in requirements()["trackers"]}
 
 
 @pytest.mark.parametrize(
