@@ -29,7 +29,7 @@ from relaxd.cli.run_checkpoints import save_last_checkpoint
 from relaxd.client import CliError
 from relaxd.client.coordinator_client import AWAY_SECONDS, ENDED, CoordinatorClient
 from relaxd.client.folder_runs import read_run
-from relaxd.config import RunConfig
+from relaxd.config import PlacementConfig, RunConfig
 from relaxd.config.load_toml import ConfigError, Problem
 from relaxd.config.write_toml import dump
 from relaxd.data.files.opening import is_hub_path
@@ -37,7 +37,7 @@ from relaxd.data.templating import with_template_texts
 from relaxd.drop_reasons import drop_warnings
 from relaxd.evaluation.scored_answers import shown_name
 from relaxd.local import compose, stack
-from relaxd.local.devices import check_devices
+from relaxd.local.placement import machine_problems, placed_replicas
 from relaxd.local.silence import open_client, why_silent
 from relaxd.local.state_folder import StackState, StateFolder
 from relaxd.models import DataError
@@ -100,7 +100,7 @@ class Where:
     in_container: bool = False
     """The coordinator runs in a container: a local address, but other paths."""
     replicas: Mapping[str, int] = field(default_factory=dict)
-    """Replicas of each role to start."""
+    """Replicas of each role to start, instead of those of the run's placement."""
     engines: Mapping[str, str] = field(default_factory=dict)
     """The engine of the replicas of each role that has a choice."""
     keep_up: bool = False
@@ -127,6 +127,8 @@ def execute(config: RunConfig, run_id: str, where: Where, console: Console) -> P
     """Run `config` to its end and write the report. Returns the run's folder. Raises CliError, ConfigError."""
     say = sayer(console)
     check_run_id(run_id)
+    if where.address is not None and config.placement != PlacementConfig():
+        say("[placement] is for services that are started: those that are up stay as they are (relaxd scale)")
     if where.address is not None and (where.in_container or not where.address.startswith((LOOPBACK, "localhost"))):
         # Paths, the run's folder included, are those of the coordinator's machine.
         with open_client(where.address, where.folder.path) as coordinator:
@@ -138,7 +140,7 @@ def execute(config: RunConfig, run_id: str, where: Where, console: Console) -> P
     say("checking the settings, the data and the reward")
     problems = check(config, call_reward=where.address is None, first_look=True)
     if where.address is None:
-        problems += check_devices(config, _replicas(where, config), len(visible_gpus()))
+        problems += machine_problems(config, where.replicas, len(visible_gpus()))
     if problems:
         raise ConfigError(problems)
     replicas = _replicas(where, config)
@@ -434,7 +436,7 @@ def _replicas(where: Where, config: RunConfig) -> dict[str, int]:
     """Return the replicas of each role on this machine, now or once the services are started for a run."""
     if state := where.folder.read():
         return Counter(service.role for service in state.services)
-    return {**where.replicas, **{role: max(1, where.replicas.get(role, 1)) for role in roles_for(config)}}
+    return placed_replicas(config, where.replicas)
 
 
 def _engines(config: RunConfig) -> dict[str, str]:

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -27,7 +28,7 @@ from relaxd.cli.options import (
 )
 from relaxd.cli.output import EscapingConsole, show
 from relaxd.cli.preparing.alerts_command import alerts_app
-from relaxd.cli.preparing.config_command import config_app
+from relaxd.cli.preparing.config_command import check_algorithm, config_app
 from relaxd.cli.preparing.data_command import data
 from relaxd.cli.preparing.doctor_command import PREFLIGHT_SECONDS, doctor, scope_of, warn_of_machine
 from relaxd.cli.preparing.eval_command import evaluate
@@ -46,8 +47,9 @@ from relaxd.cli.run_checkpoints import save_of_run_in_progress
 from relaxd.cli.scale import scale_to, wait_for
 from relaxd.cli.sweep_command import sweep
 from relaxd.client import CliError
-from relaxd.config.load_toml import ConfigError
+from relaxd.config.load_toml import ConfigError, load_file
 from relaxd.local import compose, stack
+from relaxd.local.placement import default_replicas, placed_replicas, placement_problems
 from relaxd.local.silence import open_client
 from relaxd.local.stack import address_here
 from relaxd.local.stack import coordinator_address as _address
@@ -186,6 +188,14 @@ def run(
 @with_replica_options
 def up(
     replicas: Mapping[str, int],
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[FILE.toml]",
+            help="Configuration of a run that is meant: its \\[placement] says what to start.",
+            show_default=False,
+        ),
+    ] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="The coordinator's port; 0 picks a free one.")] = (
         stack.COORDINATOR_PORT
     ),
@@ -199,8 +209,9 @@ def up(
         str,
         typer.Option(
             help="What holds the model in teacher replicas, megatron or sglang: roles.teacher.engine of runs to come."
+            " Default: that of FILE, or else megatron."
         ),
-    ] = "megatron",
+    ] = "",
     state: StateOption = DEFAULT_STATE,
 ) -> None:
     """Start Redis and the services in the background, as processes or as containers."""
@@ -209,6 +220,11 @@ def up(
         raise CliError(
             f"services are already up (in {folder.path})", "relaxd status shows them, relaxd down stops them"
         )
+    config = load_file(file) if file else None
+    if config is not None and (wrong := check_algorithm(config) or placement_problems(config, replicas)):
+        raise ConfigError(wrong)
+    replicas = placed_replicas(config, replicas) if config else default_replicas() | dict(replicas)
+    teacher_engine = teacher_engine or (config.roles.teacher.engine if config else "megatron")
     engines = {TEACHER: teacher_engine}
     if teacher_engine not in ROLES[TEACHER].modules:
         raise CliError(

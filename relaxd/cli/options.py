@@ -64,20 +64,22 @@ def new_console() -> Console:
 
 
 def with_replica_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace a command's parameter `replicas`, numbers by role, with an option for each scalable role."""
+    """Replace a command's parameter `replicas` with an option for each scalable role: those that were given."""
 
     @functools.wraps(command)
     def with_options(**given: Any) -> None:
-        command(replicas={role: given.pop(role) for role in SCALABLE_ROLES}, **given)
+        counts = {role: given.pop(role) for role in SCALABLE_ROLES}
+        command(replicas={role: count for role, count in counts.items() if count is not None}, **given)
 
     parameters = dict(inspect.signature(command).parameters)
     del parameters["replicas"]
     for role in SCALABLE_ROLES:
         least = ROLES[role].replicas
         most = ROLES[role].most or None
-        option = typer.Option(f"--{role}", min=least, max=most, help=f"{role.capitalize()} replicas to start.")
+        meaning = f"{role.capitalize()} replicas to start; default: the run's placement, or else {least}."
+        option = typer.Option(f"--{role}", min=least, max=most, help=meaning)
         parameters[role] = inspect.Parameter(
-            role, inspect.Parameter.KEYWORD_ONLY, default=least, annotation=Annotated[int, option]
+            role, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[int | None, option]
         )
     with_options.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
     with_options.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}

@@ -13,7 +13,9 @@ from relaxd.cli.execute import with_absolute_paths
 from relaxd.cli.options import DEFAULT_STATE, StateOption, WordsArgument, load_words, new_console
 from relaxd.cli.preparing.config_command import check_algorithm
 from relaxd.client import CliError
+from relaxd.config import RunConfig
 from relaxd.config.load_toml import ConfigError
+from relaxd.local.placement import placed_replicas, placement_problems
 from relaxd.local.state_folder import StateFolder
 from relaxd.roles import ROLLOUT
 from relaxd.tools.rehearsal.assumptions import Scale, held_bytes, obstacle, payload_scale
@@ -32,7 +34,7 @@ def rehearse(
         typer.Option(
             min=0,
             max=4096,
-            help="Rollout replicas; 0: those of the services that are up here, or else one, as of a run.",
+            help="Rollout replicas; 0: those of the services that are up here, or else of the run's placement.",
         ),
     ] = 0,
     seconds: Annotated[float, typer.Option(min=1, help="Seconds to measure, after the first step.")] = 120.0,
@@ -58,7 +60,7 @@ def rehearse(
     console = new_console()
     if problem := obstacle(config):
         raise CliError(f"{path} can't be rehearsed: {problem}")
-    if problems := check_algorithm(config):
+    if problems := check_algorithm(config) or placement_problems(config, {}):
         raise ConfigError(problems)
     config = with_absolute_paths(config)
     free = psutil.virtual_memory().available
@@ -70,7 +72,7 @@ def rehearse(
             f"--payload-scale {fits} fits",
         )
     payload = payload or fits
-    rollout = rollout or _own_replicas(state)
+    rollout = rollout or _own_replicas(config, state)
     scale = Scale(rollout, time_scale, payload, ranks)
     logs = Path(f"rehearsal-{path.stem}-{datetime.now(UTC):%Y%m%d-%H%M%S}-logs")
 
@@ -84,10 +86,11 @@ def rehearse(
         raise CliError(f"no verdict on {path}: {refused}")
 
 
-def _own_replicas(state: Path) -> int:
+def _own_replicas(config: RunConfig, state: Path) -> int:
     """Return the rollout replicas that `relaxd run` would have here."""
-    up = StateFolder(state).read()
-    return max(1, sum(service.role == ROLLOUT for service in up.services) if up else 1)
+    if up := StateFolder(state).read():
+        return max(1, sum(service.role == ROLLOUT for service in up.services))
+    return placed_replicas(config, {})[ROLLOUT]
 
 
 def _print(path: Path, found: Measured, console: Console) -> None:

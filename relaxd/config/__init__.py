@@ -6,6 +6,7 @@ from relaxd.config.algorithm_shared import PolicyGradientConfig
 from relaxd.config.data import DataConfig, ReasoningGymConfig
 from relaxd.config.evaluation import EvalConfig
 from relaxd.config.operation import LARGE_COLUMN_BYTES, BoardConfig, HealthConfig, RehearsalConfig, WeightsConfig
+from relaxd.config.placement import PlacementConfig
 from relaxd.config.reward import RewardConfig
 from relaxd.config.role_settings import (
     CriticConfig,
@@ -36,6 +37,7 @@ __all__ = [
     "MoEConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "PlacementConfig",
     "PolicyGradientConfig",
     "ReasoningGymConfig",
     "ReferenceConfig",

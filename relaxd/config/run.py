@@ -11,6 +11,7 @@ from relaxd.config.algorithm import AlgorithmConfig, GRPOConfig, OwnConfig
 from relaxd.config.data import DataConfig
 from relaxd.config.evaluation import EvalConfig
 from relaxd.config.operation import BoardConfig, HealthConfig, RehearsalConfig, WeightsConfig
+from relaxd.config.placement import PlacementConfig
 from relaxd.config.reward import RewardConfig
 from relaxd.config.role_settings import CriticConfig, RolesConfig
 from relaxd.config.rollout import RolloutConfig
@@ -120,6 +121,8 @@ class RunConfig(Section):
     """Weight synchronisation."""
     roles: RolesConfig = RolesConfig()
     """Roles that only some runs need."""
+    placement: PlacementConfig = PlacementConfig()
+    """Replicas of each role."""
     health: HealthConfig = HealthConfig()
     """Detection and recovery of dead or stuck replicas."""
     rehearsal: RehearsalConfig = RehearsalConfig()

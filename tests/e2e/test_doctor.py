@@ -3,11 +3,13 @@
 from pathlib import Path
 
 from relaxd.local.state_folder import StateFolder
-from tests.e2e.conftest import Workplace, open_workplace
+from tests.e2e.conftest import CONFIG, Workplace, open_workplace
 
 
 def test_services_are_examined_and_named_to_others(workplace: Workplace, tmp_path: Path, tiny_model: Path) -> None:
-    code, output = workplace.relaxd("up", "--port", "0", "--rollout", "2")
+    placed = CONFIG.format(model=tiny_model, steps=1) + "[placement]\nreplicas = { rollout = 2, reward = 3 }\n"
+    (workplace.folder / "placed.toml").write_text(placed)
+    code, output = workplace.relaxd("up", "placed.toml", "--port", "0", "--reward", "1")
     assert code == 0, output
     stack = StateFolder(workplace.folder / ".relaxd").read()
     assert stack is not None

@@ -24,7 +24,7 @@ from relaxd.data.templating import JUDGE_OVERRIDE, chat_template_text, load_chat
 from relaxd.engines import ENGINES
 from relaxd.evaluation.set_checks import context_problems, set_problems
 from relaxd.json_text import parse_json
-from relaxd.local.devices import check_devices
+from relaxd.local.placement import machine_problems
 from relaxd.local.programs import ALGORITHM_TRIAL, run_program
 from relaxd.models import DataError
 from relaxd.models.folders import frozen_models, resolve_model, routed_expert_bytes
@@ -43,7 +43,7 @@ TRIAL_SECONDS = 90.0
 def check(config: RunConfig, *, call_reward: bool = True, first_look: bool = False) -> list[Problem]:
     """Return everything that would make a run fail. Reads the model's folder and the data; starts no service.
 
-    `check_algorithm` comes before: what is checked here, and `check_devices`, needs the columns of the algorithm.
+    `check_algorithm` comes before: what is checked here, and `machine_problems`, needs the columns of the algorithm.
     With `first_look`, only some prompts are read, as a coordinator reads the data next. With `call_reward`, also
     calls the reward once; its environment and import path must be those of the services.
     """
@@ -309,7 +309,7 @@ def config_check(words: WordsArgument) -> None:
     """Check a configuration against itself, the model, the data, the reward and this machine. Starts no service."""
     path, config = load_words(words)
     problems = check_algorithm(config)
-    if problems := problems or check(config) + check_devices(config, {}, len(visible_gpus())):
+    if problems := problems or check(config) + machine_problems(config, {}, len(visible_gpus())):
         raise ConfigError(problems)
     show(f"{path} is valid")
     show(_disk(config))

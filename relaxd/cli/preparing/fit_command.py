@@ -12,8 +12,11 @@ from rich.table import Table
 from relaxd.cli.options import WordsArgument, load_words, new_console
 from relaxd.cli.output import show
 from relaxd.client import CliError
+from relaxd.config import RunConfig
 from relaxd.config.load_toml import ConfigError, Problem
+from relaxd.local.placement import placed_replicas, placement_problems
 from relaxd.models import DataError
+from relaxd.roles import JUDGE, ROLES
 from relaxd.tools.fitting.fit import Fit
 from relaxd.tools.fitting.fit import fit as compute
 from relaxd.tools.fitting.trainer_memory import FitError, Hardware, Held
@@ -28,13 +31,19 @@ def fit(
     words: WordsArgument,
     gpu_gib: Annotated[float, typer.Option(min=1, help="Memory of a GPU in GiB: 80 (H100), 141 (H200).")] = 80,
     gpus_per_node: Annotated[int, typer.Option(min=1, max=64, help="GPUs of a machine.")] = 8,
-    judge: Annotated[int, typer.Option(min=1, help="Replicas of the judge, if the run has one.")] = 1,
+    judge: Annotated[
+        int | None, typer.Option(min=1, help="Replicas of the judge, if the run has one; default: its placement's.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False,
 ) -> None:
     """Say what each GPU will hold, whether it fits, and which layout of the trainer would be the fastest that does."""
     path, config = load_words(words)
+    given = {} if judge is None else {JUDGE: judge}
     try:
-        found = compute(config, Hardware(int(gpu_gib * GIB), gpus_per_node), judge)
+        if problems := placement_problems(config, given):
+            raise ConfigError(problems)
+        replicas = placed_replicas(config, given)
+        found = compute(config, Hardware(int(gpu_gib * GIB), gpus_per_node), max(1, replicas[JUDGE]))
     except DataError as error:
         raise ConfigError([Problem(error.field, error.message)]) from error
     except FitError as error:
@@ -44,12 +53,24 @@ def fit(
     else:
         console = new_console()
         _print(path, found, gpu_gib, console)
+        console.print(f"it starts: {_started(config, replicas)}", soft_wrap=True)
         why = "" if config.trainer.micro_batch_tokens else " (trainer.micro_batch_tokens isn't set)"
         console.print(
             f"micro-batches of the trainer: {config.micro_batch_tokens:,} tokens at most{why}", soft_wrap=True
         )
     if not found.fits:
         raise typer.Exit(1)
+
+
+def _started(config: RunConfig, replicas: Mapping[str, int]) -> str:
+    """List the replicas of each role, with the GPUs of one where it has some."""
+    parts = []
+    for role, count in replicas.items():
+        gpus = ROLES[role].gpus(config)
+        each = f" of {gpus} GPU{'s' * (gpus > 1)}" if gpus else ""
+        if count:
+            parts.append(f"{role} {count}{each}")
+    return ", ".join(parts)
 
 
 def as_dictionary(found: Fit) -> dict[str, Any]:

@@ -314,7 +314,15 @@ EQUIVALENTS = (
         "trainer.n_gpus_per_node",
         "deployment.num_train_gpus",
         "--actor-num-gpus-per-node --resource",
-        "GPUs of the trainer alone; engines are added with `relaxd up --rollout N`",
+        "GPUs of the trainer alone; placement.gpus has the engines'",
+    ),
+    Equivalent(
+        "placement.gpus",
+        "",
+        "",
+        "deployment.num_infer_gpus",
+        "--rollout-num-gpus --genrm-num-gpus",
+        "a table: { rollout = 4, judge = 1 }",
     ),
     Equivalent(
         "trainer.tensor_parallel", "", "@actor.megatron.tensor_model_parallel_size", "", "--tensor-model-parallel-size"
@@ -505,14 +513,7 @@ EQUIVALENTS = (
         "--use-wandb --wandb-project --use-tensorboard",
         "metrics are in the run's folder; tracking.trackers sends them to TensorBoard, W&B, MLflow or ClearML",
     ),
-    Equivalent(
-        "",
-        "",
-        "trainer.nnodes",
-        "deployment.num_infer_gpus",
-        "--rollout-num-gpus --actor-num-nodes",
-        "replicas are not part of a run's settings: `relaxd up --rollout N`, `relaxd scale rollout=N`",
-    ),
+    Equivalent("", "", "trainer.nnodes", "", "--actor-num-nodes", "the trainer is on one machine"),
     Equivalent(
         "",
         "resume_from_checkpoint",

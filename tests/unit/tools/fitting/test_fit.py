@@ -445,6 +445,10 @@ def test_the_command(small: Path, tmp_path: Path) -> None:
     assert found["layouts"][0]["settings"]["trainer.recompute"] == "none"
     tight = CliRunner().invoke(app, ["fit", str(path), "--gpu-gib", "8"])
     assert (tight.exit_code, "it does not fit" in tight.output) == (1, True)
+    placed = CliRunner().invoke(app, ["fit", str(path), "--placement.replicas={rollout = 3}"], env={"COLUMNS": "120"})
+    assert "it starts: rollout 3 of 1 GPU, reward 1, advantage 1" in placed.output
+    wrong = CliRunner().invoke(app, ["fit", str(path), "--placement.replicas={judge = 3}"])
+    assert "placement.replicas.judge = 3, but the run has no such role" in str(wrong.exception)
 
 
 def test_the_command_names_what_is_wrong(tmp_path: Path) -> None:

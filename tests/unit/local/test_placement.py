@@ -1,0 +1,123 @@
+"""The replicas that commands start: options before [placement], and that before the table of roles."""
+
+from pathlib import Path
+
+import pytest
+
+from relaxd.cli.execute import Where, _replicas
+from relaxd.cli.options import with_replica_options
+from relaxd.config.load_toml import ConfigError, load
+from relaxd.config.placement import PLACED
+from relaxd.local.placement import machine_problems, placed_replicas, placement_problems
+from relaxd.local.state_folder import StateFolder
+from relaxd.roles import SCALABLE_ROLES
+
+RUN = """
+run.steps = 1
+model.path = "model"
+data.source = "addition"
+reward.name = "addition"
+"""
+ENGINES = 'weights.transport = "nccl"\nrollout.engine = "sglang"\nrollout.tensor_parallel = 2\n'
+CRITIC = 'algorithm.name = "ppo"\nroles.critic.placement = "service"\n'
+
+
+def test_the_roles_that_can_be_placed_are_those_that_can_be_scaled() -> None:
+    assert set(PLACED) == set(SCALABLE_ROLES)
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "expected"),
+    [
+        ("", {}, {"rollout": 1, "reward": 1, "advantage": 1, "judge": 0, "critic": 0}),
+        ("placement.replicas = { rollout = 3, reward = 2 }", {}, {"rollout": 3, "reward": 2, "advantage": 1}),
+        ("placement.replicas = { rollout = 3, reward = 2 }", {"rollout": 2}, {"rollout": 2, "reward": 2}),
+        (ENGINES + "placement.gpus.rollout = 6", {}, {"rollout": 3}),
+        (ENGINES + "placement.gpus.rollout = 6", {"rollout": 1}, {"rollout": 1}),
+        (CRITIC, {}, {"critic": 1, "trainer": 1}),
+        (CRITIC, {"critic": 0}, {"critic": 1}),
+    ],
+)
+def test_options_come_before_the_file(
+    settings: str, given: dict[str, int], expected: dict[str, int], tmp_path: Path
+) -> None:
+    config = load(RUN + settings)
+    assert expected.items() <= placed_replicas(config, given).items()
+    assert expected.items() <= _replicas(Where(StateFolder(tmp_path), replicas=given), config).items()
+
+
+def test_only_options_that_were_given_override() -> None:
+    found: list[dict[str, int]] = []
+    command = with_replica_options(lambda replicas: found.append(dict(replicas)))
+    command(**(dict.fromkeys(SCALABLE_ROLES) | {"rollout": 2}))
+    assert found == [{"rollout": 2}]
+
+
+@pytest.mark.parametrize(
+    ("settings", "visible", "problem"),
+    [
+        ("placement.replicas.rollout = 3", 0, ""),
+        (ENGINES + "placement.gpus.rollout = 6", 7, ""),
+        (
+            ENGINES + "placement.gpus.rollout = 6",
+            6,
+            "trainer.ranks = 1 and 3 x rollout.tensor_parallel = 6 of the engines need 7 GPUs; this machine shows 6",
+        ),
+        (
+            ENGINES + "placement.gpus.rollout = 16",
+            8,
+            "placement.gpus.rollout = 16, but that needs 16 GPUs, and this machine shows 8",
+        ),
+        (
+            ENGINES + "placement.replicas.rollout = 8",
+            8,
+            "placement.replicas.rollout = 8, but that needs 16 GPUs, and this machine shows 8",
+        ),
+        (
+            ENGINES + "placement.gpus.rollout = 5",
+            8,
+            "placement.gpus.rollout = 5, but a replica has 2 GPUs: use a multiple, such as 4",
+        ),
+        (
+            "placement.gpus.rollout = 2",
+            8,
+            "placement.gpus.rollout = 2, but rollout replicas use no GPU: give placement.replicas.rollout",
+        ),
+        (
+            "placement.replicas.judge = 1",
+            0,
+            "placement.replicas.judge = 1, but the run has no such role: remove it",
+        ),
+        (
+            CRITIC + "placement.replicas.critic = 2",
+            8,
+            "placement.replicas.critic = 2, but that is 2 replicas, and there may be 1",
+        ),
+    ],
+)
+def test_what_can_not_be_placed_is_refused(settings: str, visible: int, problem: str) -> None:
+    problems = machine_problems(load(RUN + settings), {}, visible)
+    assert [str(one) for one in problems] == ([problem] if problem else [])
+
+
+def test_what_an_option_overrides_is_not_refused() -> None:
+    config = load(RUN + ENGINES + "placement.gpus.rollout = 16")
+    assert placement_problems(config, {"rollout": 1}, 8) == []
+    assert machine_problems(config, {"rollout": 1}, 8) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ("placement.replicas.rolout = 2", "placement.replicas.rolout is 2, but the roles that can be placed are"),
+        ("placement.gpus.trainer = 2", "there is one trainer, whose GPUs are trainer.ranks: set that"),
+        ("placement.replicas.reward = 0", "placement.replicas.reward = 0: must be more than 0"),
+        (
+            "placement = { replicas = { rollout = 2 }, gpus = { rollout = 4 } }",
+            "placement.replicas.rollout is 2 and placement.gpus.rollout is 4: give one of them",
+        ),
+    ],
+)
+def test_wrong_roles_and_numbers_are_refused_by_name(settings: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        load(RUN + settings)
