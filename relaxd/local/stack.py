@@ -233,7 +233,7 @@ def down(folder: StateFolder, say: Callable[[str], None] = lambda text: None) ->
         if time.monotonic() >= deadline:
             raise CliError(f"the supervisor (pid {state.pid}) does not stop", f"kill {state.pid}")
         left = [service.name for service in (folder.read() or state).services if service.phase != "stopped"]
-        if left and (text := f"waiting for {', '.join(left)} to hand back groups and end") != told:
+        if left and (text := f"waiting for {', '.join(left)} to end") != told:
             say(told := text)
     return True
 

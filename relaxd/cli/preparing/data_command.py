@@ -112,7 +112,7 @@ def _show(
     evaluation: Sequence[tuple[str, Keys]] = (),
     weight: float = 1.0,
 ) -> None:
-    """Print what a source has, and how many of its prompts are there twice or in an evaluation set."""
+    """Print what a source has, and how many of its prompts are repeated or in an evaluation set."""
     places = evenly_spread(len(source.examples), MOST_READ)
     examples = read_some(source, places)
     lengths = np.array([len(tokens) for tokens in tokenizer.encode(examples)])
@@ -131,7 +131,7 @@ def _show(
     if source.tools.key:
         table.add_row("with tools", f"{sum(bool(example.tools) for example in examples)}{read}")
     keys = keys_of(source.examples)
-    table.add_row("there twice", _repeated(repeats(keys)))
+    table.add_row("repeated", _repeated(repeats(keys)))
     for name, others in evaluation:
         table.add_row(f"in {name}", f"{overlap(keys, others):,}")
     kinds = _kinds(examples)
@@ -148,7 +148,7 @@ def _show(
 
 def _repeated(found: Repeats) -> str:
     answers = f", {found.other_answers:,} of them with another answer" if found.other_answers else ""
-    return f"{found.exact:,} exactly, {found.normalised:,} but for case and white space{answers}"
+    return f"{found.exact:,} unchanged, {found.normalised:,} with other case or white space{answers}"
 
 
 def _kinds(examples: list[Example]) -> dict[str, str]:

@@ -113,8 +113,8 @@ def check_same_prompts(record: RunRecord, train: PromptDataset) -> None:
     )
     raise DataError(
         "data",
-        f"{changed}: its place in them means nothing any more. Put the earlier ones back, or go on with these: "
-        f"relaxd resume {record.run_id} --new-data",
+        f"{changed}, so it can't go on where it stopped. Put the earlier prompts back, or continue with these from the "
+        f"first one: relaxd resume {record.run_id} --new-data",
     )
 
 
