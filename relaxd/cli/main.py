@@ -237,6 +237,7 @@ def up(
             "for containers, add compose.teacher.yaml to COMPOSE_FILE (docs/deploy.md)",
         )
     if as_containers:
+        warn_of_machine("compose", scope_of(state, None, None, PREFLIGHT_SECONDS, containers=True), console)
         containers = compose.up(folder, port, replicas, grace_seconds, lambda text: console.print(text, style="dim"))
         console.print(f"up: the coordinator is at {containers.coordinator}, `docker compose logs` has the logs")
         return

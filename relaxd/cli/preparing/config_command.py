@@ -11,7 +11,7 @@ from relaxd.amounts import byte_amount
 from relaxd.board import size_problems, stages_for
 from relaxd.cli.options import DEFAULT_STATE, PASS_ON, WordsArgument, load_words, new_console
 from relaxd.cli.output import show
-from relaxd.cli.preparing.doctor_command import PREFLIGHT_SECONDS, scope_of, warn_of_machine
+from relaxd.cli.preparing.doctor_command import PREFLIGHT_SECONDS, print_finding, scope_of
 from relaxd.cli.preparing.reward_command import check_reward
 from relaxd.client import CliError
 from relaxd.config import FrozenModelConfig, ReplicaSizes, RunConfig, TrainerConfig
@@ -34,6 +34,7 @@ from relaxd.models.shape import read_shape
 from relaxd.models.vocabulary import check_vocabularies
 from relaxd.replica.gpus import visible_gpus
 from relaxd.roles import TEACHER
+from relaxd.tools.doctor.checks import examine
 from relaxd.tools.fitting.fit import budget_problem, written
 
 TRIAL_SECONDS = 90.0
@@ -306,15 +307,20 @@ def config_show(
 
 @config_app.command("check", context_settings=PASS_ON)
 def config_check(words: WordsArgument) -> None:
-    """Check a configuration against itself, the model, the data, the reward and this machine. Starts no service."""
+    """Check a configuration with its model, data and reward, and then this machine. Starts no service."""
     path, config = load_words(words)
     problems = check_algorithm(config)
     if problems := problems or check(config) + machine_problems(config, {}, len(visible_gpus())):
         raise ConfigError(problems)
-    show(f"{path} is valid")
+    show(f"{path} is valid, with its model, data and reward")
     show(_disk(config))
     scope = scope_of(DEFAULT_STATE, config, os.environ.get("RELAXD_COORDINATOR"), PREFLIGHT_SECONDS)
-    if not warn_of_machine("config", scope, new_console()):
+    findings = list(examine(scope, "config"))
+    unfit = any(finding.level == "problem" for finding in findings)
+    show("this machine isn't ready for it:" if unfit else "this machine is ready for it" + ", but:" * bool(findings))
+    for finding in findings:
+        print_finding(finding, new_console())
+    if unfit:
         raise typer.Exit(1)
 
 

@@ -18,7 +18,7 @@ from relaxd.local.state_folder import StateFolder
 from relaxd.tools.doctor.checks import Moment, examine
 from relaxd.tools.doctor.finding import Finding, Level, Scope
 
-STYLES: dict[Level, str] = {"ok": "green", "warning": "yellow", "problem": "bold red"}
+STYLES: dict[Level, str] = {"ok": "green", "absent": "dim", "warning": "yellow", "problem": "bold red"}
 PREFLIGHT_SECONDS = 0.3
 """Longest wait for another process's answer before something is started."""
 
@@ -57,24 +57,31 @@ def doctor(
         raise typer.Exit(1)
 
 
-def scope_of(state: Path, config: RunConfig | None, coordinator: str | None, patience_seconds: float = 2.0) -> Scope:
-    """Return the subjects that a command with these options examines."""
+def scope_of(
+    state: Path,
+    config: RunConfig | None,
+    coordinator: str | None,
+    patience_seconds: float = 2.0,
+    *,
+    containers: bool = False,
+) -> Scope:
+    """Return the subjects that a command with these options examines; `containers`: it is about to start some."""
     folder = StateFolder(state)
+    containers = containers or compose.read(folder) is not None
     return Scope(
         folder=folder,
         config=config,
         coordinator=address_here(state, coordinator),
-        elsewhere=bool(coordinator) or compose.read(folder) is not None,
+        containers=containers,
+        elsewhere=bool(coordinator) or containers,
         patience_seconds=patience_seconds,
     )
 
 
-def warn_of_machine(moment: Moment, scope: Scope, console: Console) -> bool:
-    """Print the warnings and problems that concern a command. Returns False if there are problems."""
-    findings = list(examine(scope, moment))
-    for finding in findings:
+def warn_of_machine(moment: Moment, scope: Scope, console: Console) -> None:
+    """Print the warnings and problems that concern a command."""
+    for finding in examine(scope, moment):
         print_finding(finding, console)
-    return all(finding.level != "problem" for finding in findings)
 
 
 def print_finding(finding: Finding, console: Console) -> None:

@@ -16,8 +16,8 @@ from relaxd.tools.doctor.sandbox import check_sandbox
 from relaxd.tools.doctor.services import check_services
 from relaxd.tools.doctor.trackers import check_trackers
 
-Moment = Literal["config", "run", "up"]
-"""The commands that run some checks by themselves: `relaxd config check`, `run` and `resume`, `up`."""
+Moment = Literal["config", "run", "up", "compose"]
+"""The commands that run some checks by themselves: `relaxd config check`, `run` and `resume`, `up`, `up --compose`."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ CHECKS = (
     Check(check_redis_program),
     Check(check_services),
     Check(check_sandbox),
-    Check(check_docker),
+    Check(check_docker, ("compose",)),
 )
 """All checks, in the order in which the doctor prints them."""
 
@@ -53,4 +53,4 @@ def examine(scope: Scope, moment: Moment | None = None) -> Iterable[Finding]:
     """Yield what the checks find; those of a moment only, and of these only warnings and problems."""
     for check in CHECKS:
         if moment is None or moment in check.moments:
-            yield from (one for one in check.find(scope) if moment is None or one.level != "ok")
+            yield from (one for one in check.find(scope) if moment is None or one.level in ("warning", "problem"))

@@ -20,7 +20,7 @@ INSTALL_PLUGIN = "Docker's Compose plugin (https://docs.docker.com/compose/insta
 
 def check_docker(scope: Scope) -> Iterator[Finding]:
     """Check the Docker engine, its Compose plugin, its GPU runtime and the images of the services."""
-    needed = compose.read(scope.folder) is not None
+    needed = scope.containers
     if shutil.which("docker") is None:
         yield _missing(needed, "docker", "not installed", "Docker (https://docs.docker.com/engine/install)")
         return
@@ -54,10 +54,10 @@ def engine_findings(info: Mapping[str, Any], error: str, needed: bool, gpus: int
 
 
 def _missing(needed: bool, about: str, found: str, right: str, how: str = "") -> Finding:
-    """Return the findings about Docker, which are problems only where containers are up."""
+    """Return a finding about Docker, which is a problem only where services are containers, or are to be."""
     if needed:
         return Finding("problem", about, found, right, how)
-    return Finding("ok", about, f"{found} (only relaxd up --compose needs it)")
+    return Finding("absent", about, f"{found} (only relaxd up --compose needs it)")
 
 
 def image_findings(images: Sequence[str]) -> Iterator[Finding]:

@@ -8,9 +8,9 @@ from relaxd.config import RunConfig
 from relaxd.local.stack import COORDINATOR_PORT
 from relaxd.local.state_folder import StackState, StateFolder
 
-Level = Literal["ok", "warning", "problem"]
-"""ok: as it should be, or needed by nobody. warning: it may slow a run down or stop it later. problem: something that
-relaxd needs will not work."""
+Level = Literal["ok", "absent", "warning", "problem"]
+"""ok: as it should be. absent: not there, and not needed here. warning: it may slow a run down or stop it later.
+problem: something that relaxd needs will not work."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class Scope:
     """The run that is meant, if one is."""
     coordinator: str | None = None
     """Address of the coordinator that commands call here; None: no services are up."""
+    containers: bool = False
+    """The services are containers of this machine, or are to be."""
     elsewhere: bool = False
     """The services are containers or on other machines: they don't need this environment's packages."""
     port: int = COORDINATOR_PORT

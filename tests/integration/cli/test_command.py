@@ -115,10 +115,14 @@ def test_config_check_finds_what_does_not_fit(
     ):
         assert expected in done.stderr
     monkeypatch.chdir(tmp_path)
-    valid, folder = CliRunner().invoke(app, ["config", "check", str(path)]).stdout.splitlines()
+    valid, folder, machine, *_ = CliRunner().invoke(app, ["config", "check", str(path)]).stdout.splitlines()
     assert not (tmp_path / "runs").exists()
-    assert valid == f"{path} is valid"
+    assert valid == f"{path} is valid, with its model, data and reward"
     assert folder.startswith("the run's folder will take about ")
+    assert machine.startswith("this machine is ready for it")
+    unwritable = CliRunner().invoke(app, ["config", "check", str(path), "--run.folder", "/proc/runs"])
+    assert unwritable.exit_code == 1
+    assert "this machine isn't ready for it:\nproblem run folder" in unwritable.stdout
     assert "2 checkpoints, and one being written: " in folder
     assert "trainer.checkpoint.max_bytes = 1000 is less than two checkpoints take" in problems(
         "--trainer.checkpoint.max_bytes=1000"

@@ -14,7 +14,7 @@ from relaxd.local.state_folder import StateFolder
 from relaxd.rewards.table import PACKAGES
 from relaxd.sandbox.enclosure import Measure
 from relaxd.tools.doctor.checks import CHECKS, examine
-from relaxd.tools.doctor.docker import engine_findings, image_findings
+from relaxd.tools.doctor.docker import check_docker, engine_findings, image_findings
 from relaxd.tools.doctor.finding import Scope
 from relaxd.tools.doctor.packages import (
     OPTIONAL,
@@ -117,7 +117,7 @@ def test_the_interpreter_of_trackers_is_looked_at(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("info", "needed", "gpus", "expected"),
     [
-        (WITHOUT_ENGINE, False, 0, {"docker": "ok", "docker compose": "ok"}),
+        (WITHOUT_ENGINE, False, 0, {"docker": "absent", "docker compose": "absent"}),
         (WITHOUT_ENGINE, True, 0, {"docker": "problem", "docker compose": "problem"}),
         (WITH_ENGINE, True, 0, {"docker": "ok", "docker compose": "ok"}),
         (WITH_ENGINE, True, 2, {"docker": "ok", "docker GPUs": "problem", "docker compose": "ok"}),
@@ -127,6 +127,15 @@ def test_the_interpreter_of_trackers_is_looked_at(tmp_path: Path, monkeypatch: p
 def test_docker(info: dict, needed: bool, gpus: int, expected: dict[str, str]) -> None:
     error = "" if info["ServerVersion"] else "Cannot connect to the Docker daemon"
     assert {one.about: one.level for one in engine_findings(info, error, needed, gpus)} == expected
+
+
+def test_containers_to_be_started_need_docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for containers, level in ((False, "absent"), (True, "problem")):
+        findings = check_docker(Scope(folder=StateFolder(tmp_path), containers=containers))
+        assert [(one.about, one.level) for one in findings] == [("docker", level)]
+    assert [one.about for one in examine(Scope(folder=StateFolder(tmp_path), containers=True), "compose")] == ["docker"]
+    assert list(examine(Scope(folder=StateFolder(tmp_path)), "compose")) == [], "what is absent concerns no command"
 
 
 def test_images() -> None:
@@ -169,4 +178,4 @@ def test_services_of_other_versions_are_named() -> None:
 def test_what_commands_check_by_themselves_is_short_of_what_is_well(tmp_path: Path) -> None:
     scope = Scope(folder=StateFolder(tmp_path), patience_seconds=0.3)
     assert all(finding.level != "ok" for finding in examine(scope, "up"))
-    assert {moment for check in CHECKS for moment in check.moments} == {"config", "run", "up"}
+    assert {moment for check in CHECKS for moment in check.moments} == {"config", "run", "up", "compose"}
