@@ -23,6 +23,8 @@ JUDGE_OVERRIDE = "roles.judge.chat_template"
 """The same of the judge."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning: templates read the first, gpt-oss's the second."""
+TEMPLATE_FILE = "chat_template.jinja"
+"""File of a model's chat template. Older models have it in their tokenizer's configuration."""
 MORE_TEMPLATES = "additional_chat_templates"
 """Folder of a model's named chat templates, of which "tool_use" is for prompts with tools."""
 END_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -86,6 +88,7 @@ class ChatTemplate:
         arguments: Mapping[str, Any] | None = None,
         *,
         with_tools: str | None = None,
+        file: str = "",
     ) -> None:
         """Compile a template.
 
@@ -95,12 +98,14 @@ class ChatTemplate:
             field: the setting that the template comes from.
             arguments: further variables.
             with_tools: the template of prompts with tools, if the model has a separate one.
+            file: name of the file that the template is from, for errors.
 
         Raises:
             DataError: it isn't valid Jinja, or its text doesn't have the messages.
         """
         self._variables = {**special_tokens, **(arguments or {})}
         self._field = field
+        self._shown = f"the chat template of {file}" if file else "the chat template"
         self._takes_tools = "tools" in (with_tools or source)
         self._template = self._compiled(source)
         self._with_tools = self._compiled(with_tools) if with_tools else self._template
@@ -121,7 +126,7 @@ class ChatTemplate:
         if tools and not self._takes_tools:
             raise DataError(
                 self._field,
-                "there are tools (data.tools_key or tools_file), but the chat template has no place for tools",
+                f"there are tools (data.tools_key or tools_file), but {self._shown} has no place for tools",
             )
         if messages[-1]["role"] != "assistant":
             return self._render(messages, tools, add_generation_prompt=True)
@@ -163,7 +168,7 @@ class ChatTemplate:
         try:
             return (self._with_tools if tools else self._template).render(**variables)
         except Exception as error:  # a template computes, and may raise anything
-            problem = f"the chat template can't render this prompt: {error}{_null_contents(messages)}"
+            problem = f"{self._shown} can't render this prompt: {error}{_null_contents(messages)}"
             raise DataError(self._field, problem) from error
 
     def _compiled(self, source: str) -> jinja2.Template:
@@ -197,8 +202,8 @@ class ChatTemplate:
                 return
         raise DataError(
             self._field,
-            f"the chat template leaves out the messages: it renders any of them as {text[:80]!r}. A template has "
-            "{{ message.content }}, or is the path of a file that has it",
+            f"{self._shown} doesn't have the messages: it makes {text[:80]!r} of every prompt. It must loop over "
+            "messages and write {{ message.content }}, or be the path of a file that does",
         )
 
     def _as_rendered(self, message: Message) -> Message:
@@ -273,12 +278,15 @@ def load_chat_template(
         return ChatTemplate(chat_template_text(override), special, OVERRIDE, arguments)
     named = _templates_of(folder)
     source, with_tools = named.get("default"), named.get("tool_use")
-    return ChatTemplate(source, special, "model.path", arguments, with_tools=with_tools) if source else None
+    if not source:
+        return None
+    file = TEMPLATE_FILE if (folder / TEMPLATE_FILE).is_file() else TOKENIZER_CONFIG
+    return ChatTemplate(source, special, "model.path", arguments, with_tools=with_tools, file=file)
 
 
 def _templates_of(folder: Path) -> dict[str, str]:
     """Return the chat templates of a model's folder by their names. Raises DataError: a file is damaged."""
-    file = folder / "chat_template.jinja"
+    file = folder / TEMPLATE_FILE
     if file.is_file():
         files = {"default": file} | {one.stem: one for one in (folder / MORE_TEMPLATES).glob("*.jinja")}
         try:

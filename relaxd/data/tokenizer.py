@@ -112,12 +112,14 @@ class PromptTokenizer:
                 return example.prompt
             what = "has tools" if example.tools else "is a list of chat messages"
             raise DataError(
-                "model.chat_template", f"{example.place} {what}, but the model has no chat template: set one"
+                "model.chat_template",
+                f"is not set, and the model has no chat template, which the prompt of {example.place} needs: it {what}",
             )
         try:
             return self._template.render(example.messages, example.tools, continue_final=self._continue_final)
         except DataError as error:
-            raise DataError(error.field, f"{example.place}: {error.message}") from error
+            place = example.place if error.field.startswith("data") else f"with the prompt of {example.place}"
+            raise DataError(error.field, f"{place}: {error.message}") from error
 
     def _encode(self, examples: Sequence[Example], texts: list[str]) -> list[np.ndarray]:
         # A template writes special tokens itself; without one, the tokenizer adds them.

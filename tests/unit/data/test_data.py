@@ -157,7 +157,7 @@ def test_a_model_without_template_gets_the_plain_prompt(model_folder: Path, tmp_
     tokenizer = PromptTokenizer(tmp_path)
     (tokens,) = tokenizer.encode([Example("1 + 2 =")])
     assert tokenizer.decode(tokens.tolist()) == "1 + 2 ="
-    with pytest.raises(DataError, match=r"x line 1 is a list of chat messages, but the model has no chat template"):
+    with pytest.raises(DataError, match=r"is not set, .* the prompt of x line 1 needs: it is a list of chat messages"):
         tokenizer.encode([Example([{"role": "user", "content": "hi"}], place="x line 1")])
 
 
@@ -289,6 +289,25 @@ def test_broken_templates_are_named(model_folder: Path) -> None:
     refusing = PromptTokenizer(model_folder, "{{ raise_exception('no system turn') }}")
     with pytest.raises(DataError, match="line 4: the chat template can't render this prompt: no system turn"):
         refusing.encode([Example("x", place="line 4")])
+
+
+@pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json"])
+def test_template_and_row_are_named(file: str, tmp_path: Path, model_folder: Path) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    refusing = "{{ messages[-1].content if messages[0].role == 'user' else raise_exception('no system') }}"
+    if file == "chat_template.jinja":
+        (folder / file).write_text(refusing)
+    else:
+        described = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps(described | {"chat_template": refusing}))
+        (folder / "chat_template.jinja").unlink(missing_ok=True)
+    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    path = write(tmp_path / "d.jsonl", {"prompt": turns})
+    with pytest.raises(DataError) as caught:
+        load_data(config(folder, source="jsonl", path=str(path)))
+    assert caught.value.field == "model.path"
+    problem = f"with the prompt of {path} line 1: the chat template of {file} can't render this prompt: no system"
+    assert caught.value.message == problem
 
 
 @given(

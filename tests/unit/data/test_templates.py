@@ -191,5 +191,5 @@ def test_a_template_is_text_or_the_path_of_a_file(tmp_path: Path) -> None:
         DataError, match=r"model\.chat_template: '\./no\.jinja' has no .* which can't be read: No such file"
     ):
         load_chat_template(tmp_path, "./no.jinja")
-    with pytest.raises(DataError, match="the chat template leaves out the messages: it renders any of them as 'Hello'"):
+    with pytest.raises(DataError, match="doesn't have the messages: it makes 'Hello' of every prompt"):
         load_chat_template(tmp_path, "Hello{% if false %}{% endif %}")
