@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from relaxd.config import JudgeConfig, RewardConfig
-from relaxd.rewards import RewardInput
+from relaxd.rewards import RewardInput, RewardOutput
 from relaxd.rewards.judge import JudgeError, NoJudgeError
 from relaxd.rpc.credentials import read_token
 from relaxd.rpc.service_settings import JUDGE_KEY
@@ -31,6 +31,8 @@ NOT_YET = (
     "the reward asks the judge, whose replicas are there only in a run; a server at roles.judge.address would be asked"
 )
 """Error of a sample whose reward asks a judge with replicas."""
+NOT_TRIED = "not tried, because the reward took too long for samples before it"
+"""Error of samples that are left out."""
 
 
 async def try_reward(
@@ -39,8 +41,12 @@ async def try_reward(
     workers: int,
     judge: JudgeConfig | None = None,
     secret_files: Sequence[str] = (),
+    max_late: int = 0,
 ) -> dict[str, Any]:
-    """Score samples, as many at once as there are workers. Returns the program's output."""
+    """Score samples, as many at once as there are workers. Returns the program's output.
+
+    Once `max_late` samples took longer than their deadline, those that have not begun are left out; 0: none are.
+    """
     if config.address:
         return await _try_remote(config, samples, workers)
     judges = ChatCompletions(judge, read_token(variable=JUDGE_KEY)) if judge is not None and judge.address else None
@@ -71,7 +77,7 @@ async def try_reward(
         async def score(samples: Sequence[RewardInput]) -> Scored:
             return await pool.score(REWARD_OF_RUN, samples, config.timeout_seconds)
 
-        return {"outcomes": await _try_all(score if terms is None else terms.score, samples, workers)}
+        return {"outcomes": await _try_all(score if terms is None else terms.score, samples, workers, max_late)}
     except UnreachableError as error:
         return {"error": f"a reward service of reward.terms can't be reached: {error}"}
     except (MismatchError, WorkerStartError) as error:
@@ -100,16 +106,25 @@ async def _try_remote(config: RewardConfig, samples: Sequence[RewardInput], work
         await remote.close()
 
 
-async def _try_all(score: Score, samples: Sequence[RewardInput], workers: int) -> list[dict[str, Any]]:
-    room = asyncio.Semaphore(workers)
-    return await asyncio.gather(*(_try_sample(score, sample, room) for sample in samples))
+async def _try_all(
+    score: Score, samples: Sequence[RewardInput], workers: int, max_late: int = 0
+) -> list[dict[str, Any]]:
+    room, late = asyncio.Semaphore(workers), list[Failure]()
+
+    async def try_sample(sample: RewardInput) -> dict[str, Any]:
+        async with room:
+            if max_late and len(late) >= max_late:
+                return {"error": NOT_TRIED, "traceback": "", "seconds": 0.0, "asks_judge": False, "tried": False}
+            begun = time.monotonic()
+            (outcome,) = await score([sample])
+            if isinstance(outcome, Failure) and outcome.late:
+                late.append(outcome)
+            return _described(outcome, time.monotonic() - begun)
+
+    return await asyncio.gather(*map(try_sample, samples))
 
 
-async def _try_sample(score: Score, sample: RewardInput, room: asyncio.Semaphore) -> dict[str, Any]:
-    async with room:
-        begun = time.monotonic()
-        (outcome,) = await score([sample])
-        seconds = time.monotonic() - begun
+def _described(outcome: RewardOutput | Failure, seconds: float) -> dict[str, Any]:
     if isinstance(outcome, Failure):
         asks = outcome.reason == NOT_YET
         return {"error": outcome.reason, "traceback": outcome.traceback, "seconds": seconds, "asks_judge": asks}
@@ -123,11 +138,12 @@ def main() -> None:
     parser.add_argument("--judge", default="{}", help="the run's section [roles.judge] as JSON")
     parser.add_argument("--secret-file", action="append", default=[], help="a file that the reward can't open")
     parser.add_argument("--workers", type=int, default=1, help="samples to score at once")
+    parser.add_argument("--max-late", type=int, default=0, help="leave out the rest after so many late samples")
     words = parser.parse_args()
     samples = [RewardInput(**json.loads(line)) for line in sys.stdin if line.strip()]
     try:
         reward, judge = RewardConfig.model_validate_json(words.config), JudgeConfig.model_validate_json(words.judge)
-        result = asyncio.run(try_reward(reward, samples, words.workers, judge, words.secret_file))
+        result = asyncio.run(try_reward(reward, samples, words.workers, judge, words.secret_file, words.max_late))
     except KeyboardInterrupt:
         sys.exit(130)
     print(json.dumps(result))

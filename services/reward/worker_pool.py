@@ -38,6 +38,8 @@ class Failure:
     """Reason, for people."""
     died: bool = False
     """True if the worker died while scoring it."""
+    late: bool = False
+    """True if scoring it took longer than its deadline."""
     traceback: str = ""
     """Traceback of the exception that the reward raised."""
 
@@ -292,7 +294,8 @@ class WorkerPool:
                 return Failure(f"loading the reward took longer than {LOAD_SECONDS:g} s; its process was killed")
             return Failure(
                 f"scoring {worker.running.what} took longer than {timeout_seconds:g} s{worker.running.where}; its "
-                f"process was killed; the prompt: {worker.running.prompt!r}"
+                f"process was killed; the prompt: {worker.running.prompt!r}",
+                late=True,
             )
         except ChildExited as error:
             self._raise_if_closed()

@@ -34,6 +34,8 @@ MADE_UP = ("I don't know.", "")
 """Answers that any model gives now and then."""
 LOAD_SECONDS = 90.0
 """Time for starting the program and loading the reward, which has a deadline of its own."""
+MAX_LATE = 2
+"""Samples for which a reward may take too long before the others are left out: it would for them, too."""
 GENERATE_SECONDS = 1800.0
 """Time for loading the model and generating."""
 SHOWN = 60
@@ -61,7 +63,7 @@ def reward_test(
         for example, answers in zip(examples, generated, strict=True)
         for response in dict.fromkeys([*filter(None, references(example.answer)[:1]), *MADE_UP, *answers])
     ]
-    outcomes = try_reward(config, samples)
+    outcomes = try_reward(config, samples, max_late=MAX_LATE)
     console = new_console()
     _print_scores(samples, outcomes, console)
     _print_errors(outcomes, console)
@@ -102,16 +104,20 @@ def check_reward(config: RunConfig, prompt: Prompt) -> list[Problem]:
     return [Problem("reward.name", f'= "{config.reward.shown}" failed for the answer {sample.response!r}: {told}')]
 
 
-def try_reward(config: RunConfig, samples: Sequence[RewardInput], workers: int = 1) -> list[dict[str, Any]]:
+def try_reward(
+    config: RunConfig, samples: Sequence[RewardInput], workers: int = 1, max_late: int = 0
+) -> list[dict[str, Any]]:
     """Score samples with the run's reward: reward, parts and seconds of each, or error and traceback.
 
-    With several `workers` that many at once.
+    With several `workers` that many at once. After `max_late` samples that took too long the others are left out; 0:
+    none are.
 
     Raises CliError: the reward can't be loaded.
     """
     settings = config.reward
     judge = config.roles.judge
     words = ["--config", settings.model_dump_json(), "--judge", judge.model_dump_json(), "--workers", str(workers)]
+    words += ["--max-late", str(max_late)]
     state = StateFolder(Path(os.environ.get("RELAXD_STATE", DEFAULT_STATE)))
     words += ["--secret-file", str(state.redis_password)]
     # A sample whose process dies is tried twice.
@@ -160,7 +166,7 @@ def _print_scores(samples: Sequence[RewardInput], outcomes: Sequence[dict[str, A
             kind = " (reference)" if sample.response and _is_reference(sample) else ""
             table.add_row(
                 (_shown(sample.response) or "(empty)") + kind,
-                f"{outcome['reward']:g}" if "reward" in outcome else "failed",
+                f"{outcome['reward']:g}" if "reward" in outcome else "failed" if outcome.get("tried", True) else "-",
                 f"{outcome['seconds']:.3f}",
                 ", ".join(f"{name} {value:g}" for name, value in outcome.get("parts", {}).items()),
             )
