@@ -23,9 +23,13 @@ def search_r1(sample: RewardInput) -> dict[str, float]:
     Raises:
         ValueError: there is no right answer with words.
     """
-    right = [found for one in _targets(ground_truth(sample)) if (found := words(str(one)))]
+    truth = ground_truth(sample)
+    right = [found for one in _targets(truth) if (found := words(str(one)))]
     if not right:
-        raise ValueError(f"answer is {sample.answer!r}: the reward search_r1 needs words, or ground_truth.target")
+        raise ValueError(
+            f"answer, or metadata.reward_model.ground_truth, is {truth!r}: the reward search_r1 needs a text with "
+            "words, or a list of such texts"
+        )
     found = tagged(sample.response)
     accuracy = float(bool(found) and words(found[-1]) in right)
     response = sample.response.lower()

@@ -1,5 +1,7 @@
 """Replies that paid the wrong reward: each is of a kind that users of such rewards have reported."""
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -165,6 +167,16 @@ def test_the_reward_is_right(name: str, response: str, answer: str, expected: in
 def test_json_in_unfinished_thinking_is_none(thinking: str, right: int) -> None:
     metadata = {"json_schema": {"type": "array"}}
     assert score("json_schema", f"{thinking}\n```json\n[1]\n```", metadata=metadata)["reward"] == right
+
+
+def test_math_verify_says_nothing_of_its_limits(capfd: pytest.CaptureFixture[str]) -> None:
+    """It warned in the log of every reward worker; ours are in their place."""
+    program = (
+        "from relaxd.rewards import RewardInput, resolve\n"
+        "resolve('openr1mm')(RewardInput('', '<answer>$\\\\frac{1}{2}$</answer>', '$0.5$', {}, tokens=1))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+    assert capfd.readouterr().err == ""
 
 
 def test_null_among_the_targets_is_no_target() -> None:
