@@ -57,12 +57,13 @@ class HealthSignals:
         heartbeat_seconds: float,
         *,
         sync_failures: Callable[[Replica], int],
+        sync_unfit: Callable[[Replica], bool] = lambda replica: False,
         sync_error: Callable[[], str] = lambda: "",
         handoff_failure: HandoffFailureOf = no_handoff,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`sync_failures` returns the consecutive weight synchronisations that failed because of a replica;
-        `sync_error` the error of the last one that failed.
+        """`sync_failures` returns the consecutive weight synchronisations that failed because of a replica,
+        `sync_unfit` whether its next process would refuse them, too, and `sync_error` the last one's error.
 
         `handoff_failure` returns the failed action of a colocated replica when turns change, and whether it has
         lasted long enough. `clock` is the one of the registry.
@@ -71,6 +72,7 @@ class HealthSignals:
         self._clock = clock
         self._late_seconds = 3 * heartbeat_seconds
         self._sync_failures = sync_failures
+        self._sync_unfit = sync_unfit
         self._sync_error = sync_error
         self._handoff_failure = handoff_failure
         self._watches: dict[str, _Watch] = {}
@@ -114,7 +116,8 @@ class HealthSignals:
             return None
         error = f": {error}" if (error := self._sync_error()) else ""
         text = f"{failures} weight synchronisations in a row failed with it{error}"
-        return HealthIssue(text, due=failures >= limit)
+        due = failures >= limit
+        return HealthIssue(text, due=due, final=due and self._sync_unfit(replica))
 
     def _handoff_issue(self, replica: Replica) -> HealthIssue | None:
         """Return the problem that failed changes of turns show."""

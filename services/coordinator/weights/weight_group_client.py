@@ -50,8 +50,8 @@ class SyncFailed(Exception):
     """A weight synchronisation failed.
 
     `blamed`: members that are dead, late, or hold other weights than were sent; `wrong`: only the last kind.
-    `refused`: members that answered with an error, possibly caused by another member. `silent`: members that did not
-    answer, or not in time.
+    `refused`: members that answered with an error, possibly caused by another member; `unfit`: those of them that
+    answered with INVALID_ARGUMENT, as their next process would. `silent`: members that did not answer, or not in time.
     """
 
     def __init__(
@@ -61,8 +61,10 @@ class SyncFailed(Exception):
         wrong: Iterable[Member] = (),
         refused: Iterable[Member] = (),
         silent: Iterable[Member] = (),
+        unfit: Iterable[Member] = (),
     ) -> None:
         super().__init__(reason)
+        self.unfit = frozenset(unfit)
         self.silent = frozenset(silent)
         self.refused = frozenset(refused)
         self.wrong = frozenset(wrong)
@@ -309,6 +311,7 @@ class WeightGroupClient:
         blamed: list[Member] = []
         refused: list[Member] = []
         silent: list[Member] = []
+        unfit: list[Member] = []
         for member, task in tasks.items():
             if task in pending:
                 silent.append(member)
@@ -322,8 +325,11 @@ class WeightGroupClient:
                 (blamed if error.code() in TO_BLAME else refused).append(member)
                 if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
                     silent.append(member)
+                elif error.code() == grpc.StatusCode.INVALID_ARGUMENT:
+                    unfit.append(member)
         if problems or pending:
-            raise SyncFailed(f"could not {action} ({'; '.join(problems)})", blamed, refused=refused, silent=silent)
+            reason = f"could not {action} ({'; '.join(problems)})"
+            raise SyncFailed(reason, blamed, refused=refused, silent=silent, unfit=unfit)
         return {member: task.result() for member, task in tasks.items()}
 
     def _trainer(self, member: Member) -> TrainerStub:

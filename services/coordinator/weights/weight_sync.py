@@ -60,6 +60,8 @@ class WeightSync:
         """Unix time at which the synchronisation in progress began, or the first of those that failed since the last
         success; None: no synchronisation is needed."""
         self._failures_in_a_row = 0
+        self._unfit: frozenset[Member] = frozenset()
+        """Members whose answer to the last attempt was INVALID_ARGUMENT."""
         """Failed attempts in a row for which no engine was to blame."""
         self.totals: dict[str, float] = {}
         """Seconds and bytes of all synchronisations so far, by metric; `sync_seconds` has those of failed ones, too."""
@@ -109,6 +111,10 @@ class WeightSync:
     def failures(self, replica: Replica) -> int:
         """Return the consecutive synchronisations that failed, most likely because of this replica."""
         return self._set_aside.failures(replica.member)
+
+    def is_unfit(self, replica: Replica) -> bool:
+        """Return whether a replica finds the last synchronisation wrong, as its next process would."""
+        return replica.member in self._unfit
 
     def involves(self, replica_id: str) -> bool:
         """Return whether a synchronisation is in progress that the loss of this engine would break."""
@@ -175,10 +181,11 @@ class WeightSync:
                 await self._abort_recorded()
             await self._synchronise(trainer, engines, announced, then)
             self.last_failure, self.began, self._failures_in_a_row = "", None, 0
+            self._unfit = frozenset()
             self._set_aside.forgive_refusals()
             return 0.0
         except SyncFailed as error:
-            self.last_failure, blamed = str(error), error.blamed
+            self.last_failure, blamed, self._unfit = str(error), error.blamed, error.unfit
             if not blamed:  # a trainer also answers with an error when the engines are at fault
                 self._set_aside.count_refusals(error.refused - {trainer} or error.refused)
         except StoreUnavailable as error:
@@ -229,7 +236,7 @@ class WeightSync:
                 blamed = error.blamed | silent
                 if trainer in silent or (len(engines) > 1 and blamed.issuperset(engines)):
                     blamed = frozenset()  # the trainer, or all engines at once: no engine is to blame
-                raise SyncFailed(str(error), blamed, refused=error.refused) from error
+                raise SyncFailed(str(error), blamed, refused=error.refused, unfit=error.unfit) from error
         seconds = time.monotonic() - started
         if then is not None:
             await then()

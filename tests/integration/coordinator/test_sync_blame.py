@@ -87,3 +87,33 @@ async def test_a_success_forgets_the_failures_of_the_trainer(kit: FleetKit) -> N
         await sync.synchronise(sender.member, [engine.member], announced, then)
         counts.append((sync.failures(sender), sync.last_failure == ""))
     assert counts == [(1, False), (2, False), (3, False), (0, True)]
+
+
+class OtherModel(Engine):
+    """Refuses the trainer's tensors, as an engine with another model does."""
+
+    async def JoinWeightGroup(self, request, context):
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "manifest: no lm_head.weight")
+
+
+async def test_an_engine_that_refuses_the_tensors_is_unfit(kit: FleetKit) -> None:
+    """Its next process would refuse them, too: no restart helps."""
+    trainer = Trainer(failures=0)
+    await kit.serve("trainer-0", TRAINER, trainer_pb2_grpc.add_TrainerServicer_to_server, trainer, "relaxd.v1.Trainer")
+    for name, service in (("rollout-0", OtherModel()), ("rollout-1", Engine())):
+        await kit.serve(name, ROLLOUT, rollout_pb2_grpc.add_RolloutServicer_to_server, service, "relaxd.v1.Rollout")
+    sender, refusing, other = map(kit.registry.get, ("trainer-0", "rollout-0", "rollout-1"))
+    assert sender is not None
+    assert refusing is not None
+    assert other is not None
+    sync = WeightSync(kit.context(CONFIG), WeightsRecord())
+    announced = Announcement(run_id=RUN, term=1, version=1, replica_id="trainer-0")
+
+    async def then() -> None:
+        return None
+
+    await sync.synchronise(sender.member, [refusing.member, other.member], announced, then)
+    assert [sync.is_unfit(one) for one in (sender, refusing, other)] == [False, True, False]
+    assert [sync.failures(one) for one in (sender, refusing, other)] == [0, 1, 0]
+    await sync.synchronise(sender.member, [other.member], announced, then)
+    assert not sync.is_unfit(refusing)
