@@ -107,6 +107,15 @@ def holds_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in (RECORD, METRICS, STEPS))
 
 
+def use_of(folder: Path) -> str:
+    """Say what keeps a new run out of this folder: a run in progress, with its stack, or an earlier one; "" if none."""
+    if holder := holder_of(folder):
+        return f"{folder} is in use: stack {holder} works on its run; choose another run_id"
+    return (
+        f"{folder} contains an earlier run: choose another run_id, or move its files away" if holds_run(folder) else ""
+    )
+
+
 def is_run(folder: Path) -> bool:
     """Return whether this is the folder of a run that has begun."""
     return (folder / RECORD).is_file() and (folder / CONFIG).is_file()

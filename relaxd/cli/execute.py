@@ -46,7 +46,7 @@ from relaxd.replica.gpus import visible_gpus
 from relaxd.report.report_files import write_report
 from relaxd.report.run_result import SetRow, read_result, results
 from relaxd.roles import ROLES, ROLLOUT
-from relaxd.run_folder import HELD_OUT, LOGS, RECORD, SUMMARY, holds_run
+from relaxd.run_folder import HELD_OUT, LOGS, RECORD, SUMMARY, use_of
 from relaxd.v1.coordinator_pb2 import RUN_STATE_PAUSED, Run
 
 
@@ -68,11 +68,8 @@ def check_run_id(run_id: str) -> None:
 def free_folder(runs: Path, run_id: str) -> Path:
     """Return the absolute path of a new run's folder. Raises CliError if it is in use, or can't be written."""
     folder = runs.expanduser().resolve() / run_id
-    if holds_run(folder):
-        raise CliError(
-            f"{folder} contains an earlier run: choose another run_id, or move its files away",
-            f"relaxd resume {run_id} continues it, --run-id ID names another one",
-        )
+    if use := use_of(folder):
+        raise CliError(use, f"relaxd resume {run_id} continues it, --run-id ID names another one")
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not existing.is_dir():
         raise CliError(f"run.folder = {str(runs)!r}: {existing} is not a folder")

@@ -18,7 +18,7 @@ from relaxd.data.templating import with_template_texts
 from relaxd.evaluation.set_checks import set_problems
 from relaxd.models import DataError
 from relaxd.rpc.errors import FailedPrecondition, Unavailable, Violations
-from relaxd.run_folder import holds_run
+from relaxd.run_folder import use_of
 from services.coordinator.runs.run_files import RunFiles
 from services.coordinator.state.records import RunRecord
 
@@ -78,12 +78,8 @@ def prepare(run_id: str, config_toml: str, request_id: str, redis_url: str) -> P
     run_id = run_id or f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     warnings = _check_sizes(run_id, config, data, redis_url)
     folder = Path(config.run.folder).expanduser().resolve() / run_id
-    if holds_run(folder):
-        raise FailedPrecondition(
-            f"{folder} contains an earlier run: choose another run_id, or move its files away",
-            reason="FOLDER_IN_USE",
-            subject=str(folder),
-        )
+    if use := use_of(folder):
+        raise FailedPrecondition(use, reason="FOLDER_IN_USE", subject=str(folder))
     record = RunRecord(
         run_id=run_id,
         config_json=config.model_dump_json(),
