@@ -207,7 +207,8 @@ class ChatTemplate:
         )
 
     def _as_rendered(self, message: Message) -> Message:
-        """Return a message as the template gets it."""
+        """Return a message as the template gets it: without null entries, which many templates would write as None."""
+        message = {name: value for name, value in message.items() if value is not None}
         found = next((message[name] for name in REASONING if message.get(name) is not None), None)
         if found is not None:
             message = {"thinking": found, **message, "reasoning_content": found}

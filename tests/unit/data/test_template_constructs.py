@@ -194,7 +194,11 @@ REFUSED = object()
 def theirs(source: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> object:
     try:
         texts, _ = render_jinja_template(
-            [messages], tools=tools, chat_template=source, add_generation_prompt=True, **SPECIAL
+            [[{name: value for name, value in one.items() if value is not None} for one in messages]],
+            tools=tools,
+            chat_template=source,
+            add_generation_prompt=True,
+            **SPECIAL,
         )
     except Exception:  # of Jinja, or of Python
         return REFUSED

@@ -54,6 +54,24 @@ TEMPLATES = {
 }
 
 
+def without_null_entries(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages as transformers' apply_chat_template gives them to render_jinja_template."""
+    return [{name: value for name, value in message.items() if value is not None} for message in messages]
+
+
+@pytest.mark.parametrize(
+    "source", [LOOP, TEMPLATES["calls"], "{{ messages[1].keys() | list }}{{ messages[0].content }}"]
+)
+def test_null_content_is_rendered_as_a_tokenizer_does(source: str, tmp_path: Path) -> None:
+    make_tiny_model(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.chat_template = source
+    expected = tokenizer.apply_chat_template(CHATS["calls"], tokenize=False, add_generation_prompt=True)
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    assert ChatTemplate(source, special, "model.path").render(CHATS["calls"]) == expected
+    assert "None" not in expected
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_text_is_that_of_transformers(name: str) -> None:
     source = TEMPLATES[name]
@@ -62,7 +80,7 @@ def test_the_text_is_that_of_transformers(name: str) -> None:
         begun = messages[-1]["role"] == "assistant"
         for tools in (None, TOOLS) if "tools" in source else (None,):  # else relaxd refuses tools
             ((expected,), _) = render_jinja_template(
-                [messages],
+                [without_null_entries(messages)],
                 tools=tools,
                 chat_template=source,
                 add_generation_prompt=not begun,
