@@ -33,6 +33,7 @@ from services.coordinator.runs.evaluation import Evaluated, EvaluationFailed, Ev
 from services.coordinator.runs.gpu_usage import StepUsage, Usage, speed_per_gpu
 from services.coordinator.runs.publisher import PromptsFailed, Publisher
 from services.coordinator.runs.run_files import RunFiles, summarise
+from services.coordinator.runs.starting import NEW_DATA_AND_CURRICULUM
 from services.coordinator.runs.tracking import Tracking, needs_process
 from services.coordinator.runs.wait_watcher import WaitWatcher
 from services.coordinator.state.records import Evaluation, Outcome, Phase, RunRecord, WeightsRecord
@@ -254,8 +255,10 @@ class ActiveRun:
             wrong_row = isinstance(error.__cause__, DataError)
             await self._fail(Outcome.DATA_FAILED if wrong_row else Outcome.EVALUATION_FAILED, str(error))
         except PromptsFailed as error:
-            again = f"relaxd resume {self.record.run_id} --new-data"
-            await self._fail(Outcome.DATA_FAILED, f"{error}; once the data are repaired: {again}")
+            again = f"once the data are repaired: relaxd resume {self.record.run_id} --new-data"
+            if self.config.data.curriculum.chooses:
+                again = f"repair the data, and {NEW_DATA_AND_CURRICULUM}"
+            await self._fail(Outcome.DATA_FAILED, f"{error}; {again}")
 
     async def _wait_for_fleet(self) -> None:
         """Wait for the replicas and the first weight synchronisation, then evaluate the initial model."""

@@ -34,7 +34,7 @@ from relaxd.run_folder import (
 )
 from services.coordinator.runs.publisher import place_of
 from services.coordinator.runs.run_files import RunFiles
-from services.coordinator.runs.starting import check_run_id, check_same_prompts
+from services.coordinator.runs.starting import NEW_DATA_AND_CURRICULUM, check_run_id, check_same_prompts
 from services.coordinator.state.records import Outcome, Phase, RunRecord
 
 SKIPPED_TRAINER_TERMS = 16
@@ -95,13 +95,12 @@ def read_run(folder_name: str, steps: int = 0, *, new_data: bool = False) -> Res
         )
     if new_data and config.data.curriculum.chooses:
         raise FailedPrecondition(
-            f"run {record.run_id!r} has a curriculum, which knows its earlier prompts by their rows: put these back, "
-            "or begin a new run with the model that this one has exported"
+            f"run {record.run_id!r} has a curriculum: put its earlier prompts back, or {NEW_DATA_AND_CURRICULUM}"
         )
     try:
         data = load_data(config)
         if not new_data:
-            check_same_prompts(record, data.train)
+            check_same_prompts(record, config, data.train)
         prompts_digest = data.train.digest
     except DataError as error:
         raise FailedPrecondition(f"run {record.run_id!r} can't be restored: {error.field}: {error.message}") from error

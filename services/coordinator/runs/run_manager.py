@@ -208,7 +208,7 @@ class RunManager:
         config = RunConfig.model_validate_json(record.config_json)
         try:
             data = await asyncio.to_thread(load_data, config)
-            await asyncio.to_thread(check_same_prompts, record, data.train)
+            await asyncio.to_thread(check_same_prompts, record, config, data.train)
             digest = await asyncio.to_thread(lambda: data.train.digest)
         except DataError as error:
             end = {"phase": Phase.FAILED, "outcome": Outcome.DATA_FAILED, "reason": f"after a restart: {error}"}

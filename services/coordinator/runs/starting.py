@@ -98,7 +98,14 @@ def prepare(run_id: str, config_toml: str, request_id: str, redis_url: str) -> P
     return Prepared(record, config, data, files, warnings)
 
 
-def check_same_prompts(record: RunRecord, train: PromptDataset) -> None:
+NEW_DATA_AND_CURRICULUM = (
+    "begin a new run with the model that this one has exported: a curriculum knows prompts by their rows, so the run "
+    "can't go on with others"
+)
+"""Advice for a run with a curriculum, in place of --new-data."""
+
+
+def check_same_prompts(record: RunRecord, config: RunConfig, train: PromptDataset) -> None:
     """Check that a run goes on with the prompts that it began with. Raises DataError."""
     if not record.prompts or (record.prompts, record.prompts_digest) == (train.prompts, train.digest):
         return
@@ -107,10 +114,11 @@ def check_same_prompts(record: RunRecord, train: PromptDataset) -> None:
         if train.prompts != record.prompts
         else f"the {train.prompts} prompts are others than those that the run began with, or in another order"
     )
+    otherwise = f"continue with these from the first one: relaxd resume {record.run_id} --new-data"
+    if config.data.curriculum.chooses:
+        otherwise = NEW_DATA_AND_CURRICULUM
     raise DataError(
-        "data",
-        f"{changed}, so it can't go on where it stopped. Put the earlier prompts back, or continue with these from the "
-        f"first one: relaxd resume {record.run_id} --new-data",
+        "data", f"{changed}, so it can't go on where it stopped. Put the earlier prompts back, or {otherwise}"
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 from relaxd.board import LedgerEntry
 from relaxd.board.sides.coordinator_side import LEDGER_STEPS
 from relaxd.config import RunConfig
+from relaxd.config.data import CurriculumConfig
 from relaxd.data.dataset import load_data
 from relaxd.rpc.errors import FailedPrecondition, InvalidArgument
 from services.coordinator.runs.restoring import read_ledger, read_run
@@ -143,6 +144,18 @@ def test_other_prompts_are_refused_or_begun_anew(tmp_path: Path) -> None:
         # Ids have epoch and position: those of epoch 0 are in the ledger.
         assert anew.cursor.place == (1, 0)
         assert (anew.record.prompts, anew.record.prompts_digest) != (train.prompts, train.digest)
+    choosing = config.model_copy(
+        update={"data": config.data.model_copy(update={"curriculum": CurriculumConfig(max_pass_rate=0.9)})}
+    )
+    (folder / "run.json").write_text(
+        record.model_copy(update={"config_json": choosing.model_dump_json()}).model_dump_json()
+    )
+    for new_data in (False, True):
+        with pytest.raises(
+            FailedPrecondition, match="begin a new run with the model that this one has exported"
+        ) as caught:
+            read_run(str(folder), new_data=new_data)
+        assert "--new-data" not in str(caught.value), "it would be refused"
 
 
 def test_a_run_goes_on_that_failed_because_of_its_data(tmp_path: Path) -> None:
