@@ -30,7 +30,7 @@ def test_the_page_is_written_from_the_table(name: str) -> None:
 
 
 def test_the_page_for_users_of_trl_says_what_the_table_says() -> None:
-    page = (ROOT / "docs" / "from-trl.md").read_text()
+    page = (ROOT / "docs" / "coming-from-trl.md").read_text()
     names = page.partition("## Names")[2].partition("\n## ")[0]
     found = re.findall(r"^\| `(\w+)` \| (?:`([\w.]+)`|none) \|", names, re.MULTILINE)
     known = {(name, one.setting) for one in EQUIVALENTS for name in one.names["TRL"]}
@@ -41,7 +41,7 @@ def test_the_page_for_users_of_trl_says_what_the_table_says() -> None:
 
 def test_the_example_for_users_of_trl_is_a_configuration() -> None:
     (example,) = re.findall(
-        r"```python\n(import relaxd\n.*?)```", (ROOT / "docs" / "from-trl.md").read_text(), re.DOTALL
+        r"```python\n(import relaxd\n.*?)```", (ROOT / "docs" / "coming-from-trl.md").read_text(), re.DOTALL
     )
     made = example.partition("with relaxd.run")[0]
     names: dict[str, Any] = {}

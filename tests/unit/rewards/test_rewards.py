@@ -20,7 +20,7 @@ from relaxd.rewards import (
     resolve,
 )
 from relaxd.rewards.interface import text_message
-from services.reward.service import samples_of
+from services.reward.samples import samples_of_columns
 
 
 @pytest.mark.parametrize("value", [1, 0.5, True, np.float32(0.5), np.float64(0.5), np.int64(3), Fraction(1, 2)])
@@ -135,7 +135,7 @@ def test_a_sample_of_several_sequences_is_scored_by_its_last_answer():
         "text": ["first", "last", "other"],
         "finish": ["stop", "length", "stop"],
     }
-    first, other = samples_of(columns)
+    first, other = samples_of_columns(columns)
     assert (first.response, first.finish_reason, other.response, other.finish_reason) == (
         "last",
         "length",
@@ -147,4 +147,4 @@ def test_a_sample_of_several_sequences_is_scored_by_its_last_answer():
     assert first.messages == [*asked, text_message("assistant", "first"), text_message("assistant", "last")]
     assert other.messages == [*asked, text_message("assistant", "other")]
     with pytest.raises(ValueError, match="3 texts, 2 finish and 3 sample_of_sequence differ"):
-        samples_of(columns | {"finish": ["stop", "stop"]})
+        samples_of_columns(columns | {"finish": ["stop", "stop"]})
