@@ -520,7 +520,7 @@ EQUIVALENTS = (
         "trainer.resume_mode",
         "ckpt.resume_step",
         "--load",
-        "`relaxd resume RUN` continues a run",
+        "`relaxd resume RUN` continues a run, with --from-step N from the checkpoint of an earlier step",
     ),
     Equivalent(
         "",
