@@ -12,13 +12,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import relaxd
+from relaxd import api
 from relaxd.config.load_toml import ConfigError
 from relaxd.run_folder import read_lines
 from tests.e2e.conftest import CONFIG
 from tests.kit.processes import ROOT
+from tests.kit.waiting import wait_until
 
 
 def even_bytes(sample: Any) -> float:
@@ -66,7 +69,7 @@ def test_a_run_is_started_iterated_and_read(folder: Path, tiny_model: Path) -> N
     with pytest.raises(ValueError, match="device is 'gpu': it must be auto, cpu, cuda"):
         again.evaluate(device="gpu")
 
-    async def collected() -> list[relaxd.api.Row]:
+    async def collected() -> list[api.Row]:
         return [step async for step in again.asteps()]
 
     assert [(step["step"], step["reward_mean"]) for step in asyncio.run(collected())] == [
@@ -78,10 +81,12 @@ def test_stop_says_what_it_waits_for(
     folder: Path, tiny_model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "tiny.toml").write_text(CONFIG.format(model=tiny_model, steps=3))
-    monkeypatch.setattr(relaxd.api, "NOTICE_SECONDS", 0.5)
-    monkeypatch.setattr(relaxd.api, "END_SECONDS", 3.0)
-    child = relaxd.api._Child(relaxd.configure("tiny.toml"), "hangs", {}, folder / "state")
+    monkeypatch.setattr(api, "NOTICE_SECONDS", 0.5)
+    monkeypatch.setattr(api, "END_SECONDS", 3.0)
+    child = api._Child(relaxd.configure("tiny.toml"), "hangs", {}, folder / "state")
     os.kill(child._process.pid, signal.SIGSTOP)
+    stands = lambda: psutil.Process(child._process.pid).status() == psutil.STATUS_STOPPED  # noqa: E731
+    wait_until(stands, "the child stands still")  # an earlier SIGINT would end it
     try:
         child.stop()
     finally:
