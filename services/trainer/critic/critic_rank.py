@@ -26,8 +26,7 @@ from services.trainer.megatron.channels import RankChannel
 class CriticServiceRank(StageRank):
     """A rank of the critic."""
 
-    def _compute(self, request: pb.WorkRequest) -> None:
-        config = RunConfig.model_validate_json(request.config_json)
+    def _compute(self, request: pb.WorkRequest, config: RunConfig) -> None:
         create_tried(config.algorithm, with_loss=False)
         trainer, run_folder = world_config(config, request.role), Path(request.folder)
         learner = CriticLearner(config, self._report_loading if self._thread.number == 0 else None)

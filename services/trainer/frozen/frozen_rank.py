@@ -70,8 +70,7 @@ class TakeOver:
 class FrozenModelRank(StageRank):
     """A rank of the reference or the teacher."""
 
-    def _compute(self, request: pb.WorkRequest) -> None:
-        config = RunConfig.model_validate_json(request.config_json)
+    def _compute(self, request: pb.WorkRequest, config: RunConfig) -> None:
         trainer = world_config(config, request.role)
         report = self._report_loading if self._thread.number == 0 else None
         stages = {stage.name: stage for stage in stages_for(config)}

@@ -66,7 +66,9 @@ class StageService(ReplicaService):
         environment = gpu_environment(gpus) | NCCL_ENVIRONMENT
         gpu_lease = self._context.gpus.child_lease if gpus else None
         self._loaded.clear()
-        self._ranks = ranks = RankProcesses(sizes.ranks, self._on_event, environment, gpu_lease, self.rank_module)
+        self._ranks = ranks = RankProcesses(
+            sizes.ranks, self._on_event, environment, gpu_lease, self.rank_module, ports=config.weights.port_range
+        )
         await ranks.start(
             pb.WorkRequest(
                 config_json=config.model_dump_json(),

@@ -43,7 +43,7 @@ class StageRank(rank_pb2_grpc.RankServicer):
         return pb.HandBackGroupsResponse(done=self._stage is None or not self._stage.worker.held)
 
     @abstractmethod
-    def _compute(self, request: pb.WorkRequest) -> None:
+    def _compute(self, request: pb.WorkRequest, config: RunConfig) -> None:
         """Load the model, and work. Doesn't return."""
 
     def _report_loading(self, detail: str) -> None:

@@ -184,22 +184,22 @@ class RankThread:
         """True if there is no other rank."""
         self.events: Outbox[WorkResponse] = Outbox()
 
-    def start(self, request: WorkRequest, work: Callable[[WorkRequest], None]) -> None:
-        """Run `work`, which doesn't return, in a new thread."""
+    def start(self, request: WorkRequest, work: Callable[[WorkRequest, RunConfig], None]) -> None:
+        """Run `work` with the request and its configuration in a new thread. It doesn't return."""
         threading.Thread(target=self._run, args=(request, work), name=request.role, daemon=True).start()
 
     def fail(self, reason: str, *, start_refused: bool = False) -> None:
         """Tell the service why this rank can't go on; `start_refused` is WorkResponse's."""
         self.events.put(WorkResponse(failed=reason, start_refused=start_refused))
 
-    def _run(self, request: WorkRequest, work: Callable[[WorkRequest], None]) -> None:
+    def _run(self, request: WorkRequest, work: Callable[[WorkRequest, RunConfig], None]) -> None:
         telemetry.setup_logging(f"{request.replica_id}/rank{self.number}", request.log_level)
         logging.getLogger("megatron").setLevel(logging.WARNING)  # it lists every parameter
         telemetry.setup(request.role, request.replica_id, f"rank{self.number}")
         config = RunConfig.model_validate_json(request.config_json)
         telemetry.write_traces(config.trace_folder(request.folder))
         try:
-            work(request)
+            work(request, config)
         except BaseException as error:
             logger.exception("rank %d failed", self.number)
             self.fail(f"{type(error).__name__}: {error}", start_refused=isinstance(error, InvalidArgument))

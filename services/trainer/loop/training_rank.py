@@ -139,8 +139,7 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
         )
         return pb.TrainerWakeResponse(memory=wake)
 
-    def _train(self, request: rank_pb.WorkRequest) -> None:
-        config = RunConfig.model_validate_json(request.config_json)
+    def _train(self, request: rank_pb.WorkRequest, config: RunConfig) -> None:
         algorithm = create_tried(config.algorithm, with_loss=True)
         for role in config.frozen_roles("trainer"):
             check_vocabularies(config, role)

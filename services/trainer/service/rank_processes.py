@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from relaxd.config import RunConfig
 from relaxd.process.child import Child, ChildError
 from relaxd.process.child_channel import RequestStream
 from relaxd.process.gpu_lease import GpuLease
@@ -53,12 +52,16 @@ class RankProcesses:
         environment: Mapping[str, str],
         gpu_lease: GpuLease | None,
         module: str = RANK,
+        *,
+        ports: range | None = None,
     ) -> None:
+        """`ports`: those on which the ranks may meet (weights.ports); None: any."""
         self._count = count
         self._module = module
         self._on_event = on_event
         self._environment = environment
         self._gpu_lease = gpu_lease
+        self._ports = ports
         self.ranks: list[RankProcess] = []
         self._port: ReservedPort | None = None
         """The port on which the ranks meet. Rank 0 listens on it once it has loaded its code."""
@@ -71,9 +74,8 @@ class RankProcesses:
         Raises:
             ChildError: a rank didn't start, or there is no port for the ranks to meet on.
         """
-        ports = RunConfig.model_validate_json(request.config_json).weights.port_range
         try:
-            self._port = reserve_port(LOOPBACK, ports)
+            self._port = reserve_port(LOOPBACK, self._ports)
         except NoFreePort as error:
             raise ChildError(str(error)) from error
         rendezvous = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(self._port.number), "WORLD_SIZE": str(self._count)}

@@ -46,6 +46,7 @@ class RankSupervisor:
         take_turn: Callable[[Callable[[str], None]], Awaitable[None]] | None = None,
         gpu_lease: GpuLease | None = None,
         module: str = RANK,
+        ports: range | None = None,
     ) -> None:
         """Supervise ranks that are not started yet.
 
@@ -57,11 +58,13 @@ class RankSupervisor:
             take_turn: in a colocated run, awaited before each start (ReplicaContext.take_turn).
             gpu_lease: the ranks are killed when it is over.
             module: the ranks' program.
+            ports: those on which the ranks may meet (weights.ports); None: any.
         """
         self._settings = settings
         self._environment = environment
         self._take_turn = take_turn
         self._gpu_lease = gpu_lease
+        self._ports = ports
         self._module = module
         self.awake = False
         """True if the ranks use the devices, in a colocated run."""
@@ -172,7 +175,9 @@ class RankSupervisor:
 
     async def _run_world(self) -> RpcError:
         """Run the ranks until one fails; return the error."""
-        processes = RankProcesses(self._count, self._on_event, self._environment, self._gpu_lease, self._module)
+        processes = RankProcesses(
+            self._count, self._on_event, self._environment, self._gpu_lease, self._module, ports=self._ports
+        )
         self._processes = processes
         try:
             await processes.start(self._request)

@@ -121,6 +121,7 @@ class TrainerService(ReplicaService):
             take_turn=take_turn,
             gpu_lease=gpu_lease,
             module=RANK if has_model else SCRIPTED_RANK,
+            ports=config.weights.port_range,
         )
         self._living = asyncio.create_task(self.world.live(), name="world")
 
