@@ -252,7 +252,7 @@ class Run:
             out: folder for answers and results, by default below the run's folder: evaluated/step-N-TIME.
 
         Raises:
-            ValueError: `device` is none of these.
+            ValueError: `device` is another word.
             RunError: the run has no such checkpoint or set.
             ConfigError: a set can't be read.
         """

@@ -125,7 +125,7 @@ def protected_steps(run_folder: Path, setting: str, checkpoints_of: Path) -> set
 
 
 def _read_record(run_folder: Path) -> dict[str, Any]:
-    """Read run.json; {} before there is one. Raises OSError, ValueError."""
+    """Read run.json; {} if there is no such file yet. Raises OSError, ValueError."""
     try:
         found = json.loads((run_folder / RECORD).read_bytes())
     except FileNotFoundError:

@@ -39,7 +39,7 @@ OF_STEPS = (STEPS, "reference", MODELS, EVALUATIONS, f"{EVALUATIONS}/*", CHECKPO
 """Folders with a file or folder for each step, whose name begins with step-NUMBER. Step files come first: a file
 beyond the ledger counts as a step."""
 OF_THE_END = (SUMMARY, "model", "report.html", "curve.png", CURRICULUM)
-"""What a run's end leaves, and what is made anew from the files that stay."""
+"""Files that a run's end writes, and those that are made anew from the others."""
 LINES = (METRICS, SAMPLES, GROUPS)
 """Files with lines in the order of steps, of which those of later steps are cut off."""
 

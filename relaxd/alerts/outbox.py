@@ -1,4 +1,4 @@
-"""What one address is told of a run, and when. A policy: it gets its clock, sends nothing, and knows no address."""
+"""Messages about a run for one address, and when each is due. A policy: it gets its clock, and sends nothing itself."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ LEVELS: tuple[Level, ...] = ("info", "success", "warning", "failure")
 MAX_PENDING = 50
 """Messages that wait; older ones are left out."""
 MAX_TOLD = 1000
-"""Alarms that were told of and are remembered; older ones are forgotten."""
+"""Maximum number of announced alarms that are remembered."""
 REPORTED = (
     "reward_mean",
     "loss",
@@ -39,7 +39,7 @@ class Message:
 class Outbox:
     """Collects messages about a run for one address until they are sent.
 
-    It compares the run's status with what the address was told of, so that nothing is told twice after a restart.
+    It compares the run's status with its messages so far, so that none is sent twice after a restart.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class Outbox:
         self._repeat_seconds = repeat_seconds
         self._every = every
         self._events: dict[str, str] = dict(state.get("events", {}))
-        """Time of the last beginning, pause and end that was told of, by name."""
+        """Time of the last beginning, pause and end with a message, by name."""
         self._alarms: dict[str, tuple[int, float]] = {
             name: (int(step), float(time)) for name, (step, time) in state.get("alarms", {}).items()
         }
-        """First step of the alarm that was told of last, and the Unix time, by the alarm's name."""
+        """First step and Unix time of the last message about an alarm, by the alarm's name."""
         self._reported: tuple[int, dict[str, float]] | None = None
         """Step and numbers of the last report."""
         self._report_step: int | None = state.get("report_step")
@@ -70,7 +70,7 @@ class Outbox:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What was told and sent, as JSON."""
+        """The messages so far, as JSON values."""
         return self._state
 
     def observe(self, status: Mapping[str, Any], now: datetime) -> None:
@@ -105,7 +105,7 @@ class Outbox:
         self._reported, self._report_step = self._latest, step
 
     def due(self, now: datetime) -> Message | None:
-        """Return what is to be sent now, all of it as one message; None if there is nothing, or it has to wait."""
+        """Return the message to send now, with everything that waits; None in quiet hours, and if nothing waits."""
         waiting = sorted([*self._pending, *([self._report] if self._report else [])], key=lambda one: one[0])
         if not waiting or (self._quiet.include(now) and not self._ended):
             return None

@@ -26,9 +26,10 @@ def push(
     public: Annotated[bool, typer.Option("--public", help="Let everybody see a repository that is created.")] = False,
     folder: FolderOption = None,
 ) -> None:
-    """Upload a run's model to the Hugging Face hub, with a model card. By default the one that the run's end exported.
+    """Upload a run's model to the Hugging Face hub, with a model card.
 
-    The token is that of HF_TOKEN or of `hf auth login`. HF_ENDPOINT names another hub.
+    By default it is the trained model, which the run's end has exported. The token is that of HF_TOKEN or of
+    `hf auth login`. HF_ENDPOINT names another hub.
     """
     found = run_folder(run_id, folder)
     if best and step is not None:

@@ -32,7 +32,7 @@ Values = dict[str, Any]
 
 
 def flat(value: Any, place: str = "") -> Any:
-    """Return nested tables as one, whose names have dots: rollout.top_p, with or without quotes, is one setting."""
+    """Return a flat table with dotted names, so that rollout.top_p is one setting with and without quotes."""
     if not isinstance(value, Mapping):
         return value
     found: Values = {}
@@ -82,7 +82,7 @@ class SweepRun:
 
     run_id: str
     settings: Values
-    """What tells it from the others."""
+    """The settings in which runs of the sweep differ."""
     config: RunConfig
 
     @property

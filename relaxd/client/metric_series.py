@@ -55,7 +55,7 @@ class _EvenlyChosen:
 
 
 def read_series(folder: Path, request: pb.GetMetricsRequest) -> list[pb.MetricSeries]:
-    """Return the series that are asked for, by name; none if the run has no metrics yet. Ignores `run_id`."""
+    """Return the series of a request, by name; none if the run has no metrics yet. Ignores `run_id`."""
     points = min(request.max_points or DEFAULT_POINTS, MAX_POINTS)
     names = sorted(set(request.names))
     points = min(points, MAX_VALUES // len(names)) if names else min(points, POINTS_OF_ALL)

@@ -8,7 +8,7 @@ from pydantic import Field, PositiveInt, model_validator
 from relaxd.config.section import Section
 
 PLACED = ("rollout", "reward", "advantage", "reference", "teacher", "critic", "judge")
-"""Roles that may be placed: all but the coordinator and the trainer, of which there is one each."""
+"""Roles that may be placed: all except coordinator and trainer, which every run has once."""
 
 
 class PlacementConfig(Section):

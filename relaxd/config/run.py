@@ -36,7 +36,7 @@ class StopEarlyConfig(Section):
     patience: int = Field(default=3, ge=1)
     """End the run after this many evaluations in a row without an improvement."""
     min_delta: float = Field(default=0.0, ge=0)
-    """What counts as an improvement: more than this over the best value so far."""
+    """Smallest improvement that counts, over the best value so far."""
 
     @model_validator(mode="after")
     def _is_on(self) -> Self:

@@ -108,8 +108,8 @@ class CheckpointConfig(Section):
     """until_checkpoint: remove a step's file once `keep` checkpoints after it are on disk. always: keep all, so that
     `relaxd replay` can repeat any step."""
     export_every: int = Field(default=0, ge=0)
-    """Also export the model as a Hugging Face folder after every so many steps, to models/step-N in the run's folder.
-    The next step waits meanwhile. They are never removed. 0: only when the run ends."""
+    """Also export the model as a Hugging Face folder each time this many steps are done, to models/step-N in the run's
+    folder. The next step waits meanwhile. They are never removed. 0: only when the run ends."""
     timeout_seconds: float = Field(default=1800.0, gt=0)
     """Abandon a checkpoint that is not on disk after this time; training continues."""
 
@@ -130,8 +130,8 @@ class TrainerConfig(Section):
     their prompts have at most twice as many tokens. 0: as many as one sample may have, data.max_prompt_tokens +
     rollout.max_new_tokens, and at least 4,096."""
     reset_moments_every: int = Field(default=0, ge=0)
-    """Start the policy's AdamW anew after every so many steps: moments of zero, and the bias correction of a first
-    update. The learning rate's schedule goes on. 0: never."""
+    """Start the policy's AdamW anew each time this many steps are done: moments of zero, and the bias correction of a
+    first update. The learning rate's schedule goes on. 0: never."""
     reset_moments_after: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Also do so after these steps. `relaxd resume RUN --from-step N --reset-moments` adds one."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -27,7 +27,7 @@ class SweepRow:
 
     run_id: str
     settings: Mapping[str, Any]
-    """What tells it from the others."""
+    """The settings in which runs of the sweep differ."""
     result: RunResult | None
     """None before it begins."""
 
@@ -61,7 +61,7 @@ def read_row(run_id: str, settings: Mapping[str, Any], folder: Path) -> SweepRow
 
 
 def sweep_table(rows: Sequence[SweepRow], metric: WatchedMetric | None) -> tuple[list[str], list[list[str]]]:
-    """Return titles and cells: settings, steps, reward, and the best and the last value of the metric, if there is one.
+    """Return titles and cells: settings, steps, reward, and the best and the last value of a metric.
 
     The best run is first; those without a result are last.
     """

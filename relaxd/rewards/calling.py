@@ -115,7 +115,7 @@ def call(reward: Reward, samples: Sequence[RewardInput], runner: asyncio.Runner,
 
 @dataclass
 class _Call:
-    """A call of a function, which collects what it logs in a context of its own."""
+    """A call of a function, with the numbers that it logs."""
 
     function: Callable[[Any], Any]
     scored: Any

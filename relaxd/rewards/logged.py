@@ -20,7 +20,7 @@ AGGREGATES: dict[str, Callable[[Sequence[float]], float]] = {
     "max": max,
     "last": lambda values: values[-1],
 }
-"""How many values become one, of a sample and then of a step."""
+"""Functions that make one number of several, of a sample and then of a step."""
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.\-/]{0,63}")
 MAX_NAMES = 64
 """Maximum number of names that one call of a reward logs."""

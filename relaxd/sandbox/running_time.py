@@ -10,7 +10,7 @@ LATE_SECONDS = 1.0
 
 
 def ran(planned: float, passed: float) -> float:
-    """Return how many of the `passed` seconds this process ran, given that it planned to look again after `planned`.
+    """Estimate how long this process ran in `passed` seconds, after which it looked instead of after `planned`.
 
     A process that stood still looks late. It stopped somewhere in the planned time, so half of that counts: what was
     computed meanwhile can still be read, and a deadline ends all the same.

@@ -15,13 +15,13 @@ DETECTED = (
     *("matplotlib", "tensorflow", "tensorboard", "pytorch", "xgboost", "scikit", "fastai", "lightgbm", "hydra"),
     *("detect_repository", "tfdefines", "joblib", "megengine", "catboost", "gradio"),
 )
-"""What ClearML would find in this process by itself, other trackers' numbers and this process's code included."""
+"""Frameworks and code that ClearML would record by itself, with other trackers' numbers: all are turned off."""
 
 
 class ClearMLTracker(Tracker):
     """Logs to a task of ClearML. A number that comes again for its step replaces the first one.
 
-    Each edition is a task of its own, with the edition's name as a tag. Offline, the folder has only the last one,
+    Each edition is a further task, with the edition's name as a tag. Offline, the folder has only the last edition,
     which each start writes anew.
     """
 

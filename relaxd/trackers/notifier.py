@@ -27,7 +27,7 @@ LAST_PAUSE_SECONDS = 2.0
 MAX_STATUSES = 1000
 """Statuses that wait for a thread that is sending; older ones are left out."""
 FOLDER = "alerts"
-"""Folder in the run's folder with what each address was told of, by its number."""
+"""Folder in the run's folder with the state of each address's messages, by its number."""
 
 Report = Callable[[str, str], None]
 """Called with an address's name and its problem, "" once it works."""

@@ -138,7 +138,7 @@ class ActiveRun:
         self._evaluated = 0
         """Version of that evaluation."""
         self._candidate: asyncio.Task[None] | None = None
-        """The last checkpoint that was asked for because its version is evaluated."""
+        """The request for the last checkpoint that may become the best."""
         self.assignable = False
         """The board exists, so that replicas can start."""
         self.step = 0

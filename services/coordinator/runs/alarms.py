@@ -24,7 +24,7 @@ DISK_SECONDS = 10.0
 """Interval at which the disk's free space is looked at."""
 SHOWN_REPLICAS = 5
 NO_ALARM = (pb.WAIT_KIND_PAUSED, pb.WAIT_KIND_STOPPING)
-"""Waits that people asked for, or were told of."""
+"""Waits that people have caused."""
 Key = tuple["pb.AlarmKind.ValueType", str]
 """Kind and name of an alarm."""
 
@@ -133,7 +133,7 @@ class RunAlarms:
         self._log()
 
     def status(self, tracking: Tracking) -> dict[str, Any]:
-        """Return what notifiers need to know of the run."""
+        """Return the run's state, step and alarms for notifiers, as JSON values."""
         record = self._record()
         ended = record.phase in (Phase.STOPPED, Phase.FAILED)
         alarms = [*self.current(), *(one for one in tracking.alarms() if one.kind != pb.ALARM_KIND_NOTIFIER)]

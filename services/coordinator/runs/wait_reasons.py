@@ -385,7 +385,7 @@ REASONS: tuple[Callable[[RunSnapshot], Reason | None], ...] = (
 
 
 def _lacking(run: RunSnapshot) -> int:
-    """Return how many groups the open step still lacks at the trainer."""
+    """Count the groups that the open step still lacks at the trainer."""
     ready = run.queues[-1].waiting + run.queues[-1].held if run.queues else 0
     return max(0, run.groups_per_step - ready)
 

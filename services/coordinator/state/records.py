@@ -287,7 +287,7 @@ class ScaleState(StrEnum):
 
     @property
     def ended(self) -> bool:
-        """Whether the request is over: its state changes no more."""
+        """True if the state changes no more."""
         return self not in UNDER_WAY
 
     @property

@@ -125,7 +125,7 @@ class UpdateStats:
     """The loss's sums divided by `tokens` (kl, entropy, clip_fraction ...), `expert_load.metrics`, the difference
     between the engine's and the trainer's log-probs (`mismatch.metrics`), and the critic's numbers."""
     cause: str = ""
-    """What in the algorithm made the loss infinite or NaN; empty if log-probs, advantages or the critic did."""
+    """Part of the algorithm that made the loss infinite or NaN; empty if log-probs, advantages or the critic did."""
 
     @property
     def shown(self) -> str:

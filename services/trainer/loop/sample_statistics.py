@@ -31,7 +31,7 @@ REPEATED_RATIO = 10.0
 MAX_COMPRESSED = 512
 """Maximum number of answers of a step that are compressed, spread evenly: each takes 0.2 ms."""
 MAX_SOURCES = 32
-"""Maximum number of sources with numbers of their own; the samples of the others are counted as `other`."""
+"""Maximum number of sources with statistics; the samples of all further sources are counted as `other`."""
 NO_NAME = re.compile(r"[^A-Za-z0-9_.\-]+")
 """Characters of a source that can't be in a metric's name."""
 MAX_NAME = 64

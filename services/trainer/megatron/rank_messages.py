@@ -1,4 +1,4 @@
-"""What ranks send each other, as bytes: JSON, with arrays beside it. Nothing that is received is executed.
+"""Messages between ranks, as bytes: JSON, with arrays beside it. Nothing that is received is executed.
 
 A message is made of plain values, arrays, paths and registered dataclasses. Ranks of one program know the same
 classes; a name that isn't registered is refused.
@@ -107,7 +107,7 @@ _KINDS: dict[str, Callable[[dict[str, Any], Iterator[memoryview]], Any]] = {
     "path": lambda node, arrays: Path(node["path"]),
     "message": _message,
 }
-"""How a JSON object with `KIND` becomes a value again. Arrays come in the order in which they were sent."""
+"""Functions that make a value of a JSON object with `KIND`. Arrays come in the order in which they were sent."""
 
 
 def _from_json(node: Any, arrays: Iterator[memoryview]) -> Any:

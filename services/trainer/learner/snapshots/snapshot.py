@@ -87,7 +87,7 @@ class Stateful:
     optimizer_steps: int
     """Number of updates that have changed the weights."""
     moments: bool = True
-    """Whether its checkpoints have the optimizers' moments."""
+    """True if its checkpoints have the optimizers' moments."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The numbers of the last step, where nothing else keeps them."""
     skipped_in_a_row: int = 0
