@@ -124,8 +124,9 @@ def worker_environment(variables: Sequence[str], environment: Mapping[str, str] 
             f"reward.environment names {', '.join(missing)}, not set in the reward service's environment: set it where "
             "that service is started"
         )
-    return {
+    passed = {
         name: value
         for name, value in environment.items()
         if name in PASSED or name.startswith(PASSED_PREFIXES) or name in variables
     }
+    return passed | {"PYTHONUNBUFFERED": "1"}  # a worker is killed in the end: what a reward has printed isn't lost

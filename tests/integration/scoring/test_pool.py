@@ -137,8 +137,8 @@ async def test_a_reward_that_hangs_is_killed_at_its_deadline(pool):
         (outcomes[1], "PyDLL(None).sleep(3600)", "hang_in_c"),
     ):
         where = f"(at {place(code)}, in {function})"
-        late = f"scoring a sample took longer than 2 s {where}; its process was killed; the prompt: 'hot?'"
-        assert outcome == Failure(late)
+        reason = f"scoring a sample took longer than 2 s {where}; its process was killed; the prompt: 'hot?'"
+        assert outcome == Failure(reason, late=True)
 
 
 async def test_of_a_reward_that_hangs_only_its_own_stack_is_shown(pool, capfd):

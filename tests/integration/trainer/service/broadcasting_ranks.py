@@ -28,7 +28,7 @@ def main() -> None:
         broadcaster.join(rendezvous, 60)
     for checksums in (False, True):
         result = broadcaster.broadcast(name, 60, checksums)
-    print(json.dumps({"bytes": result.bytes, "checksums": dict(result.checksums)}))
+    print(json.dumps({"bytes": result.bytes, "checksums": dict(result.checksums)}), flush=True)
 
 
 if __name__ == "__main__":
