@@ -1,4 +1,4 @@
-"""Settings of a service process, the id of its container included. Every flag is also an environment variable."""
+"""Settings of a service process. Every flag is also an environment variable."""
 
 import argparse
 import os
@@ -9,7 +9,6 @@ import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,6 +16,7 @@ from relaxd import __version__
 from relaxd.redis_client import parse as parse_redis_url
 from relaxd.roles import ROLES
 from relaxd.rpc.access import AccessTokens
+from relaxd.rpc.container_id import container_id
 from relaxd.rpc.credentials import (
     REDIS_FILES,
     ServerSecurity,
@@ -28,27 +28,6 @@ from relaxd.rpc.credentials import (
 )
 from relaxd.rpc.stack_identity import checked_stack_identity
 from relaxd.rpc.tls import TlsFiles
-
-_MOUNTS = Path("/proc/self/mountinfo")
-_DOCKER_FILE = re.compile(r" \S*/containers/([0-9a-f]{64})/\S+ /etc/(?:hostname|hosts|resolv\.conf) ")
-
-
-def container_id(mounts: Path = _MOUNTS) -> str:
-    """Return the short id (12 hexadecimal digits) of the Docker container that this process runs in; "" outside.
-
-    Docker mounts /etc/hostname, /etc/hosts and /etc/resolv.conf from a folder named by the full id. The host name may
-    differ from the id (`uts: host`, `network_mode: host`, `hostname: ...`), and with cgroups v2 /proc/self/cgroup does
-    not have it.
-
-    Args:
-        mounts: the mount table to read, as in proc_pid_mountinfo(5).
-    """
-    try:
-        found = _DOCKER_FILE.search(mounts.read_text(encoding="utf-8", errors="replace"))
-    except OSError:  # not Linux
-        return ""
-    return found[1][:12] if found else ""
-
 
 COORDINATOR_PORT = 50050
 """Default port of the coordinator."""

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from relaxd.rpc.service_settings import container_id, parse_settings
+from relaxd.rpc.container_id import container_id
+from relaxd.rpc.service_settings import parse_settings
 
 ID = "14cd870b9ccadaf2dfaee04eacee37fb260669aa8e970fea5b8f5a3771730cef"
 OTHER = "b802db69c459fa386f6798dfa1e791b918e4af892eddfba32b2be2ef04a67916"
