@@ -8,6 +8,7 @@ The ranks of a data-parallel index (tensor, context and pipeline parallel) work 
 read a group, the source would send it as often as there are ranks.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 from services.trainer.megatron import TICK_SECONDS
 from services.trainer.megatron.disk_work import DiskWork
-from services.trainer.megatron.rank_messages import MessageError, array_sizes, decode, encode, message
+from services.trainer.megatron.rank_messages import MessageError, decode, encode, message, parse
 
 TICK = None
 """Sent instead of a command."""
@@ -68,13 +69,11 @@ def all_gather(value: Any) -> list[Any]:
 
 def _split(data: memoryview, text: int, total: int) -> Any:
     """Return the message of the first `total` bytes of `data`, of which `text` are its JSON."""
-    parts, at = [data[:text]], text
-    for size in array_sizes(parts[0]):
-        parts.append(data[at : at + size])
-        at += size
-    if at != total:
-        raise MessageError(f"a message of {total} bytes has {at}")
-    return decode(parts)
+    node, sizes = parse(data[:text])
+    if text + sum(sizes) != total:
+        raise MessageError(f"a message of {total} bytes has {text + sum(sizes)}")
+    ends = list(itertools.accumulate(sizes, initial=text))
+    return decode(node, (data[begin:end] for begin, end in itertools.pairwise(ends)))
 
 
 class RankChannel:
@@ -195,14 +194,15 @@ def _take_broadcast(source: int, group: dist.ProcessGroup) -> Any:
     dist.broadcast(size := torch.zeros(1, dtype=torch.int64), source, group=group)
     text = memoryview(bytearray(int(size)))
     dist.broadcast(_tensor(text), source, group=group)
-    arrays = [memoryview(bytearray(size)) for size in array_sizes(text)]
+    node, sizes = parse(text)
+    arrays = [memoryview(bytearray(size)) for size in sizes]
     for piece, slices in _pieces(arrays):
         dist.broadcast(_tensor(piece), source, group=group)
         at = 0
         for one in slices:
             one[:] = piece[at : at + one.nbytes]
             at += one.nbytes
-    return decode([text, *arrays])
+    return decode(node, arrays)
 
 
 def _send(parts: Sequence[memoryview], to: int, group: dist.ProcessGroup) -> None:
@@ -217,11 +217,12 @@ def _receive(source: int, group: dist.ProcessGroup) -> Any:
     """Return the next message that a rank sends to this one with `_send`."""
     dist.recv(size := torch.zeros(1, dtype=torch.int64), source, group=group)
     dist.recv(_tensor(text := memoryview(bytearray(int(size)))), source, group=group)
-    arrays = [memoryview(bytearray(size)) for size in array_sizes(text)]
+    node, sizes = parse(text)
+    arrays = [memoryview(bytearray(size)) for size in sizes]
     for array in arrays:
         if array.nbytes:
             dist.recv(_tensor(array), source, group=group)
-    return decode([text, *arrays])
+    return decode(node, arrays)
 
 
 def _tensor(part: memoryview) -> torch.Tensor:

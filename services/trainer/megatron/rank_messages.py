@@ -5,7 +5,7 @@ classes; a name that isn't registered is refused.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,14 +46,18 @@ def encode(value: Any) -> list[memoryview]:
     return [memoryview(bytearray(text, "utf-8")), *arrays]
 
 
-def array_sizes(text: memoryview) -> list[int]:
-    """Return the bytes of each array of the message whose JSON this is."""
-    return [int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize for dtype, shape in _headers(_parse(text))]
+def parse(text: memoryview) -> tuple[Any, list[int]]:
+    """Return the JSON of a message's first part, and the bytes of each array that follows. Raises MessageError."""
+    try:
+        node = json.loads(bytes(text))
+    except ValueError as error:
+        raise MessageError(f"not a message of another rank: {error}") from error
+    return node, [int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize for dtype, shape in _headers(node)]
 
 
-def decode(parts: Sequence[memoryview]) -> Any:
-    """Return the message of parts. Its arrays are read-only views of them. Raises MessageError."""
-    return _from_json(_parse(parts[0]), iter(parts[1:]))
+def decode(node: Any, arrays: Iterable[memoryview]) -> Any:
+    """Return the message of its parsed JSON and its arrays, which stay read-only views. Raises MessageError."""
+    return _from_json(node, iter(arrays))
 
 
 def _to_json(value: Any, arrays: list[memoryview]) -> Any:
@@ -130,10 +134,3 @@ def _headers(node: Any) -> Iterator[tuple[str, list[int]]]:
             yield node["dtype"], node["shape"]
         else:
             yield from _headers(list(node.values()))
-
-
-def _parse(text: memoryview) -> Any:
-    try:
-        return json.loads(bytes(text))
-    except ValueError as error:
-        raise MessageError(f"not a message of another rank: {error}") from error

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from services.trainer.megatron.rank_messages import MessageError, array_sizes, decode, encode, message
+from services.trainer.megatron.rank_messages import MessageError, decode, encode, message, parse
 
 
 @message
@@ -29,8 +29,9 @@ class Unknown:
 
 def copied(value: Any) -> Any:
     parts = encode(value)
-    assert array_sizes(parts[0]) == [part.nbytes for part in parts[1:]]
-    return decode([memoryview(bytes(part)) for part in parts])
+    node, sizes = parse(parts[0])
+    assert sizes == [part.nbytes for part in parts[1:]]
+    return decode(node, [memoryview(bytes(part)) for part in parts[1:]])
 
 
 def test_values_arrive_as_they_were() -> None:
@@ -101,6 +102,6 @@ def test_what_cannot_be_sent_is_named(value: Any, named: str) -> None:
 )
 def test_what_is_no_message_is_refused(node: Any) -> None:
     with pytest.raises(MessageError):
-        decode([memoryview(json.dumps(node).encode())])
+        decode(parse(memoryview(json.dumps(node).encode()))[0], [])
     with pytest.raises(MessageError, match="not a message"):
-        decode([memoryview(b"{")])
+        parse(memoryview(b"{"))
