@@ -12,12 +12,11 @@ import torch
 from transformers import PretrainedConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig
 
 from relaxd.config import GRPOConfig, TrainerConfig
+from relaxd.models.flops import peak_flops as peak_of
 from services.trainer.batch.micro_batch import PackedMicroBatch, TrainSequence, pack
 from services.trainer.learner import forward
 from services.trainer.learner.learner import Learner
 
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}
-"""Dense bf16 peak FLOP/s, by a word in the GPU's name."""
 SHAPES = {
     "0.2b": {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 12, "num_attention_heads": 12},
     "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
@@ -143,5 +142,4 @@ def flops(config: PretrainedConfig, parameters: int, batch: PackedMicroBatch) ->
 
 def peak_flops() -> float:
     """Return this GPU's dense bf16 peak FLOP/s, NaN if unknown."""
-    name = torch.cuda.get_device_name()
-    return next((value for word, value in PEAK_FLOPS.items() if word in name), float("nan"))
+    return peak_of(torch.cuda.get_device_name()) or float("nan")

@@ -6,13 +6,12 @@ exchange and offloading several models weren't measured.
 
 from dataclasses import dataclass
 
+from relaxd.models.flops import PEAK_FLOPS
 from relaxd.models.layouts import Layout, stage_parameters, used_parameters
 from relaxd.models.shape import ModelShape
 
-PEAK_FLOPS = 989e12
-"""Dense bf16 FLOP/s of an H100 or H200."""
 EFFICIENCY = 0.52
-"""Share of it that one rank reaches alone."""
+"""Share of an H200's peak that one rank reaches alone."""
 EXTRA_WORK = {"none": 1.0, "selective": 1.06, "full": 4 / 3}
 """StepWork with recomputation over work without."""
 TENSOR_BYTES_PER_SECOND = 2.2e11
@@ -76,7 +75,7 @@ def predict(shape: ModelShape, layout: Layout, work: StepWork, element: int = 2)
     of_output = 6.0 * shape.vocabulary * shape.hidden * work.tokens
     attention = 12.0 * shape.layers * shape.query * work.attended
     of_layers = (6.0 * used_parameters(shape) * work.tokens - of_output + attention) * extra
-    speed = PEAK_FLOPS * EFFICIENCY * ranks * (1 if element == 2 else 0.1)
+    speed = PEAK_FLOPS["H200"] * EFFICIENCY * ranks * (1 if element == 2 else 0.1)
     compute = (of_layers + of_output) / speed
     # All wait for the slowest stage. The last one has the output layer besides its layers.
     shares = [layout.stage_layers(shape, stage) / shape.layers for stage in range(stages)]
