@@ -12,7 +12,7 @@ from relaxd.cli.run_checkpoints import best_step, export_model, run_folder
 from relaxd.client import CliError
 from relaxd.report.model_card import CURVE, model_card
 from relaxd.report.report_files import write_report
-from relaxd.report.run_result import read_result
+from relaxd.report.run_result import RunResult, read_result
 from relaxd.run_folder import model_path
 
 CARD = "README.md"
@@ -35,8 +35,8 @@ def push(
     if best and step is not None:
         raise CliError(f"--best and --step {step} name two checkpoints: give one of them")
     with tempfile.TemporaryDirectory(prefix="relaxd-push-") as temporary:
-        model, of_step = _model(found, best_step(found) if best else step, Path(temporary) / "model")
         result = read_result(found)
+        model, of_step = _model(found, result, best_step(found) if best else step, Path(temporary) / "model")
         write_report(found)  # for the curve
         files = {path.name: path for path in sorted(model.iterdir()) if path.is_file()}
         if (found / CURVE).is_file():
@@ -46,9 +46,9 @@ def push(
     show(url)
 
 
-def _model(folder: Path, step: int | None, target: Path) -> tuple[Path, int]:
+def _model(folder: Path, result: RunResult, step: int | None, target: Path) -> tuple[Path, int]:
     """Return a folder with the model of a step, exported to `target` if none is there, and its step."""
-    summary = read_result(folder).summary
+    summary = result.summary
     if step in (None, summary.get("steps")) and (folder / "model" / "config.json").is_file() and summary.get("model"):
         return folder / "model", int(summary["steps"])
     if step is not None and (model_path(folder, step) / "config.json").is_file():
