@@ -2,6 +2,7 @@
 
 import logging
 import re
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,7 +105,7 @@ class Sender:
         """Send a message, within the time-outs of Apprise. Returns the problem, "" if it was taken."""
         from apprise import NotifyFormat, NotifyType
 
-        thread = logging.LogRecord("", 0, "", 0, "", None, None).thread
+        thread = threading.get_ident()
         _codes.found.pop(thread, None)
         try:
             sent = self._target.notify(

@@ -112,10 +112,8 @@ def _resume_from(step: int, run_id: str, folder: Path | None, where: Where, step
 
     def go_back() -> None:
         with _way_back():
-            show(f"run {run_id} goes on after step {step}; what came later is in {rewind_to(local)}")
-
-    def rewind_to(found: Path) -> Path:
-        return rewind(found, step, reset_moments=reset_moments)
+            aside = rewind(local, step, reset_moments=reset_moments)
+        show(f"run {run_id} goes on after step {step}; what came later is in {aside}")
 
     if where.address is None:
         if began_on_up(local):

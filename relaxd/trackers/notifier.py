@@ -75,11 +75,10 @@ class Notifier(threading.Thread):
             self._report(self.name, str(problem))
             return
         while not self._ending.is_set():
-            pause = POLL_SECONDS if self._send(sender) else RETRY_SECONDS
-            if pause == RETRY_SECONDS:
-                self._ending.wait(pause)  # idle: the problem is reported
+            if self._send(sender):
+                self._wake.wait(POLL_SECONDS)  # idle: the run has no news
             else:
-                self._wake.wait(pause)  # idle: the run has no news
+                self._ending.wait(RETRY_SECONDS)  # idle: the problem is reported
             self._wake.clear()
         for _ in range(LAST_TRIES):
             if self._send(sender):
