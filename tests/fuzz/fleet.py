@@ -252,7 +252,7 @@ def _now() -> int:
 
 
 def bugs_in(log: str) -> list[str]:
-    """What failed by a service's log: its exceptions, and what Python and the system say of failures."""
+    """Find failures in a service's log: exceptions, and messages of Python and the system about failures."""
     found = []
     lines = iter(log.splitlines())
     for line in lines:

@@ -118,7 +118,7 @@ async def test_the_screen_closes_when_the_run_ends_and_when_it_cannot_be_followe
 
 
 class Terminal:
-    """`relaxd watch` on a terminal of its own."""
+    """Start `relaxd watch` on a new terminal."""
 
     def __init__(self, port: int) -> None:
         self._ours, theirs = pty.openpty()
@@ -146,7 +146,7 @@ class Terminal:
 
 
 LEFT = "\x1b[?1049l"
-"""What leaves the full screen."""
+"""Escape sequence with which a terminal leaves the full screen."""
 
 
 @pytest.mark.parametrize("end", ["q", "ctrl+c", "SIGTERM"])

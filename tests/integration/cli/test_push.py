@@ -23,7 +23,7 @@ FILES = {"config.json": b"{}", "model.safetensors": bytes(range(256)) * 9}
 
 
 class Hub:
-    """What the hub has got."""
+    """Requests and files that the hub has received."""
 
     def __init__(self) -> None:
         self.url = ""

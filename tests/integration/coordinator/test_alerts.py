@@ -1,4 +1,4 @@
-"""A run with a rule and an address: the alarm is in the run's message, and somebody is told of it and of the end."""
+"""A run with a rule and an address: the run shows the alarm, and the address gets messages about it and the end."""
 
 from pathlib import Path
 

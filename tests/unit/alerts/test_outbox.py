@@ -1,4 +1,4 @@
-"""What an address is told, and when: statuses and a clock, and the messages that are due."""
+"""Messages to an address and their times, as tables of statuses, clock and the messages that are due."""
 
 import json
 from datetime import UTC, datetime, timedelta

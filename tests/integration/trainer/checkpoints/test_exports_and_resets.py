@@ -22,7 +22,7 @@ LR = 1e-3  # that of `make_config`
 
 
 def changes(before: Path, after: Path) -> NDArray[Any]:
-    """What an update changed in the weights that it changed."""
+    """Changes of an update, of those weights that it changed."""
     first, second = load_file(before / "model.safetensors"), load_file(after / "model.safetensors")
     found = np.concatenate([np.abs(second[name] - first[name]).ravel() for name in first])
     return found[found > 0]
