@@ -16,6 +16,7 @@ from sglang.srt.managers.load_snapshot import shm_path_for
 from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang.srt.utils.network import get_zmq_socket
 
+from relaxd.process.ports import LOOPBACK, reserve_port
 from relaxd.rpc.errors import FailedPrecondition
 from services.rollout.engines.sglang.scheduler import run_scheduler
 from services.rollout.engines.sglang.schedulers import Schedulers
@@ -67,7 +68,10 @@ def launch(args: ServerArgs, schedulers: Schedulers) -> tuple[MessageChannel, di
     if args.enable_memory_saver:
         _add_cuda_runtime_to_library_path()
     try:
-        launcher = _Launcher(server_args=args)
+        with reserve_port(LOOPBACK, None) as port:
+            # SGLang would choose a port that is free now, and its schedulers listen on it many seconds later.
+            args.nccl_port = args.nccl_port or port.number
+            launcher = _Launcher(server_args=args)
     except Exception as error:
         raise FailedPrecondition(schedulers.failure or f"{type(error).__name__}: {error}") from error
     schedulers.connect(args.tp_size, CONNECT_SECONDS)

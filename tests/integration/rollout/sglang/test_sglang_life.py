@@ -1,18 +1,23 @@
 """How an SGLang engine starts, fails to, and ends: with everything that belongs to it."""
 
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
 from relaxd.process.child import ChildExited
+from relaxd.process.ports import reservation_name
 from relaxd.rpc.errors import FailedPrecondition, InvalidArgument
 from tests.integration.rollout.rollout_kit import Source
 from tests.integration.rollout.sglang.syncs import sync
 from tests.kit.engines import EngineRunner, assert_gone, family
+from tests.kit.waiting import wait_until
 
 PROMPT = [5, 9, 17, 200, 33]
 LOADS = "/dev/shm/sglang_loads_"
@@ -43,6 +48,25 @@ def test_a_scheduler_process_that_dies_ends_the_engine(start: Callable[..., Engi
         runner.wait(asked)
     assert not runner.engine.alive
     assert_gone(processes)
+
+
+def test_the_port_of_its_processes_is_reserved_until_they_listen(start: Callable[..., EngineRunner]) -> None:
+    reserved: set[int] = set()
+    name = re.compile(rf"@{reservation_name('127.0.0.1', 0)[:-1]}(\d+)$", re.MULTILINE)
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(start)
+
+        def started() -> bool:
+            reserved.update(map(int, name.findall(Path("/proc/net/unix").read_text())))
+            return starting.done()
+
+        wait_until(started)
+        runner = starting.result()
+    connections = [each for process in family(runner.engine.pid) for each in process.net_connections("inet")]
+    listening = {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
+    assert listening & reserved
+    now = set(map(int, name.findall(Path("/proc/net/unix").read_text())))
+    assert not listening & now, "reserved no longer than that"
 
 
 def test_options_that_sglang_does_not_have(start: Callable[..., EngineRunner]) -> None:
