@@ -11,6 +11,7 @@ import relaxd
 from relaxd.run_folder import closed_groups, read_all_samples
 from relaxd.v1 import coordinator_pb2 as pb
 from tests.e2e.conftest import CONFIG
+from tests.kit.waiting import wait_until
 
 STEPS = 3
 NAMES = (
@@ -18,6 +19,7 @@ NAMES = (
     *("pass_at_4", "scored_groups", "sync_bytes", "sync_receive_seconds", "train_tflops_per_gpu"),
     *("user/bytes", "user/calls"),
 )
+ASKED = pb.GetMetricsRequest(names=["reward_mean"], first_step=1, last_step=1)
 
 
 def right_if_even(sample: Any) -> float:
@@ -36,9 +38,9 @@ def test_every_way_has_the_same_numbers(tmp_path: Path, tiny_model: Path, monkey
     settings = {"eval.prompts": 0, "telemetry.all_samples": True, "tracking.trackers": ["tensorboard"]}
     with relaxd.run(relaxd.configure("tiny.toml", settings), reward=right_if_even, run_id="record") as run:
         for step in run.steps():
-            if step["step"] == 2:
+            if step["step"] == 1:  # its line is written a moment later
                 with run._client() as client:
-                    during = client.series(pb.GetMetricsRequest(names=["reward_mean"], first_step=1, last_step=1))
+                    during = wait_until(lambda: client.series(ASKED))
         run.wait()
     (one,) = during
     lines = {line["step"]: line for line in map(json.loads, (run.folder / "metrics.jsonl").open())}
