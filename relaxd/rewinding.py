@@ -31,6 +31,7 @@ from relaxd.run_folder import (
     critic_folder,
     holder_of,
     parse_line,
+    replace_file,
 )
 
 SET_ASIDE = "set-aside"
@@ -150,7 +151,5 @@ def _continue(folder: Path, aside: Path, step: int, *, reset_moments: bool) -> N
 
 
 def _replace(path: Path, aside: Path, text: str) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
     os.link(path, aside / path.name)
-    os.replace(temporary, path)
+    replace_file(path, text)

@@ -130,6 +130,13 @@ def begin_time(folder: Path) -> datetime | None:
         return None
 
 
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write a file whole, or not at all: readers see the content that was there before, or this. Raises OSError."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+    os.replace(temporary, path)
+
+
 def append_whole(file: io.FileIO, data: bytes) -> int:
     """Append to a file without a buffer: all of it, or nothing, as on a full disk. Raises OSError.
 

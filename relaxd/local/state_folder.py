@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from relaxd.client import CliError
 from relaxd.local.embedded_redis import RedisUrlModel
+from relaxd.run_folder import replace_file
 
 Phase = Literal["starting", "running", "restarting", "failed", "stopped"]
 
@@ -204,7 +205,7 @@ class StateFolder:
 
     def write(self, state: StackState) -> None:
         """Write the state."""
-        _replace(self._state, state)
+        replace_file(self._state, state.model_dump_json(indent=2))
 
     def read_launched(self) -> LaunchWishes:
         """Read the launcher's requests."""
@@ -215,7 +216,7 @@ class StateFolder:
 
     def write_launched(self, wishes: LaunchWishes) -> None:
         """Write the launcher's requests."""
-        _replace(self._launched, wishes)
+        replace_file(self._launched, wishes.model_dump_json(indent=2))
 
     def wait_until_down(self, seconds: float) -> bool:
         """Wait until no supervisor holds the folder. Returns False after `seconds`."""
@@ -225,10 +226,3 @@ class StateFolder:
                 return False
             time.sleep(0.05)  # named: `stack.down` tells which services are awaited
         return True
-
-
-def _replace(path: Path, content: BaseModel) -> None:
-    """Replace a file atomically."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(content.model_dump_json(indent=2))
-    os.replace(temporary, path)

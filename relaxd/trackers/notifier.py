@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import threading
 import time
 from collections import deque
@@ -15,7 +14,7 @@ from zoneinfo import ZoneInfo
 from relaxd.alerts.outbox import Outbox
 from relaxd.alerts.quiet_hours import parse_quiet_hours
 from relaxd.alerts.urls import AlertUrl, Sender, UrlProblem
-from relaxd.run_folder import METRICS
+from relaxd.run_folder import METRICS, replace_file
 from relaxd.trackers.followed_file import FollowedFile
 
 POLL_SECONDS = 1.0
@@ -133,6 +132,4 @@ class Notifier(threading.Thread):
 
     def _write_state(self) -> None:
         self._state.parent.mkdir(parents=True, exist_ok=True)
-        new = self._state.with_suffix(".new")
-        new.write_text(json.dumps(self._outbox.state))
-        os.replace(new, self._state)
+        replace_file(self._state, json.dumps(self._outbox.state))

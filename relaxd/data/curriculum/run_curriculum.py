@@ -7,7 +7,6 @@ file from its beginning: its first line is JSON, the rest are the arrays.
 
 import json
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from relaxd.data.curriculum.prompt_record import BUCKETS, PromptRecord
 from relaxd.data.curriculum.visits import Visits
 from relaxd.data.dataset import PromptDataset
 from relaxd.models import DataError
-from relaxd.run_folder import CURRICULUM, GROUPS, closed_groups
+from relaxd.run_folder import CURRICULUM, GROUPS, closed_groups, replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +50,7 @@ def save(record: PromptRecord, folder: Path, end: int, last: str) -> None:
     with record.lock:
         head = {"prompts": len(record), "end": end, "last": last, "visits": record.visits}
         tries, pass_rate = record.tries.tobytes(), record.pass_rate.tobytes()
-    temporary = (folder / CURRICULUM).with_suffix(".tmp")
-    temporary.write_bytes(json.dumps(head).encode() + b"\n" + tries + pass_rate)
-    os.replace(temporary, folder / CURRICULUM)
+    replace_file(folder / CURRICULUM, json.dumps(head).encode() + b"\n" + tries + pass_rate)
 
 
 def _read_snapshot(record: PromptRecord, path: Path, size: int) -> tuple[int, str]:

@@ -39,6 +39,7 @@ from relaxd.run_folder import (
     append_lines,
     newest_lines_with_ends,
     read_lines,
+    replace_file,
 )
 from services.coordinator.runs.line_files import PAGE, Check, LedgerFile, MetricsFile, Steps, finite, json_line
 from services.coordinator.state.records import Evaluation, RunRecord
@@ -105,8 +106,8 @@ class RunFiles:
 
     def write_config(self, config: RunConfig) -> None:
         """Write the configuration of a run that goes on with more steps. Raises OSError."""
-        _replace(self.folder / "config.toml", dump(config))
-        _replace(self.folder / CONFIG, config.model_dump_json(indent=2) + "\n")
+        replace_file(self.folder / "config.toml", dump(config))
+        replace_file(self.folder / CONFIG, config.model_dump_json(indent=2) + "\n")
 
     def remove_summary(self) -> None:
         """Remove the results of an end after which the run goes on. Raises OSError."""
@@ -159,7 +160,7 @@ class RunFiles:
     def write_record(self, record: RunRecord) -> None:
         """Write run.json."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        _replace(self.folder / RECORD, record.model_dump_json(indent=2) + "\n")
+        replace_file(self.folder / RECORD, record.model_dump_json(indent=2) + "\n")
 
     def append_groups(self, fates: Sequence[GroupOutcome]) -> int:
         """Append what became of groups to groups.jsonl, all or none. Returns the byte at which they end.
@@ -220,13 +221,7 @@ class RunFiles:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json."""
-        _replace(self.folder / SUMMARY, json.dumps(finite(summary), indent=2) + "\n")
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+        replace_file(self.folder / SUMMARY, json.dumps(finite(summary), indent=2) + "\n")
 
 
 def summarise(
