@@ -16,7 +16,7 @@ from importlib import import_module
 
 from relaxd.sandbox import program
 from relaxd.sandbox.channel import Channel
-from relaxd.sandbox.confinement import Limits, confine, make_rules
+from relaxd.sandbox.limits import Limits, confine, make_rules
 from relaxd.sandbox.loading import CONTEST
 
 CHANNEL = 3

@@ -5,8 +5,8 @@ from typing import Literal
 from relaxd.rewards.coding.cases import cases_of, code_in
 from relaxd.rewards.coding.judging import judge
 from relaxd.rewards.interface import RewardInput
-from relaxd.sandbox.confined import Sandbox
-from relaxd.sandbox.confinement import Limits
+from relaxd.sandbox.limits import Limits
+from relaxd.sandbox.processes import Sandbox
 
 CREDITS = ("all", "share")
 

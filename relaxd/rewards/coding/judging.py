@@ -12,7 +12,7 @@ from typing import Any
 
 from relaxd.rewards.coding.cases import Asserts, Call, Cases, Script
 from relaxd.sandbox.channel import decode, encode
-from relaxd.sandbox.confined import Confined, Ended, Sandbox, Stopped
+from relaxd.sandbox.processes import Confined, Ended, Sandbox, Stopped
 
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 _WHOLE = re.compile(r"[-+]?[0-9]+")

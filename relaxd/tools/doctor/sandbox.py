@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 
 from relaxd.local.programs import python_path
 from relaxd.sandbox import landlock
-from relaxd.sandbox.confinement import ConfinementError, Limits, check
 from relaxd.sandbox.enclosure import Measure
+from relaxd.sandbox.limits import ConfinementError, Limits, check
 from relaxd.tools.doctor.finding import Finding, Scope
 
 TRIAL_SECONDS = 20.0

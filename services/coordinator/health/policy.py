@@ -16,8 +16,8 @@ from relaxd.v1.replica_pb2 import (
 )
 from relaxd.waiting import Backoff
 from services.coordinator.fleet.registry import Replica
+from services.coordinator.health.detection import HealthIssue, HealthSignals
 from services.coordinator.health.health_update import DOWN, HealthUpdate, RestartMode, next_restart
-from services.coordinator.health.signs import HealthIssue, HealthSignals
 from services.coordinator.state.records import Health, ReplicaHealth, RoleHealth
 
 logger = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ from services.trainer.critic.critic_learner import CriticRank, TrainStep
 from services.trainer.frozen.followed_folder import await_file
 from services.trainer.frozen.model_stage import ModelStage
 from services.trainer.frozen.stage_rank import world_config
-from services.trainer.loop.checkpoint_choice import restore
 from services.trainer.loop.checkpoint_control import Answer, Checkpoints
+from services.trainer.loop.checkpoint_restore import restore
 from services.trainer.megatron import TICK_SECONDS
 
 RETRY_SECONDS = 5.0

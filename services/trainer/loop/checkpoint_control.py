@@ -22,7 +22,7 @@ from relaxd.run_folder import checkpoint_path, critic_folder
 from services.trainer.batch.step_file import step_file_path
 from services.trainer.checkpoints import checkpoint_folders as folders
 from services.trainer.checkpoints.checkpoint_folders import BoardState, CheckpointState, Ledger
-from services.trainer.loop.checkpoint_choice import Schedule
+from services.trainer.loop.checkpoint_restore import Schedule
 from services.trainer.loop.commanded_rank import (
     BeginCheckpoint,
     CommandedRank,

@@ -23,8 +23,8 @@ from services.trainer.batch.step_file import step_file_path, write_step_file
 from services.trainer.batch.step_plan import MicroBatchRound, StepPlan, bubble_share
 from services.trainer.checkpoints.reference_weights import remove_older, sync_weights, weights_after, weights_path
 from services.trainer.learner.update import SkippedUpdates, TooManySkippedUpdates, UpdateStats, step_metrics
-from services.trainer.loop.checkpoint_choice import restore
 from services.trainer.loop.checkpoint_control import Checkpoints
+from services.trainer.loop.checkpoint_restore import restore
 from services.trainer.loop.sample_files import SampleFiles
 from services.trainer.loop.sleep_controller import SleepController
 from services.trainer.loop.step_metrics import (

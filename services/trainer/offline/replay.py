@@ -43,7 +43,7 @@ def replay(run_folder: Path, step: int, start: int) -> dict[str, Any] | None:
     # Here, so that what is refused is refused at once: they load Megatron, which takes seconds.
     from services.trainer.learner.learner import Learner
     from services.trainer.learner.update import step_metrics
-    from services.trainer.loop.checkpoint_choice import same_layout
+    from services.trainer.loop.checkpoint_restore import same_layout
     from services.trainer.loop.round_runner import RoundRunner
     from services.trainer.megatron.channels import RankChannel
 

@@ -7,9 +7,9 @@ from relaxd.roles import JUDGE, REWARD, ROLLOUT, TRAINER
 from relaxd.v1 import replica_pb2 as pb
 from relaxd.v1.coordinator_pb2 import Registration
 from services.coordinator.fleet.registry import Replica
+from services.coordinator.health.detection import HealthIssue, HealthSignals
 from services.coordinator.health.health_update import HealthUpdate, RestartMode, next_restart
 from services.coordinator.health.policy import RoleReconciler, RoleSigns
-from services.coordinator.health.signs import HealthIssue, HealthSignals
 from services.coordinator.state.records import KEPT_EVENTS, Health, HealthRecord, ReplicaHealth, RoleHealth
 from services.coordinator.weights.gpu_handoff_rules import HandoffFailure
 

@@ -14,8 +14,8 @@ import pytest
 from relaxd.rewards import RewardInput, UnknownRewardError, check_output, resolve
 from relaxd.rewards.coding.cases import code_in
 from relaxd.rewards.coding.judging import same_output, same_value
-from relaxd.sandbox.confined import Sandbox
-from relaxd.sandbox.confinement import Limits
+from relaxd.sandbox.limits import Limits
+from relaxd.sandbox.processes import Sandbox
 from tests.kit.processes import is_alive, start_python
 from tests.kit.waiting import wait_until
 
@@ -226,7 +226,7 @@ PAUSED = """
 import os, signal, threading
 from relaxd.rewards import RewardInput
 from relaxd.rewards.coding.code import Code
-from relaxd.sandbox.confined import Sandbox
+from relaxd.sandbox.processes import Sandbox
 
 start = Sandbox.start
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from relaxd.sandbox import landlock
-from relaxd.sandbox.confined import Ended, Sandbox, Stopped
-from relaxd.sandbox.confinement import Limits
+from relaxd.sandbox.limits import Limits
+from relaxd.sandbox.processes import Ended, Sandbox, Stopped
 from relaxd.sandbox.seccomp import ARGUMENTS, DENIED
 
 COLUMN = {"x86_64": 0, "aarch64": 1}.get(platform.machine(), 0)
@@ -124,7 +124,7 @@ def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
     with pytest.MonkeyPatch.context() as patch, Sandbox(Limits(seconds=5)) as made:
         if request.param is not None:
             program = OLD_ZYGOTE.format(version=request.param)
-            patch.setattr("relaxd.sandbox.confined.ZYGOTE", ("-c", program))
+            patch.setattr("relaxd.sandbox.processes.ZYGOTE", ("-c", program))
         yield made
 
 

@@ -119,7 +119,7 @@ def critic_rank(config: RunConfig, run_folder: Path, board: Board) -> Any:
 
 def check_weights(config: RunConfig, job: RunJob, loop: PlainLoop) -> None:
     """The critic of the last checkpoint gives the values of the plain loop's; that of another step is refused."""
-    from services.trainer.loop.checkpoint_choice import restore
+    from services.trainer.loop.checkpoint_restore import restore
 
     shut_down()
     board = Board(job.redis_url, RUN_ID, stages_for(config), config.board)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from services.trainer.loop.checkpoint_choice import same_layout
+from services.trainer.loop.checkpoint_restore import same_layout
 from tests.integration.trainer.service_kit import make_config
 from tests.unit.trainer.checkpoints.test_checkpoint_folder import state
 

@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from relaxd.sandbox import confinement
 from relaxd.sandbox.channel import Channel, ChannelClosed, TooLong
-from relaxd.sandbox.confinement import ConfinementError, Limits
+from relaxd.sandbox.limits import ConfinementError, Limits, check
 from relaxd.sandbox.running_time import LOOK_SECONDS, RunningClock
 
 ZYGOTE_SECONDS = 30.0
@@ -35,7 +34,7 @@ class Sandbox:
 
     def __init__(self, limits: Limits) -> None:
         """Check that this machine can confine processes. Raises ConfinementError."""
-        confinement.check(limits)
+        check(limits)
         self.limits = limits
         self.clock = RunningClock()
         """The clock of deadlines."""
