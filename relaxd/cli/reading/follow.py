@@ -1,6 +1,7 @@
 """Following a run until it ends."""
 
 import contextlib
+import errno
 import os
 import signal
 import stat
@@ -35,7 +36,10 @@ class Terminated(KeyboardInterrupt):
 
 
 class HungUp(Terminated):
-    """SIGHUP: the terminal is closed. Output goes nowhere from then on, and another SIGHUP does nothing."""
+    """The terminal is closed, as SIGHUP says, or the error of a write that comes before it.
+
+    Output goes nowhere from then on, and another SIGHUP does nothing.
+    """
 
 
 def interrupt_code(error: KeyboardInterrupt) -> int:
@@ -119,7 +123,7 @@ class Follower:
 
     def run(self, show: Callable[[], None], max_pause: float, away_seconds: float) -> None:
         """Follow the run to its end; `show` shows the view after each message."""
-        with _interrupts() as interrupts:
+        with _interrupts() as interrupts, _hang_ups():
             for response in self._coordinator.watch(self._run_id, self._while_away, away_seconds, self._after_step):
                 interrupts.check()
                 if self._view.update(response):
@@ -220,6 +224,18 @@ def _interrupts() -> Iterator["_Interrupts"]:
         for number, handler in before.items():
             if signal.getsignal(number) is not signal.SIG_IGN:  # it hung up
                 signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _hang_ups() -> Iterator[None]:
+    """Raise HungUp for an error of writing to a terminal that is closed."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        leave_terminal()
+        raise HungUp from None
 
 
 class _Interrupts:

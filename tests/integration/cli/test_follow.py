@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +24,9 @@ from relaxd.client.coordinator_client import CoordinatorClient
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import coordinator_pb2_grpc
 from relaxd.v1.health_pb2 import HEALTH_STATE_REBUILDING
+from tests.kit.processes import start_python
 from tests.kit.server_thread import serve_in_thread
+from tests.kit.waiting import PATIENCE
 
 
 class Answers(coordinator_pb2_grpc.CoordinatorServicer):
@@ -249,3 +252,21 @@ def test_a_run_is_finished_when_it_has_ended_and_its_results_are_there(
     if summary:
         (tmp_path / "summary.json").write_text("{}")
     assert unfinished(tmp_path) is expected
+
+
+def test_a_terminal_that_is_gone_before_its_signal_is_a_hang_up(kit: Kit) -> None:
+    """The error of a write says so first, and no signal at all comes where the terminal isn't the process's own."""
+    terminal, its_end = os.openpty()
+    process = start_python(
+        *("-m", "relaxd.cli", "watch", "r", "--coordinator", f"127.0.0.1:{kit.port}"),
+        environment={"TERM": "xterm-256color", "CI": ""},
+        stdin=subprocess.DEVNULL,
+        stdout=its_end,
+        stderr=its_end,
+    )
+    os.close(its_end)
+    output = b""
+    while b"waiting for rollout" not in output:
+        output += os.read(terminal, 1 << 16)
+    os.close(terminal)
+    assert process.wait(30 * PATIENCE) == 128 + signal.SIGHUP
