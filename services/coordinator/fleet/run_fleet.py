@@ -38,25 +38,25 @@ class Fleet:
         """Clock time of a role's first failure since it last worked."""
         self._set_aside: frozenset[str] = frozenset()
         """Ids of engines that are excluded from weight synchronisation: their old version must not close the gate."""
-        self._given_up: frozenset[str] = frozenset()
+        self.given_up: frozenset[str] = frozenset()
         """Instances that health has given up."""
 
     def trainer(self) -> Replica | None:
         """Return the newest trainer that is ready."""
-        ready = [r for r in self._of(TRAINER) if r.status.state == REPLICA_STATE_READY]
+        ready = [r for r in self.of_role(TRAINER) if r.status.state == REPLICA_STATE_READY]
         return ready[-1] if ready else None
 
     def newest(self, role: str) -> Replica | None:
         """Return the newest replica of a role that works on the run, ready or not."""
-        return max(self._of(role), key=lambda replica: replica.registered_at, default=None)
+        return max(self.of_role(role), key=lambda replica: replica.registered_at, default=None)
 
     def has(self, *roles: str) -> bool:
         """Return whether each role has a replica that works on the run, ready or not."""
-        return all(self._of(role) for role in roles)
+        return all(self.of_role(role) for role in roles)
 
     def engines(self) -> list[Replica]:
         """Return the engines that can receive weights."""
-        return [r for r in self._of(ROLLOUT) if r.status.state in ABLE and not r.draining]
+        return [r for r in self.of_role(ROLLOUT) if r.status.state in ABLE and not r.draining]
 
     def candidates(self) -> list[Replica]:
         """Return the engines that can receive weights and are not set aside."""
@@ -68,7 +68,7 @@ class Fleet:
 
     def rewards(self) -> list[Replica]:
         """Return the reward replicas that can score."""
-        return [r for r in self._of(REWARD) if r.status.state == REPLICA_STATE_READY and not r.draining]
+        return [r for r in self.of_role(REWARD) if r.status.state == REPLICA_STATE_READY and not r.draining]
 
     def serving(self, term: int) -> list[Replica]:
         """Return the engines that take prompts under a trainer's term."""
@@ -82,7 +82,7 @@ class Fleet:
 
     def give_up(self, instances: Iterable[str]) -> None:
         """Let these instances take part only where no other one can (see `idle_reason`); they replace those before."""
-        self._given_up = frozenset(instances)
+        self.given_up = frozenset(instances)
 
     def idle_reason(self, replica_id: str) -> str:
         """Return why a replica stands by: its role has as many replicas as the run takes. "" if it takes part.
@@ -94,7 +94,7 @@ class Fleet:
         role = replica.registration.role if replica is not None else ""
         if replica is None or role not in self.roles or not (most := ROLES[role].most):
             return ""
-        ranked = sorted(self.registry.of_role(role), key=lambda one: (one.draining, one.instance in self._given_up))
+        ranked = sorted(self.registry.of_role(role), key=lambda one: (one.draining, one.instance in self.given_up))
         if replica in (first := ranked[:most]):
             return ""
         names = ", ".join(one.replica_id for one in first)
@@ -102,7 +102,7 @@ class Fleet:
 
     def devices(self) -> list[Replica]:
         """Return the replicas that hold a model, in any state."""
-        return [replica for role in self.roles if ROLES[role].model for replica in self._of(role)]
+        return [replica for role in self.roles if ROLES[role].model for replica in self.of_role(role)]
 
     def oldest_version(self, term: int) -> int | None:
         """Return the oldest version on any engine that takes prompts.
@@ -119,7 +119,7 @@ class Fleet:
         return [
             role
             for role in self.roles
-            if not any(r.status.state == REPLICA_STATE_READY and not r.draining for r in self._of(role))
+            if not any(r.status.state == REPLICA_STATE_READY and not r.draining for r in self.of_role(role))
             and not (ROLES[role].weights == "receives" and self.engines())
         ]
 
@@ -132,7 +132,7 @@ class Fleet:
         now, patience = self._clock(), FAILURE_LEASES * self.registry.lease_seconds
         found = None
         for role in self.roles:
-            replicas = self._of(role)
+            replicas = self.of_role(role)
             failed = [r for r in replicas if r.status.state == REPLICA_STATE_FAILED]
             if not replicas or any(r.status.state in ABLE for r in replicas):
                 self._failing.pop(role, None)
@@ -143,7 +143,8 @@ class Fleet:
                 found = reason if refused or now - since > patience else found
         return found
 
-    def _of(self, role: str) -> list[Replica]:
+    def of_role(self, role: str) -> list[Replica]:
+        """Return the replicas of a role that work on the run, in any state."""
         return self.registry.of_role(role, self.run_id)
 
 

@@ -57,13 +57,13 @@ class HealthSignals:
         heartbeat_seconds: float,
         *,
         sync_failures: Callable[[Replica], int],
-        sync_unfit: Callable[[Replica], bool] = lambda replica: False,
+        sync_refusal: Callable[[Replica], str] = lambda replica: "",
         sync_error: Callable[[], str] = lambda: "",
         handoff_failure: HandoffFailureOf = no_handoff,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`sync_failures` returns the consecutive weight synchronisations that failed because of a replica,
-        `sync_unfit` whether its next process would refuse them, too, and `sync_error` the last one's error.
+        `sync_refusal` why it refuses them, as its next process would, and `sync_error` the last one's error.
 
         `handoff_failure` returns the failed action of a colocated replica when turns change, and whether it has
         lasted long enough. `clock` is the one of the registry.
@@ -72,7 +72,7 @@ class HealthSignals:
         self._clock = clock
         self._late_seconds = 3 * heartbeat_seconds
         self._sync_failures = sync_failures
-        self._sync_unfit = sync_unfit
+        self._sync_refusal = sync_refusal
         self._sync_error = sync_error
         self._handoff_failure = handoff_failure
         self._watches: dict[str, _Watch] = {}
@@ -108,6 +108,8 @@ class HealthSignals:
 
     def _sync_issue(self, replica: Replica) -> HealthIssue | None:
         """Return the problem that failed weight synchronisations show."""
+        if refusal := self._sync_refusal(replica):
+            return HealthIssue(f"it refuses the trainer's weights: {refusal}", due=True, final=True)
         failures = self._sync_failures(replica)
         limit = self._config.health.max_sync_failures
         if ROLES[replica.registration.role].weights == "sends":
@@ -116,8 +118,7 @@ class HealthSignals:
             return None
         error = f": {error}" if (error := self._sync_error()) else ""
         text = f"{failures} weight synchronisations in a row failed with it{error}"
-        due = failures >= limit
-        return HealthIssue(text, due=due, final=due and self._sync_unfit(replica))
+        return HealthIssue(text, due=failures >= limit)
 
     def _handoff_issue(self, replica: Replica) -> HealthIssue | None:
         """Return the problem that failed changes of turns show."""

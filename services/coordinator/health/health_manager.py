@@ -127,7 +127,7 @@ class HealthManager:
             context.config,
             context.registry.heartbeat_seconds,
             sync_failures=sync.failures,
-            sync_unfit=sync.is_unfit,
+            sync_refusal=sync.refusal,
             sync_error=lambda: sync.last_failure,
             handoff_failure=handoff.failure if handoff is not None else no_handoff,
         )

@@ -265,6 +265,7 @@ class ActiveRun:
         while not self._stopping():
             if (failure := self.fleet.failure()) is not None:  # no replica has worked yet that could recover
                 raise RunFailed(failure)
+            self._check_refusals()
             missing = self.fleet.missing()
             if missing:
                 reason = f"waiting for {', '.join(missing)}"
@@ -279,6 +280,11 @@ class ActiveRun:
             if self.config.eval.before:
                 await self._evaluate(0, "evaluating before the first step")
             await self._save(phase=Phase.RUNNING, reason="")
+
+    def _check_refusals(self) -> None:
+        """Raise RunFailed if every engine refuses the trainer's weights: they are not sent again."""
+        if (refusal := self.sync.refusal_by_all()) is not None:
+            raise RunFailed(f"no engine takes the trainer's weights: {refusal.instance} refuses them: {refusal.text}")
 
     async def _train(self) -> None:
         """Monitor the run until its last step."""
@@ -297,6 +303,7 @@ class ActiveRun:
                 break
             if self.health.failure:
                 raise RunFailed(self.health.failure)
+            self._check_refusals()
             if self._publisher.failure:
                 raise PromptsFailed(self._publisher.failure)
             await self._check_drops(counts)

@@ -23,6 +23,7 @@ TICK_SECONDS = 1.0
 DISK_SECONDS = 10.0
 """Interval at which the disk's free space is looked at."""
 SHOWN_REPLICAS = 5
+SHOWN_REASONS = 2
 NO_ALARM = (pb.WAIT_KIND_PAUSED, pb.WAIT_KIND_STOPPING)
 """Waits that people have caused."""
 Key = tuple["pb.AlarmKind.ValueType", str]
@@ -49,11 +50,13 @@ def health_problems(health: HealthRecord) -> dict[Key, str]:
     """Return an alarm for each role that is rebuilt, that failed, or some of whose replicas did."""
     found: dict[Key, str] = {}
     for role in sorted({one.role for one in health.replicas.values()}):
-        failed = [name for name, one in health.replicas.items() if one.role == role and one.state == Health.FAILED]
-        if failed:
+        given_up = [one for one in health.replicas.values() if one.role == role and one.state == Health.FAILED]
+        if failed := sorted(one.instance for one in given_up):
             more = f" and {len(failed) - SHOWN_REPLICAS} more" if len(failed) > SHOWN_REPLICAS else ""
-            shown = ", ".join(sorted(failed)[:SHOWN_REPLICAS])
-            found[pb.ALARM_KIND_HEALTH, f"{role} replicas"] = f"could not be brought back: {shown}{more}"
+            shown = ", ".join(failed[:SHOWN_REPLICAS])
+            reasons = "; ".join(sorted({one.reason for one in given_up if one.reason})[:SHOWN_REASONS])
+            text = f"could not be brought back: {shown}{more}" + (f" ({reasons})" if reasons else "")
+            found[pb.ALARM_KIND_HEALTH, f"{role} replicas"] = text
     for one in health.roles.values():
         if one.state in (Health.REBUILDING, Health.FAILED):
             what = "is rebuilt" if one.state == Health.REBUILDING else "has failed"

@@ -50,8 +50,8 @@ class SyncFailed(Exception):
     """A weight synchronisation failed.
 
     `blamed`: members that are dead, late, or hold other weights than were sent; `wrong`: only the last kind.
-    `refused`: members that answered with an error, possibly caused by another member; `unfit`: those of them that
-    answered with INVALID_ARGUMENT, as their next process would. `silent`: members that did not answer, or not in time.
+    `refused`: members that answered with an error, possibly caused by another member. `unfit`: the error of each member
+    that answered with INVALID_ARGUMENT, as its next process would. `silent`: members without an answer in time.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class SyncFailed(Exception):
         wrong: Iterable[Member] = (),
         refused: Iterable[Member] = (),
         silent: Iterable[Member] = (),
-        unfit: Iterable[Member] = (),
+        unfit: Mapping[Member, str] | None = None,
     ) -> None:
         super().__init__(reason)
-        self.unfit = frozenset(unfit)
+        self.unfit = dict(unfit or {})
         self.silent = frozenset(silent)
         self.refused = frozenset(refused)
         self.wrong = frozenset(wrong)
@@ -311,7 +311,7 @@ class WeightGroupClient:
         blamed: list[Member] = []
         refused: list[Member] = []
         silent: list[Member] = []
-        unfit: list[Member] = []
+        unfit: dict[Member, str] = {}
         for member, task in tasks.items():
             if task in pending:
                 silent.append(member)
@@ -326,7 +326,7 @@ class WeightGroupClient:
                 if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
                     silent.append(member)
                 elif error.code() == grpc.StatusCode.INVALID_ARGUMENT:
-                    unfit.append(member)
+                    unfit[member] = explain(error)
         if problems or pending:
             reason = f"could not {action} ({'; '.join(problems)})"
             raise SyncFailed(reason, blamed, refused=refused, silent=silent, unfit=unfit)

@@ -3,7 +3,7 @@
 If the membership changed, the members leave the old weight group and connect a new one while the engines keep
 generating. Then the trainer broadcasts, while each engine pauses, receives and resumes. When a member dies or is late,
 all members leave the group, which aborts their collectives; the engines to blame are set aside for a while, and the
-next attempt runs without them.
+next attempt runs without them. An engine that finds the trainer's tensors wrong is never asked again.
 """
 
 import asyncio
@@ -11,9 +11,11 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from relaxd import telemetry
+from relaxd.roles import ROLLOUT
 from relaxd.rpc.errors import FailedPrecondition
 from relaxd.steady_clock import steady_time
 from relaxd.waiting import Backoff
@@ -30,6 +32,14 @@ OTHERS_SECONDS = 0.003
 """Delay after which others hear of a new version: a synchronisation sends its calls before they begin to work."""
 IDLE_SECONDS = 0.5
 BACKOFF = Backoff(first_seconds=0.1, max_seconds=2.0)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An engine's answer that it can't take the trainer's weights."""
+
+    instance: str
+    text: str
 
 
 class WeightSync:
@@ -49,6 +59,8 @@ class WeightSync:
         self._newcomers = Newcomers()
         self._waiting_for_newest = 0
         """Callers that wait until the engines serve the newest version, whatever weights.interval is."""
+        self._unfit: dict[tuple[Member, Member], str] = {}
+        """Answers INVALID_ARGUMENT, by trainer and engine: no further attempt has such a pair."""
         self._verified: set[tuple[Member, Member]] = set()
         """Pairs of trainer and engine whose checksums matched."""
         self.record = record
@@ -60,8 +72,6 @@ class WeightSync:
         """Unix time at which the synchronisation in progress began, or the first of those that failed since the last
         success; None: no synchronisation is needed."""
         self._failures_in_a_row = 0
-        self._unfit: frozenset[Member] = frozenset()
-        """Members whose answer to the last attempt was INVALID_ARGUMENT."""
         """Failed attempts in a row for which no engine was to blame."""
         self.totals: dict[str, float] = {}
         """Seconds and bytes of all synchronisations so far, by metric; `sync_seconds` has those of failed ones, too."""
@@ -112,9 +122,17 @@ class WeightSync:
         """Return the consecutive synchronisations that failed, most likely because of this replica."""
         return self._set_aside.failures(replica.member)
 
-    def is_unfit(self, replica: Replica) -> bool:
-        """Return whether a replica finds the last synchronisation wrong, as its next process would."""
-        return replica.member in self._unfit
+    def refusal(self, replica: Replica) -> str:
+        """Return why an engine refuses this trainer's weights, as its next process would; "" if it doesn't."""
+        trainer = self._fleet.trainer()
+        return self._unfit.get((trainer.member, replica.member), "") if trainer is not None else ""
+
+    def refusal_by_all(self) -> Refusal | None:
+        """Return the refusal of an engine if no other one is left that could take this trainer's weights."""
+        engines = self._fleet.of_role(ROLLOUT)
+        refusals = [Refusal(one.instance, text) for one in engines if (text := self.refusal(one))]
+        left = [one for one in engines if not self.refusal(one) and one.instance not in self._fleet.given_up]
+        return refusals[0] if refusals and not left else None
 
     def involves(self, replica_id: str) -> bool:
         """Return whether a synchronisation is in progress that the loss of this engine would break."""
@@ -152,7 +170,8 @@ class WeightSync:
 
     def candidates(self) -> list[Replica]:
         """Return the engines that may receive weights now."""
-        self._fleet.set_aside(member.replica_id for member in self._set_aside.members())
+        refusing = [engine.replica_id for engine in self._fleet.engines() if self.refusal(engine)]
+        self._fleet.set_aside([*refusing, *(member.replica_id for member in self._set_aside.members())])
         return self._fleet.candidates()
 
     async def synchronise(
@@ -174,6 +193,7 @@ class WeightSync:
     ) -> float:
         """Synchronise once; returns the seconds to wait before the next attempt."""
         blamed: frozenset[Member] = frozenset()
+        unfit: dict[tuple[Member, Member], str] = {}
         started = time.monotonic()
         self.began = self.began or time.time()
         try:
@@ -181,11 +201,12 @@ class WeightSync:
                 await self._abort_recorded()
             await self._synchronise(trainer, engines, announced, then)
             self.last_failure, self.began, self._failures_in_a_row = "", None, 0
-            self._unfit = frozenset()
             self._set_aside.forgive_refusals()
             return 0.0
         except SyncFailed as error:
-            self.last_failure, blamed, self._unfit = str(error), error.blamed, error.unfit
+            self.last_failure, blamed = str(error), error.blamed
+            unfit = {(trainer, member): text for member, text in error.unfit.items() if member != trainer}
+            self._unfit = {pair: text for pair, text in self._unfit.items() if pair[0] == trainer} | unfit
             if not blamed:  # a trainer also answers with an error when the engines are at fault
                 self._set_aside.count_refusals(error.refused - {trainer} or error.refused)
         except StoreUnavailable as error:
@@ -195,9 +216,10 @@ class WeightSync:
         telemetry.record("sync.failures", 1, {"relaxd.run_id": self._context.run_id})
         logger.warning("weight synchronisation %d failed: %s", self.record.last_sync_id, self.last_failure)
         self._set_aside.blame(blamed, known=self._registry.holds)
-        # The next attempt excludes the engines to blame, so it can start at once.
-        self._failures_in_a_row = 0 if blamed else self._failures_in_a_row + 1
-        return 0.0 if blamed else BACKOFF.pause(self._failures_in_a_row)
+        # The next attempt excludes these engines, so it can start at once.
+        excluded = bool(blamed or unfit)
+        self._failures_in_a_row = 0 if excluded else self._failures_in_a_row + 1
+        return 0.0 if excluded else BACKOFF.pause(self._failures_in_a_row)
 
     async def _synchronise(
         self,

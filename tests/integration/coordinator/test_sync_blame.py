@@ -9,7 +9,7 @@ from relaxd.config import RunConfig
 from relaxd.roles import ROLLOUT, TRAINER
 from relaxd.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from services.coordinator.state.records import Announcement, WeightsRecord
-from services.coordinator.weights.weight_sync import WeightSync
+from services.coordinator.weights.weight_sync import Refusal, WeightSync
 from tests.integration.coordinator.fleet_kit import RUN, FleetKit
 
 CONFIG = RunConfig.model_validate(
@@ -96,8 +96,8 @@ class OtherModel(Engine):
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "manifest: no lm_head.weight")
 
 
-async def test_an_engine_that_refuses_the_tensors_is_unfit(kit: FleetKit) -> None:
-    """Its next process would refuse them, too: no restart helps."""
+async def test_an_engine_that_refuses_the_tensors_is_not_asked_again(kit: FleetKit) -> None:
+    """Its next process would refuse them, too. The others go on without it; with none left, nothing can."""
     trainer = Trainer(failures=0)
     await kit.serve("trainer-0", TRAINER, trainer_pb2_grpc.add_TrainerServicer_to_server, trainer, "relaxd.v1.Trainer")
     for name, service in (("rollout-0", OtherModel()), ("rollout-1", Engine())):
@@ -113,7 +113,11 @@ async def test_an_engine_that_refuses_the_tensors_is_unfit(kit: FleetKit) -> Non
         return None
 
     await sync.synchronise(sender.member, [refusing.member, other.member], announced, then)
-    assert [sync.is_unfit(one) for one in (sender, refusing, other)] == [False, True, False]
+    refusal = "INVALID_ARGUMENT: manifest: no lm_head.weight"
+    assert [sync.refusal(one) for one in (sender, refusing, other)] == ["", refusal, ""]
     assert [sync.failures(one) for one in (sender, refusing, other)] == [0, 1, 0]
+    assert sync.candidates() == [other]
     await sync.synchronise(sender.member, [other.member], announced, then)
-    assert not sync.is_unfit(refusing)
+    assert (sync.last_failure, sync.refusal(refusing), sync.refusal_by_all()) == ("", refusal, None)
+    kit.fleet.give_up(["rollout-1"])
+    assert sync.refusal_by_all() == Refusal("rollout-0", refusal)

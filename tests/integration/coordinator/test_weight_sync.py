@@ -9,6 +9,8 @@ from relaxd.v1 import coordinator_pb2 as pb
 from tests.integration.coordinator.cluster import Cluster
 
 STOPPED = pb.RUN_STATE_STOPPED
+MISFIT = {"JoinWeightGroup": {str(number): "misfit" for number in range(1, 100)}}
+REFUSAL = "INVALID_ARGUMENT: the model has no lm_head.weight"
 
 
 def begin(cluster: Cluster, steps: int, faults: dict[str, dict[str, str]] | None = None, **overrides: object) -> None:
@@ -181,3 +183,26 @@ def test_a_trainer_that_is_killed_goes_on_under_a_new_term(cluster: Cluster) -> 
     terms = [call["term"] for call in cluster.calls("trainer", "commit_step")]
     assert terms == sorted(terms)
     assert set(terms) == {1, 2}
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_without_an_engine_that_refuses_the_weights(cluster: Cluster) -> None:
+    begin(cluster, steps=20_000, faults=MISFIT)
+    cluster.until_step(2)
+    assert len(cluster.calls("other", "JoinWeightGroup")) == 1, "it would refuse them again"
+    run = cluster.until("the alarm", lambda: (run := cluster.run()).alarms and run)
+    assert (run.state, run.alarms[0].name) == (pb.RUN_STATE_RUNNING, "rollout replicas")
+    assert run.alarms[0].text.startswith("could not be brought back: other (it refuses the trainer's weights: ")
+    assert REFUSAL in run.alarms[0].text
+
+
+@pytest.mark.slow
+def test_a_run_fails_if_all_engines_refuse_the_weights(cluster: Cluster) -> None:
+    cluster.judges()
+    cluster.trainer()
+    cluster.rollout("other", MISFIT)
+    cluster.until("replicas", lambda: len(replicas(cluster)) == 4)
+    cluster.start_run("run", run__steps=5)
+    run = cluster.until_state(pb.RUN_STATE_FAILED)
+    assert run.outcome == pb.RUN_OUTCOME_REPLICAS_FAILED
+    assert run.reason == f"no engine takes the trainer's weights: other refuses them: {REFUSAL}"

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from relaxd.rpc.errors import FailedPrecondition
+from relaxd.rpc.errors import FailedPrecondition, InvalidArgument
 
 
 class Calls:
@@ -50,3 +50,5 @@ async def misbehave(fault: str | None) -> None:
         await asyncio.sleep(3600)
     if fault == "fail":
         raise RuntimeError("told to fail")
+    if fault == "misfit":
+        raise InvalidArgument("the model has no lm_head.weight")

@@ -33,7 +33,7 @@ def make_signs(
     failures: int = 0,
     handoff: tuple[HandoffFailure, bool] | None = None,
     error: str = "",
-    unfit: bool = False,
+    refusal: str = "",
     **health: float,
 ) -> HealthSignals:
     config = RunConfig(
@@ -47,7 +47,7 @@ def make_signs(
         config,
         1.0,
         sync_failures=lambda replica: failures,
-        sync_unfit=lambda replica: unfit,
+        sync_refusal=lambda replica: refusal,
         sync_error=lambda: error,
         handoff_failure=lambda replica: handoff,
         clock=clock,
@@ -156,8 +156,8 @@ def test_late_heartbeats_and_failed_synchronisations(clock: Clock) -> None:
         "4 weight synchronisations in a row failed with it",
         True,
     )
-    unfit = [make_signs(clock, failures=failures, unfit=True).issue(one) for failures in (3, 4)]
-    assert [issue is not None and issue.final for issue in unfit] == [False, True], "no restart helps"
+    refuses = HealthIssue("it refuses the trainer's weights: no lm_head", due=True, final=True)
+    assert make_signs(clock, failures=1, refusal="no lm_head").issue(one) == refuses
     clock.now += 3.5
     issue = make_signs(clock).issue(one)
     assert issue is not None

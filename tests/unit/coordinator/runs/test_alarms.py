@@ -39,6 +39,7 @@ def test_roles_that_are_rebuilt_and_replicas_that_are_given_up_are_alarms() -> N
     replicas = {
         name: ReplicaHealth(instance=name, role="rollout", replica_id=name, state=Health.FAILED) for name in names
     }
+    replicas["rollout-7"] = replicas["rollout-7"].model_copy(update={"reason": "no GPU"})
     replicas["trainer-0"] = ReplicaHealth(instance="trainer-0", role="trainer", replica_id="t", state=Health.RESTARTING)
     roles = {
         "reward": RoleHealth(role="reward", state=Health.REBUILDING, reason="all are gone"),
@@ -46,6 +47,6 @@ def test_roles_that_are_rebuilt_and_replicas_that_are_given_up_are_alarms() -> N
     }
     found = health_problems(HealthRecord(replicas=replicas, roles=roles))
     assert {name: text for (_, name), text in found.items()} == {
-        "rollout replicas": f"could not be brought back: {', '.join(names[:5])} and 3 more",
+        "rollout replicas": f"could not be brought back: {', '.join(names[:5])} and 3 more (no GPU)",
         "reward": "role reward is rebuilt: all are gone",
     }
