@@ -26,7 +26,7 @@ from relaxd.cli.preparing.first_steps import prepare_model
 from relaxd.cli.reading.follow import Terminated, follow, interrupt_code
 from relaxd.cli.reading.run_source import began_on_up, failed_by_data, refuse_ended, resume_command
 from relaxd.cli.run_checkpoints import save_last_checkpoint
-from relaxd.client import CliError
+from relaxd.client import CliError, RunFailedError
 from relaxd.client.coordinator_client import AWAY_SECONDS, ENDED, CoordinatorClient
 from relaxd.client.folder_runs import read_run
 from relaxd.config import PlacementConfig, RunConfig
@@ -318,13 +318,12 @@ def _train(coordinator: CoordinatorClient, begin: Begin, where: Where, console: 
 
 
 def _with_log(error: CliError, where: Where) -> CliError:
-    """Add the last log lines of the service that the error names."""
+    """Add the last log lines of the service whose failure ended the run, or tell where all logs are."""
     state = where.folder.read()
-    for service in state.services if state else ():
-        if service.role != "redis" and service.name in error.message and where.folder.log_tail(service.name):
-            return (
-                error if "last lines of" in error.message else stack.failure(where.folder, service.name, error.message)
-            )
+    if isinstance(error, RunFailedError) and error.role and state is not None:
+        for service in state.services:
+            if service.name == error.instance or (service.role == error.role and not error.instance):
+                return stack.failure(where.folder, service.name, error.message)
     return error if error.hint else CliError(error.message, f"all logs are in {where.folder.logs}")
 
 

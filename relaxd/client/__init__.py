@@ -2,6 +2,8 @@
 command line prints.
 """
 
+from relaxd.v1.coordinator_pb2 import Run
+
 
 class CliError(Exception):
     """A message that says what is wrong, and optionally a hint what to do."""
@@ -10,6 +12,15 @@ class CliError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+
+
+class RunFailedError(CliError):
+    """A run has failed; `role` and `instance` are those of Run.failed_role and Run.failed_instance."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(f"run {run.run_id} failed: {run.reason}")
+        self.role = run.failed_role
+        self.instance = run.failed_instance
 
 
 class NotFoundError(CliError):

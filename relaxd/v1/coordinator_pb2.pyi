@@ -401,6 +401,8 @@ class Run(_message.Message):
     WAIT_FIELD_NUMBER: _builtins.int
     REMAINING_SECONDS_FIELD_NUMBER: _builtins.int
     ALARMS_FIELD_NUMBER: _builtins.int
+    FAILED_ROLE_FIELD_NUMBER: _builtins.int
+    FAILED_INSTANCE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Its id."""
     state: Global___RunState.ValueType
@@ -423,6 +425,10 @@ class Run(_message.Message):
     """How it ended; unspecified before."""
     remaining_seconds: _builtins.float
     """Seconds until its last step, if the next ones take as long as the last ones; unset before the first step."""
+    failed_role: _builtins.str
+    """With RUN_OUTCOME_REPLICAS_FAILED: the role that has no working replica."""
+    failed_instance: _builtins.str
+    """As failed_role: the instance of that role whose error is the reason; empty: the role as a whole."""
     @_builtins.property
     def groups(self) -> Global___GroupCounts:
         """Where its groups are."""
@@ -477,10 +483,12 @@ class Run(_message.Message):
         wait: Global___WaitDetails | None = ...,
         remaining_seconds: _builtins.float | None = ...,
         alarms: _abc.Iterable[Global___Alarm] | None = ...,
+        failed_role: _builtins.str = ...,
+        failed_instance: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_oldest_engine_version", b"_oldest_engine_version", "_remaining_seconds", b"_remaining_seconds", "create_time", b"create_time", "end_time", b"end_time", "groups", b"groups", "oldest_engine_version", b"oldest_engine_version", "remaining_seconds", b"remaining_seconds", "wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_oldest_engine_version", b"_oldest_engine_version", "_remaining_seconds", b"_remaining_seconds", "alarms", b"alarms", "config_json", b"config_json", "create_time", b"create_time", "end_time", b"end_time", "folder", b"folder", "groups", b"groups", "health", b"health", "metrics", b"metrics", "oldest_engine_version", b"oldest_engine_version", "outcome", b"outcome", "queues", b"queues", "reason", b"reason", "remaining_seconds", b"remaining_seconds", "run_id", b"run_id", "state", b"state", "step", b"step", "steps", b"steps", "wait", b"wait", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_oldest_engine_version", b"_oldest_engine_version", "_remaining_seconds", b"_remaining_seconds", "alarms", b"alarms", "config_json", b"config_json", "create_time", b"create_time", "end_time", b"end_time", "failed_instance", b"failed_instance", "failed_role", b"failed_role", "folder", b"folder", "groups", b"groups", "health", b"health", "metrics", b"metrics", "oldest_engine_version", b"oldest_engine_version", "outcome", b"outcome", "queues", b"queues", "reason", b"reason", "remaining_seconds", b"remaining_seconds", "run_id", b"run_id", "state", b"state", "step", b"step", "steps", b"steps", "wait", b"wait", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__oldest_engine_version: _TypeAlias = _typing.Literal["oldest_engine_version"]  # noqa: Y015
     _WhichOneofArgType__oldest_engine_version: _TypeAlias = _typing.Literal["_oldest_engine_version", b"_oldest_engine_version"]  # noqa: Y015

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.live import Live
 
 from relaxd.cli.reading.live_view import Picture, RunView, evaluation_line, event_line, step_line, time_left
-from relaxd.client import CliError
+from relaxd.client import CliError, RunFailedError
 from relaxd.client.coordinator_client import AWAY_SECONDS, state_name
 from relaxd.client.folder_runs import RunReader
 from relaxd.drop_reasons import DropWatch
@@ -84,7 +84,7 @@ def follow(
         follower = Follower(coordinator, run_id, view, _printer(console), healthy, lines=True)
         follower.run(_Lines(view, follower.say).print_news, max_pause, away_seconds)
     if view.run.state == pb.RUN_STATE_FAILED:
-        raise CliError(f"run {view.run.run_id} failed: {view.run.reason}")
+        raise RunFailedError(view.run)
     return view
 
 

@@ -22,7 +22,7 @@ from textual.widgets import Footer, Static
 
 from relaxd.cli.reading.follow import Follower, leave_terminal
 from relaxd.cli.reading.live_view import BARS, Picture, RunView, head, news, samples_table, steps_table
-from relaxd.client import CliError
+from relaxd.client import CliError, RunFailedError
 from relaxd.client.coordinator_client import AWAY_SECONDS
 from relaxd.client.folder_runs import RunReader
 from relaxd.telemetry.printable import escape_lines
@@ -253,6 +253,6 @@ def follow_full_screen(reader: RunReader, run: pb.Run, console: Console, healthy
     if app.error is not None:
         raise app.error
     if app.view.run.state == pb.RUN_STATE_FAILED:
-        raise CliError(f"run {app.view.run.run_id} failed: {app.view.run.reason}")
+        raise RunFailedError(app.view.run)
     if code:
         raise typer.Exit(code)

@@ -16,6 +16,7 @@ from relaxd.v1.replica_pb2 import (
 )
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry, Replica
+from services.coordinator.state.records import RoleFailure
 from services.coordinator.state.store import AsyncStore, RunBoard
 
 ABLE = (REPLICA_STATE_READY, REPLICA_STATE_QUARANTINED)
@@ -123,7 +124,7 @@ class Fleet:
             and not (ROLES[role].weights == "receives" and self.engines())
         ]
 
-    def failure(self) -> str | None:
+    def failure(self) -> RoleFailure | None:
         """Return the failure of a role whose replicas keep failing; None while the run can continue.
 
         Replicas retry by themselves, so a failure counts only once it has lasted, and not while a replica starts; at
@@ -137,10 +138,12 @@ class Fleet:
             if not replicas or any(r.status.state in ABLE for r in replicas):
                 self._failing.pop(role, None)
             elif failed and not any(r.status.state == REPLICA_STATE_STARTING for r in replicas):
-                reason = f"{role} {failed[-1].replica_id} failed: {failed[-1].status.detail or 'no reason given'}"
+                last = failed[-1]
+                reason = f"{role} {last.replica_id} failed: {last.status.detail or 'no reason given'}"
                 since = self._failing.setdefault(role, now)
                 refused = all(replica.status.start_refused for replica in failed)
-                found = reason if refused or now - since > patience else found
+                if refused or now - since > patience:
+                    found = RoleFailure(role, last.instance, reason)
         return found
 
     def of_role(self, role: str) -> list[Replica]:

@@ -25,7 +25,7 @@ from services.coordinator.fleet.run_fleet import RunContext
 from services.coordinator.health.detection import HealthSignals, no_handoff
 from services.coordinator.health.health_update import HealthUpdate, RestartMode, RestartOrder
 from services.coordinator.health.policy import HealthPolicy, RoleSigns
-from services.coordinator.state.records import Health, HealthRecord, Phase, RunRecord
+from services.coordinator.state.records import Health, HealthRecord, Phase, RoleFailure, RunRecord
 from services.coordinator.state.store import StoreUnavailable
 from services.coordinator.weights.gpu_handoff import GpuHandoff
 from services.coordinator.weights.weight_sync import WeightSync
@@ -149,8 +149,8 @@ class HealthManager:
         self.record = HealthRecord()
 
     @property
-    def failure(self) -> str:
-        """Reason why the run can't continue; empty while it can."""
+    def failure(self) -> RoleFailure | None:
+        """The failure because of which the run can't continue; None while it can."""
         return self._policy.failure
 
     @property

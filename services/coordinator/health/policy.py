@@ -18,7 +18,7 @@ from relaxd.waiting import Backoff
 from services.coordinator.fleet.registry import Replica
 from services.coordinator.health.detection import HealthIssue, HealthSignals
 from services.coordinator.health.health_update import DOWN, HealthUpdate, RestartMode, next_restart
-from services.coordinator.state.records import Health, ReplicaHealth, RoleHealth
+from services.coordinator.state.records import Health, ReplicaHealth, RoleFailure, RoleHealth
 
 logger = logging.getLogger(__name__)
 
@@ -231,7 +231,7 @@ class RoleReconciler:
         self._clock = clock
         self._last_hope: dict[str, float] = {}
         """Clock time at which a role last had a working or starting replica."""
-        self.failure = ""
+        self.failure: RoleFailure | None = None
 
     def reset_timers(self) -> None:
         """Restart all waits."""
@@ -258,12 +258,12 @@ class RoleReconciler:
         if one.state == Health.HEALTHY:
             one = draft.set_role(one, state=Health.SUSPECT, reason="it has no working replica")
         if one.state == Health.FAILED:
-            self.failure = one.reason  # decided by an earlier coordinator
+            self.failure = RoleFailure(role, "", one.reason)  # decided by an earlier coordinator
         elif exhausted and all(place.refused for place in places):
-            self._fail(draft, one, f"{role} can't start: {why}")
+            self._fail(draft, one, places[-1].instance, f"{role} can't start: {why}")
         # If users removed all replicas, there is nothing to restart: the paused run waits for new ones.
         elif exhausted or (absent > self._config.role_timeout_seconds and (places or one.state != Health.REBUILDING)):
-            self._rebuild_or_fail(draft, one, why, signs)
+            self._rebuild_or_fail(draft, one, places[-1].instance if exhausted else "", why, signs)
 
     def _record_recovery(self, draft: HealthUpdate, one: RoleHealth, signs: RoleSigns) -> None:
         if one.state == Health.REBUILDING:
@@ -273,15 +273,15 @@ class RoleReconciler:
         if one.rebuilds and signs.last_step > one.rebuilt_at_step:
             draft.set_role(one, rebuilds=0)
 
-    def _fail(self, draft: HealthUpdate, one: RoleHealth, failure: str) -> None:
-        self.failure = failure
-        draft.add_event(one.role, "", Health.FAILED, failure)
-        draft.set_role(one, state=Health.FAILED, reason=failure)
+    def _fail(self, draft: HealthUpdate, one: RoleHealth, instance: str, reason: str) -> None:
+        self.failure = RoleFailure(one.role, instance, reason)
+        draft.add_event(one.role, "", Health.FAILED, reason)
+        draft.set_role(one, state=Health.FAILED, reason=reason)
 
-    def _rebuild_or_fail(self, draft: HealthUpdate, one: RoleHealth, why: str, signs: RoleSigns) -> None:
+    def _rebuild_or_fail(self, draft: HealthUpdate, one: RoleHealth, instance: str, why: str, signs: RoleSigns) -> None:
         config, name = self._config, one.role
         if one.rebuilds >= config.max_rebuilds:
-            self._fail(draft, one, f"{name} could not be rebuilt: {why} ({one.rebuilds} attempts)")
+            self._fail(draft, one, instance, f"{name} could not be rebuilt: {why} ({one.rebuilds} attempts)")
             return
         if one.rebuilds and draft.now - one.since < Backoff(config.first_backoff_seconds).pause(one.rebuilds):
             return
@@ -329,8 +329,8 @@ class HealthPolicy:
         self._roles = RoleReconciler(config.health, clock)
 
     @property
-    def failure(self) -> str:
-        """Reason why the run can't continue; empty while it can."""
+    def failure(self) -> RoleFailure | None:
+        """The failure because of which the run can't continue; None while it can."""
         return self._roles.failure
 
     def reset_timers(self) -> None:

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,7 +36,7 @@ from services.coordinator.runs.run_files import RunFiles, summarise
 from services.coordinator.runs.starting import NEW_DATA_AND_CURRICULUM
 from services.coordinator.runs.tracking import Tracking, needs_process
 from services.coordinator.runs.wait_watcher import WaitWatcher
-from services.coordinator.state.records import Evaluation, Outcome, Phase, RunRecord, WeightsRecord
+from services.coordinator.state.records import Evaluation, Outcome, Phase, RoleFailure, RunRecord, WeightsRecord
 from services.coordinator.state.retries import FolderRetry, RedisRetry
 from services.coordinator.state.store import StoreUnavailable
 from services.coordinator.weights.gpu_handoff import GpuHandoff
@@ -53,7 +53,11 @@ RELEASE_SECONDS = 30.0
 
 
 class RunFailed(Exception):
-    """A role has no working replica, and the run can't continue; the message is the reason."""
+    """A role has no working replica, and the run can't continue."""
+
+    def __init__(self, failure: RoleFailure) -> None:
+        super().__init__(failure.reason)
+        self.failure = failure
 
 
 def too_many_drops(config: RunConfig, *, failed: int, filtered: int) -> str:
@@ -250,7 +254,9 @@ class ActiveRun:
                 await self._train()
             await self._finish()
         except RunFailed as error:
-            await self._fail(Outcome.REPLICAS_FAILED, str(error))
+            failure = error.failure
+            where = {"failed_role": failure.role, "failed_instance": failure.instance}
+            await self._fail(Outcome.REPLICAS_FAILED, failure.reason, where)
         except EvaluationFailed as error:
             wrong_row = isinstance(error.__cause__, DataError)
             await self._fail(Outcome.DATA_FAILED if wrong_row else Outcome.EVALUATION_FAILED, str(error))
@@ -263,15 +269,15 @@ class ActiveRun:
     async def _wait_for_fleet(self) -> None:
         """Wait for the replicas and the first weight synchronisation, then evaluate the initial model."""
         while not self._stopping():
-            if (failure := self.fleet.failure()) is not None:  # no replica has worked yet that could recover
+            # No replica has worked yet that could recover.
+            if (failure := self.fleet.failure() or self.sync.failure()) is not None:
                 raise RunFailed(failure)
-            self._check_refusals()
             missing = self.fleet.missing()
             if missing:
                 reason = f"waiting for {', '.join(missing)}"
             elif not self.sync.up_to_date():
-                failure = f": {self.sync.last_failure}" if self.sync.last_failure else ""
-                reason = f"waiting for the first weight synchronisation{failure}"
+                last = f": {self.sync.last_failure}" if self.sync.last_failure else ""
+                reason = f"waiting for the first weight synchronisation{last}"
             else:
                 break
             await self._set_reason(reason)
@@ -280,11 +286,6 @@ class ActiveRun:
             if self.config.eval.before:
                 await self._evaluate(0, "evaluating before the first step")
             await self._save(phase=Phase.RUNNING, reason="")
-
-    def _check_refusals(self) -> None:
-        """Raise RunFailed if every engine refuses the trainer's weights: they are not sent again."""
-        if (refusal := self.sync.refusal_by_all()) is not None:
-            raise RunFailed(f"no engine takes the trainer's weights: {refusal.instance} refuses them: {refusal.text}")
 
     async def _train(self) -> None:
         """Monitor the run until its last step."""
@@ -301,9 +302,8 @@ class ActiveRun:
             await self._redis.call(self.board.sweep, term=self.context.term)
             if counts.last_step >= self.config.run.steps or self._stopping():
                 break
-            if self.health.failure:
-                raise RunFailed(self.health.failure)
-            self._check_refusals()
+            if (failed := self.health.failure or self.sync.failure()) is not None:
+                raise RunFailed(failed)
             if self._publisher.failure:
                 raise PromptsFailed(self._publisher.failure)
             await self._check_drops(counts)
@@ -343,15 +343,17 @@ class ActiveRun:
             model = await self._export()
         await self._end(Phase.STOPPED, outcome, reason, model)
 
-    async def _fail(self, outcome: Outcome, reason: str) -> None:
+    async def _fail(self, outcome: Outcome, reason: str, where: Mapping[str, str] | None = None) -> None:
         logger.error("run %s failed: %s", self.record.run_id, reason)
         await self._drop_open(DropReason.RUN_FAILED)
-        await self._end(Phase.FAILED, outcome, reason, model="")
+        await self._end(Phase.FAILED, outcome, reason, model="", where=where)
 
-    async def _end(self, phase: Phase, outcome: Outcome, reason: str, model: str) -> None:
+    async def _end(
+        self, phase: Phase, outcome: Outcome, reason: str, model: str, where: Mapping[str, str] | None = None
+    ) -> None:
         await self._append_fates()
         counts = await self._redis.call(self.board.counts)
-        end = {"phase": phase, "outcome": outcome, "reason": reason, "end_time": datetime.now(UTC)}
+        end = {"phase": phase, "outcome": outcome, "reason": reason, "end_time": datetime.now(UTC), **(where or {})}
         record = self.record.model_copy(update=end)
         metrics = await self._disk.in_thread(self._files.step_metrics) if self.handoff is not None else ()
         await self._disk.in_thread(self._files.write_summary, summarise(record, counts, model, metrics))
@@ -502,7 +504,8 @@ class ActiveRun:
                 seen = now
             if self.fleet.trainer() is None or not self.fleet.engines():
                 unable = now
-            failure = self.fleet.failure()
+            lost = self.fleet.failure()
+            failure = None if lost is None else lost.reason
             if failure is None and now - seen > self.config.health.role_timeout_seconds:
                 failure = f"there is no {' and no '.join(self.fleet.missing())}"
             if failure is None and now - unable > limit:

@@ -105,7 +105,7 @@ async def _ask_trainer(
                     elif error.code() not in PASSING:
                         break
             await fleet.registry.changed.wait(POLL_SECONDS)  # named: by the run's `_export`
-    raise ExportFailed(failure or problem)
+    raise ExportFailed(str(failure or problem))
 
 
 @dataclass(frozen=True)

@@ -313,7 +313,7 @@ class _Evaluation:
         since = time.monotonic()
         while not (found := find()):
             if (failure := self._context.fleet.failure()) is not None:
-                raise EvaluationFailed(failure)
+                raise EvaluationFailed(str(failure))
             if time.monotonic() - since > self._context.config.eval.stall_seconds:
                 raise EvaluationFailed(
                     f"no {condition}, for {self._context.config.eval.stall_seconds:g} s (eval.stall_seconds)"

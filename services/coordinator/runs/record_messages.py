@@ -30,6 +30,8 @@ async def run_message(record: RunRecord, steps: int, board: AsyncBoard, oldest_v
         state=run_state(record),
         outcome=pb.RunOutcome.Value(f"RUN_OUTCOME_{record.outcome or 'UNSPECIFIED'}"),
         reason=record.reason_shown,
+        failed_role=record.failed_role,
+        failed_instance=record.failed_instance,
         steps=steps,
         folder=record.folder,
         oldest_engine_version=oldest_version,

@@ -138,6 +138,7 @@ def _continued(record: RunRecord, steps: int) -> RunRecord:
     if record.phase.ended:
         changes |= {"phase": Phase.RUNNING if steps else Phase.PENDING, "outcome": None, "reason": "", "end_time": None}
         changes |= {"stop_reason": "", "board_bytes": 0, "patience_from": steps}
+        changes |= {"failed_role": "", "failed_instance": ""}
     return record.model_copy(update=changes)
 
 

@@ -1,6 +1,7 @@
 """Records in Redis: runs, replicas, weights, health, and scale requests."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 
@@ -47,6 +48,19 @@ class Evaluation(Record):
     """eval_reward, eval_<part> for each part of the reward, ..."""
 
 
+@dataclass(frozen=True)
+class RoleFailure:
+    """A role without a working replica, which ends the run."""
+
+    role: str
+    instance: str
+    """The replica whose error is the reason; empty: the role as a whole."""
+    reason: str
+
+    def __str__(self) -> str:
+        return self.reason
+
+
 class RunRecord(Record):
     """One run."""
 
@@ -60,6 +74,10 @@ class RunRecord(Record):
     """None before its end."""
     reason: str = ""
     """Reason for the phase, for users."""
+    failed_role: str = ""
+    """The role whose failure ended it; empty: it has not ended so."""
+    failed_instance: str = ""
+    """The replica of that role whose error is the reason; empty: the role as a whole."""
     paused: str | None = None
     """Reason for the pause; None if not paused. Only a pending or running run can be paused."""
     paused_at: datetime | None = None

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from relaxd import telemetry
@@ -21,7 +20,7 @@ from relaxd.steady_clock import steady_time
 from relaxd.waiting import Backoff
 from services.coordinator.fleet.registry import Replica
 from services.coordinator.fleet.run_fleet import RunContext
-from services.coordinator.state.records import Announcement, GroupRecord, Member, WeightsRecord
+from services.coordinator.state.records import Announcement, GroupRecord, Member, RoleFailure, WeightsRecord
 from services.coordinator.state.store import StoreUnavailable
 from services.coordinator.weights.sync_members import Newcomers, SetAside, is_due
 from services.coordinator.weights.weight_group_client import SyncFailed, WeightGroupClient
@@ -32,14 +31,6 @@ OTHERS_SECONDS = 0.003
 """Delay after which others hear of a new version: a synchronisation sends its calls before they begin to work."""
 IDLE_SECONDS = 0.5
 BACKOFF = Backoff(first_seconds=0.1, max_seconds=2.0)
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """An engine's answer that it can't take the trainer's weights."""
-
-    instance: str
-    text: str
 
 
 class WeightSync:
@@ -127,12 +118,16 @@ class WeightSync:
         trainer = self._fleet.trainer()
         return self._unfit.get((trainer.member, replica.member), "") if trainer is not None else ""
 
-    def refusal_by_all(self) -> Refusal | None:
+    def failure(self) -> RoleFailure | None:
         """Return the refusal of an engine if no other one is left that could take this trainer's weights."""
         engines = self._fleet.of_role(ROLLOUT)
-        refusals = [Refusal(one.instance, text) for one in engines if (text := self.refusal(one))]
-        left = [one for one in engines if not self.refusal(one) and one.instance not in self._fleet.given_up]
-        return refusals[0] if refusals and not left else None
+        refusing = [one for one in engines if self.refusal(one)]
+        left = [one for one in engines if one not in refusing and one.instance not in self._fleet.given_up]
+        if not refusing or left:
+            return None
+        first = refusing[0]
+        text = f"no engine takes the trainer's weights: {first.replica_id} refuses them: {self.refusal(first)}"
+        return RoleFailure(ROLLOUT, first.instance, text)
 
     def involves(self, replica_id: str) -> bool:
         """Return whether a synchronisation is in progress that the loss of this engine would break."""

@@ -8,8 +8,8 @@ import pytest
 from relaxd.config import RunConfig
 from relaxd.roles import ROLLOUT, TRAINER
 from relaxd.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc
-from services.coordinator.state.records import Announcement, WeightsRecord
-from services.coordinator.weights.weight_sync import Refusal, WeightSync
+from services.coordinator.state.records import Announcement, RoleFailure, WeightsRecord
+from services.coordinator.weights.weight_sync import WeightSync
 from tests.integration.coordinator.fleet_kit import RUN, FleetKit
 
 CONFIG = RunConfig.model_validate(
@@ -118,6 +118,7 @@ async def test_an_engine_that_refuses_the_tensors_is_not_asked_again(kit: FleetK
     assert [sync.failures(one) for one in (sender, refusing, other)] == [0, 1, 0]
     assert sync.candidates() == [other]
     await sync.synchronise(sender.member, [other.member], announced, then)
-    assert (sync.last_failure, sync.refusal(refusing), sync.refusal_by_all()) == ("", refusal, None)
+    assert (sync.last_failure, sync.refusal(refusing), sync.failure()) == ("", refusal, None)
     kit.fleet.give_up(["rollout-1"])
-    assert sync.refusal_by_all() == Refusal("rollout-0", refusal)
+    reason = f"no engine takes the trainer's weights: rollout-0 refuses them: {refusal}"
+    assert sync.failure() == RoleFailure(ROLLOUT, "rollout-0", reason)

@@ -205,4 +205,5 @@ def test_a_run_fails_if_all_engines_refuse_the_weights(cluster: Cluster) -> None
     cluster.start_run("run", run__steps=5)
     run = cluster.until_state(pb.RUN_STATE_FAILED)
     assert run.outcome == pb.RUN_OUTCOME_REPLICAS_FAILED
+    assert (run.failed_role, run.failed_instance) == ("rollout", "other")
     assert run.reason == f"no engine takes the trainer's weights: other refuses them: {REFUSAL}"

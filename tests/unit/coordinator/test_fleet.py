@@ -12,6 +12,7 @@ from relaxd.v1.replica_pb2 import (
 )
 from services.coordinator.fleet.registry import Registry
 from services.coordinator.fleet.run_fleet import FAILURE_LEASES, Fleet
+from services.coordinator.state.records import RoleFailure
 from services.coordinator.state.store import AsyncStore, Store
 
 LEASE = 6.0
@@ -41,7 +42,7 @@ async def test_a_role_fails_when_its_replicas_keep_failing_and_none_starts(regis
     now += 3600
     assert fleet.failure() is None
     says(registry, "one", REPLICA_STATE_FAILED)
-    assert fleet.failure() == "rollout two failed: no disk"
+    assert fleet.failure() == RoleFailure(ROLLOUT, "two", "rollout two failed: no disk")
 
 
 async def test_a_role_fails_at_once_when_all_its_starts_are_refused(registry: Registry) -> None:
@@ -51,4 +52,4 @@ async def test_a_role_fails_at_once_when_all_its_starts_are_refused(registry: Re
     fleet = Fleet(registry, "run", REPLICA_ROLES, clock=lambda: 1000.0)
     assert fleet.failure() is None  # the other one may still start
     says(registry, "two", REPLICA_STATE_FAILED, refused=True)
-    assert fleet.failure() == "rollout two failed: no disk"
+    assert fleet.failure() == RoleFailure(ROLLOUT, "two", "rollout two failed: no disk")

@@ -187,8 +187,8 @@ async def test_a_role_that_never_comes_back_is_given_up(make_world: MakeWorld) -
     assert world.record.roles["rollout"].pause.startswith(
         "rebuilding rollout (1 of 2): it did not come back within 4 s"
     )
-    assert world.policy.failure.startswith("rollout could not be rebuilt: it did not come back")
-    assert world.policy.failure.endswith("(2 attempts)")
+    assert str(world.policy.failure).startswith("rollout could not be rebuilt: it did not come back")
+    assert str(world.policy.failure).endswith("(2 attempts)")
     assert len(world.events("rollout-1")) < 20  # no storm
     world.coordinator()
     await world.passes(TICK_SECONDS)
@@ -220,7 +220,7 @@ async def test_a_role_without_replicas_waits_for_new_ones(make_world: MakeWorld)
     world.die("rollout-1")
     assert "no rollout replica for" in (await world.until(REBUILDING, "rollout", 30.0)).text
     await world.passes(500.0)  # no rebuild is left, and nothing is there to rebuild
-    assert world.policy.failure == ""
+    assert world.policy.failure is None
     assert not world.events("rollout-1")  # who goes in peace is not missed
     assert world.lost == ["rollout-1"]
     await world.add("rollout-3")
@@ -253,8 +253,8 @@ async def test_a_role_that_fails_in_the_same_way_each_time_fails_the_run(
     assert error in gave_up.text
     assert gave_up.text.count(error) == 1
     await world.until(FAILED, role, most_seconds)
-    assert world.policy.failure.startswith(f"{role} could not be rebuilt: ")
-    assert error in world.policy.failure
+    assert str(world.policy.failure).startswith(f"{role} could not be rebuilt: ")
+    assert error in str(world.policy.failure)
     assert [event.state for event in world.events(role) if event.state != HEALTHY] == [REBUILDING, FAILED]
     assert len(world.events(f"{role}-1")) < 30  # no storm
 
@@ -269,7 +269,7 @@ async def test_a_refused_start_fails_the_run_at_once(make_world: MakeWorld, name
     world.die(name, next_after=1.0)
     role = world.instances[name].role
     gave_up = await world.until(FAILED, role, 10.0)
-    assert gave_up.text == world.policy.failure == f"{role} can't start: it has failed: {REFUSAL}"
+    assert gave_up.text == str(world.policy.failure) == f"{role} can't start: it has failed: {REFUSAL}"
     (refused,) = [event for event in world.events(name) if event.state == FAILED]
     assert refused.text == f"{name}-r1 is not restarted, which would not help: it has failed: {REFUSAL}"
     assert world.record.replicas[name].reason == f"it has failed: {REFUSAL}"
@@ -284,7 +284,7 @@ async def test_a_refused_start_of_one_of_several_costs_only_this_one(make_world:
     await world.add("rollout-2", "refuses", "works")
     await world.until(FAILED, "rollout-2", 10.0)
     await world.passes(100.0)
-    assert (world.policy.failure, world.events("rollout"), world.restarts) == ("", [], [])
+    assert (world.policy.failure, world.events("rollout"), world.restarts) == (None, [], [])
     world.die("rollout-2", next_after=1.0)  # a person has started it again, with other settings
     await world.until(HEALTHY, "rollout-2", 10.0)
     assert not world.record.replicas["rollout-2"].refused
@@ -297,7 +297,7 @@ async def test_a_role_waits_for_a_replica_that_may_still_start(make_world: MakeW
     world.die("rollout-1", next_after=1.0)
     await world.until(FAILED, "rollout-1", 10.0)
     await world.passes(60.0)
-    assert world.policy.failure == ""
+    assert world.policy.failure is None
 
 
 @pytest.mark.parametrize("supervisor_seconds", [1.0, 2 * LEASE_SECONDS])
@@ -390,4 +390,4 @@ async def test_two_critics_that_fail_in_the_same_way_fail_the_run(redis_url: str
     world.instances["critic-1"].plan = ["fails"]
     world.die("critic-1", next_after=1.0)
     await world.until(FAILED, "critic", 2400.0)
-    assert "its checkpoint doesn't fit" in world.policy.failure
+    assert "its checkpoint doesn't fit" in str(world.policy.failure)
