@@ -109,11 +109,21 @@ def holds_run(folder: Path) -> bool:
 
 def use_of(folder: Path) -> str:
     """Say what keeps a new run out of this folder: a run in progress, with its stack, or an earlier one; "" if none."""
-    if holder := holder_of(folder):
-        return f"{folder} is in use: stack {holder} works on its run; choose another run_id"
-    return (
-        f"{folder} contains an earlier run: choose another run_id, or move its files away" if holds_run(folder) else ""
-    )
+    holder = holder_of(folder)
+    return earlier_use_of(folder) if holder is None else held_use_of(folder, holder)
+
+
+def held_use_of(folder: Path, holder: str) -> str:
+    """Say that a stack's coordinator keeps a new run out of this folder."""
+    who = f"stack {holder}" if holder else "the coordinator of a stack without a name"
+    return f"{folder} is in use: {who} works on its run; choose another run_id"
+
+
+def earlier_use_of(folder: Path) -> str:
+    """Say that an earlier run keeps a new one out of this folder; "" if it has none."""
+    if not holds_run(folder):
+        return ""
+    return f"{folder} contains an earlier run: choose another run_id, or move its files away"
 
 
 def is_run(folder: Path) -> bool:

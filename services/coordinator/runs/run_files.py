@@ -12,11 +12,12 @@ import platform
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
 from relaxd import __version__
 from relaxd.board import Counts, LedgerEntry
@@ -45,6 +46,8 @@ from services.coordinator.runs.line_files import PAGE, Check, LedgerFile, Metric
 from services.coordinator.state.records import Evaluation, RunRecord
 
 GIT_SECONDS = 5.0
+LOCK_SECONDS = 0.4
+"""Time to get the lock on a run's folder: readers have it for a moment, and a new holder writes its name meanwhile."""
 
 
 @cache
@@ -266,22 +269,54 @@ def _changes(before: Mapping[str, float], after: Mapping[str, float]) -> dict[st
     return found
 
 
+class FolderHeld(Exception):
+    """Another coordinator holds a run's folder; `holder` is the identity of its stack, empty if it has none."""
+
+    def __init__(self, folder: Path, holder: str) -> None:
+        super().__init__(f"{folder} is held by stack {holder!r}")
+        self.holder = holder
+
+
 @contextmanager
-def held_folder(folder: Path, stack: str) -> Iterator[None]:
+def held_folder(folder: Path, stack: str, *, beside: Collection[str] | None = None) -> Iterator[None]:
     """Hold a run's folder for a stack: its file STACK has the stack's identity, and is locked inside the context.
 
-    A coordinator that took the run over from one that still lives, or can't write, goes on without the lock.
+    Without locks, as on some file systems, it goes on without. Slow if another holds it: call it from a thread.
+
+    Args:
+        folder: the run's folder.
+        stack: the own stack's identity.
+        beside: identities of stacks whose coordinator may hold the folder meanwhile, such as a predecessor that still
+            lives; None: any may.
+
+    Raises FolderHeld, with nothing changed.
     """
     with ExitStack() as held:
         try:
-            file = held.enter_context((folder / STACK).open("a+"))
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file = held.enter_context((folder / STACK).open("ab+", buffering=0))  # nothing is left to write later
+            _lock(file)
             file.truncate(0)
-            file.write(f"{stack}\n")
-            file.flush()
+            file.write(f"{stack}\n".encode())
+        except BlockingIOError:
+            if beside is not None and (holder := (folder / STACK).read_text().strip()) not in beside:
+                raise FolderHeld(folder, holder) from None
+            _log.info("%s is not locked: another coordinator holds it", folder / STACK)
         except OSError as error:
             _log.info("%s is not locked: %s", folder / STACK, error)
         yield
+
+
+def _lock(file: IO[bytes]) -> None:
+    """Lock a file. Raises BlockingIOError: another process or thread has held it for LOCK_SECONDS."""
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(LOCK_SECONDS / 20)  # brief: deadline
 
 
 def switching(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

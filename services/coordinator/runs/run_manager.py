@@ -5,6 +5,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,7 +19,7 @@ from relaxd.process.upkeep import freeze_objects
 from relaxd.rpc.errors import AlreadyExists, FailedPrecondition, NotFound, ResourceExhausted, Unavailable
 from relaxd.rpc.message_parts import newest_first
 from relaxd.rpc.service_settings import ServiceSettings
-from relaxd.run_folder import holder_of
+from relaxd.run_folder import is_run
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.waiting import waits
 from services.coordinator.fleet.peers import Peers
@@ -28,7 +29,7 @@ from services.coordinator.runs.active_run import ActiveRun
 from services.coordinator.runs.ending import Retention
 from services.coordinator.runs.record_messages import health_messages, run_message, run_state
 from services.coordinator.runs.restoring import Restored, read_run
-from services.coordinator.runs.run_files import RunFiles, held_folder
+from services.coordinator.runs.run_files import FolderHeld, RunFiles, held_folder
 from services.coordinator.runs.starting import check_same_prompts, prepare, request_digest
 from services.coordinator.state.records import Event, Outcome, Phase, RunRecord
 from services.coordinator.state.retries import RedisRetry, finish
@@ -130,16 +131,19 @@ class RunManager:
             if self.active is not None:
                 raise self._busy(self.active.record.run_id)
             await self._end_deletion(run_id)
-            prepared = await asyncio.to_thread(prepare, run_id, config_toml, request_id, self._settings.redis)
-            active = await self._active_run(prepared.record, prepared.config, prepared.data, prepared.files)
-            await self._create(prepared.record)
+            redis, stack = self._settings.redis, self._settings.stack
+            prepared = await asyncio.to_thread(prepare, run_id, config_toml, request_id, redis, stack)
+            with prepared.held as held:
+                active = await self._active_run(prepared.record, prepared.config, prepared.data, prepared.files)
+                await self._create(prepared.record)
+                kept = held.pop_all()
             if prepared.data.skipped:
                 logger.warning("%d prompts are skipped: they are too long", prepared.data.skipped)
             if prepared.data.repeated:
                 logger.info("%d prompts are left out: they are there twice", prepared.data.repeated)
             for warning in prepared.warnings:
                 logger.warning("%s", warning)
-            self._launch(active)
+            self._launch(active, kept)
             return prepared.record
 
     async def restore(self, folder: str, steps: int = 0, *, new_data: bool = False) -> ActiveRun:
@@ -157,47 +161,57 @@ class RunManager:
             await self._wait_for_clean_up()
             if self.active is not None:
                 raise self._busy(self.active.record.run_id)
-            holder, own = await asyncio.to_thread(holder_of, Path(folder)), self._settings.stack
-            if holder is not None and holder != own:
-                raise FailedPrecondition(
-                    f"the coordinator of stack {holder!r} works on the run in {folder}, this is stack {own!r}: "
-                    "stop the run, or the services, of that stack first",
-                    reason="STACK_MISMATCH",
-                    subject=folder,
-                )
-            restored = await asyncio.to_thread(read_run, folder, steps, new_data=new_data)
-            run_id = restored.record.run_id
-            known = await self._store.run(run_id)
-            again = known is not None and known.phase.ended and known.folder == restored.record.folder
-            by_data = known is not None and known.outcome == Outcome.DATA_FAILED
-            if known is not None and not (again and (steps or new_data or by_data)):
-                raise AlreadyExists(f"run {run_id!r} is still in Redis: there is nothing to restore")
-            await asyncio.to_thread(_begin_again, restored, extended=steps > 0)  # before anything else changes
-            if known is not None:
-                await self._delete(known)  # its folder has everything
-            await self._end_deletion(run_id)
-            active = await self._active_run(restored.record, restored.config, restored.data, restored.files)
+            own = self._settings.stack
+            with ExitStack() as held:
+                # A predecessor of this stack may still live, and learns soon that it was replaced.
+                holding = held_folder(Path(folder), own, beside={own} - {""})
+                try:
+                    if await asyncio.to_thread(is_run, Path(folder)):  # else nothing is written there
+                        await asyncio.to_thread(held.enter_context, holding)
+                except FolderHeld as error:
+                    raise FailedPrecondition(
+                        f"the coordinator of stack {error.holder!r} works on the run in {folder}, this is stack "
+                        f"{own!r}: stop the run, or the services, of that stack first",
+                        reason="STACK_MISMATCH",
+                        subject=folder,
+                    ) from error
+                return await self._restore_held(folder, steps, held, new_data=new_data)
 
-            def fill() -> None:
-                board = active.board.in_threads
-                board.delete()  # the remains of a failed attempt
-                board.create(
-                    term=self._store.term,
-                    groups_per_step=restored.config.trainer.groups_per_step,
-                    steps=restored.config.run.steps,
-                )
-                board.restore(
-                    ledger=restored.ledger,
-                    cursor=restored.cursor.to_json(),
-                    dropped=restored.dropped,
-                    trainer_term=restored.trainer_term,
-                )
+    async def _restore_held(self, folder: str, steps: int, held: ExitStack, *, new_data: bool) -> ActiveRun:
+        """Restore the run of a folder that this coordinator holds until `held` is closed."""
+        restored = await asyncio.to_thread(read_run, folder, steps, new_data=new_data)
+        run_id = restored.record.run_id
+        known = await self._store.run(run_id)
+        again = known is not None and known.phase.ended and known.folder == restored.record.folder
+        by_data = known is not None and known.outcome == Outcome.DATA_FAILED
+        if known is not None and not (again and (steps or new_data or by_data)):
+            raise AlreadyExists(f"run {run_id!r} is still in Redis: there is nothing to restore")
+        await asyncio.to_thread(_begin_again, restored, extended=steps > 0)  # before anything else changes
+        if known is not None:
+            await self._delete(known)  # its folder has everything
+        await self._end_deletion(run_id)
+        active = await self._active_run(restored.record, restored.config, restored.data, restored.files)
 
-            await asyncio.to_thread(fill)
-            await self._create(restored.record)
-            logger.warning("run %s is restored from %s, after step %d", run_id, folder, len(restored.ledger))
-            self._launch(active)
-            return active
+        def fill() -> None:
+            board = active.board.in_threads
+            board.delete()  # the remains of a failed attempt
+            board.create(
+                term=self._store.term,
+                groups_per_step=restored.config.trainer.groups_per_step,
+                steps=restored.config.run.steps,
+            )
+            board.restore(
+                ledger=restored.ledger,
+                cursor=restored.cursor.to_json(),
+                dropped=restored.dropped,
+                trainer_term=restored.trainer_term,
+            )
+
+        await asyncio.to_thread(fill)
+        await self._create(restored.record)
+        logger.warning("run %s is restored from %s, after step %d", run_id, folder, len(restored.ledger))
+        self._launch(active, held.pop_all())
+        return active
 
     async def resume(self) -> None:
         """Resume the run that an earlier coordinator left active, if any."""
@@ -220,7 +234,10 @@ class RunManager:
             return
         logger.info("resuming run %s (%s)", run_id, record.phase.value.lower())
         record = record.model_copy(update={"prompts": data.train.prompts, "prompts_digest": digest})
-        self._launch(await self._active_run(record, config, data, RunFiles(Path(record.folder))))
+        active = await self._active_run(record, config, data, RunFiles(Path(record.folder)))
+        held = ExitStack()
+        await asyncio.to_thread(held.enter_context, held_folder(Path(record.folder), self._settings.stack))
+        self._launch(active, held)
 
     async def delete(self, run_id: str) -> None:
         """Delete an ended run from Redis, also if the caller is gone meanwhile; its folder stays.
@@ -318,17 +335,18 @@ class RunManager:
         )
         return ActiveRun(context, record, data, files, await self._store.weights())
 
-    def _launch(self, active: ActiveRun) -> None:
+    def _launch(self, active: ActiveRun, held: ExitStack) -> None:
+        """Begin the run's task, which closes `held`, the hold on its folder, at its end."""
         freeze_objects()  # also those of the last run are collected
         self.active = active
         self._ended_runs.pop(active.record.run_id, None)  # an earlier run of this id
         self._boards[active.record.run_id] = active.board
-        self._task = asyncio.create_task(self._drive(active))
+        self._task = asyncio.create_task(self._drive(active, held))
         self._task.add_done_callback(self._on_end)
         self._registry.changed.fire()
 
-    async def _drive(self, active: ActiveRun) -> None:
-        with held_folder(Path(active.record.folder), self._settings.stack):
+    async def _drive(self, active: ActiveRun, held: ExitStack) -> None:
+        with held:
             await active.main()
 
     def _on_end(self, task: asyncio.Task[None]) -> None:

@@ -18,8 +18,8 @@ from relaxd.data.templating import with_template_texts
 from relaxd.evaluation.set_checks import set_problems
 from relaxd.models import DataError
 from relaxd.rpc.errors import FailedPrecondition, Unavailable, Violations
-from relaxd.run_folder import use_of
-from services.coordinator.runs.run_files import RunFiles
+from relaxd.run_folder import earlier_use_of, held_use_of
+from services.coordinator.runs.run_files import FolderHeld, RunFiles, held_folder
 from services.coordinator.state.records import RunRecord
 
 
@@ -31,6 +31,8 @@ class Prepared:
     config: RunConfig
     data: RunData
     files: RunFiles
+    held: contextlib.ExitStack
+    """The hold on the run's folder, until it is closed."""
     warnings: tuple[str, ...] = ()
     """Problems that may delay the run later."""
 
@@ -41,8 +43,8 @@ def check_run_id(run_id: str, violations: Violations, *, optional: bool = True) 
         violations.check(RUN_ID.fullmatch(run_id) is not None and run_id != RESERVED_RUN_ID, "run_id", RUN_ID_RULE)
 
 
-def prepare(run_id: str, config_toml: str, request_id: str, redis_url: str) -> Prepared:
-    """Check a StartRun request, load its data and create the run's folder. Slow: call it from a thread.
+def prepare(run_id: str, config_toml: str, request_id: str, redis_url: str, stack: str) -> Prepared:
+    """Check a StartRun request, load its data and create the run's folder, held for `stack`. Slow: call it in a thread.
 
     Raises InvalidArgument, naming every wrong setting; FailedPrecondition: the run's folder is in use, or Redis is not
     configured for it; Unavailable: Redis doesn't answer.
@@ -78,8 +80,6 @@ def prepare(run_id: str, config_toml: str, request_id: str, redis_url: str) -> P
     run_id = run_id or f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     warnings = _check_sizes(run_id, config, data, redis_url)
     folder = Path(config.run.folder).expanduser().resolve() / run_id
-    if use := use_of(folder):
-        raise FailedPrecondition(use, reason="FOLDER_IN_USE", subject=str(folder))
     record = RunRecord(
         run_id=run_id,
         config_json=config.model_dump_json(),
@@ -90,12 +90,20 @@ def prepare(run_id: str, config_toml: str, request_id: str, redis_url: str) -> P
         prompts_digest=prompts_digest,
     )
     files = RunFiles(folder)
-    try:
-        files.create(config_toml, config)
-    except OSError as error:
-        violations.add(_field("run.folder"), f"can't write to {folder}: {error.strerror or error}")
-        raise violations.error() from error
-    return Prepared(record, config, data, files, warnings)
+    with contextlib.ExitStack() as held:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            held.enter_context(held_folder(folder, stack, beside=()))
+            if use := earlier_use_of(folder):
+                raise FailedPrecondition(use, reason="FOLDER_IN_USE", subject=str(folder))
+            files.create(config_toml, config)
+        except FolderHeld as error:
+            use = held_use_of(folder, error.holder)
+            raise FailedPrecondition(use, reason="FOLDER_IN_USE", subject=str(folder)) from error
+        except OSError as error:
+            violations.add(_field("run.folder"), f"can't write to {folder}: {error.strerror or error}")
+            raise violations.error() from error
+        return Prepared(record, config, data, files, held.pop_all(), warnings)
 
 
 NEW_DATA_AND_CURRICULUM = (

@@ -12,6 +12,7 @@ from relaxd.board import Board, stages_for
 from relaxd.config import RunConfig
 from relaxd.config.load_toml import load_file
 from relaxd.rpc.errors import from_call
+from relaxd.run_folder import CONFIG, RECORD
 from relaxd.v1 import coordinator_pb2 as pb
 from services.coordinator.runs.run_files import held_folder
 from tests.integration.coordinator.cluster import Cluster
@@ -120,8 +121,10 @@ def test_a_run_is_taken_up_from_its_folder(cluster: Cluster) -> None:
 
 def test_a_run_that_another_stack_works_on_is_not_restored(cluster: Cluster, tmp_path: Path) -> None:
     cluster.until("the coordinator", lambda: cluster.stub.ListRuns(pb.ListRunsRequest()) is not None)
+    for name in (RECORD, CONFIG):
+        (tmp_path / name).write_text("{}")
     with held_folder(tmp_path, "theirs-2"):
         error = from_call(refusal(cluster, tmp_path))
     assert error.reason == "STACK_MISMATCH"
     assert "the coordinator of stack 'theirs-2' works on the run in" in error.message
-    assert from_call(refusal(cluster, tmp_path)).reason == "INVALID_ARGUMENT"  # no run is there
+    assert from_call(refusal(cluster, tmp_path)).reason == "INVALID_ARGUMENT"  # the files have no run

@@ -228,7 +228,7 @@ def test_config_check_and_the_start_of_a_run_refuse_a_broken_class(folder: Path,
     os.utime(folder / "mine.py", (1, 1))
     text = (ROOT / "examples" / "addition.toml").read_text().replace('name = "grpo"', 'name = "mine:Mine"')
     with pytest.raises(InvalidArgument, match=r"normalizer\(\) returned int 0") as refused:
-        prepare("run", text, "", redis_url)
+        prepare("run", text, "", redis_url, "")
     assert [field for field, _ in refused.value.violations] == ["config_toml.algorithm.name"]
 
 

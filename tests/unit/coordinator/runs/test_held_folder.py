@@ -1,9 +1,16 @@
 """A run's folder is held by one stack while the run goes on."""
 
+import fcntl
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from relaxd.run_folder import RECORD, holder_of, use_of
-from services.coordinator.runs.run_files import held_folder
+import pytest
+
+from relaxd.run_folder import RECORD, STACK, holder_of, use_of
+from services.coordinator.runs.run_files import FolderHeld, held_folder
+
+WAIT_SECONDS = 20.0
 
 
 def test_a_folder_names_the_stack_that_works_on_its_run(tmp_path: Path) -> None:
@@ -15,6 +22,38 @@ def test_a_folder_names_the_stack_that_works_on_its_run(tmp_path: Path) -> None:
     assert holder_of(tmp_path) is None
     with held_folder(tmp_path, "two-2"):
         assert holder_of(tmp_path) == "two-2"
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_one_of_two_that_open_a_folder_together_holds_it(tmp_path: Path, number: int) -> None:
+    """The other one names it, not the one that held the folder before."""
+    with held_folder(tmp_path, "earlier-0"):
+        pass
+    begin, end = threading.Barrier(2), threading.Barrier(2)
+
+    def open_it(stack: str) -> str:
+        begin.wait(WAIT_SECONDS)
+        try:
+            with held_folder(tmp_path, stack, beside=()):
+                end.wait(WAIT_SECONDS)
+                return stack
+        except FolderHeld as error:
+            end.wait(WAIT_SECONDS)
+            return f"refused: {error.holder}"
+
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(open_it, ("one-1", "two-2")))
+    winner = next(one for one in found if not one.startswith("refused"))
+    assert sorted(found) == sorted([winner, f"refused: {winner}"])
+
+
+def test_readers_keep_nobody_out(tmp_path: Path) -> None:
+    (tmp_path / STACK).write_text("earlier-0\n")
+    with (tmp_path / STACK).open() as file, ThreadPoolExecutor(1) as thread:
+        fcntl.flock(file, fcntl.LOCK_SH)  # as `holder_of` does for a moment
+        waits = thread.submit(lambda: held_folder(tmp_path, "one-1", beside=()).__enter__())
+        fcntl.flock(file, fcntl.LOCK_UN)
+        waits.result(WAIT_SECONDS)
 
 
 def test_a_folder_that_can_not_be_written_is_not_locked(tmp_path: Path) -> None:

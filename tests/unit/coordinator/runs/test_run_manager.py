@@ -1,7 +1,7 @@
 """Runs that are started, deleted and restored while Redis or a caller is gone at the wrong moment."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import psutil
@@ -9,7 +9,7 @@ import pytest
 import redis
 
 from relaxd.redis_client import key_prefix
-from relaxd.rpc.errors import ResourceExhausted
+from relaxd.rpc.errors import FailedPrecondition, ResourceExhausted
 from relaxd.rpc.service_settings import ServiceSettings
 from relaxd.rpc.tls import TlsFiles
 from relaxd.waiting import waiting
@@ -20,6 +20,7 @@ from services.coordinator.state import retries
 from services.coordinator.state.records import Phase, RunRecord
 from services.coordinator.state.store import AsyncStore, Store, StoreUnavailable, run_key
 from tests.kit.disks import full_disk
+from tests.kit.redis.redis_server import RedisServer
 from tests.kit.tokenizer import write_tokenizer
 from tests.kit.waiting import eventually
 
@@ -27,8 +28,9 @@ from tests.kit.waiting import eventually
 class Desk:
     """A coordinator's runs, without replicas: a run waits for them until it is stopped."""
 
-    def __init__(self, redis_url: str, folder: Path) -> None:
+    def __init__(self, redis_url: str, folder: Path, stack: str = "") -> None:
         self.folder = folder
+        self.stack = stack
         self.model = write_tokenizer(folder / "model")
         self.store = Store(redis_url)
         self.store.take_over()
@@ -36,7 +38,7 @@ class Desk:
         registry = Registry(self.its_store, lease_seconds=60, heartbeat_seconds=1.0, gpu_lease_seconds=60)
         self.peers = Peers(None, TlsFiles(), self.store.term)
         self.errors: list[BaseException] = []
-        settings = ServiceSettings(role="coordinator", redis=redis_url)
+        settings = ServiceSettings(role="coordinator", redis=redis_url, stack=stack)
         self.manager = RunManager(self.its_store, registry, self.peers, settings, self.errors.append)
         self.redis = redis.Redis.from_url(redis_url)
 
@@ -58,6 +60,13 @@ class Desk:
         await self.manager.active.stop("enough")
         await eventually(lambda: self.manager.active is None, "it ends", 20.0)
 
+    async def close(self) -> None:
+        """End it as a coordinator ends."""
+        await self.manager.close()
+        await self.peers.close()
+        await self.its_store.close()
+        self.redis.close()
+
     def keys(self) -> list[bytes]:
         """Return the keys of the run "again"."""
         return sorted(self.redis.keys(key_prefix("again") + "*"))
@@ -67,10 +76,7 @@ class Desk:
 async def desk(redis_url: str, tmp_path: Path) -> AsyncIterator[Desk]:
     desk = Desk(redis_url, tmp_path)
     yield desk
-    await desk.manager.close()
-    await desk.peers.close()
-    await desk.its_store.close()
-    desk.redis.close()
+    await desk.close()
     assert not desk.errors
 
 
@@ -199,3 +205,28 @@ async def test_a_run_that_has_ended_waits_for_nothing_but_its_disk(desk: Desk) -
         assert (await desk.manager.message(ended)).waiting_for == ""
     with waiting("the disk", disk=True):
         assert (await desk.manager.message(ended)).waiting_for
+
+
+async def test_one_of_two_stacks_gets_a_folder_that_both_open(
+    redis_server: Callable[..., RedisServer], tmp_path: Path
+) -> None:
+    desks = [Desk(redis_server(append_only=False).url, tmp_path, stack) for stack in ("one-1", "two-2")]
+
+    async def winner(*opening: Awaitable[object], reason: str) -> Desk:
+        """Return the one that opens the folder, once the other has named it."""
+        found = await asyncio.gather(*opening, return_exceptions=True)
+        (error,) = [one for one in found if isinstance(one, FailedPrecondition)]
+        (won,) = [desk for desk, one in zip(desks, found, strict=True) if one is not error]
+        assert error.reason == reason
+        assert won.manager.active is not None
+        assert f"stack {won.stack}" in error.message.replace("'", "")
+        return won
+
+    try:
+        begun = [desk.manager.start("again", desk.config("first")) for desk in desks]
+        await (await winner(*begun, reason="FOLDER_IN_USE")).stop()
+        folder = str(tmp_path / "first" / "again")
+        await winner(*[desk.manager.restore(folder, steps=2) for desk in desks], reason="STACK_MISMATCH")
+    finally:
+        for desk in desks:
+            await desk.close()

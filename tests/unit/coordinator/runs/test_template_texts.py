@@ -66,6 +66,6 @@ def test_a_coordinator_reads_absolute_paths_and_refuses_relative_ones(
     folder: Path, redis_url: str, setting: str
 ) -> None:
     with pytest.raises(InvalidArgument, match="the coordinator doesn't know the folder that this relative path starts"):
-        prepare("run", dump(config(folder, setting, "my.jinja")), "", redis_url)
-    record = prepare("run", dump(config(folder, setting, str(folder / "my.jinja"))), "", redis_url).record
+        prepare("run", dump(config(folder, setting, "my.jinja")), "", redis_url, "")
+    record = prepare("run", dump(config(folder, setting, str(folder / "my.jinja"))), "", redis_url, "").record
     assert templates(RunConfig.model_validate_json(record.config_json))[setting] == TEMPLATE
