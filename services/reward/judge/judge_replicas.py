@@ -20,7 +20,12 @@ from relaxd.v1.coordinator_pb2 import ListReplicasRequest, RegisteredReplica
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 from relaxd.v1.judge_pb2 import AskRequest, AskResponse
 from relaxd.v1.judge_pb2_grpc import JudgeStub
-from relaxd.v1.replica_pb2 import REPLICA_STATE_READY
+from relaxd.v1.replica_pb2 import (
+    REPLICA_STATE_IDLE,
+    REPLICA_STATE_READY,
+    REPLICA_STATE_STARTING,
+    REPLICA_STATE_UNSPECIFIED,
+)
 from services.reward.remote.foreign_calls import MismatchError, UnreachableError
 from services.reward.remote.patience import PatientCaller
 
@@ -31,6 +36,7 @@ AVOIDED_SECONDS = 5.0
 LIST_SECONDS = 5.0
 PAGE = 1000
 
+_TO_COME = (REPLICA_STATE_UNSPECIFIED, REPLICA_STATE_IDLE, REPLICA_STATE_STARTING)
 _AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 _log = logging.getLogger(__name__)
 
@@ -58,6 +64,10 @@ class JudgeReplicas:
         self._run_id = run_id
         self._replicas: dict[str, _Replica] = {}
         """Replicas that are ready or still have a question, by id."""
+        self._came = False
+        """True once a replica was ready."""
+        self._to_come: str | None = None
+        """The replicas that are only starting, for people; None if there is another reason why none is ready."""
         self._look_at = 0.0
         self._looking = asyncio.Lock()
 
@@ -95,6 +105,8 @@ class JudgeReplicas:
         ready = [name for name, replica in self._replicas.items() if replica.ready]
         able = [name for name in ready if self._replicas[name].avoided_until <= now]
         if not able:
+            if not ready and self._to_come is not None:
+                raise UnreachableError(self._to_come, starting=True)
             known = f" but those that did not answer a moment ago ({', '.join(ready[:3])})" if ready else ""
             raise UnreachableError(f"no judge replica is ready{known}")
         fewest = min(self._replicas[name].open for name in able)
@@ -106,12 +118,15 @@ class JudgeReplicas:
             if time.monotonic() < self._look_at:
                 return  # somebody else has looked
             try:
-                found = {one.registration.replica_id: one for one in await self._list() if self._is_able(one)}
+                listed = await self._list()
             except grpc.aio.AioRpcError as error:
                 _log.warning("asking the same judge replicas, because the coordinator is away: %s", explain(error))
                 self._look_at = time.monotonic() + LIST_SECONDS
                 return
-            self._look_at = time.monotonic() + LOOK_SECONDS
+            found = {one.registration.replica_id: one for one in listed if self._is_able(one)}
+            self._to_come = self._describe_start(listed)
+            self._came |= bool(found)
+            self._look_at = time.monotonic() + LOOK_SECONDS * bool(found)
             for name in found.keys() - self._replicas.keys():
                 own = self._settings
                 address = found[name].registration.address
@@ -132,6 +147,14 @@ class JudgeReplicas:
             found += answer.replicas
             if not (token := answer.next_page_token):
                 return found
+
+    def _describe_start(self, listed: list[RegisteredReplica]) -> str | None:
+        """Name the replicas that are starting; None if there are none, though there were."""
+        starting = [one for one in listed if one.status.state in _TO_COME]
+        if not starting and (self._came or listed):
+            return None
+        names = [f"{one.registration.replica_id} {one.status.detail}".rstrip() for one in starting[:3]]
+        return ", ".join(names) or "no replica of it is registered yet"
 
     def _is_able(self, replica: RegisteredReplica) -> bool:
         status = replica.status

@@ -9,10 +9,14 @@ from services.reward.worker_enclosure import MissingVariableError
 class UnreachableError(Exception):
     """The service doesn't answer, or is too busy to: the call may be repeated."""
 
-    def __init__(self, message: str, *, retry_after: float = 0.0) -> None:
-        """`retry_after` is in how many seconds the service wants to be called again, if it says so."""
+    def __init__(self, message: str, *, retry_after: float = 0.0, starting: bool = False) -> None:
+        """`retry_after` is in how many seconds the service wants to be called again, if it says so.
+
+        `starting` is true of a service that has not failed, but is not there yet.
+        """
         super().__init__(message)
         self.retry_after = retry_after
+        self.starting = starting
 
 
 class MismatchError(Exception):

@@ -4,7 +4,8 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from relaxd.waiting import Backoff, duration, waiting
@@ -43,6 +44,8 @@ FAILURES_TO_OPEN = 3
 """Calls in a row that don't reach the service."""
 PROBE_PAUSE = Backoff(first_seconds=0.5, max_seconds=10.0)
 """Pauses before probes. Shorter than any health limit: each probe counts as progress of the replica."""
+START_NOTICE_SECONDS = 300.0
+"""A service that has been starting for this long is late: its wait is logged as a warning."""
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +63,13 @@ class Breaker:
         self._probe = probe
         self._failures = 0
         self._error = ""
+        self._starting = False
+        """True if the service is not there yet, by the last call or probe."""
+        self._warned = False
+        self._began = 0.0
+        """Start of the time in which calls are held back."""
         self._since: float | None = None
+        """The same without the time in which the service was starting; None while calls go through."""
         self._closed = asyncio.Event()
         self._closed.set()
         self._probing: asyncio.Task[None] | None = None
@@ -72,6 +81,9 @@ class Breaker:
         """Description of what is wrong, in one sentence; empty while calls go through."""
         if self._since is None:
             return ""
+        if self._starting:
+            seconds = time.monotonic() - self._began
+            return f"waiting for {self._who}, which is starting, for {duration(seconds)} now: {self._error}"
         seconds = time.monotonic() - self._since
         return f"{self._who} does not answer, for {duration(seconds)} now: {self._error}"
 
@@ -87,13 +99,37 @@ class Breaker:
 
     def open(self, error: UnreachableError) -> None:
         """Hold calls back until a probe reaches the service."""
-        self._error = str(error)
-        if self._since is not None:
-            return
-        self._since = time.monotonic()
-        self._closed.clear()
-        _log.warning("%s does not answer: %s; its samples wait", self._who, error)
-        self._probing = asyncio.create_task(self._probe_until_closed())
+        if self._since is None:
+            self._began = self._since = time.monotonic()
+            self._warned = False
+            self._closed.clear()
+            self._observe(error)
+            self._probing = asyncio.create_task(self._probe_until_closed())
+
+    def _observe(self, error: UnreachableError | MismatchError) -> None:
+        """Take in why a call or a probe did not reach the service. What is logged is said once."""
+        starting = isinstance(error, UnreachableError) and error.starting
+        if starting and not self._starting:
+            _log.info("waiting for %s, which is starting: %s", self._who, error)
+        elif not starting and not self._warned:
+            _log.warning("%s does not answer: %s; its samples wait", self._who, error)
+            self._warned = True
+        self._error, self._starting = str(error), starting
+        if starting:
+            self._since = time.monotonic()
+
+    @contextmanager
+    def _waiting(self, what: str) -> Iterator[Callable[[], None]]:
+        """Name a wait for the service to do something. Yields a function that brings its text up to date."""
+        with waiting("", on=self._on) as wait:
+
+            def describe() -> None:
+                wait.reason = f"{self._who}, which is starting" if self._starting else f"{self._who} to {what}"
+                if self._starting:
+                    wait.next_notice = max(wait.next_notice, START_NOTICE_SECONDS)
+
+            describe()
+            yield describe
 
     def forgive(self) -> None:
         """Count the time that the service is away from now on."""
@@ -107,12 +143,13 @@ class Breaker:
         """
         if self._since is None:
             return
-        left = self._since + seconds - time.monotonic()
-        try:
-            with waiting(f"{self._who} to answer", on=self._on):
-                await asyncio.wait_for(self._closed.wait(), max(0.0, left))
-        except TimeoutError:
-            raise UnreachableError(self.problem) from None
+        with self._waiting("answer") as describe:
+            while self._since is not None:
+                if (left := self._since + seconds - time.monotonic()) <= 0:
+                    raise UnreachableError(self.problem)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._closed.wait(), min(left, LOOK_SECONDS))  # named: by _waiting
+                describe()
 
     def close(self) -> None:
         """End probing."""
@@ -121,19 +158,20 @@ class Breaker:
 
     async def _probe_until_closed(self) -> None:
         failures = 1
-        with waiting(f"{self._who} to answer a probe", on=self._on):
+        with self._waiting("answer a probe") as describe:
             while True:
-                await asyncio.sleep(PROBE_PAUSE.pause(failures))
+                await asyncio.sleep(PROBE_PAUSE.pause(failures))  # named: by _waiting
                 try:
                     await self._probe()
                     break
                 except (UnreachableError, MismatchError) as error:
-                    self._error = str(error)
+                    self._observe(error)
+                    describe()
                     failures += 1
                 finally:
                     self.probes += 1
-        _log.warning("%s answers again", self._who)
-        self._since, self._failures = None, 0
+        _log.log(logging.WARNING if self._warned else logging.INFO, "%s answers now", self._who)
+        self._since, self._failures, self._starting = None, 0, False
         self._closed.set()
 
 
