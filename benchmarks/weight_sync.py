@@ -12,7 +12,6 @@ from the command to all processes until all have answered with their GPUs done.
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from transformers import Qwen3Config
 
 from benchmarks.gpu_models import SHAPES
 from benchmarks.reporting import report
+from relaxd.process.ports import free_port
 from services.trainer.model.architectures import read_architecture
 from services.trainer.model.hf_weights import hf_tensor_specs
 
@@ -129,13 +129,6 @@ class Fleet:
         for member in (self.trainer, *self.engines):
             member.process.kill()
             member.process.wait()
-
-
-def free_port() -> int:
-    """Return a free port."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def measure(shape: str, engines: int, bucket_sizes: list[int], repeat: int) -> list[dict[str, Any]]:

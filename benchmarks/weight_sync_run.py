@@ -27,8 +27,9 @@ import torch
 
 from benchmarks.gpu_models import SHAPES
 from benchmarks.reporting import report
-from benchmarks.weight_sync import Member, free_port, write_model
+from benchmarks.weight_sync import Member, write_model
 from relaxd.local.state_folder import StateFolder
+from relaxd.process.ports import free_port
 from relaxd.v1.coordinator_pb2 import GetWeightsRequest, GetWeightsResponse
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 from tests.kit.models import byte_tokenizer

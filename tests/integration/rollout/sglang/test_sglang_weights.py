@@ -1,7 +1,6 @@
 """SGLang's own models receive weights: what arrives is what SGLang's loaders would have made of them."""
 
 import re
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -16,6 +15,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3Mo
 from relaxd.weights.manifest import TensorBucket, TensorSpec, pack, plan_buckets, to_proto
 from relaxd.weights.sent_buckets import as_sent, checksum
 from relaxd.weights.weight_group import Rendezvous, WeightGroup, host_store
+from tests.kit.ports import free_port
 from tests.kit.processes import Partner
 from tests.kit.waiting import wait_until
 from tests.sglang.environment import CPU_ENVIRONMENT, EnvironmentUnavailable, sglang_python
@@ -79,9 +79,7 @@ class Ranks:
             python = sglang_python()
         except EnvironmentUnavailable as error:
             pytest.fail(str(error))
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
+        port = free_port()
         member = "tests.integration.rollout.sglang.weights_member"
         self.members = [
             Partner("-m", member, *map(str, (rank, size, port)), python=python, environment=CPU_ENVIRONMENT)

@@ -5,7 +5,6 @@ import contextlib
 import itertools
 import os
 import signal
-import socket
 import subprocess
 import urllib.error
 import urllib.request
@@ -25,6 +24,7 @@ from relaxd.weights.weight_group import Rendezvous, Transport, host_store
 from services.rollout.engines.request_types import Output, Sampling, Version
 from services.rollout.engines.sglang_external.external_engine import ExternalEngine
 from tests.kit.engines import receive_request
+from tests.kit.ports import free_port
 from tests.kit.processes import start_python
 from tests.kit.waiting import wait_until
 from tests.sglang.environment import CPU_ENVIRONMENT
@@ -46,8 +46,7 @@ class Server:
     """`python -m sglang.launch_server`; it may be killed and started again at the same address."""
 
     def __init__(self, python: str, model: Path, *flags: str, environment: Mapping[str, str] = CPU_ENVIRONMENT) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._python = python
         self._words = [
