@@ -5,7 +5,6 @@ import resource
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import psutil
@@ -97,13 +96,19 @@ def test_a_script_that_runs_too_long_is_waited_for(redis_server):
     client = redis.Redis.from_url(server.url, socket_timeout=PATIENCE)
     client.config_set("busy-reply-threshold", 50)
 
+    def is_busy() -> bool:
+        try:
+            return not client.ping()
+        except redis.ResponseError as error:
+            return "busy" in str(error).lower()
+
     def run() -> None:
         with contextlib.suppress(redis.ResponseError):  # it is killed
             redis.Redis.from_url(server.url, socket_timeout=PATIENCE).eval("while true do end", 0)
 
     busy = threading.Thread(target=run)
     busy.start()
-    time.sleep(0.2)
+    wait_until(is_busy, "the script keeps Redis busy")
     says(board, "is busy with a script: ")
     with meanwhile(client.script_kill):
         board.publish(term=1, groups=[group("a")])

@@ -48,7 +48,7 @@ async def test_samples_share_the_speed() -> None:
 
 async def test_an_answer_has_the_versions_that_it_met() -> None:
     rehearsal = RehearsalConfig(
-        median_tokens=200, spread=0.0, tokens_per_second=1000, sample_tokens_per_second=1000, sync_seconds=0.05
+        median_tokens=500, spread=0.0, tokens_per_second=1000, sample_tokens_per_second=1000, sync_seconds=0.05
     )
     engine = ScriptedEngine(RolloutConfig(engine="scripted"), rehearsal)
 
@@ -65,15 +65,16 @@ async def test_an_answer_has_the_versions_that_it_met() -> None:
 
     began = time.monotonic()
     answers = asyncio.create_task(generate())
-    await asyncio.sleep(0.2)  # half of their 0.4 s
+    while engine._decoder.position < 50:  # of 500, which take 0.5 s or longer
+        await asyncio.sleep(0.01)
     await engine.receive(receive(4))
     for output in await answers:
-        assert len(output.tokens) == len(output.logprobs) == len(output.versions) == 200
+        assert len(output.tokens) == len(output.logprobs) == len(output.versions) == 500
         assert (output.versions[0], output.versions[-1]) == (3, 4)
         assert np.all(np.diff(output.versions) >= 0)
         assert output.spans_weight_update
         assert output.finish_reason == "stop"
-    assert time.monotonic() - began >= 0.4 + 0.05  # it rested while it received
+    assert time.monotonic() - began >= 0.5 + 0.05  # it rested while it received
 
 
 async def test_aborted_answers_say_so() -> None:
