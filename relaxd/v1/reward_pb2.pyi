@@ -114,6 +114,7 @@ class Score(_message.Message):
     PARTS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     TRACEBACK_FIELD_NUMBER: _builtins.int
+    NO_JUDGE_FIELD_NUMBER: _builtins.int
     reward: _builtins.float
     """The reward. Meaningless when error is set."""
     error: _builtins.str
@@ -122,6 +123,8 @@ class Score(_message.Message):
     """
     traceback: _builtins.str
     """Where in the reward's code the error was raised, for people; may be empty."""
+    no_judge: _builtins.bool
+    """Whether it could not be scored because the reward asks the judge, and there is none."""
     @_builtins.property
     def parts(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Named components, such as accuracy and format; reported, not trained on."""
@@ -133,10 +136,11 @@ class Score(_message.Message):
         parts: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         error: _builtins.str = ...,
         traceback: _builtins.str = ...,
+        no_judge: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "parts", b"parts", "reward", b"reward", "traceback", b"traceback"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "no_judge", b"no_judge", "parts", b"parts", "reward", b"reward", "traceback", b"traceback"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

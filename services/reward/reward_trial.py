@@ -77,7 +77,8 @@ async def try_reward(
         async def score(samples: Sequence[RewardInput]) -> Scored:
             return await pool.score(REWARD_OF_RUN, samples, config.timeout_seconds)
 
-        return {"outcomes": await _try_all(score if terms is None else terms.score, samples, workers, max_late)}
+        scorer, to_come = score if terms is None else terms.score, judge is not None and judge.has_replicas
+        return {"outcomes": await _try_all(scorer, samples, workers, max_late, judge_to_come=to_come)}
     except UnreachableError as error:
         return {"error": f"a reward service of reward.terms can't be reached: {error}"}
     except (MismatchError, WorkerStartError) as error:
@@ -107,7 +108,7 @@ async def _try_remote(config: RewardConfig, samples: Sequence[RewardInput], work
 
 
 async def _try_all(
-    score: Score, samples: Sequence[RewardInput], workers: int, max_late: int = 0
+    score: Score, samples: Sequence[RewardInput], workers: int, max_late: int = 0, *, judge_to_come: bool = False
 ) -> list[dict[str, Any]]:
     room, late = asyncio.Semaphore(workers), list[Failure]()
 
@@ -119,14 +120,14 @@ async def _try_all(
             (outcome,) = await score([sample])
             if isinstance(outcome, Failure) and outcome.late:
                 late.append(outcome)
-            return _described(outcome, time.monotonic() - begun)
+            return _described(outcome, time.monotonic() - begun, judge_to_come)
 
     return await asyncio.gather(*map(try_sample, samples))
 
 
-def _described(outcome: RewardOutput | Failure, seconds: float) -> dict[str, Any]:
+def _described(outcome: RewardOutput | Failure, seconds: float, judge_to_come: bool) -> dict[str, Any]:
     if isinstance(outcome, Failure):
-        asks = outcome.reason == NOT_YET
+        asks = outcome.no_judge and judge_to_come
         return {"error": outcome.reason, "traceback": outcome.traceback, "seconds": seconds, "asks_judge": asks}
     return {"reward": outcome.reward, "parts": outcome.parts, "seconds": seconds}
 

@@ -40,6 +40,8 @@ class Failure:
     """True if the worker died while scoring it."""
     late: bool = False
     """True if scoring it took longer than its deadline."""
+    no_judge: bool = False
+    """True if the reward asked the judge, and there is none here."""
     traceback: str = ""
     """Traceback of the exception that the reward raised."""
 
@@ -281,7 +283,7 @@ class WorkerPool:
                     with worker.questions.during(deadline):
                         scores = (await stub.ScoreSamples(asked, timeout=None)).scores
                 outcomes = [
-                    Failure(score.error, traceback=score.traceback)
+                    Failure(score.error, traceback=score.traceback, no_judge=score.no_judge)
                     if score.error
                     else RewardOutput(score.reward, dict(sorted(score.parts.items())))  # a map has no order of its own
                     for score in scores

@@ -226,7 +226,7 @@ class Rewards(reward_worker_pb2_grpc.RewardWorkerServicer):
         if isinstance(outcome, RewardOutput):
             return reward_pb2.Score(reward=outcome.reward, parts=outcome.parts)
         reason, traceback = self._explain(outcome)
-        return reward_pb2.Score(error=reason, traceback=traceback)
+        return reward_pb2.Score(error=reason, traceback=traceback, no_judge=isinstance(outcome, NoJudgeError))
 
     def _explain(self, error: BaseException) -> tuple[str, str]:
         """Return the reason of a failure in one line, and the traceback of an exception in the reward's code."""

@@ -24,7 +24,7 @@ from services.reward.judge.judge_replicas import JudgeClient
 from services.reward.remote import patience
 from services.reward.remote.foreign_calls import MismatchError
 from services.reward.remote.patience import Pace
-from services.reward.reward_trial import try_reward
+from services.reward.reward_trial import NOT_YET, try_reward
 from services.reward.worker_pool import Failure, WorkerPool
 from tests.kit.ports import free_port
 from tests.kit.waiting import PATIENCE, eventually
@@ -564,6 +564,16 @@ async def test_a_trial_asks_a_server_but_no_replicas(place, tmp_path: Path, monk
     assert not outcome["asks_judge"]
     assert "there is no judge: set roles.judge.model" in outcome["error"]
     assert json.dumps(result)
+
+
+async def test_a_reward_asks_the_judge_by_its_call_not_by_the_words_of_its_error(tmp_path: Path, monkeypatch):
+    (tmp_path / "words.py").write_text(
+        "from relaxd.rewards.judge import JudgeError\nfrom services.reward.reward_trial import NOT_YET\n\n\n"
+        "def score(sample):\n    raise JudgeError(NOT_YET)\n"
+    )
+    reward = RewardConfig(name=f"{tmp_path}/words.py:score", sandbox="off")
+    (outcome,) = (await try_reward(reward, [SAMPLE], 1, JudgeConfig(model="big")))["outcomes"]
+    assert (outcome["error"], outcome["asks_judge"]) == (NOT_YET, False)
 
 
 async def test_asking_without_reading_returns_the_text():
