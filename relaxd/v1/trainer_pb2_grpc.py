@@ -97,7 +97,8 @@ class TrainerServicer:
 
     def BroadcastWeights(self, request, context):
         """BroadcastWeights sends the current version once. Forward and backward of the next step go on meanwhile;
-        the optimizer waits.
+        the optimizer waits. FAILED_PRECONDITION with reason "WEIGHTS_CHANGED" if the trainer has a newer version, or is
+        making one: it announces that one in a moment.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

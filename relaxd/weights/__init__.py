@@ -1,5 +1,5 @@
 """Weight transfer from trainer to engines: groups, buckets, checksums; and NCCL's environment in every process of a
-weight group.
+weight group; and the reason why a trainer doesn't send weights any more.
 
 Imports no torch, for the parents that start these processes.
 """
@@ -12,3 +12,5 @@ NCCL_ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
 }
 """Variables and their values, the same in all members."""
+WEIGHTS_CHANGED = "WEIGHTS_CHANGED"
+"""Reason of FAILED_PRECONDITION: the trainer has newer weights than those that it is to send, or is making them."""

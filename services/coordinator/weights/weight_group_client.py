@@ -10,13 +10,14 @@ from typing import Any
 import grpc
 
 from relaxd.config import WeightsConfig
-from relaxd.rpc.errors import explain
+from relaxd.rpc.errors import explain, failed_precondition
 from relaxd.rpc.message_parts import numbers
 from relaxd.v1 import rollout_pb2, trainer_pb2
 from relaxd.v1.replica_pb2 import WeightVersion
 from relaxd.v1.rollout_pb2_grpc import RolloutStub
 from relaxd.v1.trainer_pb2_grpc import TrainerStub
 from relaxd.v1.weights_pb2 import Transport, WeightGroup
+from relaxd.weights import WEIGHTS_CHANGED
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry, Version
 from services.coordinator.state.records import GroupRecord, Member
@@ -52,19 +53,23 @@ class SyncFailed(Exception):
     `blamed`: members that are dead, late, or hold other weights than were sent; `wrong`: only the last kind.
     `refused`: members that answered with an error, possibly caused by another member. `unfit`: the error of each member
     that answered with INVALID_ARGUMENT, as its next process would. `silent`: members without an answer in time.
+    `changed`: the trainer has newer weights, or is making them.
     """
 
     def __init__(
         self,
         reason: str,
         blamed: Iterable[Member] = (),
+        *,
         wrong: Iterable[Member] = (),
         refused: Iterable[Member] = (),
         silent: Iterable[Member] = (),
         unfit: Mapping[Member, str] | None = None,
+        changed: bool = False,
     ) -> None:
         super().__init__(reason)
         self.unfit = dict(unfit or {})
+        self.changed = changed
         self.silent = frozenset(silent)
         self.refused = frozenset(refused)
         self.wrong = frozenset(wrong)
@@ -312,6 +317,7 @@ class WeightGroupClient:
         refused: list[Member] = []
         silent: list[Member] = []
         unfit: dict[Member, str] = {}
+        changed = False
         for member, task in tasks.items():
             if task in pending:
                 silent.append(member)
@@ -327,9 +333,10 @@ class WeightGroupClient:
                     silent.append(member)
                 elif error.code() == grpc.StatusCode.INVALID_ARGUMENT:
                     unfit[member] = explain(error)
+                changed |= bool(failed_precondition(error, WEIGHTS_CHANGED))
         if problems or pending:
             reason = f"could not {action} ({'; '.join(problems)})"
-            raise SyncFailed(reason, blamed, refused=refused, silent=silent, unfit=unfit)
+            raise SyncFailed(reason, blamed, refused=refused, silent=silent, unfit=unfit, changed=changed)
         return {member: task.result() for member, task in tasks.items()}
 
     def _trainer(self, member: Member) -> TrainerStub:

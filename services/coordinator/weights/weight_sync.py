@@ -31,6 +31,8 @@ OTHERS_SECONDS = 0.003
 """Delay after which others hear of a new version: a synchronisation sends its calls before they begin to work."""
 IDLE_SECONDS = 0.5
 BACKOFF = Backoff(first_seconds=0.1, max_seconds=2.0)
+QUIET_FAILURES = 4
+"""Attempts in a row for which the trainer may have been faster; from then on it is a failure."""
 
 
 class WeightSync:
@@ -200,6 +202,11 @@ class WeightSync:
             return 0.0
         except SyncFailed as error:
             self.last_failure, blamed = str(error), error.blamed
+            if error.changed and not blamed and not error.unfit and self._failures_in_a_row < QUIET_FAILURES:
+                # The trainer was faster than this attempt. What it announces or reports next tells what to do.
+                logger.info("weight synchronisation %d is repeated: %s", self.record.last_sync_id, error)
+                self._failures_in_a_row += 1
+                return BACKOFF.pause(self._failures_in_a_row)
             unfit = {(trainer, member): text for member, text in error.unfit.items() if member != trainer}
             self._unfit = {pair: text for pair, text in self._unfit.items() if pair[0] == trainer} | unfit
             if not blamed:  # a trainer also answers with an error when the engines are at fault
@@ -253,7 +260,9 @@ class WeightSync:
                 blamed = error.blamed | silent
                 if trainer in silent or (len(engines) > 1 and blamed.issuperset(engines)):
                     blamed = frozenset()  # the trainer, or all engines at once: no engine is to blame
-                raise SyncFailed(str(error), blamed, refused=error.refused, unfit=error.unfit) from error
+                raise SyncFailed(
+                    str(error), blamed, refused=error.refused, unfit=error.unfit, changed=error.changed
+                ) from error
         seconds = time.monotonic() - started
         if then is not None:
             await then()

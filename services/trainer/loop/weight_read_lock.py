@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from relaxd.rpc.errors import Aborted, FailedPrecondition
+from relaxd.weights import WEIGHTS_CHANGED
 
 HOLD_MARGIN_SECONDS = 1.0
 """A hold outlasts the broadcast's deadline by this much, so that the weights never change during one."""
@@ -55,10 +56,16 @@ class WeightReadLock:
                 now = f"the trainer has ({self.term}, {self._version})"
                 if self._version is None:
                     now = f"the trainer is changing them ({self._changed_by})" if self._changed_by else "there are none"
-                raise HoldRefused(f"weights (term {term}, version {version}) can't be sent: {now}")
+                reason = WEIGHTS_CHANGED if term == self.term and self._is_past(version) else ""
+                message = f"weights (term {term}, version {version}) can't be sent: {now}"
+                raise HoldRefused(message, reason=reason, subject=f"version {version}")
             self._hold += 1
             self._held_until = time.monotonic() + seconds
             return self._hold
+
+    def _is_past(self, version: int) -> bool:
+        """Return whether the trainer had this version, and has a newer one or makes one."""
+        return self.changing if self._version is None else self._version > version
 
     def release(self, hold: int) -> bool:
         """End a hold. Returns whether it lasted until now, so that the weights are unchanged."""

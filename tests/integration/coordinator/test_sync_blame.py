@@ -1,5 +1,6 @@
 """Failed weight synchronisations count against a trainer or an engine until one succeeds."""
 
+import logging
 from collections.abc import AsyncIterator
 
 import grpc
@@ -9,7 +10,8 @@ from relaxd.config import RunConfig
 from relaxd.roles import ROLLOUT, TRAINER
 from relaxd.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from services.coordinator.state.records import Announcement, RoleFailure, WeightsRecord
-from services.coordinator.weights.weight_sync import WeightSync
+from services.coordinator.weights.weight_sync import QUIET_FAILURES, WeightSync
+from services.trainer.loop.weight_read_lock import WeightReadLock
 from tests.integration.coordinator.fleet_kit import RUN, FleetKit
 
 CONFIG = RunConfig.model_validate(
@@ -122,3 +124,46 @@ async def test_an_engine_that_refuses_the_tensors_is_not_asked_again(kit: FleetK
     kit.fleet.give_up(["rollout-1"])
     reason = f"no engine takes the trainer's weights: rollout-0 refuses them: {refusal}"
     assert sync.failure() == RoleFailure(ROLLOUT, "rollout-0", reason)
+
+
+class FasterTrainer(Trainer):
+    """Has version 2 when it is asked for version 1."""
+
+    def __init__(self) -> None:
+        super().__init__(failures=0)
+        self.weights = WeightReadLock(term=1)
+        self.weights.publish(2)
+
+    async def BroadcastWeights(self, request, context):
+        with self.weights.held(request.weights.term, request.weights.version, request.timeout_seconds):
+            return trainer_pb2.BroadcastWeightsResponse()
+
+
+async def test_a_trainer_that_is_faster_than_a_synchronisation_is_no_failure(
+    kit: FleetKit, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It announces the newer version in a moment. If it never does, that is a failure."""
+    trainer = FasterTrainer()
+    await kit.serve("trainer-0", TRAINER, trainer_pb2_grpc.add_TrainerServicer_to_server, trainer, "relaxd.v1.Trainer")
+    await kit.serve("rollout-0", ROLLOUT, rollout_pb2_grpc.add_RolloutServicer_to_server, Engine(), "relaxd.v1.Rollout")
+    sender, engine = map(kit.registry.get, ("trainer-0", "rollout-0"))
+    assert sender is not None
+    assert engine is not None
+    sync = WeightSync(kit.context(CONFIG), WeightsRecord())
+
+    async def then() -> None:
+        return None
+
+    async def synchronise(version: int) -> str:
+        announced = Announcement(run_id=RUN, term=1, version=version, replica_id="trainer-0")
+        await sync.synchronise(sender.member, [engine.member], announced, then)
+        return sync.last_failure
+
+    assert "the trainer has (1, 2)" in await synchronise(1)
+    assert await synchronise(2) == ""
+    assert [sync.failures(one) for one in (sender, engine)] == [0, 0]
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    for _ in range(QUIET_FAILURES + 1):
+        await synchronise(1)
+    assert sync.failures(sender) == 1
+    assert any("can't be sent" in record.getMessage() for record in caplog.records if record.levelname == "WARNING")

@@ -5,9 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from relaxd.weights import WEIGHTS_CHANGED
 from services.trainer.loop.weight_read_lock import HoldRefused, WeightReadLock
 from services.trainer.service.server import export_folder
 from tests.kit.waiting import wait_until
+
+UNKNOWN = "FAILED_PRECONDITION"
+"""Reason of an error that has none of its own."""
 
 
 def test_the_optimizer_waits_for_the_broadcast_to_end() -> None:
@@ -44,12 +48,14 @@ def test_only_the_weights_that_are_there_are_held() -> None:
     with pytest.raises(HoldRefused, match="there are none"):
         weights.acquire(1, 0, 1.0)
     weights.publish(3)
-    for term, version in ((1, 2), (1, 4), (2, 3)):
-        with pytest.raises(HoldRefused, match=r"\(1, 3\)"):
+    for term, version, reason in ((1, 2, WEIGHTS_CHANGED), (1, 4, UNKNOWN), (2, 3, UNKNOWN)):
+        with pytest.raises(HoldRefused, match=r"\(1, 3\)") as refusal:
             weights.acquire(term, version, 1.0)
+        assert refusal.value.reason == reason
     weights.begin_change("step 4", lambda: None, 0.01)
-    with pytest.raises(HoldRefused, match=r"the trainer is changing them \(step 4\)"):
+    with pytest.raises(HoldRefused, match=r"the trainer is changing them \(step 4\)") as refusal:
         weights.acquire(1, 3, 1.0)
+    assert refusal.value.reason == WEIGHTS_CHANGED
 
 
 def test_exports_stay_below_the_run_and_replace_only_models(tmp_path: Path) -> None:
