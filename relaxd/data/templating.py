@@ -106,7 +106,9 @@ class ChatTemplate:
         self._variables = {**special_tokens, **(arguments or {})}
         self._field = field
         self._shown = f"the chat template of {file}" if file else "the chat template"
-        self._takes_tools = "tools" in (with_tools or source)
+        self.source = with_tools or source
+        """The template of prompts with tools, which is that of all prompts for most models."""
+        self._takes_tools = "tools" in self.source
         self._template = self._compiled(source)
         self._with_tools = self._compiled(with_tools) if with_tools else self._template
         self._wants_parts = False
@@ -114,11 +116,17 @@ class ChatTemplate:
         self._check()
 
     def render(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, continue_final: bool = True
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        continue_final: bool = True,
+        now: datetime | None = None,
     ) -> str:
         """Render a conversation up to the start of the assistant's answer, with the tools that the model may call.
 
-        If the last message is the assistant's, the text ends with it, so that the model continues it.
+        If the last message is the assistant's, the text ends with it, so that the model continues it. `now` is the time
+        for templates that write the date; None: the clock's.
 
         Raises DataError: the template rejects these messages, or knows no tools; or the last message is the assistant's
         and has no text, or `continue_final` is False.
@@ -129,22 +137,28 @@ class ChatTemplate:
                 f"there are tools (data.tools_key or tools_file), but {self._shown} has no place for tools",
             )
         if messages[-1]["role"] != "assistant":
-            return self._render(messages, tools, add_generation_prompt=True)
+            return self._render(messages, tools, add_generation_prompt=True, now=now)
         if not continue_final:
             raise DataError(
                 "data.continue_final_message",
                 "the prompt ends in a message of the assistant, which false refuses: set true, so that the model "
                 "continues it, or leave the message out",
             )
-        return self._continued(messages, tools)
+        return self._continued(messages, tools, now)
 
-    def _continued(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+    def render_closed(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, now: datetime | None = None
+    ) -> str:
+        """Render a conversation up to the end of its last message. Raises DataError: the template rejects it."""
+        return self._render(messages, tools, add_generation_prompt=False, now=now)
+
+    def _continued(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], now: datetime | None) -> str:
         """Render a conversation that ends within the assistant's message."""
         begun = messages[-1].get("content")
         if not begun:
             raise DataError("data", "the prompt ends in a message of the assistant without text, which can't continue")
         tagged = [*messages[:-1], {**messages[-1], "content": begun + END_TAG}]
-        text = self._render(tagged, tools, add_generation_prompt=False)
+        text = self._render(tagged, tools, add_generation_prompt=False, now=now)
         at = text.rfind(END_TAG.strip())
         if at < 0 or begun.strip() not in text:
             raise DataError(
@@ -156,13 +170,19 @@ class ChatTemplate:
         return text[:at] if text[at:].startswith(END_TAG) else text[:at].rstrip()
 
     def _render(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        now: datetime | None = None,
     ) -> str:
         variables = {
             "messages": [self._as_rendered(message) for message in messages],
             "tools": list(tools) or None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
+            **({"strftime_now": now.strftime} if now else {}),
             **self._variables,
         }
         try:

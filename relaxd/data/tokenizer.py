@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from datetime import datetime
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer, models
+from tokenizers import AddedToken, Tokenizer, models
 
 from relaxd.config import RunConfig
 from relaxd.data.examples import Example
@@ -59,7 +60,8 @@ class PromptTokenizer:
             self._tokenizer = _read(str(file), stamp.st_mtime_ns, stamp.st_size)
         except Exception as error:  # the Rust binding raises plain Exception
             raise DataError("model.path", f"{file} is not a tokenizer: {error}") from error
-        self._template = load_chat_template(folder, chat_template, arguments)
+        self.template = load_chat_template(folder, chat_template, arguments)
+        """The chat template; None: the model has none."""
         self._continue_final = continue_final
         self._growth = _growth(self._tokenizer)
 
@@ -92,13 +94,26 @@ class PromptTokenizer:
         encoded = self._encode([examples[index] for index in doubtful], [texts[index] for index in doubtful])
         return {index: len(tokens) for index, tokens in zip(doubtful, encoded, strict=True) if len(tokens) > limit}
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Decode token ids without special tokens."""
-        return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Decode token ids, with or without special tokens."""
+        return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=not special)
 
-    def render(self, example: Example) -> str:
-        """Return a prompt as the model gets it. Raises DataError, see `encode`."""
-        text = self._render(example)
+    def encode_text(self, text: str) -> list[int]:
+        """Tokenise a text in which a chat template has written all special tokens that belong to it."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    @cached_property
+    def added_tokens(self) -> dict[int, AddedToken]:
+        """Tokens that are found in a text before the rest of it is tokenised, by their ids. All special ones are."""
+        return dict(self._tokenizer.get_added_tokens_decoder())
+
+    def is_special(self, token: int) -> bool:
+        """Return True for ids of special tokens, such as the one that ends a reply."""
+        return token in self.added_tokens and self.added_tokens[token].special
+
+    def render(self, example: Example, now: datetime | None = None) -> str:
+        """Return a prompt as the model gets it, at a given time or now. Raises DataError, see `encode`."""
+        text = self._render(example, now)
         try:
             text.encode()
         except UnicodeEncodeError as error:  # JSON's "\ud83d" without its second half
@@ -106,8 +121,8 @@ class PromptTokenizer:
             raise DataError("data", f"{example.place} {problem}") from None
         return text
 
-    def _render(self, example: Example) -> str:
-        if self._template is None:
+    def _render(self, example: Example, now: datetime | None) -> str:
+        if self.template is None:
             if isinstance(example.prompt, str) and not example.tools:
                 return example.prompt
             what = "has tools" if example.tools else "is a list of chat messages"
@@ -116,7 +131,7 @@ class PromptTokenizer:
                 f"is not set, and the model has no chat template, which the prompt of {example.place} needs: it {what}",
             )
         try:
-            return self._template.render(example.messages, example.tools, continue_final=self._continue_final)
+            return self.template.render(example.messages, example.tools, continue_final=self._continue_final, now=now)
         except DataError as error:
             place = example.place if error.field.startswith("data") else f"with the prompt of {example.place}"
             raise DataError(error.field, f"{place}: {error.message}") from error
@@ -124,7 +139,7 @@ class PromptTokenizer:
     def _encode(self, examples: Sequence[Example], texts: list[str]) -> list[np.ndarray]:
         # A template writes special tokens itself; without one, the tokenizer adds them.
         # The fast one leaves out where in the text each token is.
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=self._template is None)
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=self.template is None)
         for example, encoding in zip(examples, encodings, strict=True):
             if not encoding.ids:
                 raise DataError("data", f"{example.place} has no tokens")
@@ -134,7 +149,7 @@ class PromptTokenizer:
         """Return whether a text may have more tokens than the limit, as far as its bytes tell."""
         if self._growth is None or not text:
             return True
-        added = self._tokenizer.num_special_tokens_to_add(is_pair=False) if self._template is None else 0
+        added = self._tokenizer.num_special_tokens_to_add(is_pair=False) if self.template is None else 0
         most = len(text) if text.isascii() else len(text.encode()) * self._growth
         return most + added > limit
 

@@ -17,29 +17,33 @@ class ToolCall:
     """Its arguments."""
     problem: str = ""
     """Why it is none; "" if it is."""
+    id: str = ""
+    """Its id in the conversation, by which a tool's answer names it; "" where none was given."""
 
 
 def calls_in(text: str) -> list[ToolCall]:
     """Return the calls of a reply in their order. Takes time linear in the text."""
-    return [_call(block.strip()) for block in tagged(text, "tool_call")]
+    return [call_of(block) for block in tagged(text, "tool_call")]
 
 
-def _call(block: str) -> ToolCall:
-    value = _json(block)
+def call_of(block: str) -> ToolCall:
+    """Return the call that a text in JSON is."""
+    value = json_of(block.strip())
     inner = value.get("function", value) if isinstance(value, dict) else value
     if not isinstance(inner, dict):
         return ToolCall(problem='a tool call is {"name": ..., "arguments": {...}} in JSON')
-    name, arguments = inner.get("name"), inner.get("arguments", {})
+    name, arguments = inner.get("name"), inner.get("arguments", inner.get("parameters", {}))
     if not isinstance(name, str) or not name:
         return ToolCall(problem="a tool call has no name")
     if isinstance(arguments, str):
-        arguments = _json(arguments)
+        arguments = json_of(arguments)
     if not isinstance(arguments, dict):
         return ToolCall(name, problem=f"the arguments of {name} are no object in JSON")
     return ToolCall(name, arguments)
 
 
-def _json(text: str) -> Any:
+def json_of(text: str) -> Any:
+    """Return the value of a text in JSON; None: it isn't JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

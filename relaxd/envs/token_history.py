@@ -1,0 +1,343 @@
+"""Tokens of one conversation: replies exactly as the engine sampled them, and everything else from the chat template.
+
+A reply is never encoded again. The messages after it become tokens by one render of the whole conversation, in which a
+mark stands in the place of the reply: the text after the mark ends the model's turn, has the new messages and opens the
+next turn. How this text joins the reply depends on the token at which the model stopped:
+
+- the template writes the same token there: the sampled one counts, and the text goes on after it;
+- the template writes other special tokens there, as gpt-oss has <|end|> where the model wrote <|return|>: they take the
+  place of the sampled one, without loss;
+- the template writes no special token there: the sampled one stays;
+- the model was cut off: the template's text ends its turn.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from relaxd.data.examples import Example, Message
+from relaxd.data.templating import REASONING
+from relaxd.data.tokenizer import PromptTokenizer
+from relaxd.envs.replies import THINKING_TAGS
+from relaxd.models import DataError
+
+
+class CannotContinue(ValueError):
+    """The chat template does not tell how the conversation goes on. The message says why."""
+
+
+@dataclass(frozen=True)
+class _ControlTokens:
+    """The tokens of a tokenizer that mean something else than their text."""
+
+    special: Mapping[int, str]
+    """Special tokens by their ids. At one of them the model stops."""
+    texts: tuple[str, ...]
+    """What messages of an environment may have as plain text only: special tokens, and tags of the chat template."""
+    run: re.Pattern[str]
+    """Special tokens one after the other, with white space around."""
+    anchor: tuple[int, str] | None
+    """A special token that changes nothing in the text around it; None: there is none."""
+
+
+@lru_cache(maxsize=4)
+def _control_tokens(tokenizer: PromptTokenizer) -> _ControlTokens:
+    source = tokenizer.template.source if tokenizer.template else ""
+    added = {token: one for token, one in tokenizer.added_tokens.items() if one.content.strip()}
+    special = {token: one.content for token, one in added.items() if one.special}
+    plain = [one.content for one in added.values() if one.special or one.content in source]
+    neutral = [token for token in special if not (added[token].lstrip or added[token].rstrip)]
+    anchor = (neutral[0], special[neutral[0]]) if neutral else None
+    either = "|".join(re.escape(text) for text in sorted(special.values(), key=len, reverse=True)) or "(?!)"
+    run = re.compile(rf"(?:\s*(?:{either}))*")
+    return _ControlTokens(special, tuple(text for text in plain if len(text) > 1), run, anchor)
+
+
+@dataclass
+class _Segment:
+    """Tokens of one reply or of the messages between two replies, in the columns of `relaxd.board.schema`."""
+
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+
+    @classmethod
+    def of(cls, tokens: Sequence[int], mask: int, logprobs: Sequence[float] | float, versions: Any) -> "_Segment":
+        """Make a segment; log-probs and versions may be one number for all tokens."""
+        count = len(tokens)
+        return cls(
+            np.asarray(tokens, np.int32),
+            np.full(count, mask, np.uint8),
+            np.broadcast_to(np.asarray(logprobs, np.float32), count).copy(),
+            np.broadcast_to(np.asarray(versions, np.int64), count).copy(),
+        )
+
+    def without_last(self) -> "_Segment":
+        """Return all but the last token."""
+        return _Segment(self.tokens[:-1], self.loss_mask[:-1], self.logprobs[:-1], self.versions[:-1])
+
+
+class TokenHistory:
+    """A conversation's prompt and the tokens after it, of which the model wrote those with loss_mask 1."""
+
+    def __init__(
+        self,
+        tokenizer: PromptTokenizer,
+        example: Example,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        opened: Sequence[Message] = (),
+    ) -> None:
+        """Render and tokenise the prompt.
+
+        Args:
+            tokenizer: the model's tokenizer with its chat template.
+            example: the prompt, as it is in the data.
+            tools: schemas of the tools that the model may call; None: those of the example.
+            opened: messages of the environment that follow the prompt's. Without them and with the example's tools, the
+                prompt's tokens are those that `PromptTokenizer.encode` makes of the example.
+
+        Raises:
+            DataError: the model has no chat template, or the template rejects the prompt.
+            CannotContinue: a message of the environment has something else than text.
+        """
+        if tokenizer.template is None:
+            raise DataError("model.chat_template", "is not set, and the model has none, which conversations need")
+        self._tokenizer, self._template = tokenizer, tokenizer.template
+        self._controls = _control_tokens(tokenizer)
+        self._mark, self._tools_mark, self._break = (f"Zq{secrets.token_hex(8)}qZ" for _ in range(3))
+        self._now = datetime.now()
+        self._tools: list[Any] = list(example.tools if tools is None else tools)
+        asked = replace(example, tools=self._tools)
+        if opened:
+            asked = replace(asked, prompt=[*example.messages, *map(self._as_plain_text, opened)])
+        self.opens_thinking = False
+        """True if the context ends with the tag that begins thinking."""
+        self.prompt_tokens: list[int] = self._encode(tokenizer.render(asked, self._now), None)
+        """Token ids of the first prompt of the engine."""
+        if not self.prompt_tokens:
+            raise DataError("data", f"{example.place} has no tokens")
+        self._messages = asked.messages
+        if self._messages[-1]["role"] == "assistant":  # the first reply is the rest of this message
+            self._messages = self._messages[:-1]
+        self._text_arguments = False
+        """True if the template wants the arguments of calls as text."""
+        self._segments: list[_Segment] = []
+        self._replied = False
+        self._stop: int | None = None
+        """Id of the special token at which the last reply stopped; None: it stopped otherwise."""
+
+    @property
+    def context(self) -> list[int]:
+        """Token ids of the engine's next prompt."""
+        return self.prompt_tokens + self.tokens.tolist()
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Token ids after the prompt, int32."""
+        return self._column("tokens", np.int32)
+
+    @property
+    def loss_mask(self) -> np.ndarray:
+        """1 for tokens that the model wrote, 0 for others, uint8."""
+        return self._column("loss_mask", np.uint8)
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """Log-probs of the model's tokens, float32; 0 for others."""
+        return self._column("logprobs", np.float32)
+
+    @property
+    def versions(self) -> np.ndarray:
+        """Versions of the weights that wrote the model's tokens, int64; for others, the version before them."""
+        return self._column("versions", np.int64)
+
+    def _column(self, name: str, dtype: Any) -> np.ndarray:
+        return np.concatenate([np.empty(0, dtype), *(getattr(one, name) for one in self._segments)])
+
+    def add_reply(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        versions: Sequence[int],
+        message: Message,
+        *,
+        stopped: bool = True,
+    ) -> None:
+        """Append a reply as the engine returned it.
+
+        Args:
+            tokens: token ids, the end token included.
+            logprobs: log-prob of each token.
+            versions: version of the weights that wrote each token.
+            message: the reply as the chat template gets it, such as `ParsedReply.message`.
+            stopped: True if the model ended the reply, False if it was cut off.
+
+        Raises ValueError: the lengths differ, there are no tokens, or the last message is a reply already.
+        """
+        if self._replied:
+            raise ValueError("two replies follow each other: add the messages between them first")
+        if not len(tokens) == len(logprobs) == len(versions) > 0:
+            raise ValueError(
+                f"a reply has {len(tokens)} tokens, {len(logprobs)} logprobs and {len(versions)} versions: they must "
+                "be as many, and at least 1"
+            )
+        self._segments.append(_Segment.of(tokens, 1, logprobs, versions))
+        last = int(tokens[-1])
+        self._stop = last if stopped and last in self._controls.special else None
+        message = {name: value for name, value in message.items() if name not in REASONING}
+        self._messages = [*self._messages, {**message, "content": message.get("content") or ""}]
+        self._replied = True
+
+    def add_messages(self, messages: Sequence[Message]) -> int:
+        """Append the messages that follow a reply, and the beginning of the next one; return their number of tokens.
+
+        Texts of control tokens in the messages become plain text. If it fails, the history is as before.
+
+        Raises:
+            CannotContinue: the chat template rejects the conversation or does not show where the reply ends, or a
+                message has something else than text.
+            ValueError: there is no reply before, or no message.
+        """
+        if not self._replied or not messages:
+            raise ValueError("add_messages needs a reply before, and at least one message")
+        if messages[-1]["role"] == "assistant":
+            raise CannotContinue("the last message of an observation is the assistant's, whose turn is next")
+        new = [self._as_plain_text(message) for message in messages]
+        text, keeps_stop, anchor = self._join(self._tail(new))
+        tokens = self._encode(text, anchor)
+        if not tokens:
+            raise CannotContinue("the chat template writes nothing after the model's message")
+        version = int(self._segments[-1].versions[-1])
+        if not keeps_stop:
+            self._segments[-1] = self._segments[-1].without_last()
+        self._segments.append(_Segment.of(tokens, 0, 0.0, version))
+        self._messages = [*self._messages, *new]
+        self._replied = False
+        return len(tokens)
+
+    def _join(self, tail: str) -> tuple[str, bool, tuple[int, str] | None]:
+        """Return the text to append, whether the sampled stop token stays, and the special token before the text."""
+        if self._stop is None:
+            return tail, True, self._controls.anchor
+        stop = self._controls.special[self._stop]
+        run = self._controls.run.match(tail)
+        assert run is not None  # it may be empty
+        if (at := run[0].find(stop)) >= 0:
+            return tail[at + len(stop) :], True, (self._stop, stop)
+        if run[0]:
+            return tail, False, self._controls.anchor
+        return tail, True, (self._stop, stop)
+
+    def _tail(self, new: Sequence[Message]) -> str:
+        """Return what the chat template writes after the text of the last reply. Raises CannotContinue."""
+        problem = ""
+        for messages, as_text in self._marked():
+            try:
+                text = self._rendered([*messages, *new])
+                if (times := text.count(self._mark)) != 1:
+                    problem = problem or f"the chat template writes the model's message {times} times"
+                    continue
+                tail = text.partition(self._mark)[2]
+                if "tool_calls" in messages[-1]:
+                    tail = self._after_calls(tail, messages)
+            except DataError as error:
+                problem = problem or str(error)
+                continue
+            self._text_arguments = as_text
+            return tail
+        raise CannotContinue(problem)
+
+    def _marked(self) -> Iterator[tuple[list[Message], bool]]:
+        """Yield the messages with a mark at the end of the last reply, and whether calls have their arguments as text.
+
+        The mark is in the last call's arguments. Templates that leave calls out, or take one call only, get it in the
+        content of a message without calls.
+        """
+        *before, reply = self._messages
+        if calls := reply.get("tool_calls"):
+            last = {**calls[-1], "function": {**calls[-1]["function"], "arguments": {"k": self._mark}}}
+            marked = {**reply, "tool_calls": [*calls[:-1], last]}
+        else:
+            marked = {**reply, "content": self._mark}
+        for as_text in (self._text_arguments, not self._text_arguments):
+            yield [_with_arguments(message, as_text) for message in (*before, marked)], as_text
+        without = [{name: value for name, value in one.items() if name != "tool_calls"} for one in self._messages]
+        yield [*without[:-1], {**without[-1], "content": self._mark}], self._text_arguments
+
+    def _after_calls(self, tail: str, marked: Sequence[Message]) -> str:
+        """Return the tail from the end of the model's turn on, without the end of what writes the calls."""
+        closed = self._template.render_closed(marked, self._tools, now=self._now).partition(self._mark)[2]
+        end = tail[: next((i for i, (a, b) in enumerate(zip(tail, closed, strict=False)) if a != b), len(closed))]
+        stop = self._controls.special.get(-1 if self._stop is None else self._stop)
+        if stop and stop in end:
+            return tail[end.rindex(stop) :]
+        written = set(self._segments[-1].tokens.tolist())
+        closes = [end.rfind(text) for token, text in self._controls.special.items() if token not in written]
+        at = max(closes, default=-1)
+        return tail[at if at >= 0 else len(end) :]
+
+    def _rendered(self, messages: Sequence[Message]) -> str:
+        """Render the conversation with the tools, or without them if they would be in the tail a second time."""
+        text = self._template.render(messages, self._marked_tools(), now=self._now)
+        if self._tools_mark in text.partition(self._mark)[2]:
+            return self._template.render(messages, now=self._now)
+        return text
+
+    def _marked_tools(self) -> list[Any]:
+        """Return the tools with a mark in the first one's description."""
+        if not self._tools or not isinstance(self._tools[0].get("function"), Mapping):
+            return self._tools
+        function = self._tools[0]["function"]
+        described = {**function, "description": f"{self._tools_mark} {function.get('description', '')}"}
+        return [{**self._tools[0], "function": described}, *self._tools[1:]]
+
+    def _as_plain_text(self, message: Message) -> Message:
+        """Return a message in which the texts of control tokens are broken. Raises CannotContinue: it isn't text."""
+        content = message.get("content")
+        if isinstance(content, list):
+            if other := [part.get("type") for part in content if part.get("type") != "text"]:
+                raise CannotContinue(
+                    f"a message of the role {message['role']} has a part of type {other[0]!r}: only text"
+                )
+            content = "".join(part["text"] for part in content)
+        if not isinstance(content, str):
+            return message
+        if found := [re.escape(text) for text in self._controls.texts if text in content]:
+            content = re.sub(f"(?=(?:{'|'.join(found)}))(.)", rf"\1{self._break}", content, flags=re.DOTALL)
+        return {**message, "content": content}
+
+    def _encode(self, text: str, anchor: tuple[int, str] | None) -> list[int]:
+        """Tokenise a text that follows a special token, or begins the prompt, in pieces between breaks."""
+        self.opens_thinking = text.rstrip().endswith(tuple(begin for begin, _ in THINKING_TAGS))
+        tokens: list[int] = []
+        for piece in filter(None, text.split(self._break)):
+            if anchor is None:
+                encoded = self._tokenizer.encode_text(piece)
+            else:  # some tokenizers add a space at the very beginning of a text
+                encoded = self._tokenizer.encode_text(anchor[1] + piece)
+                encoded = encoded[1:] if encoded[0] == anchor[0] else self._tokenizer.encode_text(piece)
+            tokens += encoded
+            anchor = self._controls.anchor
+        return tokens
+
+
+def _with_arguments(message: Message, as_text: bool) -> Message:
+    """Return a message whose calls have their arguments as an object, or as JSON for templates that write text."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = call["function"]["arguments"]
+        if as_text != isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False) if as_text else json.loads(arguments)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**message, "tool_calls": calls}

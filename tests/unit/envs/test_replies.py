@@ -1,0 +1,137 @@
+"""Replies are divided into thinking, text and calls, in the form of each family of models."""
+
+import pytest
+
+from relaxd.envs.replies import REPLY_FORMATS, ParsedReply, parse_reply, reply_format
+from relaxd.envs.tool_calls import ToolCall
+from tests.kit.templates import TEMPLATES, template_tokenizer
+
+FORMATS = {form.name: form for form in REPLY_FORMATS}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}},
+    }
+]
+ADD = ToolCall("add", {"a": 2, "b": "3"}, id="call00001")
+
+
+def deepseek(*words: str) -> str:
+    """Return a text with special tokens of DeepSeek in the place of ~."""
+    bar, space = "\uff5c", "\u2581"
+    return "".join(f"<{bar}{word[1:].replace(' ', space)}{bar}>" if word.startswith("~") else word for word in words)
+
+
+ONE_CALL = {
+    "hermes": '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": "3"}}\n</tool_call>',
+    "qwen3-coder": "<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n<parameter=b>\n3\n</parameter>\n"
+    "</function>\n</tool_call>",
+    "glm": "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>2</arg_value>\n<arg_key>b</arg_key>\n"
+    "<arg_value>3</arg_value>\n</tool_call>",
+    "minimax": '<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">2</parameter>\n'
+    '<parameter name="b">3</parameter>\n</invoke>\n</minimax:tool_call>',
+    "mistral": '[TOOL_CALLS][{"name": "add", "arguments": {"a": 2, "b": "3"}, "id": "abcdefghi"}]',
+    "deepseek": deepseek(
+        "~tool calls begin", "~tool call begin", "function", "~tool sep", 'add\n```json\n{"a": 2, "b": "3"}\n```',
+        "~tool call end", "~tool calls end",
+    ),
+    "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
+    '{"a": 2, "b": "3"}<|tool_call_end|><|tool_calls_section_end|>',
+    "gpt-oss": '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 2, "b": "3"}',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ONE_CALL)
+def test_thinking_text_and_call_are_told_apart(name: str) -> None:
+    if name == "gpt-oss":
+        before = (
+            "<|channel|>analysis<|message|>Why?<|end|><|start|>assistant<|channel|>commentary<|message|>I add.<|end|>"
+        )
+        reply = before + "<|start|>assistant" + ONE_CALL[name]
+    else:
+        reply = "<think>\nWhy?\n</think>\n\nI add.\n" + ONE_CALL[name]
+    assert parse_reply(reply, FORMATS[name], TOOLS) == ParsedReply("I add.", "Why?", (ADD,))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "calls"),
+    [
+        ("llama3", '{"name": "add", "parameters": {"a": 2, "b": "3"}}', [{"a": 2, "b": "3"}]),
+        ("llama3", '<|python_tag|>{"name": "add", "parameters": {}}; {"name": "add", "arguments": {}}', [{}, {}]),
+        ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add[CALL_ID]x[ARGS]{}', [{"a": 1}, {}]),
+        ("deepseek", deepseek("~tool calls begin", "~tool call begin", "a", "~tool sep", "{}", "~tool call end"), [{}]),
+        ("hermes", ONE_CALL["hermes"] * 2, [{"a": 2, "b": "3"}] * 2),
+        ("qwen3-coder", "<tool_call><function=add><parameter=a>[1]</parameter></function></tool_call>", [{"a": [1]}]),
+        ("qwen3-coder", "<tool_call><function=f><parameter=c>\nx\ny\n</parameter></tool_call>", [{"c": "x\ny"}]),
+    ],
+)  # fmt: skip
+def test_forms_with_variants(name: str, text: str, calls: list[dict[str, object]]) -> None:
+    reply = parse_reply(text, FORMATS[name], TOOLS, first_call=7)
+    assert [call.arguments for call in reply.calls] == calls
+    assert [call.id for call in reply.calls] == [f"call{7 + number:05d}" for number in range(len(calls))]
+    assert (reply.text, reply.problem) == ("", "")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_reply_without_calls_is_text_as_it_was_written(name: str) -> None:
+    assert parse_reply(" {5}\n", FORMATS[name], TOOLS) == parse_reply(" {5}\n", None) == ParsedReply(" {5}\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("hermes", "a <tool_call>{", "a tool call has no </tool_call>"),
+        ("hermes", "a <tool_call>x</tool_call>", "in JSON"),
+        ("qwen3-coder", "a <tool_call>x</tool_call>", "a tool call is <function=NAME>"),
+        ("glm", "a <tool_call> </tool_call>", "a tool call has no name"),
+        ("mistral", "a [TOOL_CALLS]add", "the arguments of add are no object in JSON"),
+        ("mistral", "a [TOOL_CALLS][1]", "in JSON"),
+        ("gpt-oss", "<|message|>a<|end|><|start|>assistant to=functions.add<|message|>{", "the arguments of add"),
+        ("llama3", '<|python_tag|>{"name": ', "in JSON"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_as_a_call_is_a_problem(name: str, text: str, problem: str) -> None:
+    reply = parse_reply(text, FORMATS[name], TOOLS)
+    assert problem in reply.problem
+    assert reply.calls == ()
+    assert reply.text == ("" if name == "llama3" else "a")
+
+
+@pytest.mark.parametrize(
+    ("text", "in_thinking", "thinking", "said"),
+    [
+        ("why</think>5", True, "why", "5"),
+        ("<think>why</think>\n\n5", False, "why", "5"),
+        ("<think>why <tool_call>{}</tool_call>", False, "why <tool_call>{}</tool_call>", ""),
+        ("why", True, "why", ""),
+        ("5", False, "", "5"),
+        ("[THINK]why[/THINK]5", False, "why", "5"),
+    ],
+)
+def test_thinking_is_split_off(text: str, in_thinking: bool, thinking: str, said: str) -> None:
+    assert parse_reply(text, FORMATS["hermes"], in_thinking=in_thinking) == ParsedReply(said, thinking)
+
+
+def test_the_form_follows_from_the_template() -> None:
+    found = {}
+    for name in TEMPLATES:
+        template = template_tokenizer(name).template
+        assert template is not None
+        form = reply_format(template.source)
+        found[name] = form.name if form else ""
+    assert {name: form for name, form in found.items() if form} == {
+        "deepseek_r1_distill": "deepseek",
+        "deepseekv3": "deepseek",
+        "glm4moe": "glm",
+        "gptoss": "gpt-oss",
+        "llama3_1": "llama3",
+        "llama3_2": "llama3",
+        "nemotron_3_nano": "qwen3-coder",
+        "qwen2_5": "hermes",
+        "qwen3": "hermes",
+        "qwen3_5_think": "qwen3-coder",
+        "qwen3_8": "qwen3-coder",
+        "qwen3_instruct_2507": "hermes",
+        "qwen3_training": "hermes",
+        "qwen3_vl": "hermes",
+    }
