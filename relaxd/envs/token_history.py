@@ -128,6 +128,8 @@ class TokenHistory:
         self._messages = asked.messages
         if self._messages[-1]["role"] == "assistant":  # the first reply is the rest of this message
             self._messages = self._messages[:-1]
+        self._asked = self._messages
+        """Messages before the first reply."""
         self._text_arguments = False
         """True if the template wants the arguments of calls as text."""
         self._segments: list[_Segment] = []
@@ -193,8 +195,12 @@ class TokenHistory:
         self._segments.append(_Segment.of(tokens, 1, logprobs, versions))
         last = int(tokens[-1])
         self._stop = last if stopped and last in self._controls.special else None
-        message = {name: value for name, value in message.items() if name not in REASONING}
-        self._messages = [*self._messages, {**message, "content": message.get("content") or ""}]
+        kept = {name: value for name, value in message.items() if name not in REASONING}
+        kept["content"] = kept.get("content") or ""
+        if calls := kept.get("tool_calls"):  # some templates write a call's name again before the tool's answer
+            functions = [{**call["function"], "name": self._broken(call["function"]["name"])} for call in calls]
+            kept["tool_calls"] = [{**call, "function": one} for call, one in zip(calls, functions, strict=True)]
+        self._messages = [*self._messages, kept]
         self._replied = True
 
     def add_messages(self, messages: Sequence[Message]) -> int:
@@ -248,7 +254,7 @@ class TokenHistory:
                     continue
                 tail = text.partition(self._mark)[2]
                 if "tool_calls" in messages[-1]:
-                    tail = self._after_calls(tail, messages)
+                    tail = self._after_calls(tail, messages[-1])
             except DataError as error:
                 problem = problem or str(error)
                 continue
@@ -273,9 +279,13 @@ class TokenHistory:
         without = [{name: value for name, value in one.items() if name != "tool_calls"} for one in self._messages]
         yield [*without[:-1], {**without[-1], "content": self._mark}], self._text_arguments
 
-    def _after_calls(self, tail: str, marked: Sequence[Message]) -> str:
-        """Return the tail from the end of the model's turn on, without the end of what writes the calls."""
-        closed = self._template.render_closed(marked, self._tools, now=self._now).partition(self._mark)[2]
+    def _after_calls(self, tail: str, reply: Message) -> str:
+        """Return the tail from the end of the model's turn on, without the end of what writes the calls.
+
+        It is told from the next messages by a render that ends with the reply.
+        """
+        closed = self._template.render_closed([*self._asked, reply], self._tools, now=self._now)
+        closed = closed.partition(self._mark)[2]
         end = tail[: next((i for i, (a, b) in enumerate(zip(tail, closed, strict=False)) if a != b), len(closed))]
         stop = self._controls.special.get(-1 if self._stop is None else self._stop)
         if stop and stop in end:
@@ -301,19 +311,27 @@ class TokenHistory:
         return [{**self._tools[0], "function": described}, *self._tools[1:]]
 
     def _as_plain_text(self, message: Message) -> Message:
-        """Return a message in which the texts of control tokens are broken. Raises CannotContinue: it isn't text."""
+        """Return a message of text in which control tokens are broken. Raises CannotContinue: it isn't text."""
         content = message.get("content")
         if isinstance(content, list):
             if other := [part.get("type") for part in content if part.get("type") != "text"]:
-                raise CannotContinue(
-                    f"a message of the role {message['role']} has a part of type {other[0]!r}: only text"
-                )
+                raise CannotContinue(f"a message of {message['role']} has a part of type {other[0]!r}: only text works")
             content = "".join(part["text"] for part in content)
-        if not isinstance(content, str):
-            return message
-        if found := [re.escape(text) for text in self._controls.texts if text in content]:
-            content = re.sub(f"(?=(?:{'|'.join(found)}))(.)", rf"\1{self._break}", content, flags=re.DOTALL)
-        return {**message, "content": content}
+        if not isinstance(content, str | None):
+            raise CannotContinue(f"the content of a message of {message['role']} is {content!r:.80}: it must be text")
+        try:
+            (content or "").encode()
+        except UnicodeEncodeError as error:  # JSON's "\ud83d" without its second half
+            half = content[error.start] if content else ""
+            raise CannotContinue(f"a message of {message['role']} has {half!r}, half of a character") from None
+        message = {**message, "content": content}
+        return {name: self._broken(value) if isinstance(value, str) else value for name, value in message.items()}
+
+    def _broken(self, text: str) -> str:
+        """Return a text with a break after the first character of each control token."""
+        if found := [re.escape(one) for one in self._controls.texts if one in text]:
+            return re.sub(f"(?=(?:{'|'.join(found)}))(.)", rf"\1{self._break}", text, flags=re.DOTALL)
+        return text
 
     def _encode(self, text: str, anchor: tuple[int, str] | None) -> list[int]:
         """Tokenise a text that follows a special token, or begins the prompt, in pieces between breaks."""
