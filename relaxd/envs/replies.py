@@ -1,5 +1,6 @@
 """Replies of a model, divided into thinking, text and tool calls, which each family of models writes in its form."""
 
+import ast
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ THINKING_TAGS = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|channel>thought", "<channel|>"),
 )
 """Tags between which models think."""
 
@@ -220,6 +222,36 @@ def _kimi(text: str, tools: Tools) -> ParsedReply:
     return ParsedReply(outside.strip() if section else text, calls=tuple(calls), problem=problem)
 
 
+def _cohere(text: str, tools: Tools) -> ParsedReply:
+    """<|START_ACTION|>[{"tool_name": ..., "parameters": {...}}]<|END_ACTION|>"""
+    outside, blocks, problem = _blocks(text, "<|START_ACTION|>", "<|END_ACTION|>")
+    calls = []
+    for block in blocks:
+        found = json_of(block.strip())
+        for one in found if isinstance(found, list) else [found]:
+            named = {**one, "name": one.get("tool_name")} if isinstance(one, dict) else one
+            calls.append(call_of(json.dumps(named)))
+    outside = outside.replace("<|START_RESPONSE|>", "").replace("<|END_RESPONSE|>", "")
+    return ParsedReply(outside, calls=tuple(calls), problem=problem)
+
+
+def _python(text: str, tools: Tools) -> ParsedReply:
+    """<|tool_call_start|>[NAME(KEY=VALUE), ...]<|tool_call_end|>, in Python"""
+    outside, blocks, problem = _blocks(text, "<|tool_call_start|>", "<|tool_call_end|>")
+    calls: list[ToolCall] = []
+    for block in blocks:
+        try:
+            listed = ast.parse(block.strip(), mode="eval").body
+            for one in listed.elts if isinstance(listed, ast.List) else [listed]:
+                if not isinstance(one, ast.Call) or one.args:
+                    raise ValueError
+                arguments = {str(pair.arg): ast.literal_eval(pair.value) for pair in one.keywords}
+                calls.append(ToolCall(ast.unparse(one.func), json.loads(json.dumps(arguments))))
+        except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+            calls.append(ToolCall(problem="tool calls are [NAME(KEY=VALUE), ...] in Python"))
+    return ParsedReply(outside, calls=tuple(calls), problem=problem)
+
+
 def _harmony(text: str, tools: Tools) -> ParsedReply:
     """Messages of channels: analysis is thinking, one to functions.NAME is a call, others are text."""
     thinking, said, calls = [], [], []
@@ -269,6 +301,8 @@ REPLY_FORMATS = (
     ReplyFormat("deepseek", (_deepseek_token("tool call begin"),), _deepseek),
     ReplyFormat("kimi", ("<|tool_call_argument_begin|>",), _kimi),
     ReplyFormat("mistral", ("[TOOL_CALLS]",), _mistral),
+    ReplyFormat("cohere", ("<|START_ACTION|>",), _cohere),
+    ReplyFormat("lfm2", ("<|tool_call_start|>",), _python),
     ReplyFormat("minimax", ("<minimax:tool_call>",), _invoke),
     ReplyFormat("qwen3-coder", ("<tool_call>", "<function="), _xml),
     ReplyFormat("glm", ("<tool_call>", "<arg_key>"), _glm),

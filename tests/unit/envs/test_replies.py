@@ -37,6 +37,8 @@ ONE_CALL = {
     ),
     "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
     '{"a": 2, "b": "3"}<|tool_call_end|><|tool_calls_section_end|>',
+    "cohere": '<|START_ACTION|>[{"tool_name": "add", "parameters": {"a": 2, "b": "3"}}]<|END_ACTION|>',
+    "lfm2": "<|tool_call_start|>[add(a=2, b='3')]<|tool_call_end|>",
     "gpt-oss": '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 2, "b": "3"}',
 }  # fmt: skip
 
@@ -60,6 +62,7 @@ def test_thinking_text_and_call_are_told_apart(name: str) -> None:
         ("llama3", '<|python_tag|>{"name": "add", "parameters": {}}; {"name": "add", "arguments": {}}', [{}, {}]),
         ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add[CALL_ID]x[ARGS]{}', [{"a": 1}, {}]),
         ("deepseek", deepseek("~tool calls begin", "~tool call begin", "a", "~tool sep", "{}", "~tool call end"), [{}]),
+        ("lfm2", "<|tool_call_start|>[f(a=[1, {'b': None}]), g.h()]<|tool_call_end|>", [{"a": [1, {"b": None}]}, {}]),
         ("hermes", ONE_CALL["hermes"] * 2, [{"a": 2, "b": "3"}] * 2),
         ("qwen3-coder", "<tool_call><function=add><parameter=a>[1]</parameter></function></tool_call>", [{"a": [1]}]),
         ("qwen3-coder", "<tool_call><function=f><parameter=c>\nx\ny\n</parameter></tool_call>", [{"c": "x\ny"}]),
@@ -86,6 +89,11 @@ def test_a_reply_without_calls_is_text_as_it_was_written(name: str) -> None:
         ("glm", "a <tool_call> </tool_call>", "a tool call has no name"),
         ("mistral", "a [TOOL_CALLS]add", "the arguments of add are no object in JSON"),
         ("mistral", "a [TOOL_CALLS][1]", "in JSON"),
+        ("cohere", "a <|START_ACTION|>[1]<|END_ACTION|>", "in JSON"),
+        ("lfm2", "a <|tool_call_start|>[add(1)]<|tool_call_end|>", "in Python"),
+        ("lfm2", f"a <|tool_call_start|>{'(' * 5000}<|tool_call_end|>", "in Python"),
+        ("lfm2", "a <|tool_call_start|>[add(a=open(1))]<|tool_call_end|>", "in Python"),
+        ("lfm2", "a <|tool_call_start|>[add(a={1})]<|tool_call_end|>", "in Python"),
         ("gpt-oss", "<|message|>a<|end|><|start|>assistant to=functions.add<|message|>{", "the arguments of add"),
         ("llama3", '<|python_tag|>{"name": ', "in JSON"),
     ],
@@ -124,6 +132,8 @@ def test_the_form_follows_from_the_template() -> None:
         "deepseekv3": "deepseek",
         "glm4moe": "glm",
         "gptoss": "gpt-oss",
+        "lfm2_2_5": "lfm2",
+        "lfm2_v2": "lfm2",
         "llama3_1": "llama3",
         "llama3_2": "llama3",
         "nemotron_3_nano": "qwen3-coder",
