@@ -23,12 +23,11 @@ class ToolCall:
 
 def calls_in(text: str) -> list[ToolCall]:
     """Return the calls of a reply in their order. Takes time linear in the text."""
-    return [call_of(block) for block in tagged(text, "tool_call")]
+    return [call_of(json_of(block)) for block in tagged(text, "tool_call")]
 
 
-def call_of(block: str) -> ToolCall:
-    """Return the call that a text in JSON is."""
-    value = json_of(block.strip())
+def call_of(value: Any) -> ToolCall:
+    """Return the call that a value of JSON is, such as {"name": ..., "arguments": {...}}."""
     inner = value.get("function", value) if isinstance(value, dict) else value
     if not isinstance(inner, dict):
         return ToolCall(problem='a tool call is {"name": ..., "arguments": {...}} in JSON')
@@ -45,6 +44,6 @@ def call_of(block: str) -> ToolCall:
 def json_of(text: str) -> Any:
     """Return the value of a text in JSON; None: it isn't JSON."""
     try:
-        return json.loads(text)
+        return json.loads(text.strip())
     except (ValueError, RecursionError):
         return None

@@ -1,8 +1,12 @@
 """Replies are divided into thinking, text and calls, in the form of each family of models."""
 
+import time
+
 import pytest
 
-from relaxd.envs.replies import REPLY_FORMATS, ParsedReply, parse_reply, reply_format
+from relaxd.data.templating import ChatTemplate
+from relaxd.envs.replies import parse_reply, reply_format
+from relaxd.envs.reply_formats import DSML, REPLY_FORMATS, ParsedReply
 from relaxd.envs.tool_calls import ToolCall
 from tests.kit.templates import TEMPLATES, template_tokenizer
 
@@ -13,7 +17,7 @@ TOOLS = [
         "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}},
     }
 ]
-ADD = ToolCall("add", {"a": 2, "b": "3"}, id="call00001")
+ADD = ToolCall("add", {"a": 2, "b": "x"}, id="call00001")
 
 
 def deepseek(*words: str) -> str:
@@ -23,23 +27,32 @@ def deepseek(*words: str) -> str:
 
 
 ONE_CALL = {
-    "hermes": '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": "3"}}\n</tool_call>',
-    "qwen3-coder": "<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n<parameter=b>\n3\n</parameter>\n"
+    "hermes": '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": "x"}}\n</tool_call>',
+    "qwen3-coder": "<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n<parameter=b>\nx\n</parameter>\n"
     "</function>\n</tool_call>",
     "glm": "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>2</arg_value>\n<arg_key>b</arg_key>\n"
-    "<arg_value>3</arg_value>\n</tool_call>",
+    "<arg_value>x</arg_value>\n</tool_call>",
     "minimax": '<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">2</parameter>\n'
-    '<parameter name="b">3</parameter>\n</invoke>\n</minimax:tool_call>',
-    "mistral": '[TOOL_CALLS][{"name": "add", "arguments": {"a": 2, "b": "3"}, "id": "abcdefghi"}]',
+    '<parameter name="b">x</parameter>\n</invoke>\n</minimax:tool_call>',
+    "mistral": '[TOOL_CALLS][{"name": "add", "arguments": {"a": 2, "b": "x"}, "id": "abcdefghi"}]',
     "deepseek": deepseek(
-        "~tool calls begin", "~tool call begin", "function", "~tool sep", 'add\n```json\n{"a": 2, "b": "3"}\n```',
+        "~tool calls begin", "~tool call begin", "function", "~tool sep", 'add\n```json\n{"a": 2, "b": "x"}\n```',
         "~tool call end", "~tool calls end",
     ),
     "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
-    '{"a": 2, "b": "3"}<|tool_call_end|><|tool_calls_section_end|>',
-    "cohere": '<|START_ACTION|>[{"tool_name": "add", "parameters": {"a": 2, "b": "3"}}]<|END_ACTION|>',
-    "lfm2": "<|tool_call_start|>[add(a=2, b='3')]<|tool_call_end|>",
-    "gpt-oss": '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 2, "b": "3"}',
+    '{"a": 2, "b": "x"}<|tool_call_end|><|tool_calls_section_end|>',
+    "cohere": '<|START_ACTION|>[{"tool_name": "add", "parameters": {"a": 2, "b": "x"}}]<|END_ACTION|>',
+    "lfm2": "<|tool_call_start|>[add(a=2, b='x')]<|tool_call_end|>",
+    "gemma4": '<|tool_call>call:add{a:2,b:<|"|>x<|"|>}<tool_call|>',
+    "seed-oss": "<seed:tool_call>\n<function=add>\n<parameter=a>2</parameter>\n<parameter=b>x</parameter>\n"
+    "</function>\n</seed:tool_call>",
+    "deepseek-v3.2": (
+        '<DSMLfunction_calls>\n<DSMLinvoke name="add">\n<DSMLparameter name="a" string="false">2</DSMLparameter>'
+        '\n<DSMLparameter name="b" string="true">x</DSMLparameter>\n</DSMLinvoke>\n</DSMLfunction_calls>'
+    ).replace("DSML", DSML),
+    "nemotron-v2": '<TOOLCALL>[{"name": "add", "arguments": {"a": 2, "b": "x"}}]</TOOLCALL>',
+    "tool-calls": '<tool_calls>\n{"name": "add", "arguments": {"a": 2, "b": "x"}}\n</tool_calls>',
+    "gpt-oss": '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 2, "b": "x"}',
 }  # fmt: skip
 
 
@@ -58,12 +71,12 @@ def test_thinking_text_and_call_are_told_apart(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "calls"),
     [
-        ("llama3", '{"name": "add", "parameters": {"a": 2, "b": "3"}}', [{"a": 2, "b": "3"}]),
+        ("llama3", '{"name": "add", "parameters": {"a": 2, "b": "x"}}', [{"a": 2, "b": "x"}]),
         ("llama3", '<|python_tag|>{"name": "add", "parameters": {}}; {"name": "add", "arguments": {}}', [{}, {}]),
         ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add[CALL_ID]x[ARGS]{}', [{"a": 1}, {}]),
         ("deepseek", deepseek("~tool calls begin", "~tool call begin", "a", "~tool sep", "{}", "~tool call end"), [{}]),
         ("lfm2", "<|tool_call_start|>[f(a=[1, {'b': None}]), g.h()]<|tool_call_end|>", [{"a": [1, {"b": None}]}, {}]),
-        ("hermes", ONE_CALL["hermes"] * 2, [{"a": 2, "b": "3"}] * 2),
+        ("hermes", ONE_CALL["hermes"] * 2, [{"a": 2, "b": "x"}] * 2),
         ("qwen3-coder", "<tool_call><function=add><parameter=a>[1]</parameter></function></tool_call>", [{"a": [1]}]),
         ("qwen3-coder", "<tool_call><function=f><parameter=c>\nx\ny\n</parameter></tool_call>", [{"c": "x\ny"}]),
     ],
@@ -120,16 +133,23 @@ def test_thinking_is_split_off(text: str, in_thinking: bool, thinking: str, said
     assert parse_reply(text, FORMATS["hermes"], in_thinking=in_thinking) == ParsedReply(said, thinking)
 
 
-def test_the_form_follows_from_the_template() -> None:
+@pytest.mark.parametrize("name", ONE_CALL)
+def test_the_form_is_found_by_what_a_template_writes(name: str) -> None:
+    call = f"{{% if m.tool_calls %}}{{% raw %}}{ONE_CALL[name]}{{% endraw %}}{{% endif %}}"
+    source = "{{ tools }}{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}" + call + "{% endfor %}"
+    assert reply_format(ChatTemplate(source, {}, "model.path")) == FORMATS[name]
+
+
+def test_forms_of_real_templates() -> None:
     found = {}
     for name in TEMPLATES:
         template = template_tokenizer(name).template
         assert template is not None
-        form = reply_format(template.source)
+        form = reply_format(template)
         found[name] = form.name if form else ""
     assert {name: form for name, form in found.items() if form} == {
-        "deepseek_r1_distill": "deepseek",
         "deepseekv3": "deepseek",
+        "gemma4_v5": "gemma4",
         "glm4moe": "glm",
         "gptoss": "gpt-oss",
         "lfm2_2_5": "lfm2",
@@ -145,3 +165,13 @@ def test_the_form_follows_from_the_template() -> None:
         "qwen3_training": "hermes",
         "qwen3_vl": "hermes",
     }
+
+
+@pytest.mark.parametrize("name", ONE_CALL)
+def test_long_replies_are_read_in_linear_time(name: str) -> None:
+    """Parts of calls again and again, as a model writes that repeats itself; quadratic time would be minutes."""
+    half = ONE_CALL[name][: len(ONE_CALL[name]) // 2]
+    for text in (half * 20_000, ONE_CALL[name] * 5_000, half[:-3] * 20_000 + ONE_CALL[name]):
+        began = time.process_time()
+        parse_reply(text, FORMATS[name], TOOLS)
+        assert time.process_time() - began < 10

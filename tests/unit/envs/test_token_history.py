@@ -206,7 +206,7 @@ def continued(name: str, kind: str) -> str:
     if kind == "parallel" and "61" not in whole:
         return "leaves calls out"
     turns = [place for place, message in enumerate(chat) if message["role"] == "assistant"]
-    history, form = TokenHistory(tokenizer, Example(chat[:1], tools=tools)), reply_format(tokenizer.template.source)
+    history, form = TokenHistory(tokenizer, Example(chat[:1], tools=tools)), reply_format(tokenizer.template)
     for turn, after in zip(turns, [*turns[1:], len(chat)], strict=True):
         text, tail = written(name, chat, turn, after, tools)
         tokens = tokenizer.encode_text(text)
