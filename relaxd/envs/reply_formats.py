@@ -22,7 +22,7 @@ class ParsedReply:
     text: str = ""
     """The text without thinking and calls."""
     thinking: str = ""
-    """What the model thought before it."""
+    """The thinking before it."""
     calls: tuple[ToolCall, ...] = ()
     """The calls that can be read, with ids."""
     problem: str = ""
@@ -66,7 +66,7 @@ def _blocks(text: str, opening: str, closing: str) -> tuple[str, list[str], str]
 
 
 def _tagged(text: str, opening: str, closing: str) -> list[tuple[str, str]]:
-    """Return what an opening tag has in its group with the text up to the closing tag, of all of them."""
+    """Return pairs of an opening tag's group and the text up to its closing tag."""
     found, tags, start = [], re.compile(opening), 0
     while (tag := tags.search(text, start)) and (end := text.find(closing, tag.end())) >= 0:
         found.append((tag[1], text[tag.end() : end]))

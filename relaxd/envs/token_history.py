@@ -40,7 +40,7 @@ class _ControlTokens:
     special: Mapping[int, str]
     """Special tokens by their ids. At one of them the model stops."""
     texts: tuple[str, ...]
-    """What messages of an environment may have as plain text only: special tokens, and tags of the chat template."""
+    """Texts that become plain text in messages of an environment: special tokens, and tags of the chat template."""
     run: re.Pattern[str]
     """Special tokens one after the other, with white space around."""
     anchor: tuple[int, str] | None
@@ -244,7 +244,7 @@ class TokenHistory:
         return tail, True, (self._stop, stop)
 
     def _tail(self, new: Sequence[Message]) -> str:
-        """Return what the chat template writes after the text of the last reply. Raises CannotContinue."""
+        """Render the conversation; return the text behind the text of the last reply. Raises CannotContinue."""
         problem = ""
         for messages, as_text in self._marked():
             try:
@@ -280,9 +280,9 @@ class TokenHistory:
         yield [*without[:-1], {**without[-1], "content": self._mark}], self._text_arguments
 
     def _after_calls(self, tail: str, reply: Message) -> str:
-        """Return the tail from the end of the model's turn on, without the end of what writes the calls.
+        """Cut the end of the last call off the tail, so that it begins with the end of the model's turn.
 
-        It is told from the next messages by a render that ends with the reply.
+        A render that ends with the reply shows where the next messages begin.
         """
         closed = self._template.render_closed([*self._asked, reply], self._tools, now=self._now)
         closed = closed.partition(self._mark)[2]

@@ -4,7 +4,7 @@ import json
 import re
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -44,8 +44,8 @@ def template_tokenizer(name: str) -> PromptTokenizer:
         [AddedToken(text, normalized=False) for text in sorted({begin, end, *SPECIAL.findall(source)})]
     )
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in sorted({*TAGS.findall(source)})])
-    folder = Path(mkdtemp())
-    tokenizer.save(str(folder / "tokenizer.json"))
     config = {"bos_token": begin, "eos_token": end, "chat_template": source, "added_tokens_decoder": {}}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return PromptTokenizer(folder)
+    with TemporaryDirectory() as folder:
+        tokenizer.save(f"{folder}/tokenizer.json")
+        Path(folder, "tokenizer_config.json").write_text(json.dumps(config))
+        return PromptTokenizer(Path(folder))

@@ -1,4 +1,4 @@
-"""How a conversation goes on in special cases: another stop token, observations with control tokens, odd templates."""
+"""Special cases of conversations: other stop tokens, observations with control tokens, odd templates."""
 
 import re
 from pathlib import Path

@@ -81,7 +81,7 @@ def result(text: str, number: int = 1) -> Message:
 
 @dataclass
 class Engine:
-    """A record of what an engine was asked and what it answered."""
+    """A record of an engine's prompts and replies."""
 
     prompts: list[list[int]] = field(default_factory=list)
     replies: list[tuple[list[int], list[float], list[int]]] = field(default_factory=list)
