@@ -7,6 +7,7 @@ from tests.unit.source_code.calls import ROOT, files
 
 SERVER = "server.py"
 CHILDREN = {
+    "relaxd/envs/host.py": "EnvironmentHandlers",
     "services/reward/worker/worker_rewards.py": "Rewards",
     "services/rollout/engines/engine_process.py": "EngineProcess",
     "services/rollout/engines/sglang/scheduler.py": "ControlHandlers",

@@ -1,0 +1,169 @@
+"""Calls of an environment, over relaxd.v1.Environment."""
+
+import asyncio
+import json
+import math
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from relaxd.data.examples import Message
+from relaxd.envs.environment import BadEnvironmentError, Reply, Sample, check_tools, messages_of
+from relaxd.envs.host import REFUSED
+from relaxd.json_text import parse_json
+from relaxd.process.child import Child, ChildError, ChildExited
+from relaxd.rpc.errors import Aborted, DeadlineExceeded, RpcError, explain, from_call
+from relaxd.v1 import environment_pb2 as pb
+from relaxd.v1.environment_pb2_grpc import EnvironmentStub
+
+GRACE_SECONDS = 2.0
+"""Time beyond that for a call in which a host says what was late."""
+START_SECONDS = 60.0
+"""Time for the start of a host, and for importing the environment."""
+_OURS = ("RELAXD_", "REDIS_URL")
+"""Beginnings of environment variables that an environment doesn't get: settings and secrets of relaxd."""
+
+
+class EnvironmentFailed(Exception):
+    """An environment raised, took too long, isn't there, or answered what it must not. The message says which."""
+
+
+@dataclass(frozen=True)
+class OpenedSession:
+    """A conversation that has begun."""
+
+    messages: list[Message]
+    """Messages that follow the prompt's."""
+    tools: list[dict[str, Any]]
+    """Schemas of tools."""
+
+
+@dataclass(frozen=True)
+class SessionStep:
+    """What the environment says to a message of the model."""
+
+    messages: list[Message]
+    reward: float
+    done: bool
+    info: Mapping[str, float]
+
+
+class EnvironmentClient:
+    """Calls an environment. Lives in one event loop."""
+
+    def __init__(self, channel: grpc.aio.Channel, call_seconds: float, lease_seconds: float) -> None:
+        """`call_seconds` is the time for each call; a session is forgotten `lease_seconds` after its last one."""
+        self._stub = EnvironmentStub(channel)
+        self._call_seconds = call_seconds
+        self._lease_seconds = lease_seconds
+
+    async def open(self, session_id: str, sample: Sample) -> OpenedSession:
+        """Begin a conversation. Raises EnvironmentFailed."""
+        request = pb.OpenSessionRequest(
+            session_id=session_id,
+            messages_json=json.dumps(list(sample.messages)),
+            answer=sample.answer,
+            metadata_json=json.dumps(dict(sample.metadata)),
+            seed=sample.seed,
+            lease_seconds=self._lease_seconds,
+            call_seconds=self._call_seconds,
+        )
+        answer = await self._call(self._stub.OpenSession, request)
+        try:
+            messages = messages_of(_list("messages_json", answer.messages_json), "OpenSession returned")
+            return OpenedSession(messages, check_tools(_list("tools_json", answer.tools_json), "OpenSession returned"))
+        except BadEnvironmentError as error:
+            raise EnvironmentFailed(str(error)) from error
+
+    async def step(self, session_id: str, turn: int, reply: Reply) -> SessionStep:
+        """Answer a message of the model. Raises EnvironmentFailed."""
+        request = pb.StepRequest(
+            session_id=session_id,
+            turn=turn,
+            text=reply.text,
+            tool_calls=[
+                pb.EnvironmentToolCall(id=call.id, name=call.name, arguments_json=json.dumps(call.arguments))
+                for call in reply.tool_calls
+            ],
+            problem=reply.problem,
+            finish_reason=reply.finish_reason,
+        )
+        answer = await self._call(self._stub.Step, request)
+        for name, number in (("reward", answer.reward), *answer.info.items()):
+            if not math.isfinite(number):
+                raise EnvironmentFailed(f"Step returned {name} = {number}: it must be a finite number")
+        try:
+            messages = messages_of(_list("messages_json", answer.messages_json), "Step returned")
+        except BadEnvironmentError as error:
+            raise EnvironmentFailed(str(error)) from error
+        return SessionStep(messages, answer.reward, answer.done, dict(answer.info))
+
+    async def close_session(self, session_id: str) -> None:
+        """End a conversation. Raises EnvironmentFailed."""
+        await self._call(self._stub.CloseSession, pb.CloseSessionRequest(session_id=session_id))
+
+    async def _call(self, call: Any, request: Any) -> Any:
+        try:
+            return await call(request, timeout=self._call_seconds + GRACE_SECONDS)
+        except grpc.aio.AioRpcError as error:  # of a channel to an address
+            if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED and not error.trailing_metadata():
+                what = type(request).__name__.removesuffix("Request")
+                raise EnvironmentFailed(f"{what} took longer than {self._call_seconds:g} s") from error
+            known = from_call(error)
+            raise EnvironmentFailed(known.message if isinstance(known, _TOLD) else explain(error)) from error
+        except RpcError as error:  # of a host's channel
+            raise EnvironmentFailed(error.message if isinstance(error, _TOLD) else str(error)) from error
+
+
+_TOLD = (Aborted, DeadlineExceeded)
+"""Errors of a host, whose messages say all."""
+
+
+def _list(name: str, text: str) -> list[Any]:
+    try:
+        found = parse_json(text or "[]")
+    except ValueError as error:
+        raise BadEnvironmentError(f"the environment's {name} isn't JSON: {error}") from error
+    if not isinstance(found, list):
+        raise BadEnvironmentError(f"the environment's {name} is {text[:80]!r}: it must be a list")
+    return found
+
+
+@asynccontextmanager
+async def hosted(name: str, settings: Mapping[str, Any], python: str = "") -> AsyncIterator[grpc.aio.Channel]:
+    """Host an environment's class in a child process, and yield its channel.
+
+    Raises BadEnvironmentError: it can't be used; ChildError: the process can't be started, or dies at its start.
+    """
+    child = await start_host(name, settings, python)
+    try:
+        yield child.channel
+    finally:
+        await child.stop(grace_seconds=0.5)
+
+
+async def start_host(name: str, settings: Mapping[str, Any], python: str = "") -> Child:
+    """Start a process that hosts an environment's class, and wait until it serves. Raises as `hosted` does.
+
+    It doesn't get relaxd's own variables of this process's environment, which have secrets.
+    """
+    kept = {variable: value for variable, value in os.environ.items() if not variable.startswith(_OURS)}
+    words = [name, json.dumps(dict(settings))]
+    child = await Child.start(
+        "relaxd.envs.host", words, kept, inherit=False, python=python or None, name="the environment's host"
+    )
+    try:
+        async with asyncio.timeout(START_SECONDS):
+            await child.wait_connected()
+    except ChildExited as error:
+        if error.exit_code == REFUSED:
+            raise BadEnvironmentError("\n".join(error.last_lines)) from error
+        raise
+    except TimeoutError:
+        child.kill()
+        raise ChildError(f"the environment's host did not import {name} within {START_SECONDS:g} s") from None
+    return child

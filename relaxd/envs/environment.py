@@ -1,0 +1,206 @@
+"""The contract of environments: what a class in Python is called with, and what it may return."""
+
+import json
+import math
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from numbers import Real
+from typing import Any
+
+from relaxd.data.examples import Message
+from relaxd.envs.tool_calls import ToolCall
+
+__all__ = ["BadEnvironmentError", "Environment", "Observation", "Reply", "Sample", "Step", "ToolCall"]
+
+Observation = str | Message | Sequence[Message] | None
+"""What the environment says: a text, a message, messages, or nothing. A text answers the tool calls of the model's
+message if it has any, and is the user's otherwise."""
+MAX_BYTES = 1 << 20
+"""Most bytes of an observation, and of the tools' schemas, as JSON in UTF-8."""
+STEP = "return Step(observation, reward, done, info), or a tuple of the first two, three or four of these"
+
+
+class BadEnvironmentError(ValueError):
+    """An environment can't be used, or returned what it must not. The message says what is right."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The beginning of a conversation."""
+
+    messages: Sequence[Message]
+    """The prompt's messages."""
+    answer: str = ""
+    """The reference answer; "" if the data has none."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Other fields of the prompt's line in the data."""
+    seed: int = 0
+    """Seed of the environment's state, the same for all samples of a group."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A message of the model."""
+
+    text: str
+    """Its text without thinking and tool calls."""
+    tool_calls: Sequence[ToolCall] = ()
+    """Its calls that can be read."""
+    problem: str = ""
+    """Why something that is written as a call can't be read; "" if all can."""
+    finish_reason: str = "stop"
+    """"length" if it was cut off; then it is the last one."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the environment says to a message of the model."""
+
+    observation: Observation = None
+    """What the model gets; without any the conversation ends."""
+    reward: float = 0.0
+    """Reward of this step; those of a conversation are added up."""
+    done: bool = False
+    """True if the conversation is over."""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """Numbers for rewards and metrics; the last one of each name counts. Other values are left out."""
+
+
+class Environment:
+    """An environment. An instance is one conversation, and is made with agent.settings.
+
+    A class need not inherit from this one: only `step` must be there. Methods may be async.
+    """
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Schemas of tools in OpenAI's form, for the chat template. `open` may set them."""
+
+    def open(self, sample: Sample) -> Observation | Awaitable[Observation]:
+        """Begin the conversation. Returns what follows the prompt's messages."""
+        return None
+
+    def step(self, reply: Reply) -> Step | tuple[Any, ...] | Awaitable[Step | tuple[Any, ...]]:
+        """Answer a message of the model."""
+        raise NotImplementedError
+
+    def close(self) -> Awaitable[None] | None:
+        """End the conversation, also one that failed."""
+        return None
+
+
+def check_step(value: object, calls: Sequence[ToolCall] = ()) -> Step:
+    """Return what `step` returned to a message with `calls`, with messages as its observation and numbers as its info.
+
+    Raises BadEnvironmentError.
+    """
+    if isinstance(value, tuple) and 2 <= len(value) <= 4:
+        value = Step(*value)
+    if not isinstance(value, Step):
+        raise BadEnvironmentError(f"step() returned {_shown(value)}: {STEP}")
+    if not isinstance(_as_python(value.done), bool):
+        raise BadEnvironmentError(f"step() returned done = {_shown(value.done)}: it must be True or False")
+    if not isinstance(value.info, Mapping):
+        raise BadEnvironmentError(f"step() returned info = {_shown(value.info)}: it must be a dict of numbers")
+    numbers = {
+        name: finite_number(number, f"step() returned info[{name!r}] =")
+        for name, number in value.info.items()
+        if isinstance(name, str) and isinstance(_as_python(number), Real)
+    }
+    check_size(list(numbers), "step() returned info with")
+    reward = finite_number(value.reward, "step() returned the reward")
+    messages = messages_of(value.observation, "step() returned", calls)
+    return replace(value, observation=messages, reward=reward, done=bool(value.done), info=numbers)
+
+
+def finite_number(value: object, what: str) -> float:
+    """Return a number of Python, numpy or torch. Raises BadEnvironmentError, which begins with `what`: it is none."""
+    number = _as_python(value)
+    if not isinstance(number, Real):
+        raise BadEnvironmentError(f"{what} {_shown(value)}: it must be a finite number")
+    try:
+        found = float(number)
+    except OverflowError as error:
+        raise BadEnvironmentError(f"{what} a number that is too large for a float64") from error
+    if not math.isfinite(found):
+        raise BadEnvironmentError(f"{what} {found}: it must be a finite number")
+    return found
+
+
+def messages_of(observation: object, what: str, calls: Sequence[ToolCall] = ()) -> list[Message]:
+    """Return an observation as messages, in answer to a message with `calls`.
+
+    Raises BadEnvironmentError, which begins with `what`, such as "step() returned": it is none.
+    """
+    if observation is None:
+        return []
+    if isinstance(observation, str):
+        observation = [tool_message(call, observation) for call in calls] or {"role": "user", "content": observation}
+    messages = [observation] if isinstance(observation, Mapping) else observation
+    if not isinstance(messages, Sequence) or isinstance(messages, bytes | bytearray):
+        raise BadEnvironmentError(
+            f"{what} the observation {_shown(observation)}: it must be a text, a message, a list of messages or None"
+        )
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or not message["role"]:
+            raise BadEnvironmentError(
+                f'{what} the message {_shown(message)}: it must be like {{"role": "user", "content": "..."}}'
+            )
+        if not isinstance(message.get("content"), str):
+            raise BadEnvironmentError(
+                f"{what} a message with the content {_shown(message.get('content'))}: it must be text; images, sound "
+                "and video of environments aren't there yet"
+            )
+        if len(message["content"]) > MAX_BYTES:
+            raise _too_large(f"{what} a message of", len(message["content"]))
+    check_size(list(messages), f"{what} messages with")
+    return [dict(message) for message in messages]
+
+
+def tool_message(call: ToolCall, text: str) -> Message:
+    """Return the message with a tool's answer to a call."""
+    return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text}
+
+
+def check_tools(tools: object, what: str = "the environment has") -> list[dict[str, Any]]:
+    """Return schemas of tools. Raises BadEnvironmentError, which begins with `what`: they are none."""
+    if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
+        raise BadEnvironmentError(f"{what} tools = {_shown(tools)}: they must be a list of schemas in OpenAI's form")
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise BadEnvironmentError(
+                f'{what} the tool {_shown(tool)}: it must be like {{"type": "function", "function": {{"name": "add", '
+                '"description": "...", "parameters": {"type": "object", "properties": {}}}}'
+            )
+    check_size(list(tools), f"{what} tools with")
+    return [dict(tool) for tool in tools]
+
+
+def check_size(value: Any, what: str) -> None:
+    """Check that a value can be sent. Raises BadEnvironmentError, which begins with `what`."""
+    try:
+        size = len(json.dumps(value, ensure_ascii=False, allow_nan=False).encode())
+    except UnicodeEncodeError as error:
+        raise BadEnvironmentError(
+            f"{what} text that isn't valid UTF-8: it has the character {error.object[error.start]!r}; decode bytes "
+            'with errors="replace"'
+        ) from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadEnvironmentError(f"{what} what JSON can't have: {error}") from error
+    if size > MAX_BYTES:
+        raise _too_large(what, size)
+
+
+def _too_large(what: str, size: int) -> BadEnvironmentError:
+    return BadEnvironmentError(f"{what} {size} bytes, which is more than {MAX_BYTES}: shorten them")
+
+
+def _as_python(value: object) -> object:
+    """Return the value of a scalar of numpy or torch, such as np.bool_, which is no number of Python's."""
+    item = getattr(value, "item", None)
+    return item() if callable(item) and getattr(value, "ndim", None) == 0 else value
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"

@@ -1,0 +1,142 @@
+"""`python -m relaxd.envs.host NAME SETTINGS`: serves an environment's class to its parent."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from relaxd.envs.environment import BadEnvironmentError, Reply, Sample, check_step, check_tools, messages_of
+from relaxd.envs.loading import load_environment
+from relaxd.envs.sessions import Session, UserCalls
+from relaxd.envs.tool_calls import ToolCall
+from relaxd.json_text import parse_json
+from relaxd.process.child_server import ChildServer
+from relaxd.rpc.errors import Aborted, DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted
+from relaxd.v1 import environment_pb2 as pb
+from relaxd.v1 import environment_pb2_grpc
+
+REFUSED = 2
+"""Exit code if the environment can't be used."""
+MAX_SESSIONS = 10_000
+"""Most sessions at once."""
+Returned = TypeVar("Returned")
+
+
+class EnvironmentHandlers(environment_pb2_grpc.EnvironmentServicer):
+    """Answers relaxd.v1.Environment for one class. Lives in one event loop."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        """`make` makes an instance for each conversation."""
+        self._make = make
+        self._calls = UserCalls()
+        self._sessions: dict[str, Session] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+
+    async def OpenSession(self, request: pb.OpenSessionRequest, context: Any) -> pb.OpenSessionResponse:
+        """See the proto."""
+        name, seconds = request.session_id, request.call_seconds
+        if not name:
+            raise InvalidArgument("session_id is empty", [("session_id", "name the conversation")])
+        if not (request.lease_seconds > 0 and seconds > 0):
+            raise InvalidArgument(
+                f"lease_seconds is {request.lease_seconds} and call_seconds {seconds}: they must be > 0"
+            )
+        messages = _json_of("messages_json", request.messages_json or "[]", list)
+        metadata = _json_of("metadata_json", request.metadata_json or "{}", dict)
+        sample = Sample(messages, request.answer, metadata, request.seed)
+        if name not in self._sessions:
+            if len(self._sessions) >= MAX_SESSIONS:
+                raise ResourceExhausted(f"there are {MAX_SESSIONS} sessions already: close some")
+            self._sessions[name] = Session(request.lease_seconds, seconds, lambda: self._end(name))
+        session = self._sessions[name]
+
+        async def open_it() -> pb.OpenSessionResponse:
+            environment = session.environment = await self._calls.call("__init__()", self._make, seconds=seconds)
+            opened = None
+            if hasattr(environment, "open"):
+                opened = await self._calls.call("open()", environment.open, sample, seconds=seconds)
+            said = _checked(lambda: messages_of(opened, "open() returned"))
+            tools = _checked(lambda: check_tools(getattr(environment, "tools", ())))
+            return pb.OpenSessionResponse(messages_json=json.dumps(said), tools_json=json.dumps(tools))
+
+        try:
+            return await session.answer(0, open_it)
+        except (Aborted, DeadlineExceeded):
+            self._end(name)
+            raise
+
+    async def Step(self, request: pb.StepRequest, context: Any) -> pb.StepResponse:
+        """See the proto."""
+        session = self._sessions.get(request.session_id)
+        if session is None:
+            raise NotFound(f'session_id is "{request.session_id}": there is no such session, or its lease has ended')
+        if request.turn < 1:
+            raise InvalidArgument(f"turn is {request.turn}: turns count from 1", [("turn", "must be >= 1")])
+        calls = [
+            ToolCall(call.name, _json_of("tool_calls.arguments_json", call.arguments_json or "{}", dict), id=call.id)
+            for call in request.tool_calls
+        ]
+        reply = Reply(request.text, tuple(calls), request.problem, request.finish_reason)
+
+        async def step() -> pb.StepResponse:
+            returned = await self._calls.call("step()", session.environment.step, reply, seconds=session.call_seconds)
+            found = _checked(lambda: check_step(returned, calls))
+            return pb.StepResponse(
+                messages_json=json.dumps(found.observation), reward=found.reward, done=found.done, info=found.info
+            )
+
+        return await session.answer(request.turn, step)
+
+    async def CloseSession(self, request: pb.CloseSessionRequest, context: Any) -> pb.CloseSessionResponse:
+        """See the proto."""
+        if (closing := self._end(request.session_id)) is not None:
+            await asyncio.shield(closing)
+        return pb.CloseSessionResponse()
+
+    def _end(self, name: str) -> asyncio.Task[None] | None:
+        """Begin to close a session. Returns None if it isn't there."""
+        session = self._sessions.pop(name, None)
+        if session is None:
+            return None
+        task = asyncio.create_task(self._close(session), name=f"close {name}")
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        return task
+
+    async def _close(self, session: Session) -> None:
+        await session.finish()
+        if hasattr(session.environment, "close"):
+            await self._calls.call("close()", session.environment.close, seconds=session.call_seconds)
+
+
+def _json_of(field: str, text: str, kind: type[Returned]) -> Returned:
+    try:
+        found = parse_json(text)
+    except ValueError as error:
+        raise InvalidArgument(f"{field} isn't JSON: {error}", [(field, str(error))]) from error
+    if not isinstance(found, kind):
+        what = "a list" if kind is list else "an object"
+        raise InvalidArgument(f"{field} is {text[:80]!r}: it must be {what}", [(field, f"must be {what}")])
+    return found
+
+
+def _checked(check: Callable[[], Returned]) -> Returned:
+    try:
+        return check()
+    except BadEnvironmentError as error:
+        raise Aborted(str(error)) from error
+
+
+def main(name: str, settings_json: str = "{}") -> None:
+    """Serve an environment until the parent ends."""
+    try:
+        make = load_environment(name, json.loads(settings_json))
+    except BadEnvironmentError as error:
+        print(error, flush=True)
+        sys.exit(REFUSED)
+    ChildServer((environment_pb2_grpc.add_EnvironmentServicer_to_server, EnvironmentHandlers(make))).serve()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

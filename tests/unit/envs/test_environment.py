@@ -1,0 +1,63 @@
+"""What an environment may return."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from relaxd.envs.environment import BadEnvironmentError, Step, check_step, check_tools, messages_of
+from relaxd.envs.tool_calls import ToolCall
+
+CALLS = [ToolCall("add", {"a": 1}, id="c1"), ToolCall("add", {"a": 2}, id="c2")]
+USER = {"role": "user", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    ("observation", "calls", "messages"),
+    [
+        (None, CALLS, []),
+        ("x", [], [USER]),
+        ("x", CALLS[:1], [{"role": "tool", "name": "add", "tool_call_id": "c1", "content": "x"}]),
+        (USER, CALLS, [USER]),
+        ((USER, USER), [], [USER, USER]),
+        ([], [], []),
+    ],
+)
+def test_observations_become_messages(observation: Any, calls: list[ToolCall], messages: list[Any]) -> None:
+    assert messages_of(observation, "step() returned", calls) == messages
+
+
+def test_steps_may_be_tuples_with_numbers_of_numpy() -> None:
+    info = {"hits": np.int64(3), "won": True, "why": "text"}
+    step = check_step(("x", np.float32(0.5), np.bool_(True), info))
+    assert step == Step([USER], 0.5, True, {"hits": 3.0, "won": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ("x", "step() returned 'x' (str): return Step(observation, reward, done, info)"),
+        (("x",), "step() returned ('x',) (tuple)"),
+        (("x", None), "step() returned the reward None (NoneType): it must be a finite number"),
+        (("x", 10**400), "step() returned the reward a number that is too large"),
+        (("x", 0.0, 1), "step() returned done = 1 (int): it must be True or False"),
+        (("x", 0.0, False, 3), "step() returned info = 3 (int): it must be a dict of numbers"),
+        (("x", 0.0, False, {"a": float("inf")}), "step() returned info['a'] = inf: it must be a finite number"),
+        ((["x"], 0.0), "step() returned the message 'x' (str): it must be like"),
+        (({"content": "x"}, 0.0), "step() returned the message {'content': 'x'} (dict): it must be like"),
+        ((["x" * (1 << 20)], 0.0), "step() returned the message 'xxx"),
+        (([USER | {"content": "x" * (1 << 19)}] * 3, 0.0), "step() returned messages with 1572"),
+        (([USER | {"more": object()}], 0.0), "step() returned messages with what JSON can't have"),
+    ],
+)
+def test_bad_steps_are_refused_by_name(returned: Any, message: str) -> None:
+    with pytest.raises(BadEnvironmentError) as refused:
+        check_step(returned)
+    assert message in str(refused.value)
+
+
+def test_bad_tools_are_refused_by_name() -> None:
+    with pytest.raises(BadEnvironmentError, match=r"the environment has the tool 'add' \(str\): it must be like"):
+        check_tools(["add"])
+    with pytest.raises(BadEnvironmentError, match="the environment has tools = 'add'"):
+        check_tools("add")
