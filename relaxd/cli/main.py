@@ -31,6 +31,7 @@ from relaxd.cli.preparing.alerts_command import alerts_app
 from relaxd.cli.preparing.config_command import check_algorithm, config_app
 from relaxd.cli.preparing.data_command import data
 from relaxd.cli.preparing.doctor_command import PREFLIGHT_SECONDS, doctor, scope_of, warn_of_machine
+from relaxd.cli.preparing.env_command import env_app
 from relaxd.cli.preparing.eval_command import evaluate
 from relaxd.cli.preparing.first_steps import init, migrate_app, model_app
 from relaxd.cli.preparing.fit_command import fit
@@ -76,6 +77,8 @@ Start here:
     relaxd config show my.toml       print every setting with its value
 
     relaxd reward test my.toml       try the reward on three prompts
+
+    relaxd env test calculator       play a conversation with an environment
 
     relaxd alerts test my.toml       send a test message to those who are told of alarms
 
@@ -123,6 +126,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(migrate_app, name="migrate")
 app.add_typer(model_app, name="model")
 app.add_typer(reward_app, name="reward")
+app.add_typer(env_app, name="env")
 app.add_typer(alerts_app, name="alerts")
 
 

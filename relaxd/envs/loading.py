@@ -5,10 +5,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from relaxd.envs.environment import BadEnvironmentError, Environment
+from relaxd.envs.function_tools import FunctionTool, FunctionTools
+from relaxd.envs.other_interfaces import GymEnvironment, RelaxEnvironment
 from relaxd.importing import ImportProblem, check_known_or_own, import_own
 
 BUNDLED: Mapping[str, str] = {
     "calculator": "relaxd.envs.calculator:Calculator",
+    "number_guessing": "relaxd.envs.number_guessing:NumberGuessing",
+    "verl_tools": "relaxd.envs.verl_tools:VerlToolsEnvironment",
 }
 """Bundled environments by name."""
 
@@ -23,7 +27,8 @@ def load_environment(name: str, settings: Mapping[str, Any]) -> Callable[[], Any
     """Return a function that makes an instance for each conversation, having imported the environment.
 
     Args:
-        name: a bundled one, "package.module:Class" or "file.py:Class".
+        name: a bundled one, "package.module:Class" or "file.py:Class", whose class may also be one of gymnasium's
+            interface; or, in place of the class, build_env of Relax, a function, or a list of functions.
         settings: keyword arguments of the class.
 
     Raises BadEnvironmentError: there is none, it has no method `step`, or doesn't take these settings.
@@ -37,26 +42,43 @@ def load_environment(name: str, settings: Mapping[str, Any]) -> Callable[[], Any
         found = import_own(BUNDLED.get(name, name))
     except ImportProblem as error:
         raise BadEnvironmentError(f'environment "{name}": {error}') from error
-    made_of = _class_of(name, found)
+    what, made_of = _maker(name, found, settings)
     try:
-        inspect.signature(made_of).bind(**settings)
+        inspect.signature(what).bind(**settings)
     except TypeError as error:
         raise BadEnvironmentError(
-            f'environment "{name}" can\'t be made with {dict(settings)}: {error}; it is {_signature(name, made_of)}'
+            f'environment "{name}" can\'t be made with {dict(settings)}: {error}; it is '
+            f"{name.rpartition(':')[2]}{inspect.signature(what)}"
         ) from error
-    return lambda: made_of(**settings)
+    return made_of
 
 
-def _class_of(name: str, found: Any) -> Callable[..., Any]:
-    if not inspect.isclass(found):
-        raise BadEnvironmentError(f'environment "{name}" is a {type(found).__name__}: it must be a class')
-    step = getattr(found, "step", None)
-    if not callable(step) or step is Environment.step:
+def _maker(name: str, found: Any, settings: Mapping[str, Any]) -> tuple[Callable[..., Any], Callable[[], Any]]:
+    """Return what takes the settings, and a function that makes an instance. Raises BadEnvironmentError."""
+    if inspect.isclass(found):
+        step = getattr(found, "step", None)
+        if not callable(step) or step is Environment.step:
+            raise BadEnvironmentError(
+                f'environment "{name}" has no step: its class must have step(self, reply), which returns a Step'
+            )
+        if hasattr(found, "reset") and not hasattr(found, "open"):
+            return found, lambda: GymEnvironment(found(**settings))
+        return found, lambda: found(**settings)
+    if inspect.isfunction(found) and found.__name__ == "build_env":
+        return _any_settings, lambda: RelaxEnvironment(found, settings)
+    functions = list(found) if isinstance(found, list | tuple) else [found]
+    if not functions or not all(inspect.isfunction(one) for one in functions):
         raise BadEnvironmentError(
-            f'environment "{name}" has no step: its class must have step(self, reply), which returns a Step'
+            f'environment "{name}" is a {type(found).__name__}: it must be a class, a function or a list of functions '
+            "that the model may call, or build_env of Relax"
         )
-    return found
+    tools = [FunctionTool(one) for one in functions]
+    return _no_settings, lambda: FunctionTools(tools)
 
 
-def _signature(name: str, made_of: Callable[..., Any]) -> str:
-    return f"{name.rpartition(':')[2]}{inspect.signature(made_of)}"
+def _any_settings(**settings: Any) -> None:
+    """Take what build_env of Relax gets as `args`."""
+
+
+def _no_settings() -> None:
+    """Take the settings of functions, which have none."""

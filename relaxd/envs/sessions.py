@@ -26,6 +26,7 @@ MAX_STUCK = 200
 """Most threads that calls which took too long may still hold. Then the process ends, and a new one is started."""
 Answer = TypeVar("Answer")
 
+_HERE = os.path.dirname(__file__) + os.sep
 _log = logging.getLogger(__name__)
 
 
@@ -103,7 +104,7 @@ def _place(thread: int) -> str:
     """Return where in the user's code a thread is: " (at env.py:12, in step)", or ""."""
     frame = sys._current_frames().get(thread)
     frames = traceback.extract_stack(frame) if frame is not None else []
-    ours = [index for index, one in enumerate(frames) if one.filename == __file__]
+    ours = [index for index, one in enumerate(frames) if one.filename.startswith(_HERE)]
     below = frames[ours[-1] + 1 :] if ours else []
     own = [one for one in below if one.filename == below[0].filename]
     return f" (at {os.path.basename(own[-1].filename)}:{own[-1].lineno}, in {own[-1].name})" if own else ""

@@ -3,13 +3,15 @@
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from numbers import Real
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from relaxd.data.tools_file import ToolEntry, ToolsFileError, read_tools
+from relaxd.envs.environment import Environment, Reply, Sample, Step, tool_message
 from relaxd.envs.tool_calls import ToolCall, calls_in
 from relaxd.envs.verl_stand_ins import provide_verl, tool_schema
 from relaxd.importing import ImportProblem, describe_error, import_own
@@ -78,6 +80,14 @@ class VerlTools:
         Raises BadToolResult: a tool returned what is no answer.
         """
         calls = calls_in(text)
+        answers, info = await self.execute(calls)
+        return _observation(answers), not calls, info
+
+    async def execute(self, calls: Sequence[ToolCall]) -> tuple[list[str], dict[str, float]]:
+        """Execute calls, one after the other. Returns their answers, and an info as `step` does.
+
+        Raises BadToolResult.
+        """
         answers, reward, errors = [], 0.0, 0
         for call in calls[: self._max_calls or None]:
             answer, step_reward = await self._answer(call)
@@ -85,7 +95,7 @@ class VerlTools:
                 errors += 1
             answers.append(answer)
             reward += step_reward or 0.0
-        return _observation(answers), not calls, {"reward": reward, "calls": float(len(answers)), "errors": errors}
+        return answers, {"reward": reward, "calls": float(len(answers)), "errors": errors}
 
     async def final_reward(self) -> float:
         """Return the sum of what the tools say of the whole conversation. Raises ToolFailure and BadToolResult."""
@@ -173,6 +183,74 @@ def _number(value: Any, what: str) -> float:
     if not isinstance(value, Real) or not math.isfinite(value):
         raise BadToolResult(f"{what} is {value!r:.80}: it must be a finite number")
     return float(value)
+
+
+class VerlToolsEnvironment(Environment):
+    """A conversation with verl's tools of a file. A message without a call ends it; then the tools score it.
+
+    The reward is the sum of step rewards, and at the end of what the tools' calc_reward says. Numbers: `calls` and
+    `errors`.
+    """
+
+    def __init__(self, config: str, call_seconds: float = CALL_SECONDS, max_calls: int = 0) -> None:
+        """Make the tools, once in a process.
+
+        Args:
+            config: verl's file of tools (YAML).
+            call_seconds: time for each call of a tool that awaits something.
+            max_calls: most calls of a message that are executed; 0: all.
+
+        Raises ToolsFileError.
+        """
+        self._tools = _loaded(config)
+        self.tools = [_schema_of(tool) for tool in self._tools.values()]
+        self._call_seconds, self._max_calls = call_seconds, max_calls
+        self._conversation: VerlTools | None = None
+        self._totals = {"calls": 0.0, "errors": 0.0}
+
+    async def open(self, sample: Sample) -> None:
+        """Create the tools' instances. Raises ToolFailure, and ValueError: wrong tools_kwargs."""
+        kwargs = tools_kwargs(sample.metadata)
+        self._conversation = VerlTools(self._tools, kwargs, self._call_seconds, self._max_calls)
+        await self._conversation.reset()
+
+    async def step(self, reply: Reply) -> Step:
+        """Execute the calls of a message. Raises BadToolResult, ToolFailure."""
+        assert self._conversation is not None
+        if reply.problem and not reply.tool_calls:
+            self._totals["errors"] += 1
+            return Step(f"Error: {reply.problem}", info=self._totals)
+        if not reply.tool_calls:
+            return Step(None, await self._conversation.final_reward(), True, self._totals)
+        answers, info = await self._conversation.execute(reply.tool_calls)
+        self._totals = {name: total + info[name] for name, total in self._totals.items()}
+        messages = [tool_message(*one) for one in zip(reply.tool_calls, answers, strict=False)]
+        return Step(messages, info["reward"], info=self._totals)
+
+    async def close(self) -> None:
+        """Release the tools' instances. Raises ToolFailure."""
+        if self._conversation is not None:
+            await self._conversation.close()
+
+
+def tools_kwargs(metadata: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return a row's extra_info.tools_kwargs, or tools_kwargs. Raises ValueError."""
+    extra = metadata.get("extra_info")
+    found = extra.get("tools_kwargs") if isinstance(extra, Mapping) else None
+    found = metadata.get("tools_kwargs") if found is None else found
+    if found is not None and not isinstance(found, Mapping):
+        raise ValueError(f"extra_info.tools_kwargs is a {type(found).__name__}: it must be an object by a tool's name")
+    return found
+
+
+def _schema_of(tool: Any) -> dict[str, Any]:
+    schema: Any = getattr(tool, "tool_schema", None)
+    return schema.model_dump(exclude_none=True) if hasattr(schema, "model_dump") else schema
+
+
+@lru_cache
+def _loaded(config: str) -> dict[str, Any]:
+    return load_tools(Path(config).expanduser())
 
 
 METHODS = ("create", "execute", "calc_reward", "release")

@@ -2,12 +2,10 @@
 return is scored.
 """
 
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from relaxd.envs.verl_tools import CALL_SECONDS, BadToolResult, ToolFailure, VerlTools, load_tools
+from relaxd.envs.verl_tools import CALL_SECONDS, BadToolResult, ToolFailure, VerlTools, load_tools, tools_kwargs
 from relaxd.rewards.interface import BadRewardError, RewardInput
 
 
@@ -37,7 +35,7 @@ class VerlToolsReward:
 
     async def __call__(self, sample: RewardInput) -> dict[str, float]:
         """Score a sample. Raises ValueError: wrong tools_kwargs; ToolFailure and BadRewardError."""
-        conversation = VerlTools(self._tools, _tools_kwargs(sample.metadata), self._call_seconds, self._max_calls)
+        conversation = VerlTools(self._tools, tools_kwargs(sample.metadata), self._call_seconds, self._max_calls)
         try:
             await conversation.reset()
             _, _, info = await conversation.step(sample.response)
@@ -50,13 +48,3 @@ class VerlToolsReward:
             raise
         await conversation.close()
         return {"reward": reward, "calls": info["calls"], "errors": info["errors"]}
-
-
-def _tools_kwargs(metadata: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return a row's extra_info.tools_kwargs, or tools_kwargs."""
-    extra = metadata.get("extra_info")
-    found = extra.get("tools_kwargs") if isinstance(extra, Mapping) else None
-    found = metadata.get("tools_kwargs") if found is None else found
-    if found is not None and not isinstance(found, Mapping):
-        raise ValueError(f"extra_info.tools_kwargs is a {type(found).__name__}: it must be an object by a tool's name")
-    return found

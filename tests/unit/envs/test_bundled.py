@@ -3,7 +3,8 @@
 import pytest
 
 from relaxd.envs.calculator import Calculator, compute, shown
-from relaxd.envs.environment import Reply, Sample
+from relaxd.envs.environment import Reply, Sample, Step
+from relaxd.envs.number_guessing import NumberGuessing
 
 
 @pytest.mark.parametrize(
@@ -40,3 +41,29 @@ def test_the_calculator_pays_for_the_last_number(text: str, reward: float) -> No
     game = Calculator()
     game.open(Sample([], "1234.5"))
     assert game.step(Reply(text)).reward == reward
+
+
+def test_the_number_is_found_by_halving_and_the_same_for_one_seed() -> None:
+    for seed in range(20):
+        game, low, high = NumberGuessing(), 1, 100
+        assert game.open(Sample([], seed=seed)) == "I think of a number from 1 to 100. You have 7 guesses."
+        for _ in range(7):
+            middle = (low + high) // 2
+            step = game.step(Reply(f"Between {low} and {high}: {middle}"))
+            if step.done:
+                break
+            low, high = (middle + 1, high) if "higher" in str(step.observation) else (low, middle - 1)
+        assert step.reward == 1.0
+        again = NumberGuessing()
+        again.open(Sample([], seed=seed))
+        assert again.step(Reply(str(middle))).reward == 1.0
+
+
+def test_the_game_ends_after_the_last_guess_and_refuses_bad_settings() -> None:
+    game = NumberGuessing(low=5, high=5, max_guesses=2)
+    game.open(Sample([]))
+    assert game.step(Reply("9" * 5000)).observation == "Guess a number."
+    last = game.step(Reply("6"))
+    assert last == Step(None, 0.0, True, {"guesses": 2.0})
+    with pytest.raises(ValueError, match="low is 3, high 2 and max_guesses 7: low <= high, and max_guesses >= 1"):
+        NumberGuessing(low=3, high=2)

@@ -9,6 +9,8 @@ import pytest
 
 from relaxd.config import RewardConfig
 from relaxd.data.tools_file import ToolsFileError, read_tools, schemas_of
+from relaxd.envs.environment import Reply, Sample
+from relaxd.envs.loading import load_environment
 from relaxd.envs.tool_calls import ToolCall, calls_in
 from relaxd.envs.verl_tools import ToolFailure, VerlTools, load_tools
 from relaxd.rewards import BadRewardError, RewardInput, UnknownRewardError, resolve
@@ -261,6 +263,28 @@ async def test_what_goes_wrong_is_observed(write):
     assert info == {"reward": 0.5, "calls": 7, "errors": 6}
     await conversation.close()
     assert history("new_tools") == [("release", None)]
+
+
+async def test_a_conversation_with_the_tools_is_an_environment(write):
+    settings = {"config": str(write(ADD, SEARCH))}
+    game, other = (load_environment("verl_tools", settings)() for _ in range(2))
+    assert [tool["function"]["name"] for tool in game.tools] == ["add", "search"]
+    kwargs = {"extra_info": {"tools_kwargs": {"add": {"create_kwargs": {"ground_truth": "7"}}}}}
+    await game.open(Sample([{"role": "user", "content": "?"}], metadata=kwargs))
+    await other.open(Sample([{"role": "user", "content": "?"}]))
+    step = await game.step(Reply("", [ToolCall("add", {"a": 3, "b": 4}, id="c"), ToolCall("page", {}, id="d")]))
+    first, second = step.observation
+    assert first == {"role": "tool", "name": "add", "tool_call_id": "c", "content": "7"}
+    assert second["content"] == "Error: there is no tool 'page'; there are add, search"
+    assert (step.reward, step.done, step.info) == (0.5, False, {"calls": 2.0, "errors": 1.0})
+    assert (await game.step(Reply("", problem="no name"))).observation == "Error: no name"
+    last = await game.step(Reply("7"))
+    assert (last.observation, last.reward, last.done) == (None, 1.0, True)
+    assert last.info == {"calls": 2.0, "errors": 2.0}
+    assert (await other.step(Reply("7"))).reward == 0.0
+    await game.close()
+    await other.close()
+    assert history("new_tools") == [("release", "7"), ("release", None)]
 
 
 # --- the reward ---------------------------------------------------------------------------------------------------

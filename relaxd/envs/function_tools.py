@@ -1,0 +1,126 @@
+"""Tools made from plain functions: schemas from their signatures and docstrings, by which arguments are checked."""
+
+import asyncio
+import inspect
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+
+from relaxd.envs.environment import BadEnvironmentError, Environment, Reply, Step, tool_message
+from relaxd.envs.tool_calls import ToolCall
+
+_PARAMETER = re.compile(r"^\s*\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
+
+
+class FunctionTool:
+    """A function that the model may call."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        """Raises BadEnvironmentError: it has no docstring, or a parameter that no schema can have."""
+        self.name = function.__name__
+        self._function = function
+        self.awaits = inspect.iscoroutinefunction(function)
+        description, parameters = _documentation(function)
+        self._arguments = _model_of(function, parameters)
+        schema = self._arguments.model_json_schema()
+        schema.pop("title", None)
+        for one in schema.get("properties", {}).values():
+            one.pop("title", None)
+        schema.setdefault("properties", {})
+        function_schema = {"name": self.name, "description": description, "parameters": schema}
+        self.schema: dict[str, Any] = {"type": "function", "function": function_schema}
+        """The schema in OpenAI's form."""
+
+    async def answer(self, call: ToolCall) -> str:
+        """Return what the function returns as a text. Bad arguments, and what it raises, are answered: "Error: ..."."""
+        try:
+            checked = self._arguments.model_validate(call.arguments)
+        except ValidationError as error:
+            problems = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+            return f"Error: {self.name}: {'; '.join(problems)}"
+        try:
+            result = self._function(**{name: getattr(checked, name) for name in type(checked).model_fields})
+            if inspect.isawaitable(result):
+                result = await result
+        except Exception as error:  # a user's function may raise anything
+            return f"Error: {type(error).__name__}: {error}"
+        return str(result)
+
+
+class FunctionTools(Environment):
+    """Answers calls of functions. A message without a call ends the conversation, and the reward says what it is worth.
+
+    Numbers: `calls`, and `errors` of calls that came to nothing.
+    """
+
+    def __init__(self, functions: Sequence[FunctionTool]) -> None:
+        self._tools = {one.name: one for one in functions}
+        self.tools = [one.schema for one in functions]
+        self._awaits = any(one.awaits for one in functions)
+        self._calls = self._errors = 0
+
+    def step(self, reply: Reply) -> Step | Awaitable[Step]:
+        """Answer the calls of a message, one after the other."""
+        answering = self._step(reply)
+        return answering if self._awaits else asyncio.run(answering)  # in a thread, where a function may block
+
+    async def _step(self, reply: Reply) -> Step:
+        if reply.problem and not reply.tool_calls:
+            self._errors += 1
+            return Step(f"Error: {reply.problem}", info=self._info)
+        if not reply.tool_calls:
+            return Step(None, done=True, info=self._info)
+        messages = []
+        for call in reply.tool_calls:
+            tool = self._tools.get(call.name)
+            unknown = f"Error: there is no tool {call.name!r}; there are {', '.join(self._tools)}"
+            text = unknown if tool is None else await tool.answer(call)
+            self._calls += 1
+            self._errors += text.startswith("Error: ")
+            messages.append(tool_message(call, text))
+        return Step(messages, info=self._info)
+
+    @property
+    def _info(self) -> dict[str, float]:
+        return {"calls": float(self._calls), "errors": float(self._errors)}
+
+
+def _model_of(function: Callable[..., Any], descriptions: dict[str, str]) -> type[BaseModel]:
+    name = function.__name__
+    fields: dict[str, Any] = {}
+    try:
+        hints = get_type_hints(function)
+        for one in inspect.signature(function).parameters.values():
+            if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD, one.POSITIONAL_ONLY):
+                raise BadEnvironmentError(f"the tool {name} has the parameter {one}: models give arguments by name")
+            default = ... if one.default is one.empty else one.default
+            fields[one.name] = (hints.get(one.name, Any), default)
+        model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+        for parameter, description in descriptions.items():
+            if parameter in model.model_fields:
+                model.model_fields[parameter].description = description
+        model.model_rebuild(force=True)
+        model.model_json_schema()
+    except BadEnvironmentError:
+        raise
+    except Exception as error:  # pydantic raises many kinds for what no schema can have
+        reason = str(error).partition("\n")[0]
+        raise BadEnvironmentError(f"the tool {name} can't have a schema: {reason}") from error
+    return model
+
+
+def _documentation(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+    """Return the description of a function and of its parameters, which stand below "Args:"."""
+    text = inspect.getdoc(function) or ""
+    description, _, rest = text.partition("\nArgs:")
+    if not description.strip():
+        raise BadEnvironmentError(f"the tool {function.__name__} has no docstring: write for the model what it does")
+    parameters: dict[str, str] = {}
+    for line in rest.splitlines():
+        if line and not line.startswith(" "):
+            break  # another section, such as "Returns:"
+        if found := _PARAMETER.match(line):
+            parameters[found[1]] = found[2]
+    return description.strip(), parameters
