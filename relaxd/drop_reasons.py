@@ -29,6 +29,7 @@ class DropReason(StrEnum):
     NO_VALUES = "no_values"
     ALGORITHM_FAILED = "algorithm_failed"
     ALL_TRUNCATED = "all_truncated"
+    ENVIRONMENT_FAILED = "environment_failed"
 
 
 MIN_GROUPS = 16
@@ -38,9 +39,11 @@ WARN_SHARE = 0.1
 MEANINGS: dict[str, str] = {
     DropReason.ZERO_VARIANCE: "all answers to a prompt got the same reward, so there is nothing to learn from them: "
     "is the task too easy or too hard? (data.curriculum leaves such prompts out)",
-    DropReason.ALL_TRUNCATED: "all answers to a prompt were cut at their maximum length, and algorithm.mask_truncated "
-    "learns nothing from such answers: raise rollout.max_new_tokens",
+    DropReason.ALL_TRUNCATED: "all answers to a prompt were cut off, and algorithm.mask_truncated learns nothing from "
+    "such answers: raise rollout.max_new_tokens",
     DropReason.REWARD_FAILED: "the reward raised, hung or returned no finite number: `relaxd reward test` shows how",
+    DropReason.ENVIRONMENT_FAILED: "the environment raised, took longer than agent.call_seconds, or can't begin with "
+    "their prompts: their details and the logs of the agent service say where",
     DropReason.TOO_LONG: "answers are longer than the trainer's micro-batch takes (trainer.micro_batch_tokens)",
     DropReason.STALE: "answers were older than board.max_staleness allows: engines are slower than the trainer",
     DropReason.NON_FINITE_GRADIENTS: "their gradients were not finite",

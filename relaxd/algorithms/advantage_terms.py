@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaxd.config.algorithm_shared import PolicyGradientConfig
+from relaxd.finish_reasons import TRUNCATED
 
 Values = NDArray[np.float64]
 LOG_SMALLEST = -460.0
@@ -198,7 +199,7 @@ def overlong_penalties(lengths: NDArray[np.int32], config: PolicyGradientConfig)
 def truncated_samples(
     finish: Sequence[str], sample_of_sequence: NDArray[np.integer], samples: int
 ) -> NDArray[np.bool_]:
-    """Return which samples were cut at their maximum length: those whose last sequence was.
+    """Return which samples a limit cut off: those whose last sequence ended so.
 
     Args:
         finish: why each sequence ended, S of them.
@@ -210,7 +211,7 @@ def truncated_samples(
     """
     result = np.zeros(samples, np.bool_)
     for sample, reason in zip(sample_of_sequence.tolist(), finish, strict=True):
-        result[sample] = reason == "length"
+        result[sample] = reason in TRUNCATED
     return result
 
 

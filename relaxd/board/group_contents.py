@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from relaxd.board.schema import CONTINUED, TEACHER_PROMPT_TOKENS
 from relaxd.board.types import JSON, Column
+from relaxd.finish_reasons import TRUNCATED
 
 RIGHT_FROM = 1.0
 """Reward from which a sample counts as right in the metrics of training."""
@@ -18,7 +19,7 @@ RIGHT_FROM = 1.0
 def facts_of(columns: Mapping[str, Column]) -> dict[str, float]:
     """Return the summary figures of a stage's columns.
 
-    tokens: mean length of the group's samples; truncated: share of samples that ended at max_new_tokens; continued:
+    tokens: mean length of the group's samples; truncated: share of samples that a limit cut off; continued:
     maximum number of times that a sample was cut off and continued (where the run counts them); reward:
     mean; samples: number of scored samples; right: number of right ones; equal_rewards: 1 if all rewards are equal.
     """
@@ -27,7 +28,7 @@ def facts_of(columns: Mapping[str, Column]) -> dict[str, float]:
     if isinstance(lengths, np.ndarray) and isinstance(samples, np.ndarray) and lengths.size:
         facts["tokens"] = round(float(lengths.sum()) / max(1, np.unique(samples).size), 1)
     if isinstance(finish, list) and finish:
-        facts["truncated"] = round(finish.count("length") / len(finish), 4)
+        facts["truncated"] = round(sum(reason in TRUNCATED for reason in finish) / len(finish), 4)
     continued = columns.get(CONTINUED)
     if isinstance(continued, np.ndarray) and continued.size:
         facts["continued"] = int(continued.max())

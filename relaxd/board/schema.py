@@ -122,7 +122,7 @@ COLUMNS: dict[str, ColumnSpec] = {
         ColumnSpec(
             VERSIONS, "rollout", "int64", "T", "Version of the weights that wrote each token; any for others' tokens."
         ),
-        ColumnSpec("finish", "rollout", "json", "S", 'Why each sequence ended: "stop" or "length".'),
+        ColumnSpec("finish", "rollout", "json", "S", "Why each sequence ended (relaxd/finish_reasons.py)."),
         ColumnSpec("text", "rollout", "json", "S", "Text of each sequence's last answer, without its end token."),
         ColumnSpec(
             "spans_weight_update",

@@ -9,6 +9,7 @@ from typing import Any
 
 from relaxd.evaluation.estimates import interval, maj_at_k, pass_at_k
 from relaxd.evaluation.sets import ResolvedSet
+from relaxd.finish_reasons import TRUNCATED
 from relaxd.rewards.logged import part_metrics
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ def summarise_set(one: ResolvedSet, answers: Sequence[ScoredAnswer]) -> dict[str
     metrics = part_metrics(parts) | {
         "reward": sum(answer.reward for answer in scored) / count,
         "response_length": sum(answer.length for answer in answers) / count,
-        "truncated_share": sum(answer.finish_reason == "length" for answer in answers) / count,
+        "truncated_share": sum(answer.finish_reason in TRUNCATED for answer in answers) / count,
         "prompts": float(len(by_prompt)),
         "unscored": float(count - len(scored)),
     }

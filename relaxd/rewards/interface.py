@@ -30,7 +30,7 @@ class RewardInput:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Other fields of the prompt's line in the data."""
     finish_reason: str = ""
-    """End of the answer: "stop", "length" or "abort"; "" if unknown."""
+    """End of the answer: "stop", "length" or "abort", or another of relaxd/finish_reasons.py; "" if unknown."""
     prompt_messages: Sequence[Message] = ()
     """The prompt's messages, unless they are one of the user with the text `prompt`."""
     response_messages: Sequence[Message] = ()

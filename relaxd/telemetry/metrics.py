@@ -171,7 +171,7 @@ METRICS: dict[str, Metric] = {
         Metric("response_length_min", "step", "{token}", "Smallest number of response tokens."),
         Metric("response_length_max", "step", "{token}", "Largest number of response tokens."),
         Metric("response_length_std", "step", "{token}", "Standard deviation of the number of response tokens."),
-        Metric("truncated_share", "step", "1", "Share of samples cut off at rollout.max_new_tokens."),
+        Metric("truncated_share", "step", "1", "Share of samples that a limit of the run cut off."),
         Metric(
             "repetition_share",
             "step",
@@ -192,8 +192,8 @@ METRICS: dict[str, Metric] = {
             "finish/<reason>/share",
             "step",
             "1",
-            "Share of the samples that ended so: `stop`, `length` (cut off) or `abort`. These only for reasons that "
-            "the step has.",
+            "Share of the samples that ended so, such as `stop` or `length` (relaxd/finish_reasons.py). These only for "
+            "reasons that the step has.",
         ),
         Metric("finish/<reason>/reward_mean", "step", "1", "Mean reward of these samples."),
         Metric("finish/<reason>/response_length_mean", "step", "{token}", "Mean number of their response tokens."),

@@ -65,7 +65,9 @@ class _DropReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DropReason
     DROP_REASON_ALGORITHM_FAILED: _DropReason.ValueType  # 20
     """The algorithm raises on it, or returns what no advantages, weights or returns can be."""
     DROP_REASON_ALL_TRUNCATED: _DropReason.ValueType  # 21
-    """All its answers were cut at rollout.max_new_tokens, and algorithm.mask_truncated gives none of them an advantage."""
+    """All its answers were cut off, and algorithm.mask_truncated gives none of them an advantage."""
+    DROP_REASON_ENVIRONMENT_FAILED: _DropReason.ValueType  # 22
+    """The environment of one of its conversations raised or took too long, or can't begin with its prompt."""
 
 class DropReason(_DropReason, metaclass=_DropReasonEnumTypeWrapper):
     """Why a group was dropped."""
@@ -113,5 +115,7 @@ DROP_REASON_NO_VALUES: DropReason.ValueType  # 19
 DROP_REASON_ALGORITHM_FAILED: DropReason.ValueType  # 20
 """The algorithm raises on it, or returns what no advantages, weights or returns can be."""
 DROP_REASON_ALL_TRUNCATED: DropReason.ValueType  # 21
-"""All its answers were cut at rollout.max_new_tokens, and algorithm.mask_truncated gives none of them an advantage."""
+"""All its answers were cut off, and algorithm.mask_truncated gives none of them an advantage."""
+DROP_REASON_ENVIRONMENT_FAILED: DropReason.ValueType  # 22
+"""The environment of one of its conversations raised or took too long, or can't begin with its prompt."""
 Global___DropReason: _TypeAlias = DropReason  # noqa: Y015

@@ -75,7 +75,7 @@ class Answer(_message.Message):
     text: _builtins.str
     """The text of its last message."""
     finish_reason: _builtins.str
-    """Why it ended: "stop", "length", "abort", or empty if that isn't known."""
+    """Why it ended: "stop", "length", "abort", or another FinishReason in lower case; empty if that is not known."""
     tokens: _builtins.int
     """Tokens that the model wrote; 0 if that isn't known."""
     messages_json: _builtins.str

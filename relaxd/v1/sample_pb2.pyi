@@ -74,9 +74,19 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
     """At an end token, or at a stop string."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
-    """At max_new_tokens."""
+    """At max_new_tokens; of a conversation: one of its messages was cut off."""
     FINISH_REASON_ABORT: _FinishReason.ValueType  # 3
     """It was cancelled, or ended by a pause of mode abort."""
+    FINISH_REASON_BUDGET: _FinishReason.ValueType  # 4
+    """Of a conversation: its budget of tokens, rollout.max_new_tokens, was used up."""
+    FINISH_REASON_TURNS: _FinishReason.ValueType  # 5
+    """Of a conversation: it had agent.max_turns messages of the model."""
+    FINISH_REASON_ENV_DONE: _FinishReason.ValueType  # 6
+    """Of a conversation: the environment ended it."""
+    FINISH_REASON_ENV_FAILED: _FinishReason.ValueType  # 7
+    """Of a conversation: the environment raised or took too long."""
+    FINISH_REASON_TIMEOUT: _FinishReason.ValueType  # 8
+    """Of a conversation: it took longer than agent.conversation_seconds."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a sample ended."""
@@ -86,9 +96,19 @@ FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
 """At an end token, or at a stop string."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
-"""At max_new_tokens."""
+"""At max_new_tokens; of a conversation: one of its messages was cut off."""
 FINISH_REASON_ABORT: FinishReason.ValueType  # 3
 """It was cancelled, or ended by a pause of mode abort."""
+FINISH_REASON_BUDGET: FinishReason.ValueType  # 4
+"""Of a conversation: its budget of tokens, rollout.max_new_tokens, was used up."""
+FINISH_REASON_TURNS: FinishReason.ValueType  # 5
+"""Of a conversation: it had agent.max_turns messages of the model."""
+FINISH_REASON_ENV_DONE: FinishReason.ValueType  # 6
+"""Of a conversation: the environment ended it."""
+FINISH_REASON_ENV_FAILED: FinishReason.ValueType  # 7
+"""Of a conversation: the environment raised or took too long."""
+FINISH_REASON_TIMEOUT: FinishReason.ValueType  # 8
+"""Of a conversation: it took longer than agent.conversation_seconds."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final

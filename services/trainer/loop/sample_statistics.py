@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaxd.board.group_contents import RIGHT_FROM
+from relaxd.finish_reasons import TRUNCATED
 from services.trainer.batch.groups import TrainGroup
 
 STATISTICS: dict[str, Callable[[NDArray[Any]], Any]] = {
@@ -81,7 +82,7 @@ MEASURES: dict[str, Callable[[StepSamples], Any]] = {
     "reward_mean": lambda samples: samples.rewards.mean(),
     "response_length_mean": lambda samples: samples.lengths.mean(),
     "right_share": lambda samples: (samples.rewards >= RIGHT_FROM).mean(),
-    "truncated_share": lambda samples: (samples.finishes == "length").mean(),
+    "truncated_share": lambda samples: np.isin(samples.finishes, [*TRUNCATED]).mean(),
 }
 """Measures of some of a step's samples, by the end of their names."""
 PARTS: dict[str, tuple[Callable[[StepSamples], dict[str, NDArray[np.bool_]]], tuple[str, ...]]] = {

@@ -125,7 +125,7 @@ def test_overlong_answers_are_penalised() -> None:
 def test_answers_that_were_cut_have_no_advantage() -> None:
     expected = centred(REWARDS, deviation=True)
     # Of samples 0 and 1 the last sequence ended by itself or was cut; that of an earlier one doesn't matter.
-    finished = ["length", "stop", "stop", "length", "stop", "length"]
+    finished = ["length", "stop", "stop", "turns", "stop", "length"]
     columns = COLUMNS | {"finish": finished}
     algorithm = create(ALGORITHM.validate_python({"name": "dapo", "mask_truncated": True}))
     result = algorithm.advantages(np.array(REWARDS), np.array(LENGTHS, np.int32), columns)

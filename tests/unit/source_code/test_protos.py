@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from relaxd import finish_reasons
 from relaxd.board import DropReason
-from relaxd.v1 import coordinator_pb2, group_pb2, health_pb2, scaling_pb2
+from relaxd.rpc.message_parts import words
+from relaxd.v1 import coordinator_pb2, group_pb2, health_pb2, sample_pb2, scaling_pb2
 from services.coordinator.state import records
 from tests.kit.processes import run_python
 
@@ -50,6 +52,11 @@ def test_enums_of_records_are_those_of_the_protos(ours: type[StrEnum], theirs: A
     named = {name.removeprefix(prefix) for name in theirs.DESCRIPTOR.values_by_name}
     assert named == {*ours.__members__, "UNSPECIFIED"}
     assert {one.value.upper() for one in ours} == set(ours.__members__)
+
+
+def test_finish_reasons_are_those_of_the_proto():
+    assert set(words(sample_pb2.FinishReason).values()) == {*finish_reasons.MEANINGS, ""}
+    assert finish_reasons.MEANINGS.keys() >= finish_reasons.TRUNCATED
 
 
 def test_the_scripts_of_the_board_drop_for_known_reasons():
