@@ -1,5 +1,6 @@
 """The configuration of a run, as pydantic models."""
 
+from relaxd.config.agent import AgentConfig
 from relaxd.config.alerts import AlertsConfig
 from relaxd.config.algorithm import AlgorithmConfig, GRPOConfig
 from relaxd.config.algorithm_shared import PolicyGradientConfig
@@ -24,6 +25,7 @@ from relaxd.config.trainer import MoEConfig, OptimizerConfig, TrainerConfig
 
 __all__ = [
     "LARGE_COLUMN_BYTES",
+    "AgentConfig",
     "AlertsConfig",
     "AlgorithmConfig",
     "BoardConfig",

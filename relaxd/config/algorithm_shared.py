@@ -36,8 +36,8 @@ class PolicyGradientConfig(Section):
     overlong_penalty: float = Field(default=1.0, gt=0)
     """Largest penalty of overlong shaping."""
     mask_truncated: bool = False
-    """Give answers that were cut at their maximum length no advantage (DAPO's overlong filtering). They count in their
-    group's mean and in the divisors of the loss all the same."""
+    """Give answers that a limit cut off, such as rollout.max_new_tokens, no advantage (DAPO's overlong filtering). They
+    count in their group's mean and in the divisors of the loss all the same."""
     correction: Correction = "none"
     """Weight each token's policy-gradient term by w, its probability under the trainer at the start of the step divided
     by that under the engine. tis: w, truncated (Yao et al. 2025). icepop: w, and 0 outside two limits (arXiv

@@ -6,6 +6,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from relaxd.best_checkpoint import metric_problem
+from relaxd.config.agent import AgentConfig, conversation_problem
 from relaxd.config.alerts import AlertsConfig
 from relaxd.config.algorithm import AlgorithmConfig, GRPOConfig, OwnConfig
 from relaxd.config.data import DataConfig
@@ -111,6 +112,8 @@ class RunConfig(Section):
     """Scoring of answers."""
     rollout: RolloutConfig = RolloutConfig()
     """Generation of answers."""
+    agent: AgentConfig = AgentConfig()
+    """Conversations with an environment."""
     algorithm: AlgorithmConfig = GRPOConfig()
     """Advantage and loss."""
     trainer: TrainerConfig = TrainerConfig()
@@ -184,6 +187,11 @@ class RunConfig(Section):
             return (
                 f'rollout.engine is "{self.rollout.engine}", which doesn\'t say what it finds likeliest: use {able}, '
                 'or roles.teacher.placement = "trainer"'
+            )
+        if self.agent.is_there:
+            return (
+                f'agent.environment is "{self.agent.environment}", and conversations don\'t keep yet what the engine '
+                'finds likeliest: use roles.teacher.placement = "trainer"'
             )
         return ""
 
@@ -518,6 +526,12 @@ class RunConfig(Section):
             )
         if wrong:
             raise ValueError(f"run.colocate is true, but {wrong}")
+        return self
+
+    @model_validator(mode="after")
+    def _conversations_fit(self) -> Self:
+        if self.agent.is_there and (problem := conversation_problem(self)):
+            raise ValueError(f'agent.environment is "{self.agent.environment}", but {problem}')
         return self
 
     @model_validator(mode="after")

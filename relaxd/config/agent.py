@@ -1,0 +1,106 @@
+"""Settings of conversations with an environment."""
+
+import re
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from relaxd.config.section import Section, refuse_unused
+from relaxd.engines import ENGINES
+from relaxd.importing import OWN_NAME
+
+if TYPE_CHECKING:
+    from relaxd.config.run import RunConfig
+
+BUNDLED_NAME = re.compile(r"[a-z][a-z0-9_]*")
+"""A name that may be a bundled environment's."""
+ADDRESS = re.compile(r"grpc://[^\s/@:]+:[1-9][0-9]{0,4}")
+"""The address of an environment in another language, such as "grpc://host:50070"."""
+
+
+class AgentConfig(Section):
+    """Conversations with an environment (docs/agents.md)."""
+
+    environment: str = ""
+    """Environment that the model talks to: a bundled name (docs/agents.md lists them), "file.py:Class",
+    "package.module:Class", or "grpc://host:port", a service that speaks relaxd.v1.Environment
+    (protos/relaxd/v1/environment.proto). Empty: each prompt gets one answer."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """The environment's own settings: keyword arguments of its class."""
+    max_turns: int = Field(default=8, ge=1)
+    """Maximum number of the model's messages in a conversation."""
+    turn_tokens: int = Field(default=0, ge=0)
+    """Maximum length of one of these messages, in tokens; a longer one ends its conversation. 0: what is left of
+    rollout.max_new_tokens, which is for a whole conversation after its prompt, observations included."""
+    call_seconds: float = Field(default=30.0, gt=0)
+    """Time for each call of the environment."""
+    conversation_seconds: float = Field(default=1800.0, gt=0)
+    """Time for a conversation; the time in which no engine serves doesn't count."""
+    on_failure: Literal["drop", "zero", "mask"] = "drop"
+    """What a failed conversation, whose environment raised or took too long, does to its group. drop: the group is
+    dropped. zero: its reward is 0. mask: its reward is 0, and it isn't trained on."""
+    max_sessions: int = Field(default=256, ge=1)
+    """Maximum number of conversations at once of an agent replica."""
+    python: str = ""
+    """Python interpreter that runs the environment, such as that of a virtual environment. Empty: the service's own."""
+
+    @property
+    def is_there(self) -> bool:
+        """True if the run's samples are conversations with an environment."""
+        return bool(self.environment)
+
+    @property
+    def is_service(self) -> bool:
+        """True if the environment is a service at an address."""
+        return self.environment.startswith("grpc://")
+
+    @field_validator("environment")
+    @classmethod
+    def _is_a_name(cls, name: str) -> str:
+        if not name or BUNDLED_NAME.fullmatch(name) or OWN_NAME.fullmatch(name):
+            return name
+        if ADDRESS.fullmatch(name) and int(name.rpartition(":")[2]) < 65536:
+            return name
+        raise ValueError(
+            f'{name!r} must be the name of a bundled environment, "package.module:Class", "file.py:Class", or the '
+            'address of a service, "grpc://host:port"'
+        )
+
+    @model_validator(mode="after")
+    def _is_used(self) -> Self:
+        if not self.environment:
+            reason = "agent.environment is empty: name the environment, or remove it"
+            refuse_unused(self, "agent", type(self).model_fields, reason)
+        elif self.is_service and (given := self.changed(("python", "settings"))):
+            raise ValueError(
+                f'agent.{given[0]} is set, but agent.environment is "{self.environment}", a service that runs already: '
+                f"remove agent.{given[0]}"
+            )
+        return self
+
+
+def conversation_problem(config: "RunConfig") -> str:
+    """Return what keeps a run's samples from being conversations with an environment, or ""."""
+    engine, most = config.rollout.engine, config.rollout.max_new_tokens
+    if config.run.colocate:
+        return "run.colocate is true: trainer and engines can't take turns beside conversations yet; set false"
+    if config.rollout.partial.enabled:
+        return "rollout.partial.enabled is true: unfinished conversations can't be kept yet; set false"
+    if config.rollout.return_routed_experts:
+        return "rollout.return_routed_experts is true: the experts of conversations can't be returned yet; set false"
+    if config.eval.prompts or config.eval.sets:
+        given = f"eval.prompts is {config.eval.prompts}" if config.eval.prompts else "there are eval.sets"
+        return f"{given}: evaluations have no environment yet; remove them"
+    if config.has_privileged_teacher:
+        return (
+            f'roles.teacher.privileged_key is "{config.roles.teacher.privileged_key}": conversations may begin with '
+            "prompts of their own, in whose place the teacher's can't be put; remove it"
+        )
+    if not ENGINES[engine].has_model:
+        return f'rollout.engine is "{engine}", which writes no text that an environment could read'
+    if config.agent.turn_tokens > most:
+        return (
+            f"agent.turn_tokens is {config.agent.turn_tokens}: it must be at most rollout.max_new_tokens = {most}, "
+            "which is for a whole conversation"
+        )
+    return ""

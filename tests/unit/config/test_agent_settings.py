@@ -1,0 +1,60 @@
+"""The section [agent]: names of environments, and settings that don't go with conversations."""
+
+from pathlib import Path
+
+import pytest
+
+from relaxd.config.load_toml import ConfigError, load_file
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "addition.toml"
+TEACHER = "algorithm.name=opd roles.teacher.model=big roles.teacher.placement=service"
+
+
+def load(words: str) -> None:
+    load_file(EXAMPLE, [f"--{word}" for word in ["eval.prompts=0", "eval.interval=0", *words.split()]])
+
+
+@pytest.mark.parametrize("name", ["calculator", "games.py:Maze", "my.games:Maze", "grpc://games:50070"])
+def test_environment_is_a_name_or_an_address(name: str) -> None:
+    load(f"agent.environment={name}")
+
+
+@pytest.mark.parametrize(
+    "name", ["Maze", "games.py", "http://games:80", "grpc://games", "grpc://games:0", "grpc://a:70000"]
+)
+def test_other_names_of_environments_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"'{name}' must be the name of a bundled environment"):
+        load(f"agent.environment={name}")
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("run.colocate=true board.max_staleness=0", "run.colocate is true"),
+        ("rollout.partial.enabled=true", "rollout.partial.enabled is true"),
+        ("rollout.engine=sglang rollout.return_routed_experts=true", "rollout.return_routed_experts is true"),
+        ("eval.prompts=4", "eval.prompts is 4"),
+        ('eval.sets=[{name="own",path="p.jsonl"}]', "there are eval.sets"),
+        ("agent.turn_tokens=4000", "agent.turn_tokens is 4000: it must be at most rollout.max_new_tokens"),
+        ("rollout.engine=scripted", "which writes no text"),
+        (f"{TEACHER} roles.teacher.privileged_key=answer", "roles.teacher.privileged_key"),
+        (
+            "algorithm.distill_candidates=student algorithm.distill_top_k=4 algorithm.distill_loss_coef=1 "
+            "roles.teacher.model=big roles.teacher.placement=service",
+            "conversations don't keep yet what the engine finds likeliest",
+        ),
+    ],
+)
+def test_settings_that_conversations_do_not_have_are_refused(words: str, problem: str) -> None:
+    load(words) if "agent." not in words else None
+    with pytest.raises(ConfigError) as caught:
+        load(f"agent.environment=calculator {words}")
+    assert problem in str(caught.value)
+    assert 'agent.environment is "calculator"' in str(caught.value)
+
+
+def test_settings_of_agents_need_an_environment() -> None:
+    with pytest.raises(ConfigError, match=r"agent.max_turns is 3, but agent.environment is empty"):
+        load("agent.max_turns=3")
+    with pytest.raises(ConfigError, match=r"agent.settings is set, but agent.environment is .*, a service that runs"):
+        load("agent.environment=grpc://games:50070 agent.settings={level=1}")
