@@ -53,6 +53,18 @@ OFF_POLICY_TOKENS = "off_policy_tokens"
 """The column that a run has where rollout.partial.mask_off_policy is set."""
 STUDENT_CANDIDATES = "student_candidates"
 """Column of the student's likeliest tokens, which a teacher service scores."""
+RESPONSE_MESSAGES = "response_messages"
+"""Column of the messages of conversations, which rewards get."""
+ENVIRONMENT_REWARD = "environment_reward"
+"""Column of the sums of the environment's rewards."""
+ENVIRONMENT_INFO = "environment_info"
+"""Column of the environment's own numbers."""
+TURNS = "turns"
+"""Column of the numbers of the model's messages."""
+ENVIRONMENT_SECONDS = "environment_seconds"
+"""Column of the time that the environment took."""
+OF_CONVERSATIONS = (RESPONSE_MESSAGES, ENVIRONMENT_REWARD, ENVIRONMENT_INFO, TURNS, ENVIRONMENT_SECONDS)
+"""Columns that a run has where its samples are conversations with an environment (agent.environment)."""
 REF_LOGPROBS = "ref_logprobs"
 """The column that a run has where a reference service computes it; otherwise the trainer computes it if it needs it."""
 REFERENCE_WEIGHTS = "reference_weights"
@@ -168,6 +180,40 @@ COLUMNS: dict[str, ColumnSpec] = {
             "Ids of the m = algorithm.distill_top_k tokens that the weights that wrote a token found likeliest in its "
             "place, the likeliest first, whatever could be sampled. The teacher service takes them; -1: none.",
             trained=False,
+            optional=True,
+        ),
+        ColumnSpec(
+            RESPONSE_MESSAGES,
+            "rollout",
+            "json",
+            "n",
+            "Messages after the prompt of each sample: the model's as it wrote them, and the environment's.",
+            trained=False,
+            optional=True,
+        ),
+        ColumnSpec(
+            ENVIRONMENT_REWARD,
+            "rollout",
+            "float64",
+            "n",
+            "Sum of the rewards that the environment gave each sample.",
+            optional=True,
+        ),
+        ColumnSpec(
+            ENVIRONMENT_INFO,
+            "rollout",
+            "json",
+            "",
+            "The environment's own numbers: {name: [n values, null without it]}.",
+            optional=True,
+        ),
+        ColumnSpec(TURNS, "rollout", "int32", "n", "Number of the model's messages of each sample.", optional=True),
+        ColumnSpec(
+            ENVIRONMENT_SECONDS,
+            "rollout",
+            "float32",
+            "n",
+            "Time that the environment took for each sample, in seconds.",
             optional=True,
         ),
         ColumnSpec(

@@ -122,6 +122,7 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
     partial = config.rollout.partial
     asked |= {schema.CONTINUED} if partial.enabled else set()
     asked |= {schema.OFF_POLICY_TOKENS} if partial.mask_off_policy else set()
+    asked |= set(schema.OF_CONVERSATIONS) if config.agent.is_there else set()
     optional = asked & written
     trained = optional if config.trainer.routing_replay == "rollout" else optional - {schema.ROUTED_EXPERTS}
     own = {"advantage": (*needs.advantages, *(FILTER_COLUMNS if config.data.curriculum.filter else ()))}
@@ -133,8 +134,10 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
         own["teacher"] = (*own.get("teacher", ()), "prompt")  # it says which source the group is of
     if partial.mask_off_policy:
         own["reward"] = (schema.OFF_POLICY_TOKENS,)  # the model wrote them, too
-    if any(source.sampling for source in config.data.sources):
-        own["rollout"] = ("prompt",)  # it says how the answers of its source are sampled
+    if any(source.sampling for source in config.data.sources) or config.agent.is_there:
+        own["rollout"] = ("prompt",)  # it says how the answers of its source are sampled, and what environments get
+    if config.agent.is_there:
+        own["reward"] = (schema.RESPONSE_MESSAGES, schema.ENVIRONMENT_REWARD, schema.ENVIRONMENT_INFO)
     return tuple(
         _stage(name, trained if name == TRAIN else optional, own.get(name, ()), candidates, before=names)
         for name in names

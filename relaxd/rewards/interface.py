@@ -40,6 +40,10 @@ class RewardInput:
 
     tokens: int = 0
     """Number of tokens that the model wrote, end tokens included; 0 if unknown."""
+    environment_reward: float | None = None
+    """Sum of the rewards that the environment gave in the conversation; None without an environment."""
+    environment_info: Mapping[str, float] = field(default_factory=dict)
+    """The environment's own numbers."""
 
     @property
     def messages(self) -> list[Message]:

@@ -9,6 +9,7 @@ from relaxd.importing import OWN_NAME
 from relaxd.rewards.coding.code import Code
 from relaxd.rewards.hub.addition import addition
 from relaxd.rewards.hub.dummy import dummy
+from relaxd.rewards.hub.environment import environment
 from relaxd.rewards.hub.exact_match import exact_match
 from relaxd.rewards.hub.f1 import f1
 from relaxd.rewards.hub.gpqa import gpqa
@@ -34,8 +35,8 @@ from relaxd.rewards.verl_tools_reward import VerlToolsReward
 REWARDS: Mapping[str, Reward | type[Code] | type[VerlToolsReward]] = {
     reward.__name__: reward
     for reward in (
-        addition, dapo, deepscaler, dummy, exact_match, f1, geo3k, gpqa, gsm8k, ifbench, ifeval, json_schema, judge,
-        judge_pairs,
+        addition, dapo, deepscaler, dummy, environment, exact_match, f1, geo3k, gpqa, gsm8k, ifbench, ifeval,
+        json_schema, judge, judge_pairs,
         math, multiple_choice, openr1mm, overlong, random, reasoning_gym, regex, search_r1,
     )
 } | {"code": Code, "verl_tools": VerlToolsReward}  # fmt: skip
@@ -55,7 +56,7 @@ PACKAGES = {
 BOXED = "boxed_"
 """Prefix of a bundled reward's name: it scores what is in the reply's last box instead of the reply."""
 NEVER_BOXED = frozenset(
-    {"code", "dapo", "deepscaler", "geo3k", "gsm8k", "judge_pairs", "math", "overlong", "verl_tools"}
+    {"code", "dapo", "deepscaler", "environment", "geo3k", "gsm8k", "judge_pairs", "math", "overlong", "verl_tools"}
 )
 """Rewards that look for a mark of their own, which a box doesn't hold, or that don't read the reply."""
 

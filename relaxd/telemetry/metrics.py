@@ -210,6 +210,24 @@ METRICS: dict[str, Metric] = {
         Metric("source/<source>/right_share", "step", "1", "Share of right samples among them."),
         Metric("source/<source>/truncated_share", "step", "1", "Share of samples cut off among them."),
         Metric(
+            "turns_mean",
+            "step",
+            "{message}",
+            "Mean number of the model's messages in a conversation. This and the "
+            "next ones only in runs with agent.environment.",
+        ),
+        Metric("turns_max", "step", "{message}", "Largest of them."),
+        Metric(
+            "observation_tokens_mean",
+            "step",
+            "{token}",
+            "Mean number of tokens of a conversation between the model's own.",
+        ),
+        Metric("environment_seconds_mean", "step", "s", "Mean time that the environment took for a conversation."),
+        Metric("environment_seconds_max", "step", "s", "Longest of them."),
+        Metric("environment_reward_mean", "step", "1", "Mean sum of the environment's rewards."),
+        Metric("environment/<name>", "step", "1", "Mean of one of the environment's own numbers."),
+        Metric(
             "staleness_mean", "step", "{version}", "Mean over tokens of (step - 1) - the version that generated them."
         ),
         Metric("staleness_max", "step", "{version}", "Largest staleness of a token of the step."),

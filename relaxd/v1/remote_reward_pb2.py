@@ -24,25 +24,29 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1drelaxd/v1/remote_reward.proto\x12\trelaxd.v1\"\xa8\x01\n\x13ScoreAnswersRequest\x12\x0e\n\x06prompt\x18\x01 \x01(\t\x12\x11\n\treference\x18\x02 \x01(\t\x12\x15\n\rmetadata_json\x18\x03 \x01(\t\x12\"\n\x07\x61nswers\x18\x04 \x03(\x0b\x32\x11.relaxd.v1.Answer\x12\x15\n\rsettings_json\x18\x05 \x01(\t\x12\x1c\n\x14prompt_messages_json\x18\x06 \x01(\t\"T\n\x06\x41nswer\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x15\n\rfinish_reason\x18\x02 \x01(\t\x12\x0e\n\x06tokens\x18\x03 \x01(\r\x12\x15\n\rmessages_json\x18\x04 \x01(\t\">\n\x14ScoreAnswersResponse\x12&\n\x06scores\x18\x01 \x03(\x0b\x32\x16.relaxd.v1.AnswerScore\"\x9c\x01\n\x0b\x41nswerScore\x12\x13\n\x06reward\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x30\n\x05parts\x18\x02 \x03(\x0b\x32!.relaxd.v1.AnswerScore.PartsEntry\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x1a,\n\nPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_reward2_\n\x0cRemoteReward\x12O\n\x0cScoreAnswers\x12\x1e.relaxd.v1.ScoreAnswersRequest\x1a\x1f.relaxd.v1.ScoreAnswersResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1drelaxd/v1/remote_reward.proto\x12\trelaxd.v1\"\xa8\x01\n\x13ScoreAnswersRequest\x12\x0e\n\x06prompt\x18\x01 \x01(\t\x12\x11\n\treference\x18\x02 \x01(\t\x12\x15\n\rmetadata_json\x18\x03 \x01(\t\x12\"\n\x07\x61nswers\x18\x04 \x03(\x0b\x32\x11.relaxd.v1.Answer\x12\x15\n\rsettings_json\x18\x05 \x01(\t\x12\x1c\n\x14prompt_messages_json\x18\x06 \x01(\t\"\x86\x02\n\x06\x41nswer\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x15\n\rfinish_reason\x18\x02 \x01(\t\x12\x0e\n\x06tokens\x18\x03 \x01(\r\x12\x15\n\rmessages_json\x18\x04 \x01(\t\x12\x1f\n\x12\x65nvironment_reward\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12@\n\x10\x65nvironment_info\x18\x06 \x03(\x0b\x32&.relaxd.v1.Answer.EnvironmentInfoEntry\x1a\x36\n\x14\x45nvironmentInfoEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x15\n\x13_environment_reward\">\n\x14ScoreAnswersResponse\x12&\n\x06scores\x18\x01 \x03(\x0b\x32\x16.relaxd.v1.AnswerScore\"\x9c\x01\n\x0b\x41nswerScore\x12\x13\n\x06reward\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x30\n\x05parts\x18\x02 \x03(\x0b\x32!.relaxd.v1.AnswerScore.PartsEntry\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x1a,\n\nPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_reward2_\n\x0cRemoteReward\x12O\n\x0cScoreAnswers\x12\x1e.relaxd.v1.ScoreAnswersRequest\x1a\x1f.relaxd.v1.ScoreAnswersResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'relaxd.v1.remote_reward_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_ANSWER_ENVIRONMENTINFOENTRY']._loaded_options = None
+  _globals['_ANSWER_ENVIRONMENTINFOENTRY']._serialized_options = b'8\001'
   _globals['_ANSWERSCORE_PARTSENTRY']._loaded_options = None
   _globals['_ANSWERSCORE_PARTSENTRY']._serialized_options = b'8\001'
   _globals['_SCOREANSWERSREQUEST']._serialized_start=45
   _globals['_SCOREANSWERSREQUEST']._serialized_end=213
-  _globals['_ANSWER']._serialized_start=215
-  _globals['_ANSWER']._serialized_end=299
-  _globals['_SCOREANSWERSRESPONSE']._serialized_start=301
-  _globals['_SCOREANSWERSRESPONSE']._serialized_end=363
-  _globals['_ANSWERSCORE']._serialized_start=366
-  _globals['_ANSWERSCORE']._serialized_end=522
-  _globals['_ANSWERSCORE_PARTSENTRY']._serialized_start=467
-  _globals['_ANSWERSCORE_PARTSENTRY']._serialized_end=511
-  _globals['_REMOTEREWARD']._serialized_start=524
-  _globals['_REMOTEREWARD']._serialized_end=619
+  _globals['_ANSWER']._serialized_start=216
+  _globals['_ANSWER']._serialized_end=478
+  _globals['_ANSWER_ENVIRONMENTINFOENTRY']._serialized_start=401
+  _globals['_ANSWER_ENVIRONMENTINFOENTRY']._serialized_end=455
+  _globals['_SCOREANSWERSRESPONSE']._serialized_start=480
+  _globals['_SCOREANSWERSRESPONSE']._serialized_end=542
+  _globals['_ANSWERSCORE']._serialized_start=545
+  _globals['_ANSWERSCORE']._serialized_end=701
+  _globals['_ANSWERSCORE_PARTSENTRY']._serialized_start=646
+  _globals['_ANSWERSCORE_PARTSENTRY']._serialized_end=690
+  _globals['_REMOTEREWARD']._serialized_start=703
+  _globals['_REMOTEREWARD']._serialized_end=798
 # @@protoc_insertion_point(module_scope)

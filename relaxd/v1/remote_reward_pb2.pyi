@@ -68,10 +68,32 @@ class Answer(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class EnvironmentInfoEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TEXT_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     MESSAGES_JSON_FIELD_NUMBER: _builtins.int
+    ENVIRONMENT_REWARD_FIELD_NUMBER: _builtins.int
+    ENVIRONMENT_INFO_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """The text of its last message."""
     finish_reason: _builtins.str
@@ -80,6 +102,12 @@ class Answer(_message.Message):
     """Tokens that the model wrote; 0 if that isn't known."""
     messages_json: _builtins.str
     """All messages after the prompt as a JSON list; empty if there is only the text."""
+    environment_reward: _builtins.float
+    """The sum of the rewards that the environment gave in the conversation; unset without an environment."""
+    @_builtins.property
+    def environment_info(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """The environment's own numbers."""
+
     def __init__(
         self,
         *,
@@ -87,12 +115,16 @@ class Answer(_message.Message):
         finish_reason: _builtins.str = ...,
         tokens: _builtins.int = ...,
         messages_json: _builtins.str = ...,
+        environment_reward: _builtins.float | None = ...,
+        environment_info: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_environment_reward", b"_environment_reward", "environment_reward", b"environment_reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "messages_json", b"messages_json", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_environment_reward", b"_environment_reward", "environment_info", b"environment_info", "environment_reward", b"environment_reward", "finish_reason", b"finish_reason", "messages_json", b"messages_json", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__environment_reward: _TypeAlias = _typing.Literal["environment_reward"]  # noqa: Y015
+    _WhichOneofArgType__environment_reward: _TypeAlias = _typing.Literal["_environment_reward", b"_environment_reward"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__environment_reward) -> _WhichOneofReturnType__environment_reward | None: ...
 
 Global___Answer: _TypeAlias = Answer  # noqa: Y015
 

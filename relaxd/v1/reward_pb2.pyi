@@ -34,6 +34,7 @@ class ScoreRequest(_message.Message):
     FINISH_REASONS_FIELD_NUMBER: _builtins.int
     RESPONSE_TOKENS_FIELD_NUMBER: _builtins.int
     EVALUATION_SET_FIELD_NUMBER: _builtins.int
+    ENVIRONMENT_OUTCOMES_FIELD_NUMBER: _builtins.int
     reward: _builtins.str
     """Name of the reward, such as "addition", or "package.module:function", without settings. Empty means the reward of
     the service's run, with its settings.
@@ -64,6 +65,10 @@ class ScoreRequest(_message.Message):
     def response_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that the model wrote for each response, parallel to responses; may be empty."""
 
+    @_builtins.property
+    def environment_outcomes(self) -> _containers.RepeatedCompositeFieldContainer[Global___EnvironmentOutcome]:
+        """What the environment gave in each conversation, parallel to responses; empty without an environment."""
+
     def __init__(
         self,
         *,
@@ -75,14 +80,63 @@ class ScoreRequest(_message.Message):
         finish_reasons: _abc.Iterable[_sample_pb2.FinishReason.ValueType] | None = ...,
         response_tokens: _abc.Iterable[_builtins.int] | None = ...,
         evaluation_set: _builtins.str = ...,
+        environment_outcomes: _abc.Iterable[Global___EnvironmentOutcome] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "evaluation_set", b"evaluation_set", "finish_reasons", b"finish_reasons", "metadata_json", b"metadata_json", "prompt", b"prompt", "response_tokens", b"response_tokens", "responses", b"responses", "reward", b"reward"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "environment_outcomes", b"environment_outcomes", "evaluation_set", b"evaluation_set", "finish_reasons", b"finish_reasons", "metadata_json", b"metadata_json", "prompt", b"prompt", "response_tokens", b"response_tokens", "responses", b"responses", "reward", b"reward"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ScoreRequest: _TypeAlias = ScoreRequest  # noqa: Y015
+
+@_typing.final
+class EnvironmentOutcome(_message.Message):
+    """What an environment gave in a conversation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class InfoEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    REWARD_FIELD_NUMBER: _builtins.int
+    INFO_FIELD_NUMBER: _builtins.int
+    reward: _builtins.float
+    """The sum of its rewards."""
+    @_builtins.property
+    def info(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Its own numbers."""
+
+    def __init__(
+        self,
+        *,
+        reward: _builtins.float = ...,
+        info: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "reward", b"reward"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EnvironmentOutcome: _TypeAlias = EnvironmentOutcome  # noqa: Y015
 
 @_typing.final
 class Score(_message.Message):

@@ -2,15 +2,16 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from relaxd.board import OFF_POLICY_TOKENS, Column
+from relaxd.board import ENVIRONMENT_INFO, ENVIRONMENT_REWARD, OFF_POLICY_TOKENS, RESPONSE_MESSAGES, Column
 from relaxd.media.messages import text_and_media, text_message, to_proto, with_parts
 from relaxd.rewards import RewardInput, RewardOutput
 from relaxd.rpc.message_parts import numbers, words
 from relaxd.v1.content_pb2 import Conversation
-from relaxd.v1.reward_pb2 import ScoreRequest
+from relaxd.v1.reward_pb2 import EnvironmentOutcome, ScoreRequest
 from relaxd.v1.sample_pb2 import FinishReason
 
 
@@ -28,7 +29,12 @@ def samples_of_request(request: ScoreRequest) -> list[RewardInput]:
         samples.append(
             RewardInput(prompt, text, answer, metadata, reason, prompt_messages, messages, answer_messages, length)
         )
-    return samples
+    if not request.environment_outcomes:
+        return samples
+    return [
+        replace(sample, environment_reward=outcome.reward, environment_info=dict(outcome.info))
+        for sample, outcome in zip(samples, request.environment_outcomes, strict=True)
+    ]
 
 
 def request_of_samples(reward: str, samples: Sequence[RewardInput]) -> ScoreRequest:
@@ -43,13 +49,19 @@ def request_of_samples(reward: str, samples: Sequence[RewardInput]) -> ScoreRequ
         responses=[Conversation(messages=to_proto(response)) for response in responses],
         finish_reasons=[numbers(FinishReason)[one.finish_reason] for one in samples],
         response_tokens=[one.tokens for one in samples],
+        environment_outcomes=[
+            EnvironmentOutcome(reward=one.environment_reward, info=one.environment_info)
+            for one in samples
+            if one.environment_reward is not None
+        ],
     )
 
 
 def samples_of_columns(columns: dict[str, Column]) -> list[RewardInput]:
     """Return the samples of a group, from the columns that the stage needs.
 
-    The response of a sample with several sequences is the text of the last one; its messages have all of them.
+    The response of a sample with several sequences is the text of the last one; its messages have all of them. Those of
+    a conversation have what the environment said, too.
 
     Raises ValueError when a column has another form than the coordinator or the rollout stage writes.
     """
@@ -67,7 +79,7 @@ def samples_of_columns(columns: dict[str, Column]) -> list[RewardInput]:
     tokens = np.bincount(of_token, weights=np.asarray(columns["loss_mask"]) != 0)
     if OFF_POLICY_TOKENS in columns:
         tokens += np.bincount(samples, weights=np.asarray(columns[OFF_POLICY_TOKENS]))
-    return [
+    found = [
         RewardInput(
             prompt=prompt["text"],
             response=said[-1],
@@ -79,6 +91,24 @@ def samples_of_columns(columns: dict[str, Column]) -> list[RewardInput]:
             response_messages=[text_message("assistant", text) for text in said] if len(said) > 1 else (),
         )
         for sample, said in answers.items()
+    ]
+    return _with_environment(found, columns) if ENVIRONMENT_REWARD in columns else found
+
+
+def _with_environment(samples: list[RewardInput], columns: dict[str, Column]) -> list[RewardInput]:
+    """Return samples with their conversations and what the environment gave."""
+    rewards = np.asarray(columns[ENVIRONMENT_REWARD]).tolist()
+    conversations, info = columns[RESPONSE_MESSAGES], columns[ENVIRONMENT_INFO]
+    if not isinstance(conversations, list) or not isinstance(info, dict):
+        raise ValueError(f"{RESPONSE_MESSAGES} must be a list, {ENVIRONMENT_INFO} an object")
+    return [
+        replace(
+            sample,
+            response_messages=with_parts(messages),
+            environment_reward=reward,
+            environment_info={name: values[index] for name, values in info.items() if values[index] is not None},
+        )
+        for index, (sample, reward, messages) in enumerate(zip(samples, rewards, conversations, strict=True))
     ]
 
 

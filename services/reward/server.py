@@ -1,6 +1,7 @@
 """relaxd.v1.Reward: scores by call."""
 
 import json
+import math
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -98,6 +99,16 @@ def parse_score_request(
         "response_tokens",
         f"has {lengths} entries for {count} responses: give one each, or none at all",
     )
+    outcomes = request.environment_outcomes
+    violations.check(
+        len(outcomes) in (0, count),
+        "environment_outcomes",
+        f"has {len(outcomes)} entries for {count} responses: give one each, or none at all",
+    )
+    for number, outcome in enumerate(outcomes):
+        for name, value in (("reward", outcome.reward), *outcome.info.items()):
+            finite = math.isfinite(value)
+            violations.check(finite, f"environment_outcomes[{number}]", f"{name} is {value}: it must be finite")
     known = words(FinishReason)
     for number, reason in enumerate(request.finish_reasons):
         must = "it must be a finish reason's number"

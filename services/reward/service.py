@@ -245,7 +245,17 @@ class RewardService(StageReplica):
             self._last_frames = frames
 
     async def _score_samples(self, config: RewardConfig, samples: list[RewardInput]) -> list[RewardOutput | Failure]:
-        """Score the samples of a group, and those that fail again if reward.on_failure says so."""
+        """Score the samples of a group, and those that fail again if reward.on_failure says so.
+
+        Conversations whose environment failed get 0.
+        """
+        whole = [number for number, one in enumerate(samples) if one.finish_reason != "env_failed"]
+        if len(whole) < len(samples):
+            outcomes: list[RewardOutput | Failure] = [RewardOutput(0.0)] * len(samples)
+            scored = await self._score_samples(config, [samples[number] for number in whole]) if whole else []
+            for number, outcome in zip(whole, scored, strict=True):
+                outcomes[number] = outcome
+            return outcomes
         outcomes = await self.score(REWARD_OF_RUN, samples)
         for failures in range(1, config.max_retries + 1 if config.on_failure == "retry" else 1):
             failed = [number for number, outcome in enumerate(outcomes) if isinstance(outcome, Failure)]

@@ -113,6 +113,8 @@ class GrpcClient:
                     finish_reason=sample.finish_reason,
                     tokens=sample.tokens,
                     messages_json=json.dumps(sample.response_messages) if sample.response_messages else "",
+                    environment_reward=sample.environment_reward,
+                    environment_info=sample.environment_info,
                 )
                 for sample in samples
             ],

@@ -63,7 +63,9 @@ class HttpClient:
         """Score one sample. Raises UnreachableError."""
         (sample,) = samples
         # Each member has its own kind: a body that can't be sent is the caller's mistake, not an outage.
-        body = {"prompt": sample.prompt, "response": sample.response, "label": sample.answer}
+        body: dict[str, object] = {"prompt": sample.prompt, "response": sample.response, "label": sample.answer}
+        if sample.environment_reward is not None:
+            body |= {"environment_reward": sample.environment_reward, "environment_info": dict(sample.environment_info)}
         try:
             outcome = await self._post({**body, "metadata": dict(sample.metadata)}, seconds)
         except aiohttp.ServerTimeoutError as error:  # also a TimeoutError, but nobody was reached

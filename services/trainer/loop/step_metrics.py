@@ -8,7 +8,18 @@ from numpy.typing import NDArray
 
 from relaxd import telemetry
 from relaxd.algorithms.advantage_terms import Whitening
-from relaxd.board import CRITIC_STATE, LOSS_MASK, RETURNS, TRAIN, VALUES, StageTime
+from relaxd.board import (
+    CRITIC_STATE,
+    ENVIRONMENT_INFO,
+    ENVIRONMENT_REWARD,
+    ENVIRONMENT_SECONDS,
+    LOSS_MASK,
+    RETURNS,
+    TRAIN,
+    TURNS,
+    VALUES,
+    StageTime,
+)
 from relaxd.board.types import MICROSECONDS
 from relaxd.models.flops import peak_flops, training_flops
 from relaxd.models.shape import ModelShape
@@ -38,12 +49,49 @@ def group_metrics(groups: Sequence[TrainGroup], step: int) -> dict[str, float]:
         metrics |= _value_metrics(groups)
     if all(CRITIC_STATE in group.columns for group in groups):
         metrics |= _critic_metrics(groups, step)
+    if all(TURNS in group.columns for group in groups):
+        metrics |= _conversation_metrics(groups)
+    # A part that is named like a statistic, such as "max", is not shown.
+    return part_metrics(_parts(groups, "reward_parts"), "reward_") | metrics
+
+
+def _parts(groups: Sequence[TrainGroup], column: str) -> dict[str, list[float]]:
+    """Return the numbers of all samples that have them, by name, of a column {name: [n values, null without it]}."""
     parts: dict[str, list[float]] = {}
     for group in groups:
-        for name, values in (group.columns["reward_parts"] or {}).items():
+        for name, values in (group.columns[column] or {}).items():
             parts.setdefault(name, []).extend(value for value in values if value is not None)
-    # A part that is named like a statistic, such as "max", is not shown.
-    return part_metrics(parts, "reward_") | metrics
+    return parts
+
+
+def _conversation_metrics(groups: Sequence[TrainGroup]) -> dict[str, float]:
+    """Return metrics of conversations with an environment."""
+    turns, seconds, rewards = (
+        np.concatenate([group.columns[name] for group in groups])
+        for name in (TURNS, ENVIRONMENT_SECONDS, ENVIRONMENT_REWARD)
+    )
+    metrics = {
+        "turns_mean": float(turns.mean()),
+        "turns_max": float(turns.max()),
+        "environment_seconds_mean": float(seconds.mean()),
+        "environment_seconds_max": float(seconds.max()),
+        "environment_reward_mean": float(rewards.mean()),
+        "observation_tokens_mean": sum(map(_observation_tokens, groups)) / turns.size,
+    }
+    return {
+        f"environment/{name}": float(np.mean(found))
+        for name, found in _parts(groups, ENVIRONMENT_INFO).items()
+        if found
+    } | metrics
+
+
+def _observation_tokens(group: TrainGroup) -> int:
+    """Return the tokens between the model's own, of all sequences."""
+    of_model = np.flatnonzero(group.columns[LOSS_MASK])
+    places = np.searchsorted(of_model, bounds_of(group.lengths))
+    begins, ends = places[:-1], places[1:]
+    begins, ends = begins[begins < ends], ends[begins < ends]
+    return int((of_model[ends - 1] - of_model[begins] + 1 - (ends - begins)).sum())
 
 
 def performance(

@@ -19,8 +19,9 @@ from relaxd.rewards import (
     describe,
     resolve,
 )
+from relaxd.rewards.hub.environment import environment
 from relaxd.rewards.interface import text_message
-from services.reward.samples import samples_of_columns
+from services.reward.samples import request_of_samples, samples_of_columns, samples_of_request
 
 
 @pytest.mark.parametrize("value", [1, 0.5, True, np.float32(0.5), np.float64(0.5), np.int64(3), Fraction(1, 2)])
@@ -148,3 +149,36 @@ def test_a_sample_of_several_sequences_is_scored_by_its_last_answer():
     assert other.messages == [*asked, text_message("assistant", "other")]
     with pytest.raises(ValueError, match="3 texts, 2 finish and 3 sample_of_sequence differ"):
         samples_of_columns(columns | {"finish": ["stop", "stop"]})
+
+
+def test_rewards_get_what_the_environment_gave():
+    conversations = [
+        [
+            {"role": "assistant", "content": "1+1"},
+            {"role": "tool", "content": "2"},
+            {"role": "assistant", "content": "2"},
+        ],
+        [{"role": "assistant", "content": "3"}],
+    ]
+    columns = {
+        "prompt": {"text": "1+1?"},
+        "sample_of_sequence": np.array([0, 1], np.int32),
+        "lengths": np.array([4, 1], np.int32),
+        "loss_mask": np.array([1, 0, 0, 1, 1], np.uint8),
+        "text": ["2", "3"],
+        "finish": ["env_done", "turns"],
+        "response_messages": conversations,
+        "environment_reward": np.array([1.5, -1.0]),
+        "environment_info": {"calls": [1.0, None]},
+    }
+    samples = samples_of_columns(columns)
+    assert [sample.finish_reason for sample in samples] == ["env_done", "turns"]
+    assert [message["role"] for message in samples[0].response_messages] == ["assistant", "tool", "assistant"]
+    assert samples[0].response_messages[1] == text_message("tool", "2")
+    assert [sample.environment_info for sample in samples] == [{"calls": 1.0}, {}]
+    assert [environment(sample) for sample in samples] == [1.5, -1.0]
+    again = samples_of_request(request_of_samples("environment", samples))
+    assert [(one.environment_reward, one.environment_info) for one in again] == [(1.5, {"calls": 1.0}), (-1.0, {})]
+    assert [one.finish_reason for one in again] == ["env_done", "turns"]
+    with pytest.raises(ValueError, match=r"set agent\.environment"):
+        environment(RewardInput("1+1?", "2"))

@@ -93,3 +93,29 @@ def test_sources_beyond_the_limit_are_counted_together() -> None:
 )
 def test_only_the_end_of_a_text_can_repeat(text: str, repeated: bool) -> None:
     assert repeats(text) is repeated
+
+
+def test_conversations_have_metrics_of_their_own() -> None:
+    of_group = [
+        {"turns": [1, 3], "seconds": [0.5, 1.5], "reward": [0.0, 1.0], "info": {"calls": [2.0, None]}},
+        {"turns": [2], "seconds": [0.0], "reward": [2.0], "info": {"calls": [4.0]}},
+    ]
+    masks = [[[1, 1, 0], [0, 0, 1, 0, 0, 1, 0, 1]], [[0, 0]]]  # what is before the model's first token is its prompt
+    groups = []
+    for number, (own, mask) in enumerate(zip(of_group, masks, strict=True)):
+        group = make_group(number, None, [(0.0, len(one), "turns", "") for one in mask])
+        columns = {
+            "loss_mask": np.array([value for one in mask for value in one], np.uint8),
+            "turns": np.array(own["turns"], np.int32),
+            "environment_seconds": np.array(own["seconds"], np.float32),
+            "environment_reward": np.array(own["reward"]),
+            "environment_info": own["info"],
+        }
+        groups.append(group.with_columns(columns))
+    found = group_metrics(groups, step=1)
+    assert (found["turns_mean"], found["turns_max"]) == (2, 3)
+    assert found["environment_seconds_mean"] == pytest.approx(2 / 3)
+    assert (found["environment_seconds_max"], found["environment_reward_mean"]) == (1.5, 1)
+    assert found["observation_tokens_mean"] == 1
+    assert found["environment/calls"] == 3
+    assert "turns_mean" not in group_metrics([make_group(0, None, SAMPLES[0][1])], step=1)
