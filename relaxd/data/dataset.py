@@ -86,6 +86,8 @@ class Prompt:
     """The conversation, unless it is one message of the user with that text."""
     sampling: dict[str, Any] = field(default_factory=dict)
     """Sampling parameters of its source that differ from the run's, by name, as JSON has them."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """Tools that the chat template got."""
     teacher_tokens: np.ndarray | None = None
     """Token ids of the teacher's prompt, int32, if it has one of its own."""
 
@@ -93,6 +95,7 @@ class Prompt:
         """Return the board's `prompt` column."""
         messages = {"messages": self.messages} if self.messages else {}
         sampling = {"sampling": self.sampling} if self.sampling else {}
+        tools = {"tools": self.tools} if self.tools else {}
         return {
             "text": self.text,
             **messages,
@@ -100,6 +103,7 @@ class Prompt:
             "metadata": self.metadata,
             "index": self.index,
             **sampling,
+            **tools,
         }
 
 
@@ -165,7 +169,15 @@ class PromptDataset:
         messages = [] if isinstance(example.prompt, str) else example.prompt
         (teachers,) = [None] if self._teacher is None else self._teacher.encode(self._tokenizer, [example])
         return Prompt(
-            tokens, example.text, example.answer, example.metadata, index, messages, example.sampling, teachers
+            tokens=tokens,
+            text=example.text,
+            answer=example.answer,
+            metadata=example.metadata,
+            index=index,
+            messages=messages,
+            sampling=example.sampling,
+            tools=example.tools,
+            teacher_tokens=teachers,
         )
 
     def _example(self, index: int) -> Example:

@@ -61,6 +61,8 @@ def test_tools_reach_the_chat_template(tmp_path: Path, model_folder: Path, kind:
         pa.parquet.write_table(pa.Table.from_pylist(rows), path)
     data = load_data(config(model_folder, WITH_TOOLS, path=path, tools_key="tools"))
     texts = [data.tokenizer.render(data.train._examples[number]) for number in range(2)]
+    assert data.train.prompt(0).to_json()["tools"] == (rows[0]["tools"] if kind == "parquet" else [TOOL])
+    assert ("tools" in data.train.prompt(1).to_json()) == (kind == "parquet")
     assert texts[0].startswith("TOOLS " + json.dumps(rows[0]["tools"] if kind == "parquet" else [TOOL]))
     assert ("TOOLS" in texts[1]) == (kind == "parquet")
 
