@@ -23,11 +23,11 @@ from relaxd.board import STAGES, Column
 from relaxd.config import RunConfig
 from relaxd.models import DataError
 from relaxd.models.folders import resolve_model
+from relaxd.seeds import seed_of
 from services.rollout.engines.model_folder import read_model_folder
 from services.rollout.engines.request_types import Output, Request, Sampling, Version
 from services.rollout.engines.transformers.transformers_engine import TransformersEngine
 from services.rollout.service.answers import Answers
-from services.rollout.service.group_generator import group_seed
 from services.rollout.service.request_checks import run_sampling
 
 SAMPLE_SECONDS = 600.0
@@ -97,7 +97,7 @@ class OfflineEngine:
     ) -> dict[str, Column]:
         """Answer a prompt several times. Returns the columns that the stage "rollout" writes for the group."""
         answers = Answers(samples)
-        sampling = Sampling(max_new_tokens, seed=group_seed(0, group_id))
+        sampling = Sampling(max_new_tokens, seed=seed_of(0, group_id))
         for _, output in self.answers([Request(group_id, tuple(prompt), samples, sampling)]):
             answers.take(output)
         return answers.columns(STAGES["rollout"].writes)
@@ -158,7 +158,7 @@ def generate(config: RunConfig, prompts: Sequence[Sequence[int]], samples: int) 
     """Return `samples` answers to each prompt. Raises DataError: the model can't be found; RuntimeError: it fails."""
     requests = []
     for number, tokens in enumerate(prompts):
-        sampling = run_sampling(config.rollout, group_seed(config.run.seed, str(number)))
+        sampling = run_sampling(config.rollout, seed_of(config.run.seed, str(number)))
         requests.append(Request(str(number), tuple(tokens), samples, sampling))
     answers: list[list[str]] = [[] for _ in prompts]
     for name, output in answer_requests(config, requests):

@@ -1,7 +1,6 @@
 """The rollout stage: generates the samples of a group from its prompt, and counts the time that its engine is busy."""
 
 import asyncio
-import hashlib
 import itertools
 import logging
 import time
@@ -16,6 +15,7 @@ from relaxd.algorithms import create
 from relaxd.board import STUDENT_CANDIDATES, Board, BoardUnavailable, Column, Delivery, Drop, DropReason
 from relaxd.board.worker import Result
 from relaxd.config import RunConfig
+from relaxd.seeds import seed_of
 from relaxd.waiting import waiting
 from services.rollout.engines.engine_interface import RolloutEngine
 from services.rollout.engines.request_types import AnswerTooLarge, Sampling
@@ -60,6 +60,11 @@ class Occupancy:
         """End the pause, if any."""
         self._count()
         self._paused_until = None
+
+    @property
+    def requests(self) -> int:
+        """Number of running requests."""
+        return self._requests
 
     @property
     def is_paused(self) -> bool:
@@ -200,7 +205,7 @@ class GroupGenerator:
     async def _answer(
         self, delivery: Delivery, prompt: tuple[int, ...], own: Mapping[str, Any] | None, kept: KeptAnswers
     ) -> Result:
-        sampling = run_sampling(self._config.rollout, group_seed(self._config.run.seed, delivery.group_id), own)
+        sampling = run_sampling(self._config.rollout, seed_of(self._config.run.seed, delivery.group_id), own)
         while not kept.answers.ended:
             if kept.answers.tokens:
                 await self._pause_over()
@@ -262,9 +267,3 @@ class GroupGenerator:
                         self._on_progress()
         finally:
             del self._requests[request_id]
-
-
-def group_seed(run_seed: int, group_id: str) -> int:
-    """Return the seed of a group's samples. It depends only on run seed and group id."""
-    digest = hashlib.blake2b(f"{run_seed}/{group_id}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from relaxd.seeds import seed_of
 from services.rollout.engines.request_types import Version
-from services.rollout.service.group_generator import group_seed
 from tests.integration.rollout.rollout_kit import PATIENCE, Replica, Stage, kill
 from tests.integration.rollout.weight_source import weights_of
 from tests.kit.models import make_tiny_model
@@ -96,7 +96,7 @@ def test_an_answer_that_three_replicas_write_is_the_one_that_one_would_have_writ
     harness = Harness(stage.model, serve=False)
     harness.set_weights(Version(1, 4), {**harness.model.state_dict(), **weights_of(stage.model, 4)})
     config = stage.config
-    sampling = {"max_new_tokens": MOST, "stop_token_ids": (NO_TOKEN,), "seed": group_seed(config.run.seed, group)}
+    sampling = {"max_new_tokens": MOST, "stop_token_ids": (NO_TOKEN,), "seed": seed_of(config.run.seed, group)}
     expected = harness.generate(PROMPT, 3, **sampling)
     harness.engine.stop()
     assert columns["tokens"].tolist() == [token for answer in expected for token in answer.tokens]
