@@ -21,6 +21,7 @@ REFERENCE = "reference"
 TEACHER = "teacher"
 CRITIC = "critic"
 JUDGE = "judge"
+AGENT = "agent"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +37,10 @@ class Role:
     """Engine that holds the model in a run: a key of `modules`."""
     stage: str = ""
     """Stage of the board that it works on; a run needs the roles of its stages. Empty: it works on none."""
+    on_stage: Callable[[RunConfig], bool] = lambda config: True
+    """False if another role works on its stage in a run."""
     needed: Callable[[RunConfig], bool] = lambda config: False
-    """True if a run needs this role although it works on no stage."""
+    """True if a run needs this role although it doesn't work on a stage."""
     replicas: int = 1
     """Replicas that `relaxd up` starts by default."""
     scalable: bool = True
@@ -58,6 +61,10 @@ class Role:
     """True if its children take the groups, so that its progress goes on while it holds none."""
     timeout_seconds: Callable[[RunConfig], float] = lambda config: 0.0
     """Longest time without progress that its own timeouts allow; it is stuck only after that."""
+
+    def works_on(self, stage: str, config: RunConfig) -> bool:
+        """Return True if it works on a stage in a run."""
+        return bool(stage) and self.stage == stage and self.on_stage(config)
 
     def wrong_module(self, module: str, config: RunConfig) -> str:
         """Say why the service of a module can't hold this role's model in a run; "" if it can."""
@@ -90,6 +97,8 @@ ROLES: dict[str, Role] = {
             name=ROLLOUT,
             module="services.rollout",
             stage="rollout",
+            on_stage=lambda config: not config.agent.is_there,
+            needed=lambda config: config.agent.is_there,  # agents ask its engine
             model="policy",
             weights="receives",
             gpus=lambda config: config.rollout.tensor_parallel if ENGINES[config.rollout.engine].leases_gpus else 0,
@@ -153,6 +162,16 @@ ROLES: dict[str, Role] = {
                 config.roles.judge.tensor_parallel if ENGINES[config.roles.judge.engine].leases_gpus else 0
             ),
             gpu_share=lambda config: config.roles.judge.gpu_share,
+        ),
+        Role(
+            name=AGENT,
+            module="services.agent",
+            stage="rollout",
+            on_stage=lambda config: config.agent.is_there,
+            replicas=0,
+            timeout_seconds=lambda config: (
+                config.agent.call_seconds + config.weights.timeout_seconds + config.weights.connect_timeout_seconds
+            ),
         ),
     )
 }

@@ -22,9 +22,9 @@ HASHES = ROOT / "requirements" / "hashes.txt"
 """Digests of packages, written by hashes.py."""
 TORCH = "torch"
 IMAGES: dict[str, tuple[str, list[str], set[str]]] = {
-    "core": ("advantage, and below coordinator, reward and launcher", ["advantage"], set()),
+    "core": ("advantage, and below coordinator, agent, reward and launcher", ["advantage"], set()),
     "reward": ("reward", ["reward"], set()),
-    "coordinator": ("coordinator", ["coordinator", "data"], set()),
+    "coordinator": ("coordinator and agent", ["coordinator", "data"], set()),
     "launcher": ("launcher", ["launcher"], set()),
     "torch": ("rollout, and below trainer and cli", ["rollout"], set()),
     "trainer": ("trainer", ["trainer"], set()),

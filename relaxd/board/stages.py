@@ -146,8 +146,12 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
 
 def roles_for(config: RunConfig) -> tuple[str, ...]:
     """Return the names of the roles that a run needs: those of its stages, and those that these ask."""
-    stages = {stage.name for stage in stages_for(config)}
-    return tuple(role.name for role in ROLES.values() if role.stage in stages or role.needed(config))
+    stages = [stage.name for stage in stages_for(config)]
+    return tuple(
+        role.name
+        for role in ROLES.values()
+        if any(role.works_on(stage, config) for stage in stages) or role.needed(config)
+    )
 
 
 def producers(stages: Sequence[Stage]) -> dict[str, str]:

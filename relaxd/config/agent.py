@@ -22,7 +22,7 @@ class AgentConfig(Section):
     """Conversations with an environment (docs/agents.md)."""
 
     environment: str = ""
-    """Environment that the model talks to: a bundled name (docs/agents.md lists them), "file.py:Class",
+    """Environment that the model talks to: a bundled name (docs/environments.md lists them), "file.py:Class",
     "package.module:Class", or "grpc://host:port", a service that speaks relaxd.v1.Environment
     (protos/relaxd/v1/environment.proto). Empty: each prompt gets one answer."""
     settings: dict[str, Any] = Field(default_factory=dict)

@@ -15,7 +15,7 @@ class ServiceStatus:
     """A service's part of ReplicaStatus; run_replica adds the rest."""
 
     held_groups: int = 0
-    """Groups held now."""
+    """Groups held now; of an engine that agents ask, its running requests."""
     done_groups: int = 0
     """Groups finished since the process started."""
     detail: str = ""

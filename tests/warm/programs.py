@@ -42,7 +42,14 @@ LIFELINE = "RELAXD_CHILD_LIFELINE"
 """Set for programs that end with the process that started them (`relaxd.process.child`)."""
 PROGRAMS = {
     "light": (
-        *("relaxd.cli", "relaxd.local.local_launcher", "services.advantage", "services.coordinator", "services.reward"),
+        *(
+            "relaxd.cli",
+            "relaxd.local.local_launcher",
+            "services.advantage",
+            "services.agent",
+            "services.coordinator",
+            "services.reward",
+        ),
         *("services.reward.worker", "services.rollout", "services.rollout.judge", "services.rollout.teacher"),
         *("services.trainer", "services.trainer.critic", "services.trainer.reference", "services.trainer.teacher"),
     ),

@@ -59,7 +59,14 @@ def reward_test(
     except DataError as error:
         raise ConfigError([Problem(error.field, error.message)]) from error
     samples = [
-        RewardInput(prompt=example.text, response=response, answer=example.answer, metadata=example.metadata, tokens=1)
+        RewardInput(
+            prompt=example.text,
+            response=response,
+            answer=example.answer,
+            metadata=example.metadata,
+            tokens=1,
+            environment_reward=_paid(config),
+        )
         for example, answers in zip(examples, generated, strict=True)
         for response in dict.fromkeys([*filter(None, references(example.answer)[:1]), *MADE_UP, *answers])
     ]
@@ -93,7 +100,9 @@ def _first_prompts(config: RunConfig) -> list[Example]:
 def check_reward(config: RunConfig, prompt: Prompt) -> list[Problem]:
     """Load the run's reward and call it once, in a process like those of the reward service. Returns the problems."""
     response = references(prompt.answer)[0] or MADE_UP[0]
-    sample = RewardInput(prompt.text, response, prompt.answer, prompt.metadata, tokens=1)
+    sample = RewardInput(
+        prompt.text, response, prompt.answer, prompt.metadata, tokens=1, environment_reward=_paid(config)
+    )
     try:
         (outcome,) = try_reward(config, [sample])
     except CliError as error:
@@ -102,6 +111,11 @@ def check_reward(config: RunConfig, prompt: Prompt) -> list[Problem]:
         return []
     told = outcome["traceback"] or outcome["error"]
     return [Problem("reward.name", f'= "{config.reward.shown}" failed for the answer {sample.response!r}: {told}')]
+
+
+def _paid(config: RunConfig) -> float | None:
+    """Return what stands for the environment's rewards of an answer that it hasn't seen; None without one."""
+    return 0.0 if config.agent.is_there else None
 
 
 def try_reward(

@@ -99,6 +99,8 @@ class RunSnapshot:
     gate: tuple[str, str] = ("", "")
     """Reason for the shut gate, as a word (Admission.limit or "sampler") and a sentence; empty while it is
     open."""
+    stage_roles: Mapping[str, str] = field(default_factory=dict)
+    """Roles of the stages that have another name."""
     missing: Sequence[str] = ()
     """Roles without a working replica."""
     peers: Sequence[Peer] = ()
@@ -116,6 +118,10 @@ class RunSnapshot:
     """Progress of the curriculum, in lines for people; empty if the run's doesn't choose."""
     waits: Sequence[Named] = ()
     """Waits of the coordinator itself, the longest first."""
+
+    def role_of_stage(self, stage: str) -> str:
+        """Return the role that works on a stage in this run."""
+        return self.stage_roles.get(stage, stage)
 
 
 @dataclass(frozen=True)
@@ -322,7 +328,7 @@ def _held(run: RunSnapshot) -> Reason | None:
     if queue is None:
         return None
     lacks = f"step {run.step + 1} lacks {_lacking(run)} of its {run.groups_per_step} groups"
-    count = sum(peer.role == _role_of(queue.stage) for peer in run.peers)
+    count = sum(peer.role == run.role_of_stage(queue.stage) for peer in run.peers)
     group = run.held.get(queue.stage)
     peer = next((peer for peer in run.peers if group and peer.replica_id == group.holder), None)
     if group is not None and peer is None:
@@ -342,7 +348,7 @@ def _held(run: RunSnapshot) -> Reason | None:
             f"{peer.replica_id}{_delivery(group)}{said}",
             on=peer.replica_id,
             since=group.enqueued_at,
-            advice=_advice(queue.stage, peer),
+            advice=_advice(run.role_of_stage(queue.stage), peer),
         )
     said = f"; {peer.replica_id}: {peer.detail}" if peer is not None and peer.detail else ""
     return Reason(
@@ -351,7 +357,7 @@ def _held(run: RunSnapshot) -> Reason | None:
         f"{count} {'replica' if count == 1 else 'replicas'}{said}",
         on=queue.stage,
         since=run.step_ended,
-        advice=_advice(queue.stage, peer, count),
+        advice=_advice(run.role_of_stage(queue.stage), peer, count),
     )
 
 
@@ -401,16 +407,11 @@ def _slowest(run: RunSnapshot) -> QueueDepth | None:
     return max(reversed(queues), key=lambda queue: queue.waiting + queue.held) if queues else None
 
 
-def _role_of(stage: str) -> str:
-    return next((role.name for role in ROLES.values() if role.stage == stage), stage)
-
-
 def _delivery(group: HeldGroup) -> str:
     return f" (delivery {group.deliveries})" if group.deliveries > 1 else ""
 
 
-def _advice(stage: str, peer: Peer | None, count: int = 1) -> tuple[str, ...]:
-    role = _role_of(stage)
+def _advice(role: str, peer: Peer | None, count: int = 1) -> tuple[str, ...]:
     scalable = role in SCALABLE_ROLES and not 0 < ROLES[role].most <= count
     more = (f"relaxd scale {role}={count + 1} adds a replica",) if scalable else ()
     if peer is not None and peer.wait == replica_pb2.REPLICA_WAIT_SERVICE:

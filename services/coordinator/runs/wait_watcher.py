@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from relaxd.board import BoardError
+from relaxd.roles import ROLES
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.waiting import waits
 from services.coordinator.fleet.registry import Replica
@@ -136,6 +137,7 @@ class WaitWatcher:
             "usual_seconds": statistics.median(seconds for _, _, seconds in self._steps) if self._steps else None,
             "lease_seconds": config.board.lease_seconds,
             "missing": fleet.missing(),
+            "stage_roles": {role.stage: role.name for role in ROLES.values() if role.works_on(role.stage, config)},
             "peers": [_peer(replica) for role in fleet.roles for replica in self._replicas(role)],
             "waits": [Named(one.reason, one.on, now - one.seconds, one.disk) for one in waits()],
         }

@@ -22,19 +22,23 @@ from relaxd.roles import ROLES, ROLLOUT
 from relaxd.rpc.errors import RpcError
 from relaxd.v1 import replica_pb2
 from relaxd.v1.coordinator_pb2 import Assignment
-from relaxd.waiting import Backoff
+from relaxd.waiting import Backoff, waiting
 from relaxd.weights import NCCL_ENVIRONMENT
 from services.rollout.engines.engine_interface import EngineStart, RolloutEngine
 from services.rollout.service.child_engine import ALL_MEMORY, loaded_mebibytes
 from services.rollout.service.group_generator import GroupGenerator, Occupancy
 
+DRAIN_POLL_SECONDS = 0.05
 RESTART_BACKOFF = Backoff(first_seconds=0.5, max_seconds=30.0)
 
 logger = logging.getLogger(__name__)
 
 
 class RolloutService(ReplicaService):
-    """Owns the engine. Takes groups while the engine serves a committed version and the run is not paused."""
+    """Owns the engine. Takes groups while the engine serves a committed version and the run is not paused.
+
+    In runs with an environment it takes none: agents ask the engine.
+    """
 
     role = ROLLOUT
     engine_ranks = 1
@@ -83,6 +87,8 @@ class RolloutService(ReplicaService):
         self._gpus = await self._context.gpus.lease(role.gpus(config), role.gpu_share(config))
         self._environment = gpu_environment(self._gpus, role.gpu_share(config)) | NCCL_ENVIRONMENT
         self._engine = await self._start_engine(config)
+        if not role.works_on(role.stage, config):
+            return  # agents ask the engine
         self._board = Board(self._settings.redis, assignment.run_id, stages_for(config), config.board)
         self._generator = generator = GroupGenerator(
             config,
@@ -134,11 +140,12 @@ class RolloutService(ReplicaService):
     async def drain(self, seconds: float) -> int:
         """See ReplicaService. Groups not finished in time return to the board, so none is held afterwards.
 
-        With rollout.partial.enabled none is finished: others continue them at once.
+        With rollout.partial.enabled none is finished: others continue them at once. Where agents ask the engine, it
+        finishes their requests, and agents ask another one from now on.
         """
         worker, generator = self._worker, self._generator
         if worker is None or generator is None:
-            return 0
+            return await self._await_agents(seconds)
         deadline = time.monotonic() + seconds - min(1.0, seconds / 4)  # handing back takes part of the time
         worker.pause()
         try:
@@ -149,6 +156,19 @@ class RolloutService(ReplicaService):
         if handed_back:
             logger.info("handed back %d unfinished groups", handed_back)
         return worker.held
+
+    async def _await_agents(self, seconds: float) -> int:
+        """Wait for the requests of agents. Returns the number of those that still run."""
+        deadline = time.monotonic() + seconds - min(1.0, seconds / 4)
+        with waiting("agents' requests, to drain"):
+            while self._held_requests and time.monotonic() < deadline:
+                await asyncio.sleep(DRAIN_POLL_SECONDS)  # named: above
+        return self._held_requests
+
+    @property
+    def _held_requests(self) -> int:
+        """Running requests of agents; 0 in runs whose groups the replica takes itself."""
+        return self.occupancy.requests if self._config is not None and self._config.agent.is_there else 0
 
     def status(self) -> ServiceStatus:
         worker, engine = self._worker, self.engine
@@ -169,7 +189,7 @@ class RolloutService(ReplicaService):
         done = self._done_before + (worker.done if worker else 0)
         loaded = loaded_mebibytes(self._process) if self._loading else 0
         return ServiceStatus(
-            held_groups=worker.held if worker else 0,
+            held_groups=worker.held if worker else self._held_requests,
             done_groups=done,
             progress=done + (engine.tokens if engine is not None else 0) + loaded,
             detail=detail,

@@ -35,7 +35,7 @@ def test_an_unknown_role_is_refused_with_the_nearest() -> None:
         with pytest.raises(InvalidArgument, match="did you mean 'rollout'") as refused:
             check_registration(registration(wrong))
         assert [field for field, _ in refused.value.violations] == ["registration.role"]
-    with pytest.raises(InvalidArgument, match="must be one of advantage, critic, judge, re"):
+    with pytest.raises(InvalidArgument, match="must be one of advantage, agent, critic, judge, re"):
         check_registration(registration("coordinator"))
 
 
@@ -43,7 +43,7 @@ def test_a_role_without_replicas_to_add_is_not_scaled() -> None:
     assert scale_out_spec(ScaleOutRequest(replicas=2)).role == "rollout"
     with pytest.raises(InvalidArgument, match="did you mean 'reward'"):
         scale_out_spec(ScaleOutRequest(role="rewards", replicas=2))
-    with pytest.raises(InvalidArgument, match="is 'trainer': it must be one of advantage, critic, judge, re"):
+    with pytest.raises(InvalidArgument, match="is 'trainer': it must be one of advantage, agent, critic, judge, re"):
         scale_out_spec(ScaleOutRequest(role="trainer", replicas=2))
 
 
@@ -64,6 +64,7 @@ JUDGE = '\nroles.judge.model = "big"'
 ON_GPU = '\nroles.judge.engine = "sglang"\nroles.judge.gpu_share '
 SGLANG = TEACHER + '\nroles.teacher.engine = "sglang"'
 CRITIC = '\nalgorithm.name = "ppo"\nroles.critic.placement = "service"'
+AGENT = '\nagent.environment = "calculator"'
 SERVICE = '\nalgorithm.kl_coef = 0.1\nroles.reference.placement = "service"'
 
 
@@ -83,6 +84,7 @@ def test_a_run_needs_the_roles_of_its_stages() -> None:
     assert roles_for(load(RUN + SERVICE)) == (*usual, "reference")
     assert roles_for(load(RUN + TEACHER)) == (*usual, "teacher")
     assert roles_for(load(RUN + JUDGE)) == (*usual, "judge")
+    assert roles_for(load(RUN + AGENT)) == (*usual, "agent")
     assert roles_for(load(RUN + '\nalgorithm.name = "ppo"')) == usual
     assert roles_for(load(RUN + CRITIC)) == (*usual, "critic")
     assert roles_for(load(RUN + JUDGE + '\nroles.judge.address = "https://host/v1"')) == usual
@@ -93,6 +95,14 @@ def test_a_run_needs_the_roles_of_its_stages() -> None:
     assert refreshed["reference"].writes == ("ref_logprobs", "reference_weights")
     assert "reference_weights" in refreshed["train"].needs
     assert "ref_logprobs" not in {column for stage in stages_for(load(RUN)) for column in stage.needs}
+    of_agent, plain = load(RUN + AGENT), load(RUN)
+    for config, role in ((of_agent, "agent"), (plain, "rollout")):
+        assert [name for name in ROLES if ROLES[name].works_on("rollout", config)] == [role]
+    stages = {stage.name: stage for stage in stages_for(of_agent)}
+    assert {"environment_reward", "response_messages"} <= set(stages["rollout"].writes)
+    assert {"environment_reward", "response_messages"} <= set(stages["reward"].needs)
+    assert {"environment_reward", "turns"} <= set(stages["train"].needs)
+    assert "response_messages" not in stages["train"].needs
     stages = {stage.name: stage for stage in stages_for(load(RUN + CRITIC))}
     assert stages["critic"].writes == ("values", "critic_state")
     assert {"values", "critic_state"} <= set(stages["train"].needs)
@@ -157,12 +167,12 @@ roles.judge.gpu_share = 0.3
 
 
 def test_a_run_starts_what_it_needs(tmp_path: Path) -> None:
-    where = Where(StateFolder(tmp_path), replicas={"rollout": 2, "reference": 0, "teacher": 0, "critic": 0, "judge": 0})
+    optional = dict.fromkeys(("reference", "teacher", "critic", "judge", "agent"), 0)
+    where = Where(StateFolder(tmp_path), replicas={"rollout": 2, **optional})
     assert _replicas(where, load(RUN))["reference"] == 0
     needed = {**dict.fromkeys(REPLICA_ROLES, 1), "rollout": 2}
-    assert _replicas(where, load(RUN + SERVICE)) == needed | {"teacher": 0, "critic": 0, "judge": 0}
-    assert _replicas(where, load(RUN + TEACHER)) == needed | {"reference": 0, "critic": 0, "judge": 0}
-    assert _replicas(where, load(RUN + JUDGE)) == needed | {"reference": 0, "teacher": 0, "critic": 0}
+    for role, more in (("reference", SERVICE), ("teacher", TEACHER), ("judge", JUDGE), ("agent", AGENT)):
+        assert _replicas(where, load(RUN + more)) == {**needed, **optional, role: 1}
 
 
 @pytest.mark.parametrize(

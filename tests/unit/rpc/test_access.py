@@ -28,7 +28,8 @@ def every_call() -> set[tuple[str, str]]:
     """(service, method) of everything in protos/relaxd/v1 that relaxd serves."""
     found = set()
     for module in pkgutil.iter_modules(relaxd.v1.__path__):
-        if module.name.endswith("_pb2") and module.name != "remote_reward_pb2":  # users serve that one
+        served_by_users = module.name in ("remote_reward_pb2", "environment_pb2")
+        if module.name.endswith("_pb2") and not served_by_users:
             services = importlib.import_module(f"relaxd.v1.{module.name}").DESCRIPTOR.services_by_name.values()
             found |= {(service.full_name, method.name) for service in services for method in service.methods}
     return found
@@ -65,6 +66,7 @@ def test_orders_to_replicas_and_launchers_carry_a_term():
     ("role", "calls"),
     [
         ("reward", {"Coordinator/ListReplicas", "Judge/Ask"}),  # who is a judge, and what it says
+        ("agent", {"Coordinator/ListReplicas", "Rollout/Generate"}),  # which engines there are, and what they write
         ("trainer", {"Coordinator/AnnounceVersion"}),
         *((role, set()) for role in ("rollout", "advantage", "reference", "teacher", "critic", "judge")),
     ],
@@ -131,8 +133,8 @@ def test_who_may_call_is_said(file):
     with pytest.raises(PermissionDenied) as caught:
         AccessTokens(file).check("/relaxd.v1.Coordinator/ListReplicas", f"Bearer {TRAINER_TOKEN}")
     assert caught.value.message == (
-        'token "trains" is for trainer, but /relaxd.v1.Coordinator/ListReplicas is for read, reward or admin: call it '
-        "with such a token"
+        'token "trains" is for trainer, but /relaxd.v1.Coordinator/ListReplicas is for read, reward, agent or admin: '
+        "call it with such a token"
     )
 
 

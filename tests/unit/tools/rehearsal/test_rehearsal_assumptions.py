@@ -42,7 +42,11 @@ EXPERTS = "[run]\nsteps = 1\n[rollout]\nengine = 'sglang'\nreturn_routed_experts
 
 @pytest.mark.parametrize(
     ("text", "problem"),
-    [(COLOCATED, "run.colocate is true"), (EXPERTS, "rollout.return_routed_experts is true")],
+    [
+        (COLOCATED, "run.colocate is true"),
+        (EXPERTS, "rollout.return_routed_experts is true"),
+        ("agent.environment = 'calculator'\n[run]\nsteps = 1", "agent.environment is set"),
+    ],
 )
 def test_what_cant_be_rehearsed_is_said(text: str, problem: str) -> None:
     config = load(f"{text}\n[model]\npath = 'm'\n[data]\nsource = 'addition'\n[reward]\nname = 'math'\n")

@@ -1,0 +1,163 @@
+"""Replies of the run's engines, over Rollout.Generate."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import grpc
+
+from relaxd.replica.peer_replicas import NoReplicaError, Peer, PeerReplicas
+from relaxd.replica.replica_context import ReplicaContext
+from relaxd.roles import ROLLOUT
+from relaxd.rpc.errors import explain
+from relaxd.v1.rollout_pb2 import GenerateRequest
+from relaxd.v1.rollout_pb2_grpc import RolloutStub
+from relaxd.v1.sample_pb2 import FINISH_REASON_ABORT, FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED, SamplingParams
+from relaxd.waiting import waiting
+
+ENGINES_A_LOOK = 100.0
+"""Engines that a second between two looks at the coordinator is for; the shortest time is a second."""
+WAIT_SECONDS = 0.2
+"""Pause between two tries while no engine serves, and after a reply that ended with a pause of the engine."""
+_AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED)
+
+
+class RefusedPrompt(Exception):
+    """The engine refuses a prompt. The message says why."""
+
+    @property
+    def is_too_long(self) -> bool:
+        """True if the prompt leaves no room in the model's context."""
+        return "sampling.max_new_tokens" in str(self)
+
+
+class OutOfTime(Exception):
+    """A reply isn't there in time."""
+
+
+@dataclass
+class EngineReply:
+    """What an engine wrote, so far."""
+
+    tokens: list[int] = field(default_factory=list)
+    """Token ids, the end token included."""
+    logprobs: list[float] = field(default_factory=list)
+    """Log-prob of each token."""
+    versions: list[int] = field(default_factory=list)
+    """Version of the weights that wrote each token."""
+    text: str = ""
+    """Text without the end token."""
+    cut: bool = False
+    """True if the reply was cut off."""
+
+
+@dataclass
+class EngineSession:
+    """The requests of one conversation, which stay with an engine that has its tokens."""
+
+    name: str
+    """Name in traces."""
+    engine: str = ""
+    """Id of the replica that was asked last."""
+    waited_seconds: float = 0.0
+    """Time in which no engine served."""
+
+
+class RunEngines:
+    """The engines of a run. Lives in one event loop."""
+
+    def __init__(self, context: ReplicaContext, run_id: str) -> None:
+        self._peers: PeerReplicas[RolloutStub] = PeerReplicas(
+            ROLLOUT,
+            RolloutStub,
+            context.coordinator,
+            context.settings,
+            run_id,
+            look_seconds=lambda engines: max(1.0, engines / ENGINES_A_LOOK),
+            serving=True,
+        )
+        self.pieces = 0
+        """A counter of messages and waits, which shows that the replica isn't stuck."""
+
+    async def oldest_version(self) -> int:
+        """Return the oldest version that an engine serves, as far as is known; wait for an engine if none does."""
+        await self._serving(EngineSession(""))
+        return min(peer.version for peer in self._peers.ready if peer.version is not None)
+
+    async def generate(
+        self, session: EngineSession, prompt: list[int], sampling: SamplingParams, seconds: Callable[[], float]
+    ) -> EngineReply:
+        """Return a reply to a prompt. If an engine goes or is paused in mode "abort", the reply begins anew.
+
+        Args:
+            session: the conversation.
+            prompt: token ids.
+            sampling: how to sample.
+            seconds: returns the time that is left.
+
+        Raises:
+            RefusedPrompt: the engine can't answer it.
+            OutOfTime: the time is over.
+            grpc.aio.AioRpcError: the engine failed otherwise.
+        """
+        request = GenerateRequest(prompt_tokens=prompt, n=1, sampling=sampling, session_id=session.name)
+        while True:
+            peer = await self._serving(session)
+            left = seconds()
+            if left <= 0:
+                raise OutOfTime
+            try:
+                reply = await self._ask(peer, request, left)
+            except grpc.aio.AioRpcError as error:
+                if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+                    raise OutOfTime from error
+                if error.code() == grpc.StatusCode.INVALID_ARGUMENT:
+                    raise RefusedPrompt(explain(error)) from error
+                if error.code() not in _AWAY:
+                    raise
+                self._peers.avoid(peer)
+                continue
+            if reply is not None:
+                return reply
+            await asyncio.sleep(WAIT_SECONDS)  # brief: the next call waits for the end of the engine's pause
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._peers.close()
+
+    async def _serving(self, session: EngineSession) -> Peer[RolloutStub]:
+        """Return an engine that serves, the session's if possible."""
+        begun = time.monotonic()
+        try:
+            peer = await self._peers.choose(session.engine)
+        except NoReplicaError as error:
+            with waiting(f"an engine that serves: {error}", on=ROLLOUT) as wait:
+                while True:
+                    self.pieces += 1
+                    await asyncio.sleep(WAIT_SECONDS)  # named: above
+                    try:
+                        peer = await self._peers.choose()
+                        break
+                    except NoReplicaError as again:
+                        wait.reason = f"an engine that serves: {again}"
+            session.waited_seconds += time.monotonic() - begun
+        session.engine = peer.replica_id
+        return peer
+
+    async def _ask(self, peer: Peer[RolloutStub], request: GenerateRequest, seconds: float) -> EngineReply | None:
+        """Return an engine's reply; None if a pause ended it."""
+        reply = EngineReply()
+        with peer.called() as stub:
+            aborted = True
+            async for message in stub.Generate(request, timeout=seconds):
+                self.pieces += 1
+                reply.tokens += message.tokens
+                reply.logprobs += message.logprobs
+                reply.versions += message.versions
+                if message.versions:
+                    peer.version = max(message.versions[-1], peer.version or 0)
+                if message.finish_reason != FINISH_REASON_UNSPECIFIED:
+                    reply.text, reply.cut = message.text, message.finish_reason == FINISH_REASON_LENGTH
+                    aborted = message.finish_reason == FINISH_REASON_ABORT
+        return None if aborted else reply

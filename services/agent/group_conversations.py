@@ -1,0 +1,168 @@
+"""The rollout stage of runs with an environment: the samples of a group are conversations."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from relaxd.board import (
+    ENVIRONMENT_INFO,
+    ENVIRONMENT_REWARD,
+    ENVIRONMENT_SECONDS,
+    RESPONSE_MESSAGES,
+    TURNS,
+    BoardUnavailable,
+    Column,
+    Delivery,
+    Drop,
+    DropReason,
+)
+from relaxd.board.worker import Result
+from relaxd.config import RunConfig
+from relaxd.data.examples import Example
+from relaxd.seeds import seed_of
+from services.agent.conversation import BadPrompt, Conversation, Conversations, PromptTooLong
+from services.agent.engines import RefusedPrompt, RunEngines
+
+logger = logging.getLogger(__name__)
+
+
+class GroupConversations:
+    """Holds the conversations of a run's groups."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        begin: Callable[[Delivery, int], bool],
+        engines: RunEngines,
+        conversations: Conversations,
+    ) -> None:
+        """`begin` tells the board the oldest version that may write a group; False: another replica has the group."""
+        self._config = config
+        self._begin = begin
+        self._engines = engines
+        self._conversations = conversations
+        self._loop = asyncio.get_running_loop()
+        self._places = asyncio.Semaphore(config.agent.max_sessions)
+        self._unfinished: dict[str, int] = {}
+        """Conversations that haven't ended, by group."""
+        self._running: set[Future[Result]] = set()
+
+    def room(self, held: int) -> int:
+        """Return the number of groups to hold, given that `held` are now. agent.max_sessions counts samples."""
+        per_group = self._config.rollout.samples_per_prompt
+        unfinished = list(self._unfinished.values())
+        samples = sum(unfinished) + per_group * max(0, held - len(unfinished))
+        return max(held + (self._config.agent.max_sessions - samples) // per_group, 1)
+
+    def process(self, delivery: Delivery, columns: dict[str, Column]) -> "Future[Result]":
+        """Process a group. Called in the stage worker's threads."""
+        future = asyncio.run_coroutine_threadsafe(self._hold_group(delivery, columns), self._loop)
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
+        return future
+
+    def cancel(self) -> None:
+        """Cancel the running groups, which were handed back."""
+        for future in list(self._running):
+            future.cancel()
+
+    async def _hold_group(self, delivery: Delivery, columns: dict[str, Column]) -> Result:
+        prompt, published = columns["prompt"], np.asarray(columns["prompt_tokens"]).tolist()
+        assert isinstance(prompt, dict)
+        count = self._config.rollout.samples_per_prompt
+        self._unfinished[delivery.group_id] = count
+        try:
+            oldest = await self._engines.oldest_version()
+            if not await asyncio.to_thread(self._begin, delivery, oldest):
+                raise asyncio.CancelledError  # another replica has it
+            async with asyncio.TaskGroup() as tasks:
+                held = [
+                    tasks.create_task(self._hold(delivery, example_of(prompt), published, sample))
+                    for sample in range(count)
+                ]
+            conversations = await asyncio.gather(*held)  # they have ended
+            return columns_of(conversations, masked=self._config.agent.on_failure == "mask")
+        except BoardUnavailable as error:
+            raise asyncio.CancelledError from error  # not the group's fault: handed back, uncounted
+        except ExceptionGroup as errors:  # the first failure has ended the other conversations
+            return self._dropped(delivery, errors.exceptions[0])
+        finally:
+            self._unfinished.pop(delivery.group_id, None)
+
+    async def _hold(self, delivery: Delivery, example: Example, published: Sequence[int], sample: int) -> Conversation:
+        seed = seed_of(self._config.run.seed, delivery.group_id)
+        name = f"{delivery.group_id}/{sample}/{delivery.attempt}"
+        async with self._places:
+            conversation = await self._conversations.hold(name, example, published, seed, seed_of(seed, sample))
+        self._unfinished[delivery.group_id] -= 1
+        if conversation.failure:
+            logger.warning("group %s, sample %d: %s", delivery.group_id, sample, conversation.failure)
+            if self._config.agent.on_failure == "drop":
+                raise _Failed(conversation.failure)
+        return conversation
+
+    def _dropped(self, delivery: Delivery, error: Exception) -> Drop:
+        """Return the drop that a failure means, or raise it."""
+        match error:
+            case PromptTooLong() | RefusedPrompt(is_too_long=True):
+                reason = DropReason.PROMPT_TOO_LONG
+            case RefusedPrompt():
+                reason = DropReason.BAD_PROMPT
+            case _Failed() | BadPrompt():
+                reason = DropReason.ENVIRONMENT_FAILED
+            case _:
+                raise error
+        logger.warning("dropping group %s as %s: %s", delivery.group_id, reason, error)
+        return Drop(reason, detail=str(error))
+
+
+class _Failed(Exception):
+    """The environment failed in a conversation of a group that is dropped for it."""
+
+
+def example_of(prompt: Mapping[str, Any]) -> Example:
+    """Return the example that the column `prompt` has."""
+    return Example(
+        prompt.get("messages") or prompt["text"],
+        prompt.get("answer", ""),
+        prompt.get("metadata", {}),
+        prompt.get("sampling", {}),
+        prompt.get("tools", []),
+        f"prompt {prompt.get('index', '')}".strip(),
+    )
+
+
+def columns_of(conversations: Sequence[Conversation], *, masked: bool) -> dict[str, Column]:
+    """Return the columns that the stage writes.
+
+    Args:
+        conversations: the group's, at least one.
+        masked: whether those that failed aren't trained on.
+    """
+    tokens = [one.tokens for one in conversations]
+    masks = [
+        np.zeros_like(one.tokens.loss_mask) if masked and one.failure else one.tokens.loss_mask for one in conversations
+    ]
+    versions = [one.tokens.versions[one.tokens.loss_mask != 0] for one in conversations]
+    names = dict.fromkeys(name for one in conversations for name in one.info)
+    return {
+        "tokens": np.concatenate([one.tokens for one in tokens]),
+        "sample_of_sequence": np.arange(len(tokens), dtype=np.int32),
+        "lengths": np.array([len(one.tokens) for one in tokens], np.int32),
+        "shares_prompt": np.array([one.shares_prompt for one in tokens], np.uint8),
+        "loss_mask": np.concatenate(masks),
+        "rollout_logprobs": np.concatenate([one.logprobs for one in tokens]),
+        "versions": np.concatenate([one.versions for one in tokens]),
+        "finish": [one.finish for one in conversations],
+        "text": [one.text for one in conversations],
+        "spans_weight_update": np.array([len(np.unique(one)) > 1 for one in versions], np.uint8),
+        RESPONSE_MESSAGES: [one.messages for one in conversations],
+        ENVIRONMENT_REWARD: np.array([one.reward for one in conversations], np.float64),
+        ENVIRONMENT_INFO: {name: [one.info.get(name) for one in conversations] for name in names},
+        TURNS: np.array([one.turns for one in conversations], np.int32),
+        ENVIRONMENT_SECONDS: np.array([one.environment_seconds for one in conversations], np.float32),
+    }

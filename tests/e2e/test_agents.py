@@ -1,0 +1,175 @@
+"""Runs whose samples are conversations with an environment of the test's own."""
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.trainer.batch.groups import TrainGroup, bounds_of
+from services.trainer.batch.step_file import read_step_file, step_file_path
+from tests.e2e.conftest import Workplace
+from tests.e2e.test_run import check_books, read_summary
+from tests.kit.models import SPECIAL_TOKENS, byte_tokenizer, make_tiny_model
+
+STEPS = 4
+OBSERVED = "<|im_end|> of"
+"""The environment's messages begin so: the control token must be plain text."""
+ENVIRONMENT = f"""
+class Echo:
+    def __init__(self, turns):
+        self.turns, self.turn = turns, 0
+
+    def open(self, sample):
+        return "Say something about " + sample.answer
+
+    def step(self, reply):
+        self.turn += 1
+        data = reply.text.encode()
+        share = sum(byte % 2 == 0 for byte in data) / max(len(data), 1)
+        return {OBSERVED!r} + f" {{len(reply.text)}}", share, self.turn == self.turns, {{"letters": len(reply.text)}}
+"""
+AGENT = (
+    *("--eval.prompts", "0", "--reward.name", "environment", "--agent.environment", "echo.py:Echo"),
+    *("--agent.settings", "{turns = 3}", "--rollout.max_new_tokens", "300", "--agent.turn_tokens", "20"),
+    # Random models rarely end a message by themselves.
+    *("--rollout.stop_token_ids", json.dumps([2, *range(40, 140)])),
+    *("--trainer.checkpoint.keep_step_files", "always", "--board.lease_seconds", "3"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_killed_agent_loses_nothing_and_tokens_are_those_of_the_engine(workplace: Workplace) -> None:
+    (workplace.folder / "echo.py").write_text(ENVIRONMENT)
+    run = workplace.start("run", "tiny.toml", "--run.steps", str(STEPS), "--run-id", "talks", *AGENT)
+    workplace.kill_in_step(run, 2, "agent")
+
+    folder = workplace.folder / "runs" / "talks"
+    check_books(read_summary(folder), STEPS)
+    ledger = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    trained = Counter(group for entry in ledger for group in entry["plan"]["groups"])
+    assert set(trained.values()) == {1}
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
+    compared = [step["logprob_difference_max"] for step in steps if "logprob_difference_max" in step]
+    assert compared
+    assert max(compared) < 0.01  # other tokens than the engine's would have other log-probs
+    for step in steps:
+        assert 1 <= step["turns_mean"] <= step["turns_max"] <= 3
+        assert step["environment_reward_mean"] == pytest.approx(step["reward_mean"])
+        assert step["environment/letters"] > 0
+        assert step["finish/env_done/share"] + step.get("finish/length/share", 0.0) == pytest.approx(1)
+    for number in range(1, STEPS + 1):
+        for group_id, columns in read_step_file(step_file_path(folder, number)).groups.items():
+            check_tokens(TrainGroup(group_id, columns))
+
+
+def check_tokens(group: TrainGroup) -> None:
+    """Check that each sample is the prompt, the model's messages and between them the template's text."""
+    columns, bounds = group.columns, bounds_of(group.lengths)
+    tokenizer = byte_tokenizer()
+    stop = SPECIAL_TOKENS.index("<|im_end|>")
+
+    def encode(text: str, *, special: bool = True) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=not special))
+
+    for sample in range(group.samples):
+        own = slice(int(bounds[sample]), int(bounds[sample + 1]))
+        tokens, mask = columns["tokens"][own], columns["loss_mask"][own]
+        assert not columns["shares_prompt"][sample]  # the environment opens the conversation
+        opened = encode("<|im_start|>user\nSay something about ") + encode(columns["prompt"]["answer"])
+        prompt = columns["prompt_tokens"].tolist()[: -len(encode("<|im_start|>assistant\n"))]
+        prompt += opened + encode("<|im_end|>\n<|im_start|>assistant\n")
+        parts = np.split(tokens, np.flatnonzero(np.diff(mask)) + 1)
+        assert parts[0].tolist() == prompt
+        assert len(parts) == 2 * columns["turns"][sample]
+        for reply, observation in zip(parts[1::2], parts[2::2], strict=False):
+            said = tokenizer.decode(reply[:-1] if reply[-1] in range(3) else reply)
+            expected = [] if reply[-1] == stop else [stop]
+            expected += encode("\n<|im_start|>user\n") + encode(f"{OBSERVED} {len(said)}", special=False)
+            assert observation.tolist() == expected + encode("<|im_end|>\n<|im_start|>assistant\n")
+        logprobs, versions = columns["rollout_logprobs"][own], columns["versions"][own]
+        assert (logprobs[mask == 0] == 0).all()
+        assert (logprobs[mask == 1] < 0).all()
+        assert (np.diff(versions[mask == 1]) >= 0).all()
+
+
+TOOLS = """\
+{% if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}Call one in <tool_call></tool_call>.<|im_end|>
+{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>
+{{ {"name": call.function.name, "arguments": call.function.arguments} | tojson }}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_bundled_calculator_is_trained_with(workplace: Workplace, tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "long", max_position_embeddings=2048)
+    (workplace.folder / "tools.jinja").write_text(TOOLS)
+    code, output = workplace.relaxd(
+        *("run", "tiny.toml", "--run.steps", "2", "--run-id", "sums", "--eval.prompts", "0"),
+        *("--model.path", str(model), "--model.chat_template", "tools.jinja", "--data.max_prompt_tokens", "1000"),
+        *("--agent.environment", "calculator", "--reward.name", "environment"),
+        *("--algorithm.drop_zero_variance", "false", "--trainer.checkpoint.keep_step_files", "always"),
+    )
+    assert code == 0, output
+    folder = workplace.folder / "runs" / "sums"
+    check_books(read_summary(folder), 2)
+    (group, *_) = read_step_file(step_file_path(folder, 1)).groups.values()
+    text = byte_tokenizer().decode(group["tokens"])
+    assert '"name": "calculator"' in text.partition("<|im_end|>")[0]  # the tools are in the samples' own prompts
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert all(step["environment/calls"] == 0 and step["turns_mean"] == 1 for step in steps)  # of a random model
+    assert steps[0]["logprob_difference_max"] < 0.01
+
+
+FAILING = """
+import time
+
+class Failing:
+    def __init__(self, hangs):
+        self.hangs = hangs
+
+    def open(self, sample):
+        self.fails = sample.seed % 2 == 0
+
+    def step(self, reply):
+        if self.fails:
+            time.sleep(3600) if self.hangs else 1 / 0
+        return None, len(reply.text) + sum(reply.text.encode()) / 1e4, True
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("hangs", [False, True])
+def test_an_environment_that_fails_drops_its_group_with_the_reason(workplace: Workplace, hangs: bool) -> None:
+    (workplace.folder / "failing.py").write_text(FAILING)
+    code, output = workplace.relaxd(
+        *("run", "tiny.toml", "--run.steps", "2", "--run-id", "fails", "--eval.prompts", "0"),
+        *("--reward.name", "environment", "--agent.environment", "failing.py:Failing"),
+        *("--agent.settings", f"{{hangs = {str(hangs).lower()}}}", "--agent.call_seconds", "1"),
+    )
+    assert code == 0, output
+    folder = workplace.folder / "runs" / "fails"
+    summary = read_summary(folder)
+    check_books(summary, 2)
+    fates = [json.loads(line) for line in (folder / "groups.jsonl").read_text().splitlines()]
+    dropped = [fate for fate in fates if fate.get("reason") == "environment_failed"]
+    assert dropped
+    assert summary["dropped_by_reason"]["environment_failed"] == len(dropped)
+    expected = (
+        r"step\(\) took longer than 1 s"
+        if hangs
+        else r"ZeroDivisionError: division by zero \(failing.py:\d+, in step\)"
+    )
+    logs = "".join(path.read_text() for path in sorted(Path(folder / "logs").glob("agent*")))
+    assert re.search(expected, logs), logs[-2000:]
