@@ -1,11 +1,12 @@
 """Messages about a run for one address, and when each is due. A policy: it gets its clock, and sends nothing itself."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any, Literal
 
 from relaxd.alerts.quiet_hours import QuietHours
+from relaxd.waiting import duration
 
 Level = Literal["info", "success", "warning", "failure"]
 LEVELS: tuple[Level, ...] = ("info", "success", "warning", "failure")
@@ -14,6 +15,8 @@ MAX_PENDING = 50
 """Messages that wait; older ones are left out."""
 MAX_TOLD = 1000
 """Maximum number of announced alarms that are remembered."""
+OVER_SECONDS = 60.0
+"""Time after which an alarm that is gone is over. One that returns sooner, as after a restart, has gone on."""
 REPORTED = (
     "reward_mean",
     "loss",
@@ -36,6 +39,21 @@ class Message:
     level: Level
 
 
+@dataclass
+class ToldAlarm:
+    """An alarm with a message. Times are Unix times."""
+
+    told: float
+    """Time of the message of its beginning."""
+    began: float
+    first_step: int
+    text: str
+    gone: float | None = None
+    """Time since which the run doesn't have it any more."""
+    over: bool = False
+    """True once its end was told, and while it goes on again without a message."""
+
+
 class Outbox:
     """Collects messages about a run for one address until they are sent.
 
@@ -53,10 +71,8 @@ class Outbox:
         self._every = every
         self._events: dict[str, str] = dict(state.get("events", {}))
         """Time of the last beginning, pause and end with a message, by name."""
-        self._alarms: dict[str, tuple[int, float]] = {
-            name: (int(step), float(time)) for name, (step, time) in state.get("alarms", {}).items()
-        }
-        """First step and Unix time of the last message about an alarm, by the alarm's name."""
+        self._alarms = {name: ToldAlarm(**one) for name, one in state.get("told_alarms", {}).items()}
+        """The last message about each alarm, by the alarm's name."""
         self._reported: tuple[int, dict[str, float]] | None = None
         """Step and numbers of the last report."""
         self._report_step: int | None = state.get("report_step")
@@ -84,10 +100,7 @@ class Outbox:
         if status["pause_time"] and self._is_news("pause", status["pause_time"]):
             body = f"{status['reason']}\n{where}"
             self._add(now, Message(f"run {self._run} is paused", body, "warning"))
-        for alarm in status["alarms"]:
-            if self._alarm_is_news(alarm, now):
-                body = f"since step {alarm['first_step']}: {alarm['text']}"
-                self._add(now, Message(f"run {self._run}: alarm", body, "warning"))
+        self._observe_alarms(status, now)
         if self._ended and self._is_news("end", status["end_time"]):
             failed = state == "failed"
             body = "\n".join([status["reason"], where, *self._numbers()])
@@ -123,7 +136,7 @@ class Outbox:
         self._pending, self._report, self._left_out = [], None, 0
         self._state = {
             "events": dict(self._events),
-            "alarms": dict(self._alarms),
+            "told_alarms": {name: asdict(one) for name, one in self._alarms.items()},
             "report_step": self._report_step,
         }
 
@@ -131,13 +144,36 @@ class Outbox:
         before, self._events[event] = self._events.get(event), time
         return before != time
 
-    def _alarm_is_news(self, alarm: Mapping[str, Any], now: datetime) -> bool:
-        name, first_step, time = alarm["name"], alarm["first_step"], now.timestamp()
-        told = self._alarms.get(name)
-        if told is not None and (told[0] == first_step or time - told[1] < self._repeat_seconds):
-            return False
+    def _observe_alarms(self, status: Mapping[str, Any], now: datetime) -> None:
+        """Tell of alarms that begin and that are over. The run's end closes all without a message of their own."""
+        time, going_on = now.timestamp(), {alarm["name"] for alarm in status["alarms"]}
+        for alarm in status["alarms"]:
+            if self._alarm_is_news(alarm, time):
+                body = f"since step {alarm['first_step']}: {alarm['text']}"
+                self._add(now, Message(f"run {self._run}: alarm", body, "warning"))
+        for name, known in self._alarms.items():
+            if name not in going_on and known.gone is None:
+                known.gone = time
+            if self._ended:
+                known.over = True
+            elif not known.over and known.gone is not None and time - known.gone >= OVER_SECONDS:
+                known.over = True
+                lasted = f"It went on for {duration(known.gone - known.began)}, from step {known.first_step}"
+                body = f"{lasted} to step {status['step']}: {known.text}"
+                self._add(now, Message(f"run {self._run}: alarm is over", body, "success"))
+
+    def _alarm_is_news(self, alarm: Mapping[str, Any], time: float) -> bool:
+        """Take in an alarm that goes on. Returns whether people are to be told that it began."""
+        name, first_step, text = alarm["name"], alarm["first_step"], alarm["text"]
+        known, began = self._alarms.get(name), time
+        if known is not None:
+            if known.over and known.gone is not None:
+                known.began, known.first_step = time, first_step
+            known.gone, known.text, began = None, text, known.began
+            if not known.over or time - known.told < self._repeat_seconds:
+                return False
         self._alarms.pop(name, None)
-        self._alarms[name] = (first_step, time)
+        self._alarms[name] = ToldAlarm(time, began, first_step, text)
         for old in list(self._alarms)[:-MAX_TOLD]:
             del self._alarms[old]
         return True

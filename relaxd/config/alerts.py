@@ -35,7 +35,7 @@ class AlertsConfig(Section):
     time_zone: str = ""
     """Time zone of the quiet hours, such as "Europe/Berlin". By default that of the coordinator's machine."""
     repeat_seconds: float = Field(default=3600.0, ge=0)
-    """An alarm that ends and begins again is notified of only after this time."""
+    """An alarm that ends and begins again is notified of, and so is its new end, only after this time."""
 
     @model_validator(mode="after")
     def _rules_can_be_read(self) -> Self:

@@ -121,6 +121,7 @@ class ActiveRun:
             health=lambda: self.health.record,
             held_up=lambda: self.waiting.reason if self.waiting.sentence else None,
             step=lambda: self.step,
+            clock=time.time,
         )
         self._going_since = time.monotonic()
         """Monotonic time at which training began, or went on after a pause, under this coordinator."""
@@ -216,7 +217,7 @@ class ActiveRun:
         helpers = [asyncio.create_task(part.run_forever()) for part in parts]
         if self._tracking is not None:
             helpers.append(asyncio.create_task(self._tracking.run_forever()))
-        helpers.append(asyncio.create_task(self._alarms.run_forever(self._tracking, time.time)))
+        helpers.append(asyncio.create_task(self._alarms.run_forever(self._tracking)))
         phases = asyncio.create_task(self._phases())
         try:
             # A helper ends only with an unexpected error, which ends the run's task, too.

@@ -76,20 +76,24 @@ class RunAlarms:
         health: Callable[[], HealthRecord],
         held_up: Callable[[], Reason | None],
         step: Callable[[], int],
+        clock: Callable[[], float],
     ) -> None:
-        """`held_up` returns what holds the run up; the others the run's record, its health and its last step."""
+        """`held_up` returns what holds the run up, `record`, `health` and `step` the run's record, its health and its
+        last step, `clock` the Unix time.
+        """
         self._config = config
         self._folder = folder
         self._record = record
         self._health = health
         self._held_up = held_up
         self._step = step
+        self._clock = clock
         self._gap = GapWatch(config)
         self._rules = [RuleWatch(parse_rule(rule)) for rule in config.alerts.rules]
         self._states: dict[Key, pb.Alarm] = {}
         """Alarms of the wait, the disk and the health."""
-        self._logged: dict[Key, pb.Alarm] = {}
-        """Alarms whose beginning was logged."""
+        self._logged: dict[Key, tuple[float, pb.Alarm]] = {}
+        """Alarms whose beginning was logged, and when."""
         self._disk: dict[Key, str] = {}
         """The alarm of the disk."""
 
@@ -125,9 +129,9 @@ class RunAlarms:
                 )
         return alarms
 
-    def look(self, now: float) -> None:
-        """Look at the wait, the disk and the health. `now` is the Unix time."""
-        problems = wait_problem(self._held_up(), now, self._config.alerts.wait_seconds)
+    def look(self) -> None:
+        """Look at the wait, the disk and the health."""
+        problems = wait_problem(self._held_up(), self._clock(), self._config.alerts.wait_seconds)
         problems |= self._disk | health_problems(self._health())
         self._states = {
             key: self._states.get(key) or pb.Alarm(kind=key[0], name=key[1], first_step=self._step(), text=text)
@@ -159,13 +163,13 @@ class RunAlarms:
             ],
         }
 
-    async def run_forever(self, tracking: Tracking | None, clock: Callable[[], float]) -> None:
-        """Look once a second. `clock` returns the Unix time."""
-        await asyncio.gather(self._watch(tracking, clock), self._watch_disk())
+    async def run_forever(self, tracking: Tracking | None) -> None:
+        """Look once a second."""
+        await asyncio.gather(self._watch(tracking), self._watch_disk())
 
-    async def _watch(self, tracking: Tracking | None, clock: Callable[[], float]) -> None:
+    async def _watch(self, tracking: Tracking | None) -> None:
         while True:
-            self.look(clock())
+            self.look()
             if tracking is not None:
                 tracking.tell(self.status(tracking))
             await asyncio.sleep(TICK_SECONDS)  # idle: looks again
@@ -180,11 +184,13 @@ class RunAlarms:
 
     def _log(self) -> None:
         """Log when an alarm begins and ends."""
-        run_id, now = self._record().run_id, {(one.kind, one.name): one for one in self.current()}
-        for key, alarm in now.items():
-            if key not in self._logged:
+        run_id, time, before = self._record().run_id, self._clock(), self._logged
+        self._logged = {}
+        for alarm in self.current():
+            key = (alarm.kind, alarm.name)
+            if key not in before:
                 logger.warning("run %s: since step %d: %s", run_id, alarm.first_step, alarm.text)
-        for key, alarm in self._logged.items():
-            if key not in now:
-                logger.info("run %s: it is over: %s", run_id, alarm.text)
-        self._logged = now
+            self._logged[key] = (before[key][0] if key in before else time, alarm)
+        for key, (since, alarm) in before.items():
+            if key not in self._logged:
+                logger.info("run %s: it is over after %s: %s", run_id, duration(time - since), alarm.text)

@@ -71,18 +71,30 @@ def test_a_failed_run_and_one_that_goes_on() -> None:
     assert "12:00 run r failed\nno trainer\nstep 2 of 9\nreward_mean 0.25\n\n12:00 run r goes on" in message.body
 
 
-ALARMS: list[tuple[list[tuple[int, dict[str, Any]]], list[int]]] = [
-    # minutes and statuses; minutes of messages
-    ([(0, status("running", 1, "kl")), (1, status("running", 2, "kl")), (99, status("running", 9, "kl"))], [0]),
-    ([(0, status("running", 1, "kl")), (5, status("running", 2, "disk", "kl"))], [0, 5]),
-    # it ends and begins again: within the hour that is no news, later it is
-    ([(0, status("running", 1, "kl")), (1, status()), (2, status("running", 3, "kl", first_step=3)),
-      (59, status("running", 4, "kl", first_step=3)), (60, status("running", 4, "kl", first_step=3))], [0, 60]),
+KL, KL_3 = status("running", 2, "kl"), status("running", 3, "kl", first_step=3)
+BEGINS, OVER = "run r: alarm", "run r: alarm is over"
+ALARMS: list[tuple[list[tuple[float, dict[str, Any]]], list[tuple[float, str]]]] = [
+    # minutes and statuses; minutes and titles of messages
+    ([(0, KL), (1, KL), (99, KL)], [(0, BEGINS)]),
+    ([(0, KL), (5, status("running", 2, "disk", "kl"))], [(0, BEGINS), (5, BEGINS)]),
+    # back within a minute: it has gone on
+    ([(0, KL), (1, status()), (1.9, KL_3), (2, status()), (2.9, KL_3), (99, KL_3)], [(0, BEGINS)]),
+    ([(0, KL), (1, status()), (1.9, status()), (2, status()), (99, status())], [(0, BEGINS), (2, OVER)]),
+    # it ends and begins again: within the hour neither is news, later both are
+    ([(0, KL), (1, status()), (2, status()), (3, KL_3), (4, status()), (5, status()), (9, status())],
+     [(0, BEGINS), (2, OVER)]),
+    ([(0, KL), (1, status()), (2, status()), (3, KL_3), (59, KL_3), (60, KL_3), (61, status()), (62, status())],
+     [(0, BEGINS), (2, OVER), (60, BEGINS), (62, OVER)]),
+    # the end of the run is the end of its alarms; they may begin again when it goes on
+    ([(0, KL), (1, status("stopped")), (5, status("stopped")), (70, status(begin_time="b2")), (75, status()),
+      (80, KL)], [(0, BEGINS), (1, "run r has ended"), (70, "run r begins"), (75, "run r begins"), (80, BEGINS)]),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("statuses", "minutes"), ALARMS)
-def test_an_alarm_is_told_when_it_begins(statuses: list[tuple[int, dict[str, Any]]], minutes: list[int]) -> None:
+@pytest.mark.parametrize(("statuses", "messages"), ALARMS)
+def test_beginning_and_end_of_an_alarm_are_told_once(
+    statuses: list[tuple[float, dict[str, Any]]], messages: list[tuple[float, str]]
+) -> None:
     box = outbox()
     box.observe(status(), NOON)
     send(box)
@@ -91,9 +103,33 @@ def test_an_alarm_is_told_when_it_begins(statuses: list[tuple[int, dict[str, Any
         now = NOON + timedelta(minutes=minute)
         box.observe(one, now)
         if (message := send(box, now)) is not None:
-            assert message.level == "warning"
-            told.append(minute)
-    assert told == minutes
+            told.append((minute, message.title))
+    assert told == messages
+
+
+def test_the_end_of_an_alarm_says_how_long_it_went_on() -> None:
+    box = outbox()
+    box.observe(status("running", 2, "kl", first_step=2), NOON)
+    send(box)
+    again = outbox(state=json.loads(json.dumps(box.state)))  # the coordinator is started again
+    for minute in (12, 13):
+        again.observe(status("running", 7), NOON + timedelta(minutes=minute))
+    body = "It went on for 12 min, from step 2 to step 7: kl is wrong"
+    assert send(again) == Message("run r: alarm is over", body, "success")
+
+
+def test_an_alarm_that_comes_and_goes_in_quiet_hours_is_told_afterwards() -> None:
+    box, night = outbox("22:00-07:00"), NOON.replace(hour=23)
+    for minute, one in enumerate((status("running", 1, "kl"), status(), status())):
+        box.observe(one, night + timedelta(minutes=minute))
+    assert box.due(night + timedelta(minutes=2)) is None
+    message = send(box, NOON + timedelta(days=1))
+    assert message is not None
+    assert [part.partition("\n")[0] for part in message.body.split("\n\n")] == [
+        "23:00 run r goes on",
+        "23:00 run r: alarm",
+        "23:02 run r: alarm is over",
+    ]
 
 
 def test_after_a_restart_nothing_is_told_twice_and_nothing_is_lost() -> None:

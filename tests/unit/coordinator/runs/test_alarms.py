@@ -1,13 +1,18 @@
 """Alarms of the coordinator: of waits, the disk and the health."""
 
+import logging
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from relaxd.config.load_toml import load
 from relaxd.v1 import coordinator_pb2 as pb
-from services.coordinator.runs.alarms import disk_problem, health_problems, wait_problem
+from services.coordinator.runs.alarms import RunAlarms, disk_problem, health_problems, wait_problem
 from services.coordinator.runs.wait_reasons import Reason
 from services.coordinator.state.records import Health, HealthRecord, ReplicaHealth, RoleHealth
+from tests.kit.run_folders import CONFIG
 
 REDIS, PAUSED = pb.WAIT_KIND_REDIS, pb.WAIT_KIND_PAUSED
 WAITS: list[tuple[Reason | None, str]] = [
@@ -50,3 +55,23 @@ def test_roles_that_are_rebuilt_and_replicas_that_are_given_up_are_alarms() -> N
         "rollout replicas": f"could not be brought back: {', '.join(names[:5])} and 3 more (no GPU)",
         "reward": "role reward is rebuilt: all are gone",
     }
+
+
+def test_the_log_says_when_an_alarm_begins_and_how_long_it_went_on(caplog: pytest.LogCaptureFixture) -> None:
+    now = SimpleNamespace(time=1000.0, reason=Reason(REDIS, "Redis doesn't answer", since=1.0))
+    alarms = RunAlarms(
+        load(CONFIG.format(steps=9)),
+        Path("/runs/r"),
+        record=lambda: cast("Any", SimpleNamespace(run_id="r")),
+        health=HealthRecord,
+        held_up=lambda: now.reason,
+        step=lambda: 3,
+        clock=lambda: now.time,
+    )
+    with caplog.at_level(logging.INFO, "services.coordinator.runs.alarms"):
+        for now.time in (1000.0, 1100.0, 1720.0):
+            alarms.look()
+        now.reason = None
+        alarms.look()
+    text = "held up for more than 15 min: Redis doesn't answer"
+    assert caplog.messages == [f"run r: since step 3: {text}", f"run r: it is over after 12 min: {text}"]
