@@ -24,7 +24,8 @@ TORCH = "torch"
 IMAGES: dict[str, tuple[str, list[str], set[str]]] = {
     "core": ("advantage, and below coordinator, agent, reward and launcher", ["advantage"], set()),
     "reward": ("reward", ["reward"], set()),
-    "coordinator": ("coordinator and agent", ["coordinator", "data"], set()),
+    "coordinator": ("coordinator", ["coordinator", "data", "alerts", "trackers"], set()),
+    "agent": ("agent", ["coordinator", "data"], set()),
     "launcher": ("launcher", ["launcher"], set()),
     "torch": ("rollout, and below trainer and cli", ["rollout"], set()),
     "trainer": ("trainer", ["trainer"], set()),

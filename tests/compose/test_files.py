@@ -6,6 +6,7 @@ import re
 import runpy
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,13 @@ from tests.compose.stack import COMPOSE, ROOT
 
 DASHBOARDS = sorted((COMPOSE / "config" / "grafana" / "dashboards").glob("*.json"))
 SERVICES = {role.module.split(".")[1] for role in ROLES.values()}
+PASSED_ON = {
+    *("RELAXD_ALERT_URLS", "WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_ENTITY"),
+    *("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"),
+    *("CLEARML_API_HOST", "CLEARML_WEB_HOST", "CLEARML_FILES_HOST"),
+    *("CLEARML_API_ACCESS_KEY", "CLEARML_API_SECRET_KEY"),
+}
+"""Variables of whoever calls compose that the coordinator gets."""
 LAYERS = (
     "compose.yaml",
     "compose.yaml:compose.gpu.yaml",
@@ -100,7 +108,7 @@ def test_a_container_can_do_little_more_than_it_needs(files: str) -> None:
 
 @pytest.mark.parametrize("files", LAYERS)
 def test_each_service_has_its_own_secrets_and_no_others(files: str) -> None:
-    """They find them in volumes that are filled before them, and none is in a file or in a variable."""
+    """They find them in volumes that are filled before them, and none of relaxd's is in a file or in a variable."""
     services = compose_config(files)["services"]
     mounted = {
         name: {
@@ -126,10 +134,27 @@ def test_each_service_has_its_own_secrets_and_no_others(files: str) -> None:
         assert "secrets" in waits_for, name
     for name, service in services.items():
         for variable, value in service.get("environment", {}).items():
-            if any(word in variable for word in ("TOKEN", "PASSWORD")):
+            if any(word in variable for word in ("TOKEN", "PASSWORD")) and variable not in PASSED_ON:
                 assert re.fullmatch(r"/run/relaxd/\w+", value), f"{name}: {variable}"
     assert "requirepass" in services["redis"]["command"][-1]
     assert "ports" not in services["redis"]
+
+
+def test_only_the_coordinator_gets_the_secrets_of_notifications_and_trackers() -> None:
+    passed_on = {
+        (name, variable): value
+        for file in COMPOSE.glob("compose*.yaml")
+        for name, service in yaml.safe_load(file.read_text())["services"].items()
+        for variable, value in (service.get("environment") or {}).items()
+        if variable in PASSED_ON
+    }
+    assert passed_on == {("coordinator", variable): None for variable in PASSED_ON}  # None: without a value in the file
+
+
+def test_compose_passes_on_only_variables_that_are_set() -> None:
+    environment = compose_config("compose.yaml", WANDB_API_KEY="hunter2")["services"]["coordinator"]["environment"]
+    passed_on = {name: value for name, value in environment.items() if name in PASSED_ON and value is not None}
+    assert passed_on == {"WANDB_API_KEY": "hunter2"}
 
 
 def test_only_what_uses_redis_gets_its_password() -> None:
@@ -261,6 +286,14 @@ def test_no_small_image_gets_torch() -> None:
         text = (ROOT / "requirements" / f"{image}.lock").read_text().lower()
         assert "torch==" not in text
         assert "transformers==" not in text
+
+
+def test_the_coordinator_can_notify_and_has_every_tracker() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    wanted = {re.split("[<>=]", text)[0] for extra in ("alerts", "trackers") for text in extras[extra]}
+    lock = (ROOT / "requirements" / "coordinator.lock").read_text()
+    assert wanted == {"apprise", "tensorboard", "wandb", "clearml"}
+    assert wanted <= set(re.findall(r"^([\w-]+)==", lock, re.MULTILINE))
 
 
 def test_every_service_has_an_image_and_its_command() -> None:
