@@ -537,6 +537,15 @@ METRICS: dict[str, Metric] = {
             "With 2 to 32 engines `replicas` has that of each.",
         ),
         Metric(
+            "engine_prefix_hit_share",
+            "step",
+            "1",
+            "Share of the tokens of samples' prompts, begun parts of answers included, that engines did not have to "
+            "read: found in the prefix cache, or read once for the samples of a group. Of all engines since the last "
+            "step, by their heartbeats. Absent if no sample began, or if none counts them: the engines transformers "
+            "and sglang do, SGLang servers of your own don't.",
+        ),
+        Metric(
             "gpu_idle_share",
             "step",
             "1",

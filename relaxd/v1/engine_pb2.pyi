@@ -465,6 +465,7 @@ class GetEngineStatsResponse(_message.Message):
     QUARANTINED_FIELD_NUMBER: _builtins.int
     RSS_BYTES_FIELD_NUMBER: _builtins.int
     TOKENS_PREFILLED_FIELD_NUMBER: _builtins.int
+    TOKENS_PROMPTED_FIELD_NUMBER: _builtins.int
     running_samples: _builtins.int
     """Samples that generate."""
     waiting_samples: _builtins.int
@@ -476,7 +477,13 @@ class GetEngineStatsResponse(_message.Message):
     rss_bytes: _builtins.int
     """Resident memory of the engine's processes."""
     tokens_prefilled: _builtins.int
-    """Tokens of prompts and given sequences that the model read since the start, without those found in a cache (SGLang)."""
+    """Tokens of prompts and given sequences that the model read since the start, without those found in a cache or read
+    once for several samples.
+    """
+    tokens_prompted: _builtins.int
+    """Tokens before the first new one of each sample since the start: what the model would have read without a cache.
+    0 if the engine doesn't count them.
+    """
     def __init__(
         self,
         *,
@@ -486,10 +493,11 @@ class GetEngineStatsResponse(_message.Message):
         quarantined: _builtins.bool = ...,
         rss_bytes: _builtins.int = ...,
         tokens_prefilled: _builtins.int = ...,
+        tokens_prompted: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["quarantined", b"quarantined", "rss_bytes", b"rss_bytes", "running_samples", b"running_samples", "tokens_generated", b"tokens_generated", "tokens_prefilled", b"tokens_prefilled", "waiting_samples", b"waiting_samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["quarantined", b"quarantined", "rss_bytes", b"rss_bytes", "running_samples", b"running_samples", "tokens_generated", b"tokens_generated", "tokens_prefilled", b"tokens_prefilled", "tokens_prompted", b"tokens_prompted", "waiting_samples", b"waiting_samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -55,6 +55,8 @@ class _ReplicaUsage:
     """Seconds in which a kernel ran, since then."""
     gpu_seconds: float = 0.0
     sampled_at: float = 0.0
+    prompts: tuple[float, float] = (0.0, 0.0)
+    """Tokens of samples' prompts, and those of them that the engine read, up to the last step."""
 
 
 class Usage:
@@ -77,7 +79,9 @@ class Usage:
             known = self._seen.get(key)
             if known is None:
                 busy, paused = _engine_seconds(replica, now)
-                known = _ReplicaUsage(now, _counter(busy), _counter(paused), sampled_at=now)
+                known = _ReplicaUsage(
+                    now, _counter(busy), _counter(paused), sampled_at=now, prompts=_prompt_tokens(replica)
+                )
             utilisation = replica.status.gauges.get("gpu_utilisation")
             if utilisation is not None:
                 known.gpu_busy += utilisation * (now - known.sampled_at)
@@ -92,6 +96,7 @@ class Usage:
         now = self._clock()
         shares: dict[str, dict[str, float]] = {"busy": {}, "paused": {}, "idle": {}}
         gpus: dict[str, float] = {}
+        prompted = prefilled = 0.0
         for replica in replicas:
             known = self._seen[(replica.replica_id, replica.registered_at)]
             seconds = now - known.since
@@ -107,10 +112,16 @@ class Usage:
                     shares["busy"][replica.replica_id] = known.busy.take(busy, left) / seconds
                     idle = 1 - shares["paused"][replica.replica_id] - shares["busy"][replica.replica_id]
                     shares["idle"][replica.replica_id] = max(0.0, idle)
+            before, known.prompts = known.prompts, _prompt_tokens(replica)
+            if known.prompts[0] > before[0]:
+                prompted += known.prompts[0] - before[0]
+                prefilled += known.prompts[1] - before[1]
             if known.gpu_seconds > 0:
                 gpus[replica.replica_id] = 1 - min(1.0, known.gpu_busy / known.gpu_seconds)
             known.since, known.gpu_busy, known.gpu_seconds = now, 0.0, 0.0
         result = {f"engine_{name}_share": _mean(values) for name, values in shares.items() if values}
+        if prompted:
+            result["engine_prefix_hit_share"] = min(1.0, max(0.0, 1 - prefilled / prompted))
         single = {"engine_idle_share": shares["idle"]} if shares["idle"] else {}
         if gpus:
             count = {replica.replica_id: max(1, len(replica.status.gpu_uuids)) for replica in replicas}
@@ -138,6 +149,12 @@ def _engine_seconds(replica: Replica, now: float) -> tuple[float | None, float |
         gauges["engine_busy_seconds"] + (passed if state == BUSY else 0.0),
         gauges["engine_paused_seconds"] + (passed if state == PAUSED else 0.0),
     )
+
+
+def _prompt_tokens(replica: Replica) -> tuple[float, float]:
+    """Return tokens of samples' prompts so far, and those that the engine read; zeros if it doesn't count them."""
+    gauges = replica.status.gauges
+    return gauges.get("engine_prompted_tokens", 0.0), gauges.get("engine_prefilled_tokens", 0.0)
 
 
 def _counter(value: float | None) -> _Counter | None:

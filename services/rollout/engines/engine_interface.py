@@ -51,7 +51,8 @@ class RolloutEngine(ABC):
     asleep: frozenset[MemoryPart]
     """The parts of its memory that it has freed."""
     gauges: dict[str, float]
-    """Last report of tokens_per_second, running_samples and waiting_samples, and of a process engine_rss_bytes."""
+    """Last report of tokens_per_second, running_samples and waiting_samples; of a process also engine_rss_bytes, and
+    engine_prompted_tokens and engine_prefilled_tokens if it counts them."""
 
     def __init__(self) -> None:
         self.weights = None

@@ -134,7 +134,7 @@ class LoadedEngine(Protocol):
         """Allocate memory again."""
 
     def stats(self) -> dict[str, int]:
-        """Return running_samples, waiting_samples, tokens_generated so far, and tokens_prefilled if it is known."""
+        """Return running_samples, waiting_samples, tokens_generated; tokens_prefilled and _prompted if known."""
 
 
 class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.RolloutServicer):

@@ -354,6 +354,11 @@ class ChildEngine(RolloutEngine):
             "waiting_samples": stats.waiting_samples,
             "engine_rss_bytes": stats.rss_bytes,
         }
+        if stats.tokens_prompted:
+            self.gauges |= {
+                "engine_prompted_tokens": stats.tokens_prompted,
+                "engine_prefilled_tokens": stats.tokens_prefilled,
+            }
 
     def _on_child_exit(self, ended: ChildExit) -> None:
         self.weights = None

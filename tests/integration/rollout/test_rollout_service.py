@@ -300,6 +300,9 @@ def check_cancellation(replica: Replica) -> None:
     next(parts)
     parts.cancel()
     replica.wait_for(lambda status: status.gauges.get("running_samples") == 0)
+    replica.wait_for(  # samples of a request share what was read
+        lambda status: status.gauges["engine_prompted_tokens"] > status.gauges["engine_prefilled_tokens"] > 0
+    )
 
 
 def check_request_ids(replica: Replica) -> None:

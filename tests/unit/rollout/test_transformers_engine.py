@@ -101,6 +101,8 @@ def test_samples_of_a_request_share_the_prefill(harness: Harness) -> None:
     )
     harness.generate(PROMPTS[0], 6, max_new_tokens=3, ignore_eos=True)
     assert fed == [(1, 5), (6, 1), (6, 1)]
+    stats = harness.engine.stats()
+    assert (stats["tokens_prefilled"], stats["tokens_prompted"]) == (5, 30)
 
 
 def test_ended_samples_leave_the_batch(harness: Harness) -> None:

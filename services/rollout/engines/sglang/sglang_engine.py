@@ -92,6 +92,7 @@ class SGLangEngine(GatedEngine):
             end_all=self._end_all,
         )
         """Pauses and updates the scheduler processes."""
+        self._tokens_prompted = 0
         self._stats = dict.fromkeys(("running_samples", "waiting_samples", "tokens_generated", "tokens_prefilled"), 0)
         for work in (self.control.supervise, self.control.read_news, self._read):
             threading.Thread(target=self._run_thread, args=(work,), name=work.__name__.strip("_"), daemon=True).start()
@@ -104,7 +105,7 @@ class SGLangEngine(GatedEngine):
             self._stats = {name: getattr(answer, name) for name in self._stats}
         except RpcError as error:
             logger.warning("reporting the last statistics again: %s", error)
-        stats = dict(self._stats)
+        stats = {**self._stats, "tokens_prompted": self._tokens_prompted}
         with self._gate.changed:
             stats["waiting_samples"] += sum(group.unfinished for group in self._held)
         return stats
@@ -191,6 +192,7 @@ class SGLangEngine(GatedEngine):
         for sample, (rid, message) in zip(samples, messages, strict=True):
             if sample is not None:
                 sample.marks.append((sample.begun, weights.version))
+                self._tokens_prompted += len(group.request.prompt_tokens) + sample.begun
             self._sent[rid] = (group, sample)
             self._channel.send(message)
 

@@ -109,7 +109,7 @@ class TransformersEngine(GatedEngine):
         self._cancelled: set[str] = set()
         self._aborted: set[str] = set()
         self._stopping = False
-        self._tokens_generated = 0
+        self._tokens_generated = self._tokens_prefilled = self._tokens_prompted = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -121,6 +121,8 @@ class TransformersEngine(GatedEngine):
             "running_samples": len(batch.samples) if batch else 0,
             "waiting_samples": waiting,
             "tokens_generated": self._tokens_generated,
+            "tokens_prefilled": self._tokens_prefilled,
+            "tokens_prompted": self._tokens_prompted,
         }
 
     def submit(self, request: Request) -> None:
@@ -249,6 +251,9 @@ class TransformersEngine(GatedEngine):
 
     def _start(self, groups: list[list[RunningSample]]) -> None:
         batch, logits = Batch.prefill(self.model, groups)
+        lengths = [len(group[0].prefix) for group in groups]
+        self._tokens_prefilled += sum(lengths)
+        self._tokens_prompted += sum(length * len(group) for length, group in zip(lengths, groups, strict=True))
         begun = self._advance(batch, logits)
         if self._batch is not None and begun is not None:
             self._batch.extend(begun)

@@ -57,3 +57,6 @@ def test_a_replica_with_sglang(stage: Stage, model: Path) -> None:
         ]
         assert columns["text"] == [tokenizer.decode(answer) for answer in said]
     replica.wait_for(lambda status: status.gauges.get("engine_rss_bytes", 0) > 1e8)
+    replica.wait_for(
+        lambda status: status.gauges["engine_prompted_tokens"] >= status.gauges["engine_prefilled_tokens"] > 0
+    )

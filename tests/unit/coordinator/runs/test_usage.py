@@ -52,6 +52,31 @@ def test_shares_of_a_step() -> None:
     }
 
 
+PROMPTS: list[tuple[list[tuple[float, float] | None], list[float | None]]] = [
+    # prompted and prefilled tokens at each heartbeat; shares of the steps
+    ([(100, 100), (500, 200), (900, 200), (900, 200)], [0.75, 1.0, None]),
+    ([None, None], [None]),  # the engine counts none
+    ([None, (500, 200), (900, 500)], [0.6, 0.25]),  # its first samples began in the first step
+    ([(900, 200), (100, 50), (200, 75)], [None, 0.75]),  # it was started again
+    ([(0, 0), (100, 120)], [0.0]),  # read again after it ran out of memory
+]
+
+
+@pytest.mark.parametrize(("heartbeats", "shares"), PROMPTS)
+def test_share_of_prompts_found_in_a_cache(
+    heartbeats: list[tuple[float, float] | None], shares: list[float | None]
+) -> None:
+    clock = Clock()
+    engine, usage = Engine(clock), Usage(clock)
+    found = []
+    for tokens in heartbeats:
+        engine.spend(1, "busy")
+        names = ("engine_prompted_tokens", "engine_prefilled_tokens")
+        engine.heartbeat(**dict(zip(names, tokens or (), strict=False)))
+        found.append(usage.take([engine.replica]).metrics.get("engine_prefix_hit_share"))
+    assert found[1:] == shares
+
+
 def test_the_time_after_the_last_heartbeat_is_corrected_later() -> None:
     clock = Clock()
     engine, usage = Engine(clock), Usage(clock)
