@@ -528,7 +528,7 @@ EQUIVALENTS = (
         "@rollout.multi_turn.enable",
         "",
         "--custom-generate-function-path",
-        "there are no conversations of several turns yet",
+        "conversations of several turns are [agent], which is written by hand (docs/agents.md)",
     ),
     Equivalent("", "peft_config", "@model.lora_rank", "trainer.model.lora", "", "there is no LoRA"),
 )

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 
 from relaxd.tools.migrate.migrated import Reader
 
-_TURNS = "there are no conversations of several turns yet"
+_TURNS = "conversations of several turns are [agent], which is written by hand (docs/agents.md)"
 _PARALLEL = "how the trainer holds its model is trainer.tensor_parallel, context_parallel and so on (relaxd fit)"
 _ENGINE = "options of the engine are SGLang's own, in rollout.sglang"
 _REASONS: Mapping[str, str] = {
