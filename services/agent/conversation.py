@@ -165,6 +165,12 @@ class Conversations:
         with self._timed(result):
             opened = await self._environments.open(engine.name, sample)
         tools = [*example.tools, *opened.tools]
+        if tools and self._form is None:
+            names = ", ".join(tool["function"]["name"] for tool in tools)
+            raise BadPrompt(
+                f"there are tools ({names}), but the chat template has no form of tool calls that relaxd reads "
+                "(docs/conversations.md): set model.chat_template to one that has"
+            )
         history = TokenHistory(self._tokenizer, example, tools, opened=opened.messages)
         if len(history.prompt_tokens) > self._config.data.max_prompt_tokens:
             raise PromptTooLong(
