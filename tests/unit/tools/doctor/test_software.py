@@ -140,7 +140,7 @@ def test_containers_to_be_started_need_docker(tmp_path: Path, monkeypatch: pytes
 
 def test_images() -> None:
     (finding,) = image_findings(["relaxd/trainer:dev", "redis:8-alpine"])
-    assert finding.found.startswith("there: relaxd/trainer:dev; not built: relaxd/advantage, relaxd/cli, ")
+    assert finding.found.startswith("there: relaxd/trainer:dev; not built: relaxd/advantage, relaxd/agent, ")
 
 
 def test_this_kernel_confines_rewards(tmp_path: Path) -> None:
