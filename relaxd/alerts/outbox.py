@@ -51,7 +51,7 @@ class ToldAlarm:
     gone: float | None = None
     """Time since which the run doesn't have it any more."""
     over: bool = False
-    """True once its end was told, and while it goes on again without a message."""
+    """True from the message of its end on, and while it goes on again without a message."""
 
 
 class Outbox:
@@ -145,7 +145,7 @@ class Outbox:
         return before != time
 
     def _observe_alarms(self, status: Mapping[str, Any], now: datetime) -> None:
-        """Tell of alarms that begin and that are over. The run's end closes all without a message of their own."""
+        """Add messages for alarms that begin and that are over. The run's end closes all without a further message."""
         time, going_on = now.timestamp(), {alarm["name"] for alarm in status["alarms"]}
         for alarm in status["alarms"]:
             if self._alarm_is_news(alarm, time):

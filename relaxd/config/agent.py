@@ -37,7 +37,7 @@ class AgentConfig(Section):
     conversation_seconds: float = Field(default=1800.0, gt=0)
     """Time for a conversation; the time in which no engine serves doesn't count."""
     on_failure: Literal["drop", "zero", "mask"] = "drop"
-    """What a failed conversation, whose environment raised or took too long, does to its group. drop: the group is
+    """Effect of a failed conversation, whose environment raised or took too long, on its group. drop: the group is
     dropped. zero: its reward is 0. mask: its reward is 0, and it isn't trained on."""
     max_sessions: int = Field(default=256, ge=1)
     """Maximum number of conversations at once of an agent replica."""
@@ -80,7 +80,7 @@ class AgentConfig(Section):
 
 
 def conversation_problem(config: "RunConfig") -> str:
-    """Return what keeps a run's samples from being conversations with an environment, or ""."""
+    """Return the reason why a run's samples can't be conversations with an environment; "" if they can."""
     engine, most = config.rollout.engine, config.rollout.max_new_tokens
     if config.run.colocate:
         return "run.colocate is true: trainer and engines can't take turns beside conversations yet; set false"

@@ -44,7 +44,7 @@ class OpenedSession:
 
 @dataclass(frozen=True)
 class SessionStep:
-    """What the environment says to a message of the model."""
+    """The environment's answer to a message of the model."""
 
     messages: list[Message]
     reward: float

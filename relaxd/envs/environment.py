@@ -13,10 +13,10 @@ from relaxd.envs.tool_calls import ToolCall
 __all__ = ["BadEnvironmentError", "Environment", "Observation", "Reply", "Sample", "Step", "ToolCall"]
 
 Observation = str | Message | Sequence[Message] | None
-"""What the environment says: a text, a message, messages, or nothing. A text answers the tool calls of the model's
+"""Words of the environment: a text, a message, messages, or nothing. A text answers the tool calls of the model's
 message if it has any, and is the user's otherwise."""
 MAX_BYTES = 1 << 20
-"""Most bytes of an observation, and of the tools' schemas, as JSON in UTF-8."""
+"""Maximum number of bytes of an observation, and of the tools' schemas, as JSON in UTF-8."""
 STEP = "return Step(observation, reward, done, info), or a tuple of the first two, three or four of these"
 
 
@@ -54,10 +54,10 @@ class Reply:
 
 @dataclass(frozen=True)
 class Step:
-    """What the environment says to a message of the model."""
+    """The environment's answer to a message of the model."""
 
     observation: Observation = None
-    """What the model gets; without any the conversation ends."""
+    """Words to the model; without any the conversation ends."""
     reward: float = 0.0
     """Reward of this step; those of a conversation are added up."""
     done: bool = False
@@ -69,14 +69,14 @@ class Step:
 class Environment:
     """An environment. An instance is one conversation, and is made with agent.settings.
 
-    A class need not inherit from this one: only `step` must be there. Methods may be async.
+    A class need not inherit from this class: it only needs a method `step`. Methods may be async.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
     """Schemas of tools in OpenAI's form, for the chat template. `open` may set them."""
 
     def open(self, sample: Sample) -> Observation | Awaitable[Observation]:
-        """Begin the conversation. Returns what follows the prompt's messages."""
+        """Begin the conversation. Returns the messages that follow the prompt's."""
         return None
 
     def step(self, reply: Reply) -> Step | tuple[Any, ...] | Awaitable[Step | tuple[Any, ...]]:
@@ -89,7 +89,7 @@ class Environment:
 
 
 def check_step(value: object, calls: Sequence[ToolCall] = ()) -> Step:
-    """Return what `step` returned to a message with `calls`, with messages as its observation and numbers as its info.
+    """Return the result of `step` for a message with `calls`, with messages as its observation and numbers as its info.
 
     Raises BadEnvironmentError.
     """

@@ -34,7 +34,7 @@ class FunctionTool:
         """The schema in OpenAI's form."""
 
     async def answer(self, call: ToolCall) -> str:
-        """Return what the function returns as a text. Bad arguments, and what it raises, are answered: "Error: ..."."""
+        """Return the function's result as a text. Bad arguments and exceptions are answered with "Error: ..."."""
         try:
             checked = self._arguments.model_validate(call.arguments)
         except ValidationError as error:

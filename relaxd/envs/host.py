@@ -19,7 +19,7 @@ from relaxd.v1 import environment_pb2_grpc
 REFUSED = 2
 """Exit code if the environment can't be used."""
 MAX_SESSIONS = 10_000
-"""Most sessions at once."""
+"""Maximum number of sessions at once."""
 Returned = TypeVar("Returned")
 
 

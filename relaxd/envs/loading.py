@@ -54,7 +54,7 @@ def load_environment(name: str, settings: Mapping[str, Any]) -> Callable[[], Any
 
 
 def _maker(name: str, found: Any, settings: Mapping[str, Any]) -> tuple[Callable[..., Any], Callable[[], Any]]:
-    """Return what takes the settings, and a function that makes an instance. Raises BadEnvironmentError."""
+    """Return the callable that takes the settings, and a maker of instances. Raises BadEnvironmentError."""
     if inspect.isclass(found):
         step = getattr(found, "step", None)
         if not callable(step) or step is Environment.step:

@@ -114,7 +114,7 @@ def _takes(function: Callable[..., Any], *names: str) -> bool:
 
 
 def _then(result: Any, follow: Callable[[Any], Any]) -> Any:
-    """Return what `follow` makes of a result; of one that is awaitable, an awaitable."""
+    """Return the value of `follow` for a result; for an awaitable result, an awaitable."""
     if not inspect.isawaitable(result):
         return follow(result)
 

@@ -1,6 +1,6 @@
-"""Sessions of an environment's host: each is one conversation with an instance of a user's class.
+"""Sessions of an environment's host: conversations, each with its own instance of a user's class.
 
-Plain methods run in threads and async ones in an event loop of their own, so that one that hangs keeps no other session
+Plain methods run in threads and async ones in a separate event loop, so that a method that hangs keeps no other session
 waiting, and never the server.
 """
 
@@ -23,7 +23,7 @@ from relaxd.process.upkeep import IdleThreads
 from relaxd.rpc.errors import Aborted, DeadlineExceeded, FailedPrecondition, RpcError
 
 MAX_STUCK = 200
-"""Most threads that calls which took too long may still hold. Then the process ends, and a new one is started."""
+"""Maximum number of threads that late calls may still hold. Then the process ends, and a new one is started."""
 Answer = TypeVar("Answer")
 
 _HERE = os.path.dirname(__file__) + os.sep
@@ -111,7 +111,7 @@ def _place(thread: int) -> str:
 
 
 class Session:
-    """A conversation. Its turns are answered one after the other, and each once, however often it is asked for."""
+    """A conversation. Its turns are answered in order, and each once, however often the client repeats it."""
 
     def __init__(self, lease_seconds: float, call_seconds: float, on_over: Callable[[], Any]) -> None:
         """`on_over` is called when the lease has ended."""

@@ -1,4 +1,4 @@
-"""One conversation of the model with the environment, which is one sample of a group."""
+"""A conversation of the model with the environment: a sample of a group."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,7 +62,7 @@ class ConversationTokens:
 
 @dataclass
 class Conversation:
-    """What became of a conversation, so far."""
+    """A conversation so far."""
 
     tokens: ConversationTokens = field(default_factory=ConversationTokens)
     """Tokens up to the end of the model's last message."""
@@ -218,7 +218,7 @@ class Conversations:
 
 
 def sampling_of(config: RunConfig, own: Mapping[str, Any], most: int, seed: int) -> SamplingParams:
-    """Return how a message is sampled.
+    """Return the sampling parameters of a message.
 
     Args:
         config: the run.

@@ -38,7 +38,7 @@ class OutOfTime(Exception):
 
 @dataclass
 class EngineReply:
-    """What an engine wrote, so far."""
+    """A reply of an engine, so far."""
 
     tokens: list[int] = field(default_factory=list)
     """Token ids, the end token included."""
@@ -59,7 +59,7 @@ class EngineSession:
     name: str
     """Name in traces."""
     engine: str = ""
-    """Id of the replica that was asked last."""
+    """Id of the replica of the last request."""
     waited_seconds: float = 0.0
     """Time in which no engine served."""
 
