@@ -42,7 +42,7 @@ class AgentService(StageReplica):
         await super().start_run(config, assignment)
 
     async def prepare(self, config: RunConfig) -> tuple[Process, Callable[[], int]]:
-        """See StageReplica. Starts the environment, so that a wrong name fails the start instead of every group."""
+        """Start the environment, so that a wrong name fails the start instead of every group."""
         folder = await asyncio.to_thread(resolve_model, config.model.path)
         tokenizer = await asyncio.to_thread(PromptTokenizer.of_run, config, folder)
         if tokenizer.template is None:
@@ -70,14 +70,14 @@ class AgentService(StageReplica):
             await environments.close()
 
     async def drain(self, seconds: float) -> int:
-        """See ReplicaService. Groups not finished in time return to the board, so none is held afterwards."""
+        """Finish groups. Those not finished in time return to the board, so none is held afterwards."""
         held = await super().drain(seconds)
         if self._groups is not None:
             self._groups.cancel()
         return held
 
     def pieces(self) -> int:
-        """See StageReplica. Counts messages of engines and calls of the environment."""
+        """Return the number of messages of engines and of calls of the environment."""
         if self._engines is None or self._conversations is None:
             return 0
         return self._engines.pieces + self._conversations.calls

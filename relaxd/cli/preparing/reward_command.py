@@ -114,7 +114,7 @@ def check_reward(config: RunConfig, prompt: Prompt) -> list[Problem]:
 
 
 def _paid(config: RunConfig) -> float | None:
-    """Return what stands for the environment's rewards of an answer that it hasn't seen; None without one."""
+    """Return the environment's reward for a made-up answer: 0; None in a run without an environment."""
     return 0.0 if config.agent.is_there else None
 
 

@@ -1,4 +1,4 @@
-"""What an environment may return."""
+"""Values that an environment may return."""
 
 from typing import Any
 

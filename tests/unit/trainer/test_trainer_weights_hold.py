@@ -11,7 +11,7 @@ from services.trainer.service.server import export_folder
 from tests.kit.waiting import wait_until
 
 UNKNOWN = "FAILED_PRECONDITION"
-"""Reason of an error that has none of its own."""
+"""Reason of an error without a specific one: the name of its status."""
 
 
 def test_the_optimizer_waits_for_the_broadcast_to_end() -> None:
