@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 BUNDLED_NAME = re.compile(r"[a-z][a-z0-9_]*")
 """A name that may be a bundled environment's."""
-ADDRESS = re.compile(r"grpc://[^\s/@:]+:[1-9][0-9]{0,4}")
+SERVICE = "grpc://"
+"""Prefix of the address of an environment that is a service."""
+ADDRESS = re.compile(rf"{SERVICE}[^\s/@:]+:[1-9][0-9]{{0,4}}")
 """The address of an environment in another language, such as "grpc://host:50070"."""
 
 
@@ -52,7 +54,7 @@ class AgentConfig(Section):
     @property
     def is_service(self) -> bool:
         """True if the environment is a service at an address."""
-        return self.environment.startswith("grpc://")
+        return self.environment.startswith(SERVICE)
 
     @field_validator("environment")
     @classmethod

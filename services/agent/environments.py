@@ -6,6 +6,7 @@ import logging
 import grpc
 
 from relaxd.config import AgentConfig
+from relaxd.config.agent import SERVICE
 from relaxd.envs.client import EnvironmentClient, EnvironmentFailed, OpenedSession, SessionStep, start_host
 from relaxd.envs.environment import BadEnvironmentError, Reply, Sample
 from relaxd.process.child import Child
@@ -29,7 +30,7 @@ class Environments:
         """Start the environment's host. Raises InvalidArgument: there is no such class, or it refuses the settings."""
         if self._config.is_service:
             # A plain channel: a user's service gets none of relaxd's tokens.
-            self._service = grpc.aio.insecure_channel(self._config.environment.removeprefix("grpc://"))
+            self._service = grpc.aio.insecure_channel(self._config.environment.removeprefix(SERVICE))
             self._client = self._client_of(self._service)
         else:
             await self._present_client()

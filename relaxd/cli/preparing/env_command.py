@@ -13,6 +13,7 @@ from rich.console import Console
 
 from relaxd.cli.options import new_console
 from relaxd.client import CliError
+from relaxd.config.agent import SERVICE
 from relaxd.data.examples import Message
 from relaxd.envs.client import EnvironmentClient, EnvironmentFailed, hosted
 from relaxd.envs.environment import BadEnvironmentError, Reply, Sample
@@ -22,8 +23,6 @@ from relaxd.json_text import parse_json
 from relaxd.process.child import ChildError
 from relaxd.rpc.client import channel
 
-ADDRESS = "grpc://"
-"""Prefix of an address of an environment in another language."""
 HERMES = next(one for one in REPLY_FORMATS if one.name == "hermes")
 DEFAULT_REPLIES = ("I don't know.",)
 
@@ -89,11 +88,11 @@ async def _play(
 
 @asynccontextmanager
 async def _channel_to(name: str, settings: dict[str, Any]) -> AsyncIterator[grpc.aio.Channel]:
-    if not name.startswith(ADDRESS):
+    if not name.startswith(SERVICE):
         async with hosted(name, settings) as to:
             yield to
     else:
-        async with channel(name.removeprefix(ADDRESS), token="", stack="") as to:
+        async with channel(name.removeprefix(SERVICE), token="", stack="") as to:
             yield to
 
 
@@ -109,7 +108,7 @@ def _reply(text: str) -> Reply:
 
 def _settings(name: str, words: Sequence[str]) -> dict[str, Any]:
     """Return the settings; a value that is JSON counts as such, another one as text. Raises CliError."""
-    if words and name.startswith(ADDRESS):
+    if words and name.startswith(SERVICE):
         raise CliError(f"--settings {words[0]}: an environment at an address has settings of its own")
     found: dict[str, Any] = {}
     for word in words:
