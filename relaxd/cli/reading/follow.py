@@ -75,9 +75,15 @@ def follow(
         # On a screen of its own: a resized terminal wraps lines, of which a display in place would leave pieces behind.
         live = Live(Picture(view), console=console, refresh_per_second=4, screen=True)
         follower = Follower(coordinator, run_id, view, view.notices.append, healthy, lines=False)
+
+        def refresh() -> None:
+            if not console.is_terminal:  # rich writes nothing to a closed terminal, so that no write fails
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            live.refresh()
+
         try:
             with live:
-                follower.run(live.refresh, max_pause, away_seconds)
+                follower.run(refresh, max_pause, away_seconds)
         finally:
             console.print(Picture(view))
     else:
