@@ -82,6 +82,10 @@ class _RunOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunOutcome
     """It failed: a prompt can't be used, or the data could not be read again, or were others, when the coordinator had
     restarted. RestoreRun lets it go on once they are repaired.
     """
+    RUN_OUTCOME_FOLDER_HELD: _RunOutcome.ValueType  # 6
+    """It failed: another stack had restored it from its folder, when the coordinator had restarted. The folder is that
+    stack's.
+    """
 
 class RunOutcome(_RunOutcome, metaclass=_RunOutcomeEnumTypeWrapper):
     """How a run ended. Run.reason says more, for people."""
@@ -99,6 +103,10 @@ RUN_OUTCOME_EVALUATION_FAILED: RunOutcome.ValueType  # 4
 RUN_OUTCOME_DATA_FAILED: RunOutcome.ValueType  # 5
 """It failed: a prompt can't be used, or the data could not be read again, or were others, when the coordinator had
 restarted. RestoreRun lets it go on once they are repaired.
+"""
+RUN_OUTCOME_FOLDER_HELD: RunOutcome.ValueType  # 6
+"""It failed: another stack had restored it from its folder, when the coordinator had restarted. The folder is that
+stack's.
 """
 Global___RunOutcome: _TypeAlias = RunOutcome  # noqa: Y015
 

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import IO, Any, TextIO
@@ -48,6 +48,8 @@ from services.coordinator.state.records import Evaluation, RunRecord
 GIT_SECONDS = 5.0
 LOCK_SECONDS = 0.4
 """Time to get the lock on a run's folder: readers have it for a moment, and a new holder writes its name meanwhile."""
+LOCK_AGAIN_SECONDS = 0.5
+"""Pause between two tries to lock the folder while a predecessor holds it."""
 
 
 @cache
@@ -278,7 +280,7 @@ class FolderHeld(Exception):
 
 
 @contextmanager
-def held_folder(folder: Path, stack: str, *, beside: Collection[str] | None = None) -> Iterator[None]:
+def held_folder(folder: Path, stack: str, *, beside: Collection[str] = ()) -> Iterator[None]:
     """Hold a run's folder for a stack: its file STACK has the stack's identity, and is locked inside the context.
 
     Without locks, as on some file systems, it goes on without. Slow if another holds it: call it from a thread.
@@ -286,37 +288,57 @@ def held_folder(folder: Path, stack: str, *, beside: Collection[str] | None = No
     Args:
         folder: the run's folder.
         stack: the own stack's identity.
-        beside: identities of stacks whose coordinator may hold the folder meanwhile, such as a predecessor that still
-            lives; None: any may.
+        beside: identities of stacks whose coordinator may still hold the folder, such as a predecessor that lives; the
+            folder is locked once it has ended.
 
     Raises FolderHeld, with nothing changed.
     """
     with ExitStack() as held:
         try:
             file = held.enter_context((folder / STACK).open("ab+", buffering=0))  # nothing is left to write later
-            _lock(file)
-            file.truncate(0)
-            file.write(f"{stack}\n".encode())
+            _lock(file, stack)
         except BlockingIOError:
-            if beside is not None and (holder := (folder / STACK).read_text().strip()) not in beside:
+            if (holder := (folder / STACK).read_text().strip()) not in beside:
                 raise FolderHeld(folder, holder) from None
-            _log.info("%s is not locked: another coordinator holds it", folder / STACK)
+            held.enter_context(_locking(file, stack))
         except OSError as error:
             _log.info("%s is not locked: %s", folder / STACK, error)
         yield
 
 
-def _lock(file: IO[bytes]) -> None:
-    """Lock a file. Raises BlockingIOError: another process or thread has held it for LOCK_SECONDS."""
+def _lock(file: IO[bytes], stack: str) -> None:
+    """Lock a file and write a stack's identity. Raises BlockingIOError: another has held it for LOCK_SECONDS."""
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
+            break
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise
         time.sleep(LOCK_SECONDS / 20)  # brief: deadline
+    file.truncate(0)
+    file.write(f"{stack}\n".encode())
+
+
+@contextmanager
+def _locking(file: IO[bytes], stack: str) -> Iterator[None]:
+    """Lock a file, as `_lock` does, as soon as its holder lets it go inside the context."""
+    over = threading.Event()
+
+    def lock() -> None:
+        while not over.wait(LOCK_AGAIN_SECONDS):  # idle: looks again
+            with suppress(BlockingIOError):
+                _lock(file, stack)
+                over.set()
+
+    thread = threading.Thread(target=lock, name="lock the run's folder", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(2 * LOCK_SECONDS)
 
 
 def switching(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

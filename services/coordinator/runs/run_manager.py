@@ -183,8 +183,8 @@ class RunManager:
         run_id = restored.record.run_id
         known = await self._store.run(run_id)
         again = known is not None and known.phase.ended and known.folder == restored.record.folder
-        by_data = known is not None and known.outcome == Outcome.DATA_FAILED
-        if known is not None and not (again and (steps or new_data or by_data)):
+        repaired = known is not None and known.outcome in (Outcome.DATA_FAILED, Outcome.FOLDER_HELD)
+        if known is not None and not (again and (steps or new_data or repaired)):
             raise AlreadyExists(f"run {run_id!r} is still in Redis: there is nothing to restore")
         await asyncio.to_thread(_begin_again, restored, extended=steps > 0)  # before anything else changes
         if known is not None:
@@ -220,24 +220,35 @@ class RunManager:
         if record is None:
             return
         config = RunConfig.model_validate_json(record.config_json)
+        held = ExitStack()
         try:
+            own = self._settings.stack
+            await asyncio.to_thread(held.enter_context, held_folder(Path(record.folder), own, beside=(own,)))
             data = await asyncio.to_thread(load_data, config)
             await asyncio.to_thread(check_same_prompts, record, config, data.train)
             digest = await asyncio.to_thread(lambda: data.train.digest)
+        except FolderHeld as error:
+            reason = f"stack {error.holder!r} works on the run in {record.folder}: it was restored there meanwhile"
+            await self._not_resumed(record, Outcome.FOLDER_HELD, reason)
+            return
         except DataError as error:
-            end = {"phase": Phase.FAILED, "outcome": Outcome.DATA_FAILED, "reason": f"after a restart: {error}"}
-            failed = record.model_copy(update=end | {"end_time": datetime.now(UTC)})
-            await self._store.save_run(failed)
-            with contextlib.suppress(OSError):  # Redis has the record
-                await asyncio.to_thread(RunFiles(Path(record.folder)).write_record, failed)
-            logger.error("run %s can't be resumed: %s", run_id, error)
+            with held:
+                failed = await self._not_resumed(record, Outcome.DATA_FAILED, str(error))
+                with contextlib.suppress(OSError):  # Redis has the record
+                    await asyncio.to_thread(RunFiles(Path(record.folder)).write_record, failed)
             return
         logger.info("resuming run %s (%s)", run_id, record.phase.value.lower())
         record = record.model_copy(update={"prompts": data.train.prompts, "prompts_digest": digest})
         active = await self._active_run(record, config, data, RunFiles(Path(record.folder)))
-        held = ExitStack()
-        await asyncio.to_thread(held.enter_context, held_folder(Path(record.folder), self._settings.stack))
         self._launch(active, held)
+
+    async def _not_resumed(self, record: RunRecord, outcome: Outcome, reason: str) -> RunRecord:
+        """End a run that can't go on after a restart, in Redis, and return its record."""
+        end = {"phase": Phase.FAILED, "outcome": outcome, "reason": f"after a restart: {reason}"}
+        failed = record.model_copy(update=end | {"end_time": datetime.now(UTC)})
+        await self._store.save_run(failed)
+        logger.error("run %s can't be resumed: %s", record.run_id, reason)
+        return failed
 
     async def delete(self, run_id: str) -> None:
         """Delete an ended run from Redis, also if the caller is gone meanwhile; its folder stays.

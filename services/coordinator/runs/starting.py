@@ -93,7 +93,7 @@ def prepare(run_id: str, config_toml: str, request_id: str, redis_url: str, stac
     with contextlib.ExitStack() as held:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            held.enter_context(held_folder(folder, stack, beside=()))
+            held.enter_context(held_folder(folder, stack))
             if use := earlier_use_of(folder):
                 raise FailedPrecondition(use, reason="FOLDER_IN_USE", subject=str(folder))
             files.create(config_toml, config)

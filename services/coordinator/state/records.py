@@ -37,6 +37,7 @@ class Outcome(StrEnum):
     REPLICAS_FAILED = "REPLICAS_FAILED"
     EVALUATION_FAILED = "EVALUATION_FAILED"
     DATA_FAILED = "DATA_FAILED"
+    FOLDER_HELD = "FOLDER_HELD"
 
 
 class Evaluation(Record):

@@ -128,3 +128,20 @@ def test_a_run_that_another_stack_works_on_is_not_restored(cluster: Cluster, tmp
     assert error.reason == "STACK_MISMATCH"
     assert "the coordinator of stack 'theirs-2' works on the run in" in error.message
     assert from_call(refusal(cluster, tmp_path)).reason == "INVALID_ARGUMENT"  # the files have no run
+
+
+def test_a_run_that_another_stack_has_restored_is_not_resumed(cluster: Cluster) -> None:
+    """The folder, with the record of the stack that works on it, stays as it is."""
+    folder = Path(cluster.start_when_up("run").folder)
+    cluster.until("its record", (folder / RECORD).exists)
+    cluster.kill("coordinator")
+    with held_folder(folder, "theirs-2"):
+        files = {file: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+        cluster.coordinator()
+        run = cluster.until_state(pb.RUN_STATE_FAILED)
+        assert run.outcome == pb.RUN_OUTCOME_FOLDER_HELD
+        assert "after a restart: stack 'theirs-2' works on the run in" in run.reason
+        assert files == {file: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+    assert (
+        cluster.stub.RestoreRun(pb.RestoreRunRequest(folder=str(folder)), timeout=20).run.state == pb.RUN_STATE_PENDING
+    )
