@@ -4,11 +4,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from relaxd import telemetry
 from relaxd.board import Counts, DropReason
@@ -27,13 +26,12 @@ from services.coordinator.fleet.registry import Version
 from services.coordinator.fleet.run_fleet import RunContext
 from services.coordinator.health.health_manager import HealthManager
 from services.coordinator.runs.alarms import RunAlarms
-from services.coordinator.runs.closed_groups import ClosedGroups
 from services.coordinator.runs.ending import ExportFailed, export_model, reason_to_stop_early, save_last_checkpoint
 from services.coordinator.runs.evaluation import Evaluated, EvaluationFailed, Evaluator
-from services.coordinator.runs.gpu_usage import StepUsage, Usage, speed_per_gpu
 from services.coordinator.runs.publisher import PromptsFailed, Publisher
 from services.coordinator.runs.run_files import RunFiles, summarise
 from services.coordinator.runs.starting import NEW_DATA_AND_CURRICULUM
+from services.coordinator.runs.step_recorder import StepRecorder
 from services.coordinator.runs.tracking import Tracking, needs_process
 from services.coordinator.runs.wait_watcher import WaitWatcher
 from services.coordinator.state.records import Evaluation, Outcome, Phase, RoleFailure, RunRecord, WeightsRecord
@@ -43,11 +41,8 @@ from services.coordinator.weights.gpu_handoff import GpuHandoff
 from services.coordinator.weights.weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)
-Result = TypeVar("Result")
 WATCH_SECONDS = 0.3
 """Interval at which the board is polled for progress."""
-TRIM_STEPS = 64
-"""Steps between two trimmings of the board's ledger."""
 RELEASE_SECONDS = 30.0
 """Time for the trainer to finish its step when a run is stopped early."""
 
@@ -106,8 +101,6 @@ class ActiveRun:
             context, data, self.curriculum.visits, oldest_version=self.oldest_version, wanted=self._wants_groups
         )
         self.health = HealthManager(self, context, self.sync, self.handoff)
-        self._usage = Usage()
-        self._closed_groups = ClosedGroups()
         self._drops = DropWatch()
         self.waiting = WaitWatcher(context, self._describe)
         self._tracking: Tracking | None = None
@@ -123,18 +116,17 @@ class ActiveRun:
             step=lambda: self.step,
             clock=time.time,
         )
+        self._recorder = StepRecorder(
+            context,
+            files,
+            self.curriculum,
+            redis=self._redis,
+            disk=self._disk,
+            sync_totals=self.sync.totals,
+            on_step=self._alarms.observe,
+        )
         self._going_since = time.monotonic()
         """Monotonic time at which training began, or went on after a pause, under this coordinator."""
-        self._sampled_step = 0
-        """The last step whose samples are in the run's folder."""
-        self._last_fate: str | None = None
-        """The last entry of the board's fates that is in the run's folder, "" without one; None until it was read."""
-        self._trimmed_at = 0
-        """The last step in the run's folder when the board's ledger was trimmed last."""
-        self._reported_sync: dict[str, float] = {}
-        """The part of `sync.totals` that earlier steps' metrics contain."""
-        self._reported_drops: Counter[str] | None = None
-        """Drops by reason that earlier steps' metrics contain; None until the first metrics after a start."""
         self._saving = asyncio.Lock()
         self._written: RunRecord | None = None
         """The record that run.json has."""
@@ -234,21 +226,8 @@ class ActiveRun:
 
     async def _phases(self) -> None:
         try:
-            evaluations = self.record.evaluations
-            await self._with_redis(
-                self._files.take_over_steps,
-                self.board.in_threads.ledger,
-                self.context.store.in_threads.check,
-                evaluations,
-            )
+            await self._recorder.take_over(self.record.evaluations)
             await asyncio.to_thread(self._alarms.observe_all, read_lines(self._files.folder / METRICS))
-            self._sampled_step = await self._with_redis(self._files.rewind_samples, self._files.last_step)
-            with waiting("the groups that the run has closed so far, to be counted"):
-                last_fate = await asyncio.to_thread(self.curriculum.load, self._files.folder)
-            await asyncio.to_thread(self._closed_groups.load, self._files.folder, self._files.last_step)
-            if last_fate:
-                await self._redis.call(self.board.continue_fates, last_fate, term=self.context.term)
-            self._last_fate = last_fate
             if self.record.phase == Phase.PENDING:
                 await self._wait_for_fleet()
             if self.record.phase == Phase.RUNNING:
@@ -290,15 +269,15 @@ class ActiveRun:
 
     async def _train(self) -> None:
         """Monitor the run until its last step."""
-        self._reported_sync = dict(self.sync.totals)
+        self._recorder.begin()
         self._going_since = time.monotonic()
         while True:
-            self._usage.sample(self.fleet.devices())
+            self._recorder.sample_usage()
             counts = await self._redis.call(self.board.counts)
             self.step = counts.last_step
             if counts.last_step != self._files.last_step:
-                await self._append_metrics()
-            await self._append_fates()
+                await self._recorder.append_steps()
+            await self._recorder.append_groups()
             await self._disk.call(self._write_record)
             await self._redis.call(self.board.sweep, term=self.context.term)
             if counts.last_step >= self.config.run.steps or self._stopping():
@@ -330,7 +309,7 @@ class ActiveRun:
         steps = (await self._redis.call(self.board.counts)).last_step
         model = ""
         if steps:
-            await self._append_metrics()
+            await self._recorder.append_steps()
             if self.config.trainer.checkpoint.every:
                 await self._set_reason(f"{reason}; saving a checkpoint")
                 await self._save_checkpoint(steps)
@@ -352,7 +331,7 @@ class ActiveRun:
     async def _end(
         self, phase: Phase, outcome: Outcome, reason: str, model: str, where: Mapping[str, str] | None = None
     ) -> None:
-        await self._append_fates()
+        await self._recorder.append_groups()
         counts = await self._redis.call(self.board.counts)
         end = {"phase": phase, "outcome": outcome, "reason": reason, "end_time": datetime.now(UTC), **(where or {})}
         record = self.record.model_copy(update=end)
@@ -375,7 +354,7 @@ class ActiveRun:
     def _wants_groups(self) -> bool:
         """Return whether prompts may be published: none while the run can't record what becomes of them."""
         going = self.record.phase == Phase.RUNNING and self.record.paused is None and not self._stopping()
-        return going and self._last_fate is not None and not self._disk.waiting
+        return going and self._recorder.knows_groups and not self._disk.waiting
 
     def _uses_engines(self) -> bool:
         """Start an evaluation that is due; returns whether one uses the engines."""
@@ -482,7 +461,7 @@ class ActiveRun:
         await self._save(evaluations=(*self.record.evaluations, evaluation), evaluating=0)
         telemetry.record_step(self.record.run_id, step, metrics)
         # It asks Redis whether this coordinator was replaced, before it replaces the file.
-        await self._with_redis(self._files.add_evaluation, evaluation)
+        await self._redis.call(self._disk.in_thread, self._files.add_evaluation, evaluation)
 
     async def _last_sync(self, version: int) -> bool:
         """Wait until the engines serve the last version; otherwise adds a note and returns False.
@@ -567,7 +546,7 @@ class ActiveRun:
         await self._redis.call(self.board.drop_groups, groups, term=self.context.term, reason=reason, counts="")
         await self._redis.call(self.board.purge, term=self.context.term)
 
-    # --- records and metrics --------------------------------------------------------------------------------------
+    # --- records --------------------------------------------------------------------------------------------------
 
     async def _set_reason(self, reason: str) -> None:
         if reason != self.record.reason:
@@ -602,91 +581,6 @@ class ActiveRun:
                 await asyncio.to_thread(self._files.write_record, self.record)
                 self._written = self.record
 
-    async def _with_redis(self, operation: Callable[..., Result], *arguments: Any) -> Result:
-        """Run an operation that asks Redis and writes to the run's folder, as soon as both are there."""
-        return await self._redis.call(self._disk.in_thread, operation, *arguments)
-
-    async def _append_metrics(self) -> None:
-        ledger = await self._with_redis(self._files.next_steps, self.board.in_threads.ledger)
-        await self._append_fates()  # at least those of these steps' groups
-        usage = self._usage.take(self.fleet.devices())
-        measured = {**usage.metrics, **self._take_sync(len(ledger))}
-        measured |= await self._take_drops(len(ledger))
-        measured |= self.curriculum.metrics()
-        steps = [
-            (
-                entry.step,
-                entry.metrics
-                | measured
-                | self._closed_groups.take(entry.step)
-                | speed_per_gpu(entry.metrics, self.fleet.devices()),
-            )
-            for entry in ledger
-        ]
-        kept_step = ledger[0].step - 1 if ledger else self._files.last_step
-        if kept_step < self._sampled_step:  # committed again
-            self._sampled_step = await self._with_redis(self._files.rewind_samples, kept_step)
-        for step, metrics in steps:
-            telemetry.record_step(self.record.run_id, step, metrics)
-            self._alarms.observe(step, metrics)
-        if steps:
-            self._record_replicas(usage)
-        lines = [(step, {**metrics, **usage.line}) for step, metrics in steps]
-        await self._disk.in_thread(self._files.append_metrics, lines)
-        await self._append_samples()
-        await self._trim_ledger()
-
     def alarms(self) -> list[pb.Alarm]:
         """Return the alarms that go on."""
         return self._alarms.current() + (self._tracking.alarms() if self._tracking is not None else [])
-
-    def _record_replicas(self, usage: StepUsage) -> None:
-        for name, shares in usage.replicas.items():
-            for replica, share in shares.items():
-                labels = {"relaxd.run_id": self.record.run_id, "relaxd.replica_id": replica}
-                telemetry.record(f"replica.{name}", share, labels)
-
-    async def _trim_ledger(self) -> None:
-        """Trim the board's ledger every TRIM_STEPS steps, so that Redis doesn't grow with the number of steps."""
-        written = self._files.last_step
-        if written < self._trimmed_at + TRIM_STEPS:
-            return
-        await self._disk.in_thread(self._files.sync_ledger)
-        await self._redis.call(self.board.trim_ledger, term=self.context.term, written=written)
-        self._trimmed_at = written
-
-    async def _append_fates(self) -> None:
-        """Move what became of closed groups from the board to the run's folder."""
-        while fates := await self._redis.call(self.board.fates, self._last_fate or ""):
-            end = await self._disk.in_thread(self._files.append_groups, fates)
-            lines = [fate.line for fate in fates]
-            await asyncio.to_thread(self.curriculum.observe, self._files.folder, lines, end)
-            self._closed_groups.observe(lines)
-            self._last_fate = fates[-1].entry_id
-            await self._redis.call(self.board.forget_fates, self._last_fate, term=self.context.term)
-
-    async def _append_samples(self) -> None:
-        """Copy the samples of new steps to the run's folder. A restored board has none of earlier steps."""
-        if kept := self.config.telemetry.samples_per_step:
-            for step in range(self._sampled_step + 1, self._files.last_step + 1):
-                page = await self._redis.call(self.board.sample_page, step, limit=kept)
-                samples = [sample | {"entry": key} for key, sample in reversed(page)]
-                await self._disk.in_thread(self._files.append_samples, samples)
-                self._sampled_step = step
-
-    def _take_sync(self, steps: int) -> dict[str, float]:
-        """Return seconds and bytes of the synchronisations since the last call, per step."""
-        before, self._reported_sync = self._reported_sync, dict(self.sync.totals)
-        since = {name: total - before.get(name, 0.0) for name, total in self._reported_sync.items()}
-        return {"sync_seconds": 0.0} | {name: value / max(steps, 1) for name, value in since.items() if value}
-
-    async def _take_drops(self, steps: int) -> dict[str, float]:
-        """Return the groups dropped since the last call, in all and by reason, per step."""
-        counts = await self._redis.call(self.board.counts)
-        dropped = Counter(counts.dropped_by_reason)
-        before, self._reported_drops = self._reported_drops, dropped
-        if before is None and counts.last_step > steps:
-            return {}  # dropped before a restart of the coordinator: by which step isn't known
-        fresh = dropped - (before or Counter())
-        by_reason = {f"dropped_groups_{reason}": count / max(steps, 1) for reason, count in fresh.items()}
-        return {"dropped_groups": sum(by_reason.values()), **by_reason}
