@@ -160,6 +160,7 @@ class _Service:
 
         self.engine = engine
         self.occupancy = Occupancy()
+        self.max_queued_samples = 1 << 30
 
 
 async def serve_relaxd(arguments: argparse.Namespace) -> None:

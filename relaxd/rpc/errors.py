@@ -130,15 +130,22 @@ class Unavailable(RpcError):
     code = grpc.StatusCode.UNAVAILABLE
 
     def __init__(self, message: str, *, reason: str = "", retry_seconds: float = 1.0) -> None:
-        delay = duration_pb2.Duration()
-        delay.FromTimedelta(timedelta(seconds=retry_seconds))
-        super().__init__(message, [error_details_pb2.RetryInfo(retry_delay=delay)], reason=reason)
+        super().__init__(message, [_retry_info(retry_seconds)], reason=reason)
 
 
 class ResourceExhausted(RpcError):
-    """A limit on size or number is exceeded."""
+    """A limit on size or number is exceeded. With `retry_seconds` the caller may retry after them."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    def __init__(self, message: str, *, retry_seconds: float | None = None) -> None:
+        super().__init__(message, [] if retry_seconds is None else [_retry_info(retry_seconds)])
+
+
+def _retry_info(seconds: float) -> error_details_pb2.RetryInfo:
+    delay = duration_pb2.Duration()
+    delay.FromTimedelta(timedelta(seconds=seconds))
+    return error_details_pb2.RetryInfo(retry_delay=delay)
 
 
 class DeadlineExceeded(RpcError):
@@ -239,6 +246,15 @@ def failed_precondition(error: grpc.RpcError, reason: str) -> str:
         if detail.Unpack(violation) and violation.violations[0].type == reason:
             return violation.violations[0].subject
     return ""
+
+
+def retry_seconds(error: grpc.RpcError) -> float | None:
+    """Return the seconds after which a failed call may be retried, by its google.rpc.RetryInfo; None if it has none."""
+    info = error_details_pb2.RetryInfo()
+    for detail in status_pb2.Status.FromString(_status_bytes(error) or b"").details:
+        if detail.Unpack(info):
+            return info.retry_delay.ToTimedelta().total_seconds()
+    return None
 
 
 def has_status(error: grpc.RpcError) -> bool:

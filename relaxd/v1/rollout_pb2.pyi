@@ -196,6 +196,7 @@ class GenerateRequest(_message.Message):
     FINAL_ONLY_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
+    BEGUN_TOKENS_FIELD_NUMBER: _builtins.int
     n: _builtins.int
     """Number of samples; at least 1. They share the prompt's prefill."""
     final_only: _builtins.bool
@@ -214,6 +215,12 @@ class GenerateRequest(_message.Message):
     def sampling(self) -> _sample_pb2.SamplingParams:
         """How to sample."""
 
+    @_builtins.property
+    def begun_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens that the sample has already, such as those of a request that an engine's end cut off; with n = 1. They count
+        towards its length and its stop conditions, its text has theirs, and they aren't sent again.
+        """
+
     def __init__(
         self,
         *,
@@ -223,10 +230,11 @@ class GenerateRequest(_message.Message):
         final_only: _builtins.bool = ...,
         request_id: _builtins.str = ...,
         session_id: _builtins.str = ...,
+        begun_tokens: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["final_only", b"final_only", "n", b"n", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun_tokens", b"begun_tokens", "final_only", b"final_only", "n", b"n", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,10 +25,11 @@ def parse_generate(
     violations = Violations()
     prompt, asked = tuple(request.prompt_tokens), request.sampling
     violations.check(prompt, "prompt_tokens", "is empty: give at least one token id")
-    for place, token in enumerate(prompt):
-        if not 0 <= token < vocabulary:
-            violations.add(f"prompt_tokens[{place}]", f"is {token}: the model's token ids are 0 to {vocabulary - 1}")
-            break  # a wrong tokenizer would give thousands
+    for field, tokens in (("prompt_tokens", prompt), ("begun_tokens", request.begun_tokens)):
+        for place, token in enumerate(tokens):
+            if not 0 <= token < vocabulary:
+                violations.add(f"{field}[{place}]", f"is {token}: the model's token ids are 0 to {vocabulary - 1}")
+                break  # a wrong tokenizer would give thousands
     violations.check(1 <= request.n <= MAX_SAMPLES, "n", f"is {request.n}: it must be 1 to {MAX_SAMPLES}")
     new = asked.max_new_tokens
     if violations.check(new >= 1, "sampling.max_new_tokens", f"is {new}: it must be at least 1") and context:
@@ -60,6 +61,13 @@ def parse_generate(
         "sampling.min_new_tokens",
         f"is {asked.min_new_tokens}: it must be 0 (off) to max_new_tokens ({new})",
     )
+    if begun := request.begun_tokens:
+        violations.check(request.n == 1, "begun_tokens", f"are given, but n is {request.n}: it must be 1 with them")
+        violations.check(
+            len(begun) < max(new, 1),
+            "begun_tokens",
+            f"are {len(begun)}: they must be fewer than sampling.max_new_tokens ({new})",
+        )
     violations.raise_if_any()
     return prompt, request.n, Sampling.from_proto(asked)
 

@@ -29,6 +29,9 @@ from services.rollout.service.child_engine import ALL_MEMORY, loaded_mebibytes
 from services.rollout.service.group_generator import GroupGenerator, Occupancy
 
 DRAIN_POLL_SECONDS = 0.05
+QUEUE_FACTOR = 2
+"""Samples of callers' requests that an engine takes, as a multiple of those that it runs at once: the rest waits, so
+that it never idles."""
 RESTART_BACKOFF = Backoff(first_seconds=0.5, max_seconds=30.0)
 
 logger = logging.getLogger(__name__)
@@ -73,6 +76,11 @@ class RolloutService(ReplicaService):
     def colocated(self) -> bool:
         """True if the engine takes turns on its GPUs with a trainer."""
         return self._config is not None and self._config.run.colocate
+
+    @property
+    def max_queued_samples(self) -> int:
+        """Maximum number of samples of callers' requests that run or wait."""
+        return QUEUE_FACTOR * self._config.rollout.max_running_samples if self._config is not None else 0
 
     def weights_changed(self) -> None:
         """Take groups or not, depending on the engine's weights, after they have changed."""

@@ -11,7 +11,7 @@ import numpy as np
 from opentelemetry import trace
 
 from relaxd.replica.replica_server import SyncIds
-from relaxd.rpc.errors import AlreadyExists, FailedPrecondition, NotFound, Unavailable, Violations
+from relaxd.rpc.errors import AlreadyExists, FailedPrecondition, NotFound, ResourceExhausted, Unavailable, Violations
 from relaxd.rpc.message_parts import words
 from relaxd.v1 import replica_pb2, rollout_pb2, rollout_pb2_grpc, weights_pb2
 from services.rollout.engines.engine_interface import RolloutEngine
@@ -21,6 +21,8 @@ from services.rollout.service.child_engine import ChildEngine
 from services.rollout.service.request_checks import parse_generate
 from services.rollout.service.rollout_service import RolloutService
 
+FULL_SECONDS = 0.5
+"""Time after which a caller that the engine had no room for may ask again."""
 REPLY_SECONDS = 0.3
 """A pause fails this long before its caller's deadline, so that the caller gets the reason."""
 
@@ -37,6 +39,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         self._numbers = itertools.count()
         self._running: dict[str, tuple[RolloutEngine, str]] = {}
         """Engine and its id of the running requests that have an id."""
+        self._samples = 0
+        """Samples of running and waiting requests."""
 
     async def Generate(
         self, request: rollout_pb2.GenerateRequest, context: Any
@@ -50,16 +54,30 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         asked, running = request.request_id, f"call-{next(self._numbers)}"
         if asked in self._running:
             raise AlreadyExists(f'request_id is "{asked}", which is running: cancel it, or give another id')
+        if self._samples >= (most := self._service.max_queued_samples):
+            raise ResourceExhausted(
+                f"{self._samples} samples are running or waiting, at most {most} may (twice "
+                "rollout.max_running_samples): ask again later, or another replica",
+                retry_seconds=FULL_SECONDS,
+            )
         _mark_span(request)
-        outputs = engine.generate(prompt, n, sampling, stream=not request.final_only, request_id=running)
+        begun = tuple(request.begun_tokens)
+        outputs = engine.generate(
+            *(prompt, n, sampling),
+            stream=not request.final_only,
+            begun={0: begun} if begun else {},
+            request_id=running,
+        )
+        self._samples += n
         if asked:
             self._running[asked] = (engine, running)
         try:
             with self._service.occupancy.working():
                 async with aclosing(outputs):  # type: ignore[type-var]
                     async for output in outputs:
-                        yield _final_response(output) if request.final_only else _response(output)
+                        yield _final_response(output, len(begun)) if request.final_only else _response(output)
         finally:
+            self._samples -= n
             self._running.pop(asked, None)
 
     async def Cancel(self, request: rollout_pb2.CancelRequest, context: Any) -> rollout_pb2.CancelResponse:
@@ -229,12 +247,12 @@ def _response(output: Output) -> rollout_pb2.GenerateResponse:
     )
 
 
-def _final_response(output: Output) -> rollout_pb2.GenerateResponse:
+def _final_response(output: Output, begun: int) -> rollout_pb2.GenerateResponse:
     return rollout_pb2.GenerateResponse(
         sample=output.sample,
         finish_reason=FINISH_NUMBERS[output.finish_reason or ""],
         text=output.text,
-        token_count=len(output.tokens),
+        token_count=begun + len(output.tokens),
     )
 
 
