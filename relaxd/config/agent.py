@@ -38,9 +38,12 @@ class AgentConfig(Section):
     """Time for each call of the environment."""
     conversation_seconds: float = Field(default=1800.0, gt=0)
     """Time for a conversation; the time in which no engine serves doesn't count."""
-    on_failure: Literal["drop", "zero", "mask"] = "drop"
+    on_failure: Literal["drop", "zero", "mask", "retry"] = "drop"
     """Effect of a failed conversation, whose environment raised or took too long, on its group. drop: the group is
-    dropped. zero: its reward is 0. mask: its reward is 0, and it isn't trained on."""
+    dropped. zero: its reward is 0. mask: its reward is 0, and it isn't trained on. retry: it is held again from its
+    beginning up to max_retries times, with growing pauses, then the group is dropped."""
+    max_retries: int = Field(default=3, ge=1)
+    """With on_failure = "retry": tries after the first one."""
     max_sessions: int = Field(default=256, ge=1)
     """Maximum number of conversations at once of an agent replica."""
     python: str = ""
@@ -78,6 +81,9 @@ class AgentConfig(Section):
                 f'agent.{given[0]} is set, but agent.environment is "{self.environment}", a service that runs already: '
                 f"remove agent.{given[0]}"
             )
+        elif self.on_failure != "retry":
+            reason = f'agent.on_failure is "{self.on_failure}": set "retry"'
+            refuse_unused(self, "agent", ("max_retries",), reason)
         return self
 
 

@@ -708,6 +708,14 @@ METRICS: dict[str, Metric] = {
             ("relaxd.reward", "relaxd.outcome"),
         ),
         Metric(
+            "agent.failures",
+            "counter",
+            "{conversation}",
+            "Conversations whose environment failed, by what became of them (agent.on_failure): dropped with their "
+            "group, zero, mask, or retried.",
+            ("relaxd.outcome",),
+        ),
+        Metric(
             "judge.replies",
             "counter",
             "{reply}",

@@ -1,6 +1,7 @@
 """The rollout stage of runs with an environment: the samples of a group are conversations."""
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -8,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from relaxd import telemetry
 from relaxd.board import (
     ENVIRONMENT_INFO,
     ENVIRONMENT_REWARD,
@@ -24,8 +26,12 @@ from relaxd.board.worker import Result
 from relaxd.config import RunConfig
 from relaxd.data.examples import Example
 from relaxd.seeds import seed_of
+from relaxd.waiting import Backoff, waiting
 from services.agent.conversation import BadPrompt, Conversation, Conversations, PromptTooLong
 from services.agent.engines import RefusedPrompt, RunEngines
+
+RETRY_PAUSE = Backoff(first_seconds=0.5, max_seconds=10.0)
+"""Pauses before failed conversations are held again (agent.on_failure = "retry")."""
 
 logger = logging.getLogger(__name__)
 
@@ -94,15 +100,27 @@ class GroupConversations:
             self._unfinished.pop(delivery.group_id, None)
 
     async def _hold(self, delivery: Delivery, example: Example, published: Sequence[int], sample: int) -> Conversation:
-        seed = seed_of(self._config.run.seed, delivery.group_id)
-        name = f"{delivery.group_id}/{sample}/{delivery.attempt}"
-        async with self._places:
-            conversation = await self._conversations.hold(name, example, published, seed, seed_of(seed, sample))
-        self._unfinished[delivery.group_id] -= 1
-        if conversation.failure:
+        """Hold a conversation. Raises _Failed: its environment failed, which ends its group."""
+        agent, seed = self._config.agent, seed_of(self._config.run.seed, delivery.group_id)
+        retries = agent.max_retries if agent.on_failure == "retry" else 0
+        for failures in itertools.count(1):
+            name = f"{delivery.group_id}/{sample}/{delivery.attempt}" + (f"/{failures}" if failures > 1 else "")
+            async with self._places:
+                conversation = await self._conversations.hold(name, example, published, seed, seed_of(seed, sample))
+            if not conversation.failure:
+                break
             logger.warning("group %s, sample %d: %s", delivery.group_id, sample, conversation.failure)
-            if self._config.agent.on_failure == "drop":
+            if failures <= retries:
+                _count("retried")
+                with waiting("holding a failed conversation again"):
+                    await asyncio.sleep(RETRY_PAUSE.pause(failures))
+            elif agent.on_failure in ("zero", "mask"):
+                _count(agent.on_failure)
+                break
+            else:
+                _count("dropped")
                 raise _Failed(conversation.failure)
+        self._unfinished[delivery.group_id] -= 1
         return conversation
 
     def _dropped(self, delivery: Delivery, error: Exception) -> Drop:
@@ -122,6 +140,10 @@ class GroupConversations:
 
 class _Failed(Exception):
     """The environment failed in a conversation of a group that is dropped for it."""
+
+
+def _count(outcome: str) -> None:
+    telemetry.record("agent.failures", 1, {"relaxd.outcome": outcome})
 
 
 def example_of(prompt: Mapping[str, Any]) -> Example:
