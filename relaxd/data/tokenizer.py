@@ -15,6 +15,8 @@ from relaxd.data.examples import Example
 from relaxd.data.templating import load_chat_template
 from relaxd.models import DataError
 
+LONG_TEXT = 20_000
+"""Characters from which on a text takes so long that other threads should run meanwhile."""
 NFC_GROWTH = 3
 """Maximum number of bytes of UTF-8 that Unicode's normal form C makes of one (Unicode FAQ, Normalization)."""
 SPLITS = {"ByteLevel", "Digits", "Punctuation", "Split"}
@@ -100,7 +102,10 @@ class PromptTokenizer:
 
     def encode_text(self, text: str) -> list[int]:
         """Tokenise a text in which a chat template has written all special tokens that belong to it."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        if len(text) < LONG_TEXT:
+            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        # Other threads run meanwhile, which they don't beside `encode`.
+        return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     @cached_property
     def added_tokens(self) -> dict[int, AddedToken]:

@@ -133,6 +133,8 @@ class TokenHistory:
         self._text_arguments = False
         """True if the template wants the arguments of calls as text."""
         self._segments: list[_Segment] = []
+        self._to_reply: list[_Segment] = []
+        """Segments up to the end of the last reply, as they were then."""
         self._replied = False
         self._stop: int | None = None
         """Id of the special token at which the last reply stopped; None: it stopped otherwise."""
@@ -162,8 +164,13 @@ class TokenHistory:
         """Versions of the weights that wrote the model's tokens, int64; for others, the version before them."""
         return self._column("versions", np.int64)
 
+    def to_last_reply(self) -> dict[str, np.ndarray]:
+        """Return the columns tokens, loss_mask, logprobs and versions up to the end of the last reply."""
+        dtypes = {"tokens": np.int32, "loss_mask": np.uint8, "logprobs": np.float32, "versions": np.int64}
+        return {name: _joined(self._to_reply, name, dtype) for name, dtype in dtypes.items()}
+
     def _column(self, name: str, dtype: Any) -> np.ndarray:
-        return np.concatenate([np.empty(0, dtype), *(getattr(one, name) for one in self._segments)])
+        return _joined(self._segments, name, dtype)
 
     def add_reply(
         self,
@@ -193,6 +200,7 @@ class TokenHistory:
                 "be as many, and at least 1"
             )
         self._segments.append(_Segment.of(tokens, 1, logprobs, versions))
+        self._to_reply = list(self._segments)
         last = int(tokens[-1])
         self._stop = last if stopped and last in self._controls.special else None
         kept = {name: value for name, value in message.items() if name not in REASONING}
@@ -346,6 +354,10 @@ class TokenHistory:
             tokens += encoded
             anchor = self._controls.anchor
         return tokens
+
+
+def _joined(segments: Sequence[_Segment], name: str, dtype: Any) -> np.ndarray:
+    return np.concatenate([np.empty(0, dtype), *(getattr(one, name) for one in segments)])
 
 
 def _with_arguments(message: Message, as_text: bool) -> Message:

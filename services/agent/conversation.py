@@ -1,17 +1,19 @@
 """A conversation of the model with the environment: a sample of a group."""
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from relaxd.config import RunConfig
 from relaxd.data.examples import Example, Message
-from relaxd.data.tokenizer import PromptTokenizer
+from relaxd.data.tokenizer import LONG_TEXT, PromptTokenizer
 from relaxd.envs.client import EnvironmentFailed
 from relaxd.envs.environment import Reply, Sample
 from relaxd.envs.replies import ReplyFormat, read_reply
@@ -21,6 +23,8 @@ from relaxd.seeds import seed_of
 from relaxd.v1.sample_pb2 import SamplingParams
 from services.agent.engines import EngineSession, OutOfTime, RunEngines
 from services.agent.environments import Environments
+
+Encoded = TypeVar("Encoded")
 
 MAX_INFO = 64
 """Maximum number of names of the environment's own numbers that a conversation keeps."""
@@ -46,18 +50,18 @@ class ConversationTokens:
 
     @classmethod
     def of(cls, history: TokenHistory, published: Sequence[int]) -> "ConversationTokens":
-        """Copy a history. If its prompt isn't the published one, it stands before the tokens."""
-        own = list(history.prompt_tokens)
-        if own == list(published):
-            return cls(True, history.tokens, history.loss_mask, history.logprobs, history.versions)
-        count = len(own)
-        return cls(
-            False,
-            np.concatenate([np.array(own, np.int32), history.tokens]),
-            np.concatenate([np.zeros(count, np.uint8), history.loss_mask]),
-            np.concatenate([np.zeros(count, np.float32), history.logprobs]),
-            np.concatenate([np.full(count, history.versions[0], np.int64), history.versions]),
-        )
+        """Copy a history up to its last reply. If its prompt isn't the published one, it stands before the tokens."""
+        own, columns = list(history.prompt_tokens), history.to_last_reply()
+        versions = columns["versions"]
+        if own == list(published) or not len(versions):
+            return cls(True, **columns)
+        before = {
+            "tokens": np.array(own, np.int32),
+            "loss_mask": np.zeros(len(own), np.uint8),
+            "logprobs": np.zeros(len(own), np.float32),
+            "versions": np.full(len(own), versions[0], np.int64),
+        }
+        return cls(False, **{name: np.concatenate([before[name], column]) for name, column in columns.items()})
 
 
 @dataclass
@@ -65,7 +69,9 @@ class Conversation:
     """A conversation so far."""
 
     tokens: ConversationTokens = field(default_factory=ConversationTokens)
-    """Tokens up to the end of the model's last message."""
+    """Tokens up to the end of the model's last message, once the conversation has ended."""
+    history: TokenHistory | None = None
+    """Tokens until then."""
     messages: list[Message] = field(default_factory=list)
     """Messages after the prompt."""
     text: str = ""
@@ -127,7 +133,7 @@ class Conversations:
 
         try:
             await self._converse(
-                result, engine, example, published, group_seed=group_seed, sample_seed=sample_seed, seconds=seconds
+                result, engine, example, group_seed=group_seed, sample_seed=sample_seed, seconds=seconds
             )
         except OutOfTime:
             result.finish = "timeout"
@@ -137,6 +143,8 @@ class Conversations:
             raise BadPrompt(str(error)) from error
         finally:
             self._environments.close_session(name)
+        if result.history is not None:
+            result.tokens, result.history = ConversationTokens.of(result.history, published), None
         return result
 
     @contextmanager
@@ -154,7 +162,6 @@ class Conversations:
         result: Conversation,
         engine: EngineSession,
         example: Example,
-        published: Sequence[int],
         *,
         group_seed: int,
         sample_seed: int,
@@ -171,7 +178,10 @@ class Conversations:
                 f"there are tools ({names}), but the chat template has no form of tool calls that relaxd reads "
                 "(docs/conversations.md): set model.chat_template to one that has"
             )
-        history = TokenHistory(self._tokenizer, example, tools, opened=opened.messages)
+        history = await _in_thread_if_long(
+            opened.messages, partial(TokenHistory, self._tokenizer, example, tools, opened=opened.messages)
+        )
+        result.history = history
         if len(history.prompt_tokens) > self._config.data.max_prompt_tokens:
             raise PromptTooLong(
                 f"with the environment's tools and messages the prompt has {len(history.prompt_tokens)} tokens: "
@@ -193,7 +203,6 @@ class Conversations:
             )
             calls += len(parsed.calls)
             history.add_reply(reply.tokens, reply.logprobs, reply.versions, parsed.message, stopped=not reply.cut)
-            result.tokens = ConversationTokens.of(history, published)
             result.text = reply.text
             result.messages.append({"role": "assistant", "content": reply.text})
             result.turns += 1
@@ -214,7 +223,14 @@ class Conversations:
             elif seconds() <= 0:
                 raise OutOfTime
             else:
-                history.add_messages(step.messages)
+                await _in_thread_if_long(step.messages, partial(history.add_messages, step.messages))
+
+
+async def _in_thread_if_long(messages: Sequence[Message], encode: Callable[[], Encoded]) -> Encoded:
+    """Encode messages of the environment, long ones in a thread, beside which other conversations go on."""
+    if sum(len(str(message.get("content"))) for message in messages) < LONG_TEXT:
+        return encode()
+    return await asyncio.to_thread(encode)
 
 
 def sampling_of(config: RunConfig, own: Mapping[str, Any], most: int, seed: int) -> SamplingParams:
