@@ -51,6 +51,8 @@ class Peer(Generic[Stub]):
         self.open = 0
         """Calls without a reply."""
         self.avoided_until = 0.0
+        self.avoided_why = ""
+        """Why it isn't called until then, such as "did not answer a moment ago"."""
         self.ready = True
         """By the last look."""
         self.version: int | None = None
@@ -125,7 +127,8 @@ class PeerReplicas(Generic[Stub]):
             if not self.ready and self._to_come is not None:
                 raise NoReplicaError(self._to_come, starting=True)
             names = ", ".join(peer.replica_id for peer in self.ready[:3])
-            known = f" but those that did not answer a moment ago ({names})" if names else ""
+            why = " or ".join(sorted({peer.avoided_why for peer in self.ready}))
+            known = f" but those that {why} ({names})" if names else ""
             raise NoReplicaError(f"no {self.role} replica is ready{known}")
         if (peer := self._peers.get(preferred)) in able:
             return peer
@@ -134,8 +137,12 @@ class PeerReplicas(Generic[Stub]):
 
     def avoid(self, peer: Peer[Stub]) -> None:
         """Call a replica that did not answer no more for a while, and look for others before the next call."""
-        peer.avoided_until = time.monotonic() + AVOIDED_SECONDS
+        self.postpone(peer, AVOIDED_SECONDS, "did not answer a moment ago")
         self._look_at = 0.0
+
+    def postpone(self, peer: Peer[Stub], seconds: float, why: str) -> None:
+        """Call a replica no more for so long. `why` goes on after "those that"."""
+        peer.avoided_until, peer.avoided_why = time.monotonic() + seconds, why
 
     async def look(self) -> None:
         """Ask the coordinator which replicas there are. While it is away, those that were there stay."""

@@ -10,7 +10,7 @@ import grpc
 from relaxd.replica.peer_replicas import NoReplicaError, Peer, PeerReplicas
 from relaxd.replica.replica_context import ReplicaContext
 from relaxd.roles import ROLLOUT
-from relaxd.rpc.errors import explain
+from relaxd.rpc.errors import explain, retry_seconds
 from relaxd.v1.rollout_pb2 import GenerateRequest
 from relaxd.v1.rollout_pb2_grpc import RolloutStub
 from relaxd.v1.sample_pb2 import FINISH_REASON_ABORT, FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED, SamplingParams
@@ -20,7 +20,7 @@ ENGINES_A_LOOK = 100.0
 """Engines that a second between two looks at the coordinator is for; the shortest time is a second."""
 WAIT_SECONDS = 0.2
 """Pause between two tries while no engine serves, and after a reply that ended with a pause of the engine."""
-_AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED)
+_AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
 class RefusedPrompt(Exception):
@@ -47,9 +47,11 @@ class EngineReply:
     versions: list[int] = field(default_factory=list)
     """Version of the weights that wrote each token."""
     text: str = ""
-    """Text without the end token."""
+    """Text without the end token; empty until it has ended."""
+    ended: bool = False
+    """True if it is complete."""
     cut: bool = False
-    """True if the reply was cut off."""
+    """True if it ended because it was cut off at its maximum length."""
 
 
 @dataclass
@@ -61,7 +63,7 @@ class EngineSession:
     engine: str = ""
     """Id of the replica of the last request."""
     waited_seconds: float = 0.0
-    """Time in which no engine served."""
+    """Time in which no engine served, or all were full."""
 
 
 class RunEngines:
@@ -88,7 +90,9 @@ class RunEngines:
     async def generate(
         self, session: EngineSession, prompt: list[int], sampling: SamplingParams, seconds: Callable[[], float]
     ) -> EngineReply:
-        """Return a reply to a prompt. If an engine goes or is paused in mode "abort", the reply begins anew.
+        """Return a reply to a prompt.
+
+        If its engine goes, or is paused in mode "abort", the reply goes on with the tokens that it has.
 
         Args:
             session: the conversation.
@@ -101,24 +105,31 @@ class RunEngines:
             OutOfTime: the time is over.
             grpc.aio.AioRpcError: the engine failed otherwise.
         """
-        request = GenerateRequest(prompt_tokens=prompt, n=1, sampling=sampling, session_id=session.name)
+        reply = EngineReply()
         while True:
             peer = await self._serving(session)
             left = seconds()
             if left <= 0:
                 raise OutOfTime
+            request = GenerateRequest(
+                prompt_tokens=prompt, n=1, sampling=sampling, session_id=session.name, begun_tokens=reply.tokens
+            )
             try:
-                reply = await self._ask(peer, request, left)
+                await self._ask(peer, request, left, reply)
             except grpc.aio.AioRpcError as error:
                 if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
                     raise OutOfTime from error
                 if error.code() == grpc.StatusCode.INVALID_ARGUMENT:
                     raise RefusedPrompt(explain(error)) from error
-                if error.code() not in _AWAY:
+                full = error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+                if full and (pause := retry_seconds(error)) is not None:
+                    self._peers.postpone(peer, pause, "are full")
+                elif error.code() in _AWAY:
+                    self._peers.avoid(peer)
+                else:
                     raise
-                self._peers.avoid(peer)
                 continue
-            if reply is not None:
+            if reply.ended:
                 return reply
             await asyncio.sleep(WAIT_SECONDS)  # brief: the next call waits for the end of the engine's pause
 
@@ -145,11 +156,9 @@ class RunEngines:
         session.engine = peer.replica_id
         return peer
 
-    async def _ask(self, peer: Peer[RolloutStub], request: GenerateRequest, seconds: float) -> EngineReply | None:
-        """Return an engine's reply; None if a pause ended it."""
-        reply = EngineReply()
+    async def _ask(self, peer: Peer[RolloutStub], request: GenerateRequest, seconds: float, reply: EngineReply) -> None:
+        """Add an engine's tokens to a reply, until it has ended, a pause cuts it off, or the call fails."""
         with peer.called() as stub:
-            aborted = True
             async for message in stub.Generate(request, timeout=seconds):
                 self.pieces += 1
                 reply.tokens += message.tokens
@@ -157,7 +166,6 @@ class RunEngines:
                 reply.versions += message.versions
                 if message.versions:
                     peer.version = max(message.versions[-1], peer.version or 0)
-                if message.finish_reason != FINISH_REASON_UNSPECIFIED:
-                    reply.text, reply.cut = message.text, message.finish_reason == FINISH_REASON_LENGTH
-                    aborted = message.finish_reason == FINISH_REASON_ABORT
-        return None if aborted else reply
+                if message.finish_reason not in (FINISH_REASON_UNSPECIFIED, FINISH_REASON_ABORT):
+                    reply.text, reply.ended = message.text, True
+                    reply.cut = message.finish_reason == FINISH_REASON_LENGTH
