@@ -161,6 +161,14 @@ def tool_message(call: ToolCall, text: str) -> Message:
     return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text}
 
 
+def shorten(text: str, most: int) -> str:
+    """Return a text without its middle if it has more than `most` characters."""
+    if len(text) <= most:
+        return text
+    end = most // 2
+    return f"{text[: most - end]}\n[{len(text) - most} characters left out]\n{text[len(text) - end :]}"
+
+
 def check_tools(tools: object, what: str = "the environment has") -> list[dict[str, Any]]:
     """Return schemas of tools. Raises BadEnvironmentError, which begins with `what`: they are none."""
     if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):

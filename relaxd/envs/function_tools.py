@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, get_type_hints
+from typing import Any, Protocol, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
@@ -34,7 +34,10 @@ class FunctionTool:
         """The schema in OpenAI's form."""
 
     async def answer(self, call: ToolCall) -> str:
-        """Return the function's result as a text. Bad arguments and exceptions are answered with "Error: ..."."""
+        """Return the function's result as a text. Bad arguments and exceptions are answered with "Error: ...".
+
+        Raises BadEnvironmentError if the function does.
+        """
         try:
             checked = self._arguments.model_validate(call.arguments)
         except ValidationError as error:
@@ -44,22 +47,45 @@ class FunctionTool:
             result = self._function(**{name: getattr(checked, name) for name in type(checked).model_fields})
             if inspect.isawaitable(result):
                 result = await result
+        except BadEnvironmentError:
+            raise
         except Exception as error:  # a user's function may raise anything
             return f"Error: {type(error).__name__}: {error}"
         return str(result)
 
 
-class FunctionTools(Environment):
-    """Answers calls of functions. A message without a call ends the conversation, and the reward says what it is worth.
+class Tool(Protocol):
+    """A tool that the model may call."""
+
+    name: str
+    schema: dict[str, Any]
+    """The schema in OpenAI's form."""
+    awaits: bool
+    """True if `answer` awaits something; otherwise it may block."""
+
+    async def answer(self, call: ToolCall) -> str:
+        """Return the answer to a call. That to one that came to nothing begins with "Error: "."""
+
+
+class ToolsEnvironment(Environment):
+    """Answers calls of tools. A message without a call ends the conversation; `score` says what it is worth.
 
     Numbers: `calls`, and `errors` of calls that came to nothing.
     """
 
-    def __init__(self, functions: Sequence[FunctionTool]) -> None:
-        self._tools = {one.name: one for one in functions}
-        self.tools = [one.schema for one in functions]
-        self._awaits = any(one.awaits for one in functions)
+    def __init__(self, tools: Sequence[Tool]) -> None:
         self._calls = self._errors = 0
+        self.set_tools(tools)
+
+    def set_tools(self, tools: Sequence[Tool]) -> None:
+        """Replace the tools."""
+        self._tools = {one.name: one for one in tools}
+        self.tools = [one.schema for one in tools]
+        self._awaits = any(one.awaits for one in tools)
+
+    def score(self, reply: Reply) -> float:
+        """Return the reward of a message without a call. By default 0: the run's reward scores the conversation."""
+        return 0.0
 
     def step(self, reply: Reply) -> Step | Awaitable[Step]:
         """Answer the calls of a message, one after the other."""
@@ -71,7 +97,7 @@ class FunctionTools(Environment):
             self._errors += 1
             return Step(f"Error: {reply.problem}", info=self._info)
         if not reply.tool_calls:
-            return Step(None, done=True, info=self._info)
+            return Step(None, self.score(reply), True, self._info)
         messages = []
         for call in reply.tool_calls:
             tool = self._tools.get(call.name)

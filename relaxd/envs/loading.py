@@ -5,12 +5,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from relaxd.envs.environment import BadEnvironmentError, Environment
-from relaxd.envs.function_tools import FunctionTool, FunctionTools
+from relaxd.envs.function_tools import FunctionTool, ToolsEnvironment
 from relaxd.envs.other_interfaces import GymEnvironment, RelaxEnvironment
 from relaxd.importing import ImportProblem, check_known_or_own, import_own
 
 BUNDLED: Mapping[str, str] = {
     "calculator": "relaxd.envs.calculator:Calculator",
+    "mcp": "relaxd.envs.mcp_tools:McpTools",
     "number_guessing": "relaxd.envs.number_guessing:NumberGuessing",
     "verl_tools": "relaxd.envs.verl_tools:VerlToolsEnvironment",
 }
@@ -73,7 +74,7 @@ def _maker(name: str, found: Any, settings: Mapping[str, Any]) -> tuple[Callable
             "that the model may call, or build_env of Relax"
         )
     tools = [FunctionTool(one) for one in functions]
-    return _no_settings, lambda: FunctionTools(tools)
+    return _no_settings, lambda: ToolsEnvironment(tools)
 
 
 def _any_settings(**settings: Any) -> None:

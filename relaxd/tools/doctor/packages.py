@@ -28,6 +28,7 @@ OPTIONAL = {
     "launcher": "replicas as containers",
     "demo": "relaxd demo, plots, a Redis without an installed one",
     "migrate": "relaxd migrate",
+    "mcp": "environment mcp",
 }
 """Purposes of other extras."""
 OWN_ENVIRONMENT = "sglang"

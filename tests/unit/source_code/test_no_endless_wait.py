@@ -47,6 +47,7 @@ WITHOUT_DEADLINE = {
     },
     WORK: {
         ("relaxd/board/worker.py", "StageWorker._commit"),
+        ("relaxd/envs/mcp_tools.py", "_Connection._hold"),  # until its conversation ends
         ("relaxd/process/child.py", "Child._watch"),  # a thread for the life of the child
         ("relaxd/process/child_server.py", "serve_socket"),
         ("relaxd/process/child_server.py", "Outbox.__aiter__"),  # its reader's call ends
