@@ -57,9 +57,7 @@ class Calculator(Environment):
             self._bad_calls += 1
             return Step(f"error: {reply.problem}", info=self._info)
         if not reply.tool_calls:
-            said, right = _NUMBER.findall(reply.text), _NUMBER.findall(self._answer)
-            is_right = bool(said and right) and _plain(said[-1]) == _plain(right[-1])
-            return Step(None, float(is_right), True, self._info)
+            return Step(None, float(same_last_number(reply.text, self._answer)), True, self._info)
         messages = []
         for call in reply.tool_calls:
             self._calls += 1
@@ -76,6 +74,12 @@ class Calculator(Environment):
     @property
     def _info(self) -> dict[str, float]:
         return {"calls": float(self._calls), "bad_calls": float(self._bad_calls)}
+
+
+def same_last_number(text: str, answer: str) -> bool:
+    """Return whether two texts have the same last number. False if one of them has none."""
+    said, right = _NUMBER.findall(text), _NUMBER.findall(answer)
+    return bool(said and right) and _plain(said[-1]) == _plain(right[-1])
 
 
 def compute(expression: str) -> Fraction:

@@ -13,6 +13,9 @@ BUNDLED: Mapping[str, str] = {
     "calculator": "relaxd.envs.calculator:Calculator",
     "mcp": "relaxd.envs.mcp_tools:McpTools",
     "number_guessing": "relaxd.envs.number_guessing:NumberGuessing",
+    "python": "relaxd.envs.python_sandbox:PythonSandbox",
+    "reasoning_gym": "relaxd.envs.reasoning_gym_hints:ReasoningGymHints",
+    "search": "relaxd.envs.search:Search",
     "verl_tools": "relaxd.envs.verl_tools:VerlToolsEnvironment",
 }
 """Bundled environments by name."""

@@ -11,6 +11,8 @@ CONTEST = (
     *("itertools", "functools", "operator", "io", "sys", "json", "builtins", "typing"),
 )
 """Modules whose names a program for a contest finds imported, in verl's order: later ones win."""
+PROGRAM = "<answer>"
+"""Name of a program in tracebacks."""
 RECURSION_LIMIT = 600_000
 """Of programs for a contest, as in verl."""
 
@@ -36,7 +38,7 @@ def load(job: Mapping[str, Any], name: str) -> dict[str, Any]:
     refusal: BaseException | None = None
     for text in job["programs"]:
         try:
-            code = compile(text, "<answer>", "exec", dont_inherit=True)
+            code = compile(text, PROGRAM, "exec", dont_inherit=True)
             break
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             refusal = refusal or error

@@ -1,13 +1,15 @@
-"""The program of a confined process: it runs a script, answers calls of functions, or runs tests of functions."""
+"""The program of a confined process: runs a script or a tool's program, answers calls of functions, or runs tests."""
 
+import io
 import random
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
 from relaxd.sandbox.channel import Channel, NotPlain, decode, encode
-from relaxd.sandbox.loading import load
+from relaxd.sandbox.loading import PROGRAM, load
 from relaxd.sandbox.testing import describe, run_tests
 
 
@@ -28,6 +30,24 @@ def _run_script(channel: Channel, job: Mapping[str, Any]) -> None:
     except BaseException as error:
         channel.send(describe(error))
         return
+    sys.stdout.flush()
+    channel.send({"ended": True})
+
+
+def _run_program(channel: Channel, job: Mapping[str, Any]) -> None:
+    """Run a program whose errors stand in what it prints, and say that it has ended."""
+    assert isinstance(sys.stdout, io.TextIOWrapper)
+    sys.stdout.reconfigure(line_buffering=True)  # what was printed before a stop is seen
+    sys.stderr = sys.stdout
+    try:
+        load(job, "__main__")
+    except SystemExit:
+        pass
+    except BaseException as error:
+        place = error.__traceback__
+        while place is not None and place.tb_frame.f_code.co_filename != PROGRAM:
+            place = place.tb_next
+        traceback.print_exception(error.with_traceback(place))
     sys.stdout.flush()
     channel.send({"ended": True})
 
@@ -74,6 +94,7 @@ def _names(found: Mapping[str, Any]) -> dict[str, Any]:
 
 _JOBS: dict[str, Callable[[Channel, Mapping[str, Any]], None]] = {
     "script": _run_script,
+    "program": _run_program,
     "calls": _answer_calls,
     "tests": run_tests,
 }

@@ -1,0 +1,108 @@
+"""A Python interpreter, in which the model may run code before it answers."""
+
+import os
+import threading
+from functools import lru_cache
+
+from relaxd.envs.calculator import same_last_number
+from relaxd.envs.environment import BadEnvironmentError, Reply, Sample, shorten
+from relaxd.envs.function_tools import FunctionTool, ToolsEnvironment
+from relaxd.sandbox.limits import ConfinementError, Limits
+from relaxd.sandbox.processes import Sandbox, Stopped
+
+OUTPUT_BYTES = 1 << 20
+"""Maximum number of bytes that a program may print before it is stopped."""
+
+
+class PythonSandbox(ToolsEnvironment):
+    """Answers calls of the tool `run_python`; the first message without a call is the answer.
+
+    Each call runs in a new confined process: nothing stays from one to the next. The reward is 1 if the last number of
+    the answer is that of the prompt, else 0. Numbers: `calls`, and `errors` of calls that can't be read.
+    """
+
+    def __init__(
+        self, seconds: float = 3.0, memory_mb: int = 512, max_chars: int = 8192, confine_files: bool = True
+    ) -> None:
+        """Check the settings, and that this machine can confine code.
+
+        Args:
+            seconds: computing time for each call.
+            memory_mb: address space.
+            max_chars: maximum length of what a call returns, in characters; the middle of a longer one is left out.
+            confine_files: hide all files but Python's own. False: for kernels without Landlock.
+
+        Raises ValueError: a setting is wrong; ConfinementError: this machine can't confine code.
+        """
+        super().__init__([FunctionTool(self.run_python)])
+        for name, value in (("seconds", seconds), ("memory_mb", memory_mb), ("max_chars", max_chars)):
+            if not value > 0:
+                raise ValueError(f"{name} is {value}: it must be above 0")
+        self._pool = _pool(Limits(seconds, memory_mb << 20, OUTPUT_BYTES, confine_files))
+        self._max_chars = max_chars
+        self._answer = ""
+
+    def open(self, sample: Sample) -> None:
+        """Begin a conversation."""
+        self._answer = sample.answer
+
+    def run_python(self, code: str) -> str:
+        """Run a Python program and return what it prints. Nothing is kept between calls.
+
+        Args:
+            code: the whole program. It must print its results.
+        """
+        try:
+            printed, problem = self._pool.run(code)
+        except ConfinementError as error:
+            raise BadEnvironmentError(str(error)) from error
+        text = shorten(printed, self._max_chars)
+        if problem:
+            return f"{text}\n[{problem}]".lstrip()
+        return text or "[it printed nothing]"
+
+    def score(self, reply: Reply) -> float:
+        """Compare the answer."""
+        return float(same_last_number(reply.text, self._answer))
+
+
+class _Pool:
+    """Sandboxes that conversations share: as many as there are cores, so that none's time passes without computing."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._free = [Sandbox(limits) for _ in range(os.cpu_count() or 1)]
+        self._turn = threading.Semaphore(len(self._free))
+
+    def run(self, code: str) -> tuple[str, str]:
+        """Return what a program printed, and why it was stopped; "" if it wasn't. Raises ConfinementError."""
+        with self._turn:
+            sandbox = self._free.pop()
+            try:
+                return _run(sandbox, code)
+            finally:
+                self._free.append(sandbox)
+
+
+@lru_cache(maxsize=1)  # a host has one environment, with the same settings in all conversations
+def _pool(limits: Limits) -> _Pool:
+    return _Pool(limits)
+
+
+def _run(sandbox: Sandbox, code: str) -> tuple[str, str]:
+    job = {"kind": "program", "programs": [code], "contest": False}
+    problem = ""
+    output = os.memfd_create("output")
+    null = os.open(os.devnull, os.O_RDONLY)
+    try:
+        process = sandbox.start(job, float("inf"), null, output)
+        try:
+            process.receive()
+        finally:
+            process.end()
+    except Stopped as error:
+        problem = str(error)
+    finally:
+        os.close(null)
+        printed = os.pread(output, OUTPUT_BYTES, 0).decode(errors="replace")
+        os.close(output)
+    return printed, problem
