@@ -1,6 +1,7 @@
 """One rank of a critic's replica: a child process of the service."""
 
 from collections.abc import Sequence
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,21 @@ from services.trainer.critic.critic_learner import CriticLearner, CriticRank, Va
 from services.trainer.critic.follower import Follower
 from services.trainer.frozen.model_stage import ModelStage
 from services.trainer.frozen.stage_rank import StageRank, world_config
+from services.trainer.loop.checkpoint_control import REMOVAL_SECONDS
 from services.trainer.megatron.channels import RankChannel
 
 
 class CriticServiceRank(StageRank):
     """A rank of the critic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._follower: Follower | None = None
+
+    def _clean_up(self) -> None:
+        """Remove what was the best checkpoint: the last evaluation comes after the last checkpoint."""
+        if self._follower is not None:
+            wait([self._follower.checkpoints.remove_replaced()], REMOVAL_SECONDS)
 
     def _compute(self, request: pb.WorkRequest, config: RunConfig) -> None:
         create_tried(config.algorithm, with_loss=False)
@@ -62,6 +73,7 @@ class CriticServiceRank(StageRank):
         )
         follower = Follower(config, request.run_id, rank, self._stage, self._report_progress)
         follower.restore()
+        self._follower = follower
         self._thread.events.put(pb.WorkResponse(loaded=pb.RankLoaded()))
         follower.run()
 

@@ -55,7 +55,8 @@ class Follower:
         self._report = report
         self._term = self._board.new_critic_term()
         self._own_config = config.model_copy(update={"trainer": world_config(config, CRITIC)})
-        self._checkpoints = Checkpoints(self._own_config, run_id, self._term, rank)
+        self.checkpoints = Checkpoints(self._own_config, run_id, self._term, rank)
+        """The critic's checkpoints."""
         rank.progress = self._between_rounds
         self._trained: LedgerEntry | None = None
         """The step on which the critic was trained last; None before the first."""
@@ -70,7 +71,7 @@ class Follower:
         """Load the newest checkpoint. Raises CheckpointError (it doesn't fit this critic), BoardUnavailable."""
         self._tell("looking for a checkpoint")
         _, self._trained = restore(self._rank, self._own_config, self._term)
-        self._checkpoints.prepare()
+        self.checkpoints.prepare()
 
     def run(self) -> None:
         """Follow the run. Never returns.
@@ -99,7 +100,7 @@ class Follower:
 
     def _train_next(self) -> bool:
         """Train on the next step, if it is committed. Return whether there was anything to do."""
-        self._checkpoints.complete_if_written()
+        self.checkpoints.complete_if_written()
         try:
             problem = self._problem_of_ledger()
             following = self._rank.steps(self._rank.learner.step, 1)
@@ -123,7 +124,7 @@ class Follower:
             raise LedgerWentBack(f"{problem}: the next critic starts from a checkpoint of a step in the ledger")
         self._take_orders(orders)
         # Also one that was wanted while the one before was written.
-        self._checkpoints.begin_if_wanted(self._rank.learner.step)
+        self.checkpoints.begin_if_wanted(self._rank.learner.step)
         if not following:
             return False
         (entry,) = following
@@ -158,7 +159,7 @@ class Follower:
         asked = (step, step == orders.kept) if step in (orders.checkpoint, orders.kept) else self._asked
         if asked is not None and (asked != self._asked or failed):
             self._asked, self._asked_at = asked, now
-            self._answer = self._checkpoints.request(rotate=not asked[1])
+            self._answer = self.checkpoints.request(rotate=not asked[1])
 
     def _problem(self) -> str:
         """Return why the checkpoint that the trainer asked for could not be written; else ""."""
@@ -169,14 +170,14 @@ class Follower:
         self._tell(f"training on step {entry.step}")
         file = step_file_path(self._rank.steps_of, entry.step)
         await_file(file, CRITIC, self._still_waiting)
-        self._checkpoints.wait_for_copies()
+        self.checkpoints.wait_for_copies()
         began = time.monotonic()
         self._rank.run(TrainStep(entry.step, entry.plan))
         self._trained = entry
         numbers = {name: float(f"{value:.4g}") for name, value in self._rank.learner.metrics.items()}
         seconds = time.monotonic() - began
         logger.info("step %d: %s, in %.1f s", entry.step, numbers, seconds)
-        self._checkpoints.after_step(entry.step, seconds, file)
+        self.checkpoints.after_step(entry.step, seconds, file)
 
     def _still_waiting(self, path: Path) -> None:
         self._tell(f"waiting for {path}")

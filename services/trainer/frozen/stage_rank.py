@@ -39,8 +39,12 @@ class StageRank(rank_pb2_grpc.RankServicer):
         """Finish held groups in time and hand back the others."""
         if self._stage is not None:
             self._stage.worker.drain(request.seconds)
+            self._clean_up()
             telemetry.flush()  # the parent kills the ranks next
         return pb.HandBackGroupsResponse(done=self._stage is None or not self._stage.worker.held)
+
+    def _clean_up(self) -> None:
+        """Do what is left to do before the parent kills the ranks."""
 
     @abstractmethod
     def _compute(self, request: pb.WorkRequest, config: RunConfig) -> None:

@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 SHOWN_ERRORS = 3
 """Ranks whose errors are shown."""
 
+REMOVAL_SECONDS = 5.0
+"""Limit of the time in which a process that leaves a run removes what was the best checkpoint."""
+
 Answer = Future[tuple[str, int]]
 """Resolved with the checkpoint's path and step once it is on disk."""
 
@@ -207,20 +210,21 @@ class Checkpoints:
         for answer in saving.answers:
             answer.set_result((str(saving.final), step))
 
-    def remove_replaced(self) -> None:
-        """Remove the checkpoint that was the best, if another one is. Beside training, as after each checkpoint."""
-        if self._settings.keep_best:
-            self._sealer.submit(self._remove_older)
+    def remove_replaced(self) -> Future[None]:
+        """Remove the checkpoint that was the best, if another one is, beside training. Done once it is removed."""
+        return self._sealer.submit(self._remove_older, wait=True)
 
-    def _remove_older(self) -> None:
-        """Remove the checkpoints and step files that newer checkpoints, or a better one, replace."""
+    def _remove_older(self, *, wait: bool = False) -> None:
+        """Begin to remove the checkpoints and step files that newer checkpoints, or a better one, replace."""
         settings = self._settings
         try:
             protected = protected_steps(self._record_folder, settings.keep_best, self._run_folder)
             oldest = folders.rotate(self._run_folder, settings.keep, settings.max_bytes, protected)
-            folders.remove_rotated(self._run_folder)
+            removal = folders.remove_rotated(self._run_folder)
             if oldest is not None and settings.keep_step_files == "until_checkpoint":
                 remove_step_files(self._run_folder, up_to=min(oldest, self._followed()))
+            if wait:
+                removal.join(REMOVAL_SECONDS)
         except (OSError, ValueError) as error:
             logger.warning("what newer checkpoints replace could not be removed, and takes room: %s", error)
 

@@ -7,6 +7,7 @@ training and LeaveWeightGroup reaches a rank that is stuck.
 
 import logging
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -114,7 +115,10 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
         if isinstance(version, DiskRefused):
             raise ResourceExhausted(str(version))
         # A run ends with it: after its last evaluation, and without another checkpoint.
-        self._controls.requests.ask(lambda training: training.checkpoints.remove_replaced(), context.time_remaining())
+        removal = self._controls.requests.ask(
+            lambda training: training.checkpoints.remove_replaced(), context.time_remaining()
+        )
+        wait([removal], context.time_remaining())
         return pb.ExportHuggingFaceResponse(path=request.folder, weights=self._weight_version(version))
 
     def SaveCheckpoint(
