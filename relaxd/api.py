@@ -14,15 +14,12 @@ A run from Python has the services, files and commands of one that `relaxd run` 
 
 import asyncio
 import atexit
-import hashlib
-import inspect
 import logging
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -44,6 +41,7 @@ from relaxd.config.load_toml import load, load_file, override
 from relaxd.config.write_toml import dump, toml
 from relaxd.local.programs import python_path
 from relaxd.local.silence import open_client
+from relaxd.notebook_code import write_environment, write_reward
 from relaxd.rpc.stack_identity import STACK_VARIABLE
 from relaxd.run_folder import CONFIG, LEDGER, METRICS, is_run, read_lines
 from relaxd.v1 import coordinator_pb2 as pb
@@ -90,6 +88,7 @@ def run(
     *,
     run_id: str = "",
     reward: Callable[..., Any] | None = None,
+    environment: type | Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
     replicas: Mapping[str, int] | None = None,
     coordinator: str | None = None,
     state: Path = DEFAULT_STATE,
@@ -103,23 +102,29 @@ def run(
         run_id: its id; by default one is made.
         reward: a function, also of a notebook, in place of reward.name. Reward workers get its source, so what it needs
             is imported or defined within it.
+        environment: a class, or a list of functions that the model may call, also of a notebook, in place of
+            agent.environment. It is imported from its source, too.
         replicas: replicas to start by role, such as {"rollout": 2}.
         coordinator: host:port of services elsewhere, whose machine has the files that `config` names.
         state: the folder in which `relaxd up` keeps its state.
 
     Raises:
-        ValueError: `reward` has no source that can be read.
+        ValueError: `reward` or `environment` is something else, or has no source that can be read.
         RunError: the run can't start.
     """
     run_id = run_id or new_run_id("python")
+    runs = config.run.folder.expanduser().resolve()
     if reward is not None:
-        name = write_reward(reward, config.run.folder.expanduser().resolve())
+        name = write_reward(reward, runs)
         config = config.model_copy(update={"reward": config.reward.model_copy(update={"name": name})})
+    if environment is not None:
+        name = write_environment(environment, runs)
+        config = config.model_copy(update={"agent": config.agent.model_copy(update={"environment": name})})
     if coordinator is not None:
         with _errors(), open_client(coordinator, state) as client:
             begun = client.start_run(dump(config), run_id)
         return Run(begun.run_id, Path(begun.folder), state, coordinator)
-    folder = config.run.folder.expanduser().resolve() / run_id
+    folder = runs / run_id
     child = _Child(config, run_id, replicas or {}, state)
     try:
         child.wait_until(lambda: is_run(folder))
@@ -356,28 +361,6 @@ class _Child:
         start = max(0, os.fstat(output).st_size - OUTPUT_BYTES)
         text = os.pread(output, OUTPUT_BYTES, start).decode(errors="replace")
         return "\n".join(text.splitlines()[-count:])
-
-
-def write_reward(reward: Callable[..., Any], folder: Path) -> str:
-    """Write a function's source into a file below `folder`, and return the name that reward.name needs.
-
-    Raises ValueError: it isn't a function that `def` made, or its source can't be read.
-    """
-    if not inspect.isfunction(reward) or not reward.__name__.isidentifier():
-        raise ValueError(
-            f"reward is {reward!r}: it must be a function that `def` made, or leave it out and set reward.name"
-        )
-    try:
-        source = textwrap.dedent(inspect.getsource(reward))
-    except (OSError, TypeError) as error:
-        raise ValueError(f"the source of the reward {reward.__name__} can't be read ({error})") from error
-    digest = hashlib.sha256(source.encode()).hexdigest()[:8]
-    file = folder / "rewards" / f"{reward.__name__}_{digest}.py"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(
-        f"from __future__ import annotations  # its annotations may name what only the caller imports\n\n\n{source}"
-    )
-    return f"{file}:{reward.__name__}"
 
 
 @contextmanager

@@ -77,6 +77,25 @@ def test_a_run_is_started_iterated_and_read(folder: Path, tiny_model: Path) -> N
     ]
 
 
+class Evens:
+    """Pays the share of even bytes."""
+
+    def step(self, reply: Any) -> tuple[None, float]:
+        data = reply.text.encode()
+        return None, sum(byte % 2 == 0 for byte in data) / max(len(data), 1)
+
+
+@pytest.mark.night
+def test_a_class_is_the_environment_of_a_run(folder: Path, tiny_model: Path) -> None:
+    (folder / "tiny.toml").write_text(CONFIG.format(model=tiny_model, steps=1))
+    settings = {"eval.prompts": 0, "reward.name": "environment", "agent.environment": "calculator"}
+    config = relaxd.configure("tiny.toml", {**settings, "agent.max_turns": 1})
+    with relaxd.run(config, environment=Evens, run_id="evens") as run:
+        last = run.wait()
+    assert last["turns_mean"] == 1
+    assert 0 < last["environment_reward_mean"] == pytest.approx(last["reward_mean"])
+
+
 def test_stop_says_what_it_waits_for(
     folder: Path, tiny_model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,6 +139,8 @@ def test_a_run_that_can_not_start_says_why(folder: Path, tiny_model: Path) -> No
         relaxd.open_run()
     with pytest.raises(ValueError, match="it must be a function that `def` made"):
         relaxd.run(config, reward=lambda sample: 0.0)
+    with pytest.raises(ValueError, match="environment is 3: it must be a class, or a list of functions"):
+        relaxd.run(config, environment=3)  # type: ignore[arg-type]
 
 
 def test_a_configuration_is_made_of_mappings() -> None:
