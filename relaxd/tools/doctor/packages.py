@@ -22,6 +22,7 @@ SERVICES = ("coordinator", "reward", "advantage", "rollout", "trainer")
 OPTIONAL = {
     "sglang": 'rollout.engine = "sglang": README, On GPUs',
     "data": "prompts in Parquet, Arrow and CSV files",
+    "media": "images of prompts",
     "reasoning": "source and reward reasoning_gym",
     "humaneval": "evaluation set humaneval",
     "ifeval": "rewards ifeval and ifbench",

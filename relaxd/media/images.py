@@ -1,0 +1,190 @@
+"""Images in their normal form: upright RGB in the size that the model's own rule gives, stored as PNG.
+
+The same item with the same rule has the same pixels and the same hash everywhere, so engine and trainer, which fetch
+an image by its hash, see the same one. Needs Pillow (extra [media]), which is imported when the first image is read.
+"""
+
+import hashlib
+import io
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from relaxd.media.sources import MediaError, read_source
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FORM = "image/1"
+"""Name of the normal form, part of every hash: another one for the same pixels would be another payload."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""Formats that are decoded. Pillow knows more, some of which run other programs."""
+MAX_PIXELS = 1 << 25
+"""Maximum number of pixels of an image before it is resized: 8K video has fewer."""
+MIN_SIDE = 8
+"""Minimum length of a side, in pixels: less than that is no picture, but a mistake of whoever made the data."""
+MAX_RATIO = 200
+"""Maximum ratio of the sides, as in the rule of Qwen's models."""
+ORIENTATION = 0x0112
+"""EXIF's tag of the orientation, of which 5 to 8 lie on their side."""
+
+
+@dataclass(frozen=True)
+class ImageRule:
+    """A model's rule for the size of images: both sides are multiples of `factor`, and the area is within limits."""
+
+    patch: int
+    """Side of a patch, in pixels."""
+    merge: int
+    """Number of patches, along each side, that become one token."""
+    min_pixels: int
+    max_pixels: int
+
+    @property
+    def factor(self) -> int:
+        """Side of the square that a token stands for, in pixels."""
+        return self.patch * self.merge
+
+    def resized(self, width: int, height: int) -> tuple[int, int]:
+        """Return the size that an image gets: `smart_resize` of Qwen2-VL, which Qwen2.5-VL and Qwen3-VL use, too."""
+        factor = self.factor
+        wide, high = round(width / factor) * factor, round(height / factor) * factor
+        if wide * high > self.max_pixels:
+            scale = math.sqrt(width * height / self.max_pixels)
+            wide, high = (max(factor, math.floor(side / scale / factor) * factor) for side in (width, height))
+        elif wide * high < self.min_pixels:
+            scale = math.sqrt(self.min_pixels / (width * height))
+            wide, high = (math.ceil(side * scale / factor) * factor for side in (width, height))
+        return wide, high
+
+
+@dataclass(frozen=True)
+class ImageSize:
+    """Sizes of an image, all of which follow from the first one."""
+
+    original: tuple[int, int]
+    """Width and height in pixels, upright."""
+    normal: tuple[int, int]
+    """Width and height of the normal form."""
+    grid: tuple[int, int, int]
+    """Patches of the normal form: 1, rows, columns; the model's image_grid_thw."""
+    tokens: int
+    """Number of tokens that it takes in a prompt."""
+
+    @classmethod
+    def of(cls, width: int, height: int, rule: ImageRule) -> Self:
+        """Return the sizes of an image. Raises MediaError: it is too small, too large or too narrow."""
+        if min(width, height) < MIN_SIDE:
+            raise MediaError(f"is {width} x {height} pixels: each side must have at least {MIN_SIDE}")
+        if width * height > MAX_PIXELS:
+            raise MediaError(f"is {width} x {height} pixels: at most {MAX_PIXELS:,} are decoded, make it smaller")
+        if max(width, height) > MAX_RATIO * min(width, height):
+            raise MediaError(f"is {width} x {height} pixels: one side may be at most {MAX_RATIO} times the other")
+        wide, high = rule.resized(width, height)
+        grid = (1, high // rule.patch, wide // rule.patch)
+        return cls((width, height), (wide, high), grid, wide * high // rule.factor**2)
+
+
+@dataclass(frozen=True)
+class NormalImage:
+    """An image in its normal form."""
+
+    png: bytes
+    """The RGB pixels, as PNG without anything else."""
+    sha256: str
+    """Hexadecimal digits of the hash of pixels and rule. Another version of Pillow may write other bytes of PNG for
+    the same pixels, which have the same hash."""
+    size: ImageSize
+
+
+def measure_image(source: Any, rule: ImageRule) -> ImageSize:
+    """Return an image's sizes, for which most formats need only the beginning of the file.
+
+    Raises MediaError, as `normalise_image`, except for pixels that are broken.
+    """
+    with _opened(source, rule) as image:
+        return _size(image, rule)
+
+
+def normalise_image(source: Any, rule: ImageRule) -> NormalImage:
+    """Return an image in its normal form.
+
+    It is turned upright (EXIF), laid on white where it is transparent, and resized by bicubic interpolation. Grey,
+    palette, CMYK and 16-bit pixels become 8-bit RGB; of an animation the first frame counts.
+
+    Args:
+        source: an item in one of the forms of `read_source`.
+        rule: the model's.
+
+    Raises:
+        MediaError: it can't be read or decoded, or is too small, too large or too narrow. The message continues a
+            sentence that names the item.
+    """
+    from PIL import Image, ImageOps
+
+    with _opened(source, rule) as image:
+        upright = _rgb(ImageOps.exif_transpose(image))
+        size = ImageSize.of(*upright.size, rule)
+        if upright.size != size.normal:
+            upright = upright.resize(size.normal, Image.Resampling.BICUBIC)
+        pixels = np.asarray(upright)
+        stored = io.BytesIO()
+        Image.fromarray(pixels).save(stored, "PNG")  # from the pixels alone, so that no comment or profile is kept
+    return NormalImage(stored.getvalue(), _sha256(pixels, rule), size)
+
+
+def _sha256(pixels: np.ndarray, rule: ImageRule) -> str:
+    """Return the hash of RGB pixels, uint8 [height, width, 3], and of the rule that patches are cut by."""
+    described = json.dumps({"form": FORM, "shape": pixels.shape, **asdict(rule)}, sort_keys=True)
+    return hashlib.sha256(described.encode() + b"\n" + pixels.tobytes()).hexdigest()
+
+
+@contextmanager
+def _opened(source: Any, rule: ImageRule) -> "Iterator[Image]":
+    """Open an image whose header says that it may be decoded. Raises MediaError, also for what decoding raises."""
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError as error:
+        raise MediaError("can't be read without the package pillow: pip install 'relaxd[media]'") from error
+    content = read_source(source)
+    try:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            ImageSize.of(*image.size, rule)
+            yield image
+    except MediaError:
+        raise
+    except UnidentifiedImageError:
+        raise MediaError(f"is no image in a format that is read ({', '.join(FORMATS)}), or is broken") from None
+    except Image.DecompressionBombError:
+        raise MediaError(f"has more than {MAX_PIXELS:,} pixels, the maximum: make it smaller") from None
+    except Exception as error:  # decoders raise almost anything for broken files
+        raise MediaError(f"is a broken image: {str(error) or type(error).__name__}") from error
+
+
+def _size(image: "Image", rule: ImageRule) -> ImageSize:
+    width, height = image.size
+    lies = image.getexif().get(ORIENTATION) in (5, 6, 7, 8)
+    return ImageSize.of(*((height, width) if lies else (width, height)), rule)
+
+
+def _rgb(image: "Image") -> "Image":
+    """Return an image as 8-bit RGB."""
+    from PIL import Image
+
+    if image.has_transparency_data:
+        white = Image.new("RGBA", image.size, "white")
+        white.alpha_composite(image.convert("RGBA"))
+        return white.convert("RGB")
+    if image.mode.startswith("I"):  # Pillow would cut off what is above 255
+        grey = np.asarray(image)
+        if grey.min() < 0 or grey.max() > 0xFFFF:
+            raise MediaError("has pixels of more than 16 bits: convert it to 8 or 16")
+        return Image.fromarray((grey.astype(np.uint32) >> 8).astype(np.uint8)).convert("RGB")
+    if image.mode == "F":
+        raise MediaError("has floating-point pixels, whose range nobody knows: convert it to 8 or 16 bits")
+    return image.convert("RGB")

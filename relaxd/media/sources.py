@@ -1,0 +1,117 @@
+"""Media items as data have them: paths, bytes, base64 and data URIs, read into bytes."""
+
+import base64
+import binascii
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+MAX_BYTES = 64 << 20
+"""Maximum size of an item, in bytes."""
+FORMS = 'a path, file://, bytes, {"bytes": ...}, {"path": ...}, base64 or a data URI'
+"""The forms of an item, for people."""
+BEGINNINGS = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*")
+"""First bytes of files in the formats that are read: base64 of anything else is taken for a path."""
+_SHOWN = 100
+
+
+class MediaError(ValueError):
+    """A media item that can't be used. The message continues a sentence that names the item."""
+
+
+def read_source(source: Any) -> bytes:
+    """Return the content of an item in one of the forms of FORMS.
+
+    An object with both, as the package datasets writes them, is its bytes. A relative path starts from the folder in
+    which the command is called, as all paths of data do. Nothing is fetched from the network.
+
+    Raises:
+        MediaError: it has no such form, can't be read, or is larger than MAX_BYTES.
+    """
+    if isinstance(source, Mapping):
+        known = {name: source.get(name) for name in ("bytes", "path")}
+        source = known["path"] if known["bytes"] is None else known["bytes"]
+        if source is None:
+            raise MediaError(f"is an object without bytes and path: it must be {FORMS}")
+    if isinstance(source, bytes | bytearray | memoryview):
+        return _checked(bytes(source))
+    if not isinstance(source, str):
+        raise MediaError(f"is a value of type {type(source).__name__}: it must be {FORMS}")
+    scheme, mark, rest = source[:_SHOWN].partition(":")
+    kind = scheme.lower()
+    if mark and kind == "data":
+        return _from_data_uri(source)
+    if mark and kind != "file" and rest.startswith("//"):
+        # The host alone: what is before and behind it may hold a secret.
+        host = urlsplit(source).hostname or "?"
+        raise MediaError(f"is a URL of {host}: relaxd fetches no media, so download it and give its path")
+    if mark and kind == "file" and rest.startswith("//"):
+        return _from_file(_path_of(source))
+    return _from_text(source)
+
+
+def _from_text(text: str) -> bytes:
+    """Return the content of a file, or what base64 says: JPEG's begins like a path, so files come first."""
+    path = Path(text).expanduser() if text.startswith("~") else Path(text)
+    try:
+        is_there = path.exists()
+    except (OSError, ValueError):  # a text that is too long for a path, or has a zero byte
+        is_there = False
+    if not is_there and (content := _from_base64(text)) is not None and content.startswith(BEGINNINGS):
+        return _checked(content)
+    return _from_file(path)
+
+
+def _from_file(path: Path) -> bytes:
+    shown = f"{str(path)[:_SHOWN]!r}"
+    try:
+        if not path.exists():
+            raise MediaError(f"is {shown}, which is no file here: it must be {FORMS}")
+        if not path.is_file():
+            raise MediaError(f"is {shown}, which is no regular file")
+        with path.open("rb") as file:
+            return _checked(file.read(MAX_BYTES + 1))
+    except (OSError, ValueError) as error:
+        if isinstance(error, MediaError):
+            raise
+        reason = getattr(error, "strerror", None) or str(error)
+        raise MediaError(f"is {shown}, which can't be read: {reason}") from error
+
+
+def _path_of(uri: str) -> Path:
+    parts = urlsplit(uri)
+    if parts.netloc not in ("", "localhost"):
+        raise MediaError(f"is a file:// URI of the host {parts.hostname or '?'}: only files of this machine are read")
+    return Path(unquote(parts.path))
+
+
+def _from_data_uri(uri: str) -> bytes:
+    head, comma, body = uri.partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise MediaError('is a data URI without base64: it must look like "data:image/png;base64,..."')
+    content = _from_base64(unquote(body))
+    if content is None:
+        raise MediaError("is a data URI whose base64 is damaged")
+    return _checked(content)
+
+
+def _from_base64(text: str) -> bytes | None:
+    if len(text) > MAX_BYTES * 4 // 3 + 4:
+        raise MediaError(_too_large())
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        return None
+
+
+def _checked(content: bytes) -> bytes:
+    if not content:
+        raise MediaError("is empty")
+    if len(content) > MAX_BYTES:
+        raise MediaError(_too_large())
+    return content
+
+
+def _too_large() -> str:
+    return f"is larger than {MAX_BYTES >> 20} MiB, the maximum: make it smaller"
