@@ -13,5 +13,6 @@ MEANINGS: Mapping[str, str] = {
     "timeout": "a conversation took longer than agent.conversation_seconds",
 }
 """Meaning of each reason; the names are those of the FinishReason enum in sample.proto, in lower case."""
+ENV_FAILED = "env_failed"
 TRUNCATED = frozenset({"length", "budget", "turns", "timeout"})
 """Reasons of samples that a limit of the run cut off."""

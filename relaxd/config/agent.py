@@ -20,6 +20,18 @@ ADDRESS = re.compile(rf"{SERVICE}[^\s/@:]+:[1-9][0-9]{{0,4}}")
 """The address of an environment in another language, such as "grpc://host:50070"."""
 
 
+def check_environment(name: str) -> str:
+    """Return an environment's name, or "". Raises ValueError: it has the form of none."""
+    if not name or BUNDLED_NAME.fullmatch(name) or OWN_NAME.fullmatch(name):
+        return name
+    if ADDRESS.fullmatch(name) and int(name.rpartition(":")[2]) < 65536:
+        return name
+    raise ValueError(
+        f'{name!r} must be the name of a bundled environment, "package.module:Class", "file.py:Class", or the '
+        'address of a service, "grpc://host:port"'
+    )
+
+
 class AgentConfig(Section):
     """Conversations with an environment (docs/agents.md)."""
 
@@ -62,14 +74,7 @@ class AgentConfig(Section):
     @field_validator("environment")
     @classmethod
     def _is_a_name(cls, name: str) -> str:
-        if not name or BUNDLED_NAME.fullmatch(name) or OWN_NAME.fullmatch(name):
-            return name
-        if ADDRESS.fullmatch(name) and int(name.rpartition(":")[2]) < 65536:
-            return name
-        raise ValueError(
-            f'{name!r} must be the name of a bundled environment, "package.module:Class", "file.py:Class", or the '
-            'address of a service, "grpc://host:port"'
-        )
+        return check_environment(name)
 
     @model_validator(mode="after")
     def _is_used(self) -> Self:
@@ -96,9 +101,6 @@ def conversation_problem(config: "RunConfig") -> str:
         return "rollout.partial.enabled is true: unfinished conversations can't be kept yet; set false"
     if config.rollout.return_routed_experts:
         return "rollout.return_routed_experts is true: the experts of conversations can't be returned yet; set false"
-    if config.eval.prompts or config.eval.sets:
-        given = f"eval.prompts is {config.eval.prompts}" if config.eval.prompts else "there are eval.sets"
-        return f"{given}: evaluations have no environment yet; remove them"
     if config.has_privileged_teacher:
         return (
             f'roles.teacher.privileged_key is "{config.roles.teacher.privileged_key}": conversations may begin with '

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from relaxd.config.agent import SERVICE, check_environment
 from relaxd.config.reward import TokenVariable, check_address
 from relaxd.config.section import Section, refuse_unused
 from relaxd.importing import check_own
@@ -76,6 +77,11 @@ class EvalSet(Section):
     """Instead of reward: a service of your own, as reward.address."""
     reward_address_token: TokenVariable = ""
     """With reward_address: as reward.address_token."""
+    environment: Annotated[str, AfterValidator(check_environment)] = ""
+    """Environment of its conversations, as agent.environment. Empty means that."""
+    environment_settings: dict[str, Any] | None = None
+    """Settings of its environment, as agent.settings. Not set, they are those if the environment is the run's, and none
+    if it is another."""
     right_from: float = 1.0
     """An answer counts as right for pass@k and maj@k if its reward is at least this."""
 
@@ -141,6 +147,15 @@ class EvalSet(Section):
             raise ValueError(f"{here} has reward_address_token, which is for a service at reward_address")
         return self
 
+    @model_validator(mode="after")
+    def _check_settings(self) -> Self:
+        if self.environment.startswith(SERVICE) and self.environment_settings:
+            raise ValueError(
+                f'the evaluation set {self.name!r} has environment = "{self.environment}", a service that runs '
+                "already: remove environment_settings"
+            )
+        return self
+
     @property
     def sizes(self) -> tuple[int, ...]:
         """The k of pass@k and maj@k, in order."""
@@ -166,7 +181,8 @@ class EvalConfig(Section):
     max_new_tokens: int = Field(default=0, ge=0)
     """Maximum length of an answer, in tokens; 0 means rollout.max_new_tokens."""
     engine_share: float = Field(default=1.0, gt=0, le=1)
-    """Share of each engine's rollout.max_running_samples that an evaluation during training may take."""
+    """Share of each engine's rollout.max_running_samples that an evaluation during training may take; of conversations,
+    of each agent replica's agent.max_sessions."""
     kept_prompts: int = Field(default=200, ge=0)
     """Keep the texts of prompts and answers of this many prompts of each set; of all others only rewards and
     lengths."""

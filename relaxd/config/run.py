@@ -532,6 +532,19 @@ class RunConfig(Section):
     def _conversations_fit(self) -> Self:
         if self.agent.is_there and (problem := conversation_problem(self)):
             raise ValueError(f'agent.environment is "{self.agent.environment}", but {problem}')
+        for number, one in enumerate(self.eval.sets):
+            setting = "environment" if one.environment else "environment_settings"
+            if not self.agent.is_there and getattr(one, setting):
+                raise ValueError(
+                    f"eval.sets.{number}.{setting} is set, but agent.environment is empty, so that the run has no "
+                    f"conversations: set agent.environment, or remove eval.sets.{number}.{setting}"
+                )
+            if self.agent.is_service and not one.environment and one.environment_settings:
+                raise ValueError(
+                    f"eval.sets.{number}.environment_settings is set, but agent.environment is "
+                    f'"{self.agent.environment}", a service that runs already: remove it, or name another environment '
+                    f"in eval.sets.{number}.environment"
+                )
         return self
 
     @model_validator(mode="after")

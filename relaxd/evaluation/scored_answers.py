@@ -9,7 +9,7 @@ from typing import Any
 
 from relaxd.evaluation.estimates import interval, maj_at_k, pass_at_k
 from relaxd.evaluation.sets import ResolvedSet
-from relaxd.finish_reasons import TRUNCATED
+from relaxd.finish_reasons import ENV_FAILED, TRUNCATED
 from relaxd.rewards.logged import part_metrics
 
 logger = logging.getLogger(__name__)
@@ -30,12 +30,14 @@ class ScoredAnswer:
     length: int
     """Tokens."""
     finish_reason: str
-    """"stop" or "length"."""
+    """By relaxd.finish_reasons."""
     vote: str = ""
     """Its vote in maj@k; "" for none."""
     parts: Mapping[str, float] = field(default_factory=dict)
     error: str = ""
     """Why it couldn't be scored."""
+    turns: int = 0
+    """Messages of the model, if it is a conversation."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the line of an evaluation's file, without the texts."""
@@ -47,7 +49,7 @@ class ScoredAnswer:
             "error": self.error,
             "length": self.length,
             "finish_reason": self.finish_reason,
-        }
+        } | ({"turns": self.turns} if self.turns else {})
 
 
 def summarise_set(one: ResolvedSet, answers: Sequence[ScoredAnswer]) -> dict[str, float]:
@@ -55,7 +57,8 @@ def summarise_set(one: ResolvedSet, answers: Sequence[ScoredAnswer]) -> dict[str
 
     Means over all answers: reward, response_length (tokens) and truncated_share; each part of the reward is a mean over
     the answers that have it, and a number that it logs is user/<name>. Counts: prompts, and unscored: answers that the
-    reward couldn't score, whose reward counts as 0. pass_at_K and maj_at_K (if there are several answers to a prompt)
+    reward couldn't score, whose reward counts as 0. Of conversations also turns_mean, and environment_failed: those
+    among the unscored whose environment failed. pass_at_K and maj_at_K (if there are several answers to a prompt)
     are means over prompts, with the ends of their 95 % confidence interval in _low and _high. Empty without answers.
     """
     if not answers:
@@ -79,6 +82,9 @@ def summarise_set(one: ResolvedSet, answers: Sequence[ScoredAnswer]) -> dict[str
         "prompts": float(len(by_prompt)),
         "unscored": float(count - len(scored)),
     }
+    if one.agent is not None:
+        metrics["turns_mean"] = sum(answer.turns for answer in answers) / count
+        metrics["environment_failed"] = float(sum(answer.finish_reason == ENV_FAILED for answer in answers))
     for k in one.sizes:
         metrics |= _estimate(f"pass_at_{k}", [_pass(one, group, k) for group in by_prompt.values()], one)
         if one.samples_per_prompt > 1:

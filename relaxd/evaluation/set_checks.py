@@ -4,7 +4,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from relaxd.config import RunConfig
+from relaxd.config.agent import SERVICE
 from relaxd.data.dataset import PromptDataset
+from relaxd.envs.loading import check_name as check_environment_name
 from relaxd.evaluation.sets import sets_of
 from relaxd.json_text import parse_json
 from relaxd.rewards import UnknownRewardError, check_name
@@ -33,6 +35,20 @@ def set_problems(
                 check_name(one.reward.name)
             except UnknownRewardError as error:
                 problems.append((f"{here}.reward", str(error)))
+    return problems
+
+
+def environment_problems(config: RunConfig) -> list[tuple[str, str]]:
+    """Return (setting, problem) for each name of the run's environments that isn't a bundled one's, but looks so."""
+    names = {"agent.environment": config.agent.environment}
+    names |= {f"eval.sets.{number}.environment": one.environment for number, one in enumerate(config.eval.sets)}
+    problems = []
+    for setting, name in names.items():
+        if name and not name.startswith(SERVICE):
+            try:
+                check_environment_name(name, setting)
+            except ValueError as error:
+                problems.append((setting, str(error)))
     return problems
 
 

@@ -5,10 +5,11 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from relaxd.config import RewardConfig, RunConfig
+from relaxd.config import AgentConfig, RewardConfig, RunConfig
 from relaxd.config.evaluation import EvalSet
 from relaxd.data.sources.evaluation_sets import BENCHMARKS
 from relaxd.run_folder import HELD_OUT
+from relaxd.v1.sample_pb2 import SamplingParams
 
 SHARED = ("workers", "timeout_seconds", "environment", "max_in_flight", "outage_seconds")
 """Settings of [reward] that hold for the rewards of sets, too."""
@@ -38,11 +39,26 @@ class ResolvedSet:
     reward: RewardConfig | None = None
     """Its own reward; None means the run's."""
     right_from: float = 1.0
+    agent: AgentConfig | None = None
+    """Settings of its conversations with an environment; None: an answer is one message."""
 
     def prompt_seed(self, index: int) -> int:
         """Return the seed of the answers to a prompt. It depends only on run seed, set and index."""
         digest = hashlib.blake2b(f"{self.seed}/{self.name}/{index}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
+
+    def sampling(self, index: int) -> SamplingParams:
+        """Return how the answers to a prompt are sampled."""
+        return SamplingParams(
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            min_new_tokens=self.min_new_tokens,
+            seed=self.prompt_seed(index),
+        )
 
     @property
     def prefix(self) -> str:
@@ -53,6 +69,7 @@ class ResolvedSet:
 def sets_of(config: RunConfig) -> list[ResolvedSet]:
     """Return the sets that a run evaluates on: the held-out prompts first."""
     own, rollout = config.eval, config.rollout
+    agent = config.agent if config.agent.is_there else None
     longest = own.max_new_tokens or rollout.max_new_tokens
     found = []
     if own.prompts:
@@ -70,6 +87,7 @@ def sets_of(config: RunConfig) -> list[ResolvedSet]:
                 stop=rollout.stop,
                 stop_token_ids=rollout.stop_token_ids,
                 seed=config.run.seed,
+                agent=agent,
             )
         )
     for one in own.sets:
@@ -90,9 +108,18 @@ def sets_of(config: RunConfig) -> list[ResolvedSet]:
                 seed=config.run.seed,
                 reward=_reward_of(one, config.reward),
                 right_from=one.right_from,
+                agent=agent and _agent_of(one, agent),
             )
         )
     return found
+
+
+def _agent_of(one: EvalSet, runs: AgentConfig) -> AgentConfig:
+    """Return the run's settings of conversations with a set's own environment, if it has one."""
+    if not one.environment and one.environment_settings is None:
+        return runs
+    own = {"environment": one.environment or runs.environment, "settings": one.environment_settings or {}}
+    return runs.model_copy(update=own)
 
 
 def _reward_of(one: EvalSet, runs: RewardConfig) -> RewardConfig | None:

@@ -57,6 +57,8 @@ class Peer(Generic[Stub]):
         """By the last look."""
         self.version: int | None = None
         """Version of the weights that it serves, by the last look; None if it serves none."""
+        self.term = 0
+        """Term of the trainer that sent them."""
 
     @contextmanager
     def called(self) -> Iterator[Stub]:
@@ -114,10 +116,10 @@ class PeerReplicas(Generic[Stub]):
         """The replicas that were ready at the last look."""
         return [peer for peer in self._peers.values() if peer.ready]
 
-    async def choose(self, preferred: str = "") -> Peer[Stub]:
+    async def choose(self, preferred: str = "", fits: Callable[[Peer[Stub]], bool] | None = None) -> Peer[Stub]:
         """Return the replica to call: the preferred one if it is able, else one with the fewest open calls.
 
-        Raises NoReplicaError.
+        With `fits`, only replicas for which it returns True. Raises NoReplicaError.
         """
         if time.monotonic() >= self._look_at:
             await self.look()
@@ -130,6 +132,8 @@ class PeerReplicas(Generic[Stub]):
             why = " or ".join(sorted({peer.avoided_why for peer in self.ready}))
             known = f" but those that {why} ({names})" if names else ""
             raise NoReplicaError(f"no {self.role} replica is ready{known}")
+        if fits is not None and not (able := list(filter(fits, able))):
+            raise NoReplicaError(f"no ready {self.role} replica serves the version")
         if (peer := self._peers.get(preferred)) in able:
             return peer
         fewest = min(peer.open for peer in able)
@@ -169,6 +173,7 @@ class PeerReplicas(Generic[Stub]):
                     self._peers[name] = Peer(name, to, self._stub(to))
                 weights = replica.status.weights if replica.status.HasField("weights") else None
                 self._peers[name].version = None if weights is None else weights.version
+                self._peers[name].term = 0 if weights is None else weights.term
             for name, peer in list(self._peers.items()):
                 peer.ready = name in found
                 if not peer.ready and not peer.open:  # closing its channel would end its calls

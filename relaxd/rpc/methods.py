@@ -15,6 +15,7 @@ from relaxd.roles import COORDINATOR
 from relaxd.v1 import (
     access_pb2,
     advantage_pb2,
+    agent_pb2,
     coordinator_pb2,
     engine_pb2,
     judge_pb2,
@@ -29,6 +30,7 @@ from relaxd.v1 import (
 
 _FILES = (
     advantage_pb2,
+    agent_pb2,
     coordinator_pb2,
     engine_pb2,
     judge_pb2,
@@ -40,7 +42,7 @@ _FILES = (
     trainer_pb2,
     rank_pb2,
 )
-_WORK = ("/relaxd.v1.Reward/Score", "/relaxd.v1.Rollout/Generate")
+_WORK = ("/relaxd.v1.Agent/Converse", "/relaxd.v1.Reward/Score", "/relaxd.v1.Rollout/Generate")
 """Calls of the coordinator that change nothing but a replica's load."""
 
 

@@ -665,6 +665,13 @@ METRICS: dict[str, Metric] = {
         ),
         Metric("eval_prompts", "step", "{prompt}", "Held-out prompts of an evaluation."),
         Metric("eval_unscored", "step", "{answer}", "Greedy answers that the reward couldn't score; they count as 0."),
+        Metric("eval_turns_mean", "step", "{turn}", "Mean number of the model's messages; with agent.environment."),
+        Metric(
+            "eval_environment_failed",
+            "step",
+            "{conversation}",
+            "Conversations whose environment failed, which count in `eval_unscored`, too; with agent.environment.",
+        ),
         Metric("eval_step", "step", "1", "Step after which the newest evaluation started. Not in metrics.jsonl."),
         Metric(
             "replica.engine_idle_share", "gauge", "1", "engine_idle_share of each engine, at each step.", _PER_REPLICA

@@ -20,7 +20,7 @@ name, such as "reward". The others are:
 - "replica": every role that registers with the coordinator, each on behalf of replicas of this role only;
 - "parent": the process that started this one, by a token made for this launch.
 
-Where it is "coordinator" alone, but for Generate and Score, a call is an order: it carries the coordinator's term
+Where it is "coordinator" alone, but for Generate, Converse and Score, a call is an order: it carries the coordinator's term
 as metadata `relaxd-term`, and is refused with FAILED_PRECONDITION without one (TERM_MISSING), or when a newer
 coordinator is known (TERM_SUPERSEDED).
 """

@@ -5,9 +5,10 @@ from collections.abc import Callable
 
 from relaxd.board import Delivery
 from relaxd.board.worker import Process
-from relaxd.config import RunConfig
+from relaxd.config import AgentConfig, RunConfig
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.envs.replies import reply_format
+from relaxd.evaluation.sets import sets_of
 from relaxd.models import DataError
 from relaxd.models.folders import resolve_model
 from relaxd.replica.replica_context import ReplicaContext
@@ -17,6 +18,7 @@ from relaxd.v1.coordinator_pb2 import Assignment
 from services.agent.conversation import Conversations
 from services.agent.engines import RunEngines
 from services.agent.environments import Environments
+from services.agent.evaluation_conversations import EvaluationConversations
 from services.agent.group_conversations import GroupConversations
 
 
@@ -30,9 +32,13 @@ class AgentService(StageReplica):
         super().__init__(context)
         self._run_id = ""
         self._engines: RunEngines | None = None
-        self._environments: Environments | None = None
-        self._conversations: Conversations | None = None
+        self._environments: list[Environments] = []
+        """The run's environment first, then those that only evaluation sets have."""
+        self._conversations: list[Conversations] = []
+        """Conversations with each of them."""
         self._groups: GroupConversations | None = None
+        self.evaluations: EvaluationConversations | None = None
+        """Conversations of evaluations; None without a run that has some."""
 
     async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
         self._run_id = assignment.run_id
@@ -42,42 +48,70 @@ class AgentService(StageReplica):
         await super().start_run(config, assignment)
 
     async def prepare(self, config: RunConfig) -> tuple[Process, Callable[[], int]]:
-        """Start the environment, so that a wrong name fails the start instead of every group."""
+        """Start the environments, so that a wrong name fails the start instead of every group."""
         folder = await asyncio.to_thread(resolve_model, config.model.path)
         tokenizer = await asyncio.to_thread(PromptTokenizer.of_run, config, folder)
         if tokenizer.template is None:
             raise DataError("model.chat_template", "is not set, and the model has none, which conversations need")
-        self._environments = environments = Environments(config.agent)
-        await environments.start()
         self._engines = engines = RunEngines(self._context, self._run_id)
         form = reply_format(tokenizer.template)
-        self._conversations = Conversations(config, tokenizer, form, engines, environments)
-        self._groups = groups = GroupConversations(config, self._begin, engines, self._conversations)
-        return groups.process, lambda: groups.room(self._worker.held if self._worker is not None else 0)
+
+        async def start(agent: AgentConfig, setting: str) -> Conversations:
+            environments = Environments(agent, setting)
+            self._environments.append(environments)
+            await environments.start()
+            self._conversations.append(Conversations(config, tokenizer, form, engines, environments))
+            return self._conversations[-1]
+
+        of_run = await start(config.agent, "agent.environment")
+        by_set = {
+            one.name: of_run
+            if one.agent is None or one.agent == config.agent
+            else await start(one.agent, f'environment of the evaluation set "{one.name}"')
+            for one in sets_of(config)
+        }
+        places = asyncio.Semaphore(config.agent.max_sessions)
+        self._groups = groups = GroupConversations(config, self._begin, engines, of_run, places)
+        self.evaluations = evaluations = EvaluationConversations(by_set, places)
+
+        def room() -> int:
+            return groups.room(self._worker.held if self._worker is not None else 0, evaluations.unfinished)
+
+        return groups.process, room
 
     def _begin(self, delivery: Delivery, oldest: int) -> bool:
         return self._board is not None and self._board.begin(delivery, oldest)
 
     async def stop_run(self) -> None:
         groups, engines, environments = self._groups, self._engines, self._environments
-        self._groups = self._engines = self._environments = self._conversations = None
+        self._cancel_evaluations()
+        self._groups = self._engines = self.evaluations = None
+        self._environments, self._conversations = [], []
         await super().stop_run()
         if groups is not None:
             groups.cancel()
         if engines is not None:
             await engines.close()
-        if environments is not None:
-            await environments.close()
+        for one in environments:
+            await one.close()
 
     async def drain(self, seconds: float) -> int:
-        """Finish groups. Those not finished in time return to the board, so none is held afterwards."""
+        """Finish groups. Those not finished in time return to the board, so none is held afterwards.
+
+        Conversations of evaluations begin anew at other replicas.
+        """
+        self._cancel_evaluations()
         held = await super().drain(seconds)
         if self._groups is not None:
             self._groups.cancel()
         return held
 
+    def _cancel_evaluations(self) -> None:
+        if self.evaluations is not None:
+            self.evaluations.cancel()
+
     def pieces(self) -> int:
         """Return the number of messages of engines and of calls of the environment."""
-        if self._engines is None or self._conversations is None:
+        if self._engines is None:
             return 0
-        return self._engines.pieces + self._conversations.calls
+        return self._engines.pieces + sum(conversations.calls for conversations in self._conversations)

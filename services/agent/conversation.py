@@ -21,7 +21,7 @@ from relaxd.envs.token_history import CannotContinue, TokenHistory
 from relaxd.models import DataError
 from relaxd.seeds import seed_of
 from relaxd.v1.sample_pb2 import SamplingParams
-from services.agent.engines import EngineSession, OutOfTime, RunEngines
+from services.agent.engines import EngineSession, OutOfTime, RunEngines, WantedWeights
 from services.agent.environments import Environments
 
 Encoded = TypeVar("Encoded")
@@ -109,7 +109,13 @@ class Conversations:
         """A counter of calls of the environment, which shows that the replica isn't stuck."""
 
     async def hold(
-        self, name: str, example: Example, published: Sequence[int], group_seed: int, sample_seed: int
+        self,
+        name: str,
+        example: Example,
+        published: Sequence[int],
+        group_seed: int,
+        sample_seed: int,
+        wanted: WantedWeights | None = None,
     ) -> Conversation:
         """Hold a conversation to its end.
 
@@ -119,13 +125,14 @@ class Conversations:
             published: the prompt's token ids on the board.
             group_seed: seed of the environment.
             sample_seed: seed of the model's messages.
+            wanted: weights that its engines must serve; None means any.
 
         Raises:
             BadPrompt: it can't begin or go on.
             RefusedPrompt, grpc.aio.AioRpcError: see `RunEngines.generate`.
         """
         result = Conversation()
-        engine, begun = EngineSession(name), time.monotonic()
+        engine, begun = EngineSession(name, wanted), time.monotonic()
         limit = self._config.agent.conversation_seconds
 
         def seconds() -> float:

@@ -54,12 +54,31 @@ class EngineReply:
     """True if it ended because it was cut off at its maximum length."""
 
 
+@dataclass(frozen=True)
+class WantedWeights:
+    """The weights that an evaluation is of."""
+
+    term: int
+    """Oldest term of the trainer: a version's weights are the same in every later one."""
+    version: int
+    or_later: bool
+    """True if a later version will do."""
+
+    def served_by(self, engine: Peer[RolloutStub]) -> bool:
+        """Return True if an engine serves them."""
+        if engine.version is None or engine.term < self.term:
+            return False
+        return engine.version == self.version or (self.or_later and engine.version > self.version)
+
+
 @dataclass
 class EngineSession:
     """The requests of one conversation, which stay with an engine that has its tokens."""
 
     name: str
     """Name in traces."""
+    wanted: WantedWeights | None = None
+    """Weights that its engines must serve; None means any."""
     engine: str = ""
     """Id of the replica of the last request."""
     waited_seconds: float = 0.0
@@ -139,16 +158,17 @@ class RunEngines:
 
     async def _serving(self, session: EngineSession) -> Peer[RolloutStub]:
         """Return an engine that serves, the session's if possible."""
-        begun = time.monotonic()
+        begun, wanted = time.monotonic(), session.wanted
+        fits = wanted.served_by if wanted is not None else None
         try:
-            peer = await self._peers.choose(session.engine)
+            peer = await self._peers.choose(session.engine, fits)
         except NoReplicaError as error:
             with waiting(f"an engine that serves: {error}", on=ROLLOUT) as wait:
                 while True:
                     self.pieces += 1
                     await asyncio.sleep(WAIT_SECONDS)  # named: above
                     try:
-                        peer = await self._peers.choose()
+                        peer = await self._peers.choose(fits=fits)
                         break
                     except NoReplicaError as again:
                         wait.reason = f"an engine that serves: {again}"

@@ -1,4 +1,4 @@
-"""The run's environment: a class that a child process hosts, or a service at an address."""
+"""An environment of the run: a class that a child process hosts, or a service at an address."""
 
 import asyncio
 import logging
@@ -16,10 +16,12 @@ _log = logging.getLogger(__name__)
 
 
 class Environments:
-    """Calls the environment of a run. A host that has exited is started again. Lives in one event loop."""
+    """Calls an environment. A host that has exited is started again. Lives in one event loop."""
 
-    def __init__(self, config: AgentConfig) -> None:
+    def __init__(self, config: AgentConfig, setting: str = "agent.environment") -> None:
+        """`setting` is what errors call the environment."""
         self._config = config
+        self._setting = setting
         self._child: Child | None = None
         self._client: EnvironmentClient | None = None
         self._starting = asyncio.Lock()
@@ -77,7 +79,7 @@ class Environments:
             try:
                 self._child = await start_host(config.environment, config.settings, config.python)
             except BadEnvironmentError as error:
-                raise InvalidArgument(f"agent.environment: {error}") from error
+                raise InvalidArgument(f"{self._setting}: {error}") from error
             self._client = self._client_of(self._child.channel)
             return self._client
 

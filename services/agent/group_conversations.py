@@ -45,23 +45,30 @@ class GroupConversations:
         begin: Callable[[Delivery, int], bool],
         engines: RunEngines,
         conversations: Conversations,
+        places: asyncio.Semaphore,
     ) -> None:
-        """`begin` tells the board the oldest version that may write a group; False: another replica has the group."""
+        """`begin` tells the board the oldest version that may write a group; False: another replica has the group.
+
+        `places` limits the replica's conversations at once, those of evaluations included.
+        """
         self._config = config
         self._begin = begin
         self._engines = engines
         self._conversations = conversations
         self._loop = asyncio.get_running_loop()
-        self._places = asyncio.Semaphore(config.agent.max_sessions)
+        self._places = places
         self._unfinished: dict[str, int] = {}
         """Conversations that haven't ended, by group."""
         self._running: set[Future[Result]] = set()
 
-    def room(self, held: int) -> int:
-        """Return the number of groups to hold, given that `held` are now. agent.max_sessions counts samples."""
+    def room(self, held: int, others: int) -> int:
+        """Return the number of groups to hold, given that `held` are now, beside `others`, samples of evaluations.
+
+        agent.max_sessions counts samples.
+        """
         per_group = self._config.rollout.samples_per_prompt
         unfinished = list(self._unfinished.values())
-        samples = sum(unfinished) + per_group * max(0, held - len(unfinished))
+        samples = others + sum(unfinished) + per_group * max(0, held - len(unfinished))
         return max(held + (self._config.agent.max_sessions - samples) // per_group, 1)
 
     def process(self, delivery: Delivery, columns: dict[str, Column]) -> "Future[Result]":

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from relaxd.run_folder import answers_file
 from services.trainer.batch.groups import TrainGroup, bounds_of
 from services.trainer.batch.step_file import read_step_file, step_file_path
 from tests.e2e.conftest import Workplace
@@ -30,9 +31,18 @@ class Echo:
         data = reply.text.encode()
         share = sum(byte % 2 == 0 for byte in data) / max(len(data), 1)
         return {OBSERVED!r} + f" {{len(reply.text)}}", share, self.turn == self.turns, {{"letters": len(reply.text)}}
+
+class Broken:
+    def step(self, reply):
+        raise ValueError("broken on purpose")
 """
+SETS = """[
+    {name = "echoes", path = "set.jsonl", samples_per_prompt = 2, environment_settings = {turns = 2}, right_from = 0.9},
+    {name = "broken", path = "set.jsonl", environment = "echo.py:Broken"},
+]"""
 AGENT = (
-    *("--eval.prompts", "0", "--reward.name", "environment", "--agent.environment", "echo.py:Echo"),
+    *("--eval.prompts", "2", "--eval.sets", SETS, "--reward.name", "environment"),
+    *("--agent.environment", "echo.py:Echo"),
     *("--agent.settings", "{turns = 3}", "--rollout.max_new_tokens", "300", "--agent.turn_tokens", "20"),
     # Random models rarely end a message by themselves.
     *("--rollout.stop_token_ids", json.dumps([2, *range(40, 140)])),
@@ -44,6 +54,7 @@ AGENT = (
 @pytest.mark.timeout(600)
 def test_a_killed_agent_loses_nothing_and_tokens_are_those_of_the_engine(workplace: Workplace) -> None:
     (workplace.folder / "echo.py").write_text(ENVIRONMENT)
+    (workplace.folder / "set.jsonl").write_text('{"prompt": "a?", "answer": "a"}\n{"prompt": "b?", "answer": "b"}\n')
     run = workplace.start("run", "tiny.toml", "--run.steps", str(STEPS), "--run-id", "talks", *AGENT)
     workplace.kill_in_step(run, 2, "agent")
 
@@ -52,8 +63,8 @@ def test_a_killed_agent_loses_nothing_and_tokens_are_those_of_the_engine(workpla
     ledger = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
     trained = Counter(group for entry in ledger for group in entry["plan"]["groups"])
     assert set(trained.values()) == {1}
-    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
+    evaluated, *steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in (evaluated, *steps)] == list(range(STEPS + 1))
     compared = [step["logprob_difference_max"] for step in steps if "logprob_difference_max" in step]
     assert compared
     assert max(compared) < 0.01  # other tokens than the engine's would have other log-probs
@@ -65,6 +76,30 @@ def test_a_killed_agent_loses_nothing_and_tokens_are_those_of_the_engine(workpla
     for number in range(1, STEPS + 1):
         for group_id, columns in read_step_file(step_file_path(folder, number)).groups.items():
             check_tokens(TrainGroup(group_id, columns))
+    check_evaluations(folder)
+
+
+def check_evaluations(folder: Path) -> None:
+    """Check the conversations of evaluations before the first and after the last step."""
+    evaluated = {one["step"]: one for one in read_summary(folder)["evaluations"]}
+    assert list(evaluated) == [0, STEPS]
+    assert evaluated[0]["eval/echoes/reward"] > 0
+    for step, metrics in evaluated.items():
+        assert (metrics["eval_prompts"], metrics["eval/echoes/prompts"]) == (2, 2)
+        assert metrics["eval_environment_failed"] == metrics["eval/echoes/environment_failed"] == 0
+        assert 0 <= metrics["eval/echoes/pass_at_1"] <= metrics["eval/echoes/pass_at_2"] <= 1
+        assert metrics["eval/broken/environment_failed"] == metrics["eval/broken/unscored"] == 2
+        assert metrics["eval/broken/reward"] == 0
+        conversations = [json.loads(line) for line in answers_file(folder, "echoes", step).read_text().splitlines()]
+        assert sorted((one["index"], one["sample"]) for one in conversations) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+        for one in conversations:
+            opened, *_, last = one["messages"]
+            assert opened == {"role": "user", "content": f"Say something about {one['answer']}"}
+            assert last["content"].startswith(OBSERVED)
+            assert 1 <= one["turns"] <= 2
+            assert 0 <= one["reward"] <= one["turns"]
+        (failed, _) = answers_file(folder, "broken", step).read_text().splitlines()
+        assert "ValueError: broken on purpose (echo.py:" in json.loads(failed)["error"]
 
 
 def check_tokens(group: TrainGroup) -> None:

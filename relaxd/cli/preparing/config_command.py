@@ -22,7 +22,7 @@ from relaxd.data.curriculum.run_curriculum import own_problems
 from relaxd.data.dataset import load_data
 from relaxd.data.templating import JUDGE_OVERRIDE, chat_template_text, load_chat_template
 from relaxd.engines import ENGINES
-from relaxd.evaluation.set_checks import context_problems, set_problems
+from relaxd.evaluation.set_checks import context_problems, environment_problems, set_problems
 from relaxd.json_text import parse_json
 from relaxd.local.placement import machine_problems
 from relaxd.local.programs import ALGORITHM_TRIAL, run_program
@@ -48,7 +48,8 @@ def check(config: RunConfig, *, call_reward: bool = True, first_look: bool = Fal
     With `first_look`, only some prompts are read, as a coordinator reads the data next. With `call_reward`, also
     calls the reward once; its environment and import path must be those of the services.
     """
-    problems = _check_sizes(config)
+    problems = [Problem(setting, message) for setting, message in environment_problems(config)]
+    problems += _check_sizes(config)
     try:
         folder = resolve_model(config.model.path, weights=False)
     except DataError as error:

@@ -108,6 +108,11 @@ def _chosen(config: RunConfig, names: Sequence[str]) -> list[ResolvedSet]:
     sets = {one.name: one for one in sets_of(config)}
     if not sets:
         raise CliError("the configuration has nothing to evaluate on", "set eval.prompts, or add an [[eval.sets]]")
+    if config.agent.is_there:
+        raise CliError(
+            f'agent.environment is "{config.agent.environment}", but relaxd eval has no environments',
+            "the evaluations of a run have (relaxd run)",
+        )
     for name in names:
         if name not in sets:
             raise CliError(unknown_set(name, list(sets)))

@@ -9,6 +9,7 @@ import grpc
 
 from relaxd.rpc.client import channel
 from relaxd.rpc.tls import TlsFiles
+from relaxd.v1.agent_pb2_grpc import AgentStub
 from relaxd.v1.judge_pb2_grpc import JudgeStub
 from relaxd.v1.launcher_pb2_grpc import LauncherStub
 from relaxd.v1.replica_pb2_grpc import ReplicaStub
@@ -47,6 +48,10 @@ class Peers:
     def rollout(self, address: str) -> RolloutStub:
         """Return a stub for the rollout replica at an address."""
         return self._stub(RolloutStub, address)
+
+    def agent(self, address: str) -> AgentStub:
+        """Return a stub for the agent replica at an address."""
+        return self._stub(AgentStub, address)
 
     def judge(self, address: str) -> JudgeStub:
         """Return a stub for the judge replica at an address."""

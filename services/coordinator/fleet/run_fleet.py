@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from relaxd.config import RunConfig
-from relaxd.roles import REWARD, ROLES, ROLLOUT, TRAINER
+from relaxd.roles import AGENT, REWARD, ROLES, ROLLOUT, TRAINER
 from relaxd.v1.replica_pb2 import (
     REPLICA_STATE_FAILED,
     REPLICA_STATE_QUARANTINED,
@@ -69,7 +69,14 @@ class Fleet:
 
     def rewards(self) -> list[Replica]:
         """Return the reward replicas that can score."""
-        return [r for r in self.of_role(REWARD) if r.status.state == REPLICA_STATE_READY and not r.draining]
+        return self._ready(REWARD)
+
+    def agents(self) -> list[Replica]:
+        """Return the agent replicas that can hold conversations."""
+        return self._ready(AGENT)
+
+    def _ready(self, role: str) -> list[Replica]:
+        return [r for r in self.of_role(role) if r.status.state == REPLICA_STATE_READY and not r.draining]
 
     def serving(self, term: int) -> list[Replica]:
         """Return the engines that take prompts under a trainer's term."""

@@ -5,9 +5,9 @@ import json
 import logging
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
@@ -17,13 +17,16 @@ from relaxd.evaluation.scored_answers import ScoredAnswer, summarise_set
 from relaxd.evaluation.sets import ResolvedSet, sets_of
 from relaxd.media.messages import text_message, to_proto
 from relaxd.models import DataError
-from relaxd.roles import REWARD, ROLES
+from relaxd.roles import AGENT, REWARD, ROLES
 from relaxd.rpc.errors import explain
 from relaxd.rpc.message_parts import words
+from relaxd.v1 import reward_pb2
+from relaxd.v1.agent_pb2 import ConverseRequest, ConverseResponse
 from relaxd.v1.content_pb2 import Conversation
-from relaxd.v1.reward_pb2 import Score, ScoreRequest
+from relaxd.v1.replica_pb2 import WeightVersion
+from relaxd.v1.reward_pb2 import ScoreRequest
 from relaxd.v1.rollout_pb2 import GenerateRequest, GenerateResponse
-from relaxd.v1.sample_pb2 import FINISH_REASON_ABORT, FinishReason, SamplingParams
+from relaxd.v1.sample_pb2 import FINISH_REASON_ABORT, FinishReason
 from relaxd.waiting import waiting
 from services.coordinator.fleet.peers import LONG_CALL_SECONDS, NoAnswer, answer
 from services.coordinator.fleet.registry import Replica, Version
@@ -32,6 +35,7 @@ from services.coordinator.runs.run_files import KeepLines
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
+Final = TypeVar("Final", GenerateResponse, ConverseResponse)
 
 ATTEMPTS = 5
 """Attempts for one prompt before the evaluation fails."""
@@ -39,8 +43,8 @@ RETRY_SECONDS = 2.0
 POLL_SECONDS = 0.5
 TURN = 16
 """Prompts that are given to engines before others, such as heartbeats, get a turn."""
-MESSAGE_BYTES = 8 << 20
-"""About the most letters of answers in one call to a reward replica, which would take four bytes each."""
+MESSAGE_BYTES = 32 << 20
+"""About the most bytes of answers in one call to a reward replica."""
 
 
 class EvaluationFailed(Exception):
@@ -59,7 +63,7 @@ class _Question:
     index: int
     """Index of the prompt in its set."""
     attempts: int = 0
-    engine: str = ""
+    replica: str = ""
     """Replica of the last attempt."""
 
 
@@ -124,7 +128,8 @@ class _Evaluation:
 
     An engine gets at most rollout.max_running_samples answers at once, beside training a share of them, but at least
     one prompt. An answer may take any time while its engine makes progress: eval.stall_seconds limits only the time
-    without.
+    without. In a run with an environment the answers are conversations, which agent replicas hold, each at most
+    agent.max_sessions at once.
     """
 
     def __init__(
@@ -140,10 +145,13 @@ class _Evaluation:
         self._version = version
         self._keep = keep
         self._or_later = beside_training
-        share = context.config.eval.engine_share if beside_training else 1.0
-        self._max_running = context.config.rollout.max_running_samples * share
+        config = context.config
+        share = config.eval.engine_share if beside_training else 1.0
+        self._converses = config.agent.is_there
+        most = config.agent.max_sessions if self._converses else config.rollout.max_running_samples
+        self._max_running = most * share
         self._busy: Counter[str] = Counter()
-        """Answers in progress on an engine, prompts in progress on a reward replica, by replica id."""
+        """Answers in progress on an engine or agent, prompts in progress on a reward replica, by replica id."""
         self._tasks: dict[asyncio.Task[list[ScoredAnswer]], _Question] = {}
         self._reported: set[str] = set()
 
@@ -157,8 +165,10 @@ class _Evaluation:
         try:
             while waiting or self._tasks:
                 on_progress(sum(map(len, found.values())))
-                if not self._tasks:
+                if not self._tasks or self._converses:  # an agent would wait for engines without end
                     await self._await_any(self._engines, "rollout replica serves the version")
+                if not self._tasks and self._converses:
+                    await self._await_any(self._context.fleet.agents, "agent replica is ready")
                 await self._dispatch(waiting)
                 if not self._tasks:
                     continue
@@ -177,28 +187,29 @@ class _Evaluation:
                 task.cancel()
 
     async def _dispatch(self, waiting: deque[_Question]) -> None:
-        """Fill the engines up with prompts; a failed prompt goes to another engine, if any."""
-        engines = self._engines()
+        """Fill the engines, or agents, up with prompts; a failed prompt goes to another one, if any."""
+        answering = self._context.fleet.agents if self._converses else self._engines
+        replicas = answering()
         given = 0
         while waiting:
             count = waiting[0].asked.samples_per_prompt
             free = [
-                engine
-                for engine in engines
-                if (busy := self._busy[engine.replica_id]) == 0 or busy + count <= self._max_running
+                replica
+                for replica in replicas
+                if (busy := self._busy[replica.replica_id]) == 0 or busy + count <= self._max_running
             ]
             if not free:
                 return
             question = waiting.popleft()
-            loads = [(engine.replica_id == question.engine, self._busy[engine.replica_id]) for engine in free]
-            engine = free[loads.index(min(loads))]
-            question.attempts, question.engine = question.attempts + 1, engine.replica_id
-            self._busy[engine.replica_id] += count
-            self._tasks[asyncio.create_task(self._judge(question, engine))] = question
+            loads = [(replica.replica_id == question.replica, self._busy[replica.replica_id]) for replica in free]
+            replica = free[loads.index(min(loads))]
+            question.attempts, question.replica = question.attempts + 1, replica.replica_id
+            self._busy[replica.replica_id] += count
+            self._tasks[asyncio.create_task(self._judge(question, replica))] = question
             given += 1
             if given % TURN == 0:
                 await asyncio.sleep(0)  # brief: thousands of prompts for hundreds of engines take seconds
-                engines = self._engines()
+                replicas = answering()
 
     def _engines(self) -> list[Replica]:
         """Return the engines that serve the version: a version's weights are the same in every later term."""
@@ -211,7 +222,7 @@ class _Evaluation:
             and (engine.version[1] == version or (self._or_later and engine.version[1] > version))
         ]
 
-    async def _judge(self, question: _Question, engine: Replica) -> list[ScoredAnswer]:
+    async def _judge(self, question: _Question, replica: Replica) -> list[ScoredAnswer]:
         asked = question.asked
         try:
             try:
@@ -219,14 +230,19 @@ class _Evaluation:
                     prompt = self._data[asked.name].prompt(question.index)
                 except DataError as error:  # a row of a large file that nobody looked at before
                     raise EvaluationFailed(f"{asked.name}: {error.field}: {error.message}") from error
-                finals = await self._generate(asked, prompt, engine)
-                # The engine gets no other prompt before: slow rewards must not pile up answers here.
-                scores = [one for some in _in_messages(finals) for one in await self._score(asked, prompt, some)]
+                finals = await (self._converse if self._converses else self._generate)(asked, prompt, replica)
+                # The replica gets no other prompt before: slow rewards must not pile up answers here.
+                whole = [final for final in finals if not final.failure]
+                scores = [one for some in _in_messages(whole) for one in await self._score(asked, prompt, some)]
             finally:
-                self._busy[engine.replica_id] -= asked.samples_per_prompt
+                self._busy[replica.replica_id] -= asked.samples_per_prompt
         except _Retry:
             await asyncio.sleep(RETRY_SECONDS)
             raise
+        given = iter(scores)
+        of_answers = [
+            (final, reward_pb2.Score(error=final.failure) if final.failure else next(given)) for final in finals
+        ]
         answers = [
             ScoredAnswer(
                 index=question.index,
@@ -237,54 +253,83 @@ class _Evaluation:
                 vote=vote_of(final.text) if asked.samples_per_prompt > 1 else "",
                 parts=dict(score.parts),
                 error=score.error,
+                turns=final.turns,
             )
-            for final, score in zip(finals, scores, strict=True)
+            for final, score in of_answers
         ]
         lines = [answer.to_json() for answer in answers]
         if question.index < self._context.config.eval.kept_prompts:
             texts = {"prompt": prompt.text, "answer": prompt.answer}
-            lines = [{**line, **texts, "response": final.text} for line, final in zip(lines, finals, strict=True)]
+            lines = [{**line, **texts, **_said(final)} for line, final in zip(lines, finals, strict=True)]
         await asyncio.to_thread(self._keep, asked.name, lines)
         return answers
 
-    async def _generate(self, asked: ResolvedSet, prompt: Prompt, engine: Replica) -> list[GenerateResponse]:
-        """Return the ends of all answers to a prompt, in order. Their tokens stay with the engine."""
+    async def _generate(self, asked: ResolvedSet, prompt: Prompt, engine: Replica) -> list[ConverseResponse]:
+        """Return all answers to a prompt, in order. Their tokens stay with the engine."""
         request = GenerateRequest(
             prompt_tokens=prompt.tokens.tolist(),
             n=asked.samples_per_prompt,
-            sampling=SamplingParams(
-                max_new_tokens=asked.max_new_tokens,
-                temperature=asked.temperature,
-                top_p=asked.top_p,
-                top_k=asked.top_k,
-                stop=asked.stop,
-                stop_token_ids=asked.stop_token_ids,
-                min_new_tokens=asked.min_new_tokens,
-                seed=asked.prompt_seed(prompt.index),
-            ),
+            sampling=asked.sampling(prompt.index),
             final_only=True,
         )
         call = self._context.peers.rollout(engine.registration.address).Generate(request, timeout=LONG_CALL_SECONDS)
-
-        async def read_all() -> list[GenerateResponse]:
-            return sorted([final async for final in call], key=lambda final: final.sample)
-
-        finals = await self._await_answer(read_all(), engine, self._context.config.eval.stall_seconds)
-        if [final.sample for final in finals] != list(range(asked.samples_per_prompt)):
-            raise _Retry(f"{engine.replica_id} ended the call with {len(finals)} of {asked.samples_per_prompt} answers")
+        finals = await self._read_all(asked, call, engine, self._context.config.eval.stall_seconds)
         if any(final.finish_reason == FINISH_REASON_ABORT for final in finals):  # weights.pause = "abort"
             raise _Retry("a weight synchronisation aborted an answer")
+        return [
+            ConverseResponse(
+                sample=final.sample,
+                finish_reason=final.finish_reason,
+                text=final.text,
+                token_count=final.token_count,
+                messages=to_proto([text_message("assistant", final.text)]),
+            )
+            for final in finals
+        ]
+
+    async def _converse(self, asked: ResolvedSet, prompt: Prompt, agent: Replica) -> list[ConverseResponse]:
+        """Return all conversations about a prompt, in order."""
+        term, version = self._version
+        request = ConverseRequest(
+            evaluation_set=asked.name,
+            prompt_json=json.dumps(prompt.to_json()),
+            n=asked.samples_per_prompt,
+            sampling=asked.sampling(prompt.index),
+            weights=WeightVersion(term=term, version=version),
+            or_later=self._or_later,
+        )
+        call = self._context.peers.agent(agent.registration.address).Converse(request, timeout=LONG_CALL_SECONDS)
+        config = self._context.config
+        # Progress may stall as long as one call of the environment takes.
+        stall_seconds = config.eval.stall_seconds + ROLES[AGENT].timeout_seconds(config)
+        return await self._read_all(asked, call, agent, stall_seconds)
+
+    async def _read_all(
+        self, asked: ResolvedSet, call: AsyncIterable[Final], replica: Replica, stall_seconds: float
+    ) -> list[Final]:
+        """Return the answers that a call streams, in order."""
+
+        async def read() -> list[Final]:
+            return sorted([final async for final in call], key=lambda final: final.sample)
+
+        finals = await self._await_answer(read(), replica, stall_seconds)
+        count = asked.samples_per_prompt
+        if [final.sample for final in finals] != list(range(count)):
+            raise _Retry(f"{replica.replica_id} ended the call with {len(finals)} of {count} answers")
         return finals
 
-    async def _score(self, asked: ResolvedSet, prompt: Prompt, finals: Sequence[GenerateResponse]) -> list[Score]:
+    async def _score(
+        self, asked: ResolvedSet, prompt: Prompt, finals: Sequence[ConverseResponse]
+    ) -> list[reward_pb2.Score]:
         request = ScoreRequest(
             evaluation_set=asked.name if asked.reward is not None else "",  # without one: the run's reward
             prompt=to_proto(prompt.messages or [text_message("user", prompt.text)]),
             answer=to_proto([text_message("assistant", prompt.answer)]),
             metadata_json=json.dumps(prompt.metadata),
-            responses=[Conversation(messages=to_proto([text_message("assistant", final.text)])) for final in finals],
+            responses=[Conversation(messages=final.messages) for final in finals],
             finish_reasons=[final.finish_reason for final in finals],
             response_tokens=[final.token_count for final in finals],
+            environment_outcomes=[final.outcome for final in finals if final.HasField("outcome")],
         )
         rewards = await self._await_any(self._context.fleet.rewards, "reward replica is ready")
         reward = min(rewards, key=lambda one: self._busy[one.replica_id])
@@ -330,14 +375,23 @@ class _Evaluation:
             logger.warning("evaluation, attempt %d of %d: %s", question.attempts, ATTEMPTS, problem)
 
 
-def _in_messages(finals: Sequence[GenerateResponse]) -> Iterator[list[GenerateResponse]]:
-    """Divide answers among requests whose texts have about MESSAGE_BYTES at most."""
-    some: list[GenerateResponse] = []
+def _said(final: ConverseResponse) -> dict[str, Any]:
+    """Return the texts of an answer for the evaluation's file: of a conversation also its messages."""
+    if not final.turns:
+        return {"response": final.text}
+    said = [{"role": one.role, "content": "".join(part.text for part in one.content)} for one in final.messages]
+    return {"response": final.text, "messages": said}
+
+
+def _in_messages(finals: Sequence[ConverseResponse]) -> Iterator[list[ConverseResponse]]:
+    """Divide answers among requests that have about MESSAGE_BYTES at most."""
+    some: list[ConverseResponse] = []
     size = 0
     for final in finals:
-        if some and size + len(final.text) > MESSAGE_BYTES:
+        if some and size + final.ByteSize() > MESSAGE_BYTES:
             yield some
             some, size = [], 0
         some.append(final)
-        size += len(final.text)
-    yield some
+        size += final.ByteSize()
+    if some:
+        yield some

@@ -15,7 +15,7 @@ from relaxd.config.load_toml import ConfigError, load
 from relaxd.data.curriculum.run_curriculum import own_problems
 from relaxd.data.dataset import PromptDataset, RunData, load_data
 from relaxd.data.templating import with_template_texts
-from relaxd.evaluation.set_checks import set_problems
+from relaxd.evaluation.set_checks import environment_problems, set_problems
 from relaxd.models import DataError
 from relaxd.rpc.errors import FailedPrecondition, Unavailable, Violations
 from relaxd.run_folder import earlier_use_of, held_use_of
@@ -60,6 +60,9 @@ def prepare(run_id: str, config_toml: str, request_id: str, redis_url: str, stac
         for problem in error.problems:
             violations.add(_field(problem.setting), str(problem))
         raise violations.error() from error
+    for setting, message in environment_problems(config):
+        violations.add(_field(setting), message)
+    violations.raise_if_any()
     try:
         create_tried(config.algorithm, with_loss=False)
         stages_for(config)

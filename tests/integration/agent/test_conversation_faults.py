@@ -244,7 +244,8 @@ async def test_a_failed_conversation_does_to_its_group_what_the_run_says(
         fleet.serving() as client,
         talks(config := config_of(address, **agent), tokenizer, client) as conversations,
     ):
-        groups = GroupConversations(config, lambda delivery, oldest: True, client, conversations)
+        places = asyncio.Semaphore(config.agent.max_sessions)
+        groups = GroupConversations(config, lambda delivery, oldest: True, client, conversations, places)
         delivery = Delivery("0-0-1", "1-0", "rollout", "agent-0", 1, {}, 0, {})
         result = await asyncio.wrap_future(groups.process(delivery, columns))
     if expected == DROPPED:

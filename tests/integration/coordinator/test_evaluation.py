@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -11,8 +12,9 @@ import pytest
 
 from relaxd.config import RunConfig
 from relaxd.data.dataset import load_data
-from relaxd.roles import REWARD, ROLLOUT
-from relaxd.v1 import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
+from relaxd.media.messages import to_proto
+from relaxd.roles import AGENT, REWARD, ROLLOUT
+from relaxd.v1 import agent_pb2, agent_pb2_grpc, reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from relaxd.v1.replica_pb2 import WeightVersion
 from services.coordinator.runs import evaluation
 from services.coordinator.runs.evaluation import EvaluationFailed, Evaluator
@@ -57,13 +59,47 @@ class Engine(rollout_pb2_grpc.RolloutServicer):
             self.running -= request.n
 
 
+class Agent(agent_pb2_grpc.AgentServicer):
+    """Holds conversations in which the environment pays 1 to the first and 0 to the second; the third fails."""
+
+    def __init__(self, *, hangs: bool) -> None:
+        self.hangs = hangs
+        self.requests: list[agent_pb2.ConverseRequest] = []
+        self.left = 0
+
+    async def Converse(self, request: agent_pb2.ConverseRequest, context: Any) -> AsyncIterator[Any]:
+        self.requests.append(request)
+        try:
+            await asyncio.sleep(3600 * self.hangs)
+        except asyncio.CancelledError:
+            self.left += 1
+            raise
+        for sample in reversed(range(request.n)):
+            messages = to_proto([{"role": role, "content": f"{role} {sample}"} for role in ("user", "assistant")])
+            yield agent_pb2.ConverseResponse(
+                sample=sample,
+                finish_reason="FINISH_REASON_ENV_FAILED" if sample == 2 else "FINISH_REASON_ENV_DONE",
+                text=f"assistant {sample}",
+                token_count=7,
+                messages=messages,
+                outcome=reward_pb2.EnvironmentOutcome(reward=1.0 - sample),
+                turns=1,
+                failure="step raised" if sample == 2 else "",
+            )
+
+
 class Reward(reward_pb2_grpc.RewardServicer):
     def __init__(self) -> None:
         self.sets: set[str] = set()
+        self.requests: list[reward_pb2.ScoreRequest] = []
 
     async def Score(self, request: reward_pb2.ScoreRequest, context: Any) -> reward_pb2.ScoreResponse:
         assert not request.reward
         self.sets.add(request.evaluation_set)
+        self.requests.append(request)
+        if request.environment_outcomes:
+            paid = [outcome.reward for outcome in request.environment_outcomes]
+            return reward_pb2.ScoreResponse(scores=[reward_pb2.Score(reward=reward) for reward in paid])
         texts = [one.messages[0].content[0].text for one in request.responses]
         return reward_pb2.ScoreResponse(scores=[reward_pb2.Score(reward=float(text == "7")) for text in texts])
 
@@ -78,7 +114,11 @@ class Kit(FleetKit):
         self.model = write_tokenizer(folder / "model")
 
     async def evaluate(
-        self, stall_seconds: float = STALL_SECONDS, rollout: Mapping[str, Any] | None = None, **settings: Any
+        self,
+        stall_seconds: float = STALL_SECONDS,
+        rollout: Mapping[str, Any] | None = None,
+        agent: Mapping[str, Any] | None = None,
+        **settings: Any,
     ) -> dict[str, float]:
         self.lines: dict[str, list[dict[str, Any]]] = defaultdict(list)
         config = RunConfig.model_validate(
@@ -88,6 +128,7 @@ class Kit(FleetKit):
                 "data": {"source": "addition"},
                 "reward": {"name": "addition", "timeout_seconds": 0.1},
                 "rollout": {"max_running_samples": 2, **(rollout or {})},
+                "agent": agent or {},
                 "eval": {"prompts": PROMPTS, "stall_seconds": stall_seconds} | settings,
             }
         )
@@ -111,6 +152,11 @@ class Kit(FleetKit):
         await self.serve(name, ROLLOUT, add, engine, "relaxd.v1.Rollout")
         self.generated(name, 0, term)
         return engine
+
+    async def agent(self, name: str, *, hangs: bool = False) -> Agent:
+        agent = Agent(hangs=hangs)
+        await self.serve(name, AGENT, agent_pb2_grpc.add_AgentServicer_to_server, agent, "relaxd.v1.Agent")
+        return agent
 
     def generated(self, name: str, tokens: int, term: int = 1) -> None:
         self.beat(name, progress=tokens, weights=WeightVersion(term=term, version=3))
@@ -216,3 +262,49 @@ async def test_what_a_lost_engine_was_asked_is_asked_of_the_next_at_once(kit: Ki
 async def test_without_an_engine_it_says_so_in_the_end(kit: Kit) -> None:
     with pytest.raises(EvaluationFailed, match=r"no rollout replica serves the version, for 1 s \(eval.stall_seconds"):
         await kit.evaluate()
+
+
+async def test_conversations_are_held_by_agents_and_scored_with_what_their_environment_gave(kit: Kit) -> None:
+    engine, agent = await kit.engine("engine"), await kit.agent("agent")
+    (kit.model / "set.jsonl").write_text('{"prompt": "1 + 1?", "answer": "2"}\n')
+    own = {"name": "talks", "path": str(kit.model / "set.jsonl"), "samples_per_prompt": 3, "max_new_tokens": 9}
+    metrics = await kit.evaluate(agent={"environment": "calculator"}, sets=[own], prompts=1)
+    assert not engine.requests
+    assert metrics["eval_reward"] == 1.0
+    assert metrics["eval_environment_failed"] == 0
+    assert metrics["eval/talks/reward"] == pytest.approx(1 / 3)
+    assert metrics["eval/talks/pass_at_1"] == pytest.approx(1 / 3)
+    assert metrics["eval/talks/unscored"] == metrics["eval/talks/environment_failed"] == 1
+    assert metrics["eval/talks/turns_mean"] == 1
+    (asked,) = [request for request in agent.requests if request.evaluation_set == "talks"]
+    assert (asked.weights.term, asked.weights.version, asked.or_later) == (1, 3, True)
+    assert (asked.n, asked.sampling.max_new_tokens, asked.sampling.temperature) == (3, 9, 1.0)
+    assert json.loads(asked.prompt_json)["answer"] == "2"
+    (scored,) = [request for request in kit.reward.requests if len(request.responses) > 1]
+    assert [one.messages[0].content[0].text for one in scored.responses] == ["user 0", "user 1"]
+    line = next(line for line in kit.lines["talks"] if line["sample"] == 2)
+    assert (line["reward"], line["error"], line["finish_reason"]) == (0.0, "step raised", "env_failed")
+    assert line["messages"][0] == {"role": "user", "content": "user 2"}
+
+
+async def test_conversations_of_a_lost_agent_begin_anew_at_the_next(kit: Kit) -> None:
+    await kit.engine("engine")
+    lost = await kit.agent("lost", hangs=True)
+    evaluating = asyncio.create_task(kit.evaluate(stall_seconds=60.0, agent={"environment": "calculator"}))
+    await eventually(lambda: len(lost.requests) == PROMPTS)
+    await kit.lose("lost")
+    await eventually(lambda: lost.left == PROMPTS)
+    await kit.agent("next")
+    metrics = await evaluating
+    assert (metrics["eval_prompts"], metrics["eval_reward"]) == (PROMPTS, 1.0)
+
+
+async def test_conversations_do_not_wait_without_end_for_an_engine(kit: Kit) -> None:
+    await kit.engine("engine")
+    agent = await kit.agent("agent", hangs=True)
+    evaluating = asyncio.create_task(kit.evaluate(agent={"environment": "calculator"}))
+    await eventually(lambda: len(agent.requests) == PROMPTS)
+    await kit.lose("engine")
+    with pytest.raises(EvaluationFailed, match=r"no rollout replica serves the version, for 1 s"):
+        await evaluating
+    await eventually(lambda: agent.left == PROMPTS)

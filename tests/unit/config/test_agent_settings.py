@@ -4,14 +4,17 @@ from pathlib import Path
 
 import pytest
 
+from relaxd.config import RunConfig
 from relaxd.config.load_toml import ConfigError, load_file
+from relaxd.evaluation.set_checks import environment_problems
+from relaxd.evaluation.sets import sets_of
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "addition.toml"
 TEACHER = "algorithm.name=opd roles.teacher.model=big roles.teacher.placement=service"
 
 
-def load(words: str) -> None:
-    load_file(EXAMPLE, [f"--{word}" for word in ["eval.prompts=0", "eval.interval=0", *words.split()]])
+def load(words: str) -> RunConfig:
+    return load_file(EXAMPLE, [f"--{word}" for word in ["eval.prompts=0", "eval.interval=0", *words.split()]])
 
 
 @pytest.mark.parametrize("name", ["calculator", "games.py:Maze", "my.games:Maze", "grpc://games:50070"])
@@ -33,8 +36,6 @@ def test_other_names_of_environments_are_refused(name: str) -> None:
         ("run.colocate=true board.max_staleness=0", "run.colocate is true"),
         ("rollout.partial.enabled=true", "rollout.partial.enabled is true"),
         ("rollout.engine=sglang rollout.return_routed_experts=true", "rollout.return_routed_experts is true"),
-        ("eval.prompts=4", "eval.prompts is 4"),
-        ('eval.sets=[{name="own",path="p.jsonl"}]', "there are eval.sets"),
         ("agent.turn_tokens=4000", "agent.turn_tokens is 4000: it must be at most rollout.max_new_tokens"),
         ("rollout.engine=scripted", "which writes no text"),
         (f"{TEACHER} roles.teacher.privileged_key=answer", "roles.teacher.privileged_key"),
@@ -58,3 +59,46 @@ def test_settings_of_agents_need_an_environment() -> None:
         load("agent.max_turns=3")
     with pytest.raises(ConfigError, match=r"agent.settings is set, but agent.environment is .*, a service that runs"):
         load("agent.environment=grpc://games:50070 agent.settings={level=1}")
+
+
+@pytest.mark.parametrize(
+    ("agent", "own", "problem"),
+    [
+        ("", 'environment="calculator"', "eval.sets.0.environment is set, but agent.environment is empty"),
+        ("", "environment_settings={a=1}", "eval.sets.0.environment_settings is set, but agent.environment is empty"),
+        ("calculator", 'environment="No-Name"', "'No-Name' must be the name of a bundled environment"),
+        ("calculator", 'environment="grpc://a:1",environment_settings={a=1}', "remove environment_settings"),
+        ("grpc://a:1", "environment_settings={a=1}", 'agent.environment is "grpc://a:1", a service that runs already'),
+    ],
+)
+def test_environments_of_evaluation_sets_are_checked(agent: str, own: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(f'agent.environment={agent} eval.sets=[{{name="s",path="p",{own}}}]')
+    assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("own", "environment", "settings"),
+    [
+        ("", "number_guessing", {"high": 9}),
+        (",environment_settings={high=99}", "number_guessing", {"high": 99}),
+        (',environment="calculator"', "calculator", {}),
+        (',environment="a.py:A",environment_settings={b=1}', "a.py:A", {"b": 1}),
+    ],
+)
+def test_evaluation_sets_have_the_runs_environment_or_their_own(
+    own: str, environment: str, settings: dict[str, int]
+) -> None:
+    words = f'agent.environment=number_guessing agent.settings={{high=9}} eval.sets=[{{name="s",path="p"{own}}}]'
+    (one,) = sets_of(load(words))
+    assert one.agent is not None
+    assert (one.agent.environment, one.agent.settings) == (environment, settings)
+
+
+def test_names_of_environments_that_are_not_bundled_are_problems() -> None:
+    words = 'agent.environment=calculater eval.sets=[{name="s",path="p",environment="guessing"}]'
+    found = dict(environment_problems(load(words)))
+    assert list(found) == ["agent.environment", "eval.sets.0.environment"]
+    assert "did you mean 'calculator'?" in found["agent.environment"]
+    own = 'eval.sets=[{name="s",path="p",environment="a.py:A"}]'
+    assert not environment_problems(load(f"agent.environment=grpc://games:50070 {own}"))

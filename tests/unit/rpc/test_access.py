@@ -82,11 +82,11 @@ def test_the_coordinator_gives_orders_and_is_no_admin():
         path(method).removeprefix("/relaxd.v1.") for method in methods() if COORDINATOR in callers_of(path(method))
     }
     services = {call.partition("/")[0] for call in allowed}
-    assert services == {"Replica", "Trainer", "Rollout", "Reward", "Judge", "Launcher"}
+    assert services == {"Replica", "Trainer", "Rollout", "Agent", "Reward", "Judge", "Launcher"}
     looks = {call for call in allowed if not needs_term(f"/relaxd.v1.{call}")}
     assert looks == {
         *("Launcher/ListInstances", "Replica/GetStatus", "Trainer/GetWeightManifest"),
-        *("Reward/Score", "Rollout/Generate"),
+        *("Agent/Converse", "Reward/Score", "Rollout/Generate"),
     }
 
 

@@ -1,0 +1,106 @@
+"""Conversations of evaluations, which the coordinator asks for prompt by prompt."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from relaxd.data.examples import Example
+from relaxd.finish_reasons import ENV_FAILED
+from relaxd.media.messages import to_proto
+from relaxd.rpc.errors import Unavailable
+from relaxd.rpc.message_parts import numbers
+from relaxd.seeds import seed_of
+from relaxd.v1.agent_pb2 import ConverseResponse
+from relaxd.v1.reward_pb2 import EnvironmentOutcome
+from relaxd.v1.sample_pb2 import FinishReason, SamplingParams
+from services.agent.conversation import BadPrompt, Conversation, Conversations
+from services.agent.engines import RefusedPrompt, WantedWeights
+
+
+class EvaluationConversations:
+    """Holds the conversations of a run's evaluations."""
+
+    def __init__(self, by_set: Mapping[str, Conversations], places: asyncio.Semaphore) -> None:
+        """`by_set` holds conversations with the environment of each evaluation set; `places` limits those at once."""
+        self._by_set = by_set
+        self._places = places
+        self._running: set[asyncio.Task[ConverseResponse]] = set()
+
+    @property
+    def sets(self) -> list[str]:
+        """Names of the run's evaluation sets."""
+        return sorted(self._by_set)
+
+    @property
+    def unfinished(self) -> int:
+        """Number of conversations that haven't ended."""
+        return len(self._running)
+
+    async def hold(
+        self, name: str, example: Example, count: int, sampling: SamplingParams, wanted: WantedWeights
+    ) -> AsyncIterator[ConverseResponse]:
+        """Yield conversations about a prompt, each once it has ended.
+
+        Args:
+            name: the evaluation set.
+            example: the prompt.
+            count: number of conversations.
+            sampling: how the model's messages are sampled.
+            wanted: weights that engines must serve.
+
+        Raises:
+            Unavailable: `cancel` was called.
+            grpc.aio.AioRpcError: an engine failed.
+        """
+        own = {field.name: _plain(getattr(sampling, field.name)) for field in sampling.DESCRIPTOR.fields}
+        example = replace(example, sampling=own)
+        tasks = [
+            asyncio.create_task(self._hold(self._by_set[name], name, example, sample, sampling.seed, wanted))
+            for sample in range(count)
+        ]
+        self._running.update(tasks)
+        try:
+            for ended in asyncio.as_completed(tasks):
+                yield await ended
+        except asyncio.CancelledError as error:
+            if (caller := asyncio.current_task()) is not None and caller.cancelling():
+                raise
+            raise Unavailable("this replica ends, or changes to another run: ask another one") from error
+        finally:
+            for task in tasks:
+                task.cancel()
+            self._running.difference_update(tasks)
+
+    def cancel(self) -> None:
+        """End all conversations, which their callers may begin anew elsewhere."""
+        for task in self._running:
+            task.cancel()
+
+    async def _hold(
+        self, conversations: Conversations, name: str, example: Example, sample: int, seed: int, wanted: WantedWeights
+    ) -> ConverseResponse:
+        session = f"evaluation/{name}/{sample}/{uuid.uuid4().hex}"
+        async with self._places:
+            try:
+                held = await conversations.hold(session, example, [], seed, seed_of(seed, sample), wanted)
+            except (BadPrompt, RefusedPrompt) as error:
+                held = Conversation(finish=ENV_FAILED, failure=str(error))
+        return ConverseResponse(
+            sample=sample,
+            finish_reason=numbers(FinishReason)[held.finish],
+            text=held.text,
+            token_count=int(np.count_nonzero(held.tokens.loss_mask)),
+            messages=to_proto(held.messages),
+            outcome=EnvironmentOutcome(reward=held.reward, info=held.info),
+            turns=held.turns,
+            failure=held.failure,
+        )
+
+
+def _plain(value: Any) -> Any:
+    """Return a field's value; a repeated one as a list."""
+    return value if isinstance(value, int | float) else list(value)
