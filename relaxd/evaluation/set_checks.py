@@ -48,7 +48,7 @@ def environment_problems(config: RunConfig) -> list[tuple[str, str]]:
             try:
                 check_environment_name(name, setting)
             except ValueError as error:
-                problems.append((setting, str(error)))
+                problems.append((setting, str(error).removeprefix(f"{setting} ")))
     return problems
 
 

@@ -5,20 +5,24 @@ import json
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 import grpc
 import typer
 from rich.console import Console
 
-from relaxd.cli.options import new_console
+from relaxd.cli.options import PASS_ON, load_words, new_console
+from relaxd.cli.preparing.reward_command import first_prompts
 from relaxd.client import CliError
 from relaxd.config.agent import SERVICE
+from relaxd.config.load_toml import ConfigError, Problem
 from relaxd.data.examples import Message
 from relaxd.envs.client import EnvironmentClient, EnvironmentFailed, hosted
 from relaxd.envs.environment import BadEnvironmentError, Reply, Sample
 from relaxd.envs.replies import parse_reply
 from relaxd.envs.reply_formats import REPLY_FORMATS
+from relaxd.evaluation.set_checks import environment_problems
 from relaxd.json_text import parse_json
 from relaxd.process.child import ChildError
 from relaxd.rpc.client import channel
@@ -26,14 +30,34 @@ from relaxd.rpc.client import channel
 HERMES = next(one for one in REPLY_FORMATS if one.name == "hermes")
 DEFAULT_REPLIES = ("I don't know.",)
 
+MAX_TURNS = 10**6
+"""Maximum number of replies to an environment outside of a run."""
+
 env_app = typer.Typer(help="Try an environment.", no_args_is_help=True)
 
 
-@env_app.command("test")
+@dataclass(frozen=True)
+class _Trial:
+    """A conversation to play."""
+
+    environment: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    python: str = ""
+    """Interpreter that runs the environment; empty means this one."""
+    sample: Sample = field(default_factory=lambda: Sample([{"role": "user", "content": "Begin."}]))
+    call_seconds: float = 30.0
+    max_turns: int = MAX_TURNS
+
+
+@env_app.command("test", context_settings=PASS_ON)
 def env_test(
-    name: Annotated[
-        str,
-        typer.Argument(help='A bundled environment, "file.py:Class", "package.module:Class" or grpc://HOST:PORT.'),
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="ENVIRONMENT | FILE.toml [--section.key VALUE]...",
+            help='A bundled environment, "file.py:Class", "package.module:Class" or grpc://HOST:PORT; or the '
+            "configuration of a run, whose environment talks about the first prompt of its data.",
+        ),
     ],
     reply: Annotated[
         list[str] | None,
@@ -42,33 +66,74 @@ def env_test(
         ),
     ] = None,
     settings: Annotated[list[str] | None, typer.Option(help="A setting of the environment, KEY=VALUE.")] = None,
-    prompt: Annotated[str, typer.Option(help="The prompt.")] = "Begin.",
-    answer: Annotated[str, typer.Option(help="The reference answer.")] = "",
-    metadata: Annotated[str, typer.Option(help="The prompt's other fields, as a JSON object.")] = "{}",
-    seed: Annotated[int, typer.Option(help="Seed of the environment's state.")] = 0,
-    call_seconds: Annotated[float, typer.Option(min=0.001, help="Time for each call of the environment.")] = 30.0,
+    prompt: Annotated[str | None, typer.Option(help="The prompt; by default the run's first, or Begin.")] = None,
+    answer: Annotated[str | None, typer.Option(help="The reference answer.")] = None,
+    metadata: Annotated[str | None, typer.Option(help="The prompt's other fields, as a JSON object.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the environment's state.")] = None,
+    call_seconds: Annotated[
+        float | None, typer.Option(min=0.001, help="Time for each call of the environment; by default 30 s.")
+    ] = None,
 ) -> None:
     """Play one conversation with an environment, with given replies, and show it turn by turn."""
-    sample = Sample([{"role": "user", "content": prompt}], answer, _object("--metadata", metadata), seed)
+    trial = _trial_of_run(words) if words[0].endswith(".toml") else _trial_of_name(words)
+    own: dict[str, Any] = {}
+    if prompt is not None:
+        own["messages"] = [{"role": "user", "content": prompt}]
+    if answer is not None:
+        own["answer"] = answer
+    if metadata is not None:
+        own["metadata"] = _object("--metadata", metadata)
+    if seed is not None:
+        own["seed"] = seed
+    trial = replace(
+        trial,
+        settings=trial.settings | _settings(trial.environment, settings or []),
+        sample=replace(trial.sample, **own),
+        call_seconds=call_seconds or trial.call_seconds,
+    )
     replies = [_reply(text) for text in reply or DEFAULT_REPLIES]
-    chosen = _settings(name, settings or [])
     try:
-        asyncio.run(_play(name, chosen, sample, replies, call_seconds, new_console()))
+        asyncio.run(_play(trial, replies, new_console()))
     except (BadEnvironmentError, EnvironmentFailed, ChildError) as error:
         raise CliError(str(error)) from error
 
 
-async def _play(
-    name: str, settings: dict[str, Any], sample: Sample, replies: Sequence[Reply], call_seconds: float, console: Console
-) -> None:
+def _trial_of_name(words: Sequence[str]) -> _Trial:
+    """Return a conversation with an environment outside of a run. Raises CliError: there are other words."""
+    name, *others = words
+    if others:
+        raise CliError(f"{others[0]}: there is no such option for an environment; settings are for FILE.toml")
+    return _Trial(name)
+
+
+def _trial_of_run(words: list[str]) -> _Trial:
+    """Return a conversation about the first prompt of a run's data. Raises ConfigError, CliError."""
+    path, config = load_words(words)
+    agent = config.agent
+    if not agent.is_there:
+        raise CliError(f"{path}: agent.environment is empty, so that the run has no conversations")
+    if problems := environment_problems(config):
+        raise ConfigError([Problem(setting, message) for setting, message in problems])
+    first = first_prompts(config)[0]
+    return _Trial(
+        agent.environment,
+        agent.settings,
+        agent.python,
+        Sample(first.messages, first.answer, first.metadata, config.run.seed),
+        agent.call_seconds,
+        agent.max_turns,
+    )
+
+
+async def _play(trial: _Trial, replies: Sequence[Reply], console: Console) -> None:
     """Play and show a conversation. Raises BadEnvironmentError, EnvironmentFailed, ChildError."""
-    async with _channel_to(name, settings) as to:
-        client = EnvironmentClient(to, call_seconds, lease_seconds=600.0)
+    async with _channel_to(trial) as to:
+        client = EnvironmentClient(to, trial.call_seconds, lease_seconds=600.0)
         session = f"test-{uuid.uuid4().hex}"
-        opened = await client.open(session, sample)
+        opened = await client.open(session, trial.sample)
         for tool in opened.tools:
             console.print(f"tool {json.dumps(tool['function'], ensure_ascii=False)}", style="dim", soft_wrap=True)
-        _show([*sample.messages, *opened.messages], console)
+        _show([*trial.sample.messages, *opened.messages], console)
         rewards, info, ending = 0.0, dict[str, float](), "the replies are used up: give more with --reply"
         for turn, reply in enumerate(replies, 1):
             calls = [{"name": call.name, "arguments": call.arguments} for call in reply.tool_calls]
@@ -81,18 +146,21 @@ async def _play(
             if step.done or not step.messages:
                 ending = "the environment ended it" if step.done else "it has no observation, which ends it"
                 break
+            if turn == trial.max_turns:
+                ending = f"agent.max_turns is {turn}"
+                break
         await client.close_session(session)
         numbers = "".join(f", {key} {value:g}" for key, value in sorted(info.items()))
         console.print(f"reward {rewards:g}{numbers} ({ending})", style="bold", soft_wrap=True)
 
 
 @asynccontextmanager
-async def _channel_to(name: str, settings: dict[str, Any]) -> AsyncIterator[grpc.aio.Channel]:
-    if not name.startswith(SERVICE):
-        async with hosted(name, settings) as to:
+async def _channel_to(trial: _Trial) -> AsyncIterator[grpc.aio.Channel]:
+    if not trial.environment.startswith(SERVICE):
+        async with hosted(trial.environment, trial.settings, trial.python) as to:
             yield to
     else:
-        async with channel(name.removeprefix(SERVICE), token="", stack="") as to:
+        async with channel(trial.environment.removeprefix(SERVICE), token="", stack="") as to:
             yield to
 
 

@@ -53,7 +53,7 @@ def reward_test(
 ) -> None:
     """Score three prompts of the data with made-up answers and the reference answer. Starts no service."""
     _, config = load_words(words)
-    examples = _first_prompts(config)
+    examples = first_prompts(config)
     try:
         generated = _generate(config, examples, generate) if generate else [[]] * len(examples)
     except DataError as error:
@@ -81,7 +81,7 @@ def reward_test(
         raise typer.Exit(1)
 
 
-def _first_prompts(config: RunConfig) -> list[Example]:
+def first_prompts(config: RunConfig) -> list[Example]:
     """Return the first prompts of each source. Raises ConfigError."""
     try:
         sources, _ = read_sources(config)

@@ -1,5 +1,7 @@
 """`relaxd env test`, with environments in their hosts."""
 
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 
@@ -40,9 +42,62 @@ def test_a_conversation_is_shown_turn_by_turn() -> None:
         (["calculator", "--metadata", "[]"], "--metadata is []: it must be a JSON object"),
         (["grpc://127.0.0.1:1", "--settings", "a=1"], "an environment at an address has settings of its own"),
         (["grpc://127.0.0.1:1"], "Connection refused"),
+        (["calculator", "--promt", "6 times 7?"], "--promt: there is no such option for an environment"),
     ],
 )
 def test_what_is_wrong_is_said_by_name(words: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["env", "test", *words])
     assert result.exit_code != 0
     assert message in str(result.exception)
+
+
+RUN = """
+run.steps = 1
+model.path = "not-read"
+data.source = "addition"
+reward.name = "environment"
+
+[agent]
+environment = "number_guessing"
+settings = { high = 5 }
+max_turns = 2
+"""
+
+
+def test_the_environment_of_a_run_talks_about_its_first_prompt(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(RUN)
+    words = [str(tmp_path / "run.toml"), "--run.seed", "3", "--reply", "0", "--reply", "9", "--reply", "1"]
+    result = CliRunner().invoke(app, ["env", "test", *words])
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines() == [
+        "[user] What is 94 + 41? Answer with the number only.",
+        "[user] I think of a number from 1 to 5. You have 7 guesses.",
+        "[assistant] 0",
+        "[user] My number is higher than 0.",
+        "turn 1: reward 0",
+        "[assistant] 9",
+        "[user] My number is lower than 9.",
+        "turn 2: reward 0",
+        "reward 0, guesses 2 (agent.max_turns is 2)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--agent.environment", "guessing"], """agent.environment = "guessing": did you mean 'number_guessing'?"""),
+        (["--agent.settings", "{hig = 5}"], "can't be made with {'hig': 5}"),
+        (["--data.source", "sums"], 'data.source = "sums"'),
+    ],
+)
+def test_what_is_wrong_in_a_run_is_said_by_name(tmp_path: Path, words: list[str], message: str) -> None:
+    (tmp_path / "run.toml").write_text(RUN)
+    result = CliRunner().invoke(app, ["env", "test", str(tmp_path / "run.toml"), *words])
+    assert result.exit_code != 0
+    assert message in str(result.exception)
+
+
+def test_a_run_without_conversations_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(RUN.partition("[agent]")[0])
+    result = CliRunner().invoke(app, ["env", "test", str(tmp_path / "run.toml")])
+    assert "agent.environment is empty, so that the run has no conversations" in str(result.exception)
