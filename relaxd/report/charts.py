@@ -54,6 +54,7 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
         Chart("held-out: response length", ("eval_response_length",), "points"),
         Chart("held-out: answers cut off at their limit", ("eval_truncated_share",), "points"),
         Chart("held-out: answers that the reward couldn't score", ("eval_unscored",), "points"),
+        Chart("held-out: conversations whose environment failed", ("eval_environment_failed",), "points"),
         Chart("answers cut off at rollout.max_new_tokens", ("truncated_share",)),
         Chart("pass@k of all scored groups, dropped ones included", ("pass_at_*",)),
         Chart("scored groups with equal rewards", ("zero_variance_share", "all_right_share", "all_wrong_share")),

@@ -28,7 +28,7 @@ from relaxd.run_folder import (
 )
 from relaxd.v1 import coordinator_pb2 as pb
 
-COUNTS = ("prompts", "unscored", "response_length", "truncated_share", "step")
+COUNTS = ("prompts", "unscored", "environment_failed", "turns_mean", "response_length", "truncated_share", "step")
 """Metrics of a set that are neither the reward nor a part of it."""
 
 

@@ -84,6 +84,9 @@ def test_what_cannot_be_evaluated_is_said_before(folder: Path, tiny_model: Path)
     Path("run.toml").write_text(CONFIG.replace("letters.jsonl", "lettres.jsonl"))
     with pytest.raises(ConfigError, match=r"eval\.sets\.0\.path.*lettres\.jsonl"):
         run(*model)
+    Path("run.toml").write_text(CONFIG + '[agent]\nenvironment = "calculator"\n')
+    with pytest.raises(CliError, match=r'agent.environment is "calculator", but relaxd eval has no environments'):
+        run(*model)
     Path("run.toml").write_text(CONFIG.replace('"spell_backward"', '"spel_backward"'))
     with pytest.raises(ConfigError, match=r"eval\.sets\.1\.task.*spell_backward"):
         run(*model)
