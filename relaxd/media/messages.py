@@ -30,16 +30,23 @@ def from_proto(messages: Iterable[content_pb2.Message]) -> list[Message]:
     return [{"role": message.role, "content": [_part(part) for part in message.content]} for message in messages]
 
 
+_OTHERS = ("user", "tool", "system")
+"""Roles of messages that no model has written."""
+
+
 def text_and_media(messages: Sequence[content_pb2.Message], role: str) -> tuple[str, tuple[Message, ...]]:
     """Return the last message's text, and the messages unless they are no more than that text by `role`.
 
     Of a prompt, whose role is "user", it is the last message that isn't the assistant's: one at the end is the
-    beginning of the answer.
+    beginning of the answer. Of an answer it is the assistant's last message: others in it are an environment's.
     """
     if not messages:
         return "", ()
-    asked = (one for one in reversed(messages) if role != "user" or one.role != "assistant")
-    text = "\n".join(part.text for part in next(asked, messages[-1]).content if part.HasField("text"))
+    if role == "user":
+        said = next((one for one in reversed(messages) if one.role != "assistant"), messages[-1])
+    else:
+        said = next((one for one in reversed(messages) if one.role not in _OTHERS), content_pb2.Message())
+    text = "\n".join(part.text for part in said.content if part.HasField("text"))
     found = tuple(from_proto(messages))
     return text, () if found in ((text_message("", text),), (text_message(role, text),)) else found
 
