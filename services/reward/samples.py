@@ -76,9 +76,10 @@ def samples_of_columns(columns: dict[str, Column]) -> list[RewardInput]:
         answers.setdefault(sample, []).append(text)
     reasons = dict(zip(samples.tolist(), finish, strict=True))
     of_token = np.repeat(samples, np.asarray(columns["lengths"]))
-    tokens = np.bincount(of_token, weights=np.asarray(columns["loss_mask"]) != 0)
+    count = len(answers)  # the last samples may have no tokens
+    tokens = np.bincount(of_token, weights=np.asarray(columns["loss_mask"]) != 0, minlength=count)
     if OFF_POLICY_TOKENS in columns:
-        tokens += np.bincount(samples, weights=np.asarray(columns[OFF_POLICY_TOKENS]))
+        tokens += np.bincount(samples, weights=np.asarray(columns[OFF_POLICY_TOKENS]), minlength=count)
     found = [
         RewardInput(
             prompt=prompt["text"],

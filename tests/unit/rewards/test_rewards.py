@@ -124,6 +124,12 @@ def test_a_message_without_content_has_no_parts_and_the_assistants_beginning_is_
     assert text_and_media(to_proto(ended), "assistant")[0] == "<think>"
 
 
+def test_the_response_of_a_conversation_is_the_models_last_message():
+    said = [{"role": "assistant", "content": "4"}, {"role": "user", "content": "Are you sure?"}]
+    for messages, expected in ((said, "4"), ([*said, {"role": "assistant", "content": "5"}], "5"), (said[1:], "")):
+        assert text_and_media(to_proto(messages), "assistant") == (expected, with_parts(messages))
+
+
 def test_a_sample_of_several_sequences_is_scored_by_its_last_answer():
     columns = {
         "prompt": {
@@ -147,6 +153,8 @@ def test_a_sample_of_several_sequences_is_scored_by_its_last_answer():
     asked = [text_message("user", "hi"), text_message("user", "go on")]
     assert first.messages == [*asked, text_message("assistant", "first"), text_message("assistant", "last")]
     assert other.messages == [*asked, text_message("assistant", "other")]
+    first, other = samples_of_columns(columns | {"lengths": np.array([3, 3, 0], np.int32)})
+    assert (first.tokens, other.tokens) == (5, 0)  # such as a conversation that failed at its beginning
     with pytest.raises(ValueError, match="3 texts, 2 finish and 3 sample_of_sequence differ"):
         samples_of_columns(columns | {"finish": ["stop", "stop"]})
 
