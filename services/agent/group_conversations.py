@@ -98,6 +98,10 @@ class GroupConversations:
                     for sample in range(count)
                 ]
             conversations = await asyncio.gather(*held)  # they have ended
+            if not any(len(one.tokens.tokens) for one in conversations):
+                reasons = sorted({one.failure or one.finish for one in conversations})
+                failed = _Failed(f"no conversation has a message of the model: {'; '.join(reasons)}")
+                return self._dropped(delivery, failed)
             return columns_of(conversations, masked=self._config.agent.on_failure == "mask")
         except BoardUnavailable as error:
             raise asyncio.CancelledError from error  # not the group's fault: handed back, uncounted

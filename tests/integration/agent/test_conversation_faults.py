@@ -216,6 +216,7 @@ DROPPED, OPEN, LATER = "dropped", "open", "second"
         pytest.param({"on_failure": "zero"}, LATER, 1, (2, True), id="zero, at a step"),
         pytest.param({"on_failure": "mask"}, OPEN, 1, (0, False), id="mask, at the opening"),
         pytest.param({"on_failure": "mask"}, LATER, 1, (2, False), id="mask, at a step"),
+        pytest.param({"on_failure": "zero"}, OPEN, 2, DROPPED, id="zero, but all at the opening"),
         pytest.param({"on_failure": "drop"}, LATER, 1, DROPPED, id="drop"),
         pytest.param({"on_failure": "retry", "max_retries": 2}, LATER, 2, None, id="retry"),
         pytest.param({"on_failure": "retry", "max_retries": 1}, OPEN, 3, DROPPED, id="retry, too often"),
