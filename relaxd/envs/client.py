@@ -32,6 +32,10 @@ class EnvironmentFailed(Exception):
     """An environment raised, took too long, isn't there, or answered what it must not. The message says which."""
 
 
+class EnvironmentLate(EnvironmentFailed):
+    """An environment took too long."""
+
+
 @dataclass(frozen=True)
 class OpenedSession:
     """A conversation that has begun."""
@@ -112,11 +116,13 @@ class EnvironmentClient:
         except grpc.aio.AioRpcError as error:  # of a channel to an address
             if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED and not error.trailing_metadata():
                 what = type(request).__name__.removesuffix("Request")
-                raise EnvironmentFailed(f"{what} took longer than {self._call_seconds:g} s") from error
+                raise EnvironmentLate(f"{what} took longer than {self._call_seconds:g} s") from error
             known = from_call(error)
             raise EnvironmentFailed(known.message if isinstance(known, _TOLD) else explain(error)) from error
+        except DeadlineExceeded as error:  # of a host, or of its channel
+            raise EnvironmentLate(error.message) from error
         except RpcError as error:  # of a host's channel
-            raise EnvironmentFailed(error.message if isinstance(error, _TOLD) else str(error)) from error
+            raise EnvironmentFailed(error.message if isinstance(error, Aborted) else str(error)) from error
 
 
 _TOLD = (Aborted, DeadlineExceeded)
@@ -162,6 +168,9 @@ async def start_host(name: str, settings: Mapping[str, Any], python: str = "") -
     except ChildExited as error:
         if error.exit_code == REFUSED:
             raise BadEnvironmentError("\n".join(error.last_lines)) from error
+        raise
+    except asyncio.CancelledError:
+        child.kill()
         raise
     except TimeoutError:
         child.kill()

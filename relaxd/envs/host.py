@@ -2,8 +2,12 @@
 
 import asyncio
 import json
+import os
+import select
+import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from relaxd.envs.environment import BadEnvironmentError, Reply, Sample, check_step, check_tools, messages_of
@@ -128,8 +132,23 @@ def _checked(check: Callable[[], Returned]) -> Returned:
         raise Aborted(str(error)) from error
 
 
+def end_together() -> None:
+    """Fork a process that kills this one's process group once this one has ended, even if it is killed.
+
+    Else the processes that an environment has started would stay.
+    """
+    if not hasattr(os, "pidfd_open"):
+        return
+    host = os.getpid()
+    if os.fork() == 0:
+        with suppress(ProcessLookupError):  # it has ended
+            select.select([os.pidfd_open(host)], [], [])
+        os.killpg(host, signal.SIGKILL)
+
+
 def main(name: str, settings_json: str = "{}") -> None:
     """Serve an environment until the parent ends."""
+    end_together()
     try:
         make = load_environment(name, json.loads(settings_json))
     except BadEnvironmentError as error:

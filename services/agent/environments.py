@@ -2,21 +2,32 @@
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Coroutine
+from typing import Any, TypeVar
 
 import grpc
 
 from relaxd.config import AgentConfig
 from relaxd.config.agent import SERVICE
-from relaxd.envs.client import EnvironmentClient, EnvironmentFailed, OpenedSession, SessionStep, start_host
+from relaxd.envs.client import (
+    EnvironmentClient,
+    EnvironmentFailed,
+    EnvironmentLate,
+    OpenedSession,
+    SessionStep,
+    start_host,
+)
 from relaxd.envs.environment import BadEnvironmentError, Reply, Sample
 from relaxd.process.child import Child
 from relaxd.rpc.errors import InvalidArgument
+
+Answer = TypeVar("Answer")
 
 _log = logging.getLogger(__name__)
 
 
 class Environments:
-    """Calls an environment. A host that has exited is started again. Lives in one event loop."""
+    """Calls an environment. A host that has exited, or hangs, is started again. Lives in one event loop."""
 
     def __init__(self, config: AgentConfig, setting: str = "agent.environment") -> None:
         """`setting` is what errors call the environment."""
@@ -26,6 +37,9 @@ class Environments:
         self._client: EnvironmentClient | None = None
         self._starting = asyncio.Lock()
         self._closing: set[asyncio.Task[None]] = set()
+        """Tasks that end sessions, and a host that hangs."""
+        self._probed: Child | None = None
+        """Host of which it is being found out whether it hangs."""
         self._service: grpc.aio.Channel | None = None
 
     async def start(self) -> None:
@@ -39,19 +53,18 @@ class Environments:
 
     async def open(self, session_id: str, sample: Sample) -> OpenedSession:
         """Begin a conversation. Raises EnvironmentFailed, and what a new host's start raises."""
-        return await (await self._present_client()).open(session_id, sample)
+        client = await self._present_client()
+        return await self._watched(client.open(session_id, sample))
 
     async def step(self, session_id: str, turn: int, reply: Reply) -> SessionStep:
         """Answer a message of the model. Raises EnvironmentFailed."""
         if self._client is None:
             raise EnvironmentFailed("step: the environment has been closed")
-        return await self._client.step(session_id, turn, reply)
+        return await self._watched(self._client.step(session_id, turn, reply))
 
     def close_session(self, session_id: str) -> None:
         """End a conversation; nobody waits for it."""
-        task = asyncio.create_task(self._close_session(session_id), name="close a session")
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        self._begin(self._close_session(session_id), "close a session")
 
     async def close(self) -> None:
         """End the host, or the connection."""
@@ -62,6 +75,32 @@ class Environments:
             await child.stop(grace_seconds=0.5)
         if self._service is not None:
             await self._service.close(None)
+
+    def _begin(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _watched(self, call: Awaitable[Answer]) -> Answer:
+        """Return a call's answer. If it is late, find out whether the host hangs: a late method is only its own."""
+        try:
+            return await call
+        except EnvironmentLate:
+            if (child := self._child) is not None and child is not self._probed:
+                self._probed = child
+                self._begin(self._end_if_it_hangs(child), "probe the environment's host")
+            raise
+
+    async def _end_if_it_hangs(self, child: Child) -> None:
+        """Kill a host that doesn't answer even a call that none of the user's code has a part in."""
+        try:
+            await self._client_of(child.channel).close_session("")
+            self._probed = None
+        except EnvironmentLate:
+            _log.error("killing the environment's host, which answers nothing any more")
+            child.kill()
+        except EnvironmentFailed:
+            pass  # it has ended
 
     async def _close_session(self, session_id: str) -> None:
         try:
