@@ -14,6 +14,7 @@ from statistics import median
 from relaxd.client.coordinator_client import ENDED
 from relaxd.redis_client import key_prefix
 from tests.chaos.books import Books
+from tests.chaos.environment import BUSY, MOODS
 from tests.chaos.faults import PASSING, Fault, MomentMissed
 from tests.chaos.models import audit_models
 from tests.chaos.planes.payloads import Payloads
@@ -67,7 +68,7 @@ class Campaign:
     outcomes: list[Outcome] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        deliberate = WRONG_ANSWERS if self.stack.algorithm == "teacher-engine" else ()
+        deliberate = {"teacher-engine": WRONG_ANSWERS, "agent": (*MOODS.values(), BUSY)}.get(self.stack.algorithm, ())
         nodes = self.stack.data_nodes.clients if self.stack.data_nodes else ()
         self.payloads = None if self.stack.columns == "small" else Payloads(self.stack.redis, RUN, nodes=nodes)
         self.books = Books(self.stack.redis, RUN, self.stack.run_folder, MAX_STALENESS, GROUPS_PER_STEP, deliberate)

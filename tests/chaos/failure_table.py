@@ -20,7 +20,8 @@ FAILURES: list[tuple[str, tuple[str, ...], str]] = [
             "kill advantage",
             "kill reference",
             "kill teacher",
-            "kill both *",
+            "kill both rollouts",
+            "kill both rewards",
             "restart rollout",
             "restart reference",
             "restart teacher",
@@ -42,6 +43,26 @@ FAILURES: list[tuple[str, tuple[str, ...], str]] = [
         "a service's clock is set back by two days or ahead by three hours, and set right again",
         ("clock *",),
         "nobody notices: what is compared comes from clocks that never go back, or from Redis's own, which isn't set",
+    ),
+    (
+        "an agent replica dies, is stopped or loses its connections",
+        ("kill agent", "kill both agents", "restart agent", "stall agent *"),
+        "others hold the conversations of its groups anew; the host of its environment ends with it",
+    ),
+    (
+        "the process that hosts a run's environment dies, also after it has forked, or hangs for good",
+        ("kill agent environment", "freeze agent environment", "agent environment forks and dies"),
+        "its conversations have failed (`agent.on_failure`); it is killed with what it has started, and started again",
+    ),
+    (
+        "an environment hangs, raises, answers invalid UTF-8 or writes 100 MB",
+        (
+            "agent environment hangs",
+            "agent environment raises",
+            "agent environment answers *",
+            "agent environment writes *",
+        ),
+        "the conversation has failed (`agent.on_failure`); groups are dropped as `environment_failed`, with a detail",
     ),
     (
         "a judge or its engine dies, or its engine hangs for good",

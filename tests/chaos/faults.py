@@ -20,13 +20,15 @@ from relaxd.client import CliError
 from relaxd.client.coordinator_client import CoordinatorClient
 from relaxd.redis_client import key_prefix
 from relaxd.roles import ROLES
+from tests.chaos.environment import FORKS, MOODS
 from tests.chaos.proxy import Link
 from tests.chaos.relay import Moment
 from tests.chaos.stack import LEASE_SECONDS, REPLICA_LEASE_SECONDS, RUN, ChaosStack
 from tests.chaos.teacher_engine import MODULE, WRONG_ANSWERS
 from tests.kit.disks import no_descriptors
-from tests.kit.processes import start_python
+from tests.kit.processes import is_alive, start_python
 from tests.kit.redis.redis_server import await_append_only_file
+from tests.kit.waiting import wait_until
 
 SHORT_SECONDS, LONG_SECONDS, VERY_LONG_SECONDS = LEASE_SECONDS / 2, 2 * LEASE_SECONDS, 1.5 * REPLICA_LEASE_SECONDS
 """Shorter than any lease; longer than a group's, so that others take its groups and it commits late; longer than a
@@ -84,11 +86,12 @@ def kill_now(processes: list[psutil.Process]) -> float:
 def _one(stack: ChaosStack, rng: random.Random, role: str) -> str:
     """A service of a role, if possible one that holds groups at this moment."""
     deadline = time.monotonic() + BUSY_SECONDS
-    while role in (*STAGE_ROLES, "critic") and time.monotonic() < deadline:
-        if holding := stack.holding(role):
+    names = stack.names(role)
+    while (stage := ROLES[role].stage if role in ROLES else "") and time.monotonic() < deadline:
+        if holding := [name for name in stack.holding(stage) if name in names]:
             return rng.choice(holding)
         time.sleep(0.001)
-    return rng.choice(stack.names(role))
+    return rng.choice(names)
 
 
 def kill_service(role: str, stack: ChaosStack, rng: random.Random) -> float:
@@ -309,6 +312,44 @@ def fail_teacher(stack: ChaosStack, rng: random.Random) -> float:
         stack.failing_teacher.unlink()
 
 
+def misbehave(mood: str, stack: ChaosStack, rng: random.Random) -> float:
+    """The environment of conversations does this until two groups are dropped for it."""
+    dropped, deadline = f"{key_prefix(RUN)}dropped", time.monotonic() + NOTICE_SECONDS
+    last = (stack.redis.xrevrange(dropped, count=1) or [(b"0-0", {})])[0][0].decode()
+    stack.mood.write_text(mood)
+    try:
+        while sum(_has(MOODS[mood], fields) for _, fields in stack.redis.xrange(dropped, f"({last}")) < 2:
+            if time.monotonic() > deadline:
+                raise MomentMissed(f"no two groups were dropped in {NOTICE_SECONDS:g} s")
+            time.sleep(0.02)
+    finally:
+        stack.mood.unlink()
+    return time.time()
+
+
+def _has(words: str, dropped: dict[bytes, bytes]) -> bool:
+    return words.encode() in dropped.get(b"detail", b"")
+
+
+def fork_and_kill_host(stack: ChaosStack, rng: random.Random) -> float:
+    """The environment forks; its host is killed. What it has forked must end, too."""
+    left, deadline = stack.mood.with_suffix(f".{FORKS}"), time.monotonic() + NOTICE_SECONDS
+    left.unlink(missing_ok=True)
+    stack.mood.write_text(FORKS)
+    try:
+        while not left.exists():
+            if time.monotonic() > deadline:
+                raise MomentMissed(f"nothing was forked in {NOTICE_SECONDS:g} s")
+            time.sleep(0.02)
+    finally:
+        stack.mood.unlink()
+    hosts = [host for name in stack.names("agent") for host in stack.children(name, HOST)]
+    now = kill_now(hosts)
+    forked = [int(line) for line in left.read_text().split()]
+    wait_until(lambda: not any(map(is_alive, forked)), "the end of what a killed environment has forked")
+    return now
+
+
 # --- Redis ----------------------------------------------------------------------------------------------------------
 
 
@@ -421,6 +462,9 @@ ENGINE, RANK, WORKER, FROZEN_RANK, CRITIC_RANK, TEACHER_ENGINE = (
 )
 
 
+HOST = "relaxd.envs.host"
+
+
 def _named(name: str, act: Callable[..., float], *arguments: object) -> Fault:
     return Fault(name, partial(act, *arguments))
 
@@ -445,6 +489,22 @@ def teacher_engine_faults() -> list[Fault]:
         _named("freeze teacher engine", freeze_child, "teacher", TEACHER_ENGINE),
         _named("stall teacher engine long", stall_child, "teacher", TEACHER_ENGINE, LONG_SECONDS),
         _named("wrong answers of the teacher engine", fail_teacher),
+    ]
+
+
+def agent_faults() -> list[Fault]:
+    """What only happens to a run whose samples are conversations."""
+    return [
+        _named("kill agent", kill_service, "agent"),
+        _named("kill both agents", kill_all, "agent"),
+        _named("restart agent", restart, "agent"),
+        *(_named(f"stall agent {length}", stall, "agent", seconds) for length, seconds in LENGTHS.items()),
+        _named("cut: agent - redis", network, "cut", "agent", "redis"),
+        _named("drop: agent - coordinator", network, "drop", "agent", "coordinator"),
+        _named("kill agent environment", kill_child, "agent", HOST, 0),
+        _named("freeze agent environment", freeze_child, "agent", HOST),
+        _named("agent environment forks and dies", fork_and_kill_host),
+        *(_named(f"agent environment {mood}", misbehave, mood) for mood in MOODS),
     ]
 
 
@@ -522,7 +582,7 @@ def all_faults(algorithm: str = "grpo") -> list[Fault]:
         ("coordinator dies after commit", "rollout", "ReceiveWeights", "answered", "coordinator", ""),
     ]
     faults += [_named(f"sync: {name}", kill_in_sync, *rest) for name, *rest in sync]
-    own = {"critic": critic_faults, "teacher-engine": teacher_engine_faults}
+    own = {"critic": critic_faults, "teacher-engine": teacher_engine_faults, "agent": agent_faults}
     return faults + (own[algorithm]() if algorithm in own else [])
 
 

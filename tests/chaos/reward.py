@@ -24,5 +24,5 @@ async def arbitrary(sample: Any) -> dict[str, float]:
 
 def unjudged(sample: Any) -> dict[str, float]:
     time.sleep(SECONDS)
-    reward = zlib.crc32(sample.response.encode()) / 2**32
+    reward = zlib.crc32(f"{sample.response}{sample.environment_reward or ''}".encode()) / 2**32
     return {"reward": reward * (HUGE if Path(os.environ[HUGE_VARIABLE], HUGE_FILE).exists() else 1.0)}

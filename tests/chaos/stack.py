@@ -45,8 +45,8 @@ MAX_STALENESS = 1
 REPLICAS = {"rollout": 2, "reward": 2, "advantage": 2, "trainer": 1}
 FROZEN_REPLICAS = {"reference": 1, "teacher": 1, "judge": 1}
 """Besides, where the configuration has these roles."""
-CRITIC_REPLICAS = {"critic": 1}
-"""Besides, with the algorithm "critic"."""
+OWN_REPLICAS = {"critic": {"critic": 1}, "agent": {"agent": 2}}
+"""Besides, by algorithm."""
 MARGIN_SECONDS = 0.5
 """A heartbeat that came so soon after a fault may have been written before it."""
 RELAYED = ("rollout", "trainer")
@@ -72,13 +72,10 @@ workers = 1
 
 [rollout]
 samples_per_prompt = 2
-max_new_tokens = 24
+max_new_tokens = {most}
 threads = 1
 
-[rollout.partial]
-enabled = true
-save_seconds = 0.1
-save_tokens = 4
+{answers}
 
 {algorithm}
 
@@ -135,6 +132,28 @@ max_new_tokens = 2
 timeout_seconds = 20
 threads = 1
 """
+PARTIAL = """
+[rollout.partial]
+enabled = true
+save_seconds = 0.1
+save_tokens = 4
+"""
+CONVERSATIONS = """
+stop_token_ids = [2, {stops}]
+
+[eval]
+prompts = 0
+
+[agent]
+environment = "tests.chaos.environment:Moody"
+settings = {{mood = "{mood}"}}
+max_turns = 4
+turn_tokens = 8
+call_seconds = 2
+on_failure = "retry"
+max_retries = 2
+"""
+"""Random models rarely end a message by themselves."""
 # Faults fall upon the same few groups over and over: limits that are meant for a single bad group would only hide them.
 ALGORITHMS = {
     "grpo": {
@@ -173,7 +192,7 @@ COLUMNS = {"small": "", "large": "large_column_bytes = 1", "on-nodes": "large_co
 """Sizes of columns: with "large" every column is one, and takes the way of payloads (docs/architecture.md); with
 "on-nodes" these are on data nodes."""
 ALGORITHMS = {
-    name: {"teacher": "", "roles": ROLES_CONFIG, "reward": "arbitrary", **settings}
+    name: {"answers": PARTIAL, "most": "24", "teacher": "", "roles": ROLES_CONFIG, "reward": "arbitrary", **settings}
     for name, settings in ALGORITHMS.items()
 }
 ALGORITHMS["teacher-engine"] = ALGORITHMS["grpo"] | {"teacher": 'engine = "sglang"', "step_files": "always"}
@@ -182,9 +201,11 @@ ALGORITHMS["plain"] = ALGORITHMS["grpo"] | {
     "roles": "",
     "reward": "unjudged",
 }
+ALGORITHMS["agent"] = ALGORITHMS["plain"] | {"answers": CONVERSATIONS, "most": "128"}
 """What the run trains with: one update a step, while the step fills; or a critic, too, and four updates of both; or the
 same with the critic as a service, which is trained again at the end from all step files (tests.chaos.models); or as the
-first, with a teacher in an engine; or as the first, without reference, teacher and judge, for short suites."""
+first, with a teacher in an engine; or as the first, without reference, teacher and judge, for short suites; or as the
+last, with conversations as samples."""
 
 
 class ChaosStack:
@@ -211,9 +232,7 @@ class ChaosStack:
         """Servers of which one takes over from another; None: one Redis, which the supervisor starts."""
         self.data_nodes: DataNodes | None = None
         self.replicas = (
-            REPLICAS
-            | (FROZEN_REPLICAS if ALGORITHMS[algorithm]["roles"] else {})
-            | (CRITIC_REPLICAS if algorithm == "critic" else {})
+            REPLICAS | (FROZEN_REPLICAS if ALGORITHMS[algorithm]["roles"] else {}) | OWN_REPLICAS.get(algorithm, {})
         )
         self.loop = loop
         self.seed = seed
@@ -226,6 +245,8 @@ class ChaosStack:
         """While this file is there, rewards are so large that gradients overflow."""
         self.failing_teacher = folder / "failing-teacher"
         """While this file is there, the answers of the teacher's engine are wrong (tests.chaos.teacher_engine)."""
+        self.mood = folder / "mood"
+        """What the environment of conversations does wrong, while this file is there (tests.chaos.environment)."""
 
     def __enter__(self) -> Self:
         try:
@@ -288,13 +309,14 @@ class ChaosStack:
         self.redis_url = state.redis
         chosen = ALGORITHMS[self.algorithm]
         roles = chosen["roles"].format(folder=self.folder, teacher=chosen["teacher"])
+        answers = chosen["answers"].format(mood=self.mood, stops=", ".join(map(str, range(40, 140))))
         config = CONFIG.format(
             folder=self.folder,
             seed=self.seed,
             lease=LEASE_SECONDS,
             staleness=MAX_STALENESS,
             columns=COLUMNS[self.columns].format(nodes=self.data_nodes.urls if self.data_nodes else []),
-            **chosen | {"roles": roles},
+            **chosen | {"roles": roles, "answers": answers},
         )
         self.coordinator.start_run(config, RUN)
 
