@@ -11,11 +11,13 @@ from relaxd.importing import ImportProblem, check_known_or_own, import_own
 
 BUNDLED: Mapping[str, str] = {
     "calculator": "relaxd.envs.calculator:Calculator",
+    "gem": "relaxd.envs.libraries.gem_environment:GemEnvironment",
     "mcp": "relaxd.envs.mcp_tools:McpTools",
     "number_guessing": "relaxd.envs.number_guessing:NumberGuessing",
     "python": "relaxd.envs.python_sandbox:PythonSandbox",
     "reasoning_gym": "relaxd.envs.reasoning_gym_hints:ReasoningGymHints",
     "search": "relaxd.envs.search:Search",
+    "textarena": "relaxd.envs.libraries.textarena_game:TextArenaGame",
     "verl_tools": "relaxd.envs.verl_tools:VerlToolsEnvironment",
 }
 """Bundled environments by name."""

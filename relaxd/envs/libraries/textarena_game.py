@@ -1,0 +1,73 @@
+"""Games of TextArena, by their names, for one player or against a function."""
+
+from collections.abc import Callable
+from typing import Any
+
+from relaxd.envs.environment import Environment, Reply, Sample, Step
+from relaxd.envs.libraries.seeding import SEEDS, seeding
+from relaxd.importing import import_own
+
+try:
+    import textarena
+except ImportError as error:
+    raise ImportError(f"{error}: install textarena for the interpreter that agent.python names") from error
+
+
+class TextArenaGame(Environment):
+    """A game of textarena.make(env_id). A move is the text of the model's message.
+
+    The reward is the model's at the end of the game. Numbers: `moves`, and `invalid_move`, 1 if the model made one.
+    """
+
+    def __init__(self, env_id: str, *, players: int = 1, player: int = 0, opponent: str = "", **settings: Any) -> None:
+        """Check the settings.
+
+        Args:
+            env_id: name of the game, such as "GuessTheNumber-v0".
+            players: number of players.
+            player: number of the model, from 0 on.
+            opponent: function that moves for the others, "file.py:function": it gets a player's observation as text,
+                and returns the move.
+            settings: those of textarena.make.
+
+        Raises ValueError: there is no such game or player, or nobody moves for the others.
+        """
+        if not 0 <= player < players:
+            raise ValueError(f"player is {player}: it must be 0 to {players - 1}, as players is {players}")
+        if (players > 1) != bool(opponent):
+            raise ValueError(
+                f'players is {players} and opponent "{opponent}": name a function for more than one player'
+            )
+        self._game = textarena.make(env_id=env_id, **settings)
+        self._players, self._player = players, player
+        self._opponent: Callable[[str], str] | None = import_own(opponent) if opponent else None
+        self._seen = ""
+        self._moves = 0
+
+    def open(self, sample: Sample) -> str | None:
+        """Begin a game with the group's seed. What the model sees first follows the prompt."""
+        with seeding:
+            self._game.reset(num_players=self._players, seed=sample.seed % SEEDS)
+        return self._observation(done=False)[0]
+
+    def step(self, reply: Reply) -> Step:
+        """Make the model's move, and those of the others until it is the model's turn again."""
+        self._moves += 1
+        done, _ = self._game.step(action=reply.text)
+        observation, done = self._observation(done)
+        if not done:
+            return Step(observation, info={"moves": self._moves})
+        rewards, info = self._game.close()
+        invalid = float(bool(info[self._player].get("invalid_move")))
+        return Step(None, rewards[self._player], True, {"moves": self._moves, "invalid_move": invalid})
+
+    def _observation(self, done: bool) -> tuple[str, bool]:
+        """Return what the model has not seen yet, and whether the game is over."""
+        while not done:
+            player, text = self._game.get_observation()
+            if player == self._player or self._opponent is None:
+                new = text.removeprefix(self._seen)  # TextArena shows the whole game at each turn
+                self._seen = text
+                return new.lstrip("\n"), False
+            done, _ = self._game.step(action=self._opponent(text))
+        return "", True
