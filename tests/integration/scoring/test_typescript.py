@@ -1,7 +1,6 @@
 """The example of a reward in TypeScript, built and asked as a run would ask it."""
 
 import asyncio
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -12,27 +11,14 @@ from relaxd.rewards import RewardInput, RewardOutput
 from services.reward.remote.remote_scorer import RemoteScorer
 from services.reward.worker_pool import Failure
 from tests.kit.ports import free_port
-from tests.kit.processes import ROOT, kill
-
-EXAMPLE = ROOT / "examples" / "reward-typescript"
+from tests.kit.processes import kill
+from tests.kit.typescript import build_example
 
 
 @pytest.fixture
 def built(tmp_path: Path) -> Path:
-    """The built example; skips the test where its tools or packages aren't to be had."""
-    if not shutil.which("npm") or not shutil.which("node"):
-        pytest.skip("node and npm are not installed")
-    folder = tmp_path / "example"
-    shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("node_modules", "build"))
-    shutil.copy(ROOT / "protos" / "relaxd" / "v1" / "remote_reward.proto", folder)
-    install = subprocess.run(
-        ["npm", "install", "--no-audit", "--no-fund"], cwd=folder, capture_output=True, text=True, timeout=120
-    )
-    if install.returncode:
-        pytest.skip(f"npm can't install the example's packages: {install.stderr[-500:]}")
-    build = subprocess.run(["npm", "run", "build"], cwd=folder, capture_output=True, text=True, timeout=120)
-    assert build.returncode == 0, build.stdout + build.stderr
-    return folder
+    """The built example."""
+    return build_example("reward-typescript", "remote_reward.proto", tmp_path)
 
 
 @pytest.mark.slow
