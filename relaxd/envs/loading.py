@@ -14,10 +14,12 @@ BUNDLED: Mapping[str, str] = {
     "gem": "relaxd.envs.libraries.gem_environment:GemEnvironment",
     "mcp": "relaxd.envs.mcp_tools:McpTools",
     "number_guessing": "relaxd.envs.number_guessing:NumberGuessing",
+    "openenv": "relaxd.envs.libraries.openenv_server:OpenEnvServer",
     "python": "relaxd.envs.python_sandbox:PythonSandbox",
     "reasoning_gym": "relaxd.envs.reasoning_gym_hints:ReasoningGymHints",
     "search": "relaxd.envs.search:Search",
     "textarena": "relaxd.envs.libraries.textarena_game:TextArenaGame",
+    "verifiers": "relaxd.envs.libraries.verifiers_task:VerifiersTask",
     "verl_tools": "relaxd.envs.verl_tools:VerlToolsEnvironment",
 }
 """Bundled environments by name."""

@@ -5,6 +5,7 @@ tests are skipped.
 """
 
 import os
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,11 +14,15 @@ import pytest
 
 from relaxd.envs.client import EnvironmentClient, EnvironmentFailed, SessionStep, hosted
 from relaxd.envs.environment import Reply, Sample
+from tests.kit.ports import free_port
+from tests.kit.processes import kill, start_python
+from tests.kit.waiting import eventually
 
 pytestmark = [pytest.mark.night, pytest.mark.timeout(300)]
 
-PACKAGES = {"gem": "gem-llm", "textarena": "textarena"}
+PACKAGES = {"gem": "gem-llm", "openenv": "openenv", "textarena": "textarena", "verifiers": "verifiers 0.4"}
 SAMPLE = Sample([{"role": "user", "content": "Play."}], seed=3)
+TASKSET = "tests.integration.envs.verifiers_tasks:Sums"
 MOVER = "tests.integration.envs.library_conversations:first_move"
 
 
@@ -86,10 +91,48 @@ async def test_a_game_of_textarena_is_played_against_a_function() -> None:
         assert (steps[-1].reward, steps[-1].done) == (-1.0, True)
 
 
+async def test_tasks_of_verifiers_are_asked_and_scored() -> None:
+    settings = {"taskset": TASKSET, "config": {"first": 5}, "max_tasks": 2}
+    async with client_of("verifiers", settings) as client:
+        opened = await client.open("a", SAMPLE)  # the seed 3 is task 1
+        assert opened.messages == [{"role": "user", "content": "Be short.\n\nWhat is 5 + 1?"}]
+        step = await client.step("a", 1, Reply("It is 6."))
+        assert step == SessionStep([], 2.0, True, {"right": 1.0, "length": 8.0})
+        opened = await client.open("b", Sample([], metadata={"idx": 0}))
+        assert opened.messages[0]["content"].endswith("What is 5 + 0?")
+        assert (await client.step("b", 1, Reply("It is 6."))).reward == 0.0
+        with pytest.raises(EnvironmentFailed, match="idx is 2: the taskset has the tasks 0 to 1"):
+            await client.open("c", Sample([], metadata={"idx": 2}))
+
+
+async def test_a_server_of_openenv_has_a_session_for_each_conversation() -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    async with client_of("openenv", {"url": url, "observation_key": "prompt"}) as client:
+        with pytest.raises(EnvironmentFailed, match=f"the OpenEnv server {url} can't be reached"):
+            await client.open("early", SAMPLE)
+        server = start_python("-m", "tests.integration.envs.openenv_server", str(port), python=interpreter("openenv"))
+        try:
+            await eventually(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, "the server", 180)
+            first = await client.open("a", SAMPLE)
+            assert first.messages == [{"role": "user", "content": "What is 2 + 3?"}]
+            other = await client.open("b", Sample([], seed=5))
+            assert other.messages[0]["content"] == "What is 2 + 5?"
+            wrong = await client.step("a", 1, Reply("It is 7."))
+            assert wrong == SessionStep([{"role": "user", "content": "No, again."}], -0.1, False, {})
+            assert await client.step("a", 2, Reply("It is 5.")) == SessionStep(
+                [{"role": "user", "content": "Yes."}], 1.0, True, {}
+            )
+            assert (await client.step("b", 1, Reply("It is 7."))).done
+        finally:
+            kill(server)
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
         ("gem", {"env_id": "game:Nothing"}, "ValueError: Environment game:Nothing not found in registry"),
+        ("verifiers", {"taskset": TASKSET.replace("Sums", "WithTools")}, "WithTools has tools or needs a container"),
         ("textarena", {"env_id": "Nothing"}, "ValueError: Environment Nothing not found in registry"),
         ("textarena", {"env_id": "TicTacToe-v0", "players": 2}, 'players is 2 and opponent "": name a function'),
         ("textarena", {"env_id": "TicTacToe-v0", "player": 1}, "player is 1: it must be 0 to 0, as players is 1"),

@@ -1,0 +1,65 @@
+"""Environments that an OpenEnv server has."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from relaxd.envs.environment import BadEnvironmentError, Environment, Reply, Sample, Step
+from relaxd.envs.libraries.seeding import SEEDS
+
+try:
+    from openenv.core.generic_client import GenericEnvClient
+except ImportError as error:
+    raise ImportError(f"{error}: install openenv for the interpreter that agent.python names") from error
+
+
+class OpenEnvServer(Environment):
+    """A session of an OpenEnv server. An action is the text of the model's message."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        action_key: str = "message",
+        observation_key: str = "",
+        action: Mapping[str, Any] | None = None,
+        reset: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Name the server.
+
+        Args:
+            url: its address, such as "http://host:8000".
+            action_key: field of an action that gets the text.
+            observation_key: field of an observation that the model sees; empty: all of it, as JSON.
+            action: other fields of each action.
+            reset: arguments of reset besides the seed.
+        """
+        self._client = GenericEnvClient(base_url=url, message_timeout_s=None)  # agent.call_seconds is the limit
+        self._url = url
+        self._action_key, self._observation_key = action_key, observation_key
+        self._action, self._reset = dict(action or {}), dict(reset or {})
+
+    async def open(self, sample: Sample) -> str:
+        """Begin a session with the group's seed. Its first observation follows the prompt."""
+        try:
+            await self._client.connect()
+        except (OSError, TimeoutError) as error:
+            raise BadEnvironmentError(f"the OpenEnv server {self._url} can't be reached: {error}") from error
+        return self._text((await self._client.reset(seed=sample.seed % SEEDS, **self._reset)).observation)
+
+    async def step(self, reply: Reply) -> Step:
+        """Take the text of a message as an action."""
+        result = await self._client.step({**self._action, self._action_key: reply.text})
+        return Step(self._text(result.observation), result.reward or 0.0, bool(result.done))
+
+    async def close(self) -> None:
+        """End the session."""
+        await self._client.close()
+
+    def _text(self, observation: Mapping[str, Any]) -> str:
+        if not self._observation_key:
+            return json.dumps(observation, ensure_ascii=False)
+        if self._observation_key not in observation:
+            there = ", ".join(observation)
+            raise BadEnvironmentError(f'observation_key is "{self._observation_key}": the observation has {there}')
+        return str(observation[self._observation_key])
