@@ -23,8 +23,13 @@ ASKED = pb.GetMetricsRequest(names=["reward_mean"], first_step=1, last_step=1)
 
 
 def right_if_even(sample: Any) -> float:
+    import time
+    from pathlib import Path
+
     from relaxd import log_metric
 
+    while sample.response != sample.answer and not Path("heard").exists():  # a trial has the answer
+        time.sleep(0.01)
     data = sample.response.encode()
     log_metric("bytes", len(data), "max")
     log_metric("calls", 1, "sum")
@@ -36,7 +41,12 @@ def test_every_way_has_the_same_numbers(tmp_path: Path, tiny_model: Path, monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.toml").write_text(CONFIG.format(model=tiny_model, steps=STEPS))
     settings = {"eval.prompts": 0, "telemetry.all_samples": True, "tracking.trackers": ["tensorboard"]}
+    settings["reward.timeout_seconds"] = 120
     with relaxd.run(relaxd.configure("tiny.toml", settings), reward=right_if_even, run_id="record") as run:
+        with run._client() as client:
+            heard = lambda: any("engine_prompted_tokens" in one.status.gauges for one in client.replicas())  # noqa: E731
+            wait_until(heard, "a heartbeat of an engine that has read prompts", 240)
+        (tmp_path / "heard").touch()  # no step ends before
         for step in run.steps():
             if step["step"] == 1:  # its line is written a moment later
                 with run._client() as client:
@@ -45,6 +55,7 @@ def test_every_way_has_the_same_numbers(tmp_path: Path, tiny_model: Path, monkey
     (one,) = during
     lines = {line["step"]: line for line in map(json.loads, (run.folder / "metrics.jsonl").open())}
     assert (list(one.steps), list(one.values)) == ([1], [lines[1]["reward_mean"]])
+    assert lines[1]["engine_prefix_hit_share"] == 0.75  # four samples share their prompt
 
     for step in range(1, STEPS + 1):
         samples, line = list(read_all_samples(run.folder, step)), lines[step]
