@@ -226,6 +226,20 @@ def open_stage_span(
 
 
 @contextmanager
+def part_span(name: str, attributes: Mapping[str, AttributeValue]) -> Iterator[Span]:
+    """Open a child of the current span, and make it the current one; nothing if the current one isn't recorded."""
+    current = trace.get_current_span()
+    span = None
+    if current.is_recording():
+        span = open_quick_span(name, current.get_span_context(), SpanKind.INTERNAL, attributes)
+    if span is None:
+        yield INVALID_SPAN
+        return
+    with trace.use_span(span, end_on_exit=True):
+        yield span
+
+
+@contextmanager
 def root_span(name: str, *, attributes: Attributes = None, links: Iterable[Mapping[str, str]] = ()) -> Iterator[Span]:
     """Open a span in a new trace, such as a step's or a weight synchronisation's; `links` are carriers."""
     if not enabled():

@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from opentelemetry.trace import Span
 
+from relaxd import telemetry
 from relaxd.config import RunConfig
 from relaxd.data.examples import Example, Message
 from relaxd.data.tokenizer import LONG_TEXT, PromptTokenizer
@@ -155,11 +157,12 @@ class Conversations:
         return result
 
     @contextmanager
-    def _timed(self, result: Conversation) -> Iterator[None]:
-        """Count a call of the environment and its time."""
+    def _timed(self, result: Conversation, call: str, session: str) -> Iterator[Span]:
+        """Count a call of the environment and its time, and record its span."""
         begun = time.monotonic()
         try:
-            yield
+            with telemetry.part_span(f"environment {call}", span_attributes(session, result.turns)) as span:
+                yield span
         finally:
             result.environment_seconds += time.monotonic() - begun
             self.calls += 1
@@ -176,7 +179,7 @@ class Conversations:
     ) -> None:
         agent = self._config.agent
         sample = Sample(example.messages, example.answer, example.metadata, group_seed)
-        with self._timed(result):
+        with self._timed(result, "open", engine.name):
             opened = await self._environments.open(engine.name, sample)
         tools = [*example.tools, *opened.tools]
         if tools and self._form is None:
@@ -203,7 +206,9 @@ class Conversations:
                 return
             most = min(room, agent.turn_tokens or room)
             sampling = sampling_of(self._config, example.sampling, most, seed_of(sample_seed, result.turns))
-            reply = await self._engines.generate(engine, history.context, sampling, seconds)
+            with telemetry.part_span("turn", span_attributes(engine.name, result.turns + 1)) as span:
+                reply = await self._engines.generate(engine, history.context, sampling, seconds)
+                span.set_attribute("relaxd.tokens", len(reply.tokens))
             in_thinking, first = history.opens_thinking, calls + 1
             parsed = read_reply(
                 self._tokenizer, reply.tokens, self._form, tools, in_thinking=in_thinking, first_call=first
@@ -214,8 +219,9 @@ class Conversations:
             result.messages.append({"role": "assistant", "content": reply.text})
             result.turns += 1
             said = Reply(parsed.text, parsed.calls, parsed.problem, "length" if reply.cut else "stop")
-            with self._timed(result):
+            with self._timed(result, "step", engine.name) as span:
                 step = await self._environments.step(engine.name, result.turns, said)
+                span.set_attribute("relaxd.reward", step.reward)
             result.reward += step.reward
             result.info |= dict(list(step.info.items())[:MAX_INFO])
             result.messages += step.messages
@@ -238,6 +244,11 @@ async def _in_thread_if_long(messages: Sequence[Message], encode: Callable[[], E
     if sum(len(str(message.get("content"))) for message in messages) < LONG_TEXT:
         return encode()
     return await asyncio.to_thread(encode)
+
+
+def span_attributes(session: str, turn: int) -> dict[str, str | int]:
+    """Return the attributes of a turn's spans; turn 0 is the opening."""
+    return {"relaxd.session_id": session, "relaxd.turn": turn}
 
 
 def sampling_of(config: RunConfig, own: Mapping[str, Any], most: int, seed: int) -> SamplingParams:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from relaxd.report.traces import read_group_trace
 from relaxd.run_folder import answers_file
 from services.trainer.batch.groups import TrainGroup, bounds_of
 from services.trainer.batch.step_file import read_step_file, step_file_path
@@ -154,6 +155,7 @@ def test_the_bundled_calculator_is_trained_with(workplace: Workplace, tmp_path: 
         *("--model.path", str(model), "--model.chat_template", "tools.jinja", "--data.max_prompt_tokens", "1000"),
         *("--agent.environment", "calculator", "--reward.name", "environment"),
         *("--algorithm.drop_zero_variance", "false", "--trainer.checkpoint.keep_step_files", "always"),
+        *("--telemetry.traces", "file"),
     )
     assert code == 0, output
     folder = workplace.folder / "runs" / "sums"
@@ -164,6 +166,25 @@ def test_the_bundled_calculator_is_trained_with(workplace: Workplace, tmp_path: 
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert all(step["environment/calls"] == 0 and step["turns_mean"] == 1 for step in steps)  # of a random model
     assert steps[0]["logprob_difference_max"] < 0.01
+    check_trace(folder, json.loads((folder / "ledger.jsonl").read_text().splitlines()[0])["plan"]["groups"][0])
+
+
+def check_trace(folder: Path, group_id: str) -> None:
+    """Check that a group's trace has a span for each message of the model and each call of the environment."""
+    trace = read_group_trace(folder, group_id)
+    assert trace is not None
+    (stage,) = [span for span in trace.spans if span.name == "process rollout"]
+    parts = [span for span in trace.spans if span.name in ("turn", "environment open", "environment step")]
+    assert {span.parent_id for span in parts} == {stage.span_id}
+    assert all(stage.start <= span.start <= span.end <= stage.end for span in parts)
+    for sample in range(4):
+        own = [span for span in parts if span.attributes["relaxd.session_id"] == f"{group_id}/{sample}/1"]
+        found = [(span.name, span.attributes["relaxd.turn"]) for span in own]
+        assert found == [("environment open", 0), ("turn", 1), ("environment step", 1)]
+        assert 0 < own[1].attributes["relaxd.tokens"] <= 12
+        assert own[2].attributes["relaxd.reward"] == 0
+    asked = {span.parent_id for span in trace.spans if span.name == "relaxd.v1.Rollout/Generate"}
+    assert asked >= {span.span_id for span in parts if span.name == "turn"}
 
 
 FAILING = """
