@@ -206,6 +206,13 @@ class DataConfig(Section):
     tools_file: Path | None = None
     """verl's file of tools (YAML), whose schemas the chat template of every prompt gets that has none in tools_key. No
     tool is called while an answer is generated; the reward verl_tools calls them (docs/rewards.md)."""
+    media_keys: dict[str, str] = Field(default_factory=dict)
+    """Columns with the images of prompts, as { image = "images" }, which rows may lack: a list of items, or one. Each
+    <image> in a prompt's text stands for the next one. Runs refuse prompts with images so far (docs/media.md)."""
+    min_image_tokens: int = Field(default=0, ge=0)
+    """Enlarge images to at least about this many tokens; 0 means the model's minimum."""
+    max_image_tokens: int = Field(default=0, ge=0)
+    """Shrink images to at most this many tokens; 0 means the model's maximum."""
     prompt_function: str = ""
     """Your own function "package.module:function" or "file.py:function", which gets a row as a dict and returns the
     prompt: text, or a list of chat messages. prompt_key isn't read then."""
@@ -244,6 +251,18 @@ class DataConfig(Section):
     @classmethod
     def _is_known(cls, name: str) -> str:
         return check_known_or_own("data.source", name, SOURCES, "there are", "A source of your own")
+
+    @field_validator("media_keys")
+    @classmethod
+    def _are_images(cls, keys: dict[str, str]) -> dict[str, str]:
+        for kind, column in keys.items():
+            if kind != "image":
+                raise ValueError(
+                    f"data.media_keys has {kind!r}: of media, relaxd reads only images so far (image = ...)"
+                )
+            if not column:
+                raise ValueError("data.media_keys.image is empty: it must name a column, or be left out")
+        return keys
 
     @field_validator("prompt_function")
     @classmethod

@@ -47,5 +47,6 @@ def _contents(examples: Sequence[Example]) -> Iterator[bytes]:
 
 def _text(example: Example) -> bytes:
     """Return everything of a prompt. The order of entries matters where a chat template may write them."""
-    seen = json.dumps([example.prompt, example.answer, example.tools, example.sampling], default=str)
+    media = [[item.source for item in example.media]] if example.media else []
+    seen = json.dumps([example.prompt, example.answer, example.tools, example.sampling, *media], default=str)
     return f"{seen}{json.dumps(example.metadata, sort_keys=True, default=str)}\n".encode()

@@ -161,6 +161,7 @@ def _text(example: Example) -> str:
         parts.append(f"{message['role']}: {message['content']}")
         if rest := {name: value for name, value in message.items() if name not in ("role", "content")}:
             parts.append(json.dumps(rest, sort_keys=True))
+    parts += [f"{item.kind}: {item.source!r}" for item in example.media]
     return "\n".join([*parts, json.dumps(example.tools, sort_keys=True)] if example.tools else parts)
 
 

@@ -3,9 +3,12 @@
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+from relaxd.media import MediaItem, shown_text
+
 Message = dict[str, Any]
 """A chat message: {"role": "user" | "assistant" | "system" | ..., "content": text}, perhaps with further fields such as
-"tool_calls", beside which the content may be None."""
+"tool_calls", beside which the content may be None. Content with images is a list of parts, {"type": "text", "text":
+text} or {"type": "image"}."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,8 @@ class Example:
     """Tools for the chat template."""
     place: str = ""
     """Origin for error messages, such as "train.jsonl line 3"."""
+    media: tuple[MediaItem, ...] = ()
+    """Its images, in the order of their places in the prompt."""
 
     def with_system_prompt(self, text: str) -> Self:
         """Return it with a system message, unless it has one or the text is empty."""
@@ -45,4 +50,4 @@ class Example:
     @property
     def text(self) -> str:
         """The prompt for display and for rewards: the last message that isn't the assistant's."""
-        return str(self.messages[self.asked]["content"] or "")
+        return shown_text(self.messages[self.asked]["content"])

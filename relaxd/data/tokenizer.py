@@ -22,6 +22,11 @@ NFC_GROWTH = 3
 SPLITS = {"ByteLevel", "Digits", "Punctuation", "Split"}
 """Steps before a tokenizer's model that add nothing to a text."""
 
+UNSEEN = (
+    "images can be prepared and looked at (relaxd data), but no engine or trainer of relaxd sees them yet, so they "
+    "can't be in a run"
+)
+
 
 @lru_cache(maxsize=4)
 def _read(file: str, changed_ns: int, size: int) -> Tokenizer:
@@ -81,9 +86,10 @@ class PromptTokenizer:
     def encode(self, examples: Sequence[Example]) -> list[np.ndarray]:
         """Tokenise prompts: an int32 array [P] each.
 
-        Raises DataError if the template rejects a prompt, a conversation has no template, or a prompt has no tokens or
-        isn't valid Unicode.
+        Raises DataError if the template rejects a prompt, a conversation has no template, or a prompt has no tokens,
+        isn't valid Unicode or has images.
         """
+        _refuse_media(examples)
         return self._encode(examples, [self.render(example) for example in examples])
 
     def longer(self, examples: Sequence[Example], limit: int) -> dict[int, int]:
@@ -91,6 +97,7 @@ class PromptTokenizer:
 
         It doesn't tokenise prompts of so few bytes that they can't have as many. Raises DataError, see `encode`.
         """
+        _refuse_media(examples)
         texts = [self.render(example) for example in examples]
         doubtful = [index for index, text in enumerate(texts) if self._may_exceed(text, limit)]
         encoded = self._encode([examples[index] for index in doubtful], [texts[index] for index in doubtful])
@@ -157,6 +164,13 @@ class PromptTokenizer:
         added = self._tokenizer.num_special_tokens_to_add(is_pair=False) if self.template is None else 0
         most = len(text) if text.isascii() else len(text.encode()) * self._growth
         return most + added > limit
+
+
+def _refuse_media(examples: Sequence[Example]) -> None:
+    """Raise DataError for a prompt with images, whose tokens alone would be another prompt."""
+    for example in examples:
+        if example.media:
+            raise DataError("data", f"{example.place} has images: {UNSEEN}")
 
 
 def _growth(tokenizer: Tokenizer) -> int | None:

@@ -1,11 +1,12 @@
 """Content of conversations: messages, and what they show and play.
 
-`messages` is for rewards. The rest takes images from data to the model: `sources` and `images` read and normalise them,
-and `layout` says where their tokens are.
+`messages` is for rewards. The rest takes images from data to the model: `placeholders` finds them in prompts, `sources`
+and `images` read and normalise them, and `layout` says where their tokens are.
 """
 
 from relaxd.media.images import ImageRule, ImageSize, NormalImage, measure_image, normalise_image
 from relaxd.media.layout import Grid, ImageTokens, Layout, expand, lay_out
+from relaxd.media.placeholders import MediaColumn, MediaItem, MediaReader, shown_text
 from relaxd.media.sources import MediaError
 
 __all__ = [
@@ -14,10 +15,14 @@ __all__ = [
     "ImageSize",
     "ImageTokens",
     "Layout",
+    "MediaColumn",
     "MediaError",
+    "MediaItem",
+    "MediaReader",
     "NormalImage",
     "expand",
     "lay_out",
     "measure_image",
     "normalise_image",
+    "shown_text",
 ]

@@ -11,6 +11,7 @@ from relaxd.data.files.rows import OnDemand, Rows, kind_of, plain, stranger
 from relaxd.data.sources.messages import read_prompt, without_nulls
 from relaxd.importing import describe_error
 from relaxd.json_text import parse_json
+from relaxd.media import MediaColumn, MediaReader
 
 ALL = "*"
 """Stands for all columns but those of prompt and answer."""
@@ -36,6 +37,8 @@ class Columns:
     """Column with tools for the chat template, which rows may lack; empty means none."""
     other_tools: Sequence[dict[str, Any]] = ()
     """Tools of rows that have none of their own."""
+    media: Mapping[str, str] = field(default_factory=dict)
+    """Columns of media items by kind, which rows may lack."""
     make_prompt: Callable[[dict[str, Any]], Any] | None = None
     """A user's own function that makes the prompt from a row, instead of the column `prompt`."""
     made_by: str = "data.prompt_function"
@@ -43,10 +46,12 @@ class Columns:
 
     def example(self, record: Mapping[str, Any], place: str) -> Example:
         """Return the prompt of a row. Raises ValueError, which names the column and what is wrong."""
+        media = MediaReader({kind: _media(record, kind, column) for kind, column in self.media.items()})
         if self.make_prompt is None:
-            prompt = read_prompt(self.prompt, plain(_find(record, self.prompt, "data.prompt_key")))
+            prompt = read_prompt(self.prompt, plain(_find(record, self.prompt, "data.prompt_key")), media)
         else:
-            prompt = read_prompt(self.made_by, plain(self._made(plain(record))))
+            prompt = read_prompt(self.made_by, plain(self._made(plain(record))), media)
+        media.end()
         answer: Any = ""
         if self.answer != ANSWER or ANSWER in record:
             answer = _answer(self.answer, plain(_find(record, self.answer, "data.answer_key")))
@@ -55,7 +60,7 @@ class Columns:
             metadata.setdefault("data_source", self.source)
         tools = _tools(self.tools, plain(_find_optional(record, self.tools))) if self.tools else []
         tools = tools or list(self.other_tools)
-        example = Example(prompt, answer, metadata, dict(self.sampling), tools, place)
+        example = Example(prompt, answer, metadata, dict(self.sampling), tools, place, tuple(media.found))
         return example.with_system_prompt(self.system_prompt)
 
     def _made(self, record: dict[str, Any]) -> Any:
@@ -67,7 +72,8 @@ class Columns:
 
     def _metadata(self, record: Mapping[str, Any]) -> dict[str, Any]:
         if self.metadata in ("", ALL):
-            chosen = {name: plain(value) for name, value in record.items() if name not in (self.prompt, self.answer)}
+            others = (self.prompt, self.answer, *self.media.values())
+            chosen = {name: plain(value) for name, value in record.items() if name not in others}
             return _for_json(chosen)
         found = plain(_find(record, self.metadata, "data.metadata_key"))
         if isinstance(found, str):
@@ -128,6 +134,10 @@ def _for_json(metadata: dict[str, Any], prefix: str = "") -> dict[str, Any]:
                 "data.metadata_key"
             )
     return metadata
+
+
+def _media(record: Mapping[str, Any], kind: str, column: str) -> MediaColumn:
+    return MediaColumn.of(kind, column, plain(_find_optional(record, column)))
 
 
 def _find_optional(record: Mapping[str, Any], key: str) -> Any:

@@ -66,6 +66,7 @@ def columns_of(data: DataConfig, own: DataSource | EvalSet | None = None, place:
         system_prompt=data.system_prompt,
         tools=data.tools_key,
         other_tools=schemas_of_tools(data),
+        media=data.media_keys,
     )
     function, setting = data.prompt_function, "data.prompt_function"
     if own is not None:

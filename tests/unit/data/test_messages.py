@@ -54,10 +54,10 @@ def test_the_text_of_a_prompt_is_what_the_assistant_is_asked() -> None:
             [USER, {"role": "assistant", "content": None}],
             '"prompt"[1].content is null or missing, and there are no tool',
         ),
-        ([{"role": "user", "content": 3}], '"prompt"[0].content must be text or a list of text parts, not a number'),
+        ([{"role": "user", "content": 3}], '"prompt"[0].content must be text or a list of parts, not a number'),
         (
-            [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}],
-            '"prompt"[0].content[0] is a part of type "image": only text is supported',
+            [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}],
+            '"prompt"[0].content[0] is of type video: of media, relaxd reads only images so far',
         ),
         ([{"role": "user", "content": b"hi"}], '"prompt"[0] has bytes, which a chat message can\'t have'),
         ([{**USER, "id": b"1"}], '"prompt"[0] has bytes, which a chat message can\'t have'),

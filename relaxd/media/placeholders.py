@@ -1,0 +1,150 @@
+"""Media items in their places: content parts of messages, and placeholders in texts with items from a column."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from relaxd.media.sources import MediaError
+
+IMAGE = "image"
+KINDS = (IMAGE, "video", "audio")
+"""Kinds of media. Only images are read so far."""
+PARTS = {
+    IMAGE: (IMAGE, IMAGE),
+    "image_url": (IMAGE, "image_url"),
+    "video": ("video", "video"),
+    "video_url": ("video", "video_url"),
+    "audio": ("audio", "audio"),
+    "input_audio": ("audio", "input_audio"),
+}
+"""Kind of a content part's item, and the field that has it, by the part's type."""
+
+Message = dict[str, Any]
+Content = str | list[dict[str, Any]] | None
+"""A message's content: text, or parts {"type": "text", "text": ...} and {"type": "image"}, if there are any items."""
+
+
+@dataclass(frozen=True)
+class MediaItem:
+    """An item of a prompt, before it is read."""
+
+    kind: str
+    """IMAGE."""
+    source: Any
+    """The item as the data have it, in one of the forms of `read_source`."""
+    place: str
+    """Where it is in its row, for errors: '"images"[0]' or '"prompt"[0].content[1]'."""
+
+
+@dataclass
+class MediaColumn:
+    """The items of a row's column of one kind, which placeholders take one after the other."""
+
+    kind: str
+    column: str
+    items: Sequence[Any]
+    taken: int = 0
+
+    @classmethod
+    def of(cls, kind: str, column: str, value: Any) -> "MediaColumn":
+        """Return the items of a column, which may be a list, a single item or nothing."""
+        if value is None:
+            value = []
+        return cls(kind, column, value if isinstance(value, list | tuple) else [value])
+
+    def take(self, place: str) -> MediaItem:
+        """Return the next item. Raises MediaError: none is left for the placeholder at `place`."""
+        if self.taken == len(self.items):
+            raise MediaError(
+                f'{place} has more placeholders of type {self.kind} than "{self.column}" has items '
+                f"({len(self.items)}; rows without that column have 0)"
+            )
+        self.taken += 1
+        return MediaItem(self.kind, self.items[self.taken - 1], f'"{self.column}"[{self.taken - 1}]')
+
+
+@dataclass
+class MediaReader:
+    """Takes the items out of a prompt's messages, in their order."""
+
+    columns: Mapping[str, MediaColumn] = field(default_factory=dict)
+    """Columns by kind. Only of these are `<image>` and the like placeholders; elsewhere they are text."""
+    found: list[MediaItem] = field(default_factory=list)
+
+    def content(self, place: str, role: str, content: str | list[Any]) -> Content:
+        """Return a message's content without its items, which are added to `found`; text if it has none.
+
+        Raises MediaError: a part is no text and no image, an item is missing, or the assistant's message has one.
+        """
+        if isinstance(content, str) and not self.columns:
+            return content
+        before = len(self.found)
+        parts: list[dict[str, Any]] = []
+        for index, part in enumerate([content] if isinstance(content, str) else content):
+            inside = place if isinstance(content, str) else f"{place}[{index}]"
+            parts += self._parts(inside, {"type": "text", "text": part} if isinstance(part, str) else part)
+        if len(self.found) == before:
+            return "".join(part["text"] for part in parts)
+        if role == "assistant":
+            raise MediaError(f"{place} has media in a message of the assistant, which writes text only")
+        return parts
+
+    def end(self) -> None:
+        """Check that every item has its place. Raises MediaError."""
+        for one in self.columns.values():
+            if one.taken < len(one.items):
+                raise MediaError(
+                    f'"{one.column}" has {len(one.items)} items, but the prompt has {one.taken} placeholders '
+                    f"<{one.kind}>: there must be as many as items"
+                )
+
+    def _parts(self, place: str, part: Any) -> list[dict[str, Any]]:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            return self._split(place, part["text"])
+        if kind not in PARTS:
+            shown = f'a part of type "{kind}"' if isinstance(kind, str) else "no part"
+            form = '{"type": "text", "text": "..."} or {"type": "image", "image": "..."}'
+            raise MediaError(f"{place} is {shown}: there are only text and images, as {form}")
+        self._take(place, *PARTS[kind], {name: one for name, one in part.items() if name != "type" and one is not None})
+        return [{"type": PARTS[kind][0]}]
+
+    def _take(self, place: str, kind: str, name: str, fields: dict[str, Any]) -> None:
+        check_kind(kind, place)
+        source = fields.pop(name, None)
+        if fields and fields != {"detail": "auto"}:
+            raise MediaError(f"{place} has {', '.join(map(repr, fields))}, which images don't have: leave it out")
+        if name == "image_url" and isinstance(source, dict):  # OpenAI's form
+            source = source.get("url")
+        if source is not None:
+            self.found.append(MediaItem(kind, source, place))
+        elif kind in self.columns:
+            self.found.append(self.columns[kind].take(place))
+        else:
+            raise MediaError(f'{place} has no item: name its column with data.media_keys = {{{kind} = "..."}}')
+
+    def _split(self, place: str, text: str) -> list[dict[str, Any]]:
+        """Return the parts of a text around its placeholders."""
+        parts: list[dict[str, Any]] = []
+        # With one group, the odd pieces are the kinds.
+        for index, piece in enumerate(re.split(f"<({'|'.join(self.columns)})>", text) if self.columns else [text]):
+            if index % 2:
+                self.found.append(self.columns[piece].take(place))
+                parts.append({"type": piece})
+            elif piece:
+                parts.append({"type": "text", "text": piece})
+        return parts
+
+
+def check_kind(kind: str, place: str) -> None:
+    """Raise MediaError for a kind of media that relaxd doesn't read yet."""
+    if kind != IMAGE:
+        raise MediaError(f"{place} is of type {kind}: of media, relaxd reads only images so far")
+
+
+def shown_text(content: Content) -> str:
+    """Return a message's content as text, with <image> where an image is."""
+    if isinstance(content, list):
+        return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in content)
+    return content or ""
