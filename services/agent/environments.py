@@ -20,8 +20,12 @@ from relaxd.envs.client import (
 from relaxd.envs.environment import BadEnvironmentError, Reply, Sample
 from relaxd.process.child import Child
 from relaxd.rpc.errors import InvalidArgument
+from relaxd.waiting import waiting
 
 Answer = TypeVar("Answer")
+
+PROBE_SECONDS = 10.0
+"""Time in which a host that was late has to answer a call without the environment's code; else it hangs."""
 
 _log = logging.getLogger(__name__)
 
@@ -38,8 +42,8 @@ class Environments:
         self._starting = asyncio.Lock()
         self._closing: set[asyncio.Task[None]] = set()
         """Tasks that end sessions, and a host that hangs."""
-        self._probed: Child | None = None
-        """Host of which it is being found out whether it hangs."""
+        self._probe: asyncio.Task[None] | None = None
+        """Finds out whether the host hangs."""
         self._service: grpc.aio.Channel | None = None
 
     async def start(self) -> None:
@@ -53,6 +57,9 @@ class Environments:
 
     async def open(self, session_id: str, sample: Sample) -> OpenedSession:
         """Begin a conversation. Raises EnvironmentFailed, and what a new host's start raises."""
+        if self._probe is not None:
+            with waiting("the environment's host, which is late"):
+                await asyncio.wait({self._probe})
         client = await self._present_client()
         return await self._watched(client.open(session_id, sample))
 
@@ -76,31 +83,33 @@ class Environments:
         if self._service is not None:
             await self._service.close(None)
 
-    def _begin(self, work: Coroutine[Any, Any, None], name: str) -> None:
+    def _begin(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
+        return task
 
     async def _watched(self, call: Awaitable[Answer]) -> Answer:
         """Return a call's answer. If it is late, find out whether the host hangs: a late method is only its own."""
         try:
             return await call
         except EnvironmentLate:
-            if (child := self._child) is not None and child is not self._probed:
-                self._probed = child
-                self._begin(self._end_if_it_hangs(child), "probe the environment's host")
+            if self._child is not None and self._probe is None:
+                self._probe = self._begin(self._end_if_it_hangs(self._child), "probe the environment's host")
             raise
 
     async def _end_if_it_hangs(self, child: Child) -> None:
         """Kill a host that doesn't answer even a call that none of the user's code has a part in."""
         try:
-            await self._client_of(child.channel).close_session("")
-            self._probed = None
+            await EnvironmentClient(child.channel, PROBE_SECONDS, PROBE_SECONDS).close_session("")
         except EnvironmentLate:
             _log.error("killing the environment's host, which answers nothing any more")
             child.kill()
+            await asyncio.wait({child.exited}, timeout=PROBE_SECONDS)
         except EnvironmentFailed:
             pass  # it has ended
+        finally:
+            self._probe = None
 
     async def _close_session(self, session_id: str) -> None:
         try:
