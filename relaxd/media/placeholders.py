@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from relaxd.media.sources import MediaError
@@ -64,13 +64,15 @@ class MediaColumn:
         return MediaItem(self.kind, self.items[self.taken - 1], f'"{self.column}"[{self.taken - 1}]')
 
 
-@dataclass
 class MediaReader:
     """Takes the items out of a prompt's messages, in their order."""
 
-    columns: Mapping[str, MediaColumn] = field(default_factory=dict)
-    """Columns by kind. Only of these are `<image>` and the like placeholders; elsewhere they are text."""
-    found: list[MediaItem] = field(default_factory=list)
+    __slots__ = ("columns", "found")  # every row of a file has one
+
+    def __init__(self, columns: Mapping[str, MediaColumn] | None = None) -> None:
+        """Read with these columns by kind. Only of these are `<image>` and the like placeholders, not text."""
+        self.columns = columns or {}
+        self.found: list[MediaItem] = []
 
     def content(self, place: str, role: str, content: str | list[Any]) -> Content:
         """Return a message's content without its items, which are added to `found`; text if it has none.

@@ -46,12 +46,13 @@ class Columns:
 
     def example(self, record: Mapping[str, Any], place: str) -> Example:
         """Return the prompt of a row. Raises ValueError, which names the column and what is wrong."""
-        media = MediaReader({kind: _media(record, kind, column) for kind, column in self.media.items()})
+        media = MediaReader(self._media(record) if self.media else None)
         if self.make_prompt is None:
             prompt = read_prompt(self.prompt, plain(_find(record, self.prompt, "data.prompt_key")), media)
         else:
             prompt = read_prompt(self.made_by, plain(self._made(plain(record))), media)
-        media.end()
+        if self.media:
+            media.end()
         answer: Any = ""
         if self.answer != ANSWER or ANSWER in record:
             answer = _answer(self.answer, plain(_find(record, self.answer, "data.answer_key")))
@@ -69,6 +70,10 @@ class Columns:
             return self.make_prompt(record)
         except Exception as error:  # a user's function may raise anything
             raise ValueError(f"{self.made_by} failed: {describe_error(error)}") from error
+
+    def _media(self, record: Mapping[str, Any]) -> dict[str, MediaColumn]:
+        found = ((kind, column, plain(_find_optional(record, column))) for kind, column in self.media.items())
+        return {kind: MediaColumn.of(kind, column, value) for kind, column, value in found}
 
     def _metadata(self, record: Mapping[str, Any]) -> dict[str, Any]:
         if self.metadata in ("", ALL):
@@ -134,10 +139,6 @@ def _for_json(metadata: dict[str, Any], prefix: str = "") -> dict[str, Any]:
                 "data.metadata_key"
             )
     return metadata
-
-
-def _media(record: Mapping[str, Any], kind: str, column: str) -> MediaColumn:
-    return MediaColumn.of(kind, column, plain(_find_optional(record, column)))
 
 
 def _find_optional(record: Mapping[str, Any], key: str) -> Any:
