@@ -63,7 +63,7 @@ EQUIVALENTS = (
         "@rollout.multi_turn.tool_config_path data.tool_config_path",
         "",
         "",
-        "answers end after one turn; observations are not fed back: the reward verl_tools",
+        "with multi_turn.enable the environment verl_tools, else the reward verl_tools, which feeds nothing back",
     ),
     Equivalent(
         "data.source",
@@ -523,13 +523,14 @@ EQUIVALENTS = (
         "`relaxd resume RUN` continues a run, with --from-step N from the checkpoint of an earlier step",
     ),
     Equivalent(
-        "",
+        "agent.environment",
         "",
         "@rollout.multi_turn.enable",
         "",
         "--custom-generate-function-path",
-        "conversations of several turns are [agent], which is written by hand (docs/agents.md)",
+        "conversations of several turns (docs/agents.md)",
     ),
+    Equivalent("agent.max_turns", "", "@rollout.multi_turn.max_assistant_turns"),
     Equivalent("", "peft_config", "@model.lora_rank", "trainer.model.lora", "", "there is no LoRA"),
 )
 """Every setting that several frameworks have, in the order of relaxd's sections."""

@@ -5,11 +5,23 @@ from collections.abc import Callable, Mapping
 
 from relaxd.tools.migrate.migrated import Reader
 
-_TURNS = "conversations of several turns are [agent], which is written by hand (docs/agents.md)"
+_TURNS = "conversations of several turns without a file of tools are [agent], which is written by hand (docs/agents.md)"
 _PARALLEL = "how the trainer holds its model is trainer.tensor_parallel, context_parallel and so on (relaxd fit)"
 _ENGINE = "options of the engine are SGLang's own, in rollout.sglang"
 _REASONS: Mapping[str, str] = {
-    r"rollout\.(multi_turn|agent)\..*|data\.function_tool_path": _TURNS,
+    r"rollout\.multi_turn\.max_user_turns": "what follows the model's message is a turn of its own: agent.max_turns",
+    r"rollout\.multi_turn\.(max_tool_response_length|tool_response_truncate_side)": (
+        "tools' answers are shortened by the tools (docs/environments.md)"
+    ),
+    r"rollout\.multi_turn\.(format|tokenization_sanity_check_mode|use_inference_chat_template)": (
+        "tool calls are found in the form of the chat template, and tokens are never encoded again "
+        "(docs/conversations.md)"
+    ),
+    r"rollout\.multi_turn\.interaction_config_path|rollout\.agent\..*agent_loop.*|data\.function_tool_path": (
+        "interactions, agent loops and functions are environments: agent.environment (docs/environments.md)"
+    ),
+    r"rollout\.agent\.num_workers": "relaxd scale agent=N",
+    r"rollout\.(multi_turn|agent)\..*": _TURNS,
     r"rollout\.engine_kwargs\..*": "there is no vLLM or TensorRT-LLM: options of SGLang are rollout.sglang",
     r"rollout\.checkpoint_engine\..*": "weights.transport says how weights get to the engines",
     r"rollout\.(trace|prometheus)\..*|.*profiler\..*": "traces, metrics and profiles: docs/metrics.md, `relaxd trace`",

@@ -1,13 +1,17 @@
-"""verl's settings of rewards, reward models and tools, which become a reward of one turn."""
+"""verl's settings of rewards, reward models, and tools, which become an environment or a reward."""
 
 from collections.abc import Callable
 from typing import Any
 
 from relaxd.tools.migrate.migrated import KeyFate, Lost, Reader
+from relaxd.tools.migrate.verl_reasons import reason
 from relaxd.tools.migrate.verl_training import Conversion, off
 
 MANAGERS = ("naive", "batch", "dapo")
 """verl's reward managers that need no setting here."""
+TOOLS_FILE = ("rollout.multi_turn.tool_config_path", "data.tool_config_path")
+"""verl's keys of the file of tools."""
+CALLS = "rollout.multi_turn.max_parallel_calls"
 FUNCTION = ("reward.custom_reward_function", "custom_reward_function")
 """verl's section of a reward function, and its older name."""
 
@@ -154,6 +158,25 @@ def _reward_model(reader: Reader, value: Any, key: str) -> None:
         raise Lost("options of the judge's engine are SGLang's own, in roles.judge.sglang")
 
 
+def _has_conversations(reader: Reader) -> bool:
+    """Return True if verl holds conversations with tools of a file, which the environment verl_tools uses here."""
+    return bool(reader.get("rollout.multi_turn.enable") and reader.first(*TOOLS_FILE))
+
+
+def _conversation(reader: Reader, value: Any) -> None:
+    if _has_conversations(reader):
+        reader.set("agent.environment", "verl_tools")
+    elif value:
+        raise Lost(reason("rollout.multi_turn.enable"))
+
+
+def _turns(reader: Reader, value: Any) -> None:
+    if value is not None and not _has_conversations(reader):
+        raise Lost(reason("rollout.multi_turn.max_assistant_turns"))
+    if value is not None:
+        reader.set("agent.max_turns", int(value))
+
+
 REWARDS: dict[str, Conversion] = {
     **{f"{one}.path": _reward for one in FUNCTION},
     **{f"{one}.name": _reward for one in FUNCTION},
@@ -167,6 +190,8 @@ REWARDS: dict[str, Conversion] = {
     "reward_model.launch_reward_fn_async": off(implied=(True,)),
     "reward_model.use_reward_loop": off(implied=(True,)),
     "data.reward_fn_key": _reward_key,
+    "rollout.multi_turn.enable": _conversation,
+    "rollout.multi_turn.max_assistant_turns": _turns,
 }
 """verl options that need conversion, not only renaming."""
 REWARDS_BY_PATTERN: tuple[tuple[str, Callable[[Reader, Any, str], None]], ...] = (
@@ -182,12 +207,23 @@ REWARDS_BY_PATTERN: tuple[tuple[str, Callable[[Reader, Any, str], None]], ...] =
 """The same, by patterns of keys; the conversion gets what the pattern's group has."""
 
 
-CALLS = "rollout.multi_turn.max_parallel_calls"
 NOTE = "answers end after one turn; observations are not fed back"
 
 
+CONVERSATIONS = (
+    "agent.environment: the reward scores the last message, as in verl; what the tools paid is added by "
+    '[[reward.terms]] with name = "environment"',
+    "run.colocate: engines of conversations need GPUs of their own: lower trainer.ranks, set placement.gpus.rollout",
+    "data.max_prompt_tokens: the tools' schemas count in it, too",
+)
+"""Notes on conversations with verl's tools."""
+
+
 def add_tools(reader: Reader) -> None:
-    """Make a file of tools, which is data.tools_file already, the reward verl_tools too, beside one's own reward."""
+    """Give a file of tools, which is data.tools_file already, to the environment of conversations, or to a reward.
+
+    Without conversations the reward verl_tools is beside one's own reward.
+    """
     out, values, notes = reader.out, reader.out.values, reader.out.notes
     if "data.tools_file" not in values:
         return
@@ -196,6 +232,13 @@ def add_tools(reader: Reader) -> None:
         out.lost[:] = [one for one in out.lost if one[0] != name]
         out.idle[:] = [one for one in out.idle if one[0] != name]
     settings = {"config": values["data.tools_file"], "max_calls": int(reader.get(CALLS, 1) or 0)}
+    if "agent.environment" in values:
+        del values["data.tools_file"]
+        values["agent.settings"] = settings
+        if values.pop("run.colocate", False) and values.get("weights.transport") == "cuda_ipc":
+            del values["weights.transport"]
+        notes += CONVERSATIONS
+        return
     notes.append(f"data.tools_file and the reward verl_tools: {NOTE}")
     if "reward.name" in values:
         own: dict[str, Any] = {"name": values.pop("reward.name")}

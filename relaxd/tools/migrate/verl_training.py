@@ -306,9 +306,6 @@ TRAINING: dict[str, Conversion] = {
     "rollout.top_k": _top_k,
     "rollout.update_weights_bucket_megabytes": _bucket,
     "rollout.checkpoint_engine.update_weights_bucket_megabytes": _bucket,
-    "rollout.multi_turn.enable": off(
-        "conversations of several turns are [agent], which is written by hand (docs/agents.md)"
-    ),
     "model.lora_rank": off("there is no LoRA"),
 }
 """verl options that need conversion, not only renaming."""

@@ -189,8 +189,35 @@ TOOLS = {
 }
 
 
-def test_tools_become_a_reward_of_one_turn():
-    migrated = migrate(TOOLS)
+ONE_TURN = {
+    **{key: value for key, value in TOOLS.items() if "multi_turn" not in key},
+    "data.tool_config_path": "tools.yaml",
+}
+
+
+def test_tools_become_a_conversation():
+    rollout = "actor_rollout_ref.rollout."
+    more = {f"{rollout}multi_turn.max_assistant_turns": 5, "data.tool_config_path": None}
+    lost = {
+        f"{rollout}multi_turn.max_user_turns": (3, "agent.max_turns"),
+        f"{rollout}multi_turn.format": ("hermes", "docs/conversations.md"),
+        f"{rollout}multi_turn.interaction_config_path": ("talk.yaml", "docs/environments.md"),
+        f"{rollout}multi_turn.max_tool_response_length": (256, "shortened by the tools"),
+        f"{rollout}agent.num_workers": (2, "relaxd scale agent=N"),
+    }
+    migrated = migrate(TOOLS | more | {name: value for name, (value, _) in lost.items()})
+    config = load(migrated.to_toml())
+    assert migrated.problems == []
+    assert (config.agent.environment, config.agent.max_turns) == ("verl_tools", 5)
+    assert config.agent.settings == {"config": "tools.yaml", "max_calls": 2}
+    assert (config.data.tools_file, config.reward.choose_by) == (None, "data_source")
+    assert "what the tools paid is added by [[reward.terms]]" in "\n".join(migrated.notes)
+    assert [name for name, _, _ in migrated.lost] == list(lost)
+    assert all(lost[name][1] in why for name, _, why in migrated.lost)
+
+
+def test_tools_without_conversations_become_a_reward_of_one_turn():
+    migrated = migrate(ONE_TURN)
     assert migrated.problems == []
     config = load(migrated.to_toml())
     assert (str(config.data.tools_file), config.reward.name, config.reward.choose_by) == (
@@ -198,18 +225,18 @@ def test_tools_become_a_reward_of_one_turn():
         "verl_tools",
         "",
     )
-    assert config.reward.settings == {"config": "tools.yaml", "max_calls": 2}
+    assert config.reward.settings == {"config": "tools.yaml", "max_calls": 1}
     notes = "\n".join(migrated.notes)
     assert "answers end after one turn; observations are not fed back" in notes
     assert "verl scores by data_source" in notes
-    assert [name for name, _, _ in migrated.lost] == ["actor_rollout_ref.rollout.multi_turn.enable"]
+    assert migrated.lost == []
 
 
 def test_tools_are_added_to_a_reward_of_ones_own():
     own = {"custom_reward_function.path": "r.py", "custom_reward_function.reward_kwargs": {"a": 1}}
-    migrated = migrate(TOOLS | own)
+    migrated = migrate(ONE_TURN | own)
     assert migrated.problems == []
     first, second = load(migrated.to_toml()).reward.terms
     assert (first.name, first.settings) == ("r.py:compute_score", {"a": 1})
     assert (second.name, second.settings["config"], second.weight) == ("verl_tools", "tools.yaml", 1.0)
-    assert migrate(TOOLS | {"actor_rollout_ref.rollout.multi_turn.tool_config_path": None}).values["reward.choose_by"]
+    assert migrate(ONE_TURN | {"data.tool_config_path": None}).values["reward.choose_by"]

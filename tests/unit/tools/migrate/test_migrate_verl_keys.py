@@ -12,8 +12,6 @@ from relaxd.tools.migrate.verl import migrate
 A, R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 WRITTEN: dict[str, Any] = {
     "data.tool_config_path": "tools.yaml",
-    f"{R}multi_turn.tool_config_path": "tools.yaml",
-    f"{R}multi_turn.max_parallel_calls": 2,
     "algorithm.adv_estimator": "grpo",
     "algorithm.norm_adv_by_std_in_grpo": False,
     "algorithm.filter_groups.enable": True,
@@ -85,13 +83,11 @@ LOST: dict[str, tuple[Any, str]] = {
     "data.custom_cls.name": ("Set", "docs/data.md"),
     "data.sampler.class_path": ("samplers.py", "docs/curriculum.md"),
     "data.sampler.class_name": ("Sampler", "docs/curriculum.md"),
-    "data.function_tool_path": ("tools.py", "several turns"),
+    "data.function_tool_path": ("tools.py", "agent.environment"),
     "data.image_key": ("images", "text"),
     f"{A}strategy": ("fsdp2", "trainer.tensor_parallel"),
     f"{A}fsdp_config.param_offload": (True, "trainer.tensor_parallel"),
-    f"{R}multi_turn.enable": (True, "several turns"),
-    f"{R}multi_turn.max_assistant_turns": (5, "several turns"),
-    f"{R}agent.num_workers": (8, "several turns"),
+    f"{R}agent.num_workers": (8, "scale agent"),
     f"{R}engine_kwargs.vllm.swap_space": (1, "no vLLM"),
     f"{R}enforce_eager": (True, "rollout.sglang"),
     "actor_rollout_ref.ref.fsdp_config.param_offload": (True, "roles.reference"),
@@ -124,6 +120,8 @@ IDLE: dict[str, Any] = {
     f"{A}router_replay.mode": "disabled",
     f"{R}mode": "async",
     f"{R}trace.token2text": False,
+    f"{R}multi_turn.enable": False,
+    f"{R}multi_turn.max_assistant_turns": 5,
     "distillation.distillation_loss.topk": 32,
     "global_profiler.save_path": "outputs",
     "transfer_queue.enable": False,
@@ -162,7 +160,7 @@ def test_what_was_written_is_what_verl_does():
     own, tools = config.reward.terms
     assert (own.name, config.reward.choose_by, config.reward.workers) == ("r.py:score", "", 4)
     assert own.settings == {"strict": True, "limits": {"seconds": 5}}
-    assert (tools.name, tools.settings) == ("verl_tools", {"config": "tools.yaml", "max_calls": 2})
+    assert (tools.name, tools.settings) == ("verl_tools", {"config": "tools.yaml", "max_calls": 1})
     assert (config.algorithm.overlong_buffer, config.algorithm.overlong_limit) == (4096, 8192)
     assert (config.algorithm.overlong_penalty, config.algorithm.tis_clip) == (0.5, 3.0)
     judge = config.roles.judge
