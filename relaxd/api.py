@@ -42,6 +42,7 @@ from relaxd.config.write_toml import dump, toml
 from relaxd.local.programs import python_path
 from relaxd.local.silence import open_client
 from relaxd.notebook_code import write_environment, write_reward
+from relaxd.report.run_result import sample_values
 from relaxd.rpc.stack_identity import STACK_VARIABLE
 from relaxd.run_folder import CONFIG, LEDGER, METRICS, is_run, read_lines
 from relaxd.v1 import coordinator_pb2 as pb
@@ -223,10 +224,13 @@ class Run:
             return Path(client.save_checkpoint(self.id).path)
 
     def samples(self, step: int = 0, limit: int = 16) -> list[Row]:
-        """Return trained samples, newest first: prompt, response, reward ...; `step` 0 is any step."""
+        """Return trained samples, newest first: prompt, response, reward ...; `step` 0 is any step.
+
+        Those of runs with an environment also have `conversation`, a list of messages, and its numbers.
+        """
         with _errors(), self._source() as source:
             found = source.reader.samples(self.id, step, limit)
-        return [{field.name: getattr(sample, field.name) for field in sample.DESCRIPTOR.fields} for sample in found]
+        return list(map(sample_values, found))
 
     def metrics(self) -> list[Row]:
         """Return the rows of metrics.jsonl: the steps so far, with their evaluations. Needs the run's folder."""

@@ -63,7 +63,16 @@ TURNS = "turns"
 """Column of the numbers of the model's messages."""
 ENVIRONMENT_SECONDS = "environment_seconds"
 """Column of the time that the environment took."""
-OF_CONVERSATIONS = (RESPONSE_MESSAGES, ENVIRONMENT_REWARD, ENVIRONMENT_INFO, TURNS, ENVIRONMENT_SECONDS)
+OUTSIDE_SECONDS = "outside_generation_seconds"
+"""Column of the time of conversations in which no engine wrote for them."""
+TOOL_CALLS = "tool_calls"
+"""Column of the numbers of tool calls."""
+TOOL_ERRORS = "tool_errors"
+"""Column of the numbers of tool calls that came to nothing."""
+OF_CONVERSATIONS = (
+    *(RESPONSE_MESSAGES, ENVIRONMENT_REWARD, ENVIRONMENT_INFO, TURNS, ENVIRONMENT_SECONDS),
+    *(OUTSIDE_SECONDS, TOOL_CALLS, TOOL_ERRORS),
+)
 """Columns that a run has where its samples are conversations with an environment (agent.environment)."""
 REF_LOGPROBS = "ref_logprobs"
 """The column that a run has where a reference service computes it; otherwise the trainer computes it if it needs it."""
@@ -187,8 +196,8 @@ COLUMNS: dict[str, ColumnSpec] = {
             "rollout",
             "json",
             "n",
-            "Messages after the prompt of each sample: the model's as it wrote them, and the environment's.",
-            trained=False,
+            "Messages after the prompt of each sample: the model's as it wrote them, with the tool calls that were "
+            "found in them, and the environment's.",
             optional=True,
         ),
         ColumnSpec(
@@ -214,6 +223,23 @@ COLUMNS: dict[str, ColumnSpec] = {
             "float32",
             "n",
             "Time that the environment took for each sample, in seconds.",
+            optional=True,
+        ),
+        ColumnSpec(
+            OUTSIDE_SECONDS,
+            "rollout",
+            "float32",
+            "n",
+            "Time of each sample in which no engine was asked for a message: the environment's, and that between.",
+            optional=True,
+        ),
+        ColumnSpec(TOOL_CALLS, "rollout", "int32", "n", "Number of each sample's calls of tools.", optional=True),
+        ColumnSpec(
+            TOOL_ERRORS,
+            "rollout",
+            "int32",
+            "n",
+            "Number of each sample's calls that name no tool, and of its messages with a call that can't be read.",
             optional=True,
         ),
         ColumnSpec(

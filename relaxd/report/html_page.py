@@ -12,6 +12,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from relaxd.media.shown import conversation_lines
 from relaxd.report.charts import chart_data, color
 from relaxd.report.run_result import RunResult, place_of, results, table_of
 from relaxd.report.step_times import GROUP, TRAINER, Breakdown, Steps, mean_rows, share_rows
@@ -198,7 +199,7 @@ def _samples_table(samples: Sequence[Mapping[str, Any]]) -> str:
             str(sample.get("step", "")),
             str(sample.get("version", 0)),
             shown_text(sample.get("prompt", "")),
-            shown_text(sample.get("response", "")) or "(nothing)",
+            _response(sample) or "(nothing)",
             shown_text(sample.get("answer", "")),
             f"{float(sample.get('reward', 0.0)):.2f}",
             f"{float(sample.get('advantage', 0.0)):+.2f}",
@@ -206,6 +207,11 @@ def _samples_table(samples: Sequence[Mapping[str, Any]]) -> str:
         for sample in samples
     ]
     return _table(("step", "version", "prompt", "response", "answer", "reward", "advantage"), rows)
+
+
+def _response(sample: Mapping[str, Any]) -> str:
+    """Return a sample's conversation, message by message, or its answer."""
+    return "\n".join(map(shown_text, conversation_lines(sample))) or shown_text(sample.get("response", ""))
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -222,9 +222,18 @@ def results(summary: Mapping[str, Any]) -> list[tuple[str, float, float]]:
     return found
 
 
+OF_CONVERSATIONS = ("conversation", "turns", "environment_reward", "environment_seconds")
+"""Fields that only samples of runs with an environment have."""
+
+
 def sample_values(sample: pb.TrainedSample) -> dict[str, Any]:
     """Return a sample's fields by name; protobuf's own JSON writes 64-bit numbers as text."""
-    return {field.name: getattr(sample, field.name) for field in sample.DESCRIPTOR.fields}
+    values = {field.name: getattr(sample, field.name) for field in sample.DESCRIPTOR.fields}
+    values["conversation"] = [
+        {"role": message.role, "content": message.content, "tool_calls": list(message.tool_calls)}
+        for message in sample.conversation
+    ]
+    return {name: value for name, value in values.items() if sample.turns or name not in OF_CONVERSATIONS}
 
 
 def read_result(folder: Path) -> RunResult:

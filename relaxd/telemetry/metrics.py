@@ -217,6 +217,15 @@ METRICS: dict[str, Metric] = {
             "next ones only in runs with agent.environment.",
         ),
         Metric("turns_max", "step", "{message}", "Largest of them."),
+        Metric("tool_calls_mean", "step", "{call}", "Mean number of a conversation's calls of tools."),
+        Metric(
+            "tool_errors_mean",
+            "step",
+            "{call}",
+            "Mean number of a conversation's calls that name no tool, and of its messages with a call that can't be "
+            "read.",
+        ),
+        Metric("model_tokens_mean", "step", "{token}", "Mean number of a conversation's tokens that are trained on."),
         Metric(
             "observation_tokens_mean",
             "step",
@@ -225,6 +234,14 @@ METRICS: dict[str, Metric] = {
         ),
         Metric("environment_seconds_mean", "step", "s", "Mean time that the environment took for a conversation."),
         Metric("environment_seconds_max", "step", "s", "Longest of them."),
+        Metric(
+            "outside_generation_seconds_mean",
+            "step",
+            "s",
+            "Mean time of a conversation in which no engine was asked for a message: the environment's, and that "
+            "between.",
+        ),
+        Metric("outside_generation_seconds_max", "step", "s", "Longest of them."),
         Metric("environment_reward_mean", "step", "1", "Mean sum of the environment's rewards."),
         Metric("environment/<name>", "step", "1", "Mean of one of the environment's own numbers."),
         Metric(

@@ -1327,6 +1327,10 @@ class TrainedSample(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     LENGTH_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
+    CONVERSATION_FIELD_NUMBER: _builtins.int
+    TURNS_FIELD_NUMBER: _builtins.int
+    ENVIRONMENT_REWARD_FIELD_NUMBER: _builtins.int
+    ENVIRONMENT_SECONDS_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """The group."""
     step: _builtins.int
@@ -1347,6 +1351,16 @@ class TrainedSample(_message.Message):
     """Number of response tokens."""
     finish_reason: _builtins.str
     """Why it ended."""
+    turns: _builtins.int
+    """In runs with an environment: number of the model's messages."""
+    environment_reward: _builtins.float
+    """Sum of the environment's rewards."""
+    environment_seconds: _builtins.float
+    """Time that the environment took, in seconds."""
+    @_builtins.property
+    def conversation(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShownMessage]:
+        """In runs with an environment: the messages after the prompt."""
+
     def __init__(
         self,
         *,
@@ -1360,14 +1374,50 @@ class TrainedSample(_message.Message):
         version: _builtins.int = ...,
         length: _builtins.int = ...,
         finish_reason: _builtins.str = ...,
+        conversation: _abc.Iterable[Global___ShownMessage] | None = ...,
+        turns: _builtins.int = ...,
+        environment_reward: _builtins.float = ...,
+        environment_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantage", b"advantage", "answer", b"answer", "finish_reason", b"finish_reason", "group_id", b"group_id", "length", b"length", "prompt", b"prompt", "response", b"response", "reward", b"reward", "step", b"step", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantage", b"advantage", "answer", b"answer", "conversation", b"conversation", "environment_reward", b"environment_reward", "environment_seconds", b"environment_seconds", "finish_reason", b"finish_reason", "group_id", b"group_id", "length", b"length", "prompt", b"prompt", "response", b"response", "reward", b"reward", "step", b"step", "turns", b"turns", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TrainedSample: _TypeAlias = TrainedSample  # noqa: Y015
+
+@_typing.final
+class ShownMessage(_message.Message):
+    """A message of a conversation, for people."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    """Who says it, such as assistant, user or tool."""
+    content: _builtins.str
+    """Its text, which is cut if it is very long."""
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Tool calls that were found in it: name and arguments in JSON, such as add {"a": 1}."""
+
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+        content: _builtins.str = ...,
+        tool_calls: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role", "tool_calls", b"tool_calls"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShownMessage: _TypeAlias = ShownMessage  # noqa: Y015
 
 @_typing.final
 class ListSamplesResponse(_message.Message):

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +19,7 @@ from relaxd.data.tokenizer import LONG_TEXT, PromptTokenizer
 from relaxd.envs.client import EnvironmentFailed
 from relaxd.envs.environment import Reply, Sample
 from relaxd.envs.replies import ReplyFormat, read_reply
+from relaxd.envs.reply_formats import ParsedReply
 from relaxd.envs.token_history import CannotContinue, TokenHistory
 from relaxd.models import DataError
 from relaxd.seeds import seed_of
@@ -88,6 +89,17 @@ class Conversation:
     info: dict[str, float] = field(default_factory=dict)
     """The environment's own numbers; the last one of each name."""
     environment_seconds: float = 0.0
+    outside_seconds: float = 0.0
+    """Time in which no engine was asked for a message."""
+    tool_calls: int = 0
+    tool_errors: int = 0
+    """Calls that name no tool, and messages with a call that can't be read."""
+
+    def count_calls(self, reply: ParsedReply, tools: Collection[str]) -> None:
+        """Count the tool calls of a message. Without tools the environment reads calls by itself, by any name."""
+        self.tool_calls += len(reply.calls)
+        unknown = [call for call in reply.calls if tools and call.name not in tools]
+        self.tool_errors += len(unknown) + bool(reply.problem)
 
 
 class Conversations:
@@ -151,6 +163,7 @@ class Conversations:
         except (CannotContinue, DataError) as error:
             raise BadPrompt(str(error)) from error
         finally:
+            result.outside_seconds = time.monotonic() - begun - engine.asked_seconds
             self._environments.close_session(name)
         if result.history is not None:
             result.tokens, result.history = ConversationTokens.of(result.history, published), None
@@ -182,11 +195,11 @@ class Conversations:
         with self._timed(result, "open", engine.name):
             opened = await self._environments.open(engine.name, sample)
         tools = [*example.tools, *opened.tools]
+        names = [str(dict(tool.get("function", tool)).get("name")) for tool in tools]
         if tools and self._form is None:
-            names = ", ".join(tool["function"]["name"] for tool in tools)
             raise BadPrompt(
-                f"there are tools ({names}), but the chat template has no form of tool calls that relaxd reads "
-                "(docs/conversations.md): set model.chat_template to one that has"
+                f"there are tools ({', '.join(names)}), but the chat template has no form of tool calls that relaxd "
+                "reads (docs/conversations.md): set model.chat_template to one that has"
             )
         history = await _in_thread_if_long(
             opened.messages, partial(TokenHistory, self._tokenizer, example, tools, opened=opened.messages)
@@ -198,7 +211,7 @@ class Conversations:
                 f"data.max_prompt_tokens is {self._config.data.max_prompt_tokens}"
             )
         result.messages += opened.messages
-        budget, calls = example.sampling.get("max_new_tokens") or self._config.rollout.max_new_tokens, 0
+        budget = example.sampling.get("max_new_tokens") or self._config.rollout.max_new_tokens
         while not result.finish:
             room = budget - len(history.tokens)
             if room < 1:
@@ -209,14 +222,15 @@ class Conversations:
             with telemetry.part_span("turn", span_attributes(engine.name, result.turns + 1)) as span:
                 reply = await self._engines.generate(engine, history.context, sampling, seconds)
                 span.set_attribute("relaxd.tokens", len(reply.tokens))
-            in_thinking, first = history.opens_thinking, calls + 1
+            in_thinking, first = history.opens_thinking, result.tool_calls + 1
             parsed = read_reply(
                 self._tokenizer, reply.tokens, self._form, tools, in_thinking=in_thinking, first_call=first
             )
-            calls += len(parsed.calls)
+            result.count_calls(parsed, names)
             history.add_reply(reply.tokens, reply.logprobs, reply.versions, parsed.message, stopped=not reply.cut)
             result.text = reply.text
-            result.messages.append({"role": "assistant", "content": reply.text})
+            calls = {"tool_calls": parsed.message["tool_calls"]} if parsed.calls else {}
+            result.messages.append({"role": "assistant", "content": reply.text, **calls})
             result.turns += 1
             said = Reply(parsed.text, parsed.calls, parsed.problem, "length" if reply.cut else "stop")
             with self._timed(result, "step", engine.name) as span:

@@ -81,8 +81,10 @@ class EngineSession:
     """Weights that its engines must serve; None means any."""
     engine: str = ""
     """Id of the replica of the last request."""
+    asked_seconds: float = 0.0
+    """Time in which engines were asked."""
     waited_seconds: float = 0.0
-    """Time in which no engine served, or all were full."""
+    """The part of it in which no engine served, or all were full."""
 
 
 class RunEngines:
@@ -124,6 +126,15 @@ class RunEngines:
             OutOfTime: the time is over.
             grpc.aio.AioRpcError: the engine failed otherwise.
         """
+        begun = time.monotonic()
+        try:
+            return await self._generate(session, prompt, sampling, seconds)
+        finally:
+            session.asked_seconds += time.monotonic() - begun
+
+    async def _generate(
+        self, session: EngineSession, prompt: list[int], sampling: SamplingParams, seconds: Callable[[], float]
+    ) -> EngineReply:
         reply = EngineReply()
         while True:
             peer = await self._serving(session)

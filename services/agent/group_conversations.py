@@ -14,7 +14,10 @@ from relaxd.board import (
     ENVIRONMENT_INFO,
     ENVIRONMENT_REWARD,
     ENVIRONMENT_SECONDS,
+    OUTSIDE_SECONDS,
     RESPONSE_MESSAGES,
+    TOOL_CALLS,
+    TOOL_ERRORS,
     TURNS,
     BoardUnavailable,
     Column,
@@ -198,4 +201,7 @@ def columns_of(conversations: Sequence[Conversation], *, masked: bool) -> dict[s
         ENVIRONMENT_INFO: {name: [one.info.get(name) for one in conversations] for name in names},
         TURNS: np.array([one.turns for one in conversations], np.int32),
         ENVIRONMENT_SECONDS: np.array([one.environment_seconds for one in conversations], np.float32),
+        OUTSIDE_SECONDS: np.array([one.outside_seconds for one in conversations], np.float32),
+        TOOL_CALLS: np.array([one.tool_calls for one in conversations], np.int32),
+        TOOL_ERRORS: np.array([one.tool_errors for one in conversations], np.int32),
     }

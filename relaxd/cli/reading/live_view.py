@@ -9,6 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from relaxd.client.coordinator_client import ENDED, state_name
+from relaxd.media.shown import conversation_lines
+from relaxd.report.run_result import sample_values
 from relaxd.telemetry.printable import escape
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.health_pb2 import HEALTH_STATE_HEALTHY, RunEvent
@@ -214,12 +216,18 @@ def samples_table(samples: Sequence[pb.TrainedSample], *, title: str = "", one_l
             str(sample.step),
             str(sample.version),
             printable(sample.prompt),
-            printable(sample.response) or "(nothing)",
+            _response(sample, one_line=one_line) or "(nothing)",
             printable(sample.answer),
             f"{sample.reward:.2f}",
             Text(f"{sample.advantage:+.2f}", style=style or ""),
         )
     return table
+
+
+def _response(sample: pb.TrainedSample, *, one_line: bool) -> Text:
+    """Return a sample's answer, or with several lines its conversation, message by message."""
+    lines = [] if one_line else conversation_lines(sample_values(sample))
+    return Text("\n").join(map(printable, lines)) if lines else printable(sample.response)
 
 
 def printable(text: str) -> Text:

@@ -1,6 +1,6 @@
 """Metrics and sample records from a step's groups, and its times in each stage."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,13 +14,18 @@ from relaxd.board import (
     ENVIRONMENT_REWARD,
     ENVIRONMENT_SECONDS,
     LOSS_MASK,
+    OUTSIDE_SECONDS,
+    RESPONSE_MESSAGES,
     RETURNS,
+    TOOL_CALLS,
+    TOOL_ERRORS,
     TRAIN,
     TURNS,
     VALUES,
     StageTime,
 )
 from relaxd.board.types import MICROSECONDS
+from relaxd.media.shown import shown_message
 from relaxd.models.flops import peak_flops, training_flops
 from relaxd.models.shape import ModelShape
 from relaxd.rewards.logged import part_metrics
@@ -66,16 +71,21 @@ def _parts(groups: Sequence[TrainGroup], column: str) -> dict[str, list[float]]:
 
 def _conversation_metrics(groups: Sequence[TrainGroup]) -> dict[str, float]:
     """Return metrics of conversations with an environment."""
-    turns, seconds, rewards = (
+    turns, seconds, outside, rewards, calls, errors = (
         np.concatenate([group.columns[name] for group in groups])
-        for name in (TURNS, ENVIRONMENT_SECONDS, ENVIRONMENT_REWARD)
+        for name in (TURNS, ENVIRONMENT_SECONDS, OUTSIDE_SECONDS, ENVIRONMENT_REWARD, TOOL_CALLS, TOOL_ERRORS)
     )
     metrics = {
         "turns_mean": float(turns.mean()),
         "turns_max": float(turns.max()),
+        "tool_calls_mean": float(calls.mean()),
+        "tool_errors_mean": float(errors.mean()),
         "environment_seconds_mean": float(seconds.mean()),
         "environment_seconds_max": float(seconds.max()),
+        "outside_generation_seconds_mean": float(outside.mean()),
+        "outside_generation_seconds_max": float(outside.max()),
         "environment_reward_mean": float(rewards.mean()),
+        "model_tokens_mean": sum(np.count_nonzero(group.columns[LOSS_MASK]) for group in groups) / turns.size,
         "observation_tokens_mean": sum(map(_observation_tokens, groups)) / turns.size,
     }
     return {
@@ -229,6 +239,17 @@ def _shown(
         "version": int(versions.min()) if versions.size else 0,
         "length": length,
         "finish_reason": str(columns["finish"][last]),
+        **(_shown_conversation(columns, index) if TURNS in columns else {}),
+    }
+
+
+def _shown_conversation(columns: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """Return what is shown of a sample's conversation with an environment."""
+    return {
+        "conversation": [shown_message(message) for message in columns[RESPONSE_MESSAGES][index]],
+        "turns": int(columns[TURNS][index]),
+        "environment_reward": float(columns[ENVIRONMENT_REWARD][index]),
+        "environment_seconds": float(columns[ENVIRONMENT_SECONDS][index]),
     }
 
 

@@ -1,4 +1,4 @@
-"""Conversations of the agent service that can't begin."""
+"""Conversations of the agent service: those that can't begin, and what is counted of their calls."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -9,7 +9,9 @@ from relaxd.config import RunConfig
 from relaxd.data.examples import Example
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.envs.replies import reply_format
-from services.agent.conversation import BadPrompt, Conversations
+from relaxd.envs.reply_formats import ParsedReply
+from relaxd.envs.tool_calls import ToolCall
+from services.agent.conversation import BadPrompt, Conversation, Conversations
 from services.agent.environments import Environments
 from tests.kit.models import make_tiny_model
 
@@ -35,3 +37,21 @@ async def test_tools_need_a_chat_template_with_tool_calls(tmp_path: Path) -> Non
             await conversations.hold("s", Example("1 + 1", "2"), [1], 0, 0)
     finally:
         await environments.close()
+
+
+@pytest.mark.parametrize(
+    ("calls", "problem", "tools", "errors"),
+    [
+        (("add", "add"), "", ["add"], 0),
+        (("add", "sub"), "", ["add"], 1),
+        (("add",), "a tool call has no name", ["add"], 1),
+        ((), "", ["add"], 0),
+        (("sub",), "", [], 0),  # the environment reads calls by itself
+    ],
+)
+def test_calls_that_come_to_nothing_are_counted(
+    calls: tuple[str, ...], problem: str, tools: list[str], errors: int
+) -> None:
+    conversation = Conversation()
+    conversation.count_calls(ParsedReply(calls=tuple(map(ToolCall, calls)), problem=problem), tools)
+    assert (conversation.tool_calls, conversation.tool_errors) == (len(calls), errors)

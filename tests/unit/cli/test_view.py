@@ -10,6 +10,9 @@ from rich.console import Console
 
 from relaxd.cli.execute import result_table
 from relaxd.cli.reading.live_view import Picture, RunView, samples_table, sparkline, step_line
+from relaxd.media.shown import shown_message
+from relaxd.report.html_page import _samples_table
+from relaxd.report.run_result import sample_values
 from relaxd.v1 import coordinator_pb2 as pb
 
 
@@ -39,6 +42,40 @@ def test_the_live_picture_has_everything() -> None:
     for expected in ("reward 1+2", "What is 3 + 4?", "[/not markup] 7777777777 \\u001b[2J\\u0007", "-0.50"):
         assert expected in text
     assert "accuracy" not in text  # this run has no such metric
+
+
+def test_conversations_are_shown_turn_by_turn() -> None:
+    messages = [
+        pb.ShownMessage(role="assistant", content="Let me <see>\x1b[2J", tool_calls=['add {"a": 1}']),
+        pb.ShownMessage(role="tool", content="[/1]"),
+        pb.ShownMessage(role="assistant", content="It is 1"),
+    ]
+    sample = pb.TrainedSample(
+        step=1, prompt="0 + 1?", response="It is 1", finish_reason="env_done", conversation=messages, turns=2,
+        environment_reward=0.5, environment_seconds=0.25,
+    )  # fmt: skip
+    lines = ["[assistant] Let me <see>\\u001b[2J", '-> add {"a": 1}', "[tool] [/1]", "[assistant] It is 1"]
+    outcome = "(2 turns, env_done; the environment paid 0.5 and took 0.25 s)"
+    text = re.sub(r"\s+", " ", shown(samples_table([sample]), width=200))
+    for line in lines:
+        assert line in text
+    assert "(2 turns, env_done; the environment paid 0.5 and" in text
+    assert "[tool]" not in shown(samples_table([sample], one_line=True), width=200)
+    assert sample_values(sample)["conversation"][1] == {"role": "tool", "content": "[/1]", "tool_calls": []}
+    assert "conversation" not in sample_values(pb.TrainedSample(response="7"))
+    rendered = _samples_table([sample_values(sample)])
+    for line in ("[assistant] Let me &lt;see&gt;", "-&gt; add {&quot;a&quot;: 1}", "[tool] [/1]", outcome):
+        assert line in rendered
+
+
+def test_long_messages_are_cut_and_media_are_named() -> None:
+    content = [{"type": "text", "text": "x" * 20_000}, {"type": "image"}]
+    found = shown_message({"role": "user", "content": content})
+    assert len(found["content"]) < 10_100
+    assert found["content"].endswith("x\n(image)")
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": "ü"}}}
+    found = shown_message({"role": "assistant", "content": None, "tool_calls": [call]})
+    assert found == {"role": "assistant", "content": "", "tool_calls": ['add {"a": "ü"}']}
 
 
 @pytest.mark.parametrize("width", [80, 120])

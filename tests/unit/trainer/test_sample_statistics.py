@@ -9,7 +9,7 @@ import pytest
 
 from services.trainer.batch.groups import TrainGroup
 from services.trainer.loop.sample_statistics import MAX_SOURCES, repeats, sample_statistics
-from services.trainer.loop.step_metrics import group_metrics
+from services.trainer.loop.step_metrics import all_samples, group_metrics
 
 SAMPLES = [  # by group: source, and reward, length, finish reason, text of each sample
     ("math", [(1.0, 10, "stop", "ab"), (0.0, 30, "length", "so " * 4000), (0.25, 5, "stop", "c")]),
@@ -108,14 +108,24 @@ def test_conversations_have_metrics_of_their_own() -> None:
             "loss_mask": np.array([value for one in mask for value in one], np.uint8),
             "turns": np.array(own["turns"], np.int32),
             "environment_seconds": np.array(own["seconds"], np.float32),
+            "outside_generation_seconds": np.array(own["seconds"], np.float32) + 0.25,
+            "tool_calls": np.array(own["turns"], np.int32) * 2,
+            "tool_errors": np.array(own["turns"], np.int32),
             "environment_reward": np.array(own["reward"]),
             "environment_info": own["info"],
+            "response_messages": [[{"role": "assistant", "content": f"turn {turns}"}] for turns in own["turns"]],
         }
         groups.append(group.with_columns(columns))
     found = group_metrics(groups, step=1)
     assert (found["turns_mean"], found["turns_max"]) == (2, 3)
     assert found["environment_seconds_mean"] == pytest.approx(2 / 3)
     assert (found["environment_seconds_max"], found["environment_reward_mean"]) == (1.5, 1)
-    assert found["observation_tokens_mean"] == 1
+    assert (found["model_tokens_mean"], found["observation_tokens_mean"]) == (5 / 3, 1)
+    assert (found["tool_calls_mean"], found["tool_errors_mean"]) == (4, 2)
+    assert found["outside_generation_seconds_mean"] == pytest.approx(2 / 3 + 0.25)
+    assert found["outside_generation_seconds_max"] == 1.75
     assert found["environment/calls"] == 3
+    (shown, *_, last) = all_samples(groups, step=1)
+    assert shown["conversation"] == [{"role": "assistant", "content": "turn 1", "tool_calls": []}]
+    assert (last["turns"], last["environment_reward"], last["environment_seconds"]) == (2, 2.0, 0.0)
     assert "turns_mean" not in group_metrics([make_group(0, None, SAMPLES[0][1])], step=1)

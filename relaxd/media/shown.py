@@ -1,0 +1,44 @@
+"""Conversations as people see them: messages with short texts, and lines of those."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+MAX_CHARACTERS = 10_000
+"""Maximum number of characters of a message that are shown: most of them its beginning, and its end."""
+END_CHARACTERS = 2_000
+"""Those of its end."""
+
+
+def shown_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message of a conversation with the fields of ShownMessage in coordinator.proto."""
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        content = "\n".join(part.get("text") or f"({part.get('type', 'media')})" for part in content)
+    calls = [
+        f"{call['function']['name']} {json.dumps(call['function']['arguments'], ensure_ascii=False)}"
+        for call in message.get("tool_calls", ())
+    ]
+    return {"role": str(message["role"]), "content": cut(content), "tool_calls": [cut(call) for call in calls]}
+
+
+def cut(text: str) -> str:
+    """Leave out the middle of a very long text."""
+    left_out = len(text) - MAX_CHARACTERS
+    if left_out <= 0:
+        return text
+    begin = MAX_CHARACTERS - END_CHARACTERS
+    return f"{text[:begin]} ... ({left_out} characters) ... {text[-END_CHARACTERS:]}"
+
+
+def conversation_lines(sample: Mapping[str, Any]) -> list[str]:
+    """Return the lines of a trained sample's conversation, message by message, and its outcome; [] if it is none."""
+    lines = []
+    for message in sample.get("conversation", ()):
+        lines.append(f"[{message['role']}] {message['content']}")
+        lines += [f"-> {call}" for call in message.get("tool_calls", ())]
+    if not lines:
+        return []
+    turns, seconds = sample["turns"], sample["environment_seconds"]
+    outcome = f"({turns} turn{'s' * (turns != 1)}, {sample['finish_reason']}; the environment "
+    return [*lines, f"{outcome}paid {sample['environment_reward']:.4g} and took {seconds:.2f} s)"]
