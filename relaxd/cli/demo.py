@@ -1,8 +1,12 @@
-"""`relaxd demo`: a real language model learns to add, with any algorithm; for distillation it gets a teacher first."""
+"""`relaxd demo`: a real language model learns to add, or a tiny one to call a calculator, with any algorithm.
+
+For distillation it gets a teacher first.
+"""
 
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +26,13 @@ DISTILLATION = "opd"
 """The algorithm that needs a teacher; its demo is a separate example."""
 
 
+class Task(StrEnum):
+    """A task of the demo, named as its example is."""
+
+    ADDITION = "addition"
+    TOOL_USE = "tool-use"
+
+
 @dataclass(frozen=True)
 class DemoTeacher:
     """A model that a demo trained."""
@@ -33,6 +44,7 @@ class DemoTeacher:
 
 
 def demo(
+    task: Annotated[Task, typer.Option(help="To add, or to call a calculator.")] = Task.ADDITION,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the prompts' order and of sampling.")] = 0,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Optimizer steps; default: what the algorithm needs.")
@@ -44,14 +56,21 @@ def demo(
 ) -> None:
     """Teach a real language model to add two-digit numbers, on this machine, in minutes.
 
+    With --task tool-use a tiny model, which is made here, learns to call a calculator instead.
+
     With --algorithm opd its teacher is the best model that an earlier demo of as many steps has trained; without one,
     it is trained first, as the run RUN_ID-teacher.
     """
     run_id = run_id or new_run_id("demo")
     where, console = Where(StateFolder(state), keep_up=keep_up), new_console()
     if algorithm != DISTILLATION:
-        execute(demo_config(algorithm, seed, steps), run_id, where, console)
+        execute(demo_config(algorithm, seed, steps, task), run_id, where, console)
         return
+    if task != Task.ADDITION:
+        raise CliError(
+            f"--algorithm {DISTILLATION} learns from a teacher that has learned {Task.ADDITION}, not {task}",
+            f"relaxd demo --task {task} --algorithm grpo",
+        )
 
     def train_teacher(config: RunConfig, run_id: str) -> None:
         execute(config, run_id, replace(where, keep_up=False), console)
@@ -59,9 +78,9 @@ def demo(
     execute(distillation_config(run_id, seed, steps, train_teacher, sayer(console)), run_id, where, console)
 
 
-def demo_config(algorithm: str, seed: int, steps: int | None) -> RunConfig:
+def demo_config(algorithm: str, seed: int, steps: int | None, task: Task = Task.ADDITION) -> RunConfig:
     """Return the configuration of the demo with an algorithm that needs no teacher. Raises ConfigError."""
-    return load_file(example("addition.toml"), ["--run.seed", str(seed), *demo_overrides(algorithm), *_steps(steps)])
+    return load_file(example(f"{task}.toml"), ["--run.seed", str(seed), *demo_overrides(algorithm), *_steps(steps)])
 
 
 def distillation_config(

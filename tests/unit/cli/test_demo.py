@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from relaxd.cli.demo import best_teacher, demo_config, distillation_config
+from relaxd.cli.demo import Task, best_teacher, demo, demo_config, distillation_config
 from relaxd.cli.preparing.first_steps import example
 from relaxd.client import CliError
 from relaxd.config import RunConfig
@@ -86,3 +86,9 @@ def test_a_folder_in_use_is_said_before_minutes_of_training() -> None:
     trained("d", 0.9, steps=2)
     with pytest.raises(CliError, match="contains an earlier run"):
         distillation_config("d", 0, None, nobody, str)
+
+
+def test_the_task_chooses_the_example() -> None:
+    assert demo_config("grpo", 3, None, Task.TOOL_USE) == load_file(example("tool-use.toml"), ["--run.seed", "3"])
+    with pytest.raises(CliError, match="learns from a teacher that has learned addition, not tool-use"):
+        demo(task=Task.TOOL_USE, algorithm="opd")

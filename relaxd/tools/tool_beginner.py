@@ -1,0 +1,127 @@
+"""Makes the tiny model of `relaxd demo --task tool-use`: it can call a calculator, and seldom does.
+
+`python -m relaxd.tools.tool_beginner FOLDER` trains it on lessons: conversations about sums of two-digit numbers. It
+runs as a separate process, so that the command line needs no torch.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from relaxd.data.examples import Message
+from relaxd.data.sources.addition_source import addition
+from relaxd.envs.calculator import Calculator
+from relaxd.envs.reply_formats import ParsedReply
+from relaxd.envs.tool_calls import ToolCall
+
+DIGITS = 2
+PADDING, END, ASSISTANT = "<|padding|>", "<|end|>", "<|assistant|>"
+SPECIAL_TOKENS = (PADDING, END, ASSISTANT, "<|system|>", "<|user|>", "<|tool|>")
+CHAT_TEMPLATE = """\
+{%- if tools -%}
+<|system|>Tools:{% for tool in tools %} {{ tool.function.name }}{% endfor %}<|end|>
+{%- endif -%}
+{%- for message in messages -%}
+<|{{ message.role }}|>{{ message.content or '' }}
+{%- for call in message.tool_calls or [] -%}
+<tool_call>{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}</tool_call>
+{%- endfor -%}
+<|end|>
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+<|assistant|>
+{%- endif -%}
+"""
+"""Names the tools, and writes calls as Hermes and Qwen do."""
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+BATCH = 16
+LEARNING_RATE = 5e-3
+PHASES = ((800, 0.9), (200, 0.1))
+"""Batches of lessons, and the share of calls among answers with a tool: first how to call, then how seldom."""
+TOOL_SHARE = 0.8
+"""Share of lessons with a tool."""
+
+
+def make(folder: Path, phases: Sequence[tuple[int, float]] = PHASES) -> None:
+    """Train the model and write it with its tokenizer and chat template into `folder`."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)  # more would only wait for each other
+    lessons = Lessons()
+    tokenizer = lessons.tokenizer()
+    tokens = {"vocab_size": len(tokenizer), "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, **tokens, max_position_embeddings=256, tie_word_embeddings=True))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98))
+    shares = [share for batches, share in phases for _ in range(batches)]
+    for done, share in enumerate(shares):
+        for group in optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * min(1.0, (done + 1) / 30, 2 * (1 - done / len(shares)))
+        texts = [lessons.text(share) for _ in range(BATCH)]
+        ids = tokenizer(texts, padding=True, return_tensors="pt").input_ids
+        logits = model(input_ids=ids).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels(ids)[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = 1, 0
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def labels(ids: torch.Tensor) -> torch.Tensor:
+    """Return the labels of conversations [lessons, tokens]: the assistant's tokens, and -100 elsewhere."""
+    place = torch.arange(ids.shape[1]).expand_as(ids)
+    begun, ended = (torch.where(ids == t, place, -1).cummax(1).values for t in (2, 1))
+    inside = torch.zeros_like(ids, dtype=torch.bool)
+    inside[:, 1:] = (begun > ended)[:, :-1]  # behind the assistant's token, up to and with the end
+    return ids.masked_fill(~inside, -100)
+
+
+class Lessons:
+    """Random conversations about sums, with and without the calculator."""
+
+    def __init__(self) -> None:
+        self._random = Random(0)
+        self._examples, _ = addition(DIGITS)
+        self._template = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), chat_template=CHAT_TEMPLATE)
+
+    def text(self, call_share: float) -> str:
+        """Return a conversation; `call_share` of those with a tool call it."""
+        example = self._random.choice(self._examples)
+        messages: list[Message] = [{"role": "user", "content": example.prompt}]
+        tools = Calculator.tools if self._random.random() < TOOL_SHARE else None
+        if tools and self._random.random() < call_share:
+            expression = str(example.prompt).removeprefix("What is ").partition("?")[0]
+            messages.append(ParsedReply(calls=(ToolCall("calculator", {"expression": expression}),)).message)
+            messages.append({"role": "tool", "content": example.answer})
+        messages.append({"role": "assistant", "content": example.answer})
+        return str(self._template.apply_chat_template(messages, tools=tools, tokenize=False))
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """Return a tokenizer that has one token for each number and for each phrase of the lessons."""
+        bpe = Tokenizer(models.BPE())
+        numbers, byte_level = pre_tokenizers.Digits(False), pre_tokenizers.ByteLevel(False, use_regex=False)
+        special = pre_tokenizers.Split(Regex(r"<\|\w+\|>"), "isolated")
+        bpe.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=1000,
+            special_tokens=list(SPECIAL_TOKENS),
+            initial_alphabet=sorted(byte_level.alphabet()),
+            show_progress=False,
+        )
+        bpe.pre_tokenizer = pre_tokenizers.Sequence([special, numbers, byte_level])
+        sums = (text for example in self._examples for text in (example.prompt, example.answer))
+        bpe.train_from_iterator([*sums, *(self.text(0.5) for _ in range(100))], trainer)
+        bpe.pre_tokenizer = pre_tokenizers.Sequence([numbers, byte_level])
+        return PreTrainedTokenizerFast(
+            tokenizer_object=bpe, eos_token=END, pad_token=PADDING, chat_template=CHAT_TEMPLATE
+        )
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1]))
