@@ -72,7 +72,7 @@ class AgentService(StageReplica):
         }
         places = asyncio.Semaphore(config.agent.max_sessions)
         self._groups = groups = GroupConversations(config, self._begin, engines, of_run, places)
-        self.evaluations = evaluations = EvaluationConversations(by_set, places)
+        self.evaluations = evaluations = EvaluationConversations(config.agent, by_set, places)
 
         def room() -> int:
             return groups.room(self._worker.held if self._worker is not None else 0, evaluations.unfinished)

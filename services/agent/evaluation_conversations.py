@@ -2,12 +2,13 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from relaxd.config import AgentConfig
 from relaxd.data.examples import Example
 from relaxd.finish_reasons import ENV_FAILED
 from relaxd.media.messages import to_proto
@@ -19,13 +20,15 @@ from relaxd.v1.reward_pb2 import EnvironmentOutcome
 from relaxd.v1.sample_pb2 import FinishReason, SamplingParams
 from services.agent.conversation import BadPrompt, Conversation, Conversations
 from services.agent.engines import RefusedPrompt, WantedWeights
+from services.agent.group_conversations import hold_with_retries
 
 
 class EvaluationConversations:
     """Holds the conversations of a run's evaluations."""
 
-    def __init__(self, by_set: Mapping[str, Conversations], places: asyncio.Semaphore) -> None:
+    def __init__(self, agent: AgentConfig, by_set: Mapping[str, Conversations], places: asyncio.Semaphore) -> None:
         """`by_set` holds conversations with the environment of each evaluation set; `places` limits those at once."""
+        self._agent = agent
         self._by_set = by_set
         self._places = places
         self._running: set[asyncio.Task[ConverseResponse]] = set()
@@ -84,11 +87,14 @@ class EvaluationConversations:
         self, conversations: Conversations, name: str, example: Example, sample: int, seed: int, wanted: WantedWeights
     ) -> ConverseResponse:
         session = f"evaluation/{name}/{sample}/{uuid.uuid4().hex}"
-        async with self._places:
-            try:
-                held = await conversations.hold(session, example, [], seed, seed_of(seed, sample), wanted)
-            except (BadPrompt, RefusedPrompt) as error:
-                held = Conversation(finish=ENV_FAILED, failure=str(error))
+
+        def hold_once(name: str) -> Awaitable[Conversation]:
+            return conversations.hold(name, example, [], seed, seed_of(seed, sample), wanted)
+
+        try:
+            held = await hold_with_retries(self._agent, self._places, session, hold_once)
+        except (BadPrompt, RefusedPrompt) as error:
+            held = Conversation(finish=ENV_FAILED, failure=str(error))
         return ConverseResponse(
             sample=sample,
             finish_reason=numbers(FinishReason)[held.finish],

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -26,7 +26,7 @@ from relaxd.board import (
     DropReason,
 )
 from relaxd.board.worker import Result
-from relaxd.config import RunConfig
+from relaxd.config import AgentConfig, RunConfig
 from relaxd.data.examples import Example
 from relaxd.seeds import seed_of
 from relaxd.waiting import Backoff, waiting
@@ -116,23 +116,16 @@ class GroupConversations:
     async def _hold(self, delivery: Delivery, example: Example, published: Sequence[int], sample: int) -> Conversation:
         """Hold a conversation. Raises _Failed: its environment failed, which ends its group."""
         agent, seed = self._config.agent, seed_of(self._config.run.seed, delivery.group_id)
-        retries = agent.max_retries if agent.on_failure == "retry" else 0
-        for failures in itertools.count(1):
-            name = f"{delivery.group_id}/{sample}/{delivery.attempt}" + (f"/{failures}" if failures > 1 else "")
-            async with self._places:
-                conversation = await self._conversations.hold(name, example, published, seed, seed_of(seed, sample))
-            if not conversation.failure:
-                break
-            logger.warning("group %s, sample %d: %s", delivery.group_id, sample, conversation.failure)
-            if failures <= retries:
-                _count("retried")
-                with waiting("holding a failed conversation again"):
-                    await asyncio.sleep(RETRY_PAUSE.pause(failures))
-            elif agent.on_failure in ("zero", "mask"):
-                _count(agent.on_failure)
-                break
-            else:
-                _count("dropped")
+
+        def hold(name: str) -> Awaitable[Conversation]:
+            return self._conversations.hold(name, example, published, seed, seed_of(seed, sample))
+
+        name = f"{delivery.group_id}/{sample}/{delivery.attempt}"
+        conversation = await hold_with_retries(agent, self._places, name, hold)
+        if conversation.failure:
+            is_kept = agent.on_failure in ("zero", "mask")
+            _count(agent.on_failure if is_kept else "dropped")
+            if not is_kept:
                 raise _Failed(conversation.failure)
         self._unfinished[delivery.group_id] -= 1
         return conversation
@@ -154,6 +147,31 @@ class GroupConversations:
 
 class _Failed(Exception):
     """The environment failed in a conversation of a group that is dropped for it."""
+
+
+async def hold_with_retries(
+    agent: AgentConfig, places: asyncio.Semaphore, name: str, hold: Callable[[str], Awaitable[Conversation]]
+) -> Conversation:
+    """Hold a conversation, and again while it fails if agent.on_failure = "retry".
+
+    Args:
+        agent: the run's settings.
+        places: limits the conversations at once.
+        name: id of its first session; later ones have another.
+        hold: holds it once, given the id.
+    """
+    retries = agent.max_retries if agent.on_failure == "retry" else 0
+    for failures in itertools.count(1):
+        async with places:
+            conversation = await hold(name + (f"/{failures}" if failures > 1 else ""))
+        if conversation.failure:
+            logger.warning("conversation %s: %s", name, conversation.failure)
+        if not conversation.failure or failures > retries:
+            break
+        _count("retried")
+        with waiting("holding a failed conversation again"):
+            await asyncio.sleep(RETRY_PAUSE.pause(failures))
+    return conversation
 
 
 def _count(outcome: str) -> None:

@@ -22,8 +22,9 @@ from relaxd.v1.sample_pb2 import SamplingParams
 from relaxd.waiting import waits
 from services.agent import group_conversations
 from services.agent.conversation import Conversation, Conversations
-from services.agent.engines import EngineSession, RunEngines
+from services.agent.engines import EngineSession, RunEngines, WantedWeights
 from services.agent.environments import Environments
+from services.agent.evaluation_conversations import EvaluationConversations
 from services.agent.group_conversations import GroupConversations
 from tests.integration.agent.scripted_engines import STOP, Act, Fleet, encode
 from tests.kit.models import byte_tokenizer
@@ -269,3 +270,36 @@ async def test_a_failed_conversation_does_to_its_group_what_the_run_says(
     assert written["turns"][failed[0]] == turns
     assert masks[failed[0]].any() == trained
     assert (sizes[failed[0]] > 0) == (turns > 0)
+
+
+@pytest.mark.parametrize(
+    ("versions", "or_later", "asked"),
+    [([3, 4, 5], False, "rollout-1"), ([3, 5], True, "rollout-1"), ([4, 3], True, "rollout-0")],
+)
+async def test_evaluations_ask_only_engines_with_their_weights_and_hold_failed_conversations_again(
+    versions: list[int],
+    or_later: bool,
+    asked: str,
+    tokenizer: PromptTokenizer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(group_conversations, "RETRY_PAUSE", group_conversations.Backoff(0.01))
+    (tmp_path / "flaky.py").write_text(FLAKY)
+    fleet = Fleet(["first", "end"], versions)
+    sampling = SamplingParams(max_new_tokens=90, seed=3, stop=["x"])
+    async with (
+        service_of(f"{tmp_path}/flaky.py:Flaky", {"at": "end", "often": 2}) as address,
+        fleet.serving() as client,
+        talks(config := config_of(address, on_failure="retry"), tokenizer, client) as conversations,
+    ):
+        evaluations = EvaluationConversations(config.agent, {"set": conversations}, asyncio.Semaphore(2))
+        wanted = WantedWeights(term=1, version=4, or_later=or_later)
+        held = [one async for one in evaluations.hold("set", ASKED, 4, sampling, wanted)]
+    assert set(fleet.asked) == {asked}
+    assert len(fleet.asked) == 2 * (4 + 2)
+    assert {tuple(request.sampling.stop) for request in fleet.requests} == {("x",)}
+    assert sorted(one.sample for one in held) == [0, 1, 2, 3]
+    assert {(one.failure, one.turns, one.outcome.reward, one.token_count) for one in held} == {
+        ("", 2, 1.0, len("firstend") + 2)
+    }

@@ -44,7 +44,7 @@ async def evaluations(tmp_path: Path) -> AsyncIterator[EvaluationConversations]:
     environments = Environments(config.agent)
     tokenizer = PromptTokenizer.of_run(config, Path(config.model.path))
     conversations = Conversations(config, tokenizer, None, cast(Any, None), environments)
-    yield EvaluationConversations({"s": conversations}, asyncio.Semaphore(0))
+    yield EvaluationConversations(config.agent, {"s": conversations}, asyncio.Semaphore(0))
     await environments.close()
 
 
