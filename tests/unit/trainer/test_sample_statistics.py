@@ -113,7 +113,9 @@ def test_conversations_have_metrics_of_their_own() -> None:
             "tool_errors": np.array(own["turns"], np.int32),
             "environment_reward": np.array(own["reward"]),
             "environment_info": own["info"],
-            "response_messages": [[{"role": "assistant", "content": f"turn {turns}"}] for turns in own["turns"]],
+            "response_messages": [
+                [{"role": "assistant", "content": f"turn {turns}"}] for turns in np.array(own["turns"])
+            ],
         }
         groups.append(group.with_columns(columns))
     found = group_metrics(groups, step=1)
