@@ -59,7 +59,7 @@ class Environments:
         """Begin a conversation. Raises EnvironmentFailed, and what a new host's start raises."""
         if self._probe is not None:
             with waiting("the environment's host, which is late"):
-                await asyncio.wait({self._probe})
+                await asyncio.wait({self._probe}, timeout=3 * PROBE_SECONDS)
         client = await self._present_client()
         return await self._watched(client.open(session_id, sample))
 
